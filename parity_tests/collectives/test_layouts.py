@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 from parity_tests.collectives import meanings
-from shardproof import Cost, check, every_case, offsets, scheme
+from shardproof import Cost, check_cases, offsets, scheme
 from torch_impl import layouts
 from torch_impl.collectives import all_gather, reduce_scatter
 from torch_impl.layouts import inverse, packed, striped
@@ -136,12 +135,7 @@ SCHEMES = (
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=20 if engine == "lockstep" else 5)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 20 if engine == "lockstep" else 5, engine=engine)
 
 
 def divided_by_the_full_size(mesh, x):

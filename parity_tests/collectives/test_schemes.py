@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from parity_tests.collectives import meanings
-from shardproof import Cost, check, every_case, integers, scheme
+from shardproof import Cost, check_cases, integers, scheme
 from torch_impl import collectives as c
 
 WORLDS = {"tp": (1, 2, 3, 4)}
@@ -239,9 +238,4 @@ SCHEMES = (
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=20 if engine == "lockstep" else 5)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 20 if engine == "lockstep" else 5, engine=engine)

@@ -18,7 +18,7 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
-from shardproof import check, every_case, scheme
+from shardproof import check, check_cases, every_case, scheme
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 
@@ -159,22 +159,12 @@ SCHEMES = (
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared):
-    @settings(max_examples=30)
-    @given(every_case(declared))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 30)
 
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity_on_processes(declared):
-    @settings(max_examples=5)
-    @given(every_case(declared, engine="gloo"))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 5, engine="gloo")
 
 
 @settings(max_examples=8)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jax_ref.context_parallel import padded_batch
 from jax_ref.layouts import dual_chunk_swap
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check, every_case, integers, lengths, scheme
+from shardproof import CaseSpec, Cost, check_cases, integers, lengths, scheme
 from torch_impl import context_parallel as cp
 
 KEYS = ("inputs_embeds", "input_ids", "labels", "position_ids", "padding_mask")
@@ -76,12 +76,7 @@ def positions_of_a_batch(mesh, ids, padded) -> tuple[Int[Tensor, "b t"], Int[Ten
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", [share_of_a_dense_batch, positions_of_a_batch], ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=15 if engine == "lockstep" else 3)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
 
 
 def on_ranks(n, body):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -13,7 +13,7 @@ from jax_ref.layouts import inverse
 from jax_ref.layouts import packed as packed_reference
 from parity_tests.context_parallel.drawn_rows import batch_of, drawn_rows
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check, every_case, integers, lengths, scheme
+from shardproof import CaseSpec, Cost, check_cases, integers, lengths, scheme
 from torch_impl import context_parallel as cp
 
 FILL = -1000
@@ -71,12 +71,7 @@ def shares_of_chunks(mesh, x, labels, padded, real, num_chunks, tail) -> Returne
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", [share_of_a_batch, shares_of_chunks], ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=15 if engine == "lockstep" else 3)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
 
 
 class Mesh:

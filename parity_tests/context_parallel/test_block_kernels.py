@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parity_tests.context_parallel.test_block_schedule import packed_attention_by_keys
-from shardproof import check, every_case, scheme, token_below
+from shardproof import check, check_cases, every_case, scheme, token_below
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel import block_kernels, blockwise_attention
 from torch_impl.context_parallel.block_schedule import Block
@@ -204,12 +204,7 @@ def test_parity_of_plain_operations(monkeypatch):
     monkeypatch.setattr(blockwise_attention, "_backward", backward)
     monkeypatch.setattr(block_kernels, "ROWS", 3)
 
-    @settings(max_examples=30)
-    @given(every_case(packed_attention_by_keys))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(packed_attention_by_keys, 30)
 
 
 def test_a_query_that_sees_nothing_has_no_output_and_no_lse():

@@ -22,7 +22,7 @@ from parity_tests.context_parallel.attention_schemes import (
     usp_cost,
 )
 from parity_tests.context_parallel.seen_pairs import KINDS, streams, times_seen
-from shardproof import check, every_case, offsets, scheme
+from shardproof import check, check_cases, every_case, offsets, scheme
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
 from torch_impl.context_parallel.block_schedule import MAX_DISTINCT_LENGTHS, MAX_TILE_QUERIES, Block, schedule_of
 from torch_impl.context_parallel.blockwise_attention import RunningAttention
@@ -176,12 +176,7 @@ SCHEMES = (
 
 @pytest.mark.parametrize("stated", SCHEMES, ids=lambda stated: stated.name)
 def test_parity(stated):
-    @settings(max_examples=30)
-    @given(every_case(stated))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(stated, 30)
 
 
 @settings(max_examples=5)
@@ -336,9 +331,4 @@ def test_every_pair_meets_once_in_split_triangles(name, kind, small_triangles):
 
 
 def test_parity_of_split_triangles(small_triangles):
-    @settings(max_examples=20)
-    @given(every_case(packed_attention_of_many_lengths))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(packed_attention_of_many_lengths, 20)

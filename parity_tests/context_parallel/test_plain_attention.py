@@ -3,10 +3,9 @@
 import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.context_parallel import attention
-from shardproof import check, every_case, scheme, values
+from shardproof import check_cases, scheme, values
 from torch_impl.context_parallel.block_kernels import ROWS, cuda_backward, cuda_forward
 
 SCALE = 0.375
@@ -66,9 +65,4 @@ def attention_by_plain_operations(mesh, q, k, v, seen, rule):
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_parity(engine):
-    @settings(max_examples=25 if engine == "lockstep" else 3)
-    @given(every_case(attention_by_plain_operations, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(attention_by_plain_operations, 25 if engine == "lockstep" else 3, engine=engine)

@@ -5,12 +5,11 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
 from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
 
 from jax_ref.context_parallel import dense_attention
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, check, every_case, scheme, values
+from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.context_parallel import create_context_parallel_ctx, make_cp_batch_and_ctx
 
 BOUND = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)  # before any context is entered
@@ -40,12 +39,7 @@ def attention_inside(mesh, q, k, v, causal, rotate):
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_parity(engine):
-    @settings(max_examples=15 if engine == "lockstep" else 3)
-    @given(every_case(attention_inside, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(attention_inside, 15 if engine == "lockstep" else 3, engine=engine)
 
 
 def on_ranks(n, body):

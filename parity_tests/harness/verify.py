@@ -265,6 +265,22 @@ def check(case: CaseSpec) -> Report:
     return report
 
 
+def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = "lockstep", **fixed: Any) -> None:
+    """Draw cases of a scheme and `check` each: the body of a parity test that stands for several schemes or engines.
+
+    `examples` is their number, by default that of Hypothesis's profile in force; `fixed` are mesh axes, dims and
+    options that are not drawn. Raises what `check` raises, at the smallest failing case.
+    """
+
+    # No deadline: the first case of a shape traces the reference.
+    @settings(max_examples=examples or settings().max_examples, deadline=None)
+    @given(every_case(scheme, engine=engine, **fixed))
+    def each(case: CaseSpec) -> None:
+        check(case)
+
+    each()
+
+
 def _with_replay_file(scheme: Declared, report: Report, folder: str, replaces: str | None = None) -> Report:
     """The report with its replay file; where the folder takes none it says why, since the verdict matters more."""
     try:

@@ -5,11 +5,11 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ref.layouts import reference
-from shardproof import Cost, check, every_case, offsets, scheme
+from shardproof import Cost, check_cases, offsets, scheme
 from torch_impl.collectives import all_gather
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.reorder import (
@@ -98,12 +98,7 @@ SCHEMES = (
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared):
-    @settings(max_examples=15)
-    @given(every_case(declared))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 15)
 
 
 def rows(count):

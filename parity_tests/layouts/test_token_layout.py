@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import Array
 from jaxtyping import Bool, Int
@@ -15,7 +15,7 @@ from torch import Tensor
 from jax_ref.layouts import BUILTIN as REFERENCES
 from jax_ref.layouts import ceil_lengths, check_partition, reference
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check, every_case, integers, offsets, scheme
+from shardproof import CaseSpec, Cost, check_cases, integers, offsets, scheme
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.index_arrays import (
     contiguous_positions,
@@ -286,12 +286,7 @@ SCHEMES = (
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=15 if engine == "lockstep" else 3)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
 
 
 def on_ranks(cp, body):

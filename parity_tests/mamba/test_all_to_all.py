@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check, every_case, scheme
+from shardproof import CaseSpec, Cost, check, check_cases, scheme
 from torch_impl import mamba
 
 
@@ -42,12 +41,7 @@ def tokens_for_columns(mesh, x):
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", [columns_for_tokens, tokens_for_columns], ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=12 if engine == "lockstep" else 3)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 12 if engine == "lockstep" else 3, engine=engine)
 
 
 @pytest.mark.parametrize("declared", [columns_for_tokens, tokens_for_columns], ids=lambda declared: declared.name)

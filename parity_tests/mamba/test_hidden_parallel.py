@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.layouts import conv_channels as reference_channels
 from jax_ref.layouts import projection_columns as reference_columns
@@ -11,7 +10,7 @@ from parity_tests.mamba.mixers import CU, PROJECTED, T, W, filled, hidden_parall
 from parity_tests.mamba.operations import Operations
 from parity_tests.mamba.over_ranks import check_what_a_token_changes, on_ranks, parallel, rank_positions
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
-from shardproof import CaseSpec, Cost, check, every_case, scheme
+from shardproof import CaseSpec, Cost, check_cases, scheme
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import MambaContextParallel
 
@@ -58,12 +57,7 @@ SCHEMES = (hidden_parallel, hidden_parallel_contiguous, hidden_parallel_packed)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=12 if engine == "lockstep" else 3)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 12 if engine == "lockstep" else 3, engine=engine)
 
 
 def rank_tokens(mesh, x, cu=None):

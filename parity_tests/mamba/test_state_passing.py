@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 from parity_tests.mamba.mixers import CU, GIVEN, PROJECTED, T, W, filled, state_passing_strategy
 from parity_tests.mamba.operations import Operations
 from parity_tests.mamba.over_ranks import check_what_a_token_changes, offsets_of, on_ranks, parallel, rank_positions
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
-from shardproof import Cost, check, every_case, scheme
+from shardproof import Cost, check_cases, scheme
 from torch_impl.mamba import MambaStatePassing, mamba_cp_bytes
 
 # 3 heads and 1 group, which two and four ranks cannot share, and 6 and 2, which two can; segments shorter than the
@@ -73,12 +72,7 @@ CUTS = [("dual_chunk_swap", None), ("contiguous", None), ("dual_chunk_swap", CU)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=10 if engine == "lockstep" else 2)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 10 if engine == "lockstep" else 2, engine=engine)
 
 
 @pytest.mark.parametrize(("layout", "cu"), CUTS)

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
 from torch.distributed.tensor.parallel import parallelize_module
 
 from jax_ref.models import Config
@@ -23,7 +22,7 @@ from parity_tests.models.parameters import (
     rank_logits,
     specs,
 )
-from shardproof import CaseSpec, check, every_case, integers, offsets, scheme, token_below
+from shardproof import CaseSpec, check_cases, integers, offsets, scheme, token_below
 from torch_impl.layouts import TokenLayout
 from torch_impl.models import (
     HybridConfig,
@@ -118,12 +117,7 @@ SCHEMES = (hybrid_over_tokens, hybrid_over_heads, hybrid_of_rows, hybrid_of_cont
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared):
-    @settings(max_examples=8)
-    @given(every_case(declared))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 8)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -26,7 +25,7 @@ from parity_tests.parallelizer.training import (
     on_mesh,
     parallelized,
 )
-from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, token_below, values
+from shardproof import CaseSpec, Cost, check_cases, ids, scheme, token_below, values
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
@@ -124,12 +123,7 @@ SCHEMES = (fully_sharded_step, fully_sharded_step_by_older_names, fully_sharded_
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=8 if engine == "lockstep" else 2)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 8 if engine == "lockstep" else 2, engine=engine)
 
 
 def test_signature_is_that_of_the_page():

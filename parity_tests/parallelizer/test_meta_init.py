@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import nn
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, empty
 from parity_tests.parallelizer.small_net import BLOCK, Net, full_tensors, plan
-from shardproof import CaseSpec, check, every_case, scheme, values
+from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.adapters.megatron import STRATEGIES
 from torch_impl.parallelizer.adapters.meta_init import materialize
@@ -61,12 +60,7 @@ def values_of_a_meta_model(mesh, x, strategy, units):
 
 
 def test_parity():
-    @settings(max_examples=25)
-    @given(every_case(values_of_a_meta_model))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(values_of_a_meta_model, 25)
 
 
 def on_ranks(body, **mesh):

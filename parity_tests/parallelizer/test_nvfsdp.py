@@ -5,7 +5,6 @@ import warnings
 import jax
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import nn
 
 from parity_tests.harness.run.engines import run
@@ -13,7 +12,7 @@ from parity_tests.parallelizer.families import Chosen
 from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, full_tensors, net_of, plan
 from parity_tests.parallelizer.training import Training, on_mesh, verdict
-from shardproof import CaseSpec, check, every_case, scheme, values
+from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.adapters.megatron import ALIASES, CUDA_ONLY, STRATEGIES
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
@@ -91,12 +90,7 @@ def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, h
 
 
 def test_parity():
-    @settings(max_examples=30)
-    @given(every_case(strategies))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(strategies, 30)
 
 
 MESHES = ({"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 3})

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import nn
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan
-from shardproof import CaseSpec, check, every_case, scheme, values
+from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.parallelizer.adapters.megatron import STRATEGIES
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 
@@ -76,12 +75,7 @@ def test_a_finite_number_too_large_for_float32_is_finite(at):
 
 
 def test_parity():
-    @settings(max_examples=25)
-    @given(every_case(injected_into_a_gradient))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(injected_into_a_gradient, 25)
 
 
 def on_ranks(body, **mesh):

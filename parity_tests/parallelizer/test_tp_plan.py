@@ -21,7 +21,7 @@ from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import NAMES, Net
 from parity_tests.parallelizer.styled import accumulated, styled
 from parity_tests.parallelizer.training import PROMISED, broken_on_ranks, deviation, summed_loss
-from shardproof import CaseSpec, Cost, check, every_case, scheme, token_below, values
+from shardproof import CaseSpec, Cost, check_cases, scheme, token_below, values
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
@@ -117,12 +117,7 @@ def rejected_plans(mesh, x, misuse):
 
 @pytest.mark.parametrize("made_scheme", [tied_embedding, rejected_plans], ids=lambda made_scheme: made_scheme.name)
 def test_parity(made_scheme):
-    @settings(max_examples=30)
-    @given(every_case(made_scheme))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(made_scheme, 30)
 
 
 def on_ranks(body, tp=2, **options):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given as drawn
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -14,7 +13,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import plain_modules as plain
 from parity_tests.parallelizer.styled import Gated, Norm, Stacks, accumulated, ceil_rule, linear_layer, styled
-from shardproof import CaseSpec, check, every_case, scheme, token_below, values
+from shardproof import CaseSpec, check_cases, scheme, token_below, values
 from torch_impl.parallelizer import translate_to_torch_parallel_style
 from torch_impl.parallelizer.hf_plan import REJECTED, STYLES
 from torch_impl.parallelizer.tp_styles import Experts
@@ -220,12 +219,7 @@ SCHEMES = (
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 def test_parity(scheme):
-    @settings(max_examples=30)
-    @drawn(every_case(scheme))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(scheme, 30)
 
 
 def test_every_name_that_transformers_registers_is_a_style_or_a_rejection():

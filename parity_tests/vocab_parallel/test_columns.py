@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from jaxtyping import Int
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from jax_ref.vocab_parallel import argmax, columns, log_softmax, logprob, sequen
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, ids, scheme, values
 from torch_impl import vocab_parallel as vp
 
 RANKS = {"tp": (1, 2, 3, 4)}
@@ -136,12 +135,7 @@ SCHEMES = (
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=40 if engine == "lockstep" else 5)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 40 if engine == "lockstep" else 5, engine=engine)
 
 
 def on_two_ranks(body):

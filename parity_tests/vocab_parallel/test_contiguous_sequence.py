@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import next_positions, sequence
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check, every_case, scheme
+from shardproof import CaseSpec, Cost, check_cases, scheme
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(
@@ -43,12 +42,7 @@ def next_position(mesh, x, fill, seq_dim):
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", [contiguous_blocks, next_position], ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=30 if engine == "lockstep" else 5)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 30 if engine == "lockstep" else 5, engine=engine)
 
 
 def on_ranks(cp, body):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from jax_ref.vocab_parallel import (
@@ -20,7 +19,7 @@ from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_ran
 from parity_tests.vocab_parallel.test_linear_logprob import FLOATS
 from parity_tests.vocab_parallel.test_packed import by_padded
 from parity_tests.vocab_parallel.test_stored_order import of_keys
-from shardproof import CaseSpec, Cost, check, every_case, ids, integers, offsets, scheme
+from shardproof import CaseSpec, Cost, check_cases, ids, integers, offsets, scheme
 from torch_impl import vocab_parallel as vp
 
 COMMON = dict(
@@ -210,12 +209,7 @@ SCHEMES = (
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=20 if engine == "lockstep" else 4)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
 
 
 def test_an_entropy_beside_a_filter_is_rejected():

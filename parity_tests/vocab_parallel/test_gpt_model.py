@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
 from torch import nn
 
 from jax_ref.vocab_parallel import linear_next_token_logprob
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
-from shardproof import Cost, check, every_case, ids, offsets, scheme, values
+from shardproof import Cost, check_cases, ids, offsets, scheme, values
 from torch_impl.vocab_parallel import patch_gpt_model_forward_for_linear_ce_fusion as patch
 
 FLOATS = values("normal", "zeros", "ones", "iota", "ties", "tiny")
@@ -154,9 +153,4 @@ def fused_packed_model(
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", [fused_model, fused_packed_model], ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=20 if engine == "lockstep" else 4)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)

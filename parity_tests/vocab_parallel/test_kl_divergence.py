@@ -3,12 +3,11 @@
 import jax
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import kl_divergence
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
-from shardproof import CaseSpec, Cost, check, every_case, scheme, values
+from shardproof import CaseSpec, Cost, check, check_cases, scheme, values
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(
@@ -79,12 +78,7 @@ def kl_near_its_end(mesh, logits, reverse, chunk_size):
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", [forward_kl, reverse_kl, kl_near_its_end], ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=40 if engine == "lockstep" else 5)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 40 if engine == "lockstep" else 5, engine=engine)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

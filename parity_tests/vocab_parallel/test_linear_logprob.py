@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel import linear_logprob, linear_next_token_logprob
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, ids, scheme, values
 from torch_impl import vocab_parallel as vp
 from torch_impl.collectives import all_gather, all_reduce
 
@@ -121,12 +120,7 @@ SCHEMES = (linear_logprobs, linear_logprobs_of_sharded_states, linear_next_token
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=20 if engine == "lockstep" else 4)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
 
 
 D, V, S = 5, 6, 8

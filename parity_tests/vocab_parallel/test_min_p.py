@@ -5,13 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import sampled_logprob
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.shard import owned_range
 from parity_tests.vocab_parallel.test_sampling import filter_cost
-from shardproof import Cost, check, every_case, ids, scheme
+from shardproof import Cost, check_cases, ids, scheme
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.filter_bounds import min_p_floor
 
@@ -67,12 +66,7 @@ def logprob_with_min_p_and_long_top_k(mesh, logits, target, top_k, top_p, temper
     "declared", [logprob_with_min_p, logprob_with_min_p_and_long_top_k], ids=lambda declared: declared.name
 )
 def test_parity(declared, engine):
-    @settings(max_examples=15 if engine == "lockstep" else 5)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 15 if engine == "lockstep" else 5, engine=engine)
 
 
 def test_the_next_token_routes_take_it_from_their_params():

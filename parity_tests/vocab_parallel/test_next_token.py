@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from torch.distributed.tensor import DTensor, Shard
 
 from jax_ref.vocab_parallel import next_token_logprob
@@ -12,7 +11,7 @@ from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
+from shardproof import CaseSpec, Cost, check_cases, ids, scheme
 from torch_impl import vocab_parallel as vp
 
 CUT = dict(
@@ -129,12 +128,7 @@ SCHEMES = (
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=20 if engine == "lockstep" else 4)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
 
 
 def on_mesh(body, **mesh):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jax_ref.layouts import dual_chunk_swap
@@ -15,7 +14,7 @@ from jax_ref.vocab_parallel import packed_next_token_logprob
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check, every_case, ids, integers, offsets, scheme
+from shardproof import CaseSpec, Cost, check_cases, ids, integers, offsets, scheme
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(
@@ -104,12 +103,7 @@ SCHEMES = (packed_next_tokens, packed_next_tokens_of_true_lengths, packed_next_t
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=20 if engine == "lockstep" else 4)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
 
 
 V, LENGTHS = 6, [8, 0, 4, 12]

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import sequence
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check, every_case, scheme
+from shardproof import CaseSpec, Cost, check_cases, scheme
 from torch_impl import vocab_parallel as vp
 
 RANKS = {"cp": (1, 2, 3, 4)}
@@ -56,12 +55,7 @@ def sharded_sequence(mesh, x, seq_dim):
 @pytest.mark.parametrize("declared", [gathered_sequence, sharded_sequence], ids=lambda declared: declared.name)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_parity(declared, engine):
-    @settings(max_examples=20 if engine == "lockstep" else 6)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 20 if engine == "lockstep" else 6, engine=engine)
 
 
 def on_ranks(cp, body):

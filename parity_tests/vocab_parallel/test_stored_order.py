@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -14,7 +13,7 @@ from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
-from shardproof import CaseSpec, Cost, check, every_case, ids, integers, scheme
+from shardproof import CaseSpec, Cost, check_cases, ids, integers, scheme
 from torch_impl import vocab_parallel as vp
 
 STORED = dict(
@@ -80,12 +79,7 @@ def next_tokens_of_a_dtensor(mesh, logits, target, keys, columns, temperature, c
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", [stored_next_tokens, next_tokens_of_a_dtensor], ids=lambda s: s.name)
 def test_parity(declared, engine):
-    @settings(max_examples=20 if engine == "lockstep" else 4)
-    @given(every_case(declared, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

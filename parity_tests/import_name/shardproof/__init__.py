@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.scheme import scheme as scheme
     from parity_tests.harness.verdict import judge as judge
     from parity_tests.harness.verify import check as check
+    from parity_tests.harness.verify import check_cases as check_cases
     from parity_tests.harness.verify import verify as verify
     from parity_tests.tracing.pair import Pair as Pair
     from parity_tests.tracing.pair import trace_pair as trace  # noqa: F401
@@ -97,6 +98,7 @@ _HOMES = {
     "run": "parity_tests.harness.run.engines:run",
     "verify": "parity_tests.harness.verify:verify",
     "check": "parity_tests.harness.verify:check",
+    "check_cases": "parity_tests.harness.verify:check_cases",
     "judge": "parity_tests.harness.verdict:judge",
     "Report": "parity_tests.harness.report.report:Report",
     "replay": "parity_tests.harness.replay:replay",
