@@ -61,10 +61,6 @@ class TensorRow:
         return self.ratio <= 1.0
 
     @property
-    def headroom(self) -> float:
-        return math.inf if self.ratio == 0.0 else 1.0 / self.ratio
-
-    @property
     def got(self) -> np.ndarray:
         return self.stitched.copies[self.copy]
 

@@ -147,7 +147,6 @@ def test_every_output_and_gradient_has_a_row():
     rows = rows_of(product_and_sum, CASE)
     assert list(rows) == ["out[0]", "out[1]", "d/d x", "d/d w"]
     assert all(row.ok for row in rows.values())
-    assert rows["d/d x"].headroom == 1 / rows["d/d x"].ratio
 
 
 @pytest.mark.parametrize("label", ["out[0]", "out[1]", "d/d x", "d/d w"])

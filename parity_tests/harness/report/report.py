@@ -34,7 +34,7 @@ OF_ALL_EXAMPLES = (
     "undecided_why",
     "undecided_examples",
 )
-COLUMNS = ("tensor", "worst error", "budget", "ratio", "headroom", "where")
+COLUMNS = ("verdict", "tensor", "error", "budget", "ratio", "where")
 
 
 class VerdictError(AssertionError):
@@ -283,16 +283,17 @@ class Report:
 
     def _table(self) -> list[Text]:
         """One line for each tensor, its notes under it."""
-        cells = [COLUMNS, *((row.label, *self._cells(row)) for row in self.rows)]
+        cells = [COLUMNS, *(self._cells(row) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  " + "   ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        lines = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
         table = [Text(lines[0], style="dim")]
         for row, line in zip(self.rows, lines[1:], strict=True):
             table.append(Text(line, style="" if row.ok else "red"))
             table += [Text(f"    {note}") for note in self.notes.get(row.label, ())]
         return table
 
-    def _cells(self, row: TensorRow) -> list[str]:
+    def _cells(self, row: TensorRow) -> tuple[str, ...]:
+        """What stands in each of COLUMNS; the verdict is first, so that a narrow terminal cannot wrap it away."""
         case = self.row_cases.get(row.label, self.case)
         where = f"{_place(row.where)} {case.dtype}"
         if not row.ok:
@@ -300,11 +301,11 @@ class Report:
                 f"{axis} {coordinate[row.where]}" for axis, coordinate in row.owners.items() if case.mesh[axis] > 1
             ]
             where += f", owner {' '.join(owner)}" if owner else ""
-            where += f"   {self._difference_label()}"
-        headroom = f"{row.headroom:.0f}x" if row.ok and math.isfinite(row.headroom) else "exact" if row.ok else "-"
-        return [f"{row.error:.1e}", f"{row.budget:.1e}", _short(row.ratio), headroom, where]
+        return self._row_verdict(row), row.label, f"{row.error:.1e}", f"{row.budget:.1e}", _short(row.ratio), where
 
-    def _difference_label(self) -> str:
+    def _row_verdict(self, row: TensorRow) -> str:
+        if row.ok:
+            return "equal"
         if self.engines_disagree is not None:
             return f"differs on {self.case.engine}"
         return "MISMATCH" if self.undecided is None else "undecided"
