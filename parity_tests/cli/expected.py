@@ -20,7 +20,7 @@ VERDICTS = ("mismatch", "protocol", "cost", "hygiene", "undecided", "engines dis
 def read(file: str | None, names: Sequence[str]) -> dict[str, Expected]:
     """The expected failures by scheme. Errors: ValueError with the line, for one that names no scheme or no verdict."""
     expected: dict[str, Expected] = {}
-    for number, line in enumerate(Path(file).read_text().splitlines() if file else (), start=1):
+    for number, line in enumerate(_lines(file) if file else (), start=1):
         words, _, reason = line.partition("#")
         if not words.strip():
             continue
@@ -36,3 +36,10 @@ def read(file: str | None, names: Sequence[str]) -> dict[str, Expected]:
             raise ValueError(f"{at}: {name} stands in the file a second time")
         expected[name] = Expected(verdict, reason.strip())
     return expected
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text().splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{file}: no text; it needs a line for each failure: scheme, verdict, # reason") from None

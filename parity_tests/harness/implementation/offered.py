@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ def module_of(target: str) -> ModuleType:
     """Import `package.module`, also from the working folder, or FILE.py. Errors: UnusableTarget."""
     if target.endswith(".py"):
         return discover.module_of_file(target)
+    if os.sep in target or Path(target).is_file():
+        raise discover.UnusableTarget(f"{target} is no Python file; give FILE.py or the name of a module, as a.b")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # also for the ranks, which have the path of this process
     try:

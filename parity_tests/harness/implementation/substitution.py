@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ def on_implementation(scheme: Declared, target: str) -> Declared:
         raise NotOffered("judges parts that are not public")
     offered = {name: Offered(target, name) for name in names if _is_offered(module, name)}
     if not set(judged) & set(offered):
-        raise NotOffered(f"{Path(target).name} has no {' and no '.join(sorted(name.name for name in judged))}")
+        raise NotOffered(f"{Path(target).name} {' and '.join(sorted(_absence(module, name) for name in judged))}")
     record = Implementation(
         target,
         judged=tuple(offered[name].place for name in judged if name in offered),
@@ -104,6 +105,17 @@ def _is_offered(module: Any, name: PublicName) -> bool:
         return False
     is_applied = inspect.isclass(ours) and hasattr(ours, "apply")
     return not is_applied or (hasattr(theirs, "apply") and hasattr(theirs, "forward"))
+
+
+def _absence(module: Any, name: PublicName) -> str:
+    """`has no all_reduce; it has all_reduces`, or that what it has by the name cannot be called as ours."""
+    theirs = getattr(module, name.name, None)
+    if theirs is name.value:
+        return f"imports {name.name} from here"
+    if theirs is not None:
+        return f"has a {name.name} that cannot be called as ours (type {type(theirs).__name__})"
+    similar = difflib.get_close_matches(name.name, [each for each in vars(module) if not each.startswith("_")], n=1)
+    return f"has no {name.name}" + (f" (it has {similar[0]})" if similar else "")
 
 
 def _why_not(scheme: Declared, fixed: Mapping[str, Any]) -> str | None:

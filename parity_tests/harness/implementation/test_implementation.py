@@ -84,13 +84,42 @@ def test_a_module_that_lacks_all_names_judges_nothing(shardproof):
     empty = written("lacks_all.py", "def vocab_parallel_loss():\n    pass\n")
     status, out, _ = shardproof("verify", "vocab_parallel_*", "--implementation", empty)
     assert status == 4
-    assert "not offered: vocab_parallel_logprob, vocab_parallel_log_softmax, vocab_parallel_softmax" in out
+    assert "not offered: vocab_parallel_logprob: lacks_all.py has no vocab_parallel_logprob (it has " in out
+    assert "not offered: vocab_parallel_softmax: lacks_all.py has no " in out
     assert closing(out) == "0 schemes, 0 mismatches, 0 not run, 3 not offered."
 
 
 def test_our_own_functions_under_our_names_are_not_offered(shardproof):
     ours = written("ours.py", "from torch_impl.vocab_parallel import *\n")
     assert shardproof("verify", "vocab_parallel_logprob", "--implementation", ours)[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("def vocab_parallel_logprobs(): ...", "has no vocab_parallel_logprob (it has vocab_parallel_logprobs)"),
+        ("vocab_parallel_logprob = 3", "has a vocab_parallel_logprob that cannot be called as ours (type int)"),
+        ("from torch_impl.vocab_parallel import vocab_parallel_logprob", "imports vocab_parallel_logprob from here"),
+    ],
+)
+def test_why_a_function_is_not_offered(source, why, shardproof):
+    file = written(f"offers_{len(why)}.py", source + "\n")
+    _, out, _ = shardproof("verify", "vocab_parallel_logprob", "--implementation", file)
+    assert f"not offered: vocab_parallel_logprob: {file} {why}" in out
+
+
+@pytest.mark.parametrize("target", ["some.txt", "folder/module"])
+def test_what_is_no_python_file(target, shardproof):
+    Path("some.txt").write_text("text")
+    status, _, err = shardproof("verify", "vocab_parallel_logprob", "--implementation", target)
+    assert status == 2 and f"{target} is no Python file" in err
+
+
+def test_a_file_of_expected_failures_is_text(shardproof):
+    Path("expected.bin").write_bytes(b"\xff\xfe\x00")
+    run = ("verify", "vocab_parallel_logprob", "--implementation", written("right_one.py", RIGHT))
+    status, _, err = shardproof(*run, "--expected-failures", "expected.bin")
+    assert status == 2 and "expected.bin: no text" in err
 
 
 def test_a_module_is_found_in_the_working_folder_by_its_name(shardproof):

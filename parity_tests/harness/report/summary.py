@@ -90,6 +90,7 @@ def name_of(report: Report) -> str:
 
 
 SLOWEST = 5
+MAX_REASONS = 5
 
 
 def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
@@ -115,11 +116,19 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     not_judged = [f"not judged: {why}" for why in outcome.not_judged.values()]
     for line in [*_expectations(outcome), *not_run, *not_judged]:
         console.print(line, markup=False, highlight=False, soft_wrap=one_line)
-    if outcome.not_offered and not options.quiet:
-        console.print(f"not offered: {', '.join(outcome.not_offered)}", markup=False, highlight=False)
+    if not options.quiet:
+        for line in _not_offered(outcome.not_offered):
+            console.print(line, markup=False, highlight=False, soft_wrap=one_line)
     if not single and not options.quiet and outcome.seconds:
         console.print(timing(outcome), highlight=False)
     console.print(closing(outcome), highlight=False)
+
+
+def _not_offered(reasons: Mapping[str, str]) -> list[str]:
+    """Each with its reason, where these are few enough to be read."""
+    if len(reasons) > MAX_REASONS:
+        return [f"not offered: {', '.join(reasons)}"]
+    return [f"not offered: {name}: {why}" for name, why in reasons.items()]
 
 
 def _expectations(outcome: Outcome) -> list[str]:
