@@ -108,7 +108,7 @@ def _is_offered(module: Any, name: PublicName) -> bool:
 
 
 def _absence(module: Any, name: PublicName) -> str:
-    """`has no all_reduce; it has all_reduces`, or that what it has by the name cannot be called as ours."""
+    """`has no all_reduce (it has all_reduces)`, or that what it has by the name cannot be called as ours."""
     theirs = getattr(module, name.name, None)
     if theirs is name.value:
         return f"imports {name.name} from here"
