@@ -17,25 +17,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp  # sub-packages, before there are threads to import them one inside another
-import torch.distributed.pipelining
-import torch.distributed.tensor
-import torch.nn.parallel
 from torch._C import _distributed_c10d as c_api
 from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run import compiling
 from parity_tests.harness.run.ledger import RunResult, is_plumbing
-from parity_tests.harness.run.lockstep import group, propagation, world
+from parity_tests.harness.run.lockstep import group, world
 from parity_tests.harness.run.lockstep.exchange import Exchange
-from parity_tests.harness.run.lockstep.rank_globals import Namespace, namespaces_of
+from parity_tests.harness.run.lockstep.rank_globals import Namespace, import_ahead, namespaces_of
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
 from torch_impl.collectives.mesh import MeshView
 
@@ -55,10 +51,20 @@ def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> RunResult:
     if not _one_run.acquire(blocking=False):
         raise RuntimeError("lockstep.run: another run is going on in this process; use engine='gloo'")
     try:
-        with world.installed(group.create), propagation.shared(), _raised_exits():
+        import_ahead(fn)
+        with world.installed(group.create), _shared_propagation(), _raised_exits():
             return _session(fn, case, quiet_s).run(fn, case, quiet_s)
     finally:
         _one_run.release()
+
+
+def _shared_propagation() -> AbstractContextManager[None]:
+    """DTensor's propagation shared by ranks, where anything has imported DTensor: that takes a second."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return nullcontext()
+    from parity_tests.harness.run.lockstep import propagation
+
+    return propagation.shared()
 
 
 @contextmanager

@@ -10,19 +10,23 @@ before, and so is every module that is not on the list.
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import importlib
+import inspect
 import operator
 import sys
 import sysconfig
 from collections import OrderedDict, defaultdict, deque
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-import torch.distributed.tensor
+import torch.distributed.nn.functional
+import torch.nn.parallel
 
 from parity_tests.harness.declare import travel
 from parity_tests.harness.run.program import Program
@@ -58,9 +62,37 @@ def namespaces_of(job: Any) -> dict[str, Namespace]:
     namespaces = {name: vars(sys.modules[name]) for name in names if isinstance(sys.modules[name], ModuleType)}
     if job.around is not None or job.setup is not None:
         namespaces |= {name: vars(sys.modules[name]) for name in PATCHED_BY_TORCH if name in sys.modules}
-        dispatcher = torch.distributed.tensor.DTensor._op_dispatcher
-        namespaces["handlers of DTensor"] = getattr(dispatcher, "_custom_op_handlers", {})
+        if tensor := sys.modules.get("torch.distributed.tensor"):
+            namespaces["handlers of DTensor"] = getattr(tensor.DTensor._op_dispatcher, "_custom_op_handlers", {})
     return namespaces
+
+
+def import_ahead(job: Any) -> None:
+    """Import the modules of torch that the user's modules import inside their functions, before there are ranks.
+
+    Some take the default group as the default of an argument when they are imported: within a rank, that rank's.
+    """
+    home = job.fn.__module__ if isinstance(job, Program) else getattr(job, "__module__", "")
+    for name in _imported_by(home):
+        for imported in _deferred_imports(name):
+            with suppress(ImportError):  # as the function will say itself, or what is imported is no module
+                importlib.import_module(imported)
+
+
+@functools.cache
+def _deferred_imports(name: str) -> tuple[str, ...]:
+    """Names in torch that a module imports anywhere in its source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[name]))
+    except (OSError, TypeError, SyntaxError):  # no source, as of a notebook's cells
+        return ()
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(dict.fromkeys(name for name in names if name.startswith("torch.")))
 
 
 def _imported_by(module: str) -> set[str]:
