@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from parity_tests.cli.listing import record
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
@@ -41,7 +40,7 @@ def schemes() -> tuple[Declared, ...]:
 
 
 def row(scheme: Declared) -> str:
-    fields = record(scheme)
+    fields = entry_of(scheme).to_dict()
     mesh = ", ".join(f"{axis} {'|'.join(map(str, sizes))}" for axis, sizes in fields["mesh"].items())
     module, _, function = fields["reference"].rpartition(".")
     name = [scheme.name, f"mesh: {mesh}", f"reference: {module.removeprefix('jax_ref.')}.{function}", fields["file"]]

@@ -1,4 +1,4 @@
-"""What the command shows besides verdicts: the table of schemes, pictures, replays and timelines."""
+"""What the command shows of a case: pictures, replays and timelines."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import ast
 import json as json_module
 import sys
 from collections.abc import Mapping
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
@@ -25,48 +21,6 @@ from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.harness.verdict import judge
-
-WIDEST = 400  # where there is no terminal, lines are as long as they must be
-
-
-def show(pattern: str, as_json: bool, quiet: bool = False) -> None:
-    """Print the built-in schemes whose name matches, names alone if `quiet`. Errors: UnusableTarget where none does."""
-    everything = discover.built_in()
-    schemes = [scheme for scheme in everything if fnmatch(scheme.name, pattern)]
-    if not schemes:
-        hint = discover.nearest(pattern, [scheme.name for scheme in everything])
-        raise discover.UnusableTarget(f"{pattern}: no scheme of this name{hint} (shardproof list shows all)")
-    if as_json:
-        print(json_module.dumps([record(scheme) for scheme in schemes], indent=2))
-        return
-    if quiet:
-        print("\n".join(scheme.name for scheme in schemes))
-        return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("scheme", "mesh", "specs", "reference and file"):
-        table.add_column(column, overflow="fold", no_wrap=column == "scheme")
-    for scheme in schemes:
-        row = record(scheme)
-        mesh = "\n".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in row["mesh"].items())
-        inputs = [f"{name}  {spec}" for name, spec in row["inputs"].items()]
-        specs = "\n".join([*inputs, *(f"-> {spec}" for spec in row["outputs"].values())])
-        table.add_row(row["name"], mesh, specs, f"{row['reference']}\n{row['file']}", end_section=True)
-    Console(width=None if Console().is_terminal else WIDEST).print(table, highlight=False)
-
-
-def record(scheme: Declared) -> dict[str, Any]:
-    """A scheme as JSON."""
-    reference = getattr(scheme.reference, "__name__", type(scheme.reference).__name__)
-    return {
-        "name": scheme.name,
-        "mesh": {axis: list(sizes) for axis, sizes in scheme.mesh.items()},
-        "inputs": {arg.name: str(arg.spec) for arg in scheme.inputs},
-        "outputs": {arg.name: str(arg.spec) for arg in scheme.outputs},
-        "dtypes": list(scheme.dtypes),
-        "engines": list(scheme.engines),
-        "reference": f"{scheme.reference.__module__}.{reference}",
-        "file": f"{_shown(scheme.file)}:{scheme.line}",
-    }
 
 
 def pictures(target: str, sizes: Mapping[str, Any], svg: str | None, as_json: bool = False) -> None:
@@ -191,8 +145,3 @@ def _recorded(file: str) -> tuple[CaseSpec, Declared]:
     except ValueError as error:
         raise discover.UnusableTarget(f"{file}: CASE cannot be read: {error}") from None
     return case, load_scheme(case, constants["SOURCE"], file, constants.get("IMPLEMENTATION"))
-
-
-def _shown(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(discover.PACKAGE.parent)) if path.is_relative_to(discover.PACKAGE.parent) else file

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from parity_tests.cli import expected
-from parity_tests.harness.declare import discover
+from parity_tests.harness.declare import discover, scheme_index
 from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices, strategy
@@ -99,7 +99,7 @@ def _expected_of(schemes: list[Declared], options: VerifyOptions) -> dict[str, E
     """The expected failures of these schemes; the file may name any built-in one besides."""
     if options.expected_failures is None:
         return {}
-    names = [scheme.name for scheme in (*schemes, *discover.built_in())]
+    names = [each.name for each in (*schemes, *scheme_index.entries())]
     expected_by_name = expected.read(options.expected_failures, names)
     return {scheme.name: expected_by_name[scheme.name] for scheme in schemes if scheme.name in expected_by_name}
 

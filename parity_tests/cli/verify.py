@@ -127,9 +127,9 @@ def list_schemes(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print names only, one on a line.")] = False,
 ) -> None:
     """The table of schemes: name, mesh, specs, reference, file."""
-    from parity_tests.cli import listing
+    from parity_tests.cli import scheme_list
 
-    listing.show(pattern, json, quiet)
+    scheme_list.show(pattern, json, quiet)
 
 
 def tour(

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parity_tests.harness.declare import travel
+from parity_tests.harness.declare import scheme_index, travel
 from parity_tests.harness.declare.declared import Declared
 
 TABLE: dict[str, Declared] = {}
@@ -182,15 +182,17 @@ def module_of_file(file: str) -> ModuleType:
 
 
 def _schemes_by_pattern(pattern: str) -> list[Declared]:
-    schemes = built_in()
-    matches = [scheme for scheme in schemes if fnmatch.fnmatch(scheme.name, pattern) or scheme.key == pattern]
+    entries = scheme_index.entries()
+    matches = [entry for entry in entries if fnmatch.fnmatch(entry.name, pattern) or entry.key == pattern]
     if not matches:
         if "=" in pattern:
             raise UnusableTarget(f"{pattern}: is no target; sizes stand after --mesh or --dim, as in --mesh dp=2,cp=2")
         file_hint = f"; did you mean {pattern}.py?" if Path(f"{pattern}.py").is_file() else ""
-        hint = file_hint or nearest(pattern, [scheme.name for scheme in schemes])
+        hint = file_hint or nearest(pattern, [entry.name for entry in entries])
         raise UnusableTarget(f"{pattern}: no file and no scheme of this name{hint} (shardproof list shows all)")
-    return matches
+    for file in {entry.file for entry in matches}:
+        schemes_of_file(str(PACKAGE.parent / file))
+    return [TABLE[entry.key] for entry in matches]
 
 
 def nearest(word: str, names: Sequence[str]) -> str:

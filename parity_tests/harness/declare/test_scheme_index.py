@@ -1,0 +1,89 @@
+"""The index of built-in schemes: what importing them gives, of these sources alone, and never in the way."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity_tests.harness.declare import discover, scheme_index
+
+QUIET_LIST = "from parity_tests.cli.app import app; import sys; app(['list', '-q'], standalone_mode=False); "
+LOADED = "print([name for name in ('torch', 'jax', 'hypothesis') if name in sys.modules])"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "shardproof"
+
+
+def test_it_has_what_importing_gives(cache, monkeypatch):
+    imported = scheme_index.entries()
+    assert [entry.key for entry in imported] == [scheme.key for scheme in discover.built_in()]
+    monkeypatch.setattr(discover, "built_in", None)
+    assert scheme_index.entries() == imported
+    assert [file.suffix for file in cache.iterdir()] == [".json"]
+
+
+def test_a_name_imports_its_file_and_no_other(cache):
+    scheme_index.entries()
+    script = (
+        "import sys; from parity_tests.harness.declare import discover\n"
+        "(scheme,) = discover.find(['vocab_parallel_logprob'])\n"
+        "print([name for name in sys.modules if '.test_' in name] == [scheme.key.partition(':')[0]])"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=scheme_index.ROOT)
+    assert run.stdout == "True\n", run.stderr
+
+
+def test_the_list_loads_neither_torch_nor_jax(cache):
+    names = [entry.name for entry in scheme_index.entries()]
+    command = [sys.executable, "-c", QUIET_LIST + LOADED]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=scheme_index.ROOT)
+    assert run.stdout.splitlines() == [*names, "[]"], run.stderr
+
+
+@pytest.mark.parametrize("text", ["", "[{", '[{"key": "of another version"}]', "\x00\xff"])
+def test_a_damaged_index_is_made_anew(text, cache):
+    expected = scheme_index.entries()
+    (file,) = cache.iterdir()
+    file.write_text(text)
+    assert scheme_index.entries() == expected == scheme_index.entries()
+
+
+def test_a_changed_source_has_another_index(cache, tmp_path, monkeypatch):
+    source = tmp_path / "root" / "parity_tests" / "test_new.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("x = 1\n")
+    monkeypatch.setattr(scheme_index, "ROOT", tmp_path / "root")
+    names = [scheme_index._file().name]
+    os.utime(source, ns=(1, 1))
+    names.append(scheme_index._file().name)
+    source.write_text("x = 12\n")
+    os.utime(source, ns=(1, 1))
+    names.append(scheme_index._file().name)
+    source.with_name("other.py").write_text("")
+    names.append(scheme_index._file().name)
+    assert len(set(names)) == 4
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(cache):
+    expected = scheme_index.entries()
+    for file in cache.iterdir():
+        file.unlink()
+    cache.rmdir()
+    cache.write_text("a file, so that no folder can be made")
+    assert scheme_index.entries() == expected
+
+
+def test_a_few_old_ones_are_kept(cache):
+    cache.mkdir()
+    for number in range(scheme_index.MOST_FILES + 3):
+        file = cache / f"schemes-{number:016x}.json"
+        file.write_text("[]")
+        os.utime(file, (number, number))
+    scheme_index.entries()
+    left = sorted(Path(file).name for file in cache.iterdir())
+    assert len(left) == scheme_index.MOST_FILES and f"schemes-{0:016x}.json" not in left
