@@ -83,7 +83,7 @@ class Outcome:
 
 
 class BugRunner:
-    """Runs bugs on the trials of the healthy schemes, which all bugs share."""
+    """Runs bugs on the trials of the healthy schemes, which all bugs share; without a baseline, its counts are 0."""
 
     def __init__(
         self,
@@ -91,9 +91,10 @@ class BugRunner:
         engine: str = "lockstep",
         schemes: Sequence[Declared] = (),
         cache: str | None = None,
+        with_baseline: bool = True,
     ) -> None:
         bridge.start(cache)
-        self.engine = engine
+        self.engine, self.with_baseline = engine, with_baseline
         tried = [scheme for scheme in schemes or discover.built_in() if scheme.name not in NOT_TRIED]
         self.schemes = [SchemeTrials(scheme, examples, engine) for scheme in tried if engine in scheme.engines]
 
@@ -119,7 +120,8 @@ class BugRunner:
             if not catches and not bug.equivalent:
                 catches, more = self._search(farther, patched, modules)
                 judged += more
-            fixed = [trial.on(patched[trial.scheme.key]) for trials in nearest for trial in trials.fixed]
+            baseline = [trial for trials in nearest for trial in trials.fixed] if self.with_baseline else []
+            fixed = [trial.on(patched[trial.scheme.key]) for trial in baseline]
         values = any(report.failure or not all(row.ok for row in report.rows) for report in fixed)
         all_oracles = any(not report.ok for report in fixed)
         return Outcome(bug, len(affected), judged, tuple(catches), values, all_oracles, time.perf_counter() - start)
