@@ -20,7 +20,7 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.dtensor_advice import without_advice
 from parity_tests.injected_bugs.injected_bug import InjectedBug, PatchedFile, patched_text
 from parity_tests.injected_bugs.patched_modules import PatchedModules
-from parity_tests.injected_bugs.trials import SchemeTrials, Trial
+from parity_tests.injected_bugs.trials import TRACED, SchemeTrials, Trial
 
 EXAMPLES = 40
 NEAREST, FARTHEST = 5, 15  # of the affected schemes: how many are tried first, and how many at all
@@ -83,7 +83,10 @@ class Outcome:
 
 
 class BugRunner:
-    """Runs bugs on the trials of the healthy schemes, which all bugs share; without a baseline, its counts are 0."""
+    """Runs bugs on the trials of the healthy schemes, which all bugs share; without a baseline, its counts are 0.
+
+    `traced` drawn cases of each scheme tell which lines it runs.
+    """
 
     def __init__(
         self,
@@ -92,11 +95,12 @@ class BugRunner:
         schemes: Sequence[Declared] = (),
         cache: str | None = None,
         with_baseline: bool = True,
+        traced: int = TRACED,
     ) -> None:
         bridge.start(cache)
         self.engine, self.with_baseline = engine, with_baseline
         tried = [scheme for scheme in schemes or discover.built_in() if scheme.name not in NOT_TRIED]
-        self.schemes = [SchemeTrials(scheme, examples, engine) for scheme in tried if engine in scheme.engines]
+        self.schemes = [SchemeTrials(scheme, examples, engine, traced) for scheme in tried if engine in scheme.engines]
 
     def affected(self, bug: InjectedBug) -> list[SchemeTrials]:
         """Trials of the schemes that run a line of the bug, the nearest first."""

@@ -60,8 +60,8 @@ class Trial:
 class SchemeTrials:
     """The trials of one scheme: `drawn` from the menus of its parity test, `fixed` those of a test of one shape."""
 
-    def __init__(self, scheme: Declared, examples: int, engine: str = "lockstep") -> None:
-        self.scheme = scheme
+    def __init__(self, scheme: Declared, examples: int, engine: str = "lockstep", traced: int = TRACED) -> None:
+        self.scheme, self.traced = scheme, traced
         cases = drawn_cases(scheme, examples, engine)
         self.drawn = [Trial(scheme, inside(case, i)) for i, case in enumerate(cases)]
         self.fixed = [Trial(scheme, case) for case in fixed_cases(scheme)]
@@ -70,7 +70,7 @@ class SchemeTrials:
     def lines(self) -> frozenset[tuple[str, int]]:
         """Lines of production, as (file, number), that the scheme's first cases run."""
         return executed_lines(
-            Program.of(self.scheme), [trial.case for trial in (*self.drawn[:TRACED], *self.fixed[:1])]
+            Program.of(self.scheme), [trial.case for trial in (*self.drawn[: self.traced], *self.fixed[:1])]
         )
 
     @without_advice()
