@@ -39,7 +39,7 @@ imports: $(VENV)/with-test ## the contracts between packages
 notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute the notebooks and compare them with what is committed
 	$(BIN)/python -m pytest parity_tests/test_notebooks.py
 
-docs: $(VENV)/with-docs ## build the pages into docs/_build, their pictures and notebooks anew
+docs: $(VENV)/with-docs ## build the pages into docs/_build, their cells and pictures anew
 	$(BIN)/python docs/images.py
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 

@@ -1,4 +1,7 @@
-"""Sphinx: MyST pages, those with code cells executed at each build, and docstrings as they are, in the furo theme."""
+"""Sphinx: MyST pages, those with code cells executed at each build, and docstrings as they are, in the furo theme.
+
+The notebooks are shown as they are committed: a test executes each and compares.
+"""
 
 import inspect
 import re
@@ -21,6 +24,7 @@ html_title = "Shardproof"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
+nb_execution_excludepatterns = ["notebooks/*"]
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_execution_show_tb = True
@@ -30,7 +34,7 @@ OURS = ("torch_impl.", "jax_ref.")
 
 
 def with_notebooks(app):
-    """Put the notebooks among the pages; the build runs their cells as it runs a page's."""
+    """Put the notebooks among the pages."""
     folder = Path(app.srcdir) / "notebooks"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

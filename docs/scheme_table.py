@@ -10,6 +10,7 @@ from pathlib import Path
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.scheme_index import entry_of
 from parity_tests.harness.draw.drawing import one_case
 
 SEEDS = 8  # drawn cases of which the one with the most ranks is shown
