@@ -57,12 +57,12 @@ def cell(lines: list[str]) -> str:
 
 
 def collectives(scheme: Declared) -> Iterator[str]:
-    """The declared cost of the case with the most ranks among some that are drawn."""
+    """The declared cost of the case with the most ranks among some that are drawn, on its first rank."""
     if scheme.cost is None:
         yield "not declared"
         return
     case = max((one_case(scheme, seed=seed) for seed in range(SEEDS)), key=lambda case: case.world)
-    cost = scheme.cost(case)
+    cost = scheme.cost_of_rank(case, 0)
     yield f"forward: {of_phase(cost.forward)}"
     yield f"backward: {of_phase(cost.backward)}"
     yield sizes(case)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,7 @@ def scheme(
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     reduction: tuple[str, ...] | None = None,
     roundings: int = 1,
-    cost: Callable[[CaseSpec], Cost] | None = None,
+    cost: Callable[[CaseSpec], Cost | Sequence[Cost]] | None = None,
     engines: tuple[str, ...] = ("lockstep", "gloo", "nccl", "torchrun"),
     replicas: str = "bitwise",
     random: bool = False,

@@ -41,11 +41,11 @@ def cost(scheme: Declared, case: CaseSpec, ledger: Ledger) -> tuple[str, ...]:
     form is of."""
     if scheme.cost is None or set(OF_ANOTHER_COST) & set(case.calls):
         return ()
-    declared = scheme.cost(case)
+    declared = [scheme.cost_of_rank(case, rank) for rank in range(case.world)]
     findings = []
     for phase, short in PHASES.items():
-        promised: Mapping[str, tuple[int, int]] = getattr(declared, phase)
         for rank in range(case.world):
+            promised: Mapping[str, tuple[int, int]] = getattr(declared[rank], phase)
             measured = ledger.cost(rank, short)
             for op in sorted({*promised, *measured}):
                 want, got = tuple(promised.get(op, (0, 0))), measured.get(op, (0, 0))

@@ -82,6 +82,38 @@ def test_cost_of_one_rank():
     )
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("of_rank_1", "violations"), [(24, 0), (12, 1)])
+def test_a_cost_of_each_rank(of_rank_1, violations, inside):
+    """As of rows that go to the ranks of their experts; inside a larger world each half has the same."""
+
+    def uneven(mesh, x):
+        for _ in range(1 + mesh.rank("tp")):
+            dist.all_reduce(x.detach().clone(), group=mesh["one"])
+        return x * 1.0
+
+    def each(case):
+        return [Cost(forward={"all_reduce": (1, 12)}), Cost(forward={"all_reduce": (2, of_rank_1)})]
+
+    spec = "b tp=I one=I"
+    mesh = {"tp": (2,), "one": (1,)}
+    declaration = declared(uneven, lambda x: x * 1.0, {"x": spec}, spec, mesh=mesh, cost=each)
+    report = declaration.verify(tp=2, one=1, b=3, inside_subgroup=inside)
+    assert len(report.cost) == violations
+    if violations:
+        assert report.cost == ("forward all_reduce: declared 2 calls of 12 bytes, rank 1 issued 2 of 24",)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "places"), [({"spare": 2, "tp": 3}, [0, 1, 2, 0, 1, 2]), ({"tp": 3, "spare": 2}, [0, 0, 1, 1, 2, 2])]
+)
+def test_a_rank_of_a_larger_world_has_the_cost_of_its_place(mesh, places):
+    costs = [Cost(forward={"all_reduce": (1, rank)}) for rank in range(3)]
+    declaration = declared(total, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I", mesh={"tp": (3,)}, cost=lambda c: costs)
+    case = declaration.case().replace(mesh=mesh)
+    assert [declaration.cost_of_rank(case, rank).forward["all_reduce"][1] for rank in range(6)] == places
+
+
 # Protocol
 
 
