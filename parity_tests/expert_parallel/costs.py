@@ -1,0 +1,81 @@
+"""What each exchange sends on each rank of a case, in closed form in the counts that were drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from parity_tests.expert_parallel.choices import shards
+from shardproof import Cost
+
+INT64 = 8
+
+
+def _chosen(scheme, case):
+    """Of each rank its choices, -1 where one is not kept."""
+    experts = shards(scheme, "experts", case)
+    names = [arg.name for arg in scheme.inputs]
+    kept = shards(scheme, "kept", case) if "kept" in names else [np.full(x.shape, True) for x in experts]
+    return [np.where(k, e, -1) for e, k in zip(experts, kept, strict=True)]
+
+
+def cost_by_all_to_all(scheme, case):
+    """Rows of this rank's choices go out and rows of its experts come back, and their gradients; counts go once."""
+    ep, tp = case.ep, case.mesh.get("tp", 1)
+    here = case.e // ep  # experts of a rank
+    by_rank = _chosen(scheme, case)
+    costs = []
+    for rank in range(ep * tp):
+        owner, column = divmod(rank, tp)
+        sent = int((by_rank[rank] >= 0).sum())
+        arriving = [_rows_for(by_rank[source * tp + column], owner, here) for source in range(ep)]
+        of_tp = [sum(_rows_for(by_rank[source * tp + each], owner, here) for source in range(ep)) for each in range(tp)]
+        width = case.d * case.itemsize
+        counts = (1, case.e * INT64) if ep > 1 else (0, 0)
+        forward = {"all_to_all": (2 + counts[0], (sent + sum(arriving)) * width + counts[1])}
+        backward = {"all_to_all": (2, (sent + sum(arriving)) * width)}
+        if "tp" in case.mesh:
+            longest = max(of_tp)
+            gathered, scattered = longest * width, tp * longest * case.d * case.accumulator_itemsize
+            counted = (1, case.e * INT64) if tp > 1 else (0, 0)
+            forward |= {"all_gather": (1 + counted[0], gathered + counted[1]), "reduce_scatter": (1, scattered)}
+            backward |= {"all_gather": (1, gathered), "reduce_scatter": (1, scattered)}
+        costs.append(Cost(forward=forward, backward=backward))
+    return costs
+
+
+def _rows_for(chosen, owner, here):
+    return int((chosen // here == owner).sum())
+
+
+def cost_by_all_gather(scheme, case):
+    """All tokens go to all ranks, over tp and then over ep, and their sums back; every rank sends as much."""
+    tokens = [len(x) for x in shards(scheme, "experts", case)]
+    ep, tp = case.ep, case.mesh.get("tp", 1)
+    of_ep = [sum(tokens[owner * tp : (owner + 1) * tp]) for owner in range(ep)]
+    axes = [(ep, max(of_ep))]
+    axes += [(tp, max(tokens))] if "tp" in case.mesh else []
+    wide = case.accumulator_itemsize
+    gathered = sum(longest * ((case.d + case.k) * case.itemsize + case.k * INT64) for _, longest in axes)
+    lengths = [INT64 for size, _ in axes if size > 1]
+    summed = sum(size * longest * case.d * wide for size, longest in axes)
+    of_gates = sum(size * longest * case.k * wide for size, longest in axes)
+    forward = {
+        "all_gather": (3 * len(axes) + len(lengths), gathered + sum(lengths)),
+        "reduce_scatter": (len(axes), summed),
+    }
+    backward = {
+        "all_gather": (len(axes), sum(longest * case.d * wide for _, longest in axes)),
+        "reduce_scatter": (2 * len(axes), summed + of_gates),
+    }
+    return Cost(forward=forward, backward=backward)
+
+
+def cost_of_shared(case):
+    """Tokens are gathered over tp and what is made of them is summed to their ranks."""
+    tokens = case.t // case.dp // case.tp
+    gathered, scattered = tokens * case.d * case.itemsize, case.tp * tokens * case.d * case.accumulator_itemsize
+    lengths = (1, INT64) if case.tp > 1 else (0, 0)
+    return Cost(
+        forward={"all_gather": (1 + lengths[0], gathered + lengths[1]), "reduce_scatter": (1, scattered)},
+        backward={"all_gather": (1, gathered), "reduce_scatter": (1, scattered)},
+    )

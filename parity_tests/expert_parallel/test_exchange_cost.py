@@ -1,0 +1,81 @@
+"""What the two exchanges send to other ranks, as `fewest_exchange_bytes` says it and as the ledger counts it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
+from torch_impl.expert_parallel import fewest_exchange_bytes, routed_experts
+
+
+def sent_to_others(row):
+    """Bytes of one ledger row that leave the rank, by an algorithm that sends each only where it is needed."""
+    world, here = len(row.group), row.group.index(row.rank)
+    if row.op == "all_to_all":
+        rows = sum(row.splits[0]) if row.splits else 0
+        kept = row.splits[0][here] / rows if rows else 1 / world if not row.splits else 0
+        return round(row.bytes_in * (1 - kept))
+    return row.bytes_in * (world - 1) // (1 if row.op == "all_gather" else world)
+
+
+def measured(experts, ep, exchange, d, size):
+    """Bytes that all ranks send to others forward, of a layer of these choices."""
+    k = experts.shape[1]
+
+    def body(mesh, case):
+        rank = mesh.rank("ep")
+        own = experts.chunk(ep)[rank]
+        x, gates = torch.ones(len(own), d), torch.ones(len(own), k)
+        here = size // ep
+        weights = torch.ones(here, d, 8), torch.ones(here, 4, d)
+        routed_experts(x, gates, own, *weights, mesh["ep"], exchange=exchange)
+
+    ledger = run(body, CaseSpec(scheme="exchange", mesh={"ep": ep})).ledger
+    return sum(map(sent_to_others, ledger.rows))
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@given(data=st.data())
+def test_bytes_are_those_of_the_ledger(ep, data):
+    size, k, tokens, d = 8, data.draw(st.integers(1, 3)), ep * data.draw(st.integers(0, 4)), 4
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    experts = torch.rand(tokens, size, generator=generator).argsort(-1)[:, :k]
+    home = torch.arange(tokens) // max(tokens // ep, 1)
+    rows = int((experts // (size // ep) != home[:, None]).sum())
+    cost = fewest_exchange_bytes(
+        tokens=tokens, k=k, width=d, num_experts=size, ep_size=ep, element_size=4, rows_sent=rows
+    )
+    assert cost.all_to_all == measured(experts, ep, "all_to_all", d, size)
+    assert cost.all_gather == measured(experts, ep, "all_gather", d, size)
+    assert cost.fewest == ("all_gather" if cost.all_gather < cost.all_to_all else "all_to_all")
+
+
+SIZES = dict(tokens=64, k=2, width=16, num_experts=8, ep_size=4, element_size=2)
+
+
+def test_equal_loads_are_the_default():
+    assert fewest_exchange_bytes(**SIZES) == fewest_exchange_bytes(**SIZES, rows_sent=96)
+    uneven = {**SIZES, "tokens": 3, "k": 1, "ep_size": 2}
+    assert fewest_exchange_bytes(**uneven) == fewest_exchange_bytes(**uneven, rows_sent=2)
+
+
+def test_one_rank_sends_nothing():
+    cost = fewest_exchange_bytes(**{**SIZES, "ep_size": 1})
+    assert (cost.all_to_all, cost.all_gather, cost.fewest) == (0, 0, "all_to_all")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ep_size": 3}, "num_experts=8 must be divisible by ep_size=3"),
+        ({"rows_sent": 129}, "rows_sent=129 of 128 choices; count those to other ranks alone"),
+        ({"rows_sent": -1}, "rows_sent=-1 must be at least 0, or None for equal loads"),
+        ({"k": 0}, "k=0 must be at least 1"),
+    ],
+)
+def test_rejected(changes, message):
+    with pytest.raises(ValueError) as caught:
+        fewest_exchange_bytes(**{**SIZES, **changes})
+    assert str(caught.value) == f"expert_parallel.fewest_exchange_bytes: {message}"

@@ -1,0 +1,101 @@
+"""Parity of grouped_product, by torch._grouped_mm and by a product for each expert."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from jaxtyping import Int
+from torch import Tensor
+
+from shardproof import Cost, check, drawn, every_case, scheme, values
+from torch_impl.expert_parallel import grouped_product
+
+
+def of_the_expert(x, weight, counts):
+    """Every row times every matrix, of which the mask leaves one."""
+    ends = jnp.cumsum(counts)
+    row = jnp.arange(len(x))
+    is_its = (row[:, None] < ends[None, :]) & (row[:, None] >= (ends - counts)[None, :])
+    return jnp.einsum("nd,edm,ne->nm", x, weight, is_its.astype(x.dtype))
+
+
+def shares(generator, shape, case):
+    """Rows of each expert: some without any, or one with all."""
+    if generator.random() < 0.3:
+        return np.where(np.arange(shape[0]) == generator.integers(shape[0]), case.n, 0)
+    ends = np.sort(generator.integers(0, case.n + 1, size=shape[0] - 1))
+    return np.diff(ends, prepend=0, append=case.n)
+
+
+@scheme(
+    reference=of_the_expert,
+    mesh={"ep": (1,)},
+    inputs={"x": "n d ep=R", "weight": "e d m ep=R", "counts": "e"},
+    outputs="n m ep=R",
+    dims={"n": (8, 5, 1), "d": (8, 4, 3), "m": (8, 5), "e": (4, 3, 1)},
+    draw={
+        "x": values("normal", "ties", "zeros"),
+        "weight": values("normal", "ties"),
+        "counts": drawn(shares, integer=True),
+    },
+    dtypes=("float32", "bfloat16", "float64", "float16"),
+    reduction=("d",),
+    rank_options={"backend": ("auto", "eager")},
+    cost=lambda c: Cost(),
+)
+def grouped(mesh, x, weight, counts: Int[Tensor, "e"], backend):
+    return grouped_product(x, weight, counts, backend=backend)
+
+
+@settings(max_examples=60)
+@given(every_case(grouped))
+def test_parity(case):
+    check(case)
+
+
+COUNTS = torch.tensor([3, 0, 5])
+
+
+def operands(dtype, d=16, m=8):
+    x = torch.linspace(-1, 2, 8 * d).sin().view(8, d).to(dtype)
+    return x.requires_grad_(), torch.linspace(-2, 2, 3 * d * m).cos().view(3, d, m).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_is_the_grouped_kernel_where_it_runs(dtype, monkeypatch):
+    calls = []
+    kernel = torch._grouped_mm
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *a, **k: calls.append(a[0].shape) or kernel(*a, **k))
+    x, weight = operands(dtype)
+    torch.autograd.grad(grouped_product(x, weight, COUNTS).sum(), (x, weight))
+    assert len(calls) == 3
+    grouped_product(x, weight, COUNTS, backend="eager")
+    grouped_product(*operands(torch.float64), COUNTS)
+    grouped_product(*operands(dtype, m=3), COUNTS)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "eager"])
+def test_a_weights_gradient_is_summed_in_float32(backend):
+    """4,096 ones and one more of 2^-3: a sum in bfloat16 stops at 256."""
+    x = torch.ones(4096, 8, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+    y = grouped_product(x, weight, torch.tensor([4096, 0]), backend=backend)
+    (gradient,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+    assert gradient[0].eq(4096).all() and gradient[1].eq(0).all()
+
+
+def test_autocast_changes_no_dtype():
+    x, weight = operands(torch.float32)
+    with torch.autocast("cpu"):
+        y = grouped_product(x, weight, COUNTS, backend="eager")
+    assert y.dtype == torch.float32 and torch.equal(y, grouped_product(x, weight, COUNTS, backend="eager"))
+
+
+def test_a_second_derivative_is_an_error():
+    x, weight = operands(torch.float64)
+    y = grouped_product(x, weight, COUNTS)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="its gradient cannot be differentiated again"):
+        gradient.sum().backward()

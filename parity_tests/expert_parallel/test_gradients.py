@@ -1,0 +1,150 @@
+"""Parity of a training step: the gradient of each parameter, summed over the ranks that have other tokens for it."""
+
+import jax.numpy as jnp
+import pytest
+import torch
+from hypothesis import given, settings
+
+from jax_ref import expert_parallel as reference
+from parity_tests.expert_parallel.expert_module import BALANCE, Z, over_all, trained
+from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, check, every_case, scheme, values
+from torch_impl.expert_parallel import sum_gradients, sum_layer_gradients
+
+
+def of_one_batch(x, parameters, k):
+    logits = x @ parameters["router"]["weight"]
+    gates, experts, probabilities = reference.softmax_top_k(logits, k, norm_topk_prob=True)
+    y = reference.mixture(x, gates, experts, **parameters["routed"]) + reference.swiglu(x, **parameters["shared"])
+    balance, z = reference.balance_loss(probabilities, experts), reference.z_loss(logits)
+    return jnp.mean(y**2) + BALANCE * balance + Z * z
+
+
+def of_all_batches(x, parameters, k):
+    """Of two micro-batches the sum."""
+    return of_one_batch(x[0], parameters, k) + of_one_batch(x[1], parameters, k)
+
+
+EVERYWHERE = "edp=I ep=I tp=I"
+PARAMETERS = {
+    "router": {"weight": f"d e {EVERYWHERE}"},
+    "routed": {"gate_up": "e/ep d two f/tp edp=I", "down": "e/ep f/tp d edp=I"},
+    "shared": {"gate_up": "d two g/tp edp=I ep=I", "down": "g/tp d edp=I ep=I"},
+}
+NAMES = [f"parameters.{part}.{name}" for part, tensors in PARAMETERS.items() for name in tensors]
+
+
+@scheme(
+    reference=of_all_batches,
+    mesh={"edp": (1, 2), "ep": (1, 2), "tp": (1, 2)},
+    inputs={"x": "m t/edp/ep/tp d", "parameters": PARAMETERS},
+    outputs="edp=P ep=P tp=P",
+    dims={"m": (2,), "two": (2,), "e": (4, 8), "d": (4, 3), "f": (4,), "g": (4, 2)},
+    draw=dict.fromkeys(("x", *NAMES), values("normal")),
+    options={"k": (2, 1, 3)},
+    rank_options={"exchange": ("all_to_all", "all_gather")},
+    nograd=("x",),
+    module="parameters",
+    dtypes=("float32", "float64"),
+    roundings=6,
+    reduction=("t", "d", "e", "f"),
+)
+def step_of_expert_layer(mesh, x, parameters, k, exchange):
+    return trained(mesh, x, parameters, k, exchange)
+
+
+@settings(max_examples=30)
+@given(every_case(step_of_expert_layer))
+def test_parity(case):
+    check(case)
+
+
+@settings(max_examples=4)
+@given(every_case(step_of_expert_layer, engine="gloo"))
+def test_parity_on_processes(case):
+    check(case)
+
+
+def summed(groups_of, parameters_of, **mesh):
+    """What each rank has in .grad after the sum, and its ledger."""
+
+    def body(view, case):
+        parameters = parameters_of(view)
+        sum_gradients(parameters, groups_of(view))
+        return [parameter.grad for parameter in parameters]
+
+    return run(body, CaseSpec(scheme="gradients", mesh=mesh))
+
+
+def with_gradient(values, dtype=torch.float32):
+    parameter = torch.nn.Parameter(torch.zeros(len(values), dtype=dtype))
+    parameter.grad = torch.tensor(values, dtype=dtype)
+    return parameter
+
+
+def test_a_sum_over_two_groups_is_that_over_their_product():
+    made = lambda view: [with_gradient([2.0 ** (2 * view.rank("dp") + view.rank("ep"))])]  # noqa: E731
+    one_by_one = summed(lambda view: [view["dp"], view["ep"]], made, dp=2, ep=2)
+    at_once = summed(lambda view: [over_all(view, ("dp", "ep"))], made, dp=2, ep=2)
+    assert [rank[0].tolist() for rank in one_by_one.results] == [[15.0]] * 4
+    assert [rank[0].tolist() for rank in at_once.results] == [[15.0]] * 4
+    assert [len(outcome.ledger.of(0)) for outcome in (one_by_one, at_once)] == [2, 1]
+
+
+def test_one_message_for_each_dtype_in_float32_or_wider():
+    def parameters(view):
+        return [with_gradient([1.0, 2.0], torch.bfloat16), with_gradient([3.0]), with_gradient([4.0], torch.bfloat16)]
+
+    outcome = summed(lambda view: [view["dp"]], parameters, dp=2)
+    assert [(row.op, row.dtypes, row.bytes_in) for row in outcome.ledger.of(0)] == [
+        ("all_reduce", ("float32",), 12),
+        ("all_reduce", ("float32",), 4),
+    ]
+    assert [gradient.tolist() for gradient in outcome.results[0]] == [[2.0, 4.0], [6.0], [8.0]]
+    assert [gradient.dtype for gradient in outcome.results[0]] == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def test_a_parameter_without_a_gradient_counts_as_zeros_and_one_passed_twice_once():
+    def parameters(view):
+        shared = with_gradient([1.0])
+        if view.rank("dp") == 1:
+            shared.grad = None
+        return [shared, shared]
+
+    assert [[x.tolist() for x in rank] for rank in summed(lambda v: [v["dp"]], parameters, dp=2).results] == [
+        [[1.0]] * 2
+    ] * 2
+
+
+def test_addends_are_rounded_once():
+    """256 and 1 and 1 in bfloat16: added one at a time each 1 is lost."""
+    outcome = summed(
+        lambda v: [v["dp"]], lambda v: [with_gradient([1.0 if v.rank("dp") else 256.0], torch.bfloat16)], dp=3
+    )
+    assert [rank[0].tolist() for rank in outcome.results] == [[258.0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(1), []), "parameters is a Tensor; pass a list of parameters"),
+        (([1], []), r"parameters\[0\] is an int; pass list\(module.parameters\(\)\)"),
+        (([], None), "groups is None; pass a list of process groups"),
+        (([], [None]), r"groups\[0\] is None; pass a ProcessGroup"),
+    ],
+)
+def test_rejected(arguments, message):
+    with pytest.raises(TypeError, match=f"expert_parallel.sum_gradients: {message}"):
+        sum_gradients(*arguments)
+
+
+def test_each_parameter_is_summed_over_its_ranks():
+    def body(view, case):
+        place = 4 * view.rank("edp") + 2 * view.rank("ep") + view.rank("tp")
+        parts = {name: [with_gradient([10.0**place])] for name in ("routed", "shared", "router")}
+        groups = {f"{axis}_group": view[axis] for axis in ("edp", "ep", "tp")}
+        sum_layer_gradients(**parts, **groups)
+        return [int(part.grad.item()) for (part,) in parts.values()]
+
+    first = run(body, CaseSpec(scheme="gradients", mesh={"edp": 2, "ep": 2, "tp": 2})).results[0]
+    assert first == [10001, 1010101, 11111111]

@@ -1,0 +1,188 @@
+"""Parity of the layer of routed experts over ep and tp, by both exchanges, and of shared experts over tp."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from jax_ref.expert_parallel import mixture, swiglu
+from parity_tests.expert_parallel.choices import chosen_experts
+from parity_tests.expert_parallel.costs import cost_by_all_gather, cost_by_all_to_all, cost_of_shared
+from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, check, every_case, mask, scheme, values
+from torch_impl.expert_parallel import routed_experts, shared_experts
+
+# Stored in the dtype and used again: the hidden columns, their product with the gate, an expert's output, its addend of
+# each tp rank, and the same of the gradients.
+ROUNDINGS = 6
+NUMBERS = values("normal", "ties", "zeros", "normal")
+WEIGHTS = {"gate_up": "e/ep d two f", "down": "e/ep f d"}
+SIZES = {"k": (1, 2, 3), "e": (4, 8), "d": (4, 3, 8), "f": (4, 8, 2), "two": (2,)}
+DRAW = {
+    **dict.fromkeys(("x", "gates", "gate_up", "down"), NUMBERS),
+    "experts": chosen_experts(),
+    "kept": mask(),
+}
+DECLARED = dict(
+    dims=SIZES,
+    draw=DRAW,
+    dtypes=("float32", "bfloat16", "float64"),
+    roundings=ROUNDINGS,
+    reduction=("k", "d", "f"),
+    rank_options={"backend": ("auto", "eager")},
+)
+RAGGED = {
+    "x": "t/ep:ragged d",
+    "gates": "t/ep:ragged k",
+    "experts": "t/ep:ragged k",
+    "kept": "t/ep:ragged k",
+    **WEIGHTS,
+}
+
+
+def by_kept(x, gates, experts, kept, gate_up, down):
+    return mixture(x, gates, experts, gate_up, down, kept)
+
+
+def flat(gate_up):
+    """gate|up side by side, as production takes this rank's columns of both."""
+    return gate_up.flatten(2)
+
+
+@scheme(
+    reference=by_kept,
+    mesh={"ep": (1, 2, 4)},
+    inputs=RAGGED,
+    outputs="t/ep:ragged d",
+    cost=lambda c: cost_by_all_to_all(routed_over_ep, c),
+    **DECLARED,
+)
+def routed_over_ep(mesh, x, gates, experts: Int[Tensor, "t k"], kept: Bool[Tensor, "t k"], gate_up, down, backend):
+    return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], kept=kept, backend=backend)
+
+
+@scheme(
+    reference=by_kept,
+    mesh={"ep": (1, 2, 4)},
+    inputs=RAGGED,
+    outputs="t/ep:ragged d",
+    cost=lambda c: cost_by_all_gather(routed_by_all_gather, c),
+    **DECLARED,
+)
+def routed_by_all_gather(
+    mesh, x, gates, experts: Int[Tensor, "t k"], kept: Bool[Tensor, "t k"], gate_up, down, backend
+):
+    options = {"kept": kept, "exchange": "all_gather", "backend": backend}
+    return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], **options)
+
+
+def tokens_of_each(axes, replicated):
+    """Specs of tokens sharded over all axes, and of experts over ep and tp and replicated over the others."""
+    cut = "/".join(axes)
+    types = "".join(f" {axis}=R" for axis in replicated)
+    tensors = {"x": f"t/{cut} d", "gates": f"t/{cut} k", "experts": f"t/{cut} k"}
+    return {**tensors, "gate_up": f"e/ep d two f/tp{types}", "down": f"e/ep f/tp d{types}"}
+
+
+@scheme(
+    reference=mixture,
+    mesh={"ep": (1, 2), "tp": (1, 2, 4)},
+    inputs=tokens_of_each(("ep", "tp"), ()),
+    outputs="t/ep/tp d",
+    cost=lambda c: cost_by_all_to_all(routed_over_ep_and_tp, c),
+    **{**DECLARED, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
+)
+def routed_over_ep_and_tp(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, backend):
+    return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], mesh["tp"], backend=backend)
+
+
+@scheme(
+    reference=mixture,
+    mesh={"ep": (1, 2), "tp": (1, 2)},
+    inputs=tokens_of_each(("ep", "tp"), ()),
+    outputs="t/ep/tp d",
+    cost=lambda c: cost_by_all_gather(gathered_over_ep_and_tp, c),
+    **{**DECLARED, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
+)
+def gathered_over_ep_and_tp(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, backend):
+    options = {"exchange": "all_gather", "backend": backend}
+    return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], mesh["tp"], **options)
+
+
+@scheme(
+    reference=mixture,
+    mesh={"edp": (1, 2), "ep": (1, 2), "tp": (1, 2)},
+    inputs=tokens_of_each(("edp", "ep", "tp"), ("edp",)),
+    outputs="t/edp/ep/tp d",
+    **{**DECLARED, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
+)
+def routed_with_replicated_experts(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, backend):
+    """edp=R: the gradients of replicas are addends, over edp alone."""
+    return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], mesh["tp"], backend=backend)
+
+
+@scheme(
+    reference=swiglu,
+    mesh={"dp": (1, 2), "tp": (1, 2, 3)},
+    inputs={"x": "t/dp/tp d", "gate_up": "d two f/tp dp=R", "down": "f/tp d dp=R"},
+    outputs="t/dp/tp d",
+    dims={"d": (4, 3), "f": (6, 12), "two": (2,)},
+    draw=dict.fromkeys(("x", "gate_up", "down"), NUMBERS),
+    dtypes=("float32", "bfloat16", "float64"),
+    roundings=ROUNDINGS,
+    reduction=("d", "f"),
+    rank_options={"backend": ("auto", "eager")},
+    cost=cost_of_shared,
+)
+def shared_over_tp(mesh, x, gate_up, down, backend):
+    return shared_experts(x, gate_up.flatten(1), down, mesh["tp"], backend=backend)
+
+
+SCHEMES = (
+    routed_over_ep,
+    routed_by_all_gather,
+    routed_over_ep_and_tp,
+    gathered_over_ep_and_tp,
+    routed_with_replicated_experts,
+    shared_over_tp,
+)
+
+
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared):
+    @settings(max_examples=30)
+    @given(every_case(declared))
+    def example(case):
+        check(case)
+
+    example()
+
+
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity_on_processes(declared):
+    @settings(max_examples=4)
+    @given(every_case(declared, engine="gloo"))
+    def example(case):
+        check(case)
+
+    example()
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_experts_may_be_of_any_integer_dtype(exchange):
+    x = torch.linspace(-1, 2, 24).sin().view(6, 4)
+    gate_up, down = torch.linspace(-1, 1, 4 * 4 * 8).view(4, 4, 8), torch.linspace(-1, 2, 4 * 4 * 4).view(4, 4, 4)
+    experts = torch.tensor([[0, 1], [3, 2], [1, 0], [2, 3], [0, 3], [-1, 2]])
+
+    def body(mesh, case):
+        rank = mesh.rank("ep")
+        own, here = slice(3 * rank, 3 * rank + 3), slice(2 * rank, 2 * rank + 2)
+        gates, others = torch.ones(3, 2), (gate_up[here], down[here], mesh["ep"])
+        return [
+            routed_experts(x[own], gates, experts[own].to(dtype), *others, exchange=exchange)
+            for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+        ]
+
+    for wide, *narrow in run(body, CaseSpec(scheme="dtypes", mesh={"ep": 2})).results:
+        assert all(torch.equal(wide, other) for other in narrow) and wide.abs().sum() > 0

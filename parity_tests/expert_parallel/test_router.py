@@ -1,0 +1,158 @@
+"""Parity of the routers: gates, choices and probabilities."""
+
+import pytest
+import torch
+from hypothesis import given
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from jax_ref import expert_parallel as reference
+from shardproof import Cost, check, every_case, integers, scheme, values
+from torch_impl import expert_parallel
+
+Routing = tuple[Float[Tensor, "t k"], Int[Tensor, "t k"], Float[Tensor, "t e"]]
+# The dim k of the results comes with an input that carries it.
+TOKENS = dict(
+    mesh={"ep": (1, 2)},
+    outputs=("t/ep k", "t/ep k", "t/ep e"),
+    dtypes=("float32", "bfloat16", "float64"),
+    reduction=("e",),
+    cost=lambda c: Cost(),
+)
+LOGITS = values("normal", "ties", "zeros", "peaked", "normal")
+SIZES = {"k": (1, 2, 3), "e": (4, 8, 3)}
+
+
+def by_softmax(logits, each, norm_topk_prob):
+    return reference.softmax_top_k(logits, len(each), norm_topk_prob)
+
+
+@scheme(
+    reference=by_softmax,
+    inputs={"logits": "t/ep e", "each": "k"},
+    draw={"logits": LOGITS, "each": integers(0, 0)},
+    dims=SIZES,
+    options={"norm_topk_prob": (False, True)},
+    nograd=("each",),
+    **TOKENS,
+)
+def routed_by_softmax(mesh, logits, each: Int[Tensor, "k"], norm_topk_prob) -> Routing:
+    return expert_parallel.softmax_top_k(logits, len(each), norm_topk_prob=norm_topk_prob)
+
+
+def by_top_k(logits, each):
+    return reference.top_k_softmax(logits, len(each))
+
+
+@scheme(
+    reference=by_top_k,
+    inputs={"logits": "t/ep e", "each": "k"},
+    draw={"logits": LOGITS, "each": integers(0, 0)},
+    dims=SIZES,
+    nograd=("each",),
+    **TOKENS,
+)
+def routed_by_top_k(mesh, logits, each: Int[Tensor, "k"]) -> Routing:
+    return expert_parallel.top_k_softmax(logits, len(each))
+
+
+GROUPS = ((1, 1), (2, 1), (4, 2), (4, 3), (8, 4))
+
+
+def by_sigmoid(logits, bias, each, searched, norm_topk_prob, routed_scaling_factor):
+    groups, chosen = searched
+    options = dict(norm_topk_prob=norm_topk_prob, routed_scaling_factor=routed_scaling_factor)
+    return reference.sigmoid_top_k(logits, bias, len(each), groups=groups, chosen_groups=chosen, **options)
+
+
+@scheme(
+    reference=by_sigmoid,
+    inputs={"logits": "t/ep e", "bias": "e ep=R", "each": "k"},
+    draw={
+        "logits": values("normal", "ties", "zeros", "normal"),
+        "bias": values("normal", "ties", "zeros"),
+        "each": integers(0, 0),
+    },
+    dims={"k": (1, 2, 3), "e": (8, 16)},
+    options={"searched": GROUPS, "norm_topk_prob": (True, False), "routed_scaling_factor": (1.0, 2.5)},
+    nograd=("each", "bias"),
+    assume=lambda case: case.k <= case.e // case.searched[0] * case.searched[1],
+    **TOKENS,
+)
+def routed_by_sigmoid(
+    mesh, logits, bias, each: Int[Tensor, "k"], searched, norm_topk_prob, routed_scaling_factor
+) -> Routing:
+    groups, chosen = searched
+    options = dict(norm_topk_prob=norm_topk_prob, routed_scaling_factor=routed_scaling_factor)
+    return expert_parallel.sigmoid_top_k(logits, bias, len(each), groups=groups, chosen_groups=chosen, **options)
+
+
+@scheme(
+    reference=reference.balanced_bias,
+    mesh={"ep": (1, 2)},
+    inputs={"bias": "e ep=R", "counts": "e"},
+    outputs="e ep=R",
+    draw={"bias": values("normal", "zeros"), "counts": integers(0, 6)},
+    nograd=("bias",),
+    options={"rate": (0.001, 0.5)},
+    dtypes=("float32", "float64"),
+    cost=lambda c: Cost(),
+)
+def bias_of_the_next_step(mesh, bias, counts: Int[Tensor, "e"], rate) -> Float[Tensor, "e"]:
+    return expert_parallel.balanced_bias(bias, counts, rate)
+
+
+SCHEMES = (routed_by_softmax, routed_by_top_k, routed_by_sigmoid, bias_of_the_next_step)
+
+
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared):
+    @given(every_case(declared))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def test_normalised_probabilities_are_the_softmax_of_the_chosen():
+    """Mixtral and Qwen3-MoE say the same in two ways."""
+    logits = torch.linspace(-2, 3, 40, dtype=torch.float64).sin().mul(9).view(5, 8)
+    first, second = (
+        expert_parallel.softmax_top_k(logits, 3, norm_topk_prob=True),
+        expert_parallel.top_k_softmax(logits, 3),
+    )
+    assert torch.equal(first[1], second[1])
+    assert (first[0] - second[0]).abs().max() <= 4 * torch.finfo(torch.float64).eps
+
+
+def test_of_equal_scores_the_lower_expert_comes_first():
+    for route in (expert_parallel.softmax_top_k, expert_parallel.top_k_softmax):
+        assert route(torch.zeros(2, 300), 5)[1].tolist() == [[0, 1, 2, 3, 4]] * 2
+    grouped = expert_parallel.sigmoid_top_k(torch.zeros(2, 300), torch.zeros(300), 5, groups=100, chosen_groups=2)
+    assert grouped[1].tolist() == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_leading_dims_are_those_of_the_logits():
+    logits = torch.linspace(-2, 3, 48).sin().view(2, 3, 8)
+    for route in (expert_parallel.softmax_top_k, expert_parallel.top_k_softmax):
+        flat = route(logits.view(6, 8), 2)
+        assert all(torch.equal(a.flatten(0, 1), b) for a, b in zip(route(logits, 2), flat, strict=True))
+
+
+def test_a_bias_changes_the_choice_and_no_gate():
+    logits, bias = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0.0, 0.0, 9.0], requires_grad=True)
+    gates, experts, _ = expert_parallel.sigmoid_top_k(logits, bias, 2, norm_topk_prob=False)
+    assert experts.tolist() == [[2, 0]] and torch.equal(gates, logits[:, [2, 0]].sigmoid())
+    assert not gates.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_gates_are_in_float32_or_wider(dtype):
+    logits = torch.linspace(-2, 3, 40).sin().view(5, 8).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    routes = (
+        expert_parallel.softmax_top_k(logits, 2),
+        expert_parallel.top_k_softmax(logits, 2),
+        expert_parallel.sigmoid_top_k(logits, torch.zeros(8), 2),
+    )
+    assert [[x.dtype for x in route] for route in routes] == [[wide, torch.int64, wide]] * 3

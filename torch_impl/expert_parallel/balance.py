@@ -1,0 +1,131 @@
+"""Auxiliary losses of a router, and the loads that its bias follows.
+
+    loss = e * sum_e f_e P_e
+
+f_e is the share of the choices that expert e has, a count without a gradient, and P_e the mean probability of e over
+the tokens. The three losses differ in the tokens that f and P are of, and so in their value: the mean over ranks of
+products is not the product of means.
+
+Each rank returns its addend, so that the ranks' losses add up to the loss and their gradients to its gradient, as those
+of the language model do. What is the same on every rank would count once for each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_impl.collectives import accumulator
+from torch_impl.collectives.plain import all_reduce_sum
+from torch_impl.contract import Group, PositiveInt, Sharded, ShardedInt, contract
+
+
+@contract
+def load_counts(
+    experts: ShardedInt[Tensor, "... k"], num_experts: PositiveInt, group: Group[ProcessGroup, "data"]
+) -> ShardedInt[Tensor, "e"]:
+    """How many choices each of num_experts experts has on all ranks of `group`: those with other tokens, dp x cp x ep.
+
+        experts "... k"   ->   "e"
+
+    A number that is no expert's, such as -1 for padding, is not counted.
+
+    Cost:   1 all_reduce of num_experts int64. No gradient.
+    Errors: TypeError for another type; ValueError for num_experts below 1.
+    """
+    return all_reduce_sum(_counts(experts.flatten()[None], num_experts)[0], group)
+
+
+@contract
+def global_balance_loss(
+    probabilities: Sharded[Tensor, "t/data e"],
+    experts: ShardedInt[Tensor, "t/data k"],
+    group: Group[ProcessGroup, "data"],
+) -> Sharded[Tensor, "data=P"]:
+    """This rank's addend of the balance loss of the tokens of all ranks of `group`, dp x cp x ep.
+
+        probabilities "t/data e", experts "t/data k"   ->   "data=P"
+
+    e * sum_e f_e P_e with f and P of all tokens: the value does not depend on how they are sharded. The addend is
+    e * sum_e f_e (sum of this rank's probabilities of e) / t, of the global f and t, so that its gradient is complete
+    without another exchange. 1 where loads and probabilities are equal. In float32 or wider.
+
+    Cost:   forward 1 all_reduce of e int64; backward none. Saves e numbers.
+    Errors: TypeError for another type; ValueError for shapes that do not fit.
+    Source: arXiv 2101.03961, 2501.11873 (over the global batch).
+    """
+    counts = load_counts(experts, probabilities.shape[-1], group)
+    return _loss(probabilities[None], counts[None], experts.shape[-1])[0]
+
+
+@contract
+def sequence_balance_loss(
+    probabilities: Sharded[Tensor, "b s/cp e"],
+    experts: ShardedInt[Tensor, "b s/cp k"],
+    cp_group: Group[ProcessGroup, "cp"],
+) -> Sharded[Tensor, "b cp=P"]:
+    """This rank's addend of the balance loss of each sequence, whose tokens are sharded over cp in any order.
+
+        probabilities "b s/cp e", experts "b s/cp k"   ->   "b cp=P"
+
+    e * sum_e f_e P_e with f and P of one sequence, whose tokens the ranks of `cp_group` share. Divide the sum over
+    sequences by their number on all ranks of dp. In float32 or wider.
+
+    Cost:   forward 1 all_reduce of b * e int64 over cp; backward none. Saves b * e numbers.
+    Errors: TypeError for another type; ValueError for shapes that do not fit.
+    Source: arXiv 2412.19437.
+    """
+    size = probabilities.shape[-1]
+    counts = all_reduce_sum(_counts(experts.flatten(1), size), cp_group)
+    return _loss(probabilities, counts, experts.shape[-1])
+
+
+@contract
+def rank_balance_loss(
+    probabilities: Sharded[Tensor, "t/data e"], experts: ShardedInt[Tensor, "t/data k"]
+) -> Sharded[Tensor, ""]:
+    """The balance loss of this rank's tokens alone; 0 without tokens.
+
+    e * sum_e f_e P_e with f and P of one rank. What is trained is a mean of these over ranks, which is another function
+    of the tokens for each number of ranks; it asks every rank for balanced loads. Divide by the number of ranks for
+    that mean. In float32 or wider.
+
+    Cost:   no collective. Saves e numbers.
+    Errors: TypeError for another type; ValueError for shapes that do not fit.
+    Source: arXiv 2006.16668 (of each group of tokens).
+    """
+    counts = _counts(experts.flatten()[None], probabilities.shape[-1])
+    return _loss(probabilities[None], counts, experts.shape[-1])[0]
+
+
+@contract
+def z_loss(logits: Sharded[Tensor, "t/data e"], tokens: PositiveInt) -> Sharded[Tensor, "data=P"]:
+    """This rank's addend of the mean over all `tokens`, those of all ranks, of (log sum_e exp(logits))^2.
+
+        logits "t/data e"   ->   "data=P"
+
+    Keeps the logits of a router small. In float32 or wider.
+
+    Cost:   no collective. Saves the logits.
+    Errors: TypeError for another type; ValueError for tokens below 1.
+    Source: arXiv 2202.08906.
+    """
+    return logits.to(accumulator(logits.dtype)).logsumexp(-1).square().sum() / tokens
+
+
+def _counts(experts: Tensor, size: int) -> Tensor:
+    """Of each row the choices of each expert, [rows, e]."""
+    is_expert = (experts >= 0) & (experts < size)
+    numbers = torch.where(is_expert, experts.long(), size)
+    counts = numbers.new_zeros(len(experts), size + 1)
+    return counts.scatter_add_(1, numbers, torch.ones_like(numbers))[:, :size]
+
+
+def _loss(probabilities: Tensor, counts: Tensor, k: int) -> Tensor:
+    """Of each row e * sum_e f_e * (sum of its probabilities of e) / t, from the counts of all t tokens."""
+    wide = accumulator(probabilities.dtype)
+    total = counts.sum(-1, keepdim=True).clamp_min(1)  # of no choice at all every share is 0
+    share = counts.to(wide) / total
+    sums = probabilities.to(wide).sum(-2)
+    return probabilities.shape[-1] * (share * sums).sum(-1) * k / total[..., 0]

@@ -1,0 +1,160 @@
+"""Dispatch and combine: the rows of tokens to the ranks of their experts, and what the experts return, back.
+
+A *choice* is a slot of a token: choice i is slot i % k of token i // k. Each rank sorts its choices by expert, so that
+the rows for one rank of ep lie side by side, and sends them with one uneven all_to_all. What arrives is in order of
+source rank, then of expert; an index array sorts it by expert alone. Combine goes the same way back: rows return to
+where they were sent from, in the order in which they were sent, and there each is weighed by its gate.
+
+With expert tensor parallelism the tokens are sharded over tp too, so that none is sent twice: a rank exchanges over ep
+among the ranks of its own tp coordinate, and the rows that these received are gathered over tp, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_impl.collectives import accumulator, all_gather, all_to_all, reduce_scatter
+from torch_impl.collectives.plain import all_gather_stack, all_to_all_equal
+from torch_impl.layouts.index_arrays import inverse_permutation
+from torch_impl.layouts.reorder import _permute
+
+
+@dataclass(frozen=True)
+class SortedChoices:
+    """Choices in the order of their experts, tokens in order within one; those of no expert are behind all others.
+
+    `order` are the choices, `counts` how many each expert has.
+    """
+
+    order: Tensor
+    counts: Tensor
+    slots: int  # choices of a token
+
+    def first(self, count: int) -> SortedChoices:
+        """The first `count` choices: those of some expert, where that many are."""
+        return replace(self, order=self.order[:count])
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The row of the token of each choice. Gradients of a token's rows are summed in float32 or wider."""
+        return _Rows.apply(x, self.order, self.slots)
+
+    def sums(self, rows: Tensor, tokens: int) -> Tensor:
+        """The sum of the rows of each token, in the dtype of the rows; zeros for a token without choices."""
+        return _Sums.apply(rows, self.order, self.slots, tokens)
+
+    def weighed(self, rows: Tensor, gates: Tensor) -> Tensor:
+        """Each row times the gate of its choice, in float32 or wider."""
+        wide = accumulator(rows.dtype)
+        return rows * gates.to(wide).flatten().index_select(0, self.order)[:, None]
+
+
+def sorted_choices(experts: Tensor, size: int, first: int = 0, kept: Tensor | None = None) -> SortedChoices:
+    """The choices of the experts from `first` to first + size that are `kept`, then all others."""
+    # 1. Experts from 0 to size; every other choice gets the number `size`, which is sorted behind all of them.
+    numbers = experts.flatten().long() - first
+    is_here = (numbers >= 0) & (numbers < size)
+    if kept is not None:
+        is_here = is_here & kept.flatten()
+    numbers = torch.where(is_here, numbers, size)
+    # 2. How many each has, without a bincount, which would wait for the device.
+    counts = numbers.new_zeros(size + 1).scatter_add_(0, numbers, torch.ones_like(numbers))[:size]
+    return SortedChoices(numbers.argsort(stable=True), counts, experts.shape[1])
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How many rows go from and to each rank of ep and of tp, and the order of what arrives.
+
+    `to_ranks` and `from_ranks` count the rows that this rank sends to and receives from each rank of ep, `of_tp` those
+    that each rank of tp received. `by_expert` sorts the rows of all tp ranks by expert, `by_source` back; `counts` has
+    the rows of each expert of this rank.
+    """
+
+    to_ranks: list[int]
+    from_ranks: list[int]
+    of_tp: list[int]
+    by_expert: Tensor
+    by_source: Tensor
+    counts: Tensor
+
+    def dispatched(self, rows: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Tensor:
+        """The rows of this rank's experts, sorted by expert, from rows sorted by expert on each rank."""
+        received = all_to_all(
+            rows, ep, split_dim=0, concat_dim=0, split_lengths=self.to_ranks, concat_lengths=self.from_ranks
+        )
+        # Each tp rank has a part of the expert's columns, so the cotangents of a row are addends: "R".
+        gathered = received if tp is None else all_gather(received, tp, out="R", lengths=self.of_tp)
+        return _permute(gathered, (self.by_expert, self.by_source), 0)
+
+    def returned(self, rows: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Tensor:
+        """What the experts made of the rows, back on the ranks that sent them and in the order of sending."""
+        sorted_by_source = _permute(rows, (self.by_source, self.by_expert), 0)
+        summed = sorted_by_source if tp is None else reduce_scatter(sorted_by_source, tp, lengths=self.of_tp)
+        return all_to_all(
+            summed, ep, split_dim=0, concat_dim=0, split_lengths=self.from_ranks, concat_lengths=self.to_ranks
+        )
+
+
+def exchange_of(counts: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Exchange:
+    """The exchange of rows of which this rank has counts[e] for each expert e of all ranks.
+
+    Cost:   1 all_to_all of counts over ep, 1 all_gather of the received ones over tp, none in a group of one; one host
+            read of both.
+    """
+    # 1. Of the experts of this rank: how many rows each rank of ep sends here, and the same of every tp rank.
+    sent = counts.view(ep.size(), -1)
+    received = all_to_all_equal(sent, ep)
+    of_tp = received[None] if tp is None else all_gather_stack(received, tp)  # tp, source, expert
+    here = 0 if tp is None else tp.rank()
+    # 2. The lengths of messages are needed on the host: one read for all of them.
+    per_rank = torch.cat([sent.sum(1), of_tp.sum(2).flatten()]).tolist()
+    sources = torch.tensor(per_rank[ep.size() :]).view(len(of_tp), -1)
+    # 3. Rows arrive by tp rank, source and expert. A stable sort by expert keeps the order of sources within one.
+    numbers = torch.arange(of_tp.shape[2], device=counts.device).expand(of_tp.shape).flatten()
+    experts = numbers.repeat_interleave(of_tp.flatten(), output_size=int(sources.sum()))
+    by_expert = experts.argsort(stable=True)
+    return Exchange(
+        to_ranks=per_rank[: ep.size()],
+        from_ranks=sources[here].tolist(),
+        of_tp=sources.sum(1).tolist(),
+        by_expert=by_expert,
+        by_source=inverse_permutation(by_expert),
+        counts=of_tp.sum((0, 1)),
+    )
+
+
+class _Rows(torch.autograd.Function):
+    """The rows of tokens by choice: a token that is read several times has the sum of its rows' cotangents."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, slots: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.slots, ctx.tokens = slots, len(x)
+        return x.index_select(0, order // slots)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return _Sums.apply(cotangent, order, ctx.slots, ctx.tokens), None, None
+
+
+class _Sums(torch.autograd.Function):
+    """The sum of the rows of each token; the transpose of `_Rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, slots: int, tokens: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.slots = slots
+        # Each choice has a place of its own, so that sums run in one order on every device.
+        places = rows.new_zeros(tokens * slots, rows.shape[1]).index_copy_(0, order, rows)
+        return places.view(tokens, slots, rows.shape[1]).sum(1, dtype=accumulator(rows.dtype)).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return _Rows.apply(cotangent, order, ctx.slots), None, None, None

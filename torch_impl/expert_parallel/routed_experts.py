@@ -1,0 +1,157 @@
+"""The layer of routed experts over the ranks of ep and tp, and of shared experts over tp.
+
+Every rank has tokens of its own. Of the e experts rank r of ep has those from r * e/ep on, and of each of them rank
+s of tp has f/tp columns. Ranks without tokens, experts without rows and one expert with all rows run the same lines.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_impl.collectives import all_gather, reduce_scatter
+from torch_impl.collectives.plain import all_gather_concat, all_gather_stack
+from torch_impl.contract import Group, OneOf, Sharded, ShardedBool, ShardedInt, contract
+from torch_impl.expert_parallel.dispatch import exchange_of, sorted_choices
+from torch_impl.expert_parallel.experts import ExpertWeights, GroupedBackend, checked_weights
+
+EXCHANGES = ("all_to_all", "all_gather")
+ExchangeName = Annotated[Literal["all_to_all", "all_gather"], OneOf(EXCHANGES)]
+
+
+# Gradient types: V -> V.
+@contract
+def routed_experts(
+    x: Sharded[Tensor, "t/ep/tp d"],
+    gates: Sharded[Tensor, "t/ep/tp k"],
+    experts: ShardedInt[Tensor, "t/ep/tp k"],
+    gate_up: Sharded[Tensor, "e/ep d 2f/tp"],
+    down: Sharded[Tensor, "e/ep f/tp d"],
+    ep_group: Group[ProcessGroup, "ep"],
+    tp_group: Group[ProcessGroup, "tp"] | None = None,
+    *,
+    kept: ShardedBool[Tensor, "t/ep/tp k"] | None = None,
+    exchange: ExchangeName = "all_to_all",
+    backend: GroupedBackend = "auto",
+) -> Sharded[Tensor, "t/ep/tp d"]:
+    """The sum of what each token's experts make of it, weighed by its gates, with the experts sharded over ep.
+
+        x "t/ep/tp d", gates and experts "t/ep/tp k", gate_up "e/ep d 2f/tp", down "e/ep f/tp d"   ->   "t/ep/tp d"
+
+    y[t] = sum_j gates[t, j] * expert(x[t]; experts[t, j]),     expert(x) = (silu(x A) * (x B)) C
+
+    A and B are the two halves of this rank's columns of gate_up, C is its `down`. Ranks may have different numbers of
+    tokens t. A choice counts as 0 and is not sent where `kept` is False or its number is no expert's, such as -1 for
+    padding. Without `tp_group` experts have all of their f columns; with it tokens are sharded over tp too, as sequence
+    parallelism leaves them, and none is sent twice. `exchange` is one of those below, with equal results;
+    `fewest_exchange_bytes` says which sends less. `backend` is that of `grouped_product`.
+
+    Gradients are those of this rank's tokens and weights. Ranks that replicate an expert, over edp, add theirs up:
+    `sum_layer_gradients`.
+
+    Cost:   with n = ep ranks; backward sends what forward sends, but the counts. Rows are in the dtype of x.
+        all_to_all  1 all_to_all of e counts, 1 of the rows of this rank's choices, 1 of those of its experts back; over
+                    tp 1 all_gather of counts, 1 of the rows and 1 reduce_scatter.
+        all_gather  over ep, and over tp before it: 1 all_gather of t, of x, of the gates and of the experts, and 1
+                    reduce_scatter of all tokens in float32 or wider. Gradients of the gates are reduce_scattered too.
+            Saves the rows of this rank's experts, their 2f and f columns, and the rows that return.
+    Errors: TypeError for another type or dtypes that differ; ValueError for shapes that do not fit, other devices,
+            gate_up without twice the columns that down has rows, an unknown exchange, or a backend that cannot run.
+    Source: arXiv 2006.16668 (GShard), 2211.15841 (MegaBlocks, dropless).
+    """
+    weights = checked_weights("expert_parallel.routed_experts", x, gate_up, down, backend)
+    mixture = _by_all_to_all if exchange == "all_to_all" else _by_all_gather
+    return mixture(x, gates, experts, kept, weights, ep_group, tp_group)
+
+
+# Gradient types: V -> V.
+@contract
+def shared_experts(
+    x: Sharded[Tensor, "t/tp d"],
+    gate_up: Sharded[Tensor, "d 2f/tp"],
+    down: Sharded[Tensor, "f/tp d"],
+    tp_group: Group[ProcessGroup, "tp"] | None = None,
+    *,
+    backend: GroupedBackend = "auto",
+) -> Sharded[Tensor, "t/tp d"]:
+    """What the experts that every token goes to make of it; several are one with the sum of their columns.
+
+        x "t/tp d", gate_up "d 2f/tp", down "f/tp d"   ->   "t/tp d"
+
+    y[t] = (silu(x[t] A) * (x[t] B)) C. Nothing is sent over ep: every rank has these weights, and their gradient is the
+    sum over all ranks that have other tokens: `sum_layer_gradients`. `backend` is that of `grouped_product`.
+
+    Cost:   none without tp_group; with it 1 all_gather of t and 1 of x, and 1 reduce_scatter of all tp ranks' tokens;
+            backward the same but t. Saves x and its 2f and f columns.
+    Errors: TypeError for another type or dtypes that differ; ValueError for shapes that do not fit or a backend that
+            cannot run.
+    Source: arXiv 2401.06066 (DeepSeekMoE).
+    """
+    name = "expert_parallel.shared_experts"
+    weights = checked_weights(name, x, gate_up[None], down[None], backend)
+    lengths = _lengths(x, tp_group)
+    full = x if tp_group is None else all_gather(x, tp_group, out="R", lengths=lengths)
+    count = torch.tensor([len(full)], device=x.device)
+    y = weights.outputs(full, count)
+    return y if tp_group is None else reduce_scatter(y, tp_group, lengths=lengths)
+
+
+def _by_all_to_all(
+    x: Tensor,
+    gates: Tensor,
+    experts: Tensor,
+    kept: Tensor | None,
+    weights: ExpertWeights,
+    ep: ProcessGroup,
+    tp: ProcessGroup | None,
+) -> Tensor:
+    """Only the rows of choices travel, to the ranks of their experts and back."""
+    choices = sorted_choices(experts, len(weights.down) * ep.size(), kept=kept)
+    exchange = exchange_of(choices.counts, ep, tp)
+    choices = choices.first(sum(exchange.to_ranks))
+    rows = exchange.dispatched(choices.rows(x), ep, tp)
+    returned = exchange.returned(weights.outputs(rows, exchange.counts), ep, tp)
+    weighed = choices.weighed(returned, gates)
+    return choices.sums(weighed, len(x)).to(x.dtype)
+
+
+def _by_all_gather(
+    x: Tensor,
+    gates: Tensor,
+    experts: Tensor,
+    kept: Tensor | None,
+    weights: ExpertWeights,
+    ep: ProcessGroup,
+    tp: ProcessGroup | None,
+) -> Tensor:
+    """All tokens travel to every rank, which sums what its own experts make of them; the sums are scattered back."""
+    # 1. Gather tokens, gates and choices over tp, then over ep. A choice that is not kept gets no expert.
+    chosen = experts.long() if kept is None else torch.where(kept, experts.long(), -1)
+    axes = [group for group in (tp, ep) if group is not None]
+    shards, full_x, full_gates = [], x, gates
+    for group in axes:
+        lengths = _lengths(full_x, group)
+        full_x = all_gather(full_x, group, out="R", lengths=lengths)
+        full_gates = all_gather(full_gates, group, out="R", lengths=lengths)
+        chosen = all_gather_concat(chosen, group, 0, lengths)
+        shards.append((group, lengths))
+    # 2. The choices of this rank's experts alone.
+    local = len(weights.down)
+    choices = sorted_choices(chosen, local, first=ep.rank() * local)
+    choices = choices.first(int(choices.counts.sum()))
+    outputs = weights.outputs(choices.rows(full_x), choices.counts)
+    y = choices.sums(choices.weighed(outputs, full_gates), len(full_x))
+    # 3. Sum over the ranks, to the rank of each token, in the reverse order.
+    for group, lengths in reversed(shards):
+        y = reduce_scatter(y, group, lengths=lengths)
+    return y.to(x.dtype)
+
+
+def _lengths(x: Tensor, group: ProcessGroup | None) -> list[int]:
+    """The tokens of each rank of the group; those of x without one."""
+    if group is None:
+        return [len(x)]
+    return all_gather_stack(torch.tensor(len(x), device=x.device), group).tolist()
