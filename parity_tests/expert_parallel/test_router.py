@@ -1,5 +1,6 @@
 """Parity of the routers: gates, choices and probabilities."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -56,6 +57,13 @@ def routed_by_top_k(mesh, logits, each: Int[Tensor, "k"]) -> Routing:
     return expert_parallel.top_k_softmax(logits, len(each))
 
 
+def biases(generator, shape):
+    """Equal ones, integers, or such that scores of chosen groups are below 0 too."""
+    kind = generator.integers(4)
+    normal = generator.standard_normal(shape)
+    return 0.0 * normal if kind == 0 else np.rint(normal) if kind == 1 else normal - 2.0
+
+
 GROUPS = ((1, 1), (2, 1), (4, 2), (4, 3), (8, 4))
 
 
@@ -70,10 +78,10 @@ def by_sigmoid(logits, bias, each, searched, norm_topk_prob, routed_scaling_fact
     inputs={"logits": "t/ep e", "bias": "e ep=R", "each": "k"},
     draw={
         "logits": values("normal", "ties", "zeros", "normal"),
-        "bias": values("normal", "ties", "zeros"),
+        "bias": biases,
         "each": integers(0, 0),
     },
-    dims={"k": (1, 2, 3), "e": (8, 16)},
+    dims={"k": (1, 2, 4), "e": (8, 16)},
     options={"searched": GROUPS, "norm_topk_prob": (True, False), "routed_scaling_factor": (1.0, 2.5)},
     nograd=("each", "bias"),
     assume=lambda case: case.k <= case.e // case.searched[0] * case.searched[1],
