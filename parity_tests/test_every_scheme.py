@@ -22,11 +22,16 @@ def test_a_scheme_on_gloo(key):
     assert report.ok, str(report)
 
 
-# A module that a scheme builds in its call has inference tensors for parameters, which DTensor and FSDP do not take.
+# A module that a scheme builds in its call has inference tensors for parameters, which DTensor and FSDP do not take;
+# one that runs its own backward needs gradients.
 OF_MODULES = ("parity_tests.parallelizer.", "parity_tests.pipelining.", "parity_tests.models.")
 
 
-@pytest.mark.parametrize("key", [key for key in SCHEMES if not key.startswith(OF_MODULES)])
+def is_of_a_module(key):
+    return key.startswith(OF_MODULES) or SCHEMES[key].module is not None
+
+
+@pytest.mark.parametrize("key", [key for key in SCHEMES if not is_of_a_module(key)])
 def test_a_scheme_in_inference_mode(key):
     """It is not drawn by default, since other projects' functions need not allow it; ours do."""
     report = judge(SCHEMES[key], SCHEMES[key].case(seed=0).replace(calls={"inference_mode": True}))

@@ -1,17 +1,19 @@
 """Parity of the layer of routed experts over ep and tp, by both exchanges, and of shared experts over tp."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from jax_ref import expert_parallel as on_one_device
 from jax_ref.expert_parallel import mixture, swiglu
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.expert_parallel.costs import cost_by_all_gather, cost_by_all_to_all, cost_of_shared
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check, every_case, mask, scheme, values
-from torch_impl.expert_parallel import routed_experts, shared_experts
+from torch_impl.expert_parallel import routed_experts, shared_experts, softmax_top_k
 
 # Stored in the dtype and used again: the hidden columns, their product with the gate, an expert's output, its addend of
 # each tp rank, and the same of the gradients.
@@ -186,3 +188,51 @@ def test_experts_may_be_of_any_integer_dtype(exchange):
 
     for wide, *narrow in run(body, CaseSpec(scheme="dtypes", mesh={"ep": 2})).results:
         assert all(torch.equal(wide, other) for other in narrow) and wide.abs().sum() > 0
+
+
+# A choice that rounding decides is undecided: neither equal nor a mismatch. A mistake beside it is a mismatch.
+
+OF_A_TIE = {"t": 4, "d": 2, "e": 2, "f": 4, "two": 2}
+
+
+def nearly_equal_columns(generator, shape):
+    """Of tokens of ones the second logit is larger by 2^-26, which float32 rounds away and float64 does not."""
+    return np.array([[1.0, 1.0], [0.0, 2.0**-26]])
+
+
+def routed_in_float64(x, router, gate_up, down):
+    gates, experts, _ = on_one_device.softmax_top_k(x @ router, 1)
+    return mixture(x, gates, experts, gate_up, down)
+
+
+def report_of(scale):
+    @scheme(
+        reference=routed_in_float64,
+        mesh={"ep": (1, 2)},
+        inputs={"x": "t/ep d", "router": "d e ep=R", "gate_up": "e/ep d two f", "down": "e/ep f d"},
+        outputs="t/ep d",
+        dims={name: (size,) for name, size in OF_A_TIE.items() if name != "t"},
+        draw={
+            "x": values("ones"),
+            "router": nearly_equal_columns,
+            **dict.fromkeys(("gate_up", "down"), values("normal")),
+        },
+        dtypes=("float32",),
+        roundings=6,
+    )
+    def nearly_tied(mesh, x, router, gate_up, down):
+        gates, experts, _ = softmax_top_k(x @ router, 1)
+        return scale * routed_experts(x, gates, experts, gate_up.flatten(2), down, mesh["ep"])
+
+    return nearly_tied.verify(ep=2, **OF_A_TIE, inside_subgroup=False)
+
+
+def test_a_choice_that_rounding_decides_is_undecided():
+    report = report_of(1.0)
+    assert report.verdict == "undecided" and not report.failed, str(report)
+
+
+@pytest.mark.parametrize("scale", [2.0, -1.0])
+def test_a_mistake_beside_it_is_a_mismatch(scale):
+    report = report_of(scale)
+    assert report.failed and report.verdict != "undecided", str(report)
