@@ -101,10 +101,10 @@ def mixture(
 
 
 def kept_by_position(experts: Int[Array, "t k"], capacity: int) -> Bool[Array, "t k"]:
-    """Of the choices of an expert the first `capacity`, tokens in their order."""
+    """Of the choices of an expert the first `capacity`, tokens in their order. A number below 0 is no expert's."""
     e, order = experts.reshape(-1), jnp.arange(experts.size)
     is_before = (e[:, None] == e[None, :]) & (order[None, :] < order[:, None])
-    return (is_before.sum(1) < capacity).reshape(experts.shape)
+    return (is_before.sum(1) < capacity).reshape(experts.shape) & (experts >= 0)
 
 
 def kept_by_probability(experts: Int[Array, "t k"], gates: Float[Array, "t k"], capacity: int) -> Bool[Array, "t k"]:
@@ -112,7 +112,7 @@ def kept_by_probability(experts: Int[Array, "t k"], gates: Float[Array, "t k"], 
     e, g, order = experts.reshape(-1), gates.reshape(-1), jnp.arange(experts.size)
     is_larger = (g[None, :] > g[:, None]) | ((g[None, :] == g[:, None]) & (order[None, :] < order[:, None]))
     is_before = (e[:, None] == e[None, :]) & is_larger
-    return (is_before.sum(1) < capacity).reshape(experts.shape)
+    return (is_before.sum(1) < capacity).reshape(experts.shape) & (experts >= 0)
 
 
 def load_counts(experts: Choices, size: int) -> Int[Array, " e"]:

@@ -7,23 +7,22 @@ import numpy as np
 from parity_tests.harness.draw import inputs
 from shardproof import drawn
 
-LOADS = ("random", "random", "one", "few", "last", "missing")
+LOADS = ("random", "random", "one", "first", "last", "missing")
 MISSING = -1  # the number of no expert, as a token of padding has
 
 
 def _experts(generator, shape, case):
-    """Of each token k experts, no two alike: spread, all on the first ones, on a few or on the last ones, or none."""
-    size, (*tokens, k) = case.e, shape
+    """Of each token k experts, no two alike: in random order, equal for all tokens, or none for some tokens."""
+    (*tokens, k), size = shape, case.e
     load = LOADS[generator.integers(len(LOADS))]
-    order = generator.random((*tokens, size)).argsort(-1)
-    if load == "few":  # every token has the first expert and others
-        order = np.where(order == 0, -1, order).argsort(-1).argsort(-1)
-        order = order.argsort(-1)
-    chosen = {"one": np.arange(size), "last": np.arange(size)[::-1]}.get(load)
-    experts = order[..., :k] if chosen is None else np.broadcast_to(chosen[:k], shape)
-    if load == "missing":
-        experts = np.where(generator.random((*tokens, 1)) < 0.4, MISSING, experts)
-    return experts.astype(np.int64)
+    order = generator.random((*tokens, size))
+    if load == "first":  # every token has the first expert, and others
+        order[..., 0] = -1.0
+    if load in ("one", "last"):  # the first k experts have all rows, or the last k
+        order = np.broadcast_to(np.arange(size) if load == "one" else -np.arange(size), order.shape)
+    experts = order.argsort(-1)[..., :k]
+    is_missing = generator.random((*tokens, 1)) < (0.4 if load == "missing" else 0.0)
+    return np.where(is_missing, MISSING, experts).astype(np.int64)
 
 
 def chosen_experts():

@@ -1,7 +1,6 @@
 """Parity of the rules of who is dropped, over all tokens in their order and of each rank by itself."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,7 +31,7 @@ def by_rule(experts, gates, capacity, by):
 
 
 def of_all(experts, gates, logits, capacity, by):
-    return by_rule(jnp.maximum(experts, 0), gates, capacity, by)
+    return by_rule(experts, gates, capacity, by)
 
 
 def sent(c, ranks, longest):
@@ -53,12 +52,12 @@ def sent(c, ranks, longest):
     **DECLARED,
 )
 def kept_of_all_tokens(mesh, experts: Int[Tensor, "t k"], gates, logits, capacity, by) -> Bool[Tensor, "t k"]:
-    return kept_choices(experts.clamp_min(0), gates, len(logits), capacity, mesh["ranks"], by=by)
+    return kept_choices(experts, gates, len(logits), capacity, mesh["ranks"], by=by)
 
 
 def of_each_rank(experts, gates, logits, capacity, by, mesh):
     """The rule is per rank: each has the capacity for its own tokens."""
-    e, g = (x.reshape(mesh["ranks"], -1, x.shape[-1]) for x in (jnp.maximum(experts, 0), gates))
+    e, g = (x.reshape(mesh["ranks"], -1, x.shape[-1]) for x in (experts, gates))
     return jax.vmap(lambda e, g: by_rule(e, g, capacity, by))(e, g).reshape(experts.shape)
 
 
@@ -72,11 +71,10 @@ def of_each_rank(experts, gates, logits, capacity, by, mesh):
     **DECLARED,
 )
 def kept_of_each_rank(mesh, experts: Int[Tensor, "t k"], gates, logits, capacity, by) -> Bool[Tensor, "t k"]:
-    return kept_choices(experts.clamp_min(0), gates, len(logits), capacity, mesh["one"], by=by)
+    return kept_choices(experts, gates, len(logits), capacity, mesh["one"], by=by)
 
 
 def mixture_of_kept(x, gates, experts, gate_up, down, capacity, by):
-    experts = jnp.maximum(experts, 0)
     return mixture(x, gates, experts, gate_up, down, by_rule(experts, gates, capacity, by))
 
 
@@ -100,7 +98,7 @@ def mixture_of_kept(x, gates, experts, gate_up, down, capacity, by):
     roundings=6,
 )
 def routed_with_capacity(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, capacity, by, exchange):
-    experts, ep = experts.clamp_min(0), mesh["ep"]
+    ep = mesh["ep"]
     kept = kept_choices(experts, gates, mesh.total("e"), capacity, ep, by=by)
     return routed_experts(x, gates, experts, gate_up.flatten(2), down, ep, kept=kept, exchange=exchange)
 

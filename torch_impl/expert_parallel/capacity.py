@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from torch_impl.collectives.plain import all_gather_concat, all_gather_stack
 from torch_impl.contract import (
@@ -63,8 +64,8 @@ def kept_choices(
         experts "t/ranks k", gates "t/ranks k"   ->   "t/ranks k"
 
     `by` "position" keeps the first, tokens in the order of ranks and of rows; "probability" keeps those with the
-    largest gates, of equal ones the first. Gates that are left are not scaled up. Ranks may have different numbers of
-    tokens.
+    largest gates, of equal ones the first. Gates that are left are not scaled up. A number that is no expert's, such
+    as -1 for padding, is not kept. Ranks may have different numbers of tokens.
 
     Cost:   position    1 all_gather of num_experts counts, none in a group of one.
             probability 1 all_gather of the experts and 1 of the gates; 1 of t, none in a group of one.
@@ -73,9 +74,12 @@ def kept_choices(
             or another rule.
     Source: arXiv 2006.16668 (position), 2202.09368 (the choice of an expert among tokens).
     """
-    experts = experts.long()
+    # What is no expert's gets one number more, so that it is counted for none.
+    is_expert = (experts >= 0) & (experts < num_experts)
+    experts = torch.where(is_expert, experts.long(), num_experts)
     if by == "position":
-        return _places(experts, _counts_before(experts, num_experts, group)).view(experts.shape) < capacity
+        places = _places(experts, _counts_before(experts, num_experts, group)).view(experts.shape)
+        return is_expert & (places < capacity)
     # 1. Every rank ranks all choices: by falling gate, of equal ones the first.
     lengths = all_gather_stack(torch.tensor(len(experts), device=experts.device), group).tolist()
     all_experts = all_gather_concat(experts, group, 0, lengths)
@@ -84,14 +88,14 @@ def kept_choices(
     # 2. The place of a choice in that order among those of its expert; then back, and to the tokens of this rank.
     places = torch.empty_like(by_gate)
     ranked = all_experts.flatten()[by_gate]
-    places[by_gate] = _places(ranked, torch.zeros(num_experts, dtype=torch.int64, device=ranked.device))
-    return places.view(all_experts.shape).split(lengths)[group.rank()] < capacity
+    places[by_gate] = _places(ranked, ranked.new_zeros(num_experts + 1))
+    return is_expert & (places.view(all_experts.shape).split(lengths)[group.rank()] < capacity)
 
 
 def _counts_before(experts: Tensor, size: int, group: ProcessGroup) -> Tensor:
-    """Of each expert the choices of the ranks before this one."""
+    """Of each expert the choices of the ranks before this one; 0 for the number of no expert."""
     counts = all_gather_stack(sorted_choices(experts, size).counts, group)
-    return counts[: group.rank()].sum(0)
+    return pad(counts[: group.rank()].sum(0), (0, 1))
 
 
 def _places(experts: Tensor, before: Tensor) -> Tensor:
