@@ -19,10 +19,12 @@ from torch_impl.vocab_parallel import allgather_cp_sharded_tensor, gather_logits
 TWO = CaseSpec(scheme="derivatives", mesh={"x": 2})
 NEEDS_TRITON = ("torch_impl.kernels.row_gather", "torch_impl.kernels.softmax")
 # Linear: backward calls the transpose, or operations of torch. Each is differentiated twice here, in
-# collectives/test_cotangents.py or in mamba/test_all_to_all.py; _RowsAt, which is Triton's, in kernels/.
+# collectives/test_cotangents.py or in mamba/test_all_to_all.py; _Rows and _Sums of a mixture of experts in
+# expert_parallel/test_experts.py; _RowsAt, which is Triton's, in kernels/.
 LINEAR = (
     *("_AllReduce", "_Replicated", "_Broadcast", "_ToSource", "AllGather", "_Shard", "ReduceScatter", "_AllToAll"),
     *("_RingShift", "AllGatherCPTensor", "GatherOverCp", "LogitsAt", "_RowsAt", "_Permute", "_Untangled"),
+    *("_Rows", "_Sums"),
 )
 
 
