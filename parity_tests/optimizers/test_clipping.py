@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from jax_ref.optimizers import clipped
 from parity_tests.harness.run.engines import run
+from parity_tests.optimizers.parameters import distributed, local, parameter
 from shardproof import CaseSpec, Cost, check, every_case, scheme, values
 from torch_impl.optimizers import clip_grad_norm_, gradient_norm
 
@@ -42,24 +43,8 @@ def declared(mesh, gradients, dims, **more):
     )
 
 
-def parameter(local, mesh=None, placements=()):
-    """A parameter with a gradient: a DTensor of this rank's shard, or a plain tensor."""
-
-    def tensor(x):
-        return x if mesh is None else DTensor.from_local(x, mesh, list(placements))
-
-    new = nn.Parameter(tensor(torch.zeros_like(local)))
-    new.grad = tensor(local.clone())
-    return new
-
-
-def local_gradient(parameter):
-    gradient = parameter.grad
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
 def outputs(norm, parameters):
-    return {"norm": norm, **{name: local_gradient(parameter) for name, parameter in parameters.items()}}
+    return {"norm": norm, **{name: local(parameter.grad) for name, parameter in parameters.items()}}
 
 
 # Dense layers over FSDP and tensor parallelism
@@ -83,7 +68,7 @@ def dense_cost(case):
     )
 )
 def clipped_over_fsdp_and_tp(mesh, gradients, max_norm, norm_type):
-    parameters = {name: parameter(local, mesh.device_mesh, DENSE[name]) for name, local in gradients.items()}
+    parameters = {name: parameter(x, mesh.device_mesh, DENSE[name]) for name, x in gradients.items()}
     return outputs(clip_grad_norm_(parameters.values(), max_norm, norm_type), parameters)
 
 
@@ -104,7 +89,7 @@ def clipped_with_experts(mesh, gradients, max_norm, norm_type):
         "sharded_experts": (mesh.device_mesh, (Shard(1), Shard(0))),
         "router": (mesh.device_mesh["edp"], (Replicate(),)),
     }
-    parameters = {name: parameter(local, *meshes[name]) for name, local in gradients.items()}
+    parameters = {name: parameter(x, *meshes[name]) for name, x in gradients.items()}
     return outputs(clip_grad_norm_(parameters.values(), max_norm, norm_type), parameters)
 
 
@@ -143,7 +128,7 @@ def clipped_over_stages(mesh, gradients, max_norm, norm_type):
     )
 )
 def clipped_plain_shards(mesh, gradients, max_norm, norm_type):
-    parameters = {name: parameter(local) for name, local in gradients.items()}
+    parameters = {name: parameter(x) for name, x in gradients.items()}
     sharded = {id(parameters["columns"])}
     norm = clip_grad_norm_(
         [*parameters.values(), parameters["replicated"]],  # twice, as a weight under two names
@@ -177,12 +162,6 @@ def test_parity_on_processes(case):
 
 GRADIENTS = [torch.arange(-4.0, 8.0).view(6, 2), torch.arange(5.0), torch.tensor([[3.0]])]
 ONE_NORM = sum(each.abs().sum().item() for each in GRADIENTS)
-
-
-def distributed(gradient, mesh, placements):
-    created = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
-    created.grad = distribute_tensor(gradient.clone(), mesh, placements)  # a broadcast writes it
-    return created
 
 
 def on_mesh(body, **mesh):
@@ -239,7 +218,7 @@ def test_partial_sums_are_rejected_before_anything_is_sent():
         created.grad = DTensor.from_local(torch.ones(2), mesh.device_mesh, [Partial()])
         with pytest.raises(ValueError, match=re.escape("(Partial(sum),), a sum that is not computed yet; reduce it")):
             clip_grad_norm_([created], 1.0)
-        return local_gradient(created).tolist()
+        return local(created.grad).tolist()
 
     outcome = on_mesh(body, tp=2)
     assert outcome.results == ([1.0, 1.0],) * 2
@@ -272,9 +251,9 @@ def test_a_norm_that_is_not_finite(bad):
         created = distributed(torch.tensor([1.0, 1.0, bad, 1.0]), mesh.device_mesh, [Shard(0)])
         with pytest.raises(RuntimeError, match="skip the step, or pass error_if_nonfinite=False"):
             clip_grad_norm_([created], 1.0, error_if_nonfinite=True)
-        before = local_gradient(created).clone()
+        before = local(created.grad).clone()
         norm = clip_grad_norm_([created], 1.0)
-        return before, norm, local_gradient(created)
+        return before, norm, local(created.grad)
 
     plain = nn.Parameter(torch.zeros(4))
     plain.grad = torch.tensor([1.0, 1.0, bad, 1.0])

@@ -1,0 +1,60 @@
+"""Parameters with gradients as ranks have them: DTensors of a rank's shards, or plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+
+def placed(local: Tensor, mesh: DeviceMesh | None, placements: Sequence[Any]) -> Tensor:
+    """This rank's shard as a DTensor; without a mesh the tensor itself."""
+    return local if mesh is None else DTensor.from_local(local, mesh, list(placements))
+
+
+def parameter(local: Tensor, mesh: DeviceMesh | None = None, placements: Sequence[Any] = ()) -> nn.Parameter:
+    """A parameter of zeros with a gradient, of which `local` is this rank's shard."""
+    new = nn.Parameter(placed(torch.zeros_like(local), mesh, placements))
+    new.grad = placed(local.clone(), mesh, placements)
+    return new
+
+
+def weight(local: Tensor, gradient: Tensor, mesh: DeviceMesh | None, placements: Sequence[Any]) -> nn.Parameter:
+    """A parameter and its gradient, of which this rank has these shards."""
+    new = nn.Parameter(placed(local.clone(), mesh, placements))
+    new.grad = placed(gradient.clone(), mesh, placements)
+    return new
+
+
+def distributed(gradient: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> nn.Parameter:
+    """A parameter of zeros with this gradient, which each rank has in full and of which it keeps its shard."""
+    created = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
+    created.grad = distribute_tensor(gradient.clone(), mesh, placements)  # a broadcast writes it
+    return created
+
+
+def shard_of(full: Tensor, like: DTensor) -> DTensor:
+    """This rank's shard of a tensor that every rank has, placed as another one is; nothing is sent."""
+    replicated = DTensor.from_local(full, like.device_mesh, [Replicate()] * like.device_mesh.ndim)
+    return replicated.redistribute(placements=like.placements)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The full tensor, on every rank; all of them take part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def stepped(optimizer: torch.optim.Optimizer, states: Iterable[tuple[nn.Parameter, dict[str, Tensor]]]) -> None:
+    """One step, from the states that these parameters have."""
+    for each, state in states:
+        optimizer.state[each] = state
+    optimizer.step()
