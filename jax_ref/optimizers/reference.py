@@ -4,11 +4,15 @@
 
 1. the norm of all gradients, and clipping by it
 2. a step of AdamW, of SGD
+3. a step of Muon
 
 A step takes a weight with its state and returns both as they are after it.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -80,3 +84,52 @@ def sgd(
     momentum_buffer = momentum * momentum_buffer + decayed
     direction = decayed + momentum * momentum_buffer if nesterov else momentum_buffer
     return weight - lr * direction, momentum_buffer
+
+
+# 3. Muon.
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of https://kellerjordan.github.io/posts/muon/
+MIN_NORM = 1e-7  # a matrix of a smaller norm is divided by this one
+
+
+def newton_schulz(x: Float[Array, "*b m n"], steps: int = 5) -> Float[Array, "*b m n"]:
+    """Each matrix with singular values near 1, by the odd polynomial a s + b s^3 + c s^5 of them, `steps` times.
+
+    X <- X / ||X||,   then   X <- a X + (b A + c A^2) X   with   A = X X^T
+    """
+    a, b, c = COEFFICIENTS
+    x = x / jnp.maximum(jnp.sqrt((x**2).sum((-2, -1), keepdims=True)), MIN_NORM)
+    for _ in range(steps):
+        gram = x @ x.swapaxes(-2, -1)
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def muon(
+    weight: Float[Array, "*b m n"],
+    gradient: Float[Array, "*b m n"],
+    momentum_buffer: Float[Array, "*b m n"],
+    *,
+    lr: float,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    rows: Sequence[int] | None = None,
+    steps: int = 5,
+) -> tuple[Float[Array, "*b m n"], Float[Array, "*b m n"]]:
+    """(w, b) after a step, arXiv 2502.16982; each of the matrices, by their numbers of `rows`, for itself.
+
+    b <- mu b + (1 - mu) g,   d = b,   with Nesterov d = mu b + (1 - mu) g
+    w <- w - eta (0.2 sqrt(max(m, n)) newton_schulz(d) + lambda w)
+    """
+    momentum_buffer = momentum * momentum_buffer + (1 - momentum) * gradient
+    direction = momentum * momentum_buffer + (1 - momentum) * gradient if nesterov else momentum_buffer
+    borders = [sum(rows[: i + 1]) for i in range(len(rows) - 1)] if rows else []
+    matrices = jnp.split(direction, borders, axis=-2)
+    update = jnp.concatenate([_scale(*x.shape[-2:]) * newton_schulz(x, steps) for x in matrices], axis=-2)
+    return weight - lr * (update + weight_decay * weight), momentum_buffer
+
+
+def _scale(m: int, n: int) -> float:
+    """Turns the root mean square of an orthogonal matrix into 0.2, about that of AdamW's update."""
+    return 0.2 * math.sqrt(max(m, n))

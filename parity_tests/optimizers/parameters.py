@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
@@ -35,6 +36,29 @@ def distributed(gradient: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -
     created = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
     created.grad = distribute_tensor(gradient.clone(), mesh, placements)  # a broadcast writes it
     return created
+
+
+def fully_sharded(
+    mesh: DeviceMesh,
+    weights: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    over_tp: Mapping[str, Any] | None = None,
+) -> dict[str, nn.Parameter]:
+    """FSDP2's parameters of a module that has these weights, with their gradients, by name.
+
+    With `over_tp`, a placement for each, they are sharded over the axis tp first, and over dp by FSDP2.
+    """
+    module = nn.Module()
+    for name, x in weights.items():
+        full = x.clone(memory_format=torch.contiguous_format)  # as FSDP2 asks
+        if over_tp is not None:
+            full = DTensor.from_local(full, mesh["tp"], [Replicate()]).redistribute(placements=[over_tp[name]])
+        module.register_parameter(name, nn.Parameter(full))
+    fully_shard(module, mesh=mesh if over_tp is None else mesh["dp"])
+    parameters = dict(module.named_parameters())
+    for name, each in parameters.items():
+        each.grad = shard_of(gradients[name], each)
+    return parameters
 
 
 def shard_of(full: Tensor, like: DTensor) -> DTensor:

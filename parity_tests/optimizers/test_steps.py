@@ -6,12 +6,10 @@ import optax
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from jax_ref.optimizers import adamw, sgd
-from parity_tests.optimizers.parameters import full, local, placed, shard_of, stepped, weight
+from parity_tests.optimizers.parameters import full, fully_sharded, local, placed, shard_of, stepped, weight
 from shardproof import Cost, check, every_case, scheme, values
 
 # A layer over FSDP and tensor parallelism: three matrices, and a norm's vector that is not decayed.
@@ -175,24 +173,12 @@ FULL = {"both": "a b dp=I", "norm": "f dp=I"}
 FULL_DIMS = {"a": (1, 3, 5), "b": (2,), "f": (1, 4)}
 
 
-def fully_sharded(mesh, weights, gradients):
-    """A module of these weights under FSDP2, as {name: parameter with its gradient}."""
-    module = nn.Module()
-    for name, x in weights.items():
-        module.register_parameter(name, nn.Parameter(x.clone()))
-    fully_shard(module, mesh=mesh.device_mesh)
-    parameters = dict(module.named_parameters())
-    for name, each in parameters.items():
-        each.grad = shard_of(gradients[name], each)
-    return parameters
-
-
 @scheme(
     reference=reference_adamw,
     **declared(FULL, FULL_DIMS, ("means", "mean_squares"), ADAMW, mesh={"dp": (1, 2, 4)}),
 )
 def adamw_over_fsdp2(mesh, weights, gradients, means, mean_squares, t, lr, weight_decay, betas):
-    parameters = fully_sharded(mesh, weights, gradients)
+    parameters = fully_sharded(mesh.device_mesh, weights, gradients)
     means, mean_squares = (
         {name: shard_of(x, parameters[name]) for name, x in tree.items()} for tree in (means, mean_squares)
     )

@@ -1,0 +1,82 @@
+"""Which parameters are matrices, embeddings and vectors: who is decayed, and who is stepped by Muon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from torch_impl.contract import Module, Names, contract
+
+EMBEDDINGS = ("*embed*", "*lm_head*")
+
+
+@dataclass(frozen=True)
+class ParameterKinds:
+    """The parameters of a model by name, in its order, each in one of three; a tied one under its first name.
+
+    `matrices` are [..., m, n], with m and n above 1; `embeddings` are tables with a row for each token, of the input
+    and of the output; `vectors` are the others: norms, biases, those of a convolution over each channel.
+    """
+
+    matrices: dict[str, nn.Parameter] = field(default_factory=dict)
+    embeddings: dict[str, nn.Parameter] = field(default_factory=dict)
+    vectors: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Parameter groups of a torch optimizer: all but vectors with `weight_decay`, vectors without.
+
+        torch.optim.AdamW(parameter_kinds(model).decay_groups(0.1), lr=3e-4)
+        """
+        decayed = [*self.matrices.values(), *self.embeddings.values()]
+        return _without_empty(({"params": decayed, "weight_decay": weight_decay}, self._undecayed))
+
+    def adamw_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """What Muon leaves to AdamW: embeddings with `weight_decay`, vectors without."""
+        embeddings = {"params": list(self.embeddings.values()), "weight_decay": weight_decay}
+        return _without_empty((embeddings, self._undecayed))
+
+    @property
+    def _undecayed(self) -> dict[str, Any]:
+        return {"params": list(self.vectors.values()), "weight_decay": 0.0}
+
+
+@contract
+def parameter_kinds(model: Module, embeddings: Names | None = None) -> ParameterKinds:
+    """The kinds of a model's parameters that require a gradient.
+
+    A weight of an `nn.Embedding` is an embedding, and one whose name is like one of the patterns `embeddings`, as the
+    output layer's is; by default "*embed*" and "*lm_head*". A bias is a vector, whatever its dims: experts have one
+    each. DTensors count by their full shape.
+
+    Errors: TypeError for what is no module, or no list of names; ValueError for a pattern that matches no parameter.
+    """
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    patterns = EMBEDDINGS if embeddings is None else embeddings
+    kinds, used = ParameterKinds(), set()
+    for name, parameter in model.named_parameters():
+        matches = {pattern for pattern in patterns if fnmatchcase(name, pattern)}
+        used |= matches
+        if not parameter.requires_grad:
+            continue
+        is_matrix = not name.endswith("bias") and parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1
+        if not is_matrix:
+            kinds.vectors[name] = parameter
+        elif matches or id(parameter) in tables:
+            kinds.embeddings[name] = parameter
+        else:
+            kinds.matrices[name] = parameter
+    unused = [pattern for pattern in embeddings or () if pattern not in used]
+    if unused:
+        raise ValueError(
+            f"optimizers.parameter_kinds: {unused[0]!r} matches no parameter of {type(model).__name__}; "
+            "pass patterns of parameters' names, as model.named_parameters() gives them"
+        )
+    return kinds
+
+
+def _without_empty(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [group for group in groups if group["params"]]
