@@ -1,0 +1,179 @@
+"""ZeRO-1: every rank has all parameters and computes their gradients; each steps a share and has the state of it alone.
+
+    1. reduce_gradients   reduce_scatter: each rank gets the sum of its share of the gradients
+    2. step               the optimizer on the shares, elementwise; all_gather of the new weights
+
+The parameters of a group lie one after the other in a flat tensor, of which rank r has the r-th part as a DTensor does
+it: parts as long as n / world rounded up, the last ones shorter or empty. So the optimizer's state is made of DTensors
+of the flat tensor's size, which torch.distributed.checkpoint saves on one number of ranks and loads on another, and
+`clip_grad_norm_` knows what it counts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from torch_impl.collectives.plain import all_gather_concat, reduce_scatter_sum
+from torch_impl.contract import Dtype, Function, Mesh, contract, type_name
+from torch_impl.optimizers.dtensor_shards import chunk_lengths, local_tensor
+
+
+class Zero1:
+    """An optimizer whose state is sharded over the ranks that replicate the parameters.
+
+        zero = Zero1(model.parameters(), lambda shares: torch.optim.AdamW(shares, lr=3e-4), device_mesh["dp"])
+        loss.backward()
+        zero.reduce_gradients()
+        clip_grad_norm_(zero.shares, 1.0)
+        zero.step()
+
+    `params` are tensors or groups of them, as torch's optimizers take, equal on all ranks of `mesh`, which has one
+    axis; those that require no gradient are left alone. `optimizer` makes an elementwise optimizer of torch's (AdamW,
+    SGD, not Muon) of groups of shares, a share for each group and dtype; they have the keys of the groups they come
+    from. With `dtype` the shares, and so gradients, state and the step, are of that dtype: float32 for the master
+    weights of bfloat16 parameters.
+
+    `shares`, an `nn.ParameterList`, and `optimizer` are what is saved and loaded, by
+    `torch.distributed.checkpoint.state_dict.get_state_dict(zero.shares, zero.optimizer)`; a schedule of torch's takes
+    `optimizer`. Elementwise steps give the bits of the unsharded step wherever the sums of the gradients are equal.
+
+    Cost:   for each share of n elements: `reduce_gradients` 1 reduce_scatter of world * ceil(n / world) elements, in
+            float32 or wider; `step` 1 all_gather of ceil(n / world) in the parameters' dtype. State: n / world a rank.
+    Errors: TypeError for what is no mesh, function or tensor; ValueError for a mesh of several axes, no parameters, or
+            parameters that are sharded, not floating or passed twice.
+    """
+
+    @contract
+    def __init__(self, params: Any, optimizer: Function, mesh: Mesh, *, dtype: Dtype | None = None) -> None:
+        if mesh.ndim != 1:
+            raise ValueError(f"optimizers.Zero1: mesh has {mesh.ndim} axes; pass one of them, such as mesh['dp']")
+        groups = _as_groups(params)
+        self.mesh = mesh
+        self._buckets = [_buckets(each["params"], mesh, dtype) for each in groups]
+        self.shares = nn.ParameterList([bucket.share for buckets in self._buckets for bucket in buckets])
+        self.optimizer: torch.optim.Optimizer = optimizer(
+            [
+                {**each, "params": [bucket.share for bucket in buckets]}
+                for each, buckets in zip(groups, self._buckets, strict=True)
+            ]
+        )
+
+    def reduce_gradients(self) -> None:
+        """Give each share its gradient, the sum over the ranks; a parameter without a gradient here adds zeros.
+
+        Once for each step, after the last micro-batch. What was divided by the number of ranks is not divided again,
+        and what was not is a sum.
+
+        Cost:   1 reduce_scatter for each share, of world * ceil(n / world) elements in float32 or wider.
+        """
+        for bucket in self._all_buckets():
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
+            total = reduce_scatter_sum(_flat(gradients, bucket.share.dtype), self.mesh.get_group(), 0, bucket.lengths)
+            bucket.share.grad = bucket.placed(total, self.mesh)
+
+    def step(self) -> None:
+        """Step the shares, and give every parameter its new weights; the gradients of the shares are dropped.
+
+        Cost:   1 all_gather for each share, of ceil(n / world) elements in the parameters' dtype.
+        """
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.gather_weights()
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Set the parameters to what the shares are, as after a checkpoint is loaded.
+
+        Cost:   1 all_gather for each share, of ceil(n / world) elements in the parameters' dtype.
+        """
+        for bucket in self._all_buckets():
+            share = local_tensor(bucket.share).to(bucket.parameters[0].dtype)
+            flat = all_gather_concat(share, self.mesh.get_group(), 0, bucket.lengths)
+            for p, new in zip(bucket.parameters, flat.split([p.numel() for p in bucket.parameters]), strict=True):
+                p.copy_(new.view_as(p))
+
+    @torch.no_grad()
+    def read_weights(self) -> None:
+        """Set the shares to what the parameters are, after these were changed: loaded without the optimizer."""
+        for bucket in self._all_buckets():
+            local_tensor(bucket.share).copy_(bucket.part(self.mesh, bucket.share.dtype))
+
+    def _all_buckets(self) -> Iterator[_Bucket]:
+        return (bucket for buckets in self._buckets for bucket in buckets)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Parameters of one dtype, of whose elements, one after the other, rank r has `lengths[r]` in its share."""
+
+    parameters: Sequence[Tensor]
+    lengths: Sequence[int]
+    share: nn.Parameter
+
+    def placed(self, part: Tensor, mesh: DeviceMesh) -> DTensor:
+        """This rank's part of a flat tensor, as a DTensor."""
+        return _placed(part, mesh, sum(self.lengths))
+
+    def part(self, mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
+        """This rank's part of the weights."""
+        return _part(self.parameters, self.lengths, mesh, dtype)
+
+
+def _as_groups(params: Any) -> list[dict[str, Any]]:
+    """Parameter groups, each with a list of tensors that require a gradient. Errors: TypeError, ValueError."""
+    listed = list(params)
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    groups = [{**each, "params": list(each["params"])} for each in groups]
+    labelled = [(f"group {i}", each) for i, group in enumerate(groups) for each in group["params"]]
+    for label, each in labelled:
+        if not isinstance(each, Tensor):
+            raise TypeError(f"optimizers.Zero1: {label} has {type_name(each)}; pass tensors")
+        if isinstance(each, DTensor):
+            raise ValueError(
+                f"optimizers.Zero1: {label} has a DTensor; its state is sharded as it is, so step it with torch.optim "
+                "itself, and pass parameters that every rank has in full"
+            )
+        if not each.dtype.is_floating_point:
+            raise ValueError(f"optimizers.Zero1: {label} has a parameter of {each.dtype}; pass floating ones")
+    if len({id(each) for _, each in labelled}) < len(labelled):
+        raise ValueError("optimizers.Zero1: a parameter is passed twice; pass each once, as model.parameters() gives")
+    groups = [{**group, "params": [each for each in group["params"] if each.requires_grad]} for group in groups]
+    if not any(group["params"] for group in groups):
+        raise ValueError("optimizers.Zero1: there are no parameters to step; pass those of a model")
+    return groups
+
+
+def _buckets(parameters: Sequence[Tensor], mesh: DeviceMesh, dtype: torch.dtype | None) -> list[_Bucket]:
+    """One for each dtype and device, in the order of their first parameters."""
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for each in parameters:
+        alike[each.dtype, each.device].append(each)
+    buckets = []
+    for members in alike.values():
+        lengths = chunk_lengths(sum(each.numel() for each in members), mesh.size())
+        part = _part(members, lengths, mesh, dtype or members[0].dtype)
+        buckets.append(_Bucket(members, lengths, nn.Parameter(_placed(part, mesh, sum(lengths)))))
+    return buckets
+
+
+def _part(parameters: Sequence[Tensor], lengths: Sequence[int], mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
+    """This rank's part of the parameters' elements, a copy."""
+    rank = mesh.get_local_rank()
+    flat = _flat([each.detach() for each in parameters], dtype)
+    return flat.narrow(0, sum(lengths[:rank]), lengths[rank]).clone()
+
+
+def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([each.reshape(-1).to(dtype) for each in tensors])
+
+
+def _placed(part: Tensor, mesh: DeviceMesh, size: int) -> DTensor:
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=torch.Size([size]), stride=(1,))
