@@ -237,6 +237,8 @@ PREPARED = {
     ("docs/how-to/replay.md", 0): of_a_replay,
     ("docs/how-to/random-schemes.md", 0): of_random_schemes,
     ("docs/reference/optimizers.md", 0): of_an_optimizer,
+    ("docs/reference/optimizers.md", 1): of_an_optimizer,
+    ("docs/reference/optimizers.md", 2): of_an_optimizer,
     ("docs/reference/parallelizer.md", 0): of_a_step,
     ("docs/reference/scheme.md", 0): of_a_draw,
     ("docs/reference/scheme.md", 1): dict,
