@@ -73,6 +73,9 @@ def train(
     attention: Attention = "ring",
     schedule: Schedule = "1f1b",
     tied: Tied = False,
+    clip: Annotated[
+        float | None, typer.Option(help="Largest norm of the gradients that are stepped by.", metavar="NORM")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batches.")] = 0,
     engine: Annotated[
         str, typer.Option(help="gloo, lockstep, nccl or torchrun.", autocompletion=complete.engines)
@@ -97,7 +100,7 @@ def train(
     if checkpoint is None and _is_on_command_line(context, "every"):
         raise ValueError(f"--every {every} needs --checkpoint DIR, where the state goes")
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
-    settings |= {"schedule": schedule, "checkpoint": checkpoint, "every": every, "resume": resume}
+    settings |= {"schedule": schedule, "clip": clip, "checkpoint": checkpoint, "every": every, "resume": resume}
     mesh_sizes = [sizes([text] if text else [], "--mesh") for text in mesh or [""]]
     runs = meshes.runs(steps=steps, seed=seed) if page else [Run.on(each, **settings) for each in mesh_sizes]
     raise typer.Exit(session.train(runs, session.TrainOptions(engine, figure, json, page, quiet)))

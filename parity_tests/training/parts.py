@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from parity_tests.harness.run.dtensor_advice import without_advice
 from parity_tests.tracing.torch_side import Recording, recorded
 from torch_impl.models import RankStream, StepLoss, staged_step
-from torch_impl.optimizers import gradient_norm
+from torch_impl.optimizers import clip_grad_norm_, gradient_norm
 from torch_impl.pipelining.tied_weights import distinct_parameters
 
 
@@ -39,6 +39,11 @@ class Parts:
     def norm(self) -> float:
         """Of the full gradient."""
         return gradient_norm(distinct_parameters(self.stages).values(), pp=self.pp).item()
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the full gradient to this norm, if its own is larger."""
+        counted = distinct_parameters(self.stages).values()
+        clip_grad_norm_(counted, max_norm, pp=self.pp, uncounted=self.parameters())
 
     def parameters(self) -> list[nn.Parameter]:
         """What an optimizer of this rank holds; both copies of what two stages share."""

@@ -47,6 +47,8 @@ def train(mesh: Any, case: Any) -> list[float]:
     for index in range(first, run.steps):
         loss, norm = gradients_of(mesh, run, model, index)
         gradients = model.gradients()
+        if run.clip is not None:
+            model.clip(run.clip)
         optimizer.step()
         optimizer.zero_grad()
         weights = model.weights()

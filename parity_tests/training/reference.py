@@ -57,6 +57,7 @@ def _compiled(run: Run) -> tuple[Any, Any, Any]:
     import jax.numpy as jnp
 
     from jax_ref.models import Config, adamw, step_loss
+    from jax_ref.optimizers import clipped
     from parity_tests.models.by_name import flax_model
 
     config, optimizer = Config(**run.config), adamw(run.learning_rate, run.weight_decay)
@@ -75,7 +76,8 @@ def _compiled(run: Run) -> tuple[Any, Any, Any]:
         value, gradients = jax.value_and_grad(loss)(weights)
         gradients = _off(gradients, unit, back, run.dtype)
         with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
-            updates, state = optimizer.update(gradients, state, weights)
+            stepped_by = gradients if run.clip is None else clipped(gradients, run.clip, 2.0)[1]
+            updates, state = optimizer.update(stepped_by, state, weights)
         new = jax.tree.map(jnp.add, weights, updates)
         return (
             value,

@@ -51,6 +51,7 @@ class Run:
     sizes: Mapping[str, Any] = field(default_factory=lambda: dict(SIZES))
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
+    clip: float | None = None  # the largest norm of the gradients that are stepped by
     dtype: str = "float64"
     mamba: str = "hidden"
     attention: str = "ring"
@@ -71,6 +72,10 @@ class Run:
                 raise ValueError(f"--{flag} {getattr(self, flag)!r} is not one of {', '.join(choices)}")
         if self.steps < 1:
             raise ValueError(f"--steps {self.steps} must be at least 1")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(
+                f"--clip {self.clip:g} must be positive and finite; leave it out for gradients as they are"
+            )
         if self.streams % self.dp:
             able = ", ".join(str(n) for n in range(1, self.streams + 1) if self.streams % n == 0)
             raise ValueError(

@@ -12,6 +12,7 @@ from parity_tests.cli.app import main
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.training import checkpoint, follow, page, record, session, show
 from parity_tests.training.follow import ReferenceSteps
+from parity_tests.training.parts import Parts
 from parity_tests.training.run import SIZES, Run
 from torch_impl.mamba import MambaContextParallel
 from torch_impl.models import staged
@@ -43,6 +44,21 @@ def test_a_tied_head_in_float32():
     run = small({"dp": 2, "tp": 2}, is_tied=True, dtype="float32")
     steps = session.followed(run, KNOWN, "lockstep")
     assert [step.wrong for step in steps] == [[], []] and "weight/lm_head.weight" not in steps[0].rows
+
+
+CLIP = 0.25  # below the norm of every step, so that each is scaled, and not all alike
+
+
+def test_clipping_is_by_the_norm_of_one_device():
+    steps = session.followed(small({"dp": 2, "tp": 2}, clip=CLIP), KNOWN, "lockstep")
+    assert [step.wrong for step in steps] == [[], []]
+
+
+def test_a_step_that_is_not_clipped_is_seen(monkeypatch):
+    """AdamW's first step knows no scale; its second adds gradients that were scaled by unlike factors."""
+    monkeypatch.setattr(Parts, "clip", lambda self, max_norm: None)
+    steps = session.followed(small({"dp": 2}, clip=CLIP), KNOWN, "lockstep")
+    assert any(name.startswith("weight/") for name in steps[1].wrong)
 
 
 def test_processes_give_the_same():
