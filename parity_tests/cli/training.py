@@ -73,6 +73,12 @@ def train(
     attention: Attention = "ring",
     schedule: Schedule = "1f1b",
     tied: Tied = False,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="adamw, or muon for matrices and AdamW for the others.", autocompletion=complete.of_run("OPTIMIZERS")
+        ),
+    ] = "adamw",
     clip: Annotated[
         float | None, typer.Option(help="Largest norm of the gradients that are stepped by.", metavar="NORM")
     ] = None,
@@ -100,7 +106,8 @@ def train(
     if checkpoint is None and _is_on_command_line(context, "every"):
         raise ValueError(f"--every {every} needs --checkpoint DIR, where the state goes")
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
-    settings |= {"schedule": schedule, "clip": clip, "checkpoint": checkpoint, "every": every, "resume": resume}
+    settings |= {"schedule": schedule, "optimizer": optimizer, "clip": clip}
+    settings |= {"checkpoint": checkpoint, "every": every, "resume": resume}
     mesh_sizes = [sizes([text] if text else [], "--mesh") for text in mesh or [""]]
     runs = meshes.runs(steps=steps, seed=seed) if page else [Run.on(each, **settings) for each in mesh_sizes]
     raise typer.Exit(session.train(runs, session.TrainOptions(engine, figure, json, page, quiet)))

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from parity_tests.training.rank_optimizers import RankOptimizers
 from parity_tests.training.run import Run
 
 DONE, LOCK = "done", "lock"
@@ -47,7 +48,7 @@ def locked(run: Run) -> Iterator[None]:
         yield
 
 
-def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
+def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers, step: int) -> None:
     """After `step` steps; `parameters` are this rank's parameters by every name that the model has for them."""
     folder = _folder(run) / f"step_{step:06d}"
     if dist.get_rank() == 0 and folder.exists():  # cut short, or of another time
@@ -59,7 +60,7 @@ def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: torch.opti
         os.replace(folder / f"{DONE}.part", folder / DONE)  # whole or not there
 
 
-def load(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+def load(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> int:
     """The newest state into parameters and optimizer, sharded as they are; returns how many steps it has behind it.
 
     Errors: those of `newest`.
@@ -99,9 +100,10 @@ def _folder(run: Run) -> Path:
     return Path(run.checkpoint or "")
 
 
-def _state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _state(parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> dict[str, torch.Tensor]:
     """The tensors themselves, by names that no mesh changes; two stages' copies of a parameter have a name each."""
     state: dict[str, torch.Tensor] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    states = optimizer.state
     for name, parameter in parameters.items():
-        state |= {f"optimizer.{name}.{kind}": x for kind, x in optimizer.state[parameter].items()}
+        state |= {f"optimizer.{name}.{kind}": x for kind, x in states[parameter].items()}
     return state

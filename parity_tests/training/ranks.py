@@ -16,6 +16,7 @@ from parity_tests.training.corpus import Packed, global_batch
 from parity_tests.training.initial import initial_weights, shapes
 from parity_tests.training.parts import Parts, all_recorded
 from parity_tests.training.precision import STORED_DTYPE, policy
+from parity_tests.training.rank_optimizers import rank_optimizers
 from parity_tests.training.ring_and_heads import ring_and_heads
 from parity_tests.training.run import Run
 from torch_impl.models import (
@@ -39,9 +40,7 @@ def train(mesh: Any, case: Any) -> list[float]:
     """The full run on one rank; rank 0 writes each step's record into the case's folder. Returns the losses."""
     run, folder = Run(**case.options["run"]), case.options["folder"]
     model = parallel_model(mesh, run)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=run.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=run.weight_decay
-    )
+    optimizer = rank_optimizers(run, model)
     first = checkpoint.load(run, model.aliases(), optimizer) if run.resume else 0
     losses = []
     for index in range(first, run.steps):

@@ -22,6 +22,7 @@ from parity_tests.training.corpus import global_batch
 from parity_tests.training.initial import initial_weights
 from parity_tests.training.precision import STORED_DTYPE
 from parity_tests.training.record import Step
+from parity_tests.training.reference_optimizer import reference_optimizer
 from parity_tests.training.run import Run
 
 COPIES = {"float64": 4, "float32": 4, "bfloat16": 16}  # more where AdamW may turn a step round, as rarely happens
@@ -56,11 +57,10 @@ def _compiled(run: Run) -> tuple[Any, Any, Any]:
     import jax
     import jax.numpy as jnp
 
-    from jax_ref.models import Config, adamw, step_loss
-    from jax_ref.optimizers import clipped
+    from jax_ref.models import Config, step_loss
     from parity_tests.models.by_name import flax_model
 
-    config, optimizer = Config(**run.config), adamw(run.learning_rate, run.weight_decay)
+    config, (initial_state, optimizer_step) = Config(**run.config), reference_optimizer(run)
     dtype = STORED_DTYPE[run.dtype]
     units = jnp.array([0.0] + [UNIT_ROUNDOFF[run.dtype]] * COPIES[run.dtype])
 
@@ -75,10 +75,7 @@ def _compiled(run: Run) -> tuple[Any, Any, Any]:
 
         value, gradients = jax.value_and_grad(loss)(weights)
         gradients = _off(gradients, unit, back, run.dtype)
-        with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
-            stepped_by = gradients if run.clip is None else clipped(gradients, run.clip, 2.0)[1]
-            updates, state = optimizer.update(stepped_by, state, weights)
-        new = jax.tree.map(jnp.add, weights, updates)
+        new, state = optimizer_step(gradients, state, weights)
         return (
             value,
             gradients,
@@ -92,7 +89,7 @@ def _compiled(run: Run) -> tuple[Any, Any, Any]:
 
     first = {name: bridge.to_jax(name, array) for name, array in initial_weights(run.config, run.seed).items()}
     copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(units), *x.shape)), first)
-    return jax.jit(of_all, compiler_options=compiler_options()), copies, jax.vmap(optimizer.init)(copies)
+    return jax.jit(of_all, compiler_options=compiler_options()), copies, jax.vmap(initial_state)(copies)
 
 
 def _off(tree: Any, unit: Any, key: Any, dtype: str) -> Any:

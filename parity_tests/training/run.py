@@ -15,6 +15,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DTYPES = ("float64", "float32", "bfloat16")
 MAMBA = ("hidden", "state")
 ATTENTION = ("ring", "all_gather", "ulysses", "usp")
+OPTIMIZERS = ("adamw", "muon")  # with muon, AdamW steps vectors and embeddings
 SCHEDULES = tuple(name.lower() for name in RULES)
 # Every document is padded to a multiple of this, so that the same batch can be sharded over 1, 2, 3 and 4 ranks of cp.
 BLOCK = 24
@@ -51,6 +52,7 @@ class Run:
     sizes: Mapping[str, Any] = field(default_factory=lambda: dict(SIZES))
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
+    optimizer: str = "adamw"
     clip: float | None = None  # the largest norm of the gradients that are stepped by
     dtype: str = "float64"
     mamba: str = "hidden"
@@ -67,7 +69,7 @@ class Run:
         for axis, size in self.mesh.items():
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"--mesh {axis}={size}: sizes are integers >= 1; leave out an axis that is not meant")
-        for flag, choices in {"dtype": DTYPES, "mamba": MAMBA, "attention": ATTENTION}.items():
+        for flag, choices in {"dtype": DTYPES, "mamba": MAMBA, "attention": ATTENTION, "optimizer": OPTIMIZERS}.items():
             if getattr(self, flag) not in choices:
                 raise ValueError(f"--{flag} {getattr(self, flag)!r} is not one of {', '.join(choices)}")
         if self.steps < 1:

@@ -45,6 +45,7 @@ REJECTED = [
         "--attention usp: cannot shard the 6 query heads and 3 KV heads of each rank of tp=4 over 2 ranks; use ring or "
         "all_gather, or another --mesh",
     ),
+    ({"optimizer": "sgd"}, "--optimizer 'sgd' is not one of adamw, muon"),
     ({"clip": 0.0}, "--clip 0 must be positive and finite; leave it out for gradients as they are"),
     ({"resume": True}, "--resume needs --checkpoint DIR, where the state is"),
 ]

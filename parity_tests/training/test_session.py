@@ -61,6 +61,21 @@ def test_a_step_that_is_not_clipped_is_seen(monkeypatch):
     assert any(name.startswith("weight/") for name in steps[1].wrong)
 
 
+MUON = {"optimizer": "muon", "clip": CLIP}
+
+
+@pytest.mark.parametrize(("mesh", "how"), [({"dp": 2, "tp": 2}, {}), ({"pp": 2, "cp": 2}, {"is_tied": True})])
+def test_muon_is_that_of_one_device(mesh, how):
+    steps = session.followed(small(mesh, **MUON, **how), KNOWN, "lockstep")
+    assert [step.wrong for step in steps] == [[], []]
+
+
+def test_muon_goes_on_from_a_checkpoint_on_another_mesh(tmp_path):
+    session.followed(small({"dp": 2}, **MUON, checkpoint=str(tmp_path)), KNOWN, "lockstep")
+    steps = session.followed(small({"tp": 2}, **MUON, **LEFT, checkpoint=str(tmp_path)), KNOWN, "lockstep")
+    assert [step.index for step in steps] == [2] and steps[0].ok
+
+
 def test_processes_give_the_same():
     steps = session.followed(small({"dp": 2}), KNOWN, "gloo")
     assert [step.wrong for step in steps] == [[], []]

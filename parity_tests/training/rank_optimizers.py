@@ -1,0 +1,46 @@
+"""What steps the parameters of a rank's stages: AdamW all of them, or Muon the matrices and AdamW the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity_tests.training.parts import Parts
+from parity_tests.training.run import Run
+from torch_impl.optimizers import Muon, parameter_kinds
+
+
+@dataclass(frozen=True)
+class RankOptimizers:
+    """Optimizers of different parameters, as one."""
+
+    parts: Sequence[torch.optim.Optimizer]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """The state of each parameter."""
+        return {parameter: state for each in self.parts for parameter, state in each.state.items()}
+
+    def step(self) -> None:
+        for each in self.parts:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.parts:
+            each.zero_grad()
+
+
+def rank_optimizers(run: Run, model: Parts) -> RankOptimizers:
+    """The run's, over all parameters of this rank; every one of them is decayed, vectors too."""
+    settings: dict[str, Any] = {"lr": run.learning_rate, "weight_decay": run.weight_decay}
+    matrices = []
+    if run.optimizer == "muon":
+        matrices = [p for stage in model.stages for p in parameter_kinds(stage.submod).matrices.values()]
+    stepped_by_muon = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in stepped_by_muon]
+    adamw = torch.optim.AdamW(others, betas=(0.9, 0.999), eps=1e-8, **settings)
+    return RankOptimizers([adamw, Muon(matrices, **settings)] if matrices else [adamw])
