@@ -1,30 +1,33 @@
 """What a run needs to go on, by torch's distributed checkpoint: weights and the optimizer's state, whatever the mesh.
 
-A checkpoint is a folder `step_N` of its own, and counts once it has the file `done`, which says whose numbers they are.
-What else a folder holds is passed over. One run at a time holds the folder, by a lock on its file `lock`.
+A checkpoint is a folder `step_N`, and counts once it has the file `done`, which says whose numbers they are. A folder
+without it is of a run that was killed, and passed over; one with it is loaded only if every file fits its checksum, see
+`digests`. One run at a time writes to the folder, by a lock on its file `lock`.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from parity_tests.training import digests
+from parity_tests.training.digests import DONE
 from parity_tests.training.rank_optimizers import RankOptimizers
 from parity_tests.training.run import Run
 
-DONE, LOCK = "done", "lock"
+LOCK = "lock"
 
 
 @contextmanager
@@ -50,50 +53,59 @@ def locked(run: Run) -> Iterator[None]:
 
 def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers, step: int) -> None:
     """After `step` steps; `parameters` are this rank's parameters by every name that the model has for them."""
-    folder = _folder(run) / f"step_{step:06d}"
-    if dist.get_rank() == 0 and folder.exists():  # cut short, or of another time
+    folder = _of_step(run, step)
+    if dist.get_rank() == 0 and folder.exists():  # of a run that was killed, or of an earlier one
+        (folder / DONE).unlink(missing_ok=True)  # first, so that nobody takes what is left of it for a checkpoint
         shutil.rmtree(folder)
     dist.barrier()
     dcp.save(_state(parameters, optimizer), checkpoint_id=str(folder))
     if dist.get_rank() == 0:
-        (folder / f"{DONE}.part").write_text(_owner(run))
-        os.replace(folder / f"{DONE}.part", folder / DONE)  # whole or not there
+        digests.write(folder, json.dumps({"step": step, **_numbers(run)}))
 
 
-def load(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> int:
-    """The newest state into parameters and optimizer, sharded as they are; returns how many steps it has behind it.
-
-    Errors: those of `newest`.
-    """
-    step = newest(run)
+def load(run: Run, step: int, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> None:
+    """The state after `step` steps, which `newest` has verified, into parameters and optimizer, sharded as they are."""
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # makes the tensors of its state, which are all written over, as the parameters are
     optimizer.zero_grad()
-    dcp.load(_state(parameters, optimizer), checkpoint_id=str(_folder(run) / f"step_{step:06d}"))
-    return step
+    dcp.load(_state(parameters, optimizer), checkpoint_id=str(_of_step(run, step)))
 
 
 def newest(run: Run) -> int:
-    """The steps behind the newest checkpoint that is whole and not past the run's last step.
+    """The steps behind the newest checkpoint that is not past the run's last step. Every file of it is verified.
 
-    Errors: ValueError where there is none, or it is of a run with other numbers.
+    It is never passed over for an older one: who resumes decides what to do about a damaged file.
+
+    Errors: ValueError where there is none, where a file is damaged, or where it is of a run with other numbers.
     """
-    names = ((re.fullmatch(r"step_(\d{6,})", path.parent.name), path) for path in _folder(run).glob(f"*/{DONE}"))
-    by_step = {int(name[1]): path for name, path in names if name and path.stat().st_size}
-    usable = [step for step in by_step if step <= run.steps]
-    if not usable:
-        raise ValueError(f"--resume: {run.checkpoint} has no whole checkpoint of {run.steps} steps or fewer")
-    theirs, ours = json.loads(by_step[max(usable)].read_text()), json.loads(_owner(run))
-    for name, value in ours.items():
+    names = (re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})", path.parent.name) for path in _folder(run).glob(f"*/{DONE}"))
+    *older, step = sorted({0} | {int(name[1]) for name in names if name and int(name[1]) <= run.steps})
+    if step == 0:
+        raise ValueError(f"--resume: {run.checkpoint} has no complete checkpoint of {run.steps} steps or fewer")
+    try:
+        theirs = json.loads(digests.verified_content(_of_step(run, step)))
+    except digests.Damage as damage:
+        then = f"go on from step {older[-1]}" if older[-1] else "begin anew without --resume"
+        raise ValueError(f"--resume: {damage}; {damage.remedy}, or remove {_of_step(run, step)} to {then}") from None
+    if theirs["step"] != step:
+        name = _of_step(run, theirs["step"]).name
+        raise ValueError(
+            f"--resume: {_of_step(run, step)} is the checkpoint of step {theirs['step']}; give it the name {name}"
+        )
+    for name, value in json.loads(json.dumps(_numbers(run))).items():
         if theirs.get(name) != value:
             raise ValueError(f"--resume: {run.checkpoint} is of a run with {name}={theirs.get(name)}, not {value}")
-    return max(usable)
+    return step
 
 
-def _owner(run: Run) -> str:
+def _numbers(run: Run) -> dict[str, Any]:
     """What decides the numbers of a run, but for how long it goes on."""
-    return json.dumps({name: value for name, value in asdict(run.numbers).items() if name not in ("steps", "every")})
+    return {name: value for name, value in asdict(run.numbers).items() if name not in ("steps", "every")}
+
+
+def _of_step(run: Run, step: int) -> Path:
+    return _folder(run) / f"step_{step:06d}"
 
 
 def _folder(run: Run) -> Path:

@@ -39,9 +39,11 @@ CUTTING = ("dp_replicate", "dp_shard", "cp")  # axes whose ranks have tokens of 
 def train(mesh: Any, case: Any) -> list[float]:
     """The full run on one rank; rank 0 writes each step's record into the case's folder. Returns the losses."""
     run, folder = Run(**case.options["run"]), case.options["folder"]
+    first = checkpoint.newest(run) if run.resume else 0  # before any collective: a damaged file ends every rank alike
     model = parallel_model(mesh, run)
     optimizer = rank_optimizers(run, model)
-    first = checkpoint.load(run, model.aliases(), optimizer) if run.resume else 0
+    if run.resume:
+        checkpoint.load(run, first, model.aliases(), optimizer)
     losses = []
     for index in range(first, run.steps):
         loss, norm = gradients_of(mesh, run, model, index)
