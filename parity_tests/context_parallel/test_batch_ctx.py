@@ -307,15 +307,17 @@ def test_rejection_on_every_rank_before_any_collective(call, sentence):
     assert on_ranks(2, body) == (f"context_parallel.batch: {sentence}",) * 2
 
 
-def test_a_mesh_without_names_is_warned_of():
+@pytest.mark.parametrize("use_te", [False, True])
+def test_a_mesh_of_several_ranks_without_names_is_rejected(use_te):
     def body(mesh, case):
-        nameless, batch = DeviceMesh("cpu", [0, 1], _init_backend=False), {"input_ids": torch.zeros(1, 4)}
-        with pytest.warns(RuntimeWarning) as caught:
-            factory, same = cp.make_cp_batch_and_ctx(nameless, batch)
-        return same is batch and factory is nullcontext, [str(entry.message) for entry in caught], caught[0].filename
+        batch = {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}
+        with pytest.raises(ValueError) as caught:
+            cp.make_cp_batch_and_ctx(DeviceMesh("cpu", [0, 1], _init_backend=False), batch, use_te=use_te)
+        factory, same = cp.make_cp_batch_and_ctx(DeviceMesh("cpu", [mesh.rank("cp")], _init_backend=False), batch)
+        return str(caught.value), same is batch and factory is nullcontext
 
     sentence = (
         "context_parallel.batch: the mesh of 2 ranks has no names, so that none of its dims shards the sequence; "
         'pass one with mesh_dim_names=("cp",)'
     )
-    assert run(body, CaseSpec(scheme="batch_ctx", mesh={"cp": 2})).results[0] == (True, [sentence], __file__)
+    assert on_ranks(2, body) == ((sentence, True),) * 2

@@ -65,8 +65,7 @@ def make_cp_batch_and_ctx(
 
         input_ids  "b s"   ->   inside  "b s/cp:dual_chunk_swap",   s padded to a multiple of 2 * cp
 
-    With one rank, or a mesh without `cp`, the batch is returned as it is; so it is for a mesh without names, of which
-    no dim can be known as `cp`, with a RuntimeWarning if it has several ranks. With `use_te` the batch is that of
+    With one rank, or a mesh without `cp`, the batch is returned as it is. With `use_te` the batch is that of
     `make_cp_batch_for_te`. Else it is a new dict of new tensors, padded on the right: ids by `padding_token_id`, labels
     by -100, masks and floats by 0, and positions count on. Everything [b, s, ...] is sharded on entering the context
     and full again on leaving it; what needs a gradient is sharded here and stays sharded. `loss_mask` joins the batch,
@@ -78,9 +77,10 @@ def make_cp_batch_and_ctx(
     attention inside must then be causal.
 
     Cost:   no collective; two copies of each tensor, and one host read of the mask and positions.
-    Errors: ValueError for left padding, holes, packing ids, other entries than 0 and 1, a mask or a tensor by token of
-            another shape, input_ids that are not [b, s], or a batch without input_ids and inputs_embeds; TypeError if
-            batch is not a dict, device_mesh not a mesh, or an entry by token not a Tensor.
+    Errors: ValueError for several ranks on a mesh without names, of which no dim can be known as `cp`, left padding,
+            holes, packing ids, other entries than 0 and 1, a mask or a tensor by token of another shape, input_ids
+            that are not [b, s], or a batch without input_ids and inputs_embeds; TypeError if batch is not a dict,
+            device_mesh not a mesh, or an entry by token not a Tensor.
             RuntimeWarning for positions that restart inside a row without a mask: those sequences see each other.
     """
     cp_mesh = _cp_mesh(device_mesh)
@@ -232,13 +232,11 @@ def _shape(batch: dict[str, Any]) -> tuple[int, int]:
 
 
 def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The submesh of the dim named cp, or None if there is none."""
+    """The submesh of the dim named cp, or None if there is none. Errors: ValueError for several ranks without names."""
     if device_mesh is not None and not device_mesh.mesh_dim_names and device_mesh.size() > 1:
-        warnings.warn(
+        raise ValueError(
             f"{FUNCTION}: the mesh of {device_mesh.size()} ranks has no names, so that none of its dims shards the "
-            'sequence; pass one with mesh_dim_names=("cp",)',
-            RuntimeWarning,
-            stacklevel=4,
+            'sequence; pass one with mesh_dim_names=("cp",)'
         )
     has_cp = device_mesh is not None and "cp" in (device_mesh.mesh_dim_names or ())
     return device_mesh["cp"] if device_mesh is not None and has_cp else None
