@@ -148,6 +148,23 @@ def call_site() -> str:
     return getattr(node, "called_at", inner)
 
 
+def line_of_thread(thread: int | None) -> str | None:
+    """file:line where a thread is: of the innermost frame that is the user's, and no library's if there is one.
+
+    The mesh and the collectives are a library here.
+    """
+    frame, of_library = sys._current_frames().get(thread or 0), None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_plumbing(name):
+            line = f"{base(name)}:{frame.f_lineno}"
+            if "site-packages" not in name and not name.startswith(_COLLECTIVES):
+                return line
+            of_library = of_library or line
+        frame = frame.f_back
+    return of_library
+
+
 def group_label(description: str, ranks: Sequence[int], axes: Mapping[str, int]) -> str:
     """How a group is called: its mesh axis, `world` for the default group, else its ranks.
 

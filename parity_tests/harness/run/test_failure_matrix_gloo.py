@@ -67,6 +67,11 @@ def other_dtype(mesh: Any, case: Any) -> None:
     dist.all_reduce(torch.ones(3, dtype=dtype), group=mesh["tp"])
 
 
+def other_item_size(mesh: Any, case: Any) -> None:
+    dtype = torch.int64 if mesh.rank("tp") == 1 else torch.float32
+    dist.all_reduce(torch.ones(3, dtype=dtype), group=mesh["tp"])
+
+
 def other_reduce_op(mesh: Any, case: Any) -> None:
     op = dist.ReduceOp.MAX if mesh.rank("tp") == 1 else dist.ReduceOp.SUM
     dist.all_reduce(torch.ones(3), op=op, group=mesh["tp"])
@@ -165,6 +170,7 @@ ROWS = [
     ),
     (other_shape, {"collective mismatch"}, ["shape differs", "float32[2, 3]", "float32[3, 2]"]),
     (other_dtype, {"collective mismatch"}, ["dtype differs", "float32[3]", "int32[3]"]),
+    (other_item_size, {"collective mismatch"}, ["dtype differs", "float32[3]", "int64[3]"]),
     (other_reduce_op, {"collective mismatch"}, ["reduce op differs", "SUM", "MAX"]),
     (
         reduce_or_broadcast,
@@ -175,10 +181,14 @@ ROWS = [
     (other_root, {"collective mismatch"}, ["root differs", "root=0", "root=1"]),
     (uneven_gather, {"collective mismatch", "died"}, ["all_gather float32[4]", "all_gather float32[3]"]),
     (other_splits, {"collective mismatch"}, ["sends 1 rows to rank 1, which expects 2", "all_to_all"]),
-    (short_recv, {"died"}, ["recv float32[2] peer=0", "send float32[4] peer=1"]),
+    (short_recv, {"collective mismatch"}, ["shape differs", "recv float32[2] peer=0", "send float32[4] peer=1"]),
     (all_send_first, {"stalled"}, ["rank 0 waits in send float32[4] peer=1"]),
     (skips, {"stalled"}, ["waits in all_reduce float32[5] SUM (group tp, #1)", "rank 1 finished"]),
-    (loops, {"stalled"}, ["rank 1 computes; its last was all_reduce float32[3] SUM (group tp, #0)"]),
+    (
+        loops,
+        {"stalled"},
+        [f"rank 1 computes at {Path(__file__).name}:", "; its last was all_reduce float32[3] SUM (group tp, #0)"],
+    ),
     (forgets_to_wait, {"unwaited"}, ["did not wait for all_reduce float32[3] SUM (group tp, #0)"]),
     (crosses_groups, {"collective mismatch"}, ["group differs", "(group tp, #0)", "(group 0,1"]),
     (other_size_in_backward, {"collective mismatch"}, ["shape differs", "[bwd]"]),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection
 from multiprocessing.connection import Connection
@@ -26,10 +26,9 @@ class ServerGone(RuntimeError):
 
 
 class ForkServer:
-    """A running fork server. `folder` is for the pools; the server removes it at its end."""
+    """A running fork server. `folder` is for the pools; the server makes it, and removes it at its end."""
 
     def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="shardproof_")
         self._socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [
@@ -38,17 +37,19 @@ class ForkServer:
                 "-m",
                 "parity_tests.harness.run.processes.server",
                 str(theirs.fileno()),
-                self.folder,
             ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is the parent's to handle
             env=_environment(),
         )
+        # A server that imports torch reads nothing. Meanwhile the kernel ends it by SIGIO once this process has ended.
+        fcntl.fcntl(theirs, fcntl.F_SETOWN, self._process.pid)
+        fcntl.fcntl(theirs, fcntl.F_SETFL, fcntl.fcntl(theirs, fcntl.F_GETFL) | os.O_ASYNC)
         theirs.close()
         self._unread = b""
         self._ended: dict[int, int] = {}
-        self._await("up", START_S)
+        self.folder: str = self._await("up", START_S)["folder"]
 
     @property
     def pid(self) -> int:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parity_tests.harness.run.failure import NotRun
+from parity_tests.harness.run.ledger import line_of_thread
 from parity_tests.harness.run.processes import server
 from parity_tests.harness.run.processes.rank import Job, Rank, observe, rows_so_far
 from parity_tests.harness.run.processes.root_cause import DIED, DONE, RUNNING, Outcome
@@ -139,7 +140,11 @@ class Member:
     def seen(self) -> Outcome:
         """The outcome, or where the job is."""
         status = self._table.status(0)
-        where = Outcome(self.rank, RUNNING, rows_so_far(), state=str(status), is_waiting=status.state == WAITING)
+        is_waiting = status.state == WAITING
+        line = None if is_waiting else line_of_thread(self._thread.ident)
+        where = Outcome(
+            self.rank, RUNNING, rows_so_far(), state=status.sentence(line), is_waiting=is_waiting, source=line
+        )
         return self.outcome or where
 
     def leave_groups(self, seconds: float = 0.0) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import torch
@@ -21,7 +22,7 @@ from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.compiling import is_compiling
 from parity_tests.harness.run.failure import RankFailure, RankFault, raised_by_function
-from parity_tests.harness.run.ledger import LedgerRow, raised_at
+from parity_tests.harness.run.ledger import LedgerRow, line_of_thread, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
 from parity_tests.harness.run.processes import status_table
 from parity_tests.harness.run.processes.recorder import Recorder, observe_waits
@@ -67,7 +68,7 @@ class Rank:
             mesh = self._mesh(case)
         except Exception as error:
             return _raised(self.rank, Recorder(), error)
-        self._slot.issue("", status_table.COMPUTING)
+        self._slot.issue(None, status_table.COMPUTING)
         ready()
         outcome = self._set_up(self._functions[key], mesh, case)
         if outcome is None or outcome.kind == DONE:
@@ -175,17 +176,25 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
         while True:
             work.send(member.run(work.recv(), ready=lambda: work.send("ready")))
     except (EOFError, ConnectionError):
-        return  # the parent has let go
+        _end()  # the parent has let go
 
 
 def _answer(control: Connection) -> None:
-    """Answer each question with the rows issued so far and whether the main thread is inside torch.compile.
+    """Answer each question: the rows issued so far, the main thread's line, and whether it is inside torch.compile.
 
     When the parent ends, this process does so silently.
     """
+    thread = threading.main_thread().ident
     while True:
         try:
             question = control.recv()
-            control.send((question, rows_so_far(), is_compiling(threading.main_thread().ident)))
+            control.send((question, rows_so_far(), line_of_thread(thread), is_compiling(thread)))
         except (EOFError, OSError):
-            os._exit(0)
+            _end()
+
+
+def _end() -> NoReturn:
+    """At once, and with this rank the processes that it forked: the fork server made it the leader of their group."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)

@@ -180,7 +180,7 @@ class _Nowhere:
     """A status table that is never read."""
 
     def enter(self, state: int) -> None: ...
-    def issue(self, text: str) -> None: ...
+    def issue(self, row: object) -> None: ...
 
 
 class Recorder(TorchDispatchMode):
@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
         what = issue(func, args, kwargs)
         row = self._row(what)
         self.rows.append(row)
-        self._slot.issue(str(row))
+        self._slot.issue(row)
         with self._blocked():
             result = func(*args, **kwargs)
         if func.namespace != "c10d":
@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
         if row is None:
             self._slot.enter(status_table.WAITING)
         else:
-            self._slot.issue(str(row))
+            self._slot.issue(row)
         try:
             yield
         except BaseException as error:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run import failure
 from parity_tests.harness.run.ledger import Ledger, LedgerRow
-from parity_tests.harness.run.protocol import crossed
+from parity_tests.harness.run.protocol import Disagreement, crossed
 from parity_tests.harness.run.protocol import disagreement as disagreement
 
 DONE, RAISED, DIED, RUNNING = "done", "raised", "died", "running"
@@ -82,6 +82,9 @@ def find_root_cause(
     causes = [o for o in raised if not (o.from_backend or o.is_victim)]
     if causes:
         return _blame(causes[0], _CAUSES[causes[0].cause], outcomes, case, ledger)
+    aborted = _abort_of_gloo(outcomes)
+    if aborted is not None:
+        return aborted.failure(case, ledger, {o.rank: str(o) for o in outcomes})
     for dead in (o for o in outcomes if o.kind == DIED):
         return _blame(dead, failure.Died, outcomes, case, ledger)
     problem = disagreement(ledger, complete=all(o.kind == DONE for o in outcomes))
@@ -98,6 +101,32 @@ def find_root_cause(
         stalled.args = (f"nothing has moved for {quiet:.1f} s: {odd}",)
         return stalled
     return None
+
+
+def _abort_of_gloo(outcomes: Sequence[Outcome]) -> Disagreement | None:
+    """The rows at which gloo aborted a process, as it does where a peer's message has more bytes than are expected.
+
+    Of a process that died its last row alone is known, so it is compared with the rows in the same place.
+    """
+    for dead in outcomes:
+        if dead.exit_code == -signal.SIGABRT and dead.last is not None:
+            others = [_in_place_of(dead.last, outcome) for outcome in outcomes if outcome is not dead]
+            problem = disagreement(Ledger([dead.last, *filter(None, others)]), complete=False)
+            if problem is not None:
+                return replace(problem, what=f"{problem.what}, at which gloo aborted rank {dead.rank}")
+    return None
+
+
+def _in_place_of(row: LedgerRow, other: Outcome) -> LedgerRow | None:
+    """What another rank issued at the place of this row: its share of a collective, or the message's other half."""
+    if row.peer is not None:
+        last = other.last
+        if last is None or {row.op, last.op} != {"send", "recv"}:
+            return None
+        return last if (last.peer, row.peer, last.tag) == (row.rank, last.rank, row.tag) else None
+    place = (row.group, row.group_name, row.seq)
+    same = (its for its in other.rows if its.peer is None and (its.group, its.group_name, its.seq) == place)
+    return next(same, None)
 
 
 def _blame(

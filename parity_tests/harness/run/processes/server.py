@@ -8,6 +8,7 @@ ended, it kills every rank, removes the pool's folder and leaves.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -16,6 +17,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from selectors import EVENT_READ, DefaultSelector
 from typing import NoReturn
@@ -26,8 +28,10 @@ import torch
 from parity_tests.harness.run.processes.recorder import Recorder
 
 
-def main(parent: socket.socket, folder: str) -> NoReturn:
+def main(parent: socket.socket) -> NoReturn:
     warm()
+    fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) & ~os.O_ASYNC)  # see ForkServer
+    folder = tempfile.mkdtemp(prefix="shardproof_")
     gc.collect()
     gc.freeze()  # ranks share these pages, and their collector has nothing to look for there
     woken, wake = os.pipe()
@@ -35,7 +39,7 @@ def main(parent: socket.socket, folder: str) -> NoReturn:
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     ranks: set[int] = set()
-    _tell(parent, {"up": os.getpid()})
+    _tell(parent, {"up": os.getpid(), "folder": folder})
     with DefaultSelector() as selector:
         selector.register(parent, EVENT_READ)
         selector.register(woken, EVENT_READ)
@@ -47,7 +51,7 @@ def main(parent: socket.socket, folder: str) -> NoReturn:
             if parent in ready and not _serve(parent, ranks, (woken, wake)):
                 break
     for pid in ranks:
-        os.kill(pid, signal.SIGKILL)
+        _kill_group(pid)
     for pid in ranks:
         os.waitpid(pid, 0)
     shutil.rmtree(folder, ignore_errors=True)
@@ -71,12 +75,13 @@ def _serve(parent: socket.socket, ranks: set[int], wake_fds: tuple[int, int]) ->
             pid = os.fork()
             if pid == 0:
                 _become_rank(request["fork"], fds, parent, wake_fds)
+            os.setpgid(pid, pid)
             for fd in fds:
                 os.close(fd)
             ranks.add(pid)
             _tell(parent, {"forked": pid})
         for pid in ranks.intersection(request.get("kill", ())):
-            os.kill(pid, signal.SIGKILL)
+            _kill_group(pid)
     return bool(data)
 
 
@@ -84,6 +89,7 @@ def _become_rank(place: dict, fds: list[int], parent: socket.socket, wake_fds: t
     """In the child: drop the server's belongings and run the rank to its end."""
     code = 1
     try:
+        os.setpgid(0, 0)  # of a group of its own, which ends with it
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         parent.close()
@@ -103,10 +109,18 @@ def _become_rank(place: dict, fds: list[int], parent: socket.socket, wake_fds: t
 
 def _reap(parent: socket.socket, ranks: set[int]) -> None:
     for pid in list(ranks):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            ranks.discard(pid)
-            _tell(parent, {"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            continue
+        _kill_group(pid)  # before its number is free for others
+        _, status = os.waitpid(pid, 0)
+        ranks.discard(pid)
+        _tell(parent, {"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def _kill_group(rank: int) -> None:
+    """Kill a rank, if it is alive, and what it forked."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # where what is left are zombies alone
+        os.killpg(rank, signal.SIGKILL)
 
 
 def _tell(parent: socket.socket, message: dict) -> None:
@@ -142,4 +156,4 @@ def warm() -> None:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,23 +1,26 @@
-"""The status table: 512 bytes of shared memory per rank that say what it is doing.
+"""The status table: 4 KiB of shared memory per rank that say what it is doing.
 
 Each rank writes its own slot before and after every collective; the parent reads all slots without asking, so
-a rank that hangs in native code or is killed has already recorded where it was.
+a rank that hangs in native code or is killed has already recorded where it was, and its last row of the ledger.
 """
 
 from __future__ import annotations
 
 import mmap
+import pickle
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-SLOT = 512
-_HEAD = struct.Struct("=QBH")
+SLOT = 4096
+TEXT = 512  # the head and the text; the rest is for the row
+_HEAD = struct.Struct("=QBHH")
 
 STARTING, COMPUTING, WAITING, FINISHED = range(4)
 _PHRASES = {
     STARTING: ("starts", "starts"),
-    COMPUTING: ("computes, nothing issued yet", "computes; its last was {}"),
+    COMPUTING: ("computes{at}, nothing issued yet", "computes{at}; its last was {}"),
     WAITING: ("waits", "waits in {}"),
     FINISHED: ("finished, nothing issued", "finished; its last was {}"),
 }
@@ -32,8 +35,12 @@ class Status:
     text: str
 
     def __str__(self) -> str:
+        return self.sentence()
+
+    def sentence(self, line: str | None = None) -> str:
+        """What the rank does; `line` is the file:line that it computes at, where that is known."""
         bare, full = _PHRASES[self.state]
-        return full.format(self.text) if self.text else bare
+        return (full if self.text else bare).format(self.text, at=f" at {line}" if line else "")
 
 
 class StatusTable:
@@ -49,9 +56,18 @@ class StatusTable:
             self._memory = mmap.mmap(file.fileno(), SLOT * world)
 
     def status(self, rank: int) -> Status:
-        writes, state, length = _HEAD.unpack_from(self._memory, rank * SLOT)
+        writes, state, length, _ = _HEAD.unpack_from(self._memory, rank * SLOT)
         start = rank * SLOT + _HEAD.size
         return Status(writes, state, self._memory[start : start + length].decode(errors="replace"))
+
+    def row(self, rank: int) -> Any:
+        """The last row that the rank issued; None if there is none, or the rank died while it wrote it."""
+        length = _HEAD.unpack_from(self._memory, rank * SLOT)[3]
+        start = rank * SLOT + TEXT
+        try:
+            return pickle.loads(self._memory[start : start + length]) if length else None
+        except Exception:  # whatever half a pickle is
+            return None
 
     def writes(self) -> tuple[int, ...]:
         """Write counters of all ranks: unchanged means that nothing has moved."""
@@ -69,17 +85,19 @@ class Slot:
 
     def __init__(self, memory: mmap.mmap, rank: int) -> None:
         self._memory, self._start = memory, rank * SLOT
-        self._writes = self._length = 0
+        self._writes = self._text_length = self._row_length = 0
 
     def enter(self, state: int) -> None:
         """A new state, the same last collective."""
         self._writes += 1
-        _HEAD.pack_into(self._memory, self._start, self._writes, state, self._length)
+        _HEAD.pack_into(self._memory, self._start, self._writes, state, self._text_length, self._row_length)
 
-    def issue(self, text: str, state: int = WAITING) -> None:
-        """A new last collective; an empty text: none yet."""
-        data = text.encode()[: SLOT - _HEAD.size]
-        start = self._start + _HEAD.size
-        self._memory[start : start + len(data)] = data
-        self._length = len(data)
+    def issue(self, row: object, state: int = WAITING) -> None:
+        """A new last collective; None: none yet. A row that is too long for the slot is there as text alone."""
+        text = b"" if row is None else str(row).encode()[: TEXT - _HEAD.size]
+        data = b"" if row is None else pickle.dumps(row)
+        data = data if len(data) <= SLOT - TEXT else b""
+        for start, part in ((self._start + _HEAD.size, text), (self._start + TEXT, data)):
+            self._memory[start : start + len(part)] = part
+        self._text_length, self._row_length = len(text), len(data)
         self.enter(state)

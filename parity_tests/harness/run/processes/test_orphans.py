@@ -38,6 +38,16 @@ SCRIPT = """
             dist.all_reduce(torch.ones(3), group=mesh["tp"])
         time.sleep(60)
 
+    def with_a_child(mesh, case):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        with open(marker, "a") as file:
+            file.write(f"{pid} ")
+        dist.all_reduce(torch.ones(3), group=mesh["tp"])
+        return pid
+
     def in_a_loop(mesh, case):
         Path(marker).touch()
         while True:
@@ -47,6 +57,9 @@ SCRIPT = """
     print(*pool.pids(), pool._server.folder, flush=True)
     if what == "leaves":
         sys.exit(0)
+    if what == "with_a_child":
+        children = pool.run(with_a_child, case).results
+        time.sleep(60)
     if what == "beside_a_fork" and os.fork() == 0:
         time.sleep(2)
         os._exit(0)
@@ -71,6 +84,35 @@ def test_parent_is_killed(start: Callable[..., Parent], what: str) -> None:
     parent.assert_nothing_left()
 
 
+def test_what_a_rank_forked_ends_with_it(start: Callable[..., Parent]) -> None:
+    parent = start("with_a_child")
+    while len(children := parent.marker.read_text().split()) < 2:
+        time.sleep(0.01)
+    assert all(_runs(int(pid)) for pid in children)
+    parent.process.kill()
+    parent.pids += map(int, children)
+    parent.assert_nothing_left()
+
+
+STARTING = """
+    import os, signal
+    from parity_tests.harness.run.processes import forks
+
+    def killed(server, key, seconds):
+        print(server.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    forks.ForkServer._await = killed
+    forks.ForkServer()
+"""
+
+
+def test_a_server_whose_parent_is_killed_while_it_starts_ends_with_it() -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(STARTING)], stdout=subprocess.PIPE, check=False)
+    time.sleep(GONE_S)
+    assert not _runs(int(done.stdout))
+
+
 def test_parent_is_interrupted(start: Callable[..., Parent]) -> None:
     parent = start("in_a_loop")
     parent.process.send_signal(signal.SIGINT)
@@ -87,8 +129,8 @@ def test_a_parent_that_fails_is_not_waited_for(start: Callable[..., Parent]) -> 
 class Parent:
     """A process that has a pool, and the pids in it."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+    def __init__(self, process: subprocess.Popen[str], marker: Path) -> None:
+        self.process, self.marker = process, marker
         *pids, self.folder = process.stdout.readline().split()
         self.pids = [int(pid) for pid in pids]
 
@@ -110,7 +152,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
         marker = tmp_path / "under_way"
         command = [sys.executable, str(script), what, str(marker)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        parents.append(Parent(process))
+        parents.append(Parent(process, marker))
         if what != "leaves":
             deadline = time.monotonic() + START_S
             while not marker.exists():

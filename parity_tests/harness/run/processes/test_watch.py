@@ -7,13 +7,15 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import pytest
 
-from parity_tests.harness.run.processes.status_table import COMPUTING, SLOT, WAITING, StatusTable
+from parity_tests.harness.run.ledger import line_of_thread
+from parity_tests.harness.run.processes.status_table import COMPUTING, SLOT, TEXT, WAITING, StatusTable
 from parity_tests.harness.run.processes.watch import RankHandle, Watch, _Stillness
 
 
@@ -78,5 +80,31 @@ def test_a_slot_holds_the_last_collective_and_no_more_than_its_size() -> None:
     assert str(table.status(1)) == "waits in all_reduce float32[3]"
     second.enter(COMPUTING)
     assert str(table.status(1)) == "computes; its last was all_reduce float32[3]"
-    assert len(table.status(0).text) < SLOT
+    assert table.status(1).sentence("a.py:3") == "computes at a.py:3; its last was all_reduce float32[3]"
+    assert len(table.status(0).text) < TEXT
+    assert (table.row(0), table.row(1)) == (None, "all_reduce float32[3]")
     assert table.writes() == (1, 3)
+
+
+def test_a_row_that_was_not_written_to_its_end_is_none() -> None:
+    table = StatusTable(None, 1)
+    table.slot(0).issue("all_reduce float32[3]")
+    table._memory[TEXT : TEXT + 8] = bytes(8)
+    assert table.row(0) is None
+
+
+def test_the_line_of_a_thread_is_the_users() -> None:
+    entered, stop = threading.Event(), threading.Event()
+
+    def waits() -> None:
+        entered.set()
+        stop.wait()
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    entered.wait()
+    first = waits.__code__.co_firstlineno
+    assert line_of_thread(thread.ident) in (f"test_watch.py:{first + 1}", f"test_watch.py:{first + 2}")
+    stop.set()
+    thread.join()
+    assert line_of_thread(None) is None

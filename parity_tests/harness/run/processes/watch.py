@@ -19,6 +19,7 @@ START_S = 120.0  # ranks are up and the function is loaded
 PROBE_S = 0.3  # after which their ledgers are compared
 COLLECT_S = 0.25  # for the others, after the first failure
 ANSWER_S = 0.1  # for a control thread to say what was issued
+BUSY_ANSWER_S = 0.5  # beside a thread that computes
 COMPILER_ANSWER_S = 2.0  # beside a thread that traces a function and leaves the interpreter seldom
 REAP_S = 0.1  # between a closed socket and word of how the process ended
 
@@ -32,25 +33,25 @@ class RankHandle:
         self.outcome: Outcome | None = None
         self._questions = 0
 
-    def rows_so_far(self) -> tuple[LedgerRow, ...]:
-        """What the rank has issued, also while it hangs; nothing if it does not answer in time."""
-        return self._answer(ANSWER_S)[0]
+    def seen(self, seconds: float) -> tuple[tuple[LedgerRow, ...], str | None]:
+        """What the rank has issued and its line, also while it hangs; nothing if it does not answer in time."""
+        return self._answer(seconds)[:2]
 
     def is_compiling(self) -> bool:
         """Whether the rank is inside torch.compile."""
-        return self._answer(COMPILER_ANSWER_S)[1]
+        return self._answer(COMPILER_ANSWER_S)[2]
 
-    def _answer(self, seconds: float) -> tuple[tuple[LedgerRow, ...], bool]:
+    def _answer(self, seconds: float) -> tuple[tuple[LedgerRow, ...], str | None, bool]:
         self._questions += 1
         try:
             self.control.send(self._questions)
             while self.control.poll(seconds):
-                question, rows, is_compiling = self.control.recv()
+                question, rows, line, is_compiling = self.control.recv()
                 if question == self._questions:  # an answer that came too late for an earlier one is passed over
-                    return rows, is_compiling
+                    return rows, line, is_compiling
         except (EOFError, OSError):
             pass  # it died just now; the status table has its last row
-        return (), False
+        return (), None, False
 
     def close(self) -> None:
         self.work.close()
@@ -168,8 +169,12 @@ class Watch:
         return [handle.outcome or self._last_seen(handle) for handle in self._handles]
 
     def _last_seen(self, handle: RankHandle) -> Outcome:
-        status = self._table.status(handle.rank)
+        status, last = self._table.status(handle.rank), self._table.row(handle.rank)
+        last_row = () if last is None else (last,)
         if handle.is_gone:
-            return Outcome(handle.rank, DIED, state=str(status), exit_code=self._server.exit_code(handle.pid, REAP_S))
-        rows = handle.rows_so_far()
-        return Outcome(handle.rank, RUNNING, rows, state=str(status), is_waiting=status.state == WAITING)
+            code = self._server.exit_code(handle.pid, REAP_S)
+            return Outcome(handle.rank, DIED, last_row, state=str(status), exit_code=code)
+        if status.state == WAITING:
+            return Outcome(handle.rank, RUNNING, handle.seen(ANSWER_S)[0], state=str(status), is_waiting=True)
+        rows, line = handle.seen(BUSY_ANSWER_S)
+        return Outcome(handle.rank, RUNNING, rows, state=status.sentence(line), source=line)
