@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from parity_tests.cli import expected
 from parity_tests.harness.declare import discover, scheme_index
 from parity_tests.harness.declare.case import DTYPES, ENGINES
+from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices, strategy
 from parity_tests.harness.implementation.offered import NotApplicable, module_of
@@ -145,7 +146,7 @@ def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> None:
     except NotRun as reason:
         outcome.not_run[scheme.name] = str(reason)
         return
-    except (ReferenceFailure, NothingCompared) as mistake:
+    except (ReferenceFailure, NothingCompared, DeclarationFailure) as mistake:
         outcome.not_judged[scheme.name] = str(mistake)
         return
     outcome.reports.append(report)

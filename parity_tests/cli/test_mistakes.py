@@ -56,6 +56,17 @@ MISTAKES = {
         ),
         "scheme 'right': layout 'lost' is not a partition of 2 positions over 1 rank: missing [1]",
     ),
+    "layout raises": (
+        RIGHT.replace(
+            "(right)",
+            "(right, inputs={'x': 'b/tp:own'}, outputs='b/tp:own', layouts={'own': lambda n, w: no})",
+        ),
+        "scheme 'right': layout 'own' raised NameError at bad.py:15: name 'no' is not defined",
+    ),
+    "cost raises": (
+        RIGHT.replace("(right)", "(right, cost=lambda c: no)"),
+        "scheme 'right': its cost raised NameError at bad.py:15: name 'no' is not defined",
+    ),
     "syntax": ("def f(:\n", "cannot import bad.py: SyntaxError: invalid syntax (line 12)"),
     "import": (
         "import not_installed\n",

@@ -27,6 +27,16 @@ def uncompared(mesh, x):
     return x * float("nan")
 declare(uncompared, reference=lambda x: x * jnp.nan)
 """
+OF_LAYOUT = """
+def of_layout(mesh, x):
+    return x * 2
+declare(of_layout, inputs={"x": "b/tp:own"}, outputs="b/tp:own", layouts={"own": lambda size, world: no_such_name})
+"""
+OF_COST = """
+def of_cost(mesh, x):
+    return x * 2
+declare(of_cost, cost=lambda case: no_such_name)
+"""
 LATE = """
 def late(mesh, x, scale):
     return x * scale * (3 if scale > 3 and len(x) > 1 else 1)
@@ -46,9 +56,11 @@ def closing(out):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "name"), [(UNUSABLE, "unusable"), (UNCOMPARED, "uncompared")], ids=["raises", "NaN"]
+    ("mistake", "name"),
+    [(UNUSABLE, "unusable"), (UNCOMPARED, "uncompared"), (OF_LAYOUT, "of_layout"), (OF_COST, "of_cost")],
+    ids=["raises", "NaN", "layout", "cost"],
 )
-def test_a_reference_that_cannot_be_used_costs_its_scheme_alone(mistake, name, shardproof):
+def test_a_declaration_that_cannot_be_used_costs_its_scheme_alone(mistake, name, shardproof):
     written("three.py", mistake, RIGHT, WRONG)
     run = ("verify", "three.py", "--examples", "3", "--json", "out.json", "--junit", "out.xml")
     status, out, _ = shardproof(*run)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from parity_tests.harness.declare import calls
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.explain.clues import explain
 from parity_tests.harness.explain.collect_evidence import collect_evidence
@@ -48,14 +49,15 @@ def judge(
 
     `reference` is an evaluated one, so that it is not evaluated again; `wrap_program` wraps what is sent to the ranks.
     A failed rank is in the report, not raised. Errors: ReferenceFailure where the reference cannot be
-    evaluated; ValueError for a layout of the user's that is no partition or cannot shard a size of the case.
+    evaluated; DeclarationFailure for a layout of the user's that is no partition or cannot shard a size of the case,
+    and for a cost that raises.
     """
     # 1. A user's own layouts must be partitions before anything is sharded by them, in the other call of the case too.
     try:
         for call in (case, *calls.other_cases(case)):
             inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), call, scheme.layouts)
     except ValueError as error:
-        raise ValueError(f"scheme '{scheme.name}': {error}") from error
+        raise DeclarationFailure(f"scheme '{scheme.name}': {error}") from error
     # 2. Evaluate the reference on one device, run the program on every rank.
     program = Program.of(scheme, **arrays)
     reference = reference or evaluate(scheme, program, case)

@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, Phase, currently_in_test_context, given, rej
 from hypothesis import seed as hypothesis_seed
 
 from parity_tests.harness.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
+from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.declare.draws import has_infinities
@@ -239,7 +240,7 @@ def _search(
     try:
         with reproducible_draws():
             example()
-    except ReferenceFailure:
+    except (ReferenceFailure, DeclarationFailure):
         raise
     except Exception:
         if not failing:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from parity_tests.harness.declare.declaration_failure import raised_by
+
 Layout = Callable[[int, int], Any]
 # What a size that does not fit makes a layout raise: by its own words, an assertion, or a view or reshape of a library.
 REJECTIONS = (ValueError, AssertionError, RuntimeError, TypeError)
@@ -13,12 +15,18 @@ SMALL = range(1, 65)  # tried after them, for a layout that takes no multiple of
 
 
 def parts(name: str, layout: Layout, dim: str, size: int, axis: str, world: int) -> Any:
-    """The positions of each rank. Errors: ValueError, with the dim and the layout's own words, where it rejects."""
+    """The positions of each rank.
+
+    Errors: ValueError, with the dim and the layout's own words, where it rejects; DeclarationFailure for any other
+            exception of the layout.
+    """
     try:
         positions = layout(size, world)
         return list(positions) if isinstance(positions, Iterable) else positions
     except REJECTIONS as error:
         raise ValueError(f"{dim}={size} cannot be sharded by {name} over {axis}={world}: {_words(error)}") from error
+    except Exception as error:
+        raise raised_by(f"layout '{name}'", error) from error
 
 
 def check_ranks(name: str, positions: Any, world: int) -> None:
@@ -41,17 +49,22 @@ def unit(layout: Layout, world: int, step: int) -> int | None:
 
 
 def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | None:
-    """That the layout takes no size on so many ranks, in its own words, or None: it is a mistake, not a choice."""
+    """That the layout takes no size on so many ranks, in its own words, or None: it is a mistake, not a choice.
+
+    Errors: DeclarationFailure for an exception that is about no size.
+    """
     if unit(layout, world, world) is not None:
         return None
     try:
         layout(world, world)
-    except Exception as error:
+    except REJECTIONS as error:
         last = world * MULTIPLES[-1]
         return (
             f"{name} shards no size of {dim} over {axis}={world}, of {world} to {last} tried: {_words(error)}; "
             f"if it shards others, name them: dims={{{dim!r}: (...)}}"
         )
+    except Exception as error:
+        raise raised_by(f"layout '{name}'", error) from error
     return None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_ref.layouts import indivisible, needs
 from parity_tests.harness.declare.case import LARGEST_WORLD, CaseSpec
+from parity_tests.harness.declare.declaration_failure import DeclarationFailure, of_scheme
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.relations import complete_dims, names_in
 from parity_tests.harness.declare.spec import Dim, Sharding
@@ -134,7 +135,10 @@ def objection(
             pieces: list[int] = []
             for size in sizes:
                 try:
-                    pieces += _shard_sizes(scheme, dim, size, sharding, mesh[sharding.axis])
+                    with of_scheme(scheme.name):
+                        pieces += _shard_sizes(scheme, dim, size, sharding, mesh[sharding.axis])
+                except DeclarationFailure:
+                    raise
                 except ValueError as error:
                     return str(error)
             sizes = list(dict.fromkeys(pieces))
@@ -161,7 +165,8 @@ def never(scheme: Declared, mesh: Mapping[str, int], fixed: Collection[str] = ()
     reasons = (
         custom_layout.never(c.layout, scheme.layouts[c.layout], d.name, c.axis, mesh[c.axis]) for d, c in shardings
     )
-    return next((why for why in reasons if why), None)
+    with of_scheme(scheme.name):
+        return next((why for why in reasons if why), None)
 
 
 def free_dims(scheme: Declared) -> list[str]:

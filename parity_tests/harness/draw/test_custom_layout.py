@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parity_tests.harness.declare.calls import record_of
+from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.verdict import judge
 from shardproof import check, scheme
@@ -204,9 +205,13 @@ def test_a_layout_that_is_no_partition_of_another_call_is_reported_with_the_sche
     )
 
 
-def test_other_errors_of_a_layout_are_raised_as_they_are():
-    with pytest.raises(ZeroDivisionError):
+def test_other_errors_of_a_layout_are_failures_of_the_declaration():
+    sentence = (
+        r"^scheme 'doubled': layout 'mine' raised ZeroDivisionError at test_custom_layout\.py:\d+: integer division"
+    )
+    with pytest.raises(DeclarationFailure, match=sentence) as caught:
         declared(lambda size, world: 1 // 0).verify()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 @pytest.mark.parametrize(

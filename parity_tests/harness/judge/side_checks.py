@@ -12,6 +12,7 @@ import numpy as np
 
 from parity_tests.harness.declare.calls import OF_ANOTHER_COST
 from parity_tests.harness.declare.case import ENGINES, SPARE, CaseSpec
+from parity_tests.harness.declare.declaration_failure import raised_by
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.judge.compare import TensorRow
 from parity_tests.harness.run.ledger import Ledger
@@ -38,10 +39,13 @@ def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[str, ...
 
 def cost(scheme: Declared, case: CaseSpec, ledger: Ledger) -> tuple[str, ...]:
     """Calls and bytes per op and phase equal the declared closed form, on every rank, where the call is one that the
-    form is of."""
+    form is of. Errors: DeclarationFailure where the form raises."""
     if scheme.cost is None or set(OF_ANOTHER_COST) & set(case.calls):
         return ()
-    declared = [scheme.cost_of_rank(case, rank) for rank in range(case.world)]
+    try:
+        declared = [scheme.cost_of_rank(case, rank) for rank in range(case.world)]
+    except Exception as error:
+        raise raised_by(f"scheme '{scheme.name}': its cost", error) from error
     findings = []
     for phase, short in PHASES.items():
         for rank in range(case.world):

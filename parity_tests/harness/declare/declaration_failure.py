@@ -1,0 +1,30 @@
+"""What a scheme declares beside its function and its reference, a layout or the cost, cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
+
+
+class DeclarationFailure(ValueError):
+    """A layout or the cost of a scheme raised, or returned what it must not. It is that scheme's mistake alone."""
+
+
+def raised_by(what: str, error: Exception) -> DeclarationFailure:
+    """`layout 'zigzag' raised NameError at my_scheme.py:7: name 'n' is not defined`."""
+    first, *_ = str(error).splitlines() or [""]
+    frames = extract_tb(error.__traceback__)
+    innermost = [frame for frame in frames if "site-packages" not in frame.filename or frame is frames[0]][-1]
+    at = f"{Path(innermost.filename).name}:{innermost.lineno}"
+    return DeclarationFailure(f"{what} raised {type(error).__name__} at {at}: {first}")
+
+
+@contextmanager
+def of_scheme(name: str) -> Iterator[None]:
+    """Put the scheme's name before a failure of its declaration."""
+    try:
+        yield
+    except DeclarationFailure as failure:
+        raise DeclarationFailure(f"scheme '{name}': {failure}") from failure.__cause__
