@@ -12,8 +12,8 @@ How a command uses it, on every rank alike:
 
 Cases, outcomes and ledgers travel over the rendezvous store, one message each. After a failure the ranks meet in
 new groups; if one of them still hangs, all further runs are NotRun. A rank that dies is torchrun's to notice: it
-ends the others of that host. A host that is gone is noticed by what it leaves unanswered, and if it held the store, by
-that: every rank then leaves with a sentence.
+ends the others of that host, and each says where it was. A host that is gone is noticed by what it leaves unanswered,
+and if it held the store, by that: every rank then leaves with a sentence.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -37,7 +38,7 @@ from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.exit_status import FAILED, USAGE
 from parity_tests.harness.run.failure import NotRun, RankFailure
 from parity_tests.harness.run.ledger import Ledger, RunResult
-from parity_tests.harness.run.processes.member import Follower, Leader, place
+from parity_tests.harness.run.processes.member import Follower, Leader, Member, place
 from parity_tests.harness.run.processes.root_cause import find_root_cause
 
 LOOK_S = 0.5  # between two looks
@@ -60,6 +61,12 @@ def _watch(agent: int) -> None:
     leave(f"the torchrun agent of this host (process {agent}) has ended, and its ranks with it")
 
 
+def _terminated(*_: object) -> NoReturn:
+    """torchrun ends the ranks of a host of which one has died: each says where it is."""
+    member = Member.current
+    leave("torchrun ends this job" if member is None else member.last_words())
+
+
 def leave(why: str) -> NoReturn:
     """At once, whatever hangs in native code."""
     sys.stderr.write(f"shardproof: rank {os.environ.get('RANK', '?')}: {why}\n")
@@ -80,6 +87,8 @@ def is_rank_zero() -> bool:
     """
     rank, world = place()
     leave_with_agent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, _terminated)
     if rank == 0 and world > 1:
         atexit.register(_send_home)
     return rank == 0

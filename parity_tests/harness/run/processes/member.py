@@ -6,9 +6,11 @@ numbered alike on all ranks: rank 0 writes `do/n` and, when a job is over, `over
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -26,6 +28,7 @@ from parity_tests.harness.run.processes.status_table import WAITING, StatusTable
 
 PIECE = 4 << 20
 ATTEMPT_S = 60.0
+LOOK_S = 1.0  # of one wait for a message, in which no signal is answered
 
 
 def place() -> tuple[int, int]:
@@ -81,7 +84,7 @@ class Channel:
         """Wait for a message, however long, and read it."""
         while True:
             try:
-                self._store.wait([name], timedelta(seconds=ATTEMPT_S))
+                self._store.wait([name], timedelta(seconds=LOOK_S))
                 break
             except dist.DistStoreError:
                 continue
@@ -103,6 +106,8 @@ ANSWER_S = 3.0  # for a rank that was ordered to stop, and for one that hangs to
 class Member:
     """What both kinds of rank are: a channel, groups, and the thread that runs a job."""
 
+    current: Member | None = None  # that of this process
+
     def __init__(self, rank: int, world: int) -> None:
         server.warm()
         self.rank, self.world, self.number = rank, world, 0
@@ -112,6 +117,7 @@ class Member:
         self._runner: Rank | None = None
         self._thread = threading.Thread()
         self.outcome: Outcome | None = None
+        Member.current = self
         observe()
 
     def start(self, generation: int, job: Job) -> None:
@@ -146,6 +152,18 @@ class Member:
             self.rank, RUNNING, rows_so_far(), state=status.sentence(line), is_waiting=is_waiting, source=line
         )
         return self.outcome or where
+
+    def last_words(self) -> str:
+        """Where this rank is when torchrun ends the job, as it does once a rank of its host has died."""
+        why = "torchrun ends this job"
+        with contextlib.suppress(dist.DistError):
+            self.channel.add(f"ending/{self.rank}")
+            if self.rank == 0:
+                time.sleep(COLLECT_S)
+                silent = [str(rank) for rank in range(self.world) if not self.channel.count(f"ending/{rank}")]
+                why += f"; of rank {', '.join(silent)} there is no answer" if silent else ""
+        has_failed = self.outcome is not None and self.outcome.kind != DONE
+        return f"{why}; {self.seen()}" if has_failed or self._thread.is_alive() else why
 
     def leave_groups(self, seconds: float = 0.0) -> bool:
         """Close this rank's groups, which frees ranks that wait for it; False if the job hangs for so long."""
@@ -204,6 +222,7 @@ class Leader(Member):
         """Send the others home, once. Where this rank hangs, leave at once."""
         if not self._is_over:
             self._is_over = True
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun may end ranks that are about to leave
             self._order("finish", status)
             self._answers(ANSWER_S)
             self.leave_if_hung(status)
@@ -251,6 +270,7 @@ class Follower(Member):
             self.number += 1
             kind, content = self.channel.get(f"do/{self.number}")
             if kind == "finish":
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 self._answer(True)
                 self.leave_if_hung(content)
                 return content

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 LIMIT_S = 120
 
 JOB = """
-    import sys
+    import os, signal, sys
     import torch, torch.distributed as dist
     from parity_tests.harness.declare.case import CaseSpec
     from parity_tests.harness.run.processes import launch
@@ -42,6 +43,11 @@ JOB = """
 
     def other_dtype(mesh, case):
         dist.all_reduce(torch.ones(3, dtype=(torch.float32, torch.int32)[mesh.rank("tp")]), group=mesh["tp"])
+
+    def dies(mesh, case):
+        if mesh.rank("tp") == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
     def skips(mesh, case):
         if mesh.rank("tp") == 1:
@@ -178,6 +184,17 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
     done = torchrun("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--examples", "2")
     assert done.returncode == 0
     assert "1 scheme, 0 mismatches, 0 not run" in done.stdout
+
+
+def test_a_rank_that_is_killed_in_one_of_several_runs_is_named(script: Path) -> None:
+    done = torchrun(str(script), "healthy", "dies", "healthy")
+    assert done.returncode == 1 and done.stdout == "healthy 2 3 3\n"
+    assert re.search(
+        r"^shardproof: rank 0: torchrun ends this job; of rank 1 there is no answer; rank 0 (lost its peers|waits) in "
+        r"all_reduce float32\[3\] SUM \(group tp, #0\) at job.py:\d+$",
+        done.stderr,
+        re.MULTILINE,
+    )
 
 
 def test_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

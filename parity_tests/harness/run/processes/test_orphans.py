@@ -108,9 +108,16 @@ STARTING = """
 
 
 def test_a_server_whose_parent_is_killed_while_it_starts_ends_with_it() -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(STARTING)], stdout=subprocess.PIPE, check=False)
-    time.sleep(GONE_S)
-    assert not _runs(int(done.stdout))
+    command = [sys.executable, "-c", textwrap.dedent(STARTING)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        server = int(process.stdout.readline())  # not to the end of the pipe, which the server inherits
+        deadline = time.monotonic() + GONE_S * LOADED
+        while _runs(server) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        runs = _runs(server)
+        if runs:
+            os.kill(server, signal.SIGKILL)
+    assert not runs
 
 
 def test_parent_is_interrupted(start: Callable[..., Parent]) -> None:
