@@ -99,6 +99,10 @@ SIZES = "scheme 'right': "
         (("--mesh", "tp=65"), SIZES + "no mesh of {'tp': 65} has 64 ranks or fewer, which is the limit"),
         (("--dim", "b=1.5"), "--dim 'b=1.5' is not NAME=NUMBER with a whole number of at least 0, such as s=16"),
         (("--dim", "b=-1"), "--dim 'b=-1' is not NAME=NUMBER with a whole number of at least 0, such as s=16"),
+        (
+            ("--dim", "b=1000000000000"),
+            "--dim 'b=1000000000000' needs 8000 GB for a row of float64, more than there is; make it smaller",
+        ),
         (("--dim", "b=²"), "--dim 'b=²' is not NAME=NUMBER with a whole number of at least 0, such as s=16"),
         (
             ("--mesh", "tp=2", "--dim", "b=3"),
@@ -121,6 +125,14 @@ SIZES = "scheme 'right': "
 def test_arguments_that_are_wrong(shardproof, arguments, sentence):
     status, out, err = shardproof("verify", written("right.py", RIGHT), *arguments)
     assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
+
+
+@pytest.mark.parametrize("verb", [("verify", "right.py"), ("train",), ("trace",)])
+def test_a_seed_that_is_too_large(shardproof, verb):
+    written("right.py", RIGHT)
+    status, out, err = shardproof(*verb, "--seed", str(2**32))
+    assert (status, out) == (2, "")
+    assert err.endswith(f"Invalid value for '--seed': Input should be less than or equal to {2**32 - 1}\n")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from parity_tests.cli import complete
-from parity_tests.cli.values import JsonPath, sizes
+from parity_tests.cli.values import LARGEST_SEED, JsonPath, sizes
 
 Dtype = Annotated[str, typer.Option(help="float64, float32 or bfloat16.", autocompletion=complete.of_run("DTYPES"))]
 Mamba = Annotated[
@@ -82,7 +82,7 @@ def train(
     clip: Annotated[
         float | None, typer.Option(help="Largest norm of the gradients that are stepped by.", metavar="NORM")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the weights and the batches.")] = 0,
     engine: Annotated[
         str, typer.Option(help="gloo, lockstep, nccl or torchrun.", autocompletion=complete.engines)
     ] = "gloo",
@@ -131,7 +131,7 @@ def trace(
     attention: Attention = "ring",
     schedule: Schedule = "1f1b",
     tied: Tied = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batch.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the weights and the batch.")] = 0,
     engine: Annotated[str, typer.Option(help="gloo, lockstep or nccl.", autocompletion=complete.engines)] = "gloo",
     json: JsonPath = None,
     every_tensor: Annotated[bool, typer.Option("--whole", "--verbose", "-v", help="Print every tensor.")] = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ Traceback = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")]
 
+LARGEST_SEED = 2**32 - 1  # torch and NumPy take somewhat more, each its own
 # What is counted by hand: ranks, of which there is one at least, and elements, of which there may be none.
 INTEGERS = {
     "--mesh": "a whole number of at least 1, such as tp=4",
@@ -44,7 +46,15 @@ def sizes(words: Sequence[str] | None, flag: str) -> dict[str, int]:
         if name.strip() in by_name:
             raise ValueError(f"{flag} {text!r} says {name.strip()!r} a second time; give each size once")
         by_name[name.strip()] = int(value)
+        if flag == "--dim" and 8 * int(value) > memory():
+            gb = 8 * int(value) // 10**9
+            raise ValueError(f"{flag} {text!r} needs {gb} GB for a row of float64, more than there is; make it smaller")
     return by_name
+
+
+def memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def three(text: str) -> list[float]:

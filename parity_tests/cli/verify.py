@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from parity_tests.cli import complete
-from parity_tests.cli.values import Dims, JsonFlag, JsonPath, Mesh, Quiet, Traceback, options, sizes
+from parity_tests.cli.values import LARGEST_SEED, Dims, JsonFlag, JsonPath, Mesh, Quiet, Traceback, options, sizes
 
 Targets = Annotated[
     list[str] | None,
@@ -31,7 +31,7 @@ def verify(
             autocompletion=complete.profiles,
         ),
     ] = "dev",
-    seed: Annotated[int, typer.Option(min=0, help="Another number gives other cases.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Another number gives other cases.")] = 0,
     mesh: Mesh = None,
     dim: Dims = None,
     dtype: Annotated[

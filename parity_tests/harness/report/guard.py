@@ -65,6 +65,8 @@ def _sentence(error: Exception) -> tuple[int, str] | None:
     """The status and the sentence of a user's mistake; None for any other exception, which is a bug of ours."""
     if isinstance(error, OSError):
         return USAGE, f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+    if isinstance(error, MemoryError):
+        return USAGE, f"{error or 'the memory is used up'}; choose smaller sizes by --dim"
     if isinstance(error, (ValueError, TypeError, ImportError)):
         return USAGE, str(error)
     # Imported only now, so that shell completion and --help stay fast.
