@@ -70,6 +70,7 @@ NOT_COMPONENTS = (
     "cli",
     "harness",
     "injected_bugs",
+    "failures",
     "mutants",
     "specimens",
     "benchmarks",

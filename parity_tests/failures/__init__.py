@@ -1,0 +1,1 @@
+"""The failure matrix: kinds of failure on every engine, each with the sentence that a user reads."""

@@ -1,0 +1,157 @@
+"""The cells of the matrix: a kind of failure on an engine, in a process that may die of it.
+
+`python -m parity_tests.failures.cells ENGINE RANKS OUTPUT KIND ...` appends a line of JSON for each kind to OUTPUT.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from parity_tests.failures import kinds
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.exit_status import FAILED
+from parity_tests.harness.run.failure import NotRun, RankFailure
+
+ENGINES = ("gloo", "lockstep", "torchrun")
+QUIET_S = 1.5
+RETURNED = ("returns_none", "returns_another_structure", "returns_nan", "writes_its_input")
+HANGING = ("loops", "sleeps", "hangs_in_c")  # last, since a rank that hangs may be of no further use
+OPERATION = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|send|recv|barrier)\b")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of a kind on an engine: the cause, as `died`, or `done`; the sentence; seconds until then."""
+
+    kind: str
+    cause: str
+    sentence: str
+    seconds: float
+
+    @property
+    def lacks(self) -> list[str]:
+        """What the sentence of a failure does not name. Of a wrong return value the rank is enough."""
+        patterns = {
+            "rank": re.compile(r"\branks? \d"),
+            "operation": OPERATION,
+            "line": re.compile(r"\w\.py(:|\", line )\d"),
+        }
+        needed = () if self.cause == "done" else ("rank",) if self.kind in RETURNED else tuple(patterns)
+        return [name for name in needed if not patterns[name].search(self.sentence)]
+
+
+def bodies() -> dict[str, Callable[..., Any] | None]:
+    """Every kind with its function, in the order of the page; those of `returned` load JAX and are looked up later."""
+    functions = {name: each for name, each in vars(kinds).items() if inspect.isfunction(each) and name[0] != "_"}
+    return functions | dict.fromkeys(RETURNED)
+
+
+def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
+    """The cell of each kind. A process that a kind ends is started anew for the next."""
+    rest = sorted(names, key=lambda name: name in HANGING)
+    by_kind: dict[str, Cell] = {}
+    while rest:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            output, errors = Path(folder) / "cells", Path(folder) / "errors"
+            output.touch()
+            with errors.open("w") as stderr:
+                status = subprocess.run(
+                    [*_command(engine, world), engine, str(world), str(output), *rest],
+                    stdout=subprocess.DEVNULL, stderr=stderr, check=False,
+                ).returncode  # fmt: skip
+            answered = [Cell(**json.loads(line)) for line in output.read_text().splitlines()]
+            if not answered:
+                answered = [Cell(rest[0], "ended", _last_words(status, errors), time.monotonic() - started)]
+        by_kind |= {cell.kind: cell for cell in answered}
+        rest = [name for name in rest if name not in by_kind]
+    return [by_kind[name] for name in names]
+
+
+def _command(engine: str, world: int) -> list[str]:
+    module = ["-m", "parity_tests.failures.cells"]
+    if engine != "torchrun":
+        return [sys.executable, *module]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *module]
+
+
+def _last_words(status: int, errors: Path) -> str:
+    """What a job says that ended before it could answer: our sentence, or how the process ended."""
+    lines = errors.read_text(errors="replace").splitlines()
+    ours = [line for line in lines if line.startswith("shardproof: ")]
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit code {status}"
+    return "\n".join(ours) or f"the process of the command {how}"
+
+
+def _answer(engine: str, world: int, name: str) -> Cell:
+    """Run one kind here. Errors: NotRun where an earlier one left a rank that hangs."""
+    case = CaseSpec("failures", {"tp": world}, engine=engine)
+    started = time.monotonic()
+    body = bodies()[name]
+    if body is None:
+        cause, sentence = _verdict(engine, world, name)
+        return Cell(name, cause, sentence, time.monotonic() - started)
+    from parity_tests.harness.judge import side_checks
+    from parity_tests.harness.run.engines import run
+
+    try:
+        ranks = run(body, case, engine, quiet_s=QUIET_S)
+    except RankFailure as failure:
+        return Cell(name, failure.cause, str(failure), time.monotonic() - started)
+    findings = side_checks.protocol(ranks.ledger)
+    cause, sentence = ("protocol", findings[0]) if findings else ("done", "nothing failed")
+    return Cell(name, cause, sentence, time.monotonic() - started)
+
+
+def _verdict(engine: str, world: int, name: str) -> tuple[str, str]:
+    """Of a function that returns something wrong: the first thing that its report names."""
+    from parity_tests.failures import returned
+    from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+    from parity_tests.harness.verdict import judge
+
+    declared = getattr(returned, name)
+    case = draw_case(declared, seeded_chooser(0), {"tp": world}, seed=0, engine=engine)
+    report = judge(declared, case, quiet_s=QUIET_S)
+    if report.failure is not None:
+        return report.failure.cause, str(report.failure)
+    wrong = [f"{row.label} differs at {row.where}: {report.notes[row.label][0]}" for row in report.rows if not row.ok]
+    return report.verdict, "\n".join([*wrong, *report.protocol, *report.hygiene])
+
+
+def main(engine: str, world: str, output: str, *names: str) -> int:
+    """Append the cells to the file `output`, one by one."""
+    if engine == "torchrun":
+        from parity_tests.harness.run.processes import launch
+
+        if not launch.is_rank_zero():
+            return launch.serve()
+    with open(output, "a") as file:
+        for name in names:
+            try:
+                cell = _answer(engine, int(world), name)
+            except NotRun:
+                break
+            file.write(json.dumps(asdict(cell)) + "\n")
+            file.flush()
+    sys.stdout.flush()
+    if engine == "torchrun":
+        from parity_tests.harness.run.processes import launch
+
+        launch.finish(0)
+    os._exit(0 if engine != "torchrun" else FAILED)  # whatever thread of lockstep still loops
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
