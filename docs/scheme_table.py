@@ -12,6 +12,8 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.scheme_index import entry_of
 from parity_tests.harness.draw.drawing import one_case
+from parity_tests.harness.judge.side_checks import costs_of_ranks
+from parity_tests.harness.run.program import Program
 
 SEEDS = 8  # drawn cases of which the one with the most ranks is shown
 MOST = 8  # tensors of a scheme that are shown
@@ -62,9 +64,10 @@ def collectives(scheme: Declared) -> Iterator[str]:
         yield "not declared"
         return
     case = max((one_case(scheme, seed=seed) for seed in range(SEEDS)), key=lambda case: case.world)
-    cost = scheme.cost_of_rank(case, 0)
-    yield f"forward: {of_phase(cost.forward)}"
-    yield f"backward: {of_phase(cost.backward)}"
+    costs = costs_of_ranks(scheme, case, Program.of(scheme))
+    unlike = " of rank 0" if any(cost != costs[0] for cost in costs) else ""
+    yield f"forward{unlike}: {of_phase(costs[0].forward)}"
+    yield f"backward{unlike}: {of_phase(costs[0].backward)}"
     yield sizes(case)
 
 

@@ -97,7 +97,7 @@ def scheme(
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     reduction: tuple[str, ...] | None = None,
     roundings: int = 1,
-    cost: Callable[[CaseSpec], Cost | Sequence[Cost]] | None = None,
+    cost: Callable[..., Cost | Sequence[Cost]] | None = None,
     engines: tuple[str, ...] = ("lockstep", "gloo", "nccl", "torchrun"),
     replicas: str = "bitwise",
     random: bool = False,
@@ -148,7 +148,7 @@ def scheme(
         results = validation.output_arguments(fn, out_specs, mesh, custom, rejection)
         all_read = not rejection.texts
         rejection.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
-        rejection.of(validation.check_surroundings, setup, around, assume, isolate)
+        rejection.of(validation.check_surroundings, setup, around, assume, isolate, cost, in_specs)
         excluded = rejection.of(validation.excluded_calls, fn.__module__ or "", excluded_calls) or ()
         # 3. What refers to dims and tensors, if all of them could be read.
         if all_read:

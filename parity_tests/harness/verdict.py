@@ -85,7 +85,7 @@ def judge(
         case,
         rows=tuple(rows),
         protocol=protocol,
-        cost=side_checks.cost(scheme, case, ranks.ledger),
+        cost=side_checks.cost(scheme, case, ranks.ledger, program),
         hygiene=side_checks.hygiene(scheme, case, ranks.results, rows, ranks.ledger),
         notes=notes,
         ledger=ranks.ledger,

@@ -62,7 +62,7 @@ def takes_mesh(reference: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a scheme declares that it sends: per phase, op -> (calls, bytes per rank)."""
+    """What a rank sends, as a scheme declares it: per phase, op -> (calls, bytes)."""
 
     forward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     backward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Declared:
     dtypes: tuple[str, ...]
     reduction: tuple[str, ...] | None
     roundings: int
-    cost: Callable[[CaseSpec], Cost | Sequence[Cost]] | None
+    cost: Callable[..., Cost | Sequence[Cost]] | None
     engines: tuple[str, ...]
     replicas: str
     random: bool
@@ -126,21 +126,6 @@ class Declared:
     excluded_calls: tuple[str, ...] = ()  # calling conditions that the function does not promise
     isolate: tuple[str, ...] = ()  # further modules whose globals each rank of lockstep has for itself
     implementation: Implementation | None = None  # another's functions that it is judged on, see harness/implementation
-
-    def cost_of_rank(self, case: CaseSpec, rank: int) -> Cost:
-        """What the declared cost says of one rank; inside a larger world, of its place in the scheme's mesh."""
-        assert self.cost is not None
-        declared = self.cost(case)
-        return declared if isinstance(declared, Cost) else declared[self._own_rank(case, rank)]
-
-    def _own_rank(self, case: CaseSpec, rank: int) -> int:
-        """The rank in the scheme's mesh of a rank of the case's, which may have one more axis, first or last."""
-        own, ranks = 0, 1
-        for axis, size in reversed([*case.mesh.items()]):
-            rank, coordinate = divmod(rank, size)
-            if axis in self.mesh:
-                own, ranks = own + ranks * coordinate, ranks * size
-        return own
 
     @property
     def all_options(self) -> dict[str, tuple[Any, ...]]:

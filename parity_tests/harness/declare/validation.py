@@ -319,10 +319,17 @@ def excluded_calls(module: str, names: Any, rejection: Mistakes) -> tuple[str, .
     return tuple(names)
 
 
-def check_surroundings(setup: Any, around: Any, assume: Any, isolate: Any, rejection: Mistakes) -> None:
-    """`setup` and `around` are functions of the mesh, `assume` of the case; what they return is known later."""
+def check_surroundings(
+    setup: Any, around: Any, assume: Any, isolate: Any, cost: Any, inputs: Mapping[str, Any], rejection: Mistakes
+) -> None:
+    """`setup` and `around` are functions of the mesh, `assume` of the case, `cost` of the case and of inputs.
+
+    What they return is known later.
+    """
     if not isinstance(isolate, tuple | list) or not all(isinstance(name, str) for name in isolate):
         raise rejection(f"isolate is {isolate!r}; give a tuple of module names, such as ('megatron.core',)")
+    if cost is not None:
+        _check_cost(cost, inputs, rejection)
     for name in isolate:
         if name in SHARED:
             raise rejection(f"isolate names {name!r}, whose thousand modules ranks share; name the one that is changed")
@@ -341,6 +348,15 @@ def check_surroundings(setup: Any, around: Any, assume: Any, isolate: Any, rejec
             raise rejection(f"{name} takes ({parameters}); it is called with the {of} alone") from None
         except ValueError:  # a builtin may have no signature to show
             continue
+
+
+def _check_cost(cost: Any, inputs: Mapping[str, Any], rejection: Mistakes) -> None:
+    """A cost is a function of the case, and of the inputs that its further parameters name."""
+    if not callable(cost):
+        raise rejection(f"cost is {type(cost).__name__}; pass a function of the case: def cost(case): ...")
+    for name, parameter in list(inspect.signature(cost).parameters.items())[1:]:
+        if name not in inputs and parameter.default is inspect.Parameter.empty:
+            raise rejection(f"cost takes {name!r}, which is no input of the scheme ({', '.join(inputs)})")
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -6,6 +6,7 @@ Each returns sentences; none means that the oracle passes.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -13,11 +14,12 @@ import numpy as np
 from parity_tests.harness.declare.calls import OF_ANOTHER_COST
 from parity_tests.harness.declare.case import ENGINES, SPARE, CaseSpec
 from parity_tests.harness.declare.declaration_failure import raised_by
-from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.declared import Cost, Declared
+from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge.compare import TensorRow
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.harness.run.lockstep.backends import UNEVEN
-from parity_tests.harness.run.program import RankResult
+from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.run.protocol import disagreement
 
 PHASES = {"forward": "fwd", "backward": "bwd"}
@@ -37,15 +39,37 @@ def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[str, ...
     return tuple(filter(None, (None if difference is None else str(difference), rejected)))
 
 
-def cost(scheme: Declared, case: CaseSpec, ledger: Ledger) -> tuple[str, ...]:
+def costs_of_ranks(scheme: Declared, case: CaseSpec, program: Program) -> list[Cost]:
+    """The declared cost of each rank of the case; inside a larger world, that of its place in the scheme's mesh.
+
+    Errors: DeclarationFailure where the form raises.
+    """
+    assert scheme.cost is not None
+    # A cost that depends on values, such as offsets, has the unsharded inputs that its signature names.
+    names = list(inspect.signature(scheme.cost).parameters)[1:]
+    try:
+        declared = scheme.cost(case, **{a.name: program.full_array(a, case) for a in scheme.inputs if a.name in names})
+        if isinstance(declared, Cost):
+            return [declared] * case.world
+        return [declared[_place(scheme, case, rank)] for rank in range(case.world)]
+    except Exception as error:
+        raise raised_by(f"scheme '{scheme.name}': its cost", error) from error
+
+
+def _place(scheme: Declared, case: CaseSpec, rank: int) -> int:
+    """The rank on the scheme's own mesh, which may be a part of the world."""
+    coordinates, place = inputs.coordinates(case.mesh)[rank], 0
+    for axis in scheme.mesh:
+        place = place * case.mesh[axis] + coordinates[axis]
+    return place
+
+
+def cost(scheme: Declared, case: CaseSpec, ledger: Ledger, program: Program) -> tuple[str, ...]:
     """Calls and bytes per op and phase equal the declared closed form, on every rank, where the call is one that the
     form is of. Errors: DeclarationFailure where the form raises."""
     if scheme.cost is None or set(OF_ANOTHER_COST) & set(case.calls):
         return ()
-    try:
-        declared = [scheme.cost_of_rank(case, rank) for rank in range(case.world)]
-    except Exception as error:
-        raise raised_by(f"scheme '{scheme.name}': its cost", error) from error
+    declared = costs_of_ranks(scheme, case, program)
     findings = []
     for phase, short in PHASES.items():
         for rank in range(case.world):

@@ -6,8 +6,9 @@ import torch.distributed as dist
 from parity_tests.harness.judge import side_checks
 from parity_tests.harness.report.report import CostMismatch, HygieneViolation, ProtocolMismatch, Report
 from parity_tests.harness.run.ledger import Ledger, LedgerRow
+from parity_tests.harness.verdict import judge
 from parity_tests.specimens.small_scheme import declared, summed
-from shardproof import Cost
+from shardproof import Cost, integers
 
 # What a real backend rejects
 
@@ -104,14 +105,57 @@ def test_a_cost_of_each_rank(of_rank_1, violations, inside):
         assert report.cost == ("forward all_reduce: declared 2 calls of 12 bytes, rank 1 issued 2 of 24",)
 
 
+def first_sends_to_last(mesh, x, count):
+    """`count` elements, from the first rank to the last."""
+    rank, last, elements = mesh.rank("tp"), mesh.size("tp") - 1, x.detach().clone()[: int(count[0])]
+    if len(elements) and rank in (0, last):
+        dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv if rank else dist.isend, elements, group=mesh["tp"], group_peer=last - rank)]
+        )[0].wait()
+    return x * 1.0
+
+
+def of_each_rank(c, count):
+    size = 4 * int(count[0])
+    ends = Cost(forward={"send": (1, size)}), Cost(forward={"recv": (1, size)})
+    return [ends[0], *[Cost()] * (c.tp - 2), ends[1]]
+
+
+def test_cost_of_each_rank_in_every_part_of_a_world():
+    inputs, draw = {"x": "b tp=R", "count": "n"}, {"count": integers(1, 2)}
+    scheme = declared(first_sends_to_last, lambda x, count: x * 1.0, inputs, "b tp=R", draw=draw, cost=of_each_rank)
+    for mesh in ({"tp": 4, "spare": 2}, {"spare": 2, "tp": 4}):
+        case = scheme.case(tp=4, b=3, n=1).replace(mesh=mesh)
+        assert judge(scheme, case).cost == ()
+
+
+@pytest.mark.parametrize("inside_subgroup", [False, True])
+def test_cost_of_values_and_of_each_rank(inside_subgroup):
+    def verified(cost):
+        inputs, draw = {"x": "b tp=R", "count": "n"}, {"count": integers(1, 2)}
+        scheme = declared(
+            first_sends_to_last, lambda x, count: x * 1.0, inputs, "b tp=R", draw=draw, cost=cost, dtypes=("float32",)
+        )
+        return scheme.verify(tp=4, b=3, n=1, dtype="float32", inside_subgroup=inside_subgroup)
+
+    assert verified(of_each_rank).cost == ()
+    (finding,) = verified(lambda c, count: of_each_rank(c, count + 1)).cost
+    assert finding.startswith("forward send: declared 1 calls of ") and "rank 0 issued 1 of " in finding
+    (finding,) = verified(lambda c, count: of_each_rank(c, count)[::-1]).cost
+    assert finding.endswith("rank 0 issued 0 of 0")
+
+
 @pytest.mark.parametrize(
-    ("mesh", "places"), [({"spare": 2, "tp": 3}, [0, 1, 2, 0, 1, 2]), ({"tp": 3, "spare": 2}, [0, 0, 1, 1, 2, 2])]
+    ("cost", "message"),
+    [
+        (Cost(), "cost is Cost; pass a function of the case: def cost(case): ..."),
+        (lambda c, y: Cost(), "cost takes 'y', which is no input of the scheme (x)"),
+    ],
 )
-def test_a_rank_of_a_larger_world_has_the_cost_of_its_place(mesh, places):
-    costs = [Cost(forward={"all_reduce": (1, rank)}) for rank in range(3)]
-    declaration = declared(total, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I", mesh={"tp": (3,)}, cost=lambda c: costs)
-    case = declaration.case().replace(mesh=mesh)
-    assert [declaration.cost_of_rank(case, rank).forward["all_reduce"][1] for rank in range(6)] == places
+def test_a_cost_that_cannot_be_called(cost, message):
+    with pytest.raises(ValueError) as caught:
+        declared(total, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I", cost=cost)
+    assert str(caught.value) == f"scheme 'total': {message}"
 
 
 # Protocol
