@@ -173,7 +173,7 @@ full_output.verify(cp=2, order="dual_chunk_swap", dtype="float32", examples=1)
 #
 # Bytes that one rank sends in a layer, forward and backward, over the number of ranks, for 64 query heads and 64, 8 or
 # 1 KV heads of width 128, and 131,072 tokens in bfloat16. Rings send keys, which are few where heads are grouped;
-# Ulysses sends everything, but an n-th of it. An all-gather sends what the ring does, at once. `usp` is a ring of
+# Ulysses sends everything, but an n-th of it. An all-gather sends at once what a ring may. `usp` is a ring of
 # groups that exchange heads inside.
 
 # %%
@@ -208,7 +208,7 @@ for kv_heads in (64, 16, 8, 4, 1):
     print(f"{kv_heads:8} ", *(f"{name:15}" for name in named))
 
 # %% [markdown]
-# A causal window over contiguous rows is a halo: the ring makes only the hops that it reaches.
+# A causal window over contiguous rows is a halo: only the rows that it reaches are sent.
 
 # %%
 for window in (None, 65536, 16384, 4096, 1):

@@ -5,6 +5,8 @@ Causal and window are inputs, so that one compiled reference serves all of them.
 
 from __future__ import annotations
 
+import jax_ref.layouts
+from parity_tests.context_parallel.key_costs import added, key_costs, visible_pairs
 from shardproof import Cost, integers, values
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -20,15 +22,7 @@ SCALE = 0.375  # of all schemes whose rules are data; others leave it out
 
 def rules(causal, window):
     """The rules as production takes them."""
-    return {"causal": bool(causal), "window": int(window) + 2 if window > 0 else None, "scale": SCALE}
-
-
-def ring_cost(c, hops, rows, heads):
-    """`hops` shifts of K and V of `rows` rows, back as many and as many of their gradients."""
-    sent = hops * c.b * rows * 2 * heads * c.p * c.itemsize
-    back = sent + hops * c.b * rows * 2 * heads * c.p * c.accumulator_itemsize
-    ends = ("send", "recv") if hops else ()
-    return Cost(forward=dict.fromkeys(ends, (hops, sent)), backward=dict.fromkeys(ends, (2 * hops, back)))
+    return {**dict(zip(("causal", "window"), limits(causal, window), strict=True)), "scale": SCALE}
 
 
 def gathered_cost(c, rows):
@@ -47,15 +41,48 @@ def heads_cost(c, a, rows):
     return Cost(forward=mixed, backward=mixed)
 
 
-def cost(c):
-    """Of the exchange among the options of a case."""
-    rows = c.s // c.cp
+def limits(causal, window):
+    """Causal and window of RULES as the rules of attention."""
+    return bool(causal.item()), window.item() + 2 if window.item() > 0 else None
+
+
+def exchange_cost(c, positions, rules, padded=None, real=None):
+    """Of the exchange among the options of a case, whose rank r has `positions[r]`."""
     if c.exchange == "ring":
-        return ring_cost(c, c.cp - 1, rows, c.g)
+        return key_costs(c, positions, visible_pairs(c.s, *rules, padded, real), c.g)
+    rows = max(map(len, positions))
     return gathered_cost(c, rows) if c.exchange == "all_gather" else heads_cost(c, c.cp, rows)
 
 
-def usp_cost(c):
-    a, m, rows = c.heads, c.ring, c.s // (c.heads * c.ring)
-    mixed, ring = heads_cost(c, a, rows), ring_cost(c, m - 1, a * rows, max(c.g, a) // a)
-    return Cost(forward={**mixed.forward, **ring.forward}, backward={**mixed.backward, **ring.backward})
+def dense_cost(layout):
+    """Of one sequence by a layout of its name, with the rules of RULES."""
+
+    def cost(c, causal, window):
+        return exchange_cost(c, getattr(jax_ref.layouts, layout)(c.s, c.cp), limits(causal, window))
+
+    return cost
+
+
+def packed_cost(layout):
+    """Of packed sequences, by a layout of its name."""
+
+    def cost(c, padded, real, causal, window):
+        return exchange_cost(c, stream(layout, c.s, c.cp, padded), limits(causal, window), padded, real)
+
+    return cost
+
+
+def stream(layout, size, world, padded):
+    """The positions of packed sequences by the name of a layout."""
+    offsets = (padded.tolist(),) if layout == "packed" else ()
+    return getattr(jax_ref.layouts, layout)(size, world, *offsets)
+
+
+def usp_cost(c, causal, window, positions=None, padded=None, real=None):
+    """Rank r of the ring has `positions[r]`, and all ranks of a group that exchange heads send alike."""
+    a, rows = c.heads, c.s // (c.heads * c.ring)
+    positions = jax_ref.layouts.dual_chunk_swap(c.s, c.ring) if positions is None else positions
+    visible = visible_pairs(c.s, *limits(causal, window), padded, real)
+    mixed, ring = heads_cost(c, a, rows), key_costs(c, positions, visible, max(c.g, a) // a)
+    by_ring = [Cost(added(mixed.forward, keys.forward), added(mixed.backward, keys.backward)) for keys in ring]
+    return [cost for cost in by_ring for _ in range(a)]

@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given, settings
 
 from jax_ref.context_parallel import attention, dense_attention, seen_pairs
-from jax_ref.layouts import ragged
+from jax_ref.layouts import contiguous, ragged
 from parity_tests.context_parallel.attention_schemes import (
     DTYPES,
     HEADS,
     ROUNDINGS,
     RULES,
     SCALE,
-    cost,
-    gathered_cost,
-    ring_cost,
+    dense_cost,
+    exchange_cost,
+    limits,
     rules,
     usp_cost,
 )
@@ -39,17 +39,17 @@ def specs(cut):
     return dict(inputs={**heads, "causal": "one", "window": "one"}, outputs=f"b h {cut} p", reference=by_rules)
 
 
-DENSE = dict(mesh={"cp": (1, 2, 3, 4)}, dims=SIZES, rank_options={"exchange": EXCHANGES}, cost=cost, **DECLARED)
+DENSE = dict(mesh={"cp": (1, 2, 3, 4)}, dims=SIZES, rank_options={"exchange": EXCHANGES}, **DECLARED)
 
 
-@scheme(**specs("s/cp:dual_chunk_swap"), **DENSE)
+@scheme(**specs("s/cp:dual_chunk_swap"), cost=dense_cost("dual_chunk_swap"), **DENSE)
 def attention_in_dual_chunk_swap(mesh, q, k, v, causal, window, exchange):
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="dual_chunk_swap", exchange=exchange, **rules(causal, window)
     )
 
 
-@scheme(**specs("s/cp:striped"), **DENSE)
+@scheme(**specs("s/cp:striped"), cost=dense_cost("striped"), **DENSE)
 def attention_in_stripes(mesh, q, k, v, causal, window, exchange):
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="striped", exchange=exchange, **rules(causal, window)
@@ -57,11 +57,7 @@ def attention_in_stripes(mesh, q, k, v, causal, window, exchange):
 
 
 def contiguous_cost(c):
-    if c.exchange != "ring" or c.window is None or not c.causal:
-        return cost(c)
-    rows = c.s // c.cp
-    reach = -(-(c.window - 1) // rows)
-    return ring_cost(c, min(c.cp - 1, reach), rows, c.g)
+    return exchange_cost(c, contiguous(c.s, c.cp), (c.causal, c.window))
 
 
 IN_ORDER = dict(
@@ -106,14 +102,15 @@ def uneven(size, world):
     mesh={"cp": (1, 2, 3, 4)},
     layouts={"uneven": uneven},
     dims={**SIZES, "s": (12,), "h": (4,), "g": (2,)},
-    cost=lambda c: gathered_cost(c, max(shares(c.s, c.cp))),
+    rank_options={"exchange": ("ring", "all_gather")},
+    cost=lambda c, causal, window: exchange_cost(c, uneven(c.s, c.cp), limits(causal, window)),
     **DECLARED,
 )
-def attention_of_uneven_shares(mesh, q, k, v, causal, window):
+def attention_of_uneven_shares(mesh, q, k, v, causal, window, exchange):
     cp = mesh.size("cp")
     ragged_rows = TokenLayout.dense("ragged", 12, cp_size=cp, cp_rank=mesh.rank("cp"), counts=shares(12, cp))
     return context_parallel_attention(
-        q, k, v, group=mesh["cp"], layout=ragged_rows, exchange="all_gather", **rules(causal, window)
+        q, k, v, group=mesh["cp"], layout=ragged_rows, exchange=exchange, **rules(causal, window)
     )
 
 

@@ -103,8 +103,8 @@ VALUE_ERRORS = [
     (lambda m: attend(m, k=KV.to("meta")), "q, k, v are on cpu, meta, meta; pass one device"),
     (lambda m: attend(m, v=KV.to("meta")), "q, k, v are on cpu, cpu, meta; pass one device"),
     (
-        lambda m: attend(m, layout=layout_of(m, kind="ragged", counts=[8, 8])),
-        "exchange='ring' needs as many rows on each rank, which ragged has not; use all_gather",
+        lambda m: attend(m, layout=layout_of(m, kind="ragged", counts=[8, 8]), exchange="ulysses"),
+        "exchange='ulysses' needs as many rows on each rank, which ragged has not; use ring or all_gather",
     ),
     (
         lambda m: attend(m, q=Q[:, :3], k=KV[:, :1], exchange="ulysses"),

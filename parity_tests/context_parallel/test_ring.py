@@ -146,14 +146,21 @@ def test_padding_gives_nothing_and_gets_nothing_whatever_it_holds(kind):
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_every_rank_sends_the_same_whatever_it_holds(engine):
-    def body(mesh, case):
-        for exchange in EXCHANGES:
-            attended(mesh, "packed", exchange)
+def test_what_ranks_send_follows_from_the_layout_alone(engine):
+    """Not from the values; and whoever gathers keys or exchanges heads sends as much as every other."""
 
-    ledger = on_ranks(body, engine=engine).ledger
-    rows = [[(row.op, row.dtypes, row.shapes, row.phase) for row in ledger.of(rank)] for rank in range(4)]
-    assert rows[0] and all(of_rank == rows[0] for of_rank in rows)
+    def ledger_of(tensors, exchanges):
+        def body(mesh, case):
+            for exchange in exchanges:
+                attended(mesh, "packed", exchange, tensors)
+
+        ledger = on_ranks(body, engine=engine).ledger
+        return [[(row.op, row.dtypes, row.shapes, row.phase) for row in ledger.of(rank)] for rank in range(4)]
+
+    rows = ledger_of((Q, K, V), EXCHANGES)
+    assert rows[0] and rows == ledger_of([torch.zeros_like(x) for x in (Q, K, V)], EXCHANGES)
+    alike = ledger_of((Q, K, V), ("all_gather", "ulysses"))
+    assert alike[0] and all(of_rank == alike[0] for of_rank in alike)
 
 
 def test_more_sequences_send_no_more():

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import P2POp, ProcessGroup, Work
 
 # torch 2.13 renames the single-tensor forms and deprecates the old names; 2.11 knows only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -83,6 +83,28 @@ def all_to_all_equal(x: Tensor, group: ProcessGroup) -> Tensor:
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group)
     return received
+
+
+def start_all_to_all(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup
+) -> tuple[Tensor, list[Work]]:
+    """Post an all_to_all of `sent[j]` rows to rank j and `received[i]` rows from rank i: (received rows, its works).
+
+    Read no received row and write to none of `x` before every work has been waited for.
+    """
+    x = x.contiguous()
+    arriving = x.new_empty(sum(received), *x.shape[1:])
+    work = dist.all_to_all_single(arriving, x, list(received), list(sent), group=group, async_op=True)
+    return arriving, [work] if work is not None else []
+
+
+def start_messages(
+    sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: ProcessGroup
+) -> list[Work]:
+    """Post the sends and receives of (rank of the group, contiguous tensor) together; the works to wait for."""
+    messages = [P2POp(dist.isend, x, group=group, group_peer=rank) for rank, x in sent]
+    messages += [P2POp(dist.irecv, x, group=group, group_peer=rank) for rank, x in received]
+    return dist.batch_isend_irecv(messages) if messages else []
 
 
 def _pad_rows(shard: Tensor, longest: int) -> Tensor:

@@ -17,6 +17,8 @@ from torch_impl.context_parallel.batch_ctx import _build_position_ids as _build_
 from torch_impl.context_parallel.batch_ctx import make_cp_batch_and_ctx as make_cp_batch_and_ctx
 from torch_impl.context_parallel.batch_te import _shard_thd_chunk_for_te as _shard_thd_chunk_for_te
 from torch_impl.context_parallel.batch_te import make_cp_batch_for_te as make_cp_batch_for_te
+from torch_impl.context_parallel.key_routes import KeyTraffic as KeyTraffic
+from torch_impl.context_parallel.key_routes import key_traffic as key_traffic
 from torch_impl.context_parallel.thd import process_input_for_thd as process_input_for_thd
 from torch_impl.context_parallel.thd import split_batch_into_thd_chunks as split_batch_into_thd_chunks
 from torch_impl.context_parallel.train_context import create_context_parallel_ctx as create_context_parallel_ctx

@@ -2,7 +2,7 @@
 
 Rank r has the queries, keys and values of the positions that the layout assigns to it, and returns their outputs. The
 *exchange* is the way in which ranks see the keys of other ranks: `ring`, `all_gather`, `ulysses` or `usp`. The first
-two move keys (`kv_transport`), `ulysses` moves heads by all-to-alls, and `usp` does both.
+two move keys (`key_routes`, `kv_transport`), `ulysses` moves heads by all-to-alls, and `usp` does both.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.context_parallel.block_schedule import schedule_of
+from torch_impl.context_parallel.block_schedule import BlockSchedule, schedule_of
 from torch_impl.context_parallel.blockwise_attention import blockwise_attention
+from torch_impl.context_parallel.key_routes import route_of
 from torch_impl.context_parallel.kinds import ORDERS, ExchangeName, Layout, Scale, Window
-from torch_impl.context_parallel.kv_transport import AllGather, Ring
+from torch_impl.context_parallel.kv_transport import AllGather, KVTransport, transport_of
 from torch_impl.context_parallel.ulysses import head_parallel_attention
 from torch_impl.contract import Group, Mesh, Sharded, contract, dtype_name
 from torch_impl.layouts.divisibility import host_offsets, offsets_of, without_fill
@@ -62,8 +63,8 @@ def context_parallel_attention(
     Cost:   with n ranks, forward; backward. Around a ring and into a reduce_scatter gradients of keys travel in float32
             or wider. Through an all_to_all they travel in k's dtype, and those of a head that several ranks have are
             rounded to it before they are added.
-        ring        n - 1 shifts of K and V; the same and n - 1 of their gradients. With contiguous rows and a causal
-                    window only as many as the window reaches back.
+        ring        n - 1 hops of K and V, or fewer, or 1 all_to_all; the same, twice. Only rows that a query of another
+                    rank sees are sent, those that `key_traffic` counts: none of documents that stay on their rank.
         all_gather  1 all_gather of K and V; the same and 1 reduce_scatter of their gradients.
         ulysses     2 all_to_alls: q, k, v with max(hk, n) KV heads, and out; the same.
         usp         2 all_to_alls over a, and a ring over m = n / a; the same.
@@ -88,8 +89,19 @@ def context_parallel_attention(
     # 2. Exchange heads, and keys over the ring that is left; or leave the heads where they are and exchange keys alone.
     if exchange in ("ulysses", "usp"):
         return head_parallel_attention(q, k, v, token_layout, groups.heads, groups.ring, causal, window, factor)
-    transport = Ring(groups.ring) if exchange == "ring" else AllGather(groups.ring)
-    return blockwise_attention(q, k, v, schedule_of(token_layout, causal, window), transport, factor)
+    schedule, transport = _key_exchange(exchange, token_layout, causal, window, groups.ring)
+    return blockwise_attention(q, k, v, schedule, transport, factor)
+
+
+def _key_exchange(
+    exchange: str, layout: TokenLayout, causal: bool, window: int | None, group: ProcessGroup
+) -> tuple[BlockSchedule, KVTransport]:
+    """The block schedule, and how keys travel."""
+    if exchange == "all_gather":
+        schedule = schedule_of(layout, causal, window)
+        return schedule, AllGather(group, schedule.counts)
+    route = route_of(layout, causal, window)
+    return route.schedule, transport_of(route, group)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -176,8 +188,8 @@ def _layout_problem(layout: TokenLayout, groups: CpGroups, q: Tensor) -> str | N
 def _exchange_problem(exchange: str, groups: CpGroups, layout: TokenLayout, q: Tensor, k: Tensor) -> str | None:
     """Why an exchange does not support the layout or cannot shard the heads, or None."""
     label, heads, kv_heads, a = f"exchange={exchange!r}", q.shape[1], k.shape[1], groups.heads.size()
-    if layout.kind == "ragged" and exchange != "all_gather":
-        return f"{label} needs as many rows on each rank, which ragged has not; use all_gather"
+    if layout.kind == "ragged" and exchange in ("ulysses", "usp"):
+        return f"{label} needs as many rows on each rank, which ragged has not; use ring or all_gather"
     # The ranks of a heads group hold their stripes together, which is not a stripe of the sequence.
     if exchange == "usp" and layout.kind == "striped":
         return f"{label} cannot join striped rows; use ring, all_gather or ulysses, or another layout"

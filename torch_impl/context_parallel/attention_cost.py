@@ -1,16 +1,22 @@
 """The bytes that each exchange of attention sends, in closed form, and the exchange that sends the fewest.
 
-Bytes are those that one rank sends to other ranks, forward and backward; every rank sends the same number.
+Bytes are those that one rank sends to other ranks, forward and backward. Where ranks send unlike numbers of keys, they
+are those of the rank that sends most.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 from typing import Any, Literal
 
+import torch
+
+from torch_impl.context_parallel.key_routes import KeyTraffic, key_traffic
 from torch_impl.context_parallel.kinds import Window
 from torch_impl.contract import PositiveInt, contract
 from torch_impl.layouts.divisibility import indivisible
+from torch_impl.layouts.token_layout import dense_layout
 
 FUNCTION = "context_parallel.attention_bytes"
 LayoutName = Literal["contiguous", "dual_chunk_swap", "packed", "ragged", "striped"]
@@ -19,7 +25,7 @@ RULE_OF = {"packed": "dual_chunk_swap"}  # packed shards each sequence by this r
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends with one `exchange`, `forward` and `backward`.
+    """Bytes that the busiest rank sends with one `exchange`, `forward` and `backward`.
 
     `heads_size` is a, the number of ranks that exchange heads (usp: the inner dim of the mesh).
     """
@@ -55,47 +61,57 @@ def attention_bytes(
 
     With kv = 2 * hk * p * e, e = itemsize, t = s / n rows a rank, f = max(e, 4) for gradients of keys:
 
-        ring        b (n-1) t kv                                  b (n-1) t kv (1 + f / e)
-        all_gather  the same                                      the same
+        ring        b keys kv                                     b (keys + sums f / e) kv
+        all_gather  b (n-1) t kv                                  b (n-1) t kv (1 + f / e)
         ulysses     b (n-1)/n t p e (2 h + 2 max(hk, n))          the same
         usp         ulysses of a and ring of m with kv max(hk, a) / hk, over the a t rows of a group
 
-    A causal window over contiguous rows makes ceil((window - 1) / t) hops of the ring, if fewer. Ulysses needs
-    h % a == 0 and hk % a == 0 or a % hk == 0, usp a layout that is not striped; ragged rows are for all_gather alone.
+    `keys` and `sums` are the busiest rank's rows by `key_traffic` of one sequence, at most (n-1) t of each. Ulysses
+    needs h % a == 0 and hk % a == 0 or a % hk == 0, usp no stripes; ragged rows are for ring and all_gather.
 
-    >>> [(t.exchange, t.total) for t in attention_bytes(b=1, s=8, h=4, hk=2, p=1, cp_size=2, itemsize=2)]
+    >>> [(t.exchange, t.total) for t in attention_bytes(b=1, s=8, h=4, hk=2, p=1, cp_size=2, itemsize=2, causal=False)]
     [('ring', 128), ('all_gather', 128), ('ulysses', 96)]
 
     Errors: ValueError for a size below 1, query heads that are not a multiple of KV heads, a window below 1, an unknown
-            layout or one that cannot shard s; TypeError for a size or window that is not an int, or a causal that is
-            not a bool.
+            layout or one that cannot shard s; TypeError for a size, a window or causal of another type.
     """
     _check_shapes({"s": s, "h": h, "hk": hk, "cp_size": cp_size}, layout)
     rows, gradient_itemsize, n = -(-s // cp_size), max(itemsize, 4), cp_size
-    numbers_per_head = 2 * p * b * rows  # of K and V on one rank
+    numbers_per_head = 2 * p * b  # of K and V of one row
 
-    def key_bytes(hops: int, heads: int) -> tuple[int, int]:  # of a ring, forward and backward
-        numbers = hops * numbers_per_head * heads
-        return numbers * itemsize, numbers * (itemsize + gradient_itemsize)
+    def ring_bytes(ranks: int, heads: int) -> tuple[int, int]:
+        numbers = numbers_per_head * heads
+        rows_sent = _ring_rows(layout, s, ranks, causal, window)
+        return _busiest_bytes(rows_sent, numbers * itemsize, numbers * gradient_itemsize)
 
     def head_bytes(a: int) -> int:  # of the two all_to_alls over a ranks, in either direction
-        return (a - 1) * numbers_per_head * (h + max(hk, a)) * itemsize // a
+        return (a - 1) * rows * numbers_per_head * (h + max(hk, a)) * itemsize // a
 
-    # 1. Exchanges of keys: around the ring as many hops as the window reaches back, as in the block schedule.
-    window_limits_hops = layout == "contiguous" and causal and window is not None
-    hops = min(n - 1, -(-((window or 1) - 1) // rows)) if window_limits_hops else n - 1
-    traffic = [] if layout == "ragged" else [Traffic("ring", 1, *key_bytes(hops, hk))]
-    traffic.append(Traffic("all_gather", 1, *key_bytes(n - 1, hk)))
+    # 1. Exchanges of keys: of a ring those that the layout needs, of an all_gather all.
+    gathered = (n - 1) * rows * numbers_per_head * hk
+    traffic = [Traffic("ring", 1, *ring_bytes(n, hk))]
+    traffic.append(Traffic("all_gather", 1, gathered * itemsize, gathered * (itemsize + gradient_itemsize)))
     # 2. Exchanges of heads, over every number of ranks that the heads can be sharded over.
     head_group_sizes = [a for a in range(1, n + 1) if n % a == 0 and h % a == 0 and (hk % a == 0 or a % hk == 0)]
     for a in head_group_sizes if layout != "ragged" else ():
         if a == n:
             traffic.append(Traffic("ulysses", a, head_bytes(a), head_bytes(a)))
         elif a > 1 and layout != "striped":
-            hops_of_ring = min(n // a - 1, -(-((window or 1) - 1) // (a * rows))) if window_limits_hops else n // a - 1
-            forward, backward = key_bytes(hops_of_ring, max(hk, a))  # a times the rows, an a-th of the heads
+            forward, backward = ring_bytes(n // a, max(hk, a) // a)  # a times the rows, an a-th of the heads
             traffic.append(Traffic("usp", a, head_bytes(a) + forward, head_bytes(a) + backward))
     return traffic
+
+
+def _busiest_bytes(rows_sent: KeyTraffic, row: int, sums_row: int) -> tuple[int, int]:
+    """Bytes of the busiest rank of a ring, forward and backward, with rows of `row` and `sums_row` bytes."""
+    keys, sums = ([count * size for count in of] for of, size in ((rows_sent.keys, row), (rows_sent.sums, sums_row)))
+    return max(keys), max(map(add, keys, sums))
+
+
+def _ring_rows(layout: str, s: int, ranks: int, causal: bool, window: int | None) -> KeyTraffic:
+    """Rows of keys that each rank of a ring sends, of one sequence of `s` tokens."""
+    one_sequence = dense_layout(RULE_OF.get(layout, layout), s, ranks, 0, torch.device("cpu"))
+    return key_traffic(one_sequence, causal=causal, window=window)[0]
 
 
 def _check_shapes(sizes: dict[str, int], layout: str) -> None:

@@ -28,7 +28,7 @@ MAX_TILE_QUERIES = 256  # under a window, whose tiles are runs of their own
 
 @dataclass(frozen=True)
 class BlockSchedule:
-    """The blocks of one rank, `blocks[source]` for the keys of rank `source`; in a ring keys travel `hops` hops.
+    """The blocks of one rank, `blocks[source]` for the keys of rank `source`.
 
     `counts[r]` is the number of rows that rank r has, fill included.
     """
@@ -36,7 +36,6 @@ class BlockSchedule:
     rank: int
     counts: tuple[int, ...]
     blocks: tuple[tuple[Block, ...], ...]
-    hops: int
 
 
 def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockSchedule:
@@ -59,16 +58,7 @@ def _schedule(layout: TokenLayout, causal: bool, window: int | None) -> BlockSch
     hiding_window = window if window is not None and window < max(runs.real.sum(0).tolist(), default=0) else None
     # 4. Runs of equal shape batched into blocks.
     blocks = [_blocks(_SourceRules(layout, source, causal, hiding_window), *overlap[source]) for source in sources]
-    return BlockSchedule(layout.cp_rank, layout.counts, tuple(blocks), _hops(layout, causal, window))
-
-
-def _hops(layout: TokenLayout, causal: bool, window: int | None) -> int:
-    """How many ranks back the keys are needed: with contiguous rows a causal window reaches only a few."""
-    all_hops = layout.cp_size - 1
-    if layout.kind != "contiguous" or not causal or window is None:
-        return all_hops
-    # The first query of a rank sees the window - 1 positions before it.
-    return min(all_hops, -(-(window - 1) // max(layout.counts[0], 1)))
+    return BlockSchedule(layout.cp_rank, layout.counts, tuple(blocks))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     ) -> Heads:
         running, local_kv = RunningAttention(q), buffer_of(k, v)
         # 1. One hop: the keys of one source arrive, and are sent on while this rank attends to them.
-        for source, kv in transport.fetch(local_kv, schedule):
+        for source, kv in transport.fetch(local_kv):
             # 2. Merge each block of them into the running softmax.
             for block in schedule.blocks[source]:
                 running.add(q, kv_of(kv), block, scale)
@@ -74,7 +74,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         # dq is summed on this rank. The gradients of keys are summed in buffers that travel.
         dq = zeros_rows_first(q)
         # 1. One hop: the keys of one source arrive, and one hop behind them the sums of their gradients.
-        transport = ctx.transport.backward(local_kv, schedule, dq.dtype)
+        transport = ctx.transport.backward(local_kv, dq.dtype)
         for source, kv, pending_dkv in transport:
             # 2. Add the gradients of each block. With the next turn of the loop the transport sends the sums on.
             for block in schedule.blocks[source]:

@@ -1,10 +1,11 @@
-"""How keys and values reach the ranks that attend to them: around a ring, hop by hop, or all at once by an all-gather.
+"""How keys and values reach the ranks that attend to them: around a ring, hop by hop, or all at once.
 
-"Keys" means both K and V; they travel in one buffer. The *source* of a buffer is the rank whose keys it has.
+"Keys" means both K and V; they travel in one buffer. The *source* of a buffer is the rank whose keys it has. Which rows
+of them travel, and how far, is the *route* (`key_routes`).
 
-In a ring, a *hop* shifts every rank's buffer to the next rank: after h hops rank r has the keys of rank r - h. The
-gradients of a source's keys are *sums* over the ranks that attended to them. In backward the keys go around again, and
-the sums travel one hop behind them. What rank r does, for 2 hops:
+In a ring, a *hop* sends a rank's buffer to the next rank: after h hops rank r has the keys of rank r - h, if the route
+takes them so far. The gradients of a source's keys are *sums* over the ranks that attended to them. In backward the
+keys go around again, and the sums travel one hop behind them. What rank r does, where all keys travel 2 hops:
 
     forward     hop 0    attends to its own keys, while they are sent to r + 1
                 hop 1    attends to the keys of r - 1, while they are sent to r + 1
@@ -14,16 +15,17 @@ the sums travel one hop behind them. What rank r does, for 2 hops:
                          adds; sends the sums home, to r - 2
                 last     computes gradients of its own keys; waits for the sums, which r + 2 sent home; adds
 
-A window over contiguous rows needs only the first hops; without a hop, a rank sees its own keys alone.
+A halo sends each rank the rows that it needs, by one all_to_all, and their gradients straight home by another. A rank
+attends to its own keys in the meantime.
 
-An all-gather is one collective instead of a ring, and shards may be uneven; in return, every rank has all keys in
-memory for the length of a call.
+An all-gather is one collective instead of a ring; in return, every rank has all keys in memory for the length of a
+call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -31,9 +33,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from torch_impl.collectives import start_ring_shift
-from torch_impl.collectives.plain import all_gather_concat, reduce_scatter_sum
-from torch_impl.context_parallel.block_schedule import BlockSchedule
+from torch_impl.collectives.plain import (
+    all_gather_concat,
+    reduce_scatter_sum,
+    start_all_to_all,
+    start_messages,
+)
+from torch_impl.context_parallel.key_routes import HaloRoute, KeyRoute, RingRoute
 
 KVBuffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one buffer; rows are split without a copy
 
@@ -55,12 +61,6 @@ class PendingBuffer:
         """A buffer that is on this rank already, with nothing to wait for."""
         return PendingBuffer(x, x, [])
 
-    @staticmethod
-    def start_shift(x: Tensor, group: ProcessGroup, shift: int) -> PendingBuffer:
-        """Post the send of `x` to the rank `shift` ranks on, and the receive from the rank `shift` ranks back."""
-        (received,), works = start_ring_shift([x], group, shift)
-        return PendingBuffer(received, x, works)
-
     def wait(self) -> Tensor:
         """The buffer, once it has arrived; later calls do not wait."""
         while self.works:
@@ -72,14 +72,14 @@ class PendingBuffer:
 class KVTransport(Protocol):
     """How keys reach the other ranks, and how their gradients return, in float32 or wider."""
 
-    def fetch(self, local: KVBuffer, schedule: BlockSchedule) -> Iterator[tuple[int, KVBuffer]]:
-        """(source, its keys) for each rank whose keys this rank sees; `local` are this rank's.
+    def fetch(self, local: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
+        """(source, its keys) for each rank whose keys come to this rank; `local` are this rank's.
 
         The keys may be being sent: nothing may be written into them.
         """
         ...
 
-    def backward(self, local: KVBuffer, schedule: BlockSchedule, dtype: torch.dtype) -> BackwardTransport:
+    def backward(self, local: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
         """The same keys once more, with the sums of their gradients in `dtype`."""
         ...
 
@@ -100,30 +100,57 @@ class BackwardTransport(Protocol):
         ...
 
 
+def transport_of(route: KeyRoute, group: ProcessGroup) -> KVTransport:
+    """The transport of a route over `group`."""
+    return Ring(group, route.way) if isinstance(route.way, RingRoute) else Halo(group, route.way)
+
+
 @dataclass(frozen=True)
 class Ring:
-    """Keys that travel around a ring for `schedule.hops` hops; with 0 hops nothing is sent over `group`.
+    """Keys that travel around a ring, those of each source as far as its reach.
 
-    Cost:   forward `hops` shifts of K and V together; backward as many of K and V, and of their gradients.
+    Cost:   forward 1 send and 1 recv of K and V together for each hop that they travel; backward the same, and as many
+            of their gradients.
     """
 
     group: ProcessGroup
+    route: RingRoute
 
-    def fetch(self, local: KVBuffer, schedule: BlockSchedule) -> Iterator[tuple[int, KVBuffer]]:
-        pending_kv = PendingBuffer.completed(local)
-        for hop in range(schedule.hops + 1):
+    def fetch(self, local: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
+        pending_kv = self.start_hop(local[self.route.rows], 1)
+        yield self.route.rank, local
+        for hop in range(1, self.route.hops + 1):
             # 1. Wait for the keys of this hop.
             kv = pending_kv.wait()
             # 2. Send them on before they are used, so that the next hop overlaps with the attention of this one.
-            if hop < schedule.hops:
-                pending_kv = PendingBuffer.start_shift(kv, self.group, 1)
+            pending_kv = self.start_hop(kv, hop + 1)
             # 3. The caller attends to them.
-            yield _source(schedule, hop), kv
+            yield self.source(hop), kv
 
-    def backward(self, local: KVBuffer, schedule: BlockSchedule, dtype: torch.dtype) -> BackwardTransport:
+    def source(self, hop: int) -> int:
+        """The rank whose keys come to this rank with a hop."""
+        return (self.route.rank - hop) % len(self.route.reach)
+
+    def arrives(self, hop: int) -> bool:
+        """Whether keys come to this rank with a hop: those of its source travel so far."""
+        return self.route.reach[self.source(hop)] >= hop
+
+    def empty(self, like: KVBuffer, hop: int) -> KVBuffer:
+        """A buffer for the rows that arrive with a hop."""
+        return like.new_empty(self.route.counts[self.source(hop)] * self.arrives(hop), *like.shape[1:])
+
+    def start_hop(self, kv: KVBuffer, hop: int) -> PendingBuffer:
+        """Post a hop: the keys of the last hop to the next rank, if they go on, and a receive from the rank before."""
+        rank, n = self.route.rank, len(self.route.reach)
+        sent = [((rank + 1) % n, kv)] if self.route.reach[self.source(hop - 1)] >= hop else []
+        arriving = self.empty(kv, hop)
+        received = [((rank - 1) % n, arriving)] if self.arrives(hop) else []
+        return PendingBuffer(arriving, kv, start_messages(sent, received, self.group))
+
+    def backward(self, local: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
         # The sums for a source's keys start as zeros at the next rank, the first one that the keys come to.
-        sums = PendingBuffer.completed(torch.zeros_like(local, dtype=dtype))
-        return _RingBackward(self, local, schedule, sums)
+        sums = self.empty(local.new_empty(0, *local.shape[1:], dtype=dtype), 1).zero_()
+        return _RingBackward(self, local, PendingBuffer.completed(sums))
 
 
 @dataclass
@@ -132,46 +159,116 @@ class _RingBackward:
 
     ring: Ring
     local: KVBuffer
-    schedule: BlockSchedule
     sums: PendingBuffer
+    home: PendingBuffer | None = None  # the sums for this rank's keys, if any of these went out
+    own: PendingBuffer = field(init=False)  # the gradients of all keys of this rank: `home` itself, if all went out
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
-        group, hops = self.ring.group, self.schedule.hops
         # 1. The keys go around again. Hop 0, this rank's own keys, comes last here.
-        keys_of_hops = self.ring.fetch(self.local, self.schedule)
+        keys_of_hops = self.ring.fetch(self.local)
         next(keys_of_hops)
         for hop, (source, kv) in enumerate(keys_of_hops, 1):
             # 2. The caller computes its blocks while the sums are on their way, waits for the sums, and adds.
             yield source, kv, self.sums
-            # 3. Send the sums after their keys; from the last hop straight home, to their source.
-            self.sums = PendingBuffer.start_shift(self.sums.wait(), group, 1 if hop < hops else -hops)
+            # 3. Send the sums after their keys.
+            self._start_hop(self.sums.wait(), hop + 1)
         # 4. The sums for this rank's keys are on their way. The caller adds its own block, whose gradient is not sent.
-        yield self.schedule.rank, self.local, self.sums
+        if self.home is None or len(self.home.buffer) < len(self.local):
+            self.own = PendingBuffer.completed(torch.zeros_like(self.local, dtype=self.sums.buffer.dtype))
+        else:
+            self.own = self.home
+        yield self.ring.route.rank, self.local, self.own
+
+    def _start_hop(self, sums: KVBuffer, hop: int) -> None:
+        """Post a hop of the sums, from the last rank that their keys come to straight home, to their source."""
+        ring, reach = self.ring, self.ring.route.reach
+        rank, n, source = ring.route.rank, len(reach), ring.source(hop - 1)
+        sent = [((rank + 1) % n if reach[source] >= hop else source, sums)] if ring.arrives(hop - 1) else []
+        arriving = ring.empty(sums, hop)
+        received = [((rank - 1) % n, arriving)] if ring.arrives(hop) else []
+        is_home = reach[rank] == hop - 1
+        home = sums.new_empty(ring.route.counts[rank] * is_home, *sums.shape[1:])
+        received += [((rank + reach[rank]) % n, home)] if is_home else []
+        works = start_messages(sent, received, ring.group)
+        self.sums = PendingBuffer(arriving, sums, works)
+        if is_home:
+            self.home = PendingBuffer(home, sums, works)
 
     def local_gradient(self) -> KVBuffer:
-        return self.sums.wait()
+        self.sums.wait()  # the last messages that this rank sent
+        total = self.own.wait()
+        if self.home is not None and self.home is not self.own:
+            total[self.ring.route.rows] += self.home.wait()
+        return total
 
 
-def _source(schedule: BlockSchedule, hop: int) -> int:
-    """The rank whose keys are on this rank after `hop` hops."""
-    return (schedule.rank - hop) % len(schedule.blocks)
+@dataclass(frozen=True)
+class Halo:
+    """The rows that each rank needs, sent to it at once.
+
+    Cost:   forward 1 all_to_all of K and V together; backward the same, and 1 of their gradients.
+    """
+
+    group: ProcessGroup
+    route: HaloRoute
+
+    def fetch(self, local: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
+        # 1. Send and receive while this rank attends to its own keys.
+        pending_kv = self.start(local[self.route.rows], self.route.sent, self.route.received)
+        yield self.route.rank, local
+        # 2. The others' have arrived together; a source that sends none, such as this rank itself, has no blocks.
+        for source, kv in enumerate(pending_kv.wait().split(self.route.received)):
+            if len(kv):
+                yield source, kv
+
+    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> PendingBuffer:
+        arriving, works = start_all_to_all(x, sent, received, self.group)
+        return PendingBuffer(arriving, x, works)
+
+    def backward(self, local: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
+        sums = local.new_zeros(sum(self.route.received), *local.shape[1:], dtype=dtype)
+        return _HaloBackward(self, local, sums, torch.zeros_like(local, dtype=dtype))
+
+
+@dataclass
+class _HaloBackward:
+    """This rank's own keys, then those that it received. `sums` are its gradients of these, `own` those of its own."""
+
+    halo: Halo
+    local: KVBuffer
+    sums: KVBuffer
+    own: KVBuffer
+
+    def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
+        views = self.sums.split(self.halo.route.received)  # the rows of each source
+        for source, kv in self.halo.fetch(self.local):
+            is_own = kv is self.local
+            yield source, kv, PendingBuffer.completed(self.own if is_own else views[source])
+
+    def local_gradient(self) -> KVBuffer:
+        route = self.halo.route
+        returned = self.halo.start(self.sums, route.received, route.sent).wait()
+        # Rank by rank: a row that several ranks need has a gradient from each.
+        for rows, gradient in zip(route.rows.split(route.sent), returned.split(route.sent), strict=True):
+            self.own[rows] += gradient
+        return self.own
 
 
 @dataclass(frozen=True)
 class AllGather:
-    """All keys gathered at once.
+    """All keys gathered at once; rank r has `counts[r]` rows of them.
 
     Cost: forward 1 all_gather of K and V; backward the same again and 1 reduce_scatter of their gradients.
     """
 
     group: ProcessGroup
+    counts: tuple[int, ...]
 
-    def fetch(self, local: KVBuffer, schedule: BlockSchedule) -> Iterator[tuple[int, KVBuffer]]:
-        yield from enumerate(all_gather_concat(local, self.group, 0, schedule.counts).split(schedule.counts))
+    def fetch(self, local: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
+        yield from enumerate(all_gather_concat(local, self.group, 0, self.counts).split(self.counts))
 
-    def backward(self, local: KVBuffer, schedule: BlockSchedule, dtype: torch.dtype) -> BackwardTransport:
-        sums = local.new_zeros(sum(schedule.counts), *local.shape[1:], dtype=dtype)
-        return _AllGatherBackward(self, local, schedule, sums)
+    def backward(self, local: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
+        return _AllGatherBackward(self, local, local.new_zeros(sum(self.counts), *local.shape[1:], dtype=dtype))
 
 
 @dataclass
@@ -180,13 +277,12 @@ class _AllGatherBackward:
 
     all_gather: AllGather
     local: KVBuffer
-    schedule: BlockSchedule
     sums: Float[Tensor, "all_keys 2 b hk p"]  # a row for each key of each rank
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
-        views = self.sums.split(self.schedule.counts)  # the rows of each source
-        for source, kv in self.all_gather.fetch(self.local, self.schedule):
+        views = self.sums.split(self.all_gather.counts)  # the rows of each source
+        for source, kv in self.all_gather.fetch(self.local):
             yield source, kv, PendingBuffer.completed(views[source])
 
     def local_gradient(self) -> KVBuffer:
-        return reduce_scatter_sum(self.sums, self.all_gather.group, 0, self.schedule.counts)
+        return reduce_scatter_sum(self.sums, self.all_gather.group, 0, self.all_gather.counts)

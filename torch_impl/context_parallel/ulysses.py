@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_to_all
-from torch_impl.context_parallel.block_schedule import schedule_of
 from torch_impl.context_parallel.blockwise_attention import blockwise_attention
-from torch_impl.context_parallel.kv_transport import Ring
+from torch_impl.context_parallel.key_routes import route_of
+from torch_impl.context_parallel.kv_transport import transport_of
 from torch_impl.layouts.token_layout import TokenLayout
 
 Heads = Float[Tensor, "b h s p"]
@@ -54,9 +54,8 @@ def head_parallel_attention(
     received = all_to_all(torch.cat(head_shards, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
     # 2. Rows arrive rank by rank; a block schedule needs those of each sequence in order.
     group_q, group_k, group_v = received[:, :, group_rows.in_order].split(widths, HEAD)
-    out = blockwise_attention(
-        group_q, group_k, group_v, schedule_of(group_rows.layout, causal, window), Ring(ring), scale
-    )
+    route = route_of(group_rows.layout, causal, window)
+    out = blockwise_attention(group_q, group_k, group_v, route.schedule, transport_of(route, ring), scale)
     # 3. Back into the order of ranks, and each rank's rows back to it.
     return all_to_all(out[:, :, group_rows.by_rank], heads, split_dim=ROW, concat_dim=HEAD)
 

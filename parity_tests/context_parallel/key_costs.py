@@ -1,0 +1,98 @@
+"""What ranks send so that queries meet the keys of other ranks, message by message, from the pairs that meet."""
+
+import numpy as np
+
+from shardproof import Cost
+
+
+def visible_pairs(size, causal, window, padded=None, real=None):
+    """`[i, j]`: whether the query at position i of a stream sees the key at j, by listing all pairs."""
+    padded = np.array([0, size]) if padded is None else np.asarray(padded)
+    real = padded if real is None else np.asarray(real)
+    token = np.arange(size)
+    sequence = (token[:, None] >= padded[None, 1:]).sum(1)
+    is_real = token - padded[sequence] < np.diff(real, append=real[-1])[sequence]
+    ahead = token[:, None] - token[None, :]
+    seen = (sequence[:, None] == sequence[None, :]) & is_real[:, None] & is_real[None, :]
+    seen &= (ahead >= 0) | (not causal)
+    return seen if window is None else seen & (abs(ahead) < window)
+
+
+def needed_keys(positions, visible):
+    """`[r][s]`: the positions of rank s that a query of another rank r sees."""
+    n = len(positions)
+    return [
+        [set(keys[visible[np.ix_(positions[r], keys)].any(0)]) if r != s else set() for s, keys in enumerate(positions)]
+        for r in range(n)
+    ]
+
+
+class Sent:
+    """Messages of each rank, counted one by one: op -> [calls, rows]."""
+
+    def __init__(self, n):
+        self.keys = [{} for _ in range(n)]
+        self.sums = [{} for _ in range(n)]
+
+    def busiest(self, ops):
+        return sum(max(sum(table.get(op, (0, 0))[1] for op in ops) for table in of) for of in (self.keys, self.sums))
+
+
+def record(table, op, rows):
+    calls, before = table.get(op, (0, 0))
+    table[op] = (calls + 1, before + rows)
+
+
+def around_the_ring(needed):
+    """Each source's keys go from rank to rank until the last that needs one; sums follow them, and then go home."""
+    n, sent = len(needed), Sent(len(needed))
+    for source in range(n):
+        rows = len(set().union(*(needed[r][source] for r in range(n))))
+        takers = [hop for hop in range(1, n) if needed[(source + hop) % n][source]]
+        for hop in range(1, max(takers, default=0) + 1):
+            before, here, after = ((source + hop + step) % n for step in (-1, 0, 1))
+            record(sent.keys[before], "send", rows)
+            record(sent.keys[here], "recv", rows)
+            target = source if hop == takers[-1] else after
+            record(sent.sums[here], "send", rows)
+            record(sent.sums[target], "recv", rows)
+    return sent
+
+
+def as_a_halo(needed):
+    """Every rank sends each other the keys that this one needs, and gets their gradients back, by an all_to_all."""
+    n, sent = len(needed), Sent(len(needed))
+    for rank in range(n):
+        record(sent.keys[rank], "all_to_all", sum(len(needed[other][rank]) for other in range(n)))
+        record(sent.sums[rank], "all_to_all", sum(len(needed[rank][other]) for other in range(n)))
+    return sent
+
+
+def cheaper(needed):
+    """The ring, unless its busiest rank sends a quarter less in a halo, or a rank would have no message in hop 1."""
+    n, ring, halo = len(needed), around_the_ring(needed), as_a_halo(needed)
+    sources = {s for s in range(n) if any(needed[r][s] for r in range(n))}
+    idle = [r for r in range(n) if r not in sources and (r - 1) % n not in sources]
+    if not sources:
+        return ring
+    return halo if idle or 4 * halo.busiest(["all_to_all"]) <= 3 * ring.busiest(["send"]) else ring
+
+
+def key_costs(c, positions, visible, heads):
+    """The cost of each rank, of K and V of `heads` heads."""
+    sent = cheaper(needed_keys(positions, visible))
+    row = 2 * c.b * heads * c.p
+
+    def in_bytes(table, itemsize):
+        return {op: (calls, rows * row * itemsize) for op, (calls, rows) in table.items()}
+
+    costs = []
+    for keys, sums in zip(sent.keys, sent.sums, strict=True):
+        forward = in_bytes(keys, c.itemsize)
+        costs.append(Cost(forward, added(forward, in_bytes(sums, c.accumulator_itemsize))))
+    return costs
+
+
+def added(one, other):
+    """Calls and bytes of both, by op."""
+    return {op: tuple(map(sum, zip(one.get(op, (0, 0)), other.get(op, (0, 0)), strict=True))) for op in {*one, *other}}

@@ -1,0 +1,203 @@
+"""The route of keys to the ranks that need them: around a ring, or directly, as a halo.
+
+A *source* is a rank whose keys others need. In a ring its message goes on from rank to rank until the last that needs
+it: every rank on the way receives all rows that any rank needs. A halo is one all_to_all, in which each rank sends each
+other the rows that this one needs. A halo never sends more in total. But a ring computes while keys travel, and sends
+to neighbours alone, so it is used unless the halo's busiest rank sends a quarter fewer rows. Of packed sequences that
+are each sharded over all ranks, a halo saves up to 5 % of the rows, for which waiting is not worth while.
+
+All of it follows from the layout, so that every rank chooses alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from torch_impl.context_parallel.block_schedule import Block, BlockSchedule, Rows, schedule_of
+from torch_impl.context_parallel.kinds import Window
+from torch_impl.context_parallel.needed_keys import needed_rows
+from torch_impl.contract import Instance, contract
+from torch_impl.layouts.token_layout import TokenLayout
+
+FUNCTION = "context_parallel.key_traffic"
+MAX_HALO_SHARE = 0.75  # of the rows that a ring's busiest rank sends; a halo that sends more is not used
+BuiltLayout = Annotated[TokenLayout, Instance(TokenLayout, "pass a TokenLayout", shows_value=False)]
+
+
+@dataclass(frozen=True)
+class KeyTraffic:
+    """Rows that each rank sends by one `route`, ring or halo: `keys[r]` of keys, `sums[r]` of their gradients."""
+
+    route: str
+    keys: tuple[int, ...]
+    sums: tuple[int, ...]
+
+    @property
+    def busiest(self) -> int:
+        """Rows of the rank that sends most, of keys and of gradients."""
+        return max(self.keys) + max(self.sums)
+
+
+@contract(FUNCTION)
+def key_traffic(layout: BuiltLayout, *, causal: bool = True, window: Window | None = None) -> list[KeyTraffic]:
+    """Rows that each rank sends around a ring and as a halo, first by the route that `exchange="ring"` takes.
+
+    A row is K and V of one token: `2 * b * hk * p` numbers. Keys are sent in forward and again in backward, in their
+    dtype; sums of their gradients in backward, in float32 or wider. With `needed[r, s]` the number of rows of rank s
+    that queries of rank r see, `any[s]` of those that any other rank sees, and `reach[s]` the largest h for which rank
+    s + h needs any:
+
+        ring    keys[r] = sum of any[r - h] over h >= 0 with reach[r - h] > h;   sums[r] = the same over h >= 1
+                with reach[r - h] >= h
+        halo    keys[r] = sum_i needed[i, r];   sums[r] = sum_s needed[r, s]
+
+    The halo is taken if its busiest rank sends at most 3/4 of the rows of the ring's, or if a rank would have no
+    message in the ring's first hop.
+
+    >>> documents = TokenLayout.packed([0, 8, 16], cp_size=2, cp_rank=0, kind="contiguous")
+    >>> key_traffic(documents)[0]
+    KeyTraffic(route='ring', keys=(0, 0), sums=(0, 0))
+    >>> one, two = key_traffic(TokenLayout.dense("contiguous", 16, cp_size=2, cp_rank=0), window=3)
+    >>> one, two.route
+    (KeyTraffic(route='ring', keys=(2, 0), sums=(0, 2)), 'halo')
+
+    Cost:   no collective; for each rank a search of all positions, cached with the layout.
+    Errors: TypeError for another layout, causal or window; ValueError for a window below 1.
+    """
+    needs = layout.derived(("needs", causal, window), lambda: _needs(needed_rows(layout, causal, window)))
+    ring, halo = needs.ring_traffic(), needs.halo_traffic()
+    return [ring, halo] if needs.suits_ring() else [halo, ring]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The numbers of rows that ranks need: `rows[r][s]` those of s that r needs, `any_rank[s]` those that any needs."""
+
+    rows: list[list[int]]
+    any_rank: list[int]
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """For each source the number of ranks on to the last that needs any of its keys; 0 if none does."""
+        n = len(self.rows)
+        return tuple(max((h for h in range(n) if self.rows[(s + h) % n][s]), default=0) for s in range(n))
+
+    def ring_traffic(self) -> KeyTraffic:
+        reach, n = self.reach, len(self.rows)
+        hops = [[(self.any_rank[r - h], reach[r - h], h) for h in range(n)] for r in range(n)]
+        keys = (sum(count for count, last, h in of_rank if last > h) for of_rank in hops)
+        sums = (sum(count for count, last, h in of_rank if last >= h > 0) for of_rank in hops)
+        return KeyTraffic("ring", tuple(keys), tuple(sums))
+
+    def halo_traffic(self) -> KeyTraffic:
+        return KeyTraffic("halo", tuple(map(sum, zip(*self.rows, strict=True))), tuple(map(sum, self.rows)))
+
+    def suits_ring(self) -> bool:
+        reach = self.reach
+        # The first call over a group may leave no rank out: NCCL then connects all of them.
+        starts_on_all = all(reach[r] or reach[r - 1] for r in range(len(reach))) or not any(reach)
+        ring, halo = self.ring_traffic().busiest, self.halo_traffic().busiest
+        return starts_on_all and (halo > MAX_HALO_SHARE * ring or not ring)
+
+
+def _needs(needed: Bool[Tensor, "n n rows"]) -> Needs:
+    """The numbers of needed rows, by one copy to the host."""
+    *rows, any_rank = torch.cat([needed.sum(2), needed.any(0).sum(1)[None]]).tolist()
+    return Needs(rows, any_rank)
+
+
+@dataclass(frozen=True)
+class RingRoute:
+    """`counts[s]` rows of the keys of each source s, which travel `reach[s]` ranks on.
+
+    `rank` is this rank in the layout, and `rows` are those of its own keys.
+    """
+
+    rank: int
+    reach: tuple[int, ...]
+    counts: tuple[int, ...]
+    rows: Rows
+
+    @property
+    def hops(self) -> int:
+        """The largest number of ranks that any keys travel."""
+        return max(self.reach)
+
+
+@dataclass(frozen=True)
+class HaloRoute:
+    """`sent[r]` rows of this rank's keys to each rank r, `received[s]` of each rank s; `rows` are those sent, in order.
+
+    `rank` is this rank in the layout.
+    """
+
+    rank: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    rows: Int64[Tensor, " sent"]
+
+
+@dataclass(frozen=True)
+class KeyRoute:
+    """A route, and the block schedule in which keys of other ranks have the numbers in which they arrive."""
+
+    way: RingRoute | HaloRoute
+    schedule: BlockSchedule
+
+
+def route_of(layout: TokenLayout, causal: bool, window: int | None) -> KeyRoute:
+    """The route of this rank's keys, cached with the layout.
+
+    Cost: that of `schedule_of`, one copy of n + 1 numbers per rank, and of one bit per position, to the host.
+    """
+    return layout.derived(("route", causal, window), lambda: _route(layout, causal, window))
+
+
+def _route(layout: TokenLayout, causal: bool, window: int | None) -> KeyRoute:
+    schedule, rank = schedule_of(layout, causal, window), layout.cp_rank
+    needed = needed_rows(layout, causal, window)
+    needs = _needs(needed)
+    if needs.suits_ring():
+        # 1. All ranks on the way receive what any of them needs.
+        arrived = needed.any(0).cpu()
+        way = RingRoute(rank, needs.reach, tuple(needs.any_rank), _as_rows(arrived[rank], layout.index.device))
+    else:
+        # 2. Or each receives its own rows: `nonzero` lists those that this rank sends, by the rank that needs them.
+        arrived = needed[rank].cpu()
+        sent = tuple(of_rank[rank] for of_rank in needs.rows)
+        way = HaloRoute(rank, sent, tuple(needs.rows[rank]), needed[:, rank].nonzero()[:, 1])
+    # 3. Keys have the numbers in which they arrive, but for this rank's own, which do not travel.
+    blocks = [
+        of_source if source == rank else tuple(_block_of_arrived(block, arrived[source]) for block in of_source)
+        for source, of_source in enumerate(schedule.blocks)
+    ]
+    return KeyRoute(way, replace(schedule, blocks=tuple(blocks)))
+
+
+def _as_rows(is_row: Bool[Tensor, " rows"], device: torch.device) -> Rows:
+    """Rows as a slice if they are adjacent, for slicing copies nothing, else as an index array."""
+    rows = is_row.nonzero()[:, 0]
+    if not len(rows):
+        return slice(0, 0)
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows.to(device)
+
+
+def _block_of_arrived(block: Block, is_arrived: Bool[Tensor, " rows"]) -> Block:
+    """A block whose keys are numbered among those that arrive; the others are hidden from all of its queries."""
+    if is_arrived.all():
+        return block
+    number = is_arrived.cumsum(0) - is_arrived.long()
+    if isinstance(block.keys, Tensor):
+        # Hidden keys become any that is there: the mask hides them still.
+        keys = number.to(block.keys.device)[block.keys].clamp(max=int(is_arrived.sum()) - 1)
+        return replace(block, keys=keys)
+    kept = is_arrived[block.keys]
+    first = int(number[block.keys.start])
+    mask = block.mask if block.mask is None or kept.all() else block.mask[..., kept.to(block.mask.device)]
+    return replace(block, keys=slice(first, first + int(kept.sum())), mask=mask)
