@@ -2,6 +2,8 @@
 
     out[i] = sum_j softmax_j(scale * q[i] . k[j]) v[j]   over the keys j that query i sees
 
+With a softcap c the logits x become c * tanh(x / c); a sink is a logit more in each softmax, with value 0.
+
 Query i sees key j if both are real tokens of one sequence and the causal and window rules hold, in positions inside it.
 Query head i uses KV head i * hk // h. A query that is padding, or sees no key, gives 0.
 
@@ -25,15 +27,25 @@ Lengths = Int[Array, "b q"]
 
 
 def attention(
-    q: Queries, k: Keys, v: Keys, seen: Bool[Array, "s s"], scale: float | None = None
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    seen: Bool[Array, "s s"],
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
 ) -> Float[Array, "b h s p"]:
-    """`seen[i, j]`: whether query i sees key j."""
+    """`seen[i, j]`: whether query i sees key j; `sinks` are logits of a further key of each head, with value 0."""
     # 1. A KV head for each query head: consecutive query heads share one.
     k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     # 2. All scores, then the softmax over the keys that are seen.
     scores = jnp.einsum("bhip,bhjp->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     # A large negative number, since a row of -inf would give NaN; a query without keys gets zeros below.
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30))
+    logits = jnp.where(seen, scores, -1e30)
+    if sinks is not None:
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:3], 1))], -1)
+    weights = jax.nn.softmax(logits)[..., : seen.shape[1]]
     return jnp.einsum("bhij,bhjp->bhip", jnp.where(seen, weights, 0.0), v)
 
 

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_impl.collectives.reductions import as_replicated
 from torch_impl.context_parallel.block_schedule import BlockSchedule, schedule_of
-from torch_impl.context_parallel.blockwise_attention import blockwise_attention
+from torch_impl.context_parallel.blockwise_attention import Logits, blockwise_attention
 from torch_impl.context_parallel.key_routes import route_of
 from torch_impl.context_parallel.kinds import ORDERS, ExchangeName, Layout, Scale, Window
 from torch_impl.context_parallel.kv_transport import AllGather, KVTransport, transport_of
 from torch_impl.context_parallel.ulysses import head_parallel_attention
-from torch_impl.contract import Group, Mesh, Sharded, contract, dtype_name
+from torch_impl.contract import Group, Mesh, Positive, Sharded, contract, dtype_name
 from torch_impl.layouts.divisibility import host_offsets, offsets_of, without_fill
 from torch_impl.layouts.token_layout import TokenLayout, dense_layout
 
@@ -44,12 +45,17 @@ def context_parallel_attention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     window: Window | None = None,
     scale: Scale | None = None,
+    softcap: Positive | None = None,
+    sinks: Sharded[Tensor, "h cp=I"] | None = None,
 ) -> Sharded[Tensor, "b h s/cp:LAYOUT p"]:
     """Attention of this rank's queries over all keys of their sequences, whichever rank holds them.
 
         q "b h s/cp:LAYOUT p", k, v "b hk s/cp:LAYOUT p"   ->   "b h s/cp:LAYOUT p"      with tp: h/tp, hk/tp
 
     out[i] = sum_j softmax_j(scale * q[i] . k[j]) v[j];   query head i uses KV head i * hk // h
+
+    With `softcap` c the logits x of the softmax become c * tanh(x / c). With `sinks` a head's softmax has one logit
+    more, which takes its share and adds nothing: a key with value 0 that each query sees.
 
     Query i sees key j if both are real tokens of one sequence, j is not after i (`causal`), and they are less than
     `window` positions of the sequence apart. Padding has output 0 and gradient 0. `scale` is p ** -0.5 by default,
@@ -69,28 +75,31 @@ def context_parallel_attention(
         ulysses     2 all_to_alls: q, k, v with max(hk, n) KV heads, and out; the same.
         usp         2 all_to_alls over a, and a ring over m = n / a; the same.
     `attention_bytes` gives the bytes. Saves q (a copy, if its last dim has a stride), k, v, the output and one number
-    per query and head. Every rank makes the same calls, whichever of q, k, v needs a gradient: gradients of keys are
-    computed and sent even for q alone. Every rank must run its backward.
+    per query and head. Which calls a rank makes follows from the layout, whichever of q, k, v needs a gradient:
+    gradients of keys are computed and sent even for q alone. Every rank must run its backward. The gradient of `sinks`
+    is summed over cp: 1 all_reduce in backward, for usp 2. A softcap is computed by plain operations on every device.
 
-    Errors: TypeError if group, mesh, causal, window, scale or offsets are of another type, or dtypes differ or are not
-            float16, bfloat16, float32 or float64; ValueError for shapes that do not fit, query heads that are not a
-            multiple of KV heads, an unknown exchange or one that cannot shard these heads or this layout, a window
-            below 1, a scale that is not positive and finite, invalid offsets or offsets that differ from the layout's,
-            a batch of packed rows, or a layout of other ranks.
+    Errors: TypeError if group, mesh, causal, window, scale, softcap, sinks or offsets are of another type, or dtypes
+            differ or are not float16, bfloat16, float32 or float64; ValueError for shapes that do not fit, query heads
+            that are not a multiple of KV heads, an unknown exchange or one that cannot shard these heads or this
+            layout, a window below 1, a scale or softcap that is not positive and finite, sinks on another device,
+            invalid offsets or offsets that differ from the layout's, a batch of packed rows, or a layout of other
+            ranks.
     Source: arXiv 2310.01889 (ring), 2309.14509 (Ulysses), 2405.07719 (usp).
     """
     # 1. What the signature does not say: which groups, whether the heads divide, whether the layout is of these rows.
     groups = _groups(mesh, group, exchange)
-    _check_tensors(q, k, v)
+    _check_tensors(q, k, v, sinks)
     token_layout = _layout_of(layout, cu_seqlens, groups, q)
     if problem := _layout_problem(token_layout, groups, q) or _exchange_problem(exchange, groups, token_layout, q, k):
         raise ValueError(f"{FUNCTION}: {problem}")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # 2. Exchange heads, and keys over the ring that is left; or leave the heads where they are and exchange keys alone.
+    logits = Logits(factor, softcap, None if sinks is None else _addend_gradients(sinks, groups))
     if exchange in ("ulysses", "usp"):
-        return head_parallel_attention(q, k, v, token_layout, groups.heads, groups.ring, causal, window, factor)
+        return head_parallel_attention(q, k, v, token_layout, groups.heads, groups.ring, causal, window, logits)
     schedule, transport = _key_exchange(exchange, token_layout, causal, window, groups.ring)
-    return blockwise_attention(q, k, v, schedule, transport, factor)
+    return blockwise_attention(q, k, v, schedule, transport, logits)
 
 
 def _key_exchange(
@@ -104,12 +113,12 @@ def _key_exchange(
     return route.schedule, transport_of(route, group)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     """Errors: TypeError for dtypes, ValueError for heads that do not fit together."""
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
         dtypes, supported = ", ".join(map(dtype_name, (q, k, v))), "float16, bfloat16, float32, float64"
         raise TypeError(f"{FUNCTION}: q, k, v are {dtypes}; pass one dtype of {supported}")
-    if problem := _head_problem(q, k, v):
+    if problem := _head_problem(q, k, v, sinks):
         raise ValueError(f"{FUNCTION}: {problem}")
 
 
@@ -146,16 +155,25 @@ def _groups(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) 
     return CpGroups(ring, heads, ring.size() * heads.size(), ring.rank() * heads.size() + heads.rank())
 
 
-def _head_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def _head_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str | None:
     """Why q, k and v do not go together, or None: one device, p of at least 1, heads a multiple of KV heads."""
     if not (q.device == k.device == v.device):
         return f"q, k, v are on {q.device}, {k.device}, {v.device}; pass one device"
+    if sinks is not None and sinks.device != q.device:
+        return f"sinks are on {sinks.device}, q on {q.device}; pass one device"
     if not q.shape[3]:
         return f"q is {list(q.shape)}; p must be at least 1"
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         return f"h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)"
     return None
+
+
+def _addend_gradients(sinks: Tensor, groups: CpGroups) -> Tensor:
+    """The sinks, whose gradient is summed over all ranks of cp: each has the addend of its queries and heads."""
+    of_ring = as_replicated(sinks, groups.ring)
+    # Only for usp has the ring fewer ranks than cp.
+    return of_ring if groups.size == groups.ring.size() else as_replicated(of_ring, groups.heads)
 
 
 def _layout_of(

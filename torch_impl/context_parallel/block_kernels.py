@@ -121,14 +121,14 @@ ROWS = 512  # queries whose scores are in memory at a time
 
 
 def plain_forward(
-    q: Heads, k: KVHeads, v: KVHeads, mask: Tensor | None, is_causal: bool, scale: float
+    q: Heads, k: KVHeads, v: KVHeads, mask: Tensor | None, is_causal: bool, scale: float, softcap: float | None = None
 ) -> tuple[Heads, Float[Tensor, "b h s"]]:
     """Output and lse of one block, causal from the top left. A query that sees no key has output 0 and lse -inf."""
     wide_q, wide_k, wide_v = _group_heads(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
     outs, lses = [], []
     with no_autocast(q.device):
         for rows in _slices(q.shape[2]):
-            scores = _scores(wide_q[:, :, :, rows], wide_k, _key_mask(q, k, mask, is_causal, rows), scale)
+            scores = _scores(wide_q[:, :, :, rows], wide_k, _key_mask(q, k, mask, is_causal, rows), scale, softcap)
             lse = scores.logsumexp(-1)
             # For a query without a key, -inf - 0 gives weights of 0; -inf - -inf would be NaN.
             weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
@@ -147,6 +147,7 @@ def plain_backward(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Heads, KVHeads, KVHeads]:
     """Gradients of one block, from the output and lse over all blocks; 0 for a query whose lse is infinite."""
     wide_q, wide_k, wide_v = _group_heads(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
@@ -158,12 +159,14 @@ def plain_backward(
         for rows in _slices(q.shape[2]):
             # 2. The weights, computed again: by the global lse they are those of the softmax over all keys.
             q_rows, dout_rows = wide_q[:, :, :, rows], dout[:, :, :, rows]
-            scores = _scores(q_rows, wide_k, _key_mask(q, k, mask, is_causal, rows), scale)
+            scores = _scores(q_rows, wide_k, _key_mask(q, k, mask, is_causal, rows), scale, softcap)
             weights = (scores - grouped_lse[:, :, :, rows, None]).exp()
             dv += torch.einsum("bkgij,bkgip->bkjp", weights, dout_rows)
             # 3. Through the softmax and the scale to q and k.
             centered_dweights = torch.einsum("bkgip,bkjp->bkgij", dout_rows, wide_v) - delta[:, :, :, rows, None]
             ds = scale * weights * centered_dweights
+            if softcap is not None:  # tanh' = 1 - tanh ** 2; a hidden key's score is -inf, and its gradient 0
+                ds = ds * (1 - (scores / softcap).clamp(min=-1).square())
             dq[:, :, :, rows] = torch.einsum("bkgij,bkjp->bkgip", ds, wide_k)
             dk += torch.einsum("bkgij,bkgip->bkjp", ds, q_rows)
     return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -179,9 +182,15 @@ def _group_heads(x: Heads, k: KVHeads) -> Float[Tensor, "b hk g s p"]:
 
 
 def _scores(
-    q: Float[Tensor, "b hk g i p"], k: KVHeads, key_mask: Bool[Tensor, "*a i2 j"] | None, scale: float
+    q: Float[Tensor, "b hk g i p"],
+    k: KVHeads,
+    key_mask: Bool[Tensor, "*a i2 j"] | None,
+    scale: float,
+    softcap: float | None,
 ) -> Float[Tensor, "b hk g i j"]:
     scores = scale * torch.einsum("bkgip,bkjp->bkgij", q, k)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     return scores if key_mask is None else scores.masked_fill(~key_mask, -torch.inf)
 
 

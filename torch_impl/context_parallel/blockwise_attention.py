@@ -14,6 +14,7 @@ and with this global lse and out each block's backward is exact without the othe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
-from torch_impl.context_parallel.block_kernels import cuda_backward, cuda_forward
+from torch_impl.context_parallel.block_kernels import cuda_backward, cuda_forward, plain_backward, plain_forward
 from torch_impl.context_parallel.block_schedule import Block, BlockSchedule, Rows, ScatterIndex
 from torch_impl.context_parallel.kv_transport import KVBuffer, KVTransport, PendingBuffer
 from torch_impl.contract.derivatives import first_derivative_only
@@ -34,9 +35,18 @@ _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
+@dataclass(frozen=True)
+class Logits:
+    """How scores become the logits of the softmax: scaled, then capped; and a further logit of each head, its sink."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: Float[Tensor, " h"] | None = None
+
+
 # Gradient types: V -> V.
 def blockwise_attention(
-    q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, transport: KVTransport, scale: float
+    q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, transport: KVTransport, logits: Logits
 ) -> Heads:
     """Attention of this rank's queries over the keys of all ranks.
 
@@ -46,30 +56,37 @@ def blockwise_attention(
 
     Cost:   that of the transport. Saves q, k and v, the output and one number per query and head.
     """
-    return _BlockwiseAttention.apply(with_contiguous_rows(q), k, v, schedule, transport, scale)
+    return _BlockwiseAttention.apply(with_contiguous_rows(q), k, v, logits.sinks, schedule, transport, logits)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, transport: KVTransport, scale: float
+        ctx: Any,
+        q: Heads,
+        k: KVHeads,
+        v: KVHeads,
+        sinks: Tensor | None,
+        schedule: BlockSchedule,
+        transport: KVTransport,
+        logits: Logits,
     ) -> Heads:
-        running, local_kv = RunningAttention(q), buffer_of(k, v)
+        running, local_kv = RunningAttention(q, sinks), buffer_of(k, v)
         # 1. One hop: the keys of one source arrive, and are sent on while this rank attends to them.
         for source, kv in transport.fetch(local_kv):
             # 2. Merge each block of them into the running softmax.
             for block in schedule.blocks[source]:
-                running.add(q, kv_of(kv), block, scale)
+                running.add(q, kv_of(kv), block, logits)
         out = running.out.to(q.dtype)
         # 3. Save this rank's keys alone: backward fetches the others again.
-        ctx.save_for_backward(q, local_kv, out, running.lse)
-        ctx.schedule, ctx.transport, ctx.scale = schedule, transport, scale
+        ctx.save_for_backward(q, local_kv, out, running.lse, sinks)
+        ctx.schedule, ctx.transport, ctx.logits = schedule, transport, logits
         return out
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, cotangent: Heads) -> tuple[Tensor | None, ...]:
-        q, local_kv, out, lse = ctx.saved_tensors
+        q, local_kv, out, lse, sinks = ctx.saved_tensors
         schedule: BlockSchedule = ctx.schedule
         # dq is summed on this rank. The gradients of keys are summed in buffers that travel.
         dq = zeros_rows_first(q)
@@ -78,31 +95,43 @@ class _BlockwiseAttention(torch.autograd.Function):
         for source, kv, pending_dkv in transport:
             # 2. Add the gradients of each block. With the next turn of the loop the transport sends the sums on.
             for block in schedule.blocks[source]:
-                add_gradients(dq, pending_dkv, cotangent, (q, out, lse), kv_of(kv), block, ctx.scale)
+                add_gradients(dq, pending_dkv, cotangent, (q, out, lse), kv_of(kv), block, ctx.logits)
         # 3. What all ranks added to the gradients of this rank's keys.
         dkv = transport.local_gradient()
-        return dq.to(q.dtype), *kv_of(dkv).to(local_kv.dtype), None, None, None
+        dsinks = None if sinks is None else _sink_gradient(sinks, lse, out, cotangent)
+        return dq.to(q.dtype), *kv_of(dkv).to(local_kv.dtype), dsinks, None, None, None
+
+
+def _sink_gradient(sinks: Tensor, lse: Tensor, out: Heads, cotangent: Heads) -> Float[Tensor, " h"]:
+    """Of this rank's queries: with value 0, a sink of weight w has the gradient w * (0 - cotangent . out)."""
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    # Padding has output 0, and a cotangent that may be anything.
+    products = torch.where(out == 0, 0.0, cotangent.to(lse.dtype) * out)
+    return -(weights * products.sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 class RunningAttention:
     """The running result: output and lse of this rank's queries over the keys seen so far, in float32 or wider.
 
-    A row of padding is in no block: it keeps output 0 and lse -inf, and backward never reads it.
+    A sink is the first key of each query, with value 0. A row of padding is in no block: it keeps output 0 and an lse
+    of -inf, or of the sink, and backward never reads it.
     """
 
-    def __init__(self, q: Heads) -> None:
+    def __init__(self, q: Heads, sinks: Float[Tensor, " h"] | None = None) -> None:
         self.out = zeros_rows_first(q)
         self.lse = self.out.new_full(q.shape[:-1], -torch.inf)
+        if sinks is not None:
+            self.lse.copy_(sinks[:, None])
 
-    def add(self, q: Heads, kv: KV, block: Block, scale: float) -> None:
+    def add(self, q: Heads, kv: KV, block: Block, logits: Logits) -> None:
         """Merge the attention of one block into the running result."""
         for kernel_block in _kernel_blocks(block, q):
-            self._add_block(q, kv, kernel_block, scale)
+            self._add_block(q, kv, kernel_block, logits)
 
-    def _add_block(self, q: Heads, kv: KV, block: Block, scale: float) -> None:
+    def _add_block(self, q: Heads, kv: KV, block: Block, logits: Logits) -> None:
         k, v = kv.unbind()
         out, lse = _forward(
-            rows_of_block(q, block.queries), rows_of_block(k, block.keys), rows_of_block(v, block.keys), block, scale
+            rows_of_block(q, block.queries), rows_of_block(k, block.keys), rows_of_block(v, block.keys), block, logits
         )
         if block.fully_masked is not None:  # kernels differ in what they return for a query without a key
             out = out.masked_fill(block.fully_masked.unsqueeze(-1), 0.0)
@@ -134,7 +163,7 @@ def add_gradients(
     saved: tuple[Tensor, ...],
     kv: KV,
     block: Block,
-    scale: float,
+    logits: Logits,
 ) -> None:
     """Add the gradients of one block to dq, and to the sums of gradients of keys once these have arrived.
 
@@ -153,7 +182,7 @@ def add_gradients(
             rows_of_block(v, kernel_block.keys),
             lse_rows.contiguous(),
             kernel_block,
-            scale,
+            logits,
         )
         # 2. Only now wait for the sums of other ranks, which were sent while the kernel ran.
         dk, dv = kv_of(pending_dkv.wait()).unbind()
@@ -205,20 +234,25 @@ def rows_of_block(x: Heads, rows: Rows) -> Float[Tensor, "m h i p"]:
     return x[0][:, rows].transpose(0, 1)
 
 
-def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, scale: float) -> tuple[Heads, Tensor]:
+def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, logits: Logits) -> tuple[Heads, Tensor]:
     if not k.shape[2]:  # the CPU's kernel would divide by zero, which ends the process
         raise RuntimeError(
             "context_parallel.block_schedule: a block has queries and no keys; leave it out of the schedule"
         )
+    scale = logits.scale
+    if logits.softcap is not None:  # no kernel caps
+        return plain_forward(q, k, v, block.mask, block.is_causal, scale, logits.softcap)
     if q.is_cuda:
         return cuda_forward(q, k, v, block.mask, block.is_causal, scale)
     return _CPU_FLASH(q, k, v, 0.0, block.is_causal, attn_mask=_additive_mask(block.mask, q), scale=scale)
 
 
 def _backward(
-    query_rows: list[Tensor], k: KVHeads, v: KVHeads, lse: Tensor, block: Block, scale: float
+    query_rows: list[Tensor], k: KVHeads, v: KVHeads, lse: Tensor, block: Block, logits: Logits
 ) -> tuple[Tensor, ...]:
-    cotangent, q, out = query_rows
+    (cotangent, q, out), scale = query_rows, logits.scale
+    if logits.softcap is not None:
+        return plain_backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale, logits.softcap)
     if q.is_cuda:
         return cuda_backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale)
     mask = _additive_mask(block.mask, q)

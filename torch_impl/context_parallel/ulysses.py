@@ -7,7 +7,7 @@ groups exchange keys around the ring; with Ulysses they are the full sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int64
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_to_all
-from torch_impl.context_parallel.blockwise_attention import blockwise_attention
+from torch_impl.context_parallel.blockwise_attention import Logits, blockwise_attention
 from torch_impl.context_parallel.key_routes import route_of
 from torch_impl.context_parallel.kv_transport import transport_of
 from torch_impl.layouts.token_layout import TokenLayout
@@ -35,7 +35,7 @@ def head_parallel_attention(
     ring: ProcessGroup,
     causal: bool,
     window: int | None,
-    scale: float,
+    logits: Logits,
 ) -> Heads:
     """Attention with heads sharded over `heads` and positions over `ring`.
 
@@ -55,7 +55,9 @@ def head_parallel_attention(
     # 2. Rows arrive rank by rank; a block schedule needs those of each sequence in order.
     group_q, group_k, group_v = received[:, :, group_rows.in_order].split(widths, HEAD)
     route = route_of(group_rows.layout, causal, window)
-    out = blockwise_attention(group_q, group_k, group_v, route.schedule, transport_of(route, ring), scale)
+    if logits.sinks is not None:
+        logits = replace(logits, sinks=logits.sinks.unflatten(0, (a, -1))[heads.rank()])
+    out = blockwise_attention(group_q, group_k, group_v, route.schedule, transport_of(route, ring), logits)
     # 3. Back into the order of ranks, and each rank's rows back to it.
     return all_to_all(out[:, :, group_rows.by_rank], heads, split_dim=ROW, concat_dim=HEAD)
 

@@ -102,8 +102,8 @@ PARTIAL_GRADIENTS = (
         name="no gradients of keys with frozen queries",
         kind="call",
         at="context_parallel:_BlockwiseAttention.backward",
-        old="*kv_of(dkv).to(local_kv.dtype), None",
-        new="*(kv_of(dkv).to(local_kv.dtype) if ctx.needs_input_grad[0] else (None, None)), None",
+        old="*kv_of(dkv).to(local_kv.dtype), dsinks",
+        new="*(kv_of(dkv).to(local_kv.dtype) if ctx.needs_input_grad[0] else (None, None)), dsinks",
         expect="gradient: ",
     ),
     InjectedBug(
@@ -224,9 +224,9 @@ OTHER_CALLS = (
             ),
             (
                 "log-sum-exp of the attention", "context_parallel:_BlockwiseAttention.forward",
-                "ctx.save_for_backward(q, local_kv, out, running.lse)",
+                "ctx.save_for_backward(q, local_kv, out, running.lse, sinks)",
                 "lse = running.lse\n        "
-                f"ctx.save_for_backward(q, local_kv, out, {in_a_workspace('kv_of', 'lse')})",
+                f"ctx.save_for_backward(q, local_kv, out, {in_a_workspace('kv_of', 'lse')}, sinks)",
             ),
             (
                 "keys of the attention", "context_parallel:_BlockwiseAttention.forward",
@@ -261,9 +261,9 @@ OTHER_CALLS = (
             ),
             (
                 "log-sum-exp of the attention", "context_parallel:_BlockwiseAttention.forward",
-                "ctx.save_for_backward(q, local_kv, out, running.lse)",
+                "ctx.save_for_backward(q, local_kv, out, running.lse, sinks)",
                 "lse = running.lse\n        "
-                f"ctx.save_for_backward(q, local_kv, out, {in_a_buffer_of_its_shape('kv_of', 'lse')})",
+                f"ctx.save_for_backward(q, local_kv, out, {in_a_buffer_of_its_shape('kv_of', 'lse')}, sinks)",
             ),
         )
     ),
