@@ -45,7 +45,7 @@ def attention(
     logits = jnp.where(seen, scores, -1e30)
     if sinks is not None:
         logits = jnp.concatenate([logits, jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:3], 1))], -1)
-    weights = jax.nn.softmax(logits)[..., : seen.shape[1]]
+    weights = jax.nn.softmax(logits)[..., : k.shape[2]]
     return jnp.einsum("bhij,bhjp->bhip", jnp.where(seen, weights, 0.0), v)
 
 

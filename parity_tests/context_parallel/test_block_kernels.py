@@ -193,12 +193,12 @@ def test_what_an_operation_leaves_where_a_query_sees_nothing_is_not_merged(left,
 def test_parity_of_plain_operations(monkeypatch):
     """Packed sequences have triangles, windows, runs that are filled up and queries that a block leaves blind."""
 
-    def forward(q, k, v, block, scale):
-        return block_kernels.plain_forward(q, k, v, block.mask, block.is_causal, scale)
+    def forward(q, k, v, block, logits):
+        return block_kernels.plain_forward(q, k, v, block.mask, block.is_causal, logits.scale)
 
-    def backward(query_side, k, v, lse, block, scale):
+    def backward(query_side, k, v, lse, block, logits):
         cotangent, q, out = query_side
-        return block_kernels.plain_backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale)
+        return block_kernels.plain_backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, logits.scale)
 
     monkeypatch.setattr(blockwise_attention, "_forward", forward)
     monkeypatch.setattr(blockwise_attention, "_backward", backward)
