@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
+from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import Cost, check, every_case, ids, scheme
+from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel import long_rows
 
@@ -27,7 +28,7 @@ def masked_or_rising(generator, shape):
 LONG = dict(
     mesh={"tp": (2, 3)},
     inputs={"logits": "b s v/tp:ragged", "target": "b s"},
-    dims={"b": (1,), "s": (1, 2), "v": (8190, 8450, 12800)},
+    dims={"b": (1,), "s": (1, 2, 0), "v": (8190, 8450, 12800)},
     draw={
         "target": ids("v", ignore=-100),
         "logits": masked_or_rising,
@@ -129,3 +130,44 @@ def test_rows_whose_sums_are_known(width):
 def test_rows_of_a_block(width, rows):
     """One tile of short rows; of longer ones so many that what is computed for each block costs little."""
     assert long_rows.rows_per_block(width, torch.float32) == rows
+
+
+NO_IDS = torch.zeros(2, 0, dtype=torch.int64)
+WIDTHS = (4096, 4)
+
+
+def range_of(group):
+    return (0, WIDTHS[0]) if group.rank() == 0 else (WIDTHS[0], sum(WIDTHS))
+
+
+TOP_K = vp.TrainingSamplingParams(top_k=3)
+# Of logits z [2, 0, v/tp] and weights w [v/tp, 3], on a group g.
+OF_NO_ROWS = {
+    "log-softmax": lambda z, w, g: vp.vocab_parallel_log_softmax(z, g),
+    "log-probability": lambda z, w, g: vp.DistributedLogprob.apply(z, NO_IDS, *range_of(g), g),
+    "entropy": lambda z, w, g: vp.ChunkedDistributedEntropy.apply(z, None, g),
+    "KL": lambda z, w, g: vp.vocab_parallel_kl(z, z.detach(), g),
+    "cross entropy": lambda z, w, g: vp.DistributedCrossEntropy.apply(z, z.detach(), g),
+    "top-k": lambda z, w, g: vp.get_next_token_logprobs_from_logits(
+        NO_IDS, z, None, g.rank(), g, sampling_params=TOP_K
+    ),
+    "hidden states": lambda z, w, g: vp.from_parallel_hidden_states_to_logprobs(
+        torch.zeros(0, 2, 3), w, w, False, NO_IDS, *range_of(g), g
+    ),
+    "next token": lambda z, w, g: vp.get_next_token_logprobs_from_logits(NO_IDS, z, None, g.rank(), g),
+}
+
+
+@pytest.mark.parametrize("call", OF_NO_ROWS.values(), ids=OF_NO_ROWS)
+def test_no_rows(call):
+    """Of 4,096 columns on one rank and 4 on the other, both compute nothing, and a gradient of the logits' shape."""
+
+    def body(mesh, case):
+        width = WIDTHS[mesh.rank("tp")]
+        z, w = torch.zeros(2, 0, width, requires_grad=True), torch.zeros(width, 3, requires_grad=True)
+        y = call(z, w, mesh["tp"])
+        y.sum().backward()
+        leaf = z if w.grad is None else w
+        return y.numel(), leaf.grad.shape == leaf.shape, bool(leaf.grad.any())
+
+    assert run(body, CaseSpec(scheme="long rows", mesh={"tp": 2})).results == ((0, True, False),) * 2

@@ -104,7 +104,7 @@ def _tiles(
 ) -> Iterator[tuple[slice, Float[Tensor, "m v"], list[Float[Tensor, "m v"]]]]:
     """Tiles of a block, each with its slice of the rows and with buffers of its shape, which the tiles share."""
     n, width = block.shape
-    size = min(n, _rows_per_tile(width, dtype, buffer_count))
+    size = max(1, min(n, _rows_per_tile(width, dtype, buffer_count)))  # also of no rows: a step of 0 is an error
     buffers = block.new_empty(buffer_count, size, width, dtype=dtype)
     for start in range(0, n, size):
         rows = slice(start, min(start + size, n))

@@ -75,4 +75,12 @@ BUGS = (
         new="pass",
         expect="gradient: ",
     ),
+    InjectedBug(
+        name="long rows: tiles of no rows where there are none",
+        kind="border",
+        at="vocab_parallel:_tiles",
+        old="max(1, min(n, _rows_per_tile(width, dtype, buffer_count)))",
+        new="min(n, _rows_per_tile(width, dtype, buffer_count))",
+        expect="raised: range() arg 3 must not be zero",
+    ),
 )
