@@ -201,7 +201,10 @@ def _put_at(
 ) -> Float[Tensor, "*a v"]:
     """The gradient of looked-up logits, differentiable by the cotangent, which all ranks of the group have."""
     g = torch.where(column >= 0, cotangent if group is None else as_replicated(cotangent, group), 0.0)
-    return g.new_zeros(shape).scatter_add(-1, index_of(column), g).to(dtype)
+    # An empty shard has no column to add to, but its rank takes part in the backward of `as_replicated`: its gradient
+    # is a slice of one column's.
+    wide = g.new_zeros(*shape[:-1], max(1, shape[-1])).scatter_add(-1, index_of(column), g)
+    return wide[..., : shape[-1]].to(dtype)
 
 
 def local_ids(
