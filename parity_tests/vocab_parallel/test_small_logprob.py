@@ -118,3 +118,14 @@ def test_columns_beyond_the_vocabulary_are_no_ids(route, group):
     blocks = logprob_and_gradient(z, target, group, vocab_end_index=V - 2, chunk_size=2)
     assert len(route) == 1
     assert all(equal_to_rounding(ours, others) for ours, others in zip(small, blocks, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"with_entropy": True}], ids=str)
+def test_no_column_is_an_id(group, options):
+    """Of an empty range every id is outside the vocabulary, also the one before its start."""
+    z = torch.linspace(-1.0, 1.0, 3 * V).view(3, V).requires_grad_()
+    vocab = {"vocab_start_index": 4, "vocab_end_index": 4}
+    outputs = vocab_parallel_logprob(z, torch.tensor([3, 4, -100]), group, **vocab, **options)
+    score = outputs[0] if isinstance(outputs, tuple) else outputs
+    (gradient,) = torch.autograd.grad(score.sum(), z)
+    assert score.tolist() == [0.0] * 3 and not gradient.any()

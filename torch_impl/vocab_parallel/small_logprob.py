@@ -33,6 +33,7 @@ def applies_to(logits: Tensor, ids: Tensor | None, options: Any) -> bool:
         and options.backend in ("auto", "eager")
         and logits.is_cpu
         and 0 < logits.numel() <= MAX_LOGITS
+        and options.vocab_start < options.vocab_end
         and not torch.compiler.is_compiling()
     )
 

@@ -117,6 +117,8 @@ def has_full_rows(group: ProcessGroup | None) -> bool:
 
 def local_column(target: Int[Tensor, "*n"], start: int, end: int, absent: int = ON_ANOTHER_RANK) -> Int[Tensor, "*n"]:
     """Column of each target within this rank's ids [start, end), or `absent`."""
+    if start == end:  # the bounds of the clamp would be 0 and -1, and column -1 would pass
+        return torch.full_like(target, absent, dtype=torch.int32)
     column = target - start if start else target
     is_absent = column.clamp(0, end - start - 1) != column
     return column.masked_fill(is_absent, absent).to(torch.int32)
