@@ -12,6 +12,7 @@ from torch_impl import vocab_parallel as vp
 DECLARED = dict(
     mesh={"cp": (1, 2, 3, 4, 5)},
     outputs="b s/cp d",
+    dims={"s": (120, 240, 0)},
     rank_options={"seq_dim": (1, -2, 0, 2, -1, -3)},
     dtypes=("float32", "bfloat16", "float64", "float16"),
 )
@@ -78,3 +79,14 @@ def test_an_odd_shard_is_rejected():
         "vocab_parallel.cp_shift_next: seq_dim=2 is outside a tensor of 2 dims",
     )
     assert on_ranks(2, body) == (messages,) * 2
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_a_sequence_of_no_positions(cp):
+    def body(mesh, case):
+        x = torch.zeros(2, 0, 3, requires_grad=True)
+        y = vp.cp_load_balanced_to_contiguous(x, mesh["cp"])
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        return list(y.shape), list(gradient.shape)
+
+    assert on_ranks(cp, body) == (([2, 0, 3],) * 2,) * cp

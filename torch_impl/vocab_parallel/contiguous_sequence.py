@@ -51,7 +51,7 @@ def cp_load_balanced_to_contiguous(
     # 2. What arrived is in the order of the sending ranks, and from chunk cp on later chunks are on earlier ranks.
     if _rank_of(2 * rank + 1, cp) >= _rank_of(2 * rank, cp):
         return blocks
-    first, second = blocks.split(chunk, dim=seq_dim)
+    first, second = blocks.chunk(2, dim=seq_dim)  # also of no positions
     return torch.cat([second, first], dim=seq_dim)
 
 

@@ -103,6 +103,14 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
+        name="chunks of no positions split by their length",
+        kind="border",
+        at="vocab_parallel:cp_load_balanced_to_contiguous",
+        old="blocks.chunk(2, dim=seq_dim)",
+        new="blocks.split(chunk, dim=seq_dim)",
+        expect="raised: ",
+    ),
+    InjectedBug(
         name="shift that goes back one position over the border",
         kind="sequence",
         at="vocab_parallel:cp_shift_next",
