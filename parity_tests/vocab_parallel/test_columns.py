@@ -153,6 +153,22 @@ def test_a_sum_without_gradient_counts_and_leaves_its_argument_alone():
     assert (first, second, of_0, of_1, with_grad) == ([3, 3], [3, 3], [1, 1], [2, 2], False)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint32], ids=str)
+def test_a_sum_that_would_not_fit_its_dtype_is_rejected(dtype):
+    """Of bool it would be a logical or, and narrow integers wrap."""
+
+    def body(mesh, case):
+        with pytest.raises(ValueError) as caught:
+            vp.group_all_reduce_sum(torch.ones(2, dtype=dtype), mesh["tp"])
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="columns", mesh={"tp": 2}))
+    name = str(dtype).removeprefix("torch.")
+    message = f"vocab_parallel.group_all_reduce_sum: tensor is {name}, in which a sum over ranks may not fit"
+    assert ranks.results == (f"{message}; pass tensor.long()",) * 2
+    assert ranks.ledger.rows == []
+
+
 def test_a_column_that_is_all_but_certain_keeps_its_gradient():
     """At p = 1 - 1e-9 the gradient is 1 - p, which float32 has, although 1 - 1e-9 is 1 in it."""
 

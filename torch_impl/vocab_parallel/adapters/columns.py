@@ -5,11 +5,12 @@ Each function passes its arguments on to `softmax`, `topk` or the collectives.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather, all_reduce
-from torch_impl.contract import Group, Sharded, ShardedAny, ShardedIds, contract
+from torch_impl.contract import Group, Sharded, ShardedAny, ShardedIds, contract, dtype_name
 from torch_impl.vocab_parallel.softmax import vocab_parallel_log_softmax
 from torch_impl.vocab_parallel.topk import LogitsAt, distributed_vocab_topk
 from torch_impl.vocab_parallel.vocab_range import (
@@ -121,6 +122,12 @@ def group_all_reduce_sum(
     not require grad: use it for counts, as of the valid tokens that a loss is divided by.
 
     Cost:   forward 1 all_reduce of the tensor, bfloat16 and float16 as float32; backward none. Saves nothing.
-    Errors: TypeError if group is None or no ProcessGroup.
+    Errors: TypeError if group is None or no ProcessGroup; ValueError for bool, of which the sum would be a logical or,
+            and integers other than int32 and int64, which wrap or which a backend does not add.
     """
+    if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in (torch.int32, torch.int64)):
+        raise ValueError(
+            f"vocab_parallel.group_all_reduce_sum: tensor is {dtype_name(tensor)}, in which a sum over ranks may not "
+            "fit; pass tensor.long()"
+        )
     return all_reduce(tensor if with_grad else tensor.detach(), group, out="I")
