@@ -1,11 +1,15 @@
 """Every message with which log-probabilities reject arguments, in full, on every rank and before anything is sent."""
 
+import itertools
+from operator import mul
+
 import pytest
 import torch
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
+from torch_impl.vocab_parallel.logprob import may_share_memory
 
 LOGITS = torch.zeros(2, 8, 8)
 TARGET = torch.zeros(2, 8, dtype=torch.int64)
@@ -95,10 +99,17 @@ VALUE_ERRORS = [
         "vocab_parallel.logprob: backend='triton' runs on CUDA but vocab_parallel_logits is on cpu; use 'auto', "
         "'eager' or 'compile', or set TRITON_INTERPRET=1 before triton is first imported",
     ),
-    (
-        lambda g: face(g, logits=LOGITS[:1].expand(2, 8, 8), inplace_gradient=True),
-        "vocab_parallel.logprob: inplace_gradient=True writes over vocab_parallel_logits, but they are expanded and "
-        "share memory; pass vocab_parallel_logits.contiguous() or inplace_gradient=False",
+    *(
+        (
+            lambda g, logits=logits: face(g, logits=logits, inplace_gradient=True),
+            "vocab_parallel.logprob: inplace_gradient=True writes over vocab_parallel_logits, whose elements may share "
+            "memory; pass vocab_parallel_logits.contiguous() or inplace_gradient=False",
+        )
+        for logits in (
+            LOGITS[:1].expand(2, 8, 8),
+            torch.zeros(2, 22).unfold(1, 8, 2),  # windows of 8 that begin at every second number
+            torch.zeros(30).as_strided((2, 8, 8), (7, 1, 2)),
+        )
     ),
 ]
 
@@ -129,3 +140,29 @@ def test_int32_ids_and_a_range_narrower_than_the_shard_are_fine():
 
     everywhere = torch.arange(8.0).repeat(2).double().log_softmax(-1)
     assert run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 2})).results == (everywhere[1].float().item(),) * 2
+
+
+@pytest.mark.parametrize("ndim", [0, 1, 2, 3])
+def test_elements_that_share_memory_are_seen(ndim):
+    """Of all small sizes and strides. A tensor of other strides than a view's may be rejected without reason."""
+    memory = torch.zeros(64)
+    for sizes in itertools.product(range(4), repeat=ndim):
+        for strides in itertools.product(range(5), repeat=ndim):
+            offsets = [sum(map(mul, index, strides)) for index in itertools.product(*map(range, sizes))]
+            is_shared = len(set(offsets)) < len(offsets)
+            assert may_share_memory(memory.as_strided(sizes, strides)) or not is_shared
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.permute(2, 0, 1),
+        lambda x: x[::2, 1:, ::3].transpose(0, 1),
+        lambda x: x[:0],
+        lambda x: x[:, :1].as_strided((4, 1, 6), (30, 0, 1)),
+        lambda x: x.unsqueeze(1).expand(4, 1, 5, 6),
+    ],
+)
+def test_views_of_separate_elements_share_none(view):
+    assert not may_share_memory(view(torch.zeros(4, 5, 6)))

@@ -57,17 +57,17 @@ def vocab_parallel_logprob(
     Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 4 * b*s);
             backward none. Saves the logits by reference and 12 bytes per token (with entropy 16).
     Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating;
-            ValueError if target and logits disagree in shape, the range does not fit the shard, or
-            chunk_size, temperature or backend are out of range; ImportError if backend needs triton;
-            RuntimeError in backward after inference_only=True.
+            ValueError if target and logits disagree in shape, the range does not fit the shard, chunk_size,
+            temperature or backend are out of range, or inplace_gradient=True for logits whose elements may share
+            memory; ImportError if backend needs triton; RuntimeError in backward after inference_only=True.
     Source: arXiv 1805.02867 (online softmax), arXiv 1909.08053 (vocab-parallel cross entropy).
     """
     # Where Triton is requested and cannot run, fail on entry, before any collective.
     if backend == "triton":
         kernels.checked_backend(NAME, backend, "vocab_parallel_logits", vocab_parallel_logits)
-    if inplace_gradient and _is_expanded(vocab_parallel_logits):
+    if inplace_gradient and may_share_memory(vocab_parallel_logits):
         raise ValueError(
-            f"{NAME}: inplace_gradient=True writes over vocab_parallel_logits, but they are expanded and share memory; "
+            f"{NAME}: inplace_gradient=True writes over vocab_parallel_logits, whose elements may share memory; "
             "pass vocab_parallel_logits.contiguous() or inplace_gradient=False"
         )
     options = LogprobOptions(
@@ -85,9 +85,20 @@ def vocab_parallel_logprob(
     return outputs if with_entropy else outputs[0]
 
 
-def _is_expanded(logits: Tensor) -> bool:
-    """Whether several elements share memory (stride 0), so that a gradient cannot be written in their place."""
-    return any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
+def may_share_memory(logits: Tensor) -> bool:
+    """Whether elements may share memory, as in an expanded tensor, so that a gradient cannot be written over them.
+
+    False where each dim steps over all elements of the dims with smaller strides, as in every slice and permutation of
+    a contiguous tensor.
+    """
+    if not logits.numel():
+        return False
+    reach = 0  # offset of the last element of the dims with smaller strides
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 class DistributedLogprob(torch.autograd.Function):
