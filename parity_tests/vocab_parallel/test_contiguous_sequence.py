@@ -81,6 +81,52 @@ def test_an_odd_shard_is_rejected():
     assert on_ranks(2, body) == (messages,) * 2
 
 
+NUMBER, OF = "pass a number", "is no value of"
+FILLS = [
+    (torch.int64, None, TypeError, f"fill_value=None is None; {NUMBER}"),
+    (torch.int64, "a", TypeError, f"fill_value='a' is a str; {NUMBER}"),
+    (torch.float32, [1], TypeError, f"fill_value=[1] is a list; {NUMBER}"),
+    (torch.float32, 1j, TypeError, f"fill_value=1j is a complex; {NUMBER}"),
+    (torch.int64, True, TypeError, f"fill_value=True is a bool; {NUMBER}"),
+    (torch.int64, 10**30, ValueError, f"fill_value={10**30} {OF} int64"),
+    (torch.int64, 1.5, ValueError, f"fill_value=1.5 {OF} int64"),
+    (torch.int64, float("nan"), ValueError, f"fill_value=nan {OF} int64"),
+    (torch.uint8, -100, ValueError, f"fill_value=-100 {OF} uint8"),
+    (torch.bool, 2, ValueError, f"fill_value=2 {OF} bool"),
+    (torch.float32, 10**400, ValueError, f"fill_value={10**400} {OF} float32"),
+    (torch.float16, 70000.0, ValueError, f"fill_value=70000.0 {OF} float16"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "fill", "error", "message"), FILLS, ids=lambda value: str(value)[:20])
+def test_a_fill_that_the_dtype_does_not_have_is_rejected(dtype, fill, error, message):
+    def body(mesh, case):
+        with pytest.raises(error) as caught:
+            vp.cp_shift_next(torch.zeros(1, 2).to(dtype), mesh["cp"], 1, fill)
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="contiguous_sequence", mesh={"cp": 2}))
+    assert ranks.results == (f"vocab_parallel.cp_shift_next: {message}",) * 2
+    assert ranks.ledger.rows == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [
+        *((torch.int64, fill) for fill in (-100, 3.0, np.int64(7))),
+        *((torch.float32, fill) for fill in (10**30, float("-inf"), np.float32(0.5), -100)),
+        *((torch.bool, fill) for fill in (True, 0)),
+    ],
+    ids=str,
+)
+def test_a_fill_of_the_dtype(dtype, fill):
+    def body(mesh, case):
+        return vp.cp_shift_next(torch.zeros(1, 2).to(dtype), mesh["cp"], 1, fill).tolist()
+
+    zero = torch.zeros((), dtype=dtype).item()
+    assert on_ranks(2, body) == ([[zero, zero]], [[zero, torch.tensor(float(fill)).to(dtype).item()]])
+
+
 @pytest.mark.parametrize("cp", [1, 2, 3])
 def test_a_sequence_of_no_positions(cp):
     def body(mesh, case):

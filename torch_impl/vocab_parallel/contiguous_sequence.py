@@ -6,12 +6,15 @@ chunks 2 r and 2 r + 1. Each rank sends its two chunks where they belong, so tha
 
 from __future__ import annotations
 
+import math
+import numbers
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_to_all, ring_shift
-from torch_impl.contract import Group, ShardedAny, contract
+from torch_impl.contract import Group, ShardedAny, contract, dtype_name, type_name
 from torch_impl.vocab_parallel.sequence_gather import why_not_a_dim, why_not_gathered
 
 
@@ -74,8 +77,10 @@ def cp_shift_next(
     first.
 
     Cost:   1 send and 1 recv of one position forward, the same backward. Saves nothing.
-    Errors: TypeError if cp_group is None or no ProcessGroup; ValueError for a dim that the tensor lacks.
+    Errors: TypeError if cp_group is None or no ProcessGroup, or fill_value is no real number; ValueError for a dim that
+            the tensor lacks, or a fill_value that its dtype does not have, as -100 of uint8 or 1.5 of int64.
     """
+    fill = _fill_of(tensor, fill_value)
     reason = why_not_a_dim(tensor, seq_dim)
     if reason:
         raise ValueError(f"vocab_parallel.cp_shift_next: {reason}")
@@ -85,8 +90,26 @@ def cp_shift_next(
     arriving = ring_shift(tensor.narrow(seq_dim, 0, 1), cp_group, -1)
     # Masked, not replaced: every rank's message stays in the graph, so that in backward none waits for one in vain.
     is_last = torch.tensor(cp_group.rank() == cp_group.size() - 1, device=tensor.device)
-    arriving = arriving.masked_fill(is_last, fill_value)
+    arriving = arriving.masked_fill(is_last, fill)
     return torch.cat([tensor.narrow(seq_dim, 1, local - 1), arriving], dim=seq_dim)
+
+
+def _fill_of(tensor: Tensor, fill_value: float | int) -> float | int:
+    """The fill as a number of the tensor's dtype, which torch would wrap or truncate it to.
+
+    Errors: TypeError for what is no real number, ValueError for one that the dtype does not have.
+    """
+    dtype, name = tensor.dtype, "vocab_parallel.cp_shift_next"
+    if not isinstance(fill_value, numbers.Real) or (isinstance(fill_value, bool) and dtype != torch.bool):
+        raise TypeError(f"{name}: fill_value={fill_value!r} is {type_name(fill_value)}; pass a number")
+    if dtype.is_floating_point or dtype.is_complex:
+        fits = not torch.finfo(dtype).max < abs(fill_value) < math.inf  # infinities and NaN fit
+    else:
+        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        fits = low <= fill_value <= high and fill_value == int(fill_value)
+    if not fits:
+        raise ValueError(f"{name}: fill_value={fill_value} is no value of {dtype_name(tensor)}")
+    return float(fill_value) if dtype.is_floating_point or dtype.is_complex else int(fill_value)
 
 
 def _rank_of(chunk: int, cp: int) -> int:

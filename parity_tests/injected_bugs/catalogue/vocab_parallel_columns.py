@@ -122,8 +122,8 @@ BUGS = (
         name="last position that continues with the first",
         kind="sequence",
         at="vocab_parallel:cp_shift_next",
-        old="arriving = arriving.masked_fill(is_last, fill_value)",
-        new="del is_last, fill_value",
+        old="arriving = arriving.masked_fill(is_last, fill)",
+        new="del is_last, fill",
         expect="value: ",
     ),
     InjectedBug(
