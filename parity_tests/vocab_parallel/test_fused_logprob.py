@@ -230,11 +230,11 @@ def test_a_nan_row_without_a_target_reaches_no_gradient():
     def body(mesh, case):
         z = logits(mesh.rank("tp"))
         with torch.no_grad():
-            z[0, 2] = torch.nan  # its target is -100
+            z[0, 2] = torch.nan  # its target is -100, whose score is 0
             z[1, 0, 0] = torch.inf  # its target is 3
         y = logprob(mesh, z)
         (gradient,) = torch.autograd.grad(y, z, torch.ones(B, S))
         return y.isnan().tolist(), gradient[0, 2].tolist(), bool(gradient[0, :2].isfinite().all())
 
-    nan_rows = [[False, False, True], [True, False, False]]
+    nan_rows = [[False, False, False], [True, False, False]]
     assert on_two_ranks(body) == ((nan_rows, [0.0] * V, True),) * 2

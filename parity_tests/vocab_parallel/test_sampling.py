@@ -205,16 +205,17 @@ def test_masked_columns(mask, limits):
 
 @every_limit
 def test_what_has_no_softmax_stays_visible(limits):
-    logits = normal(1, 4, 8).float()
+    logits = normal(1, 5, 8).float()
     logits[0, 0], logits[0, 1, 6], logits[0, 2, 1] = -torch.inf, torch.nan, torch.inf
+    logits[0, 4] = torch.nan  # its target is ignored
 
     def body(mesh, case):
         local = shard(mesh, logits)
-        y = score(mesh, local, torch.tensor([[0, 0, 0, 0]]), limits)
+        y = score(mesh, local, torch.tensor([[0, 0, 0, 0, -100]]), limits)
         (slope,) = torch.autograd.grad(y, local, torch.ones_like(y))
         return np.isnan(y.detach().numpy()[0]).tolist(), np.isnan(slope.numpy()[0]).all(-1).tolist()
 
-    assert on_ranks(body) == (([True, True, True, False],) * 2,) * 2
+    assert on_ranks(body) == (([True, True, True, False, False],) * 2,) * 2
 
 
 @every_limit

@@ -64,10 +64,11 @@ def test_both_routes_agree(route, monkeypatch, group, dtype, temperature):
         assert equal_to_rounding(ours[~ours.isnan()], other[~other.isnan()])
 
 
-def test_an_ignored_row_has_gradient_zero_whatever_its_logits(group):
+def test_an_ignored_row_has_score_and_gradient_zero_whatever_its_logits(group):
     z, target = rows()
-    _, gradient = logprob_and_gradient(z, target, group)
+    score, gradient = logprob_and_gradient(z, target, group)
     ignored = (target < 0) | (target >= V)
+    assert not score[ignored].any()
     assert torch.equal(gradient[ignored], torch.zeros_like(z[ignored]))
 
 

@@ -216,7 +216,7 @@ def _score(z_t: Float[Tensor, "*a"], normaliser: statistics.Normaliser, options:
     """log p of the looked-up logits, or y."""
     if options.normalised:
         return statistics.logprob_of(z_t, normaliser, options.temperature)
-    return statistics.zero_outside_vocabulary(z_t, z_t / options.temperature, normaliser.row_max)
+    return statistics.zero_outside_vocabulary(z_t, z_t / options.temperature)
 
 
 class EntropyGradient(NamedTuple):

@@ -198,7 +198,6 @@ def forward(
     column = statistics.local_column(target.reshape(-1, 1), options.vocab_start, options.vocab_end)
     filtered = sampling_filter(logits, column, options, limits)
     score = statistics.logprob_of(filtered.z_t, filtered.normaliser, options.temperature)
-    score = statistics.zero_outside_vocabulary(filtered.z_t, score, filtered.normaliser.row_max)  # also in rows of -inf
     # 2. -inf where the filter did not keep it. It is added, not filled in, so that a row that is NaN stays NaN.
     is_ignored = filtered.z_t == math.inf
     score = score + torch.where(filtered.has_target | is_ignored, 0.0, -math.inf)
@@ -281,7 +280,7 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
             vocab_start_index,
             vocab_end_index,
         )
-        options = LogprobOptions(tp_group, start, end, temperature, inference_only=inference_only)
+        options = LogprobOptions(tp_group, start, end, float(temperature), inference_only=inference_only)
         return forward(ctx, vocab_parallel_logits, target, options, limits_of(top_k, top_p, min_p))
 
     @staticmethod
@@ -326,7 +325,7 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
             vocab_end_index,
         )
         options = LogprobOptions(
-            tp_group, start, end, temperature, chunk_size=chunk_size, inference_only=inference_only
+            tp_group, start, end, float(temperature), chunk_size=chunk_size, inference_only=inference_only
         )
         return forward(ctx, vocab_parallel_logits, target, options, limits_of(top_k, top_p, min_p))
 

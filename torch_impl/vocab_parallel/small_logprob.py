@@ -56,7 +56,7 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor, options: Any) -> tuple[Tensor
     log_row_sum = terms.scatter_(-1, row_max_column, zero_or_nan).sum(-1, keepdim=True).log1p_()
     # 3. The score; that of an id outside the vocabulary is 0.
     score = _over_temperature(wide.gather(-1, index) - row_max, options).sub_(log_row_sum)
-    score = torch.where(is_outside, zero_or_nan, score).squeeze(-1)
+    score = score.masked_fill_(is_outside, 0.0).squeeze(-1)
     ctx.options = options
     ctx.set_materialize_grads(False)
     if not options.inference_only:

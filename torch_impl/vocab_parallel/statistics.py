@@ -305,17 +305,14 @@ def global_cross_mean(
 
 
 def logprob_of(z_t: Float[Tensor, "*a"], normaliser: Normaliser, temperature: float) -> Float[Tensor, "*a"]:
-    """log p[t]; 0 outside the vocabulary; NaN where the row itself is NaN or +inf."""
-    # A log-probability is at most 0. What is above is the +inf of an id outside the vocabulary, which becomes 0; NaN
-    # stays NaN.
-    return shifted_logits(z_t, normaliser.row_max, temperature).sub_(normaliser.log_row_sum).clamp_max_(0.0)
+    """log p[t], NaN where the row is NaN or +inf; 0 outside the vocabulary, whatever the row is."""
+    score = shifted_logits(z_t, normaliser.row_max, temperature).sub_(normaliser.log_row_sum)
+    return zero_outside_vocabulary(z_t, score)
 
 
-def zero_outside_vocabulary(
-    z_t: Float[Tensor, "*a"], score: Float[Tensor, "*a"], row_max: Float[Tensor, "*#a"]
-) -> Float[Tensor, "*a"]:
-    """The score of an id of the vocabulary, 0 for another one, NaN where the row itself is NaN or +inf."""
-    return torch.where(z_t < math.inf, score, _nan_of_broken(row_max))
+def zero_outside_vocabulary(z_t: Float[Tensor, "*a"], score: Float[Tensor, "*a"]) -> Float[Tensor, "*a"]:
+    """The scores, in place, with 0 for an id outside the vocabulary, whose row of padding may be NaN."""
+    return score.masked_fill_(z_t == math.inf, 0.0)
 
 
 def _nan_of_broken(row_max: Float[Tensor, "*a"]) -> Float[Tensor, "*a"]:

@@ -179,9 +179,9 @@ BUGS = (
     InjectedBug(
         name="out-of-vocabulary target scored by its lookup",
         kind="border",
-        at="vocab_parallel:logprob_of",
-        old=".clamp_max_(0.0)",
-        new=".clamp_max_(1.0)",
+        at="vocab_parallel:zero_outside_vocabulary",
+        old="masked_fill_(z_t == math.inf, 0.0)",
+        new="clamp_max_(1.0)",
         expect="value: out of vocabulary",
     ),
     InjectedBug(
