@@ -250,3 +250,45 @@ def test_a_rank_that_is_not_the_groups():
     ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 2}))
     assert ranks.results == (template.format(DISTILLATION, 1, 0), template.format(DISTILLATION, 0, 1))
     assert ranks.ledger.rows == []
+
+
+PLAIN_TENSORS = {
+    "vocab_parallel.logprob: vocab_parallel_logits": lambda x, m: vp.vocab_parallel_logprob(
+        x, IDS[..., 0], m["tp"], **RANGE
+    ),
+    "vocab_parallel.logprob: target": lambda x, m: vp.vocab_parallel_logprob(LOGITS, x, m["tp"], **RANGE),
+    f"{ENTROPY}: vocab_parallel_logits": lambda x, m: entropy(m["tp"], x),
+    f"{CROSS}: student_logits": lambda x, m: cross_entropy(m["tp"], student=x),
+    f"{CROSS}: target_logits": lambda x, m: cross_entropy(m["tp"], target=x),
+    f"{AT}: global_indices": lambda x, m: logits_at(m["tp"], ids=x),
+    f"{DISTILLATION}: teacher_topk_logits": lambda x, m: distillation(0, None, m["cp"], teacher=x),
+    "vocab_parallel.group_all_reduce_sum: tensor": lambda x, m: vp.group_all_reduce_sum(x, m["tp"]),
+    "vocab_parallel.cp_shift_next: tensor": lambda x, m: vp.cp_shift_next(x, m["cp"]),
+}
+
+
+@pytest.mark.parametrize(("label", "call"), PLAIN_TENSORS.items(), ids=PLAIN_TENSORS)
+def test_a_dtensor_in_place_of_a_plain_tensor_is_rejected(label, call):
+    def body(mesh, case):
+        x = as_dtensor(mesh, [Shard(1), Shard(2)])
+        with pytest.raises(TypeError) as caught:
+            call(x, mesh)
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 2}))
+    assert ranks.results == (f"{label} is a DTensor; pass {label.split()[-1]}.to_local()",) * 4
+    assert ranks.ledger.rows == []
+
+
+def test_ids_of_plain_logits_are_plain():
+    def body(mesh, case):
+        ids = DTensor.from_local(IDS[..., 0], mesh.device_mesh, [Replicate(), Replicate()], run_check=False)
+        with pytest.raises(TypeError) as caught:
+            vp.get_next_token_logprobs_from_logits(ids, LOGITS, None, mesh.rank("tp"), mesh["tp"])
+        return str(caught.value)
+
+    name = "vocab_parallel.get_next_token_logprobs_from_logits"
+    message = f"{name}: input_ids is a DTensor; pass input_ids.to_local()"
+    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 1, "tp": 2}))
+    assert ranks.results == (message,) * 2
+    assert ranks.ledger.rows == []

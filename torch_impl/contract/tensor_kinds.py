@@ -6,6 +6,7 @@ agree.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,12 @@ LEADING = "..."
 def dtype_name(x: Tensor) -> str:
     """The dtype of tensor `x` without its package: `float32`."""
     return str(x.dtype).removeprefix("torch.")
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    """Whether x is a DTensor, whose module takes a second to import: without it there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def _any_dtype(_: torch.dtype) -> bool:
@@ -77,6 +84,8 @@ class TensorKind:
         # 1. The type and the dtype.
         if not isinstance(value, Tensor):
             raise TypeError(f"{function}: {name} is {type_name(value)}; pass a Tensor")
+        if type(value) is not Tensor and _is_dtensor(value):
+            raise TypeError(f"{function}: {name} is a DTensor; pass {name}.to_local()")
         accepts, rule = _DTYPES[self.dtypes]
         if not accepts(value.dtype):
             subject = "" if rule.startswith("token") else "logits " if "logits" in name else "it "

@@ -121,7 +121,7 @@ def _log_softmax_over_k(logits: Float[Tensor, "b s k"], in_vocabulary: Bool[Tens
 
 def _cp_group_of(logits: DTensor, group: ProcessGroup | None, cp_group: ProcessGroup | None) -> ProcessGroup | None:
     """The group over which a DTensor's sequence is sharded; ValueError for a DTensor that is sharded otherwise."""
-    TensorKind("b l v/tp").validate(NAME, "student_logits", logits, {})
+    TensorKind("b l v/tp").validate(NAME, "student_logits", logits.to_local(), {})
     for name, each in (("vocab_parallel_group", group), ("context_parallel_group", cp_group)):
         if each is not None:
             raise ValueError(f"{NAME}: student_logits is a DTensor, whose mesh has the groups; drop {name}")

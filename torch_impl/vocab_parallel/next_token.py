@@ -92,6 +92,7 @@ def get_next_token_logprobs_from_logits(
             raise ValueError(f"{NAME}: {reason}")
         return score_dtensor(next_token_logits, input_ids, seq_index, chunk_size, sampling_params, with_entropy)
     # 2. Else the group brings the ranges, by one all_gather; without one each rank has the full vocabulary.
+    TensorKind("b s", "ids").validate(NAME, "input_ids", input_ids, {})  # plain, as the logits are
     cp, local = rank_and_size(context_parallel_group)[1], next_token_logits.shape[1]
     reason = why_not_rank(vocab_parallel_rank, vocab_parallel_group)
     if seq_index is not None:
