@@ -12,6 +12,7 @@ from jax_ref.vocab_parallel import next_token_logprob_of_stored
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
 from shardproof import CaseSpec, Cost, check_cases, ids, integers, scheme
 from torch_impl import vocab_parallel as vp
@@ -140,6 +141,27 @@ def test_ids_may_be_replicated_over_cp_or_on_a_mesh_without_cp():
     assert on_mesh(body, cp=2, tp=1) == ((True, True), (True, True))
 
 
+def test_logits_and_ids_may_both_be_replicated_over_cp():
+    """In the original order, which no index states; every rank of cp has every score."""
+    want = LOGITS[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:].unsqueeze(-1)).squeeze(-1)
+
+    def body(mesh, case):
+        part = LOGITS.chunk(2, 2)[mesh.rank("tp")].contiguous()
+        logits = DTensor.from_local(part, mesh.device_mesh, CUT_OVER_TP)
+        ids = DTensor.from_local(IDS, mesh.device_mesh, [Replicate(), Replicate()])
+        start = 3 * mesh.rank("tp")
+        return [
+            equal_to_rounding(scores, want)
+            for scores in (
+                vp.get_logprobs_from_vocab_parallel_logits(logits, ids),
+                vp.get_next_token_logprobs_from_logits(ids, logits),
+                vp.dtensor_from_parallel_logits_to_logprobs(part, ids, start, start + 3, mesh["tp"]),
+            )
+        ]
+
+    assert on_mesh(body) == ([True] * 3,) * 4
+
+
 def cut_ids(mesh, axis="cp", placement=None):
     local_ids = IDS.chunk(2, 1)[mesh.rank(axis)] if placement is None else IDS
     return DTensor.from_local(local_ids, mesh.device_mesh[axis], [placement or Shard(1)])
@@ -225,6 +247,25 @@ REJECTED = [
     (
         lambda m: of_dtensor(m, placements=(Shard(1), Shard(2)), seq_index=ORDER),
         f"{GLOBAL}: vocab_parallel_logits is sharded over cp but input_ids is a plain tensor; pass a DTensor",
+    ),
+    (
+        lambda m: of_dtensor(m, cut_ids(m, placement=Replicate()), seq_index=ORDER),
+        f"{GLOBAL}: seq_index is given but vocab_parallel_logits is Replicate over cp; drop it, or shard the logits "
+        "over cp",
+    ),
+    (
+        lambda m: of_dtensor(m, cut_ids(m)),
+        f"{GLOBAL}: input_ids is sharded over cp but vocab_parallel_logits is Replicate; redistribute one of them",
+    ),
+    (
+        lambda m: of_dtensor(m, cut_ids(m, placement=Replicate()), (Shard(1), Shard(2))),
+        f"{GLOBAL}: seq_index is None but vocab_parallel_logits is sharded over cp=2; pass the [s] index of stored "
+        "positions",
+    ),
+    (
+        lambda m: local(m, cut_ids(m, placement=Replicate())),
+        f"{LOCAL}: target has 8 positions but vocab_parallel_logits covers 4; where cp=2 shards the logits, pass "
+        "seq_index",
     ),
     (
         lambda m: of_dtensor(m, axes=("tp",), placements=[Shard(2)], seq_index=ORDER),

@@ -287,7 +287,25 @@ def why_not_dtensors(name: str, logits: DTensor, ids: Tensor | DTensor, seq_inde
         return f"{name} is sharded over cp but input_ids is a plain tensor; pass a DTensor"
     if seq_index is not None and "cp" not in axes:
         return f"seq_index is given but the mesh has no dim 'cp' (mesh dims: {', '.join(axes)})"
-    return why_not_stored(name, logits.to_local().shape[1], "input_ids", ids, seq_index)
+    reason = _why_not_alike_over_cp(name, logits, ids, seq_index)
+    return reason or why_not_stored(name, logits.to_local().shape[1], "input_ids", ids, seq_index)
+
+
+def _why_not_alike_over_cp(name: str, logits: DTensor, ids: Tensor | DTensor, seq_index: Tensor | None) -> str | None:
+    """Why logits that cp shards, or replicates, cannot be scored against ids that it replicates, or shards."""
+    stored = stored_ids(ids)
+    if stored.cp == 1:
+        return None
+    axes = logits.device_mesh.mesh_dim_names or ()
+    if "cp" in axes and logits.placements[axes.index("cp")].is_shard():
+        if seq_index is not None or stored.is_sharded:
+            return None
+        return f"seq_index is None but {name} is sharded over cp={stored.cp}; pass the [s] index of stored positions"
+    if stored.is_sharded:
+        return f"input_ids is sharded over cp but {name} is Replicate; redistribute one of them"
+    if seq_index is not None:
+        return f"seq_index is given but {name} is Replicate over cp; drop it, or shard the logits over cp"
+    return None
 
 
 def why_not_stored(
@@ -302,11 +320,14 @@ def why_not_stored(
         reason = why_not_sharded_by(ids_name, ids, {"cp": 1})
         if not reason and stored.is_sharded:
             reason = indivisible("s", ids.shape[1], "cp", stored.cp, "contiguous")
-    # 2. Without cp the order is the original one.
-    size = local * stored.cp
+    # 2. Without cp the order is the original one, and so it is where cp replicates the ids and no order is stated.
+    cp = stored.cp if stored.is_sharded or seq_index is not None else 1
+    size = local * cp
     if not reason and stored.size > size:
-        reason = why_not_covered(ids_name, stored.size, logits_name, local, stored.cp)
-    if reason or (seq_index is None and stored.cp == 1):
+        reason = why_not_covered(ids_name, stored.size, logits_name, local, cp)
+        if cp < stored.cp:
+            reason = f"{reason}; where cp={stored.cp} shards the logits, pass seq_index"
+    if reason or (seq_index is None and cp == 1):
         return reason
     # 3. Over cp ids and logits have as many positions, and the index is a permutation of them.
     if stored.cp_group is None:

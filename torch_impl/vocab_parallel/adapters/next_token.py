@@ -92,8 +92,9 @@ def dtensor_from_parallel_logits_to_logprobs(
         vocab_parallel_logits  "b s/cp v/tp"     target  "b s/cp"     ->   "b u tp=I cp=I",   u = s - 1
 
     cp is the mesh dim of that name of target's mesh, and s is in stored order: stored position j is original
-    position `seq_index[j]`. Without such a mesh dim all of s is there, in order. The result is a plain tensor in
-    original order. Every cp rank passes the same cotangent, with factor 1.
+    position `seq_index[j]`. Without such a mesh dim, or where it replicates target and logits and there is no
+    `seq_index`, all of s is there, in order. The result is a plain tensor in original order. Every cp rank passes the
+    same cotangent, with factor 1.
 
     Cost:   forward that of the core; over cp 1 all_gather of b*s/cp ids and 1 of b*s/cp scores, with entropy
             twice as many; backward none. One host read, of seq_index. Saves what the core does.
