@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -108,6 +109,9 @@ REJECTED = [
     (ValueError, (LOGITS, IDS), {"temperature": 0}, "temperature=0 must be positive"),
     (ValueError, (LOGITS, IDS), {"temperature": float("nan")}, "temperature=nan must be positive"),
     (ValueError, (LOGITS, IDS), {"temperature": float("inf")}, "temperature=inf must be finite"),
+    (ValueError, (LOGITS, IDS), {"temperature": np.float64("inf")}, "temperature=inf must be finite"),
+    (ValueError, (LOGITS, IDS), {"temperature": np.float32("inf")}, "temperature=inf must be finite"),
+    (ValueError, (LOGITS, IDS), {"temperature": 10**400}, f"temperature={10**400} must be finite"),
     (TypeError, (LOGITS, IDS), {"temperature": "1"}, "temperature='1' is a str; pass a number"),
     (TypeError, (LOGITS, IDS), {"temperature": True}, "temperature=True is a bool; pass a number"),
     (ValueError, (LOGITS, IDS), {"margin": -0.5}, "margin=-0.5 must be at least 0"),

@@ -1,6 +1,8 @@
 """Parity of vocab_parallel.logprob."""
 
 import math
+from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -307,3 +309,20 @@ def test_a_target_whose_logit_overflows_has_no_gradient_of_zero(tp, width):
 
     for scores, gradients, of_ignored in run(body, CaseSpec(scheme="overflow", mesh={"tp": tp})).results:
         assert [0, 4] in scores and gradients == [[0, 4]] and not of_ignored
+
+
+@pytest.mark.parametrize("temperature", [np.float32(0.7), Fraction(7, 10), np.int64(2)], ids=repr)
+def test_a_temperature_of_another_type_is_its_float(temperature):
+    def body(mesh, case):
+        logits, target = torch.linspace(-3.0, 3.0, 16).double().view(2, 8), torch.tensor([1, 9])
+        start, long = 8 * mesh.rank("tp"), torch.linspace(-3.0, 3.0, 4096).double().expand(1, 2, 4096)
+        of_types = []
+        for each in (temperature, float(temperature)):
+            short = vp.DistributedLogprob.apply(logits, target, start, start + 8, mesh["tp"], True, each)
+            params = SimpleNamespace(top_k=None, top_p=None, temperature=each)
+            ids = torch.arange(2).view(1, 2)
+            routed = vp.get_next_token_logprobs_from_logits(ids, long, sampling_params=params)
+            of_types.append((short, routed))
+        return all(map(torch.equal, *of_types))
+
+    assert run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 2})).results == (True, True)

@@ -39,7 +39,11 @@ def type_name(value: object) -> str:
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a range; `remedy` ends the message. Infinity and NaN are rejected."""
+    """A number in a range; `remedy` ends the message. Infinity, NaN and what no float can hold are rejected.
+
+    It may be of any real type, as numpy's float32, in whose precision Python computes with it: a function computes with
+    `float` of it.
+    """
 
     low: int | float = -math.inf
     above: bool = False  # whether `low` itself is outside
@@ -60,7 +64,7 @@ class Number:
         if not (value > self.low if self.above else value >= self.low):
             rule = "be positive" if self.above and self.low == 0 else f"be at least {self.low:g}"
             raise ValueError(f"{function}: {name}={value} must {rule}{self.remedy}")
-        if not self.integer and type(value) is float and not math.isfinite(value):
+        if not (self.integer or _is_symbolic(value) or _is_finite(value)):
             raise ValueError(f"{function}: {name}={value} must be finite{self.remedy}")
 
 
@@ -82,6 +86,14 @@ def _is_real(value: Any) -> bool:
     if type(value) is float or type(value) is int or _is_symbolic(value):
         return True
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a real number of any type has a finite float."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float can hold
+        return False
 
 
 def _is_symbolic(value: Any) -> bool:

@@ -102,7 +102,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
             tp_group,
             inference_only,
             is_sharded,
-            temperature,
+            float(temperature),
         )
 
     @staticmethod
@@ -177,7 +177,7 @@ def from_parallel_hidden_states_to_logprobs(
         tp_group,
         inference_only,
         is_sharded,
-        temperature,
+        float(temperature),
         with_entropy,
     )
     if slots is not None:

@@ -74,7 +74,7 @@ def vocab_parallel_logprob(
         group=tp_group,
         vocab_start=vocab_start_index,
         vocab_end=vocab_end_index,
-        temperature=temperature,
+        temperature=float(temperature),
         with_entropy=with_entropy,
         chunk_size=chunk_size,
         inference_only=inference_only,
@@ -124,7 +124,9 @@ class DistributedLogprob(torch.autograd.Function):
         inference_only: bool = False,
         temperature: Positive = 1.0,
     ) -> Sharded[Tensor, "... tp=I"]:
-        options = LogprobOptions(group, vocab_start_index, vocab_end_index, temperature, inference_only=inference_only)
+        options = LogprobOptions(
+            group, vocab_start_index, vocab_end_index, float(temperature), inference_only=inference_only
+        )
         return fused_logprob.forward(ctx, vocab_parallel_logits, target, options)[0]
 
     @staticmethod
@@ -162,7 +164,7 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
             tp_group,
             vocab_start_index,
             vocab_end_index,
-            temperature,
+            float(temperature),
             chunk_size=chunk_size,
             inference_only=inference_only,
         )

@@ -134,7 +134,8 @@ def scoring_options(
     )
     if params is None:
         return options, Limits(None, None)
-    return options._replace(temperature=params.temperature), limits_of(params.top_k, params.top_p, min_p_of(params))
+    limits = limits_of(params.top_k, params.top_p, min_p_of(params))
+    return options._replace(temperature=float(params.temperature)), limits
 
 
 Scores = Tensor | tuple[Tensor, Tensor]
