@@ -29,7 +29,8 @@ def cp_load_balanced_to_contiguous(
         A0 A3                [A0, A1]
                A1 A2    =>             [A2, A3]
 
-    Any dtype, which stays, and any strides. Backward: the same exchange with its two sides swapped.
+    Any dtype that the group's backend sends, which stays (of gloo all but float8, int16 and unsigned ones wider than
+    uint8), and any strides. Backward: the same exchange with its two sides swapped.
 
     Cost:   1 all_to_all of the shard forward, 1 backward. Saves nothing.
     Errors: TypeError if cp_group is None or no ProcessGroup; ValueError for a dim that the tensor lacks, or an
@@ -73,8 +74,8 @@ def cp_shift_next(
                   [A2, A3]  =>            [A3, fill]
 
     The sequence is in contiguous blocks, every rank has as many positions, and of ids the natural fill is -100. Any
-    dtype, which stays, and any strides. Shards in DualChunkSwap order come through `cp_load_balanced_to_contiguous`
-    first.
+    dtype that torch fills, which stays (all but float8 and unsigned ones wider than uint8), and any strides. Shards in
+    DualChunkSwap order come through `cp_load_balanced_to_contiguous` first.
 
     Cost:   1 send and 1 recv of one position forward, the same backward. Saves nothing.
     Errors: TypeError if cp_group is None or no ProcessGroup, or fill_value is no real number; ValueError for a dim that

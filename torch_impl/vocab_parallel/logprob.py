@@ -46,7 +46,8 @@ def vocab_parallel_logprob(
     log p[t] = y[t] - lse,   y = z / temperature,   lse = log sum_v exp(y_v)
     d z = (g_lp (1[v=t] - p) + g_h p (log p - h)) / temperature,   h = sum_v p_v log p_v, the negative entropy
 
-    Any leading dims and strides. A target outside the vocabulary (-100, padding) gives 0.0 and a zero gradient row.
+    Any leading dims and strides. A target outside the vocabulary (-100, padding) gives 0.0 and a zero gradient row,
+    also where the logits of its row are NaN.
     Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
     dtype. Every tp rank passes the same cotangent.
     `chunk_size` (positions of s per block; None: chosen automatically) bounds the working set and may differ by rank.

@@ -56,8 +56,9 @@ def allgather_cp_sharded_tensor(
         A0 A3                [A0, A1, A2, A3]
                A1 A2    =>   [A0, A1, A2, A3]
 
-    Any dtype, which stays, and any strides. Cotangents are summed over cp: a loss repeated on each cp rank
-    gives cp times the gradient; divide by cp or use each score in the loss of one rank alone.
+    Any dtype that the group's backend sends, which stays (of gloo all but float8, int16 and unsigned ones wider than
+    uint8), and any strides. Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient;
+    divide by cp or use each score in the loss of one rank alone.
 
     Cost:   forward 1 all_gather of the shard; backward 1 reduce_scatter of the full sequence, bfloat16 and float16
             as float32. Saves nothing.

@@ -21,7 +21,8 @@ def all_to_all_vp2sq(
 
         vocab_parallel_logits  "t v/tp"   ->   "t/tp v"
 
-    All ranks have equally many columns. Any dtype and strides. Backward: `all_to_all_sq2vp` of the cotangent.
+    All ranks have equally many columns. Any strides, and any dtype that the group's backend sends (of gloo all but
+    float8, int16 and unsigned ones wider than uint8). Backward: `all_to_all_sq2vp` of the cotangent.
 
     Cost:   1 all_to_all of the shard forward, 1 backward. Saves nothing.
     Errors: TypeError if tp_group is None or no ProcessGroup; ValueError if the logits are not a matrix or tp does
@@ -43,7 +44,8 @@ def all_to_all_sq2vp(
 
         seq_parallel_logits  "t/tp v"   ->   "t v/tp"
 
-    All ranks have equally many rows. Any dtype and strides. Backward: `all_to_all_vp2sq` of the cotangent.
+    All ranks have equally many rows. Any strides, and any dtype that the group's backend sends (of gloo all but
+    float8, int16 and unsigned ones wider than uint8). Backward: `all_to_all_vp2sq` of the cotangent.
 
     Cost:   1 all_to_all of the shard forward, 1 backward. Saves nothing.
     Errors: TypeError if tp_group is None or no ProcessGroup; ValueError if the logits are not a matrix or tp does
