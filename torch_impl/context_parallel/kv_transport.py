@@ -42,6 +42,7 @@ from torch_impl.collectives.plain import (
 from torch_impl.context_parallel.key_routes import HaloRoute, KeyRoute, RingRoute
 
 KVBuffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one buffer; rows are split without a copy
+OtherKVBuffer = Float[Tensor, "other_keys 2 b hk p"]  # that of other rows, where a function has both
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Ring:
         """Whether keys come to this rank with a hop: those of its source travel so far."""
         return self.route.reach[self.source(hop)] >= hop
 
-    def empty(self, like: KVBuffer, hop: int) -> KVBuffer:
+    def empty(self, like: KVBuffer, hop: int) -> OtherKVBuffer:
         """A buffer for the rows that arrive with a hop."""
         return like.new_empty(self.route.counts[self.source(hop)] * self.arrives(hop), *like.shape[1:])
 
@@ -236,7 +237,7 @@ class _HaloBackward:
 
     halo: Halo
     local: KVBuffer
-    sums: KVBuffer
+    sums: OtherKVBuffer
     own: KVBuffer
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
