@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -74,19 +73,33 @@ def entries() -> list[Entry]:
         return [Entry(**record) for record in json.loads(file.read_text())]
     from parity_tests.harness.declare import discover
 
-    return store(discover.built_in())
+    imported = [entry_of(scheme) for scheme in discover.built_in()]
+    if _is_complete(imported, discover.left_out()):
+        _store(imported, file)
+    return imported
 
 
-def store(schemes: Iterable[Declared]) -> list[Entry]:
-    """Write the index of these sources. It is moved into place, so that no process reads half of one."""
-    made, file = [entry_of(scheme) for scheme in schemes], _file()
+def _is_complete(imported: list[Entry], left_out: dict[str, str]) -> bool:
+    """Whether every file was imported, but those about a package that is not installed."""
+    missing = [name for name in VERSIONS if not _is_installed(name)]
+    return bool(imported) and all(any(f"needs {name};" in why for name in missing) for why in left_out.values())
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def _store(entries: list[Entry], file: Path) -> None:
+    """Write the index. It is moved into place, so that no process reads half of one."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
-            json.dump([asdict(entry) for entry in made], part)
+            json.dump([asdict(entry) for entry in entries], part)
         os.replace(part.name, file)
         _remove_old(file.parent)
-    return made
 
 
 def _remove_old(folder: Path) -> None:
@@ -104,10 +117,7 @@ def _fingerprint() -> str:
     """A digest of the sources' paths, sizes and times of change, and of the versions that declarations depend on."""
     digest = hashlib.sha256(f"{ROOT} {sys.version}".encode())
     for name in VERSIONS:
-        try:
-            digest.update(f"{name} {version(name)}".encode())
-        except PackageNotFoundError:
-            digest.update(f"no {name}".encode())
+        digest.update(f"{name} {version(name) if _is_installed(name) else None}".encode())
     for source in SOURCES:
         for folder, inner, files in os.walk(ROOT / source):
             inner[:] = sorted(name for name in inner if name != "__pycache__")

@@ -45,6 +45,15 @@ def test_the_list_loads_neither_torch_nor_jax(cache):
     assert run.stdout.splitlines() == [*names, "[]"], run.stderr
 
 
+def test_what_could_not_be_imported_is_not_taken_for_all_there_is(cache, monkeypatch):
+    """A process in which a package is hidden, or that looks for schemes elsewhere, leaves no index to the next."""
+    monkeypatch.setattr(discover, "left_out", lambda: {"test_hf_plan.py": "needs torch; pip install it"})
+    assert scheme_index.entries() and not cache.exists()
+    monkeypatch.setattr(discover, "built_in", list)
+    monkeypatch.setattr(discover, "left_out", dict)
+    assert scheme_index.entries() == [] and not cache.exists()
+
+
 @pytest.mark.parametrize("text", ["", "[{", '[{"key": "of another version"}]', "\x00\xff"])
 def test_a_damaged_index_is_made_anew(text, cache):
     expected = scheme_index.entries()
