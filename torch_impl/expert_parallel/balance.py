@@ -111,7 +111,12 @@ def z_loss(logits: Sharded[Tensor, "t/data e"], tokens: PositiveInt) -> Sharded[
     Errors: TypeError for another type; ValueError for tokens below 1.
     Source: arXiv 2202.08906.
     """
-    return logits.to(accumulator(logits.dtype)).logsumexp(-1).square().sum() / tokens
+    wide = logits.to(accumulator(logits.dtype))
+    # The gradient of torch.logsumexp is exp(logits - result), whose error grows with the logits; that of these lines is
+    # exp(logits - maximum) / sum, where nothing is rounded before the exponential but the difference.
+    row_max = wide.detach().amax(-1, keepdim=True)
+    log_sum = (wide - row_max).exp().sum(-1).log() + row_max.squeeze(-1)
+    return log_sum.square().sum() / tokens
 
 
 def _counts(experts: Tensor, size: int) -> Tensor:
