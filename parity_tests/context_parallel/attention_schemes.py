@@ -5,8 +5,10 @@ Causal and window are inputs, so that one compiled reference serves all of them.
 
 from __future__ import annotations
 
+import math
+
 import jax_ref.layouts
-from parity_tests.context_parallel.key_costs import added, key_costs, visible_pairs
+from parity_tests.context_parallel.key_costs import key_costs, visible_pairs
 from shardproof import Cost, integers, values
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -25,6 +27,17 @@ def rules(causal, window):
     return {**dict(zip(("causal", "window"), limits(causal, window), strict=True)), "scale": SCALE}
 
 
+def products(c, causal=False):
+    """Two products of each pair of a query and a key forward, five backward, the share of one rank.
+
+    Causal attention has half of the pairs where a scheme has it as an option; a rule that comes as data takes none off.
+    """
+    pairs = c.s * (c.s + 1) // 2 if causal or c.options.get("causal") else c.s * c.s
+    ranks = math.prod(c.mesh.get(axis, 1) for axis in ("cp", "ring", "heads"))
+    product = 2 * c.b * c.h * pairs * c.p // ranks
+    return 2 * product, 5 * product
+
+
 def gathered_cost(c, rows):
     keys = c.b * rows * 2 * c.g * c.p
     return Cost(
@@ -33,12 +46,19 @@ def gathered_cost(c, rows):
             "all_gather": (1, keys * c.itemsize),
             "reduce_scatter": (1, c.cp * keys * c.accumulator_itemsize),
         },
+        products=products(c),
     )
 
 
-def heads_cost(c, a, rows):
-    mixed = {"all_to_all": (2, c.b * rows * c.p * c.itemsize * (2 * c.h + 2 * max(c.g, a)))}
-    return Cost(forward=mixed, backward=mixed)
+def heads_cost(c, a, rows, axis="cp"):
+    mixed = {f"all_to_all/{axis}": (2, c.b * rows * c.p * c.itemsize * (2 * c.h + 2 * max(c.g, a)))}
+    return Cost(forward=mixed, backward=mixed, products=products(c))
+
+
+def can_share_heads(c):
+    """Whether the ranks of a case can each have as many query heads, and as many KV heads or a copy of one."""
+    ranks = c.cp if c.options.get("exchange") == "ulysses" else c.mesh.get("heads", 1)
+    return c.h % ranks == 0 and (c.g % ranks == 0 or ranks % c.g == 0)
 
 
 def limits(causal, window):
@@ -49,7 +69,7 @@ def limits(causal, window):
 def exchange_cost(c, positions, rules, padded=None, real=None):
     """Of the exchange among the options of a case, whose rank r has `positions[r]`."""
     if c.exchange == "ring":
-        return key_costs(c, positions, visible_pairs(c.s, *rules, padded, real), c.g)
+        return key_costs(c, positions, visible_pairs(c.s, *rules, padded, real), c.g, products(c))
     rows = max(map(len, positions))
     return gathered_cost(c, rows) if c.exchange == "all_gather" else heads_cost(c, c.cp, rows)
 
@@ -83,6 +103,9 @@ def usp_cost(c, causal, window, positions=None, padded=None, real=None):
     a, rows = c.heads, c.s // (c.heads * c.ring)
     positions = jax_ref.layouts.dual_chunk_swap(c.s, c.ring) if positions is None else positions
     visible = visible_pairs(c.s, *limits(causal, window), padded, real)
-    mixed, ring = heads_cost(c, a, rows), key_costs(c, positions, visible, max(c.g, a) // a)
-    by_ring = [Cost(added(mixed.forward, keys.forward), added(mixed.backward, keys.backward)) for keys in ring]
+    mixed = heads_cost(c, a, rows, "heads")
+    ring = key_costs(c, positions, visible, max(c.g, a) // a, products(c), "ring")
+    by_ring = [
+        Cost({**mixed.forward, **keys.forward}, {**mixed.backward, **keys.backward}, products(c)) for keys in ring
+    ]
     return [cost for cost in by_ring for _ in range(a)]

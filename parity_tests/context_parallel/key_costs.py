@@ -78,18 +78,18 @@ def cheaper(needed):
     return halo if idle or 4 * halo.busiest(["all_to_all"]) <= 3 * ring.busiest(["send"]) else ring
 
 
-def key_costs(c, positions, visible, heads):
-    """The cost of each rank, of K and V of `heads` heads."""
+def key_costs(c, positions, visible, heads, products=None, axis="cp"):
+    """The cost of each rank, of K and V of `heads` heads, sent over `axis`."""
     sent = cheaper(needed_keys(positions, visible))
     row = 2 * c.b * heads * c.p
 
     def in_bytes(table, itemsize):
-        return {op: (calls, rows * row * itemsize) for op, (calls, rows) in table.items()}
+        return {f"{op}/{axis}": (calls, rows * row * itemsize) for op, (calls, rows) in table.items()}
 
     costs = []
     for keys, sums in zip(sent.keys, sent.sums, strict=True):
         forward = in_bytes(keys, c.itemsize)
-        costs.append(Cost(forward, added(forward, in_bytes(sums, c.accumulator_itemsize))))
+        costs.append(Cost(forward, added(forward, in_bytes(sums, c.accumulator_itemsize)), products))
     return costs
 
 

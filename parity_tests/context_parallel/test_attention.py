@@ -12,6 +12,7 @@ from parity_tests.context_parallel.attention_schemes import (
     ROUNDINGS,
     RULES,
     SCALE,
+    can_share_heads,
     dense_cost,
     exchange_cost,
     limits,
@@ -30,7 +31,9 @@ def by_rules(q, k, v, causal, window):
 
 
 EXCHANGES = ("ring", "all_gather", "ulysses")
-DECLARED = dict(draw={**HEADS, **RULES}, dtypes=DTYPES, reduction=("s", "p"), roundings=ROUNDINGS)
+DECLARED = dict(
+    draw={**HEADS, **RULES}, dtypes=DTYPES, reduction=("s", "p"), roundings=ROUNDINGS, assume=can_share_heads
+)
 SIZES = {"b": (2,), "h": (12,), "g": (12, 1), "s": (24,), "p": (4,), "one": (1,)}
 
 
@@ -71,6 +74,7 @@ IN_ORDER = dict(
     reduction=("s", "p"),
     roundings=ROUNDINGS,
     cost=contiguous_cost,
+    assume=can_share_heads,
 )
 
 

@@ -17,6 +17,7 @@ from parity_tests.context_parallel.attention_schemes import (
     ROUNDINGS,
     RULES,
     SCALE,
+    can_share_heads,
     exchange_cost,
     limits,
     packed_cost,
@@ -59,6 +60,7 @@ def declared(layout, ranks, exchanges, **sizes):
         reduction=("s", "p"),
         roundings=ROUNDINGS,
         cost=packed_cost(layout),
+        assume=can_share_heads,
     )
 
 

@@ -19,7 +19,6 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
-from parity_tests.context_parallel.key_costs import added
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check, every_case, scheme, values
 from torch_impl.context_parallel import context_parallel_attention
@@ -62,15 +61,20 @@ def specs(cut, axes):
     return dict(inputs={**tensors, "causal": "one", "window": "one"}, outputs=f"b h {cut} p")
 
 
-def with_gradient_of_sinks(costs, c, calls):
-    """`calls` all_reduces more in backward, of a number for each head."""
-    reduced = {"all_reduce": (calls, calls * c.h * c.accumulator_itemsize)}
-    return [Cost(of.forward, added(of.backward, reduced)) for of in ([costs] if isinstance(costs, Cost) else costs)]
+def with_gradient_of_sinks(costs, c, axes):
+    """An all_reduce more over each of `axes` in backward, of a number for each head."""
+    reduced = {f"all_reduce/{axis}": (1, c.h * c.accumulator_itemsize) for axis in axes}
+    by_rank = [costs] * c.cp if isinstance(costs, Cost) else costs
+    return [Cost(each.forward, {**each.backward, **reduced}, each.products) for each in by_rank]
+
+
+def cost_over_two_axes(c, causal, window):
+    return with_gradient_of_sinks(usp_cost(c, causal, window), c, ("ring", "heads") if c.heads > 1 else ("ring",))
 
 
 def cost_of_documents(c, causal, window):
     keys = exchange_cost(c, contiguous(c.s, c.cp), limits(causal, window), DOCUMENTS, WRITTEN)
-    return with_gradient_of_sinks(keys, c, 1)
+    return with_gradient_of_sinks(keys, c, ("cp",))
 
 
 @scheme(
@@ -94,7 +98,7 @@ def attention_with_sinks(mesh, q, k, v, sinks, causal, window, softcap, exchange
     mesh={"ring": (1, 2), "heads": (1, 2)},
     **specs("s/ring:dual_chunk_swap/heads:dual_chunk_swap", "ring=I heads=I"),
     dims=DIMS,
-    cost=lambda c, causal, window: with_gradient_of_sinks(usp_cost(c, causal, window), c, 1 if c.heads == 1 else 2),
+    cost=cost_over_two_axes,
     **DRAWN,
 )
 def attention_with_sinks_over_two_axes(mesh, q, k, v, sinks, causal, window, softcap):

@@ -31,14 +31,14 @@ def cost_by_all_to_all(scheme, case):
         of_tp = [sum(_rows_for(by_rank[source * tp + each], owner, here) for source in range(ep)) for each in range(tp)]
         width = case.d * case.itemsize
         counts = (1, case.e * INT64) if ep > 1 else (0, 0)
-        forward = {"all_to_all": (2 + counts[0], (sent + sum(arriving)) * width + counts[1])}
-        backward = {"all_to_all": (2, (sent + sum(arriving)) * width)}
+        forward = {"all_to_all/ep": (2 + counts[0], (sent + sum(arriving)) * width + counts[1])}
+        backward = {"all_to_all/ep": (2, (sent + sum(arriving)) * width)}
         if "tp" in case.mesh:
             longest = max(of_tp)
             gathered, scattered = longest * width, tp * longest * case.d * case.accumulator_itemsize
             counted = (1, case.e * INT64) if tp > 1 else (0, 0)
-            forward |= {"all_gather": (1 + counted[0], gathered + counted[1]), "reduce_scatter": (1, scattered)}
-            backward |= {"all_gather": (1, gathered), "reduce_scatter": (1, scattered)}
+            forward |= {"all_gather/tp": (1 + counted[0], gathered + counted[1]), "reduce_scatter/tp": (1, scattered)}
+            backward |= {"all_gather/tp": (1, gathered), "reduce_scatter/tp": (1, scattered)}
         costs.append(Cost(forward=forward, backward=backward))
     return costs
 
@@ -52,21 +52,17 @@ def cost_by_all_gather(scheme, case):
     tokens = [len(x) for x in shards(scheme, "experts", case)]
     ep, tp = case.ep, case.mesh.get("tp", 1)
     of_ep = [sum(tokens[owner * tp : (owner + 1) * tp]) for owner in range(ep)]
-    axes = [(ep, max(of_ep))]
-    axes += [(tp, max(tokens))] if "tp" in case.mesh else []
+    axes = {"ep": (ep, max(of_ep))} | ({"tp": (tp, max(tokens))} if "tp" in case.mesh else {})
     wide = case.accumulator_itemsize
-    gathered = sum(longest * ((case.d + case.k) * case.itemsize + case.k * INT64) for _, longest in axes)
-    lengths = [INT64 for size, _ in axes if size > 1]
-    summed = sum(size * longest * case.d * wide for size, longest in axes)
-    of_gates = sum(size * longest * case.k * wide for size, longest in axes)
-    forward = {
-        "all_gather": (3 * len(axes) + len(lengths), gathered + sum(lengths)),
-        "reduce_scatter": (len(axes), summed),
-    }
-    backward = {
-        "all_gather": (len(axes), sum(longest * case.d * wide for _, longest in axes)),
-        "reduce_scatter": (2 * len(axes), summed + of_gates),
-    }
+    forward, backward = {}, {}
+    for axis, (size, longest) in axes.items():
+        gathered = longest * ((case.d + case.k) * case.itemsize + case.k * INT64)
+        lengths = (1, INT64) if size > 1 else (0, 0)
+        summed, of_gates = size * longest * case.d * wide, size * longest * case.k * wide
+        forward[f"all_gather/{axis}"] = (3 + lengths[0], gathered + lengths[1])
+        forward[f"reduce_scatter/{axis}"] = (1, summed)
+        backward[f"all_gather/{axis}"] = (1, longest * case.d * wide)
+        backward[f"reduce_scatter/{axis}"] = (2, summed + of_gates)
     return Cost(forward=forward, backward=backward)
 
 
@@ -76,6 +72,6 @@ def cost_of_shared(case):
     gathered, scattered = tokens * case.d * case.itemsize, case.tp * tokens * case.d * case.accumulator_itemsize
     lengths = (1, INT64) if case.tp > 1 else (0, 0)
     return Cost(
-        forward={"all_gather": (1 + lengths[0], gathered + lengths[1]), "reduce_scatter": (1, scattered)},
-        backward={"all_gather": (1, gathered), "reduce_scatter": (1, scattered)},
+        forward={"all_gather/tp": (1 + lengths[0], gathered + lengths[1]), "reduce_scatter/tp": (1, scattered)},
+        backward={"all_gather/tp": (1, gathered), "reduce_scatter/tp": (1, scattered)},
     )

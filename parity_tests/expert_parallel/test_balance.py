@@ -73,7 +73,7 @@ def of_sequences(probabilities, experts):
     inputs={"probabilities": "b/dp s/cp:dual_chunk_swap e", "experts": "b/dp s/cp:dual_chunk_swap k"},
     outputs="b/dp cp=P",
     reduction=("s", "e"),
-    cost=lambda c: Cost(forward={"all_reduce": (1, INT64 * c.b // c.dp * c.e)}),
+    cost=lambda c: Cost(forward={"all_reduce/cp": (1, INT64 * c.b // c.dp * c.e)}),
     **DECLARED,
 )
 def balance_of_each_sequence(mesh, probabilities, experts: Int[Tensor, "b s k"]):

@@ -34,12 +34,12 @@ def of_all(experts, gates, logits, capacity, by):
     return by_rule(experts, gates, capacity, by)
 
 
-def sent(c, ranks, longest):
+def sent(c, axis, longest):
     """Counts by position; experts and gates of the longest shard, and its length, by probability."""
-    counted = 1 if ranks > 1 else 0
+    counted = 1 if c.mesh[axis] > 1 else 0
     if c.by == "position":
-        return Cost(forward={"all_gather": (counted, counted * INT64 * c.e)})
-    return Cost(forward={"all_gather": (2 + counted, counted * INT64 + longest * c.k * (INT64 + c.itemsize))})
+        return Cost(forward={f"all_gather/{axis}": (counted, counted * INT64 * c.e)})
+    return Cost(forward={f"all_gather/{axis}": (2 + counted, counted * INT64 + longest * c.k * (INT64 + c.itemsize))})
 
 
 @scheme(
@@ -48,7 +48,7 @@ def sent(c, ranks, longest):
     inputs={"experts": "t/ranks:ragged k", "gates": "t/ranks:ragged k", "logits": "e ranks=R"},
     outputs="t/ranks:ragged k",
     options={"capacity": CAPACITIES, "by": ("position", "probability")},
-    cost=lambda c: sent(c, c.ranks, max(c.layouts["t/ranks"]["lengths"])),
+    cost=lambda c: sent(c, "ranks", max(c.layouts["t/ranks"]["lengths"])),
     **DECLARED,
 )
 def kept_of_all_tokens(mesh, experts: Int[Tensor, "t k"], gates, logits, capacity, by) -> Bool[Tensor, "t k"]:
@@ -67,7 +67,7 @@ def of_each_rank(experts, gates, logits, capacity, by, mesh):
     inputs={"experts": "t/ranks k", "gates": "t/ranks k one=R", "logits": "e ranks=R one=R"},
     outputs="t/ranks k",
     options={"capacity": CAPACITIES, "by": ("position", "probability")},
-    cost=lambda c: sent(c, 1, c.t // c.ranks),
+    cost=lambda c: sent(c, "one", c.t // c.ranks),
     **DECLARED,
 )
 def kept_of_each_rank(mesh, experts: Int[Tensor, "t k"], gates, logits, capacity, by) -> Bool[Tensor, "t k"]:

@@ -26,8 +26,14 @@ def cost(c):
     return Cost(forward=moved, backward=moved)
 
 
+def can_share_heads(c):
+    """Whether each rank has as many heads, and as many groups or a copy of one."""
+    return c.h % c.cp == 0 and (c.g % c.cp == 0 or c.cp % c.g == 0)
+
+
 DECLARED = dict(
     mesh={"cp": (1, 2, 4)},
+    assume=can_share_heads,
     rank_options={"fused": (True, False)},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),

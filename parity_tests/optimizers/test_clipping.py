@@ -55,8 +55,8 @@ DENSE = {"both": (Shard(0), Shard(1)), "rows": (Shard(0), Replicate()), "columns
 
 def dense_cost(case):
     """A float64 for each way of being sharded: two ways over each of two axes, one over a single axis."""
-    axes = sum(case.mesh[axis] > 1 for axis in ("dp", "tp"))
-    return Cost(forward={"all_reduce": (axes, {1: 8, 2: 32}[axes])} if axes else {})
+    axes = [axis for axis in ("dp", "tp") if case.mesh[axis] > 1]
+    return Cost(forward={f"all_reduce/{axis}": (1, 8 * len(axes)) for axis in axes})
 
 
 @scheme(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardproof import CaseSpec
 
 
@@ -11,7 +13,11 @@ def over_tp(case: CaseSpec, numbers: int) -> tuple[int, int]:
     return int(several), several * numbers * case.accumulator_itemsize
 
 
-def all_gathers(*parts: tuple[int, int]) -> dict[str, tuple[int, int]]:
-    """The sum of (calls, bytes), as a `Cost` takes it; nothing for no call."""
-    calls, size = (sum(each) for each in zip(*parts, strict=True))
-    return {"all_gather": (calls, size)} if calls else {}
+def all_gathers(*over_tp: tuple[int, int], over_cp: Sequence[tuple[int, int]] = ()) -> dict[str, tuple[int, int]]:
+    """The sums of (calls, bytes) over tp and over cp, as a `Cost` takes them; nothing for no call."""
+    sums = {axis: _sum(parts) for axis, parts in (("tp", over_tp), ("cp", over_cp))}
+    return {f"all_gather/{axis}": (calls, size) for axis, (calls, size) in sums.items() if calls}
+
+
+def _sum(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(calls for calls, _ in parts), sum(size for _, size in parts)

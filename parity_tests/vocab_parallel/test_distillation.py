@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from jax_ref.vocab_parallel import distillation
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
+from parity_tests.vocab_parallel.costs import all_gathers
 from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
 from torch_impl import vocab_parallel as vp
 
@@ -34,15 +35,17 @@ def cost(has_group, has_cp, asks_widths):
     def of(c):
         n, k, a = c.b * c.f // getattr(c, "cp", 1), c.k, c.accumulator_itemsize
         reads_all = c.zero_outside_topk or c.calculate_entropy
-        gathers = [8] * (asks_widths and c.mesh["tp"] > 1) + [(k + 2 + c.calculate_entropy) * n * a] * (
-            has_group and reads_all and c.mesh["tp"] > 1
+        several = getattr(c, "tp", 1) > 1
+        statistics = (1, (k + 2 + c.calculate_entropy) * n * a)
+        forward = all_gathers(
+            *[(1, 8)] * (asks_widths and several),
+            *[statistics] * (has_group and reads_all and several),
+            over_cp=[(1, (k + c.calculate_entropy) * n * a)] * has_cp,
         )
-        gathers += [(k + c.calculate_entropy) * n * a] * has_cp
-        forward = {"all_gather": (len(gathers), sum(gathers))} if gathers else {}
         if has_group and not reads_all:
-            forward["all_reduce"] = (1, k * n * a)
+            forward["all_reduce/tp"] = (1, k * n * a)
         size = (k + c.calculate_entropy) * n * getattr(c, "cp", 1) * a
-        return Cost(forward=forward, backward={"reduce_scatter": (1, size)} if has_cp else {})
+        return Cost(forward=forward, backward={"reduce_scatter/cp": (1, size)} if has_cp else {})
 
     return of
 

@@ -42,9 +42,11 @@ def over_cp(c, tokens, widths=0):
     several = c.mesh["tp"] > 1
     return Cost(
         forward=all_gathers(
-            over_tp(c, 4 * tokens // c.cp), (1, 2 * tokens // c.cp * size), (several and widths, several * widths * 8)
+            over_tp(c, 4 * tokens // c.cp),
+            (several and widths, several * widths * 8),
+            over_cp=[(1, 2 * tokens // c.cp * size)],
         ),
-        backward={"reduce_scatter": (1, 2 * tokens * size)},
+        backward={"reduce_scatter/cp": (1, 2 * tokens * size)},
     )
 
 
@@ -108,9 +110,8 @@ def of_stored(logits, target, keys, columns, temperature):
     draw={"target": ids("v", ignore=-100), "keys": integers(0, 9), "columns": integers(0, 0)},
     cost=lambda c: Cost(
         forward=all_gathers(
-            (1, 8 * c.b * c.s // c.cp),
             over_tp(c, 4 * c.b * c.s // c.cp),
-            (1, 2 * c.b * c.s // c.cp * c.accumulator_itemsize),
+            over_cp=[(1, 8 * c.b * c.s // c.cp), (1, 2 * c.b * c.s // c.cp * c.accumulator_itemsize)],
         )
     ),
     **COMMON,
@@ -175,7 +176,7 @@ def of_hidden(hidden, weight, target, temperature):
     cost=lambda c: Cost(
         forward=over_cp(c, c.b * c.s).forward,
         backward={
-            "all_reduce": (1, c.b * c.s // c.cp * c.d * c.accumulator_itemsize),
+            "all_reduce/tp": (1, c.b * c.s // c.cp * c.d * c.accumulator_itemsize),
             **over_cp(c, c.b * c.s).backward,
         },
     ),

@@ -93,8 +93,8 @@ def cost(c):
     """Three numbers per token over tp, the scores over cp; back d hidden over tp, the cotangents over cp."""
     n, size = c.b * c.s // c.cp, c.accumulator_itemsize
     return Cost(
-        forward=all_gathers(over_tp(c, 3 * n), (1, n * size)),
-        backward={"all_reduce": (1, n * c.d * size), "reduce_scatter": (1, c.b * c.s * size)},
+        forward=all_gathers(over_tp(c, 3 * n), over_cp=[(1, n * size)]),
+        backward={"all_reduce/tp": (1, n * c.d * size), "reduce_scatter/cp": (1, c.b * c.s * size)},
     )
 
 

@@ -36,12 +36,15 @@ def replicated_cost(c, over_cp=False):
     """Three numbers per token over tp, d hidden back; over cp the scores there and the cotangents back."""
     cp, size = c.mesh.get("cp", 1), c.accumulator_itemsize
     n = c.b * c.s // cp
+    # The logits, and backward the logits again, d hidden and d weight, of the widest shard of the vocabulary.
+    product = 2 * n * c.d * max(c.layouts["v/tp"]["lengths"])
     return Cost(
-        forward=all_gathers(over_tp(c, 3 * n), (int(over_cp), over_cp * n * size)),
+        forward=all_gathers(over_tp(c, 3 * n), over_cp=[(1, n * size)] if over_cp else []),
         backward={
-            "all_reduce": (1, n * c.d * size),
-            **({"reduce_scatter": (1, c.b * c.s * size)} if over_cp else {}),
+            "all_reduce/tp": (1, n * c.d * size),
+            **({"reduce_scatter/cp": (1, c.b * c.s * size)} if over_cp else {}),
         },
+        products=(product, 3 * product),
     )
 
 
@@ -50,15 +53,13 @@ def sequence_parallel_cost(c, over_cp=False):
     base = replicated_cost(c, over_cp)
     if c.tp == 1:
         return base
-    n, gathered = c.b * c.s // c.mesh.get("cp", 1) * c.d, base.forward["all_gather"]
+    n, (calls, size) = c.b * c.s // c.mesh.get("cp", 1) * c.d, base.forward["all_gather/tp"]
     shard = n // c.tp * c.itemsize
-    reduced = base.backward.get("reduce_scatter", (0, 0))
+    back = {op: value for op, value in base.backward.items() if op != "all_reduce/tp"}
     return Cost(
-        forward={"all_gather": (gathered[0] + 1, gathered[1] + shard)},
-        backward={
-            "all_gather": (1, shard),
-            "reduce_scatter": (reduced[0] + 1, reduced[1] + n * c.accumulator_itemsize),
-        },
+        forward={**base.forward, "all_gather/tp": (calls + 1, size + shard)},
+        backward={**back, "all_gather/tp": (1, shard), "reduce_scatter/tp": (1, n * c.accumulator_itemsize)},
+        products=base.products,
     )
 
 

@@ -36,16 +36,17 @@ def over_cp(c):
     """Over tp the core's exchange; over cp the scores there and the cotangents back."""
     scores, size = c.b * c.s // c.cp, c.accumulator_itemsize
     return Cost(
-        forward=all_gathers(over_tp(c, 3 * scores), (1, scores * size)),
-        backward={"reduce_scatter": (1, c.b * c.s * size)},
+        forward=all_gathers(over_tp(c, 3 * scores), over_cp=[(1, scores * size)]),
+        backward={"reduce_scatter/cp": (1, c.b * c.s * size)},
     )
 
 
 def over_cp_by_width(c):
     """The same, and one int64 for the widths of the shards."""
     core = over_cp(c)
-    width = (1, 8) if c.mesh["tp"] > 1 else (0, 0)
-    return Cost(forward=all_gathers(core.forward["all_gather"], width), backward=core.backward)
+    calls, size = core.forward.get("all_gather/tp", (0, 0))
+    widths = {"all_gather/tp": (calls + 1, size + 8)} if calls else {}
+    return Cost(forward={**core.forward, **widths}, backward=core.backward)
 
 
 def of_groups(mesh, logits, target, chunk_size, **params):

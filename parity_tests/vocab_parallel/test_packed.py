@@ -38,8 +38,8 @@ DECLARED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("v",),
     cost=lambda c: Cost(
-        forward=all_gathers(over_tp(c, 3 * c.t // c.cp), (1, c.t // c.cp * c.accumulator_itemsize)),
-        backward={"reduce_scatter": (1, c.t * c.accumulator_itemsize)},
+        forward=all_gathers(over_tp(c, 3 * c.t // c.cp), over_cp=[(1, c.t // c.cp * c.accumulator_itemsize)]),
+        backward={"reduce_scatter/cp": (1, c.t * c.accumulator_itemsize)},
     ),
 )
 INPUTS = {"logits": "1 t/cp:packed v/tp:ragged", "target": "1 t", "padded": "n", "true": "n", "columns": "u"}

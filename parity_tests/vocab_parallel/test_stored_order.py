@@ -32,7 +32,7 @@ STORED = dict(
 def in_stored_order(c):
     """Ids over cp, the core's exchange over tp, scores over cp; nothing backward."""
     n = c.b * c.s // c.cp
-    return Cost(forward=all_gathers((1, 8 * n), over_tp(c, 3 * n), (1, n * c.accumulator_itemsize)))
+    return Cost(forward=all_gathers(over_tp(c, 3 * n), over_cp=[(1, 8 * n), (1, n * c.accumulator_itemsize)]))
 
 
 def params(temperature):

@@ -57,10 +57,10 @@ def logits_at_each(logits, ids):
     dtypes=("float32", "float64", "bfloat16", "float16"),
     cost=lambda c: Cost(
         forward={
-            "all_reduce": (1, c.b * c.f // c.cp * c.k * c.accumulator_itemsize),
-            "all_gather": (1, c.b * c.f // c.cp * c.k * c.accumulator_itemsize),
+            "all_reduce/tp": (1, c.b * c.f // c.cp * c.k * c.accumulator_itemsize),
+            "all_gather/cp": (1, c.b * c.f // c.cp * c.k * c.accumulator_itemsize),
         },
-        backward={"reduce_scatter": (1, c.b * c.f * c.k * c.accumulator_itemsize)},
+        backward={"reduce_scatter/cp": (1, c.b * c.f * c.k * c.accumulator_itemsize)},
     ),
 )
 def gathered_logits(mesh, logits, ids, chunk_size):

@@ -62,10 +62,29 @@ def takes_mesh(reference: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a rank sends, as a scheme declares it: per phase, op -> (calls, bytes)."""
+    """What a rank sends, as a scheme declares it: per phase, op or op/axis -> (calls, bytes).
+
+    `"all_gather/tp"` says over which axis as well, which a mesh of several axes needs before a link can be named.
+    `products` are the operations of one rank's matrix products, forward and backward, a multiplication and an addition
+    counted as two; the ledger has none to compare them with.
+    """
 
     forward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     backward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    products: tuple[int, int] | None = None
+
+    def totals(self, phase: str) -> dict[str, tuple[int, int]]:
+        """{op: (calls, bytes)} of a phase, over all axes together."""
+        sums: dict[str, tuple[int, int]] = {}
+        for (op, _), (calls, size) in self.by_axis(phase).items():
+            before = sums.get(op, (0, 0))
+            sums[op] = (before[0] + calls, before[1] + size)
+        return sums
+
+    def by_axis(self, phase: str) -> dict[tuple[str, str | None], tuple[int, int]]:
+        """{(op, axis): (calls, bytes)} of a phase; the axis is None where it is not declared."""
+        promised: Mapping[str, tuple[int, int]] = getattr(self, phase)
+        return {(key.partition("/")[0], key.partition("/")[2] or None): value for key, value in promised.items()}
 
 
 @dataclass(frozen=True)

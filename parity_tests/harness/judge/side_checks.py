@@ -7,7 +7,8 @@ Each returns sentences; none means that the oracle passes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -74,17 +75,53 @@ def cost(scheme: Declared, case: CaseSpec, ledger: Ledger, program: Program) -> 
     declared = costs_of_ranks(scheme, case, program)
     findings = []
     for phase, short in PHASES.items():
-        for rank in range(case.world):
-            promised: Mapping[str, tuple[int, int]] = getattr(declared[rank], phase)
-            measured = ledger.cost(rank, short)
-            for op in sorted({*promised, *measured}):
-                want, got = tuple(promised.get(op, (0, 0))), measured.get(op, (0, 0))
-                if want != got:
-                    findings.append(
-                        f"{phase} {op}: declared {want[0]} calls of {want[1]} bytes, "
-                        f"rank {rank} issued {got[0]} of {got[1]}"
-                    )
-    return tuple(findings[:1]) if findings else ()
+        for rank, of_rank in enumerate(declared):
+            findings += _differences(phase, of_rank.totals(phase), ledger.cost(rank, short), rank)
+            # Where each axis is declared, each of its groups sends its own share of the total.
+            measured: Sums = {}
+            for row in (row for row in ledger.of(rank) if row.phase == short):
+                key = f"{row.op} over ranks {','.join(map(str, row.group))}"
+                calls, size = measured.get(key, (0, 0))
+                measured[key] = (calls + 1, size + row.payload)
+            for op, wanted in _by_group(of_rank, phase, case, rank).items():
+                of_op = {key: value for key, value in measured.items() if key.startswith(f"{op} over")}
+                findings += _differences(phase, wanted, of_op, rank)
+    return tuple(findings[:1])
+
+
+Sums = dict[str, tuple[int, int]]  # calls and bytes
+
+
+def _differences(phase: str, wanted: Sums, measured: Sums, rank: int) -> list[str]:
+    return [
+        f"{phase} {key}: declared {want[0]} calls of {want[1]} bytes, rank {rank} issued {got[0]} of {got[1]}"
+        for key in sorted({*wanted, *measured})
+        if (want := tuple(wanted.get(key, (0, 0)))) != (got := measured.get(key, (0, 0)))
+    ]
+
+
+def _by_group(declared: Cost, phase: str, case: CaseSpec, rank: int) -> dict[str, Sums]:
+    """What each op of one rank sends in each of its groups, of the ops whose axes are declared throughout.
+
+    Errors: ValueError for an axis that the mesh lacks.
+    """
+    promised = declared.by_axis(phase)
+    unnamed = {op for op, axis in promised if axis is None}
+    axes, sizes = list(case.mesh), tuple(case.mesh.values())
+    ranks = np.arange(case.world).reshape(sizes)
+    by_op: dict[str, Sums] = {}
+    for (op, axis), (calls, size) in promised.items():
+        if op in unnamed:
+            continue
+        if axis not in axes:
+            raise ValueError(f"cost of {case.scheme} names {op}/{axis}; the axes are {', '.join(axes)}")
+        place: list[Any] = list(np.unravel_index(rank, sizes))
+        place[axes.index(axis)] = slice(None)
+        key = f"{op} over ranks {','.join(map(str, ranks[tuple(place)]))}"
+        sums = by_op.setdefault(op, {})
+        before = sums.get(key, (0, 0))  # groups of one rank are the same for several axes
+        sums[key] = (before[0] + calls, before[1] + size)
+    return by_op
 
 
 def hygiene(

@@ -158,6 +158,28 @@ def test_a_cost_that_cannot_be_called(cost, message):
     assert str(caught.value) == f"scheme 'total': {message}"
 
 
+@pytest.mark.parametrize(
+    ("axis", "violations"),
+    [
+        ("tp", ()),
+        ("cp", ("forward all_reduce over ranks 0,1: declared 0 calls of 0 bytes, rank 0 issued 1 of 12",)),
+    ],
+)
+def test_cost_over_an_axis(axis, violations):
+    """As many calls and bytes, over the other axis of the mesh."""
+    specs = {"x": "b tp=P cp=I"}, "b tp=I cp=I"
+    mesh = {"cp": (2,), "tp": (2,)}
+    declaration = declared(
+        total, lambda x: x * 1.0, *specs, mesh=mesh, cost=lambda c: Cost(forward={f"all_reduce/{axis}": (1, 4 * c.b)})
+    )
+    assert declaration.verify(cp=2, tp=2, b=3).cost == violations
+
+
+def test_cost_over_an_axis_that_the_mesh_lacks():
+    with pytest.raises(ValueError, match=r"names all_reduce/cp; the axes are tp$"):
+        costs(lambda c: Cost(forward={"all_reduce/cp": (1, 4 * c.b)}))
+
+
 # Protocol
 
 
