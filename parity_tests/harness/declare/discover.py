@@ -74,6 +74,7 @@ NOT_COMPONENTS = (
     "mutants",
     "specimens",
     "benchmarks",
+    "cost",
     "peers",
     "tracing",
     "training",
