@@ -30,6 +30,11 @@ PICTURES = (
         "A training run on four ranks beside one device.",
         "shardproof train --mesh dp=2,cp=2 --figure training.png",
     ),
+    (
+        "crossovers.png",
+        "Attention over 8 to 8,192 ranks: ring, all-gather, Ulysses and USP on a model of links.",
+        "python docs/images.py",
+    ),
     ("injected_bugs.png", "How many examples it takes to catch an injected bug.", "make bugs"),
     ("tour.png", "Error over budget of every built-in scheme, and three injected bugs.", "shardproof tour"),
 )

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from jax_ref.layouts import contiguous, dual_chunk_swap, packed, striped
+from parity_tests.cli.priced import Request, compare
+from parity_tests.cost.figure import figure as cost_figure
 from shardproof import figure, layout_figure, parse
 from torch_impl.pipelining import schedule_order, simulate, stage_to_rank
 from torch_impl.pipelining.simulation import draw
@@ -34,8 +36,16 @@ def schedule() -> None:
     canvas.savefig(FOLDER / "schedule.png", dpi=100, metadata=PLAIN)
 
 
+def crossovers() -> None:
+    """Attention over cp from 8 to 8,192 ranks, as `shardproof cost` draws it."""
+    words = Request(["cp=8..8192"], ["s=2097152,h=128,g=8"], {}, None, None, "h100")
+    canvas = cost_figure(compare(["attention"], words), "attention cp=8..8192 s=2097152,h=128,g=8")
+    canvas.savefig(FOLDER / "crossovers.png", dpi=100, metadata=PLAIN)
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     spec_strings()
     layouts()
     schedule()
+    crossovers()

@@ -39,6 +39,7 @@ VERBS = {
     "train": training.train,
     "trace": training.trace,
     "plan": paper.plan,
+    "cost": paper.cost,
     "tour": verify.tour,
 }
 for name, verb in VERBS.items():

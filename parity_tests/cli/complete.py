@@ -17,6 +17,11 @@ def targets(incomplete: str) -> list[str]:
     return _begin(incomplete, [*_files("*.py"), *sorted(declared)])
 
 
+def priced(incomplete: str) -> list[str]:
+    """What is compared by one word, then schemes and files."""
+    return [*_begin(incomplete, ("attention", "logprob", "mamba")), *targets(incomplete)]
+
+
 def names(incomplete: str) -> list[str]:
     """Schemes alone."""
     return [name for name in targets(incomplete) if not name.endswith(".py")]

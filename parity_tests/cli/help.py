@@ -49,6 +49,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "shardproof plan transformers.LlamaConfig --mesh tp=2 --option num_hidden_layers=2 --json",
         "shardproof plan my_model.py:make_model --mesh dp_replicate=2,dp_shard=4",
     ),
+    "cost": (
+        "shardproof cost attention --mesh cp=64,tp=8 --dim s=131072,h=64,g=8",
+        "shardproof cost attention --mesh cp=8..8192 --dim s=4096*cp,h=64,g=8 --links b200",
+        "shardproof cost vocab_parallel_logprob --mesh tp=8 --dim b=1,s=4096,v=131072 --json",
+    ),
     "tour": (
         "shardproof tour",
         "shardproof tour --examples 2 --figure tour.png --json tour.json --quiet",

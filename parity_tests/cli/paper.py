@@ -1,4 +1,4 @@
-"""The verbs that only calculate: a pipeline schedule, and what sharding a model would do."""
+"""The verbs that only calculate: a pipeline schedule, what sharding a model would do, what a scheme costs."""
 
 from __future__ import annotations
 
@@ -63,3 +63,55 @@ def plan(
     from parity_tests.cli import plan as dry
 
     dry.show(model, sizes(mesh, "--mesh"), tokens, options(option), json)
+
+
+def cost(
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            help="Scheme names, files, file.py::name; or attention, mamba, logprob: all ways to do that.",
+            autocompletion=complete.priced,
+        ),
+    ],
+    mesh: Annotated[
+        list[str],
+        typer.Option(
+            help="Mesh axis sizes, the axis of neighbouring ranks last: cp=64,tp=8; cp=8..512 for 8, 16 and so on.",
+            metavar="AXIS=N",
+            autocompletion=complete.meshes,
+        ),
+    ],
+    dim: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Dim sizes: s=131072, or s=4096*cp. Default: the smallest that the mesh shards.", metavar="DIM=N"
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of the scheme: exchange=ring.", metavar="K=V")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float64, float32, bfloat16 or float16; default: bfloat16, if the scheme has it.",
+            autocompletion=complete.dtypes,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Draw the lengths of ragged shards and packed sequences; default: DTensor's, and one sequence."
+        ),
+    ] = None,
+    links: Annotated[
+        str, typer.Option(help="h100, b200, or a .toml or .json file of hosts and links.", metavar="SHEET")
+    ] = "h100",
+    json: JsonFlag = False,
+    figure: Annotated[
+        str | None, typer.Option(help="Write the picture of a range of meshes: .png, .svg or .pdf.", metavar="PATH")
+    ] = None,
+) -> None:
+    """What schemes send on a mesh of any size, by their declared cost: bytes, links, modelled time. Nothing runs."""
+    from parity_tests.cli import priced
+
+    priced.show(targets, priced.Request(mesh, dim or [], options(option), dtype, seed, links), json, figure)

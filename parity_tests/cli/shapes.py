@@ -83,6 +83,24 @@ SHAPES = {
  ]
 }
 """,
+    "cost": """
+{
+ "links": {"name": "h100", "ranks_per_host": 8, "measured": "not yet measured"},
+ "comparisons": [
+  {"mesh": {"cp": 64, "tp": 8}, "ranks": 512, "hosts": 64, "least": "ring",
+   "candidates": [
+    {"label": "ring", "scheme": "attention_in_dual_chunk_swap", "mesh": {"cp": 64, "tp": 8}, "dims": {"s": 131072},
+     "dtype": "bfloat16", "options": {"exchange": "ring"}, "drawn": null,
+     "lines": [{"phase": "forward", "op": "send", "axis": "cp", "calls": 63, "bytes": 528482304, "inside_bytes": 0.0,
+                "between_bytes": 528482304.0, "seconds": 0.012}],
+     "inside_bytes": 0.0, "between_bytes": 1585446912.0, "products": [1000, 2500],
+     "communication_seconds": {"forward": 0.012, "backward": 0.04},
+     "product_seconds": {"forward": 0.01, "backward": 0.03}, "seconds": 0.05}
+   ],
+   "left_out": {"usp heads=3": "assume rejects ring=8 heads=3"}}
+ ]
+}
+""",
     "plan": """
 {
  "mesh": {"tp": 2},

@@ -108,7 +108,7 @@ def test_nothing_slow_is_loaded_for_a_word():
         name for name, member in vars(complete).items() if callable(member) and member.__module__.endswith("complete")
     ]
     names = [name for name in offers if not name.startswith("_") and name not in ("of_run", "profiles")]
-    assert len(names) == 9
+    assert len(names) == 10
     lines = ["import sys", "from parity_tests.cli import app, complete"]
     lines += [f"complete.{name}('')" for name in names]
     lines += [f"sys.exit(','.join(name for name in {SLOW} if name in sys.modules) or 0)"]

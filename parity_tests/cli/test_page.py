@@ -133,6 +133,7 @@ def test_json_of_tables(shardproof):
     compared("schedule", shardproof("schedule", "zbv", "--pp", "2", "--microbatches", "2", "--json")[1])
     small = ("--option", "num_hidden_layers=1", "--mesh", "tp=2")
     compared("plan", shardproof("plan", "transformers.LlamaConfig", *small, "--json")[1])
+    compared("cost", shardproof("cost", "attention", "--mesh", "cp=4", "--dim", "s=64,h=4,g=2", "--json")[1])
 
 
 def test_json_of_the_training_run():

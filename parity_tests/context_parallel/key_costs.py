@@ -4,9 +4,13 @@ import numpy as np
 
 from shardproof import Cost
 
+MOST_POSITIONS, MOST_RANKS = 4096, 64  # of a cost: pairs are listed one by one
+
 
 def visible_pairs(size, causal, window, padded=None, real=None):
     """`[i, j]`: whether the query at position i of a stream sees the key at j, by listing all pairs."""
+    if size > MOST_POSITIONS:
+        raise ValueError(f"pairs of {size:,} positions are not listed; the limit is {MOST_POSITIONS:,}")
     padded = np.array([0, size]) if padded is None else np.asarray(padded)
     real = padded if real is None else np.asarray(real)
     token = np.arange(size)
@@ -80,6 +84,8 @@ def cheaper(needed):
 
 def key_costs(c, positions, visible, heads, products=None, axis="cp"):
     """The cost of each rank, of K and V of `heads` heads, sent over `axis`."""
+    if len(positions) > MOST_RANKS:
+        raise ValueError(f"messages of {len(positions):,} ranks are not listed; the limit is {MOST_RANKS}")
     sent = cheaper(needed_keys(positions, visible))
     row = 2 * c.b * heads * c.p
 

@@ -137,6 +137,35 @@ def draw_case(
     )
 
 
+def priced_case(
+    scheme: Declared,
+    choose: Chooser,
+    mesh: Mapping[str, int],
+    fixed: Mapping[str, Any],
+    *,
+    dtype: str | None = None,
+    seed: int = 0,
+) -> CaseSpec:
+    """A case on a mesh of any size, for its cost alone: it is not run where it has more ranks than can be run.
+
+    Dims that are not given are the smallest that the mesh can shard, options the first that `assume` allows; `choose`
+    draws the lengths of shards and sequences. Errors: ValueError as of draw_case, and where no size fits.
+    """
+    sizes, fixed_options = _sizes_and_options(scheme, {**mesh, **fixed})
+    shapes = size_choices.shapes(scheme, sizes, [mesh], 1, fixed_options)
+    if not shapes:
+        raise ValueError(f"scheme '{scheme.name}': {size_choices.no_shape(scheme, sizes, mesh)}")
+    shape = shapes[0]
+    why = size_choices.objection(scheme, shape, mesh, sizes)
+    options = size_choices.assumed_options(scheme, shape, mesh, fixed_options) if why is None else []
+    if not options:
+        raise ValueError(f"scheme '{scheme.name}': {why or f'{ASSUMED} these sizes and options'}")
+    layouts, lengths = _layouts(scheme, mesh, shape, choose), _lengths(scheme, mesh, shape, choose)
+    values = {name: draw.value(choose, _shards(scheme, mesh, draw.dim)) for name, draw in scheme.draws.items()}
+    record = {"dims": shape, "layouts": layouts, "lengths": lengths, "values": values, "options": options[0]}
+    return CaseSpec(scheme.key, dict(mesh), dtype=dtype or scheme.dtypes[0], seed=seed, **record)
+
+
 def another(
     scheme: Declared, case: CaseSpec, sizes: Mapping[str, int], choose: Chooser, *, same_shapes: bool | None = None
 ) -> CaseSpec:

@@ -85,6 +85,17 @@ def shapes(
     return chosen or offered[:limit]
 
 
+def no_shape(scheme: Declared, fixed: Mapping[str, int], mesh: Mapping[str, int]) -> str:
+    """Why a mesh has no shape at all: of a dim that lists its sizes none is a multiple of what the mesh needs."""
+    for name, step in _units(scheme, mesh).items():
+        choices = scheme.dims.get(name, ())
+        if name not in fixed and not isinstance(choices, str) and not any(size % step == 0 for size in choices):
+            sizes = " or ".join(map(str, choices))
+            return f"{name}={sizes} cannot be sharded on {sizes_text(mesh)}; give {name}, a multiple of {step}"
+    tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
+    return f"{sizes_text(fixed)} does not agree with {', '.join(tied)}"
+
+
 def compatible(
     scheme: Declared,
     shape: Mapping[str, int],

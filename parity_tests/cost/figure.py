@@ -1,0 +1,41 @@
+"""Crossovers as a figure: the time of each way over the size of one axis, and what it sends between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from parity_tests.cost.candidates import Comparison
+from parity_tests.cost.table import AMOUNTS, best, swept_axis, ways_of
+from parity_tests.harness.report import colours
+
+INCHES = (3.6, 3.3)  # of a panel
+MOST_TICKS = 5
+
+
+def figure(comparisons: Sequence[Comparison], title: str = "") -> Any:
+    """A panel for each of step, communication and bytes between hosts, a line for each way, the least of its name."""
+    from matplotlib.figure import Figure
+
+    axis = swept_axis(comparisons)
+    sizes = [one.setting.mesh[axis] for one in comparisons]
+    canvas = Figure(figsize=(INCHES[0] * len(AMOUNTS), INCHES[1]), layout="constrained")
+    panels = canvas.subplots(1, len(AMOUNTS))
+    scales = {"bytes": (1e9, "GB")}
+    for panel, (name, amount) in zip(panels, AMOUNTS.items(), strict=True):
+        unit, label = scales.get(name.partition(" ")[0], (1e-3, "ms"))
+        for number, way in enumerate(ways_of(comparisons)):
+            chosen = [best(one, way, amount) for one in comparisons]
+            points = {
+                size: amount(each) / unit for size, each in zip(sizes, chosen, strict=True) if each and amount(each)
+            }
+            panel.plot(points.keys(), points.values(), **colours.line(number), label=way)
+        panel.set(xscale="log", yscale="log", xlabel=f"ranks of {axis}", ylabel=label)
+        panel.set_title(name, fontsize=9)
+        ticks = sizes[:: -(-len(sizes) // MOST_TICKS)]
+        panel.set_xticks(ticks, [f"{size:,}" for size in ticks])
+        panel.minorticks_off()
+        panel.grid(color="0.9")
+    canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
+    canvas.suptitle(title, fontsize=10)
+    return canvas

@@ -1,0 +1,31 @@
+"""What docs/reference/cost.md shows is what the program prints, and its table of sheets what they say."""
+
+import pytest
+
+from parity_tests.cost import exchanges, sheet
+from parity_tests.pages import ROOT, blocks, text_of
+
+PAGE = "docs/reference/cost.md"
+SHOWN = [block.text for block in blocks(PAGE) if block.language == "console"]
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_the_page_shows_what_is_printed(shown, shardproof):
+    command, _, output = shown.partition("\n")
+    status, out, err = shardproof(*command.removeprefix("$ shardproof ").split())
+    assert (status, err) == (0, "")
+    assert out.strip() == output.strip()
+
+
+def test_the_page_names_every_comparison_and_sheet():
+    text = text_of(PAGE)
+    assert all(f"| `{name}` |" in text for name in exchanges.COMPARISONS)
+    for name in sheet.names():
+        links = sheet.read(name)
+        for number in (links.inside_bytes_per_second / 1e9, links.operations_per_second / 1e12):
+            assert f"{number:g}e" in text
+
+
+def test_the_example_of_a_sheet_can_be_read():
+    example = sheet.read(str(ROOT / "docs" / "examples" / "my_links.toml"))
+    assert (example.name, example.ranks_per_host) == ("two sockets", 2)
