@@ -107,6 +107,11 @@ CAPTIONS = {
         "One training run on four meshes: the same curve, and how far apart.",
         "A trace of its first step, healthy and with an injected bug.",
     ),
+    "11_cost_on_large_meshes": (
+        "Attention over 8 to 8,192 ranks: the time of a step, of its communication, and bytes between hosts.",
+        "Which way to share attention has the shortest step, for sequences and worlds, on two kinds of host.",
+        "A Mamba mixer over 8 to 1,024 ranks: heads exchanged for tokens, or states passed on.",
+    ),
 }
 
 

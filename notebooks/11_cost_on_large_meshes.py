@@ -1,0 +1,118 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What an exchange costs on eight and on eight thousand ranks
+#
+# A scheme declares what it sends, and the ledger proves that on a few ranks. The same formulas, on a mesh of any size
+# and a model of hosts and links, say which way is cheapest where. No GPU ran for this: seconds are those of the model,
+# bytes are those of the formulas.
+
+# %%
+# %matplotlib inline
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for each rank
+
+from dataclasses import replace
+
+import matplotlib.pyplot as plt
+
+from parity_tests.cost import sheet, table
+from parity_tests.cost.candidates import Setting
+from parity_tests.cost.exchanges import compared
+from parity_tests.cost.figure import figure
+from shardproof import colours
+
+H100, B200 = sheet.read("h100"), sheet.read("b200")
+WORLDS = [8 << step for step in range(11)]
+HEADS = {"h": 128, "g": 8}  # query heads, and KV heads that they share
+
+# %% [markdown]
+# ## One mesh, each op
+#
+# 64 ranks of cp, 8 of tp inside each host: every message of cp goes between hosts. A rank of tp has 16 of 128 heads.
+
+# %%
+setting = Setting({"cp": 64, "tp": 8}, {"s": 131072, "h": 16, "g": 1}, H100)
+print(table.one_mesh(compared("attention", setting)))
+
+# %% [markdown]
+# ## Attention from 8 to 8,192 ranks
+#
+# One sequence of two million tokens over more and more ranks. Ulysses ends where the heads do; USP goes on, with a ring
+# of groups that exchange heads. `step` hides messages behind products, `communication` hides nothing.
+
+
+# %%
+def over(name, axis, worlds, names, links=H100, **inner):
+    """A comparison for each number of ranks."""
+    return [compared(name, Setting({axis: world, **inner}, names, links)) for world in worlds]
+
+
+attention = over("attention", "cp", WORLDS, {"s": 2**21, **HEADS})
+display(figure(attention, "attention over cp, 2,097,152 tokens, h100"))
+
+# %% [markdown]
+# ## Where the ring stops being free
+#
+# As ranks are added products of a rank fall, what its ring sends does not, and its hops grow. The colour of a cell is
+# the way whose step is shortest, for sequences and worlds.
+
+# %%
+LENGTHS = [2**power for power in range(17, 25)]
+WAYS = ("ring", "all_gather", "ulysses", "usp")
+
+
+def winners(links):
+    """The number of the best way for each length (rows) and world (columns); -1 where a layout cannot shard it."""
+    cells = []
+    for length in LENGTHS:
+        row = over("attention", "cp", WORLDS[::2], {"s": length, **HEADS}, links)
+        cells.append([WAYS.index(one.least.label.partition(" ")[0]) if one.least else -1 for one in row])
+    return cells
+
+
+canvas, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+for panel, links in zip(panels, (H100, B200), strict=True):
+    best = winners(links)
+    words = [[WAYS[way] if way >= 0 else "" for way in row] for row in best]
+    colours.tiles(panel, best, len(WAYS), text=words, title=links.name, xlabel="ranks of cp")
+    panel.set_xticks(range(len(WORLDS[::2])), WORLDS[::2])
+    panel.set_yticks(range(len(LENGTHS)), [f"{length:,}" for length in LENGTHS])
+panels[0].set_ylabel("tokens")
+plt.show()
+
+# %% [markdown]
+# ## Hidden states or states
+#
+# A Mamba mixer over cp either exchanges heads for tokens, or passes states on. The first sends less as ranks have fewer
+# tokens, the second as much as before.
+
+# %%
+mixers = over("mamba", "cp", [8 << step for step in range(8)], {"t": 2**16, "h": 128})
+print(table.several_meshes(mixers))
+
+# %%
+display(figure(mixers, "a Mamba mixer over cp, 65,536 tokens, h100"))
+
+# %% [markdown]
+# ## Slower links
+#
+# The same with adapters of a tenth of the bandwidth: what crosses hosts decides earlier.
+
+# %%
+slow = replace(H100, name="slow", between_bytes_per_second=H100.between_bytes_per_second / 10)
+for links in (H100, slow):
+    least = [one.least.label for one in over("attention", "cp", WORLDS[::2], {"s": 2**21, **HEADS}, links)]
+    print(f"{links.name:5}", *(f"cp={world}: {label:14}" for world, label in zip(WORLDS[::2], least, strict=True)))
