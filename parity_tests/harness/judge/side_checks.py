@@ -52,8 +52,6 @@ def costs_of_ranks(scheme: Declared, case: CaseSpec, program: Program) -> list[C
         declared = scheme.cost(case, **{a.name: program.full_array(a, case) for a in scheme.inputs if a.name in names})
         if isinstance(declared, Cost):
             return [declared] * case.world
-        if len(declared) == 1:
-            return [declared[0]] * case.world
         return [declared[_place(scheme, case, rank)] for rank in range(case.world)]
     except Exception as error:
         raise raised_by(f"scheme '{scheme.name}': its cost", error) from error
