@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.context_parallel import packed_attention, seen_pairs
 from jax_ref.layouts import packed
@@ -26,7 +25,7 @@ from parity_tests.context_parallel.attention_schemes import (
     usp_cost,
 )
 from parity_tests.context_parallel.seen_pairs import KINDS, streams, times_seen
-from shardproof import check, check_cases, every_case, offsets, scheme
+from shardproof import check_cases, offsets, scheme
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
 from torch_impl.context_parallel.block_schedule import MAX_DISTINCT_LENGTHS, MAX_TILE_QUERIES, Block, schedule_of
 from torch_impl.context_parallel.blockwise_attention import Logits, RunningAttention
@@ -191,12 +190,7 @@ def test_parity(stated):
 
 @pytest.mark.parametrize("stated", (packed_attention_by_keys, packed_attention_in_order), ids=lambda each: each.name)
 def test_parity_on_processes(stated):
-    @settings(max_examples=5)
-    @given(every_case(stated, engine="gloo"))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(stated, 5, engine="gloo")
 
 
 LENGTHS = {

@@ -22,7 +22,7 @@ from parity_tests.context_parallel.key_costs import (
     visible_pairs,
 )
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, check, every_case, scheme
+from shardproof import CaseSpec, check_cases, scheme
 from torch_impl.context_parallel import context_parallel_attention, key_routes, key_traffic
 from torch_impl.context_parallel.needed_keys import needed_rows
 from torch_impl.layouts import TokenLayout
@@ -102,12 +102,7 @@ def attention_over_a_halo(mesh, q, k, v, causal, window, documents):
 
 @pytest.mark.parametrize(("engine", "examples"), [("lockstep", 20), ("gloo", 4)])
 def test_parity_over_a_halo(engine, examples):
-    @settings(max_examples=examples)
-    @given(every_case(attention_over_a_halo, engine=engine))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(attention_over_a_halo, examples, engine=engine)
 
 
 def attended(lengths, kind="contiguous", **rules):

@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
 from jaxtyping import Int
 from torch import Tensor
 
 from jax_ref import expert_parallel as reference
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check, every_case, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from torch_impl import expert_parallel
 
 SIZES = {"k": (1, 2, 3), "e": (4, 8, 3)}
@@ -144,12 +143,7 @@ SCHEMES = (
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared):
-    @settings(max_examples=30)
-    @given(every_case(declared))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 30)
 
 
 def loss_of_ranks(probabilities, experts, count):

@@ -3,14 +3,13 @@
 import jax
 import pytest
 import torch
-from hypothesis import given, settings
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from jax_ref.expert_parallel import kept_by_position, kept_by_probability, mixture
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check, every_case, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from torch_impl.expert_parallel import expert_capacity, kept_choices, routed_experts
 
 SIZES = {"k": (1, 2, 3), "e": (4, 8, 3)}
@@ -108,12 +107,7 @@ SCHEMES = (kept_of_all_tokens, kept_of_each_rank, routed_with_capacity)
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared):
-    @settings(max_examples=40)
-    @given(every_case(declared))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 40)
 
 
 def kept_on(count, experts, gates, capacity, by):

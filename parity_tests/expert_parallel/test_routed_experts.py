@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from jax_ref.expert_parallel import mixture, swiglu
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.expert_parallel.costs import cost_by_all_gather, cost_by_all_to_all, cost_of_shared
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, check, every_case, mask, scheme, values
+from shardproof import CaseSpec, check_cases, mask, scheme, values
 from torch_impl.expert_parallel import routed_experts, shared_experts, softmax_top_k
 
 # Stored in the dtype and used again: the hidden columns, their product with the gate, an expert's output, its addend of
@@ -153,22 +152,12 @@ SCHEMES = (
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared):
-    @settings(max_examples=30)
-    @given(every_case(declared))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 30)
 
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity_on_processes(declared):
-    @settings(max_examples=4)
-    @given(every_case(declared, engine="gloo"))
-    def example(case):
-        check(case)
-
-    example()
+    check_cases(declared, 4, engine="gloo")
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])

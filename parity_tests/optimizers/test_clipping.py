@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from jax_ref.optimizers import clipped
 from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import distributed, local, parameter
-from shardproof import CaseSpec, Cost, check, every_case, scheme, values
+from shardproof import CaseSpec, Cost, check, check_cases, every_case, scheme, values
 from torch_impl.optimizers import clip_grad_norm_, gradient_norm
 
 NORMS = {"norm_type": (2.0, 1.0, math.inf, 3.0), "max_norm": (0.5, 1e4, 0.0)}
@@ -144,12 +144,7 @@ SCHEMES = (clipped_over_fsdp_and_tp, clipped_with_experts, clipped_over_stages, 
 
 @pytest.mark.parametrize("declared_scheme", SCHEMES, ids=lambda each: each.name)
 def test_parity(declared_scheme):
-    @settings(max_examples=25)
-    @given(every_case(declared_scheme))
-    def each(case):
-        check(case)
-
-    each()
+    check_cases(declared_scheme, 25)
 
 
 @settings(max_examples=6)

@@ -24,7 +24,7 @@ from parity_tests.optimizers.parameters import (
     stepped,
     weight,
 )
-from shardproof import CaseSpec, Cost, check, every_case, scheme, values
+from shardproof import CaseSpec, Cost, check, check_cases, every_case, scheme, values
 from torch_impl.optimizers import Muon
 
 OPTIONS = {"lr": (0.02, 0.5), "weight_decay": (0.1, 0.0), "momentum": (0.95, 0.5), "nesterov": (True, False)}
@@ -183,12 +183,7 @@ SCHEMES = (
 
 @pytest.mark.parametrize("declared_scheme", SCHEMES, ids=lambda each: each.name)
 def test_parity(declared_scheme):
-    @settings(max_examples=12)
-    @given(every_case(declared_scheme))
-    def each(case):
-        check(case)
-
-    each()
+    check_cases(declared_scheme, 12)
 
 
 @settings(max_examples=3)

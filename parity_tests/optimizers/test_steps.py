@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from jax_ref.optimizers import adamw, sgd
 from parity_tests.optimizers.parameters import full, fully_sharded, local, placed, shard_of, stepped, weight
-from shardproof import Cost, check, every_case, scheme, values
+from shardproof import Cost, check, check_cases, every_case, scheme, values
 
 # A layer over FSDP and tensor parallelism: three matrices, and a norm's vector that is not decayed.
 LAYER = {"both": (Shard(0), Shard(1)), "rows": (Shard(0), Replicate()), "columns": (Replicate(), Shard(1)),
@@ -196,12 +196,7 @@ SCHEMES = (
 
 @pytest.mark.parametrize("declared_scheme", SCHEMES, ids=lambda each: each.name)
 def test_parity(declared_scheme):
-    @settings(max_examples=12)
-    @given(every_case(declared_scheme))
-    def each(case):
-        check(case)
-
-    each()
+    check_cases(declared_scheme, 12)
 
 
 @settings(max_examples=3)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from jax_ref.optimizers import adamw, sgd
 from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import full, shard_of
-from shardproof import CaseSpec, Cost, check, every_case, scheme, values
+from shardproof import CaseSpec, Cost, check, check_cases, every_case, scheme, values
 from torch_impl.optimizers import Zero1, clip_grad_norm_
 
 SPECS = {"up": "a b", "down": "b a", "norm": "b"}
@@ -134,12 +134,7 @@ def make_sgd(groups):
 
 @pytest.mark.parametrize("declared_scheme", [zero1_adamw, zero1_sgd], ids=lambda each: each.name)
 def test_parity(declared_scheme):
-    @settings(max_examples=12)
-    @given(every_case(declared_scheme))
-    def each(case):
-        check(case)
-
-    each()
+    check_cases(declared_scheme, 12)
 
 
 @settings(max_examples=3)
