@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parity_tests.failures import kinds
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.processes import pool
@@ -36,52 +36,14 @@ def healthy(mesh: Any, case: Any) -> float:
     return x[0].item()
 
 
-def raises(mesh: Any, case: Any) -> None:
-    if mesh.rank("tp") == 1:
-        raise KeyError("no such weight")
-    dist.all_reduce(torch.ones(3), group=mesh["tp"])
-
-
-def dies(mesh: Any, case: Any) -> None:
-    if mesh.rank("tp") == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(3), group=mesh["tp"])
-
-
 def leaves(mesh: Any, case: Any) -> None:
     if mesh.rank("tp") == 1:
         os._exit(7)
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 
-def other_size(mesh: Any, case: Any) -> None:
-    dist.all_reduce(torch.ones(2 if mesh.rank("tp") == 1 else 3), group=mesh["tp"])
-
-
-def other_shape(mesh: Any, case: Any) -> None:
+def other_rank_of_shape(mesh: Any, case: Any) -> None:
     dist.all_reduce(torch.ones((3, 2) if mesh.rank("tp") == 1 else (2, 3)), group=mesh["tp"])
-
-
-def other_dtype(mesh: Any, case: Any) -> None:
-    dtype = torch.int32 if mesh.rank("tp") == 1 else torch.float32
-    dist.all_reduce(torch.ones(3, dtype=dtype), group=mesh["tp"])
-
-
-def other_item_size(mesh: Any, case: Any) -> None:
-    dtype = torch.int64 if mesh.rank("tp") == 1 else torch.float32
-    dist.all_reduce(torch.ones(3, dtype=dtype), group=mesh["tp"])
-
-
-def other_reduce_op(mesh: Any, case: Any) -> None:
-    op = dist.ReduceOp.MAX if mesh.rank("tp") == 1 else dist.ReduceOp.SUM
-    dist.all_reduce(torch.ones(3), op=op, group=mesh["tp"])
-
-
-def reduce_or_broadcast(mesh: Any, case: Any) -> None:
-    if mesh.rank("tp") == 1:
-        dist.broadcast(torch.ones(3), src=0, group=mesh["tp"])
-    else:
-        dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 
 def reduce_or_gather(mesh: Any, case: Any) -> None:
@@ -92,20 +54,9 @@ def reduce_or_gather(mesh: Any, case: Any) -> None:
         dist.all_reduce(x, group=mesh["tp"])
 
 
-def other_root(mesh: Any, case: Any) -> None:
-    dist.broadcast(torch.ones(3), src=mesh.rank("tp") % 2, group=mesh["tp"])
-
-
 def uneven_gather(mesh: Any, case: Any) -> None:
     x = torch.ones(3 if mesh.rank("tp") == 1 else 4)
     dist.all_gather([torch.empty_like(x) for _ in range(mesh.size("tp"))], x, group=mesh["tp"])
-
-
-def other_splits(mesh: Any, case: Any) -> None:
-    world = mesh.size("tp")
-    received = [1] * (world - 1) + [2 if mesh.rank("tp") == 1 else 1]
-    x, y = torch.ones(world, 2), torch.empty(sum(received), 2)
-    dist.all_to_all_single(y, x, output_split_sizes=received, group=mesh["tp"])
 
 
 def short_recv(mesh: Any, case: Any) -> None:
@@ -113,34 +64,6 @@ def short_recv(mesh: Any, case: Any) -> None:
         dist.send(torch.ones(4), dst=1, group=mesh["tp"])
     if mesh.rank("tp") == 1:
         dist.recv(torch.ones(2), src=0, group=mesh["tp"])
-
-
-def all_send_first(mesh: Any, case: Any) -> None:
-    rank, world = mesh.rank("tp"), mesh.size("tp")
-    dist.send(torch.ones(4), dst=(rank + 1) % world, group=mesh["tp"])
-    dist.recv(torch.ones(4), src=(rank - 1) % world, group=mesh["tp"])
-
-
-def skips(mesh: Any, case: Any) -> None:
-    dist.all_reduce(torch.ones(3), group=mesh["tp"])
-    if mesh.rank("tp") != 1:
-        dist.all_reduce(torch.ones(5), group=mesh["tp"])
-
-
-def loops(mesh: Any, case: Any) -> None:
-    dist.all_reduce(torch.ones(3), group=mesh["tp"])
-    while mesh.rank("tp") == 1:
-        pass
-    dist.all_reduce(torch.ones(5), group=mesh["tp"])
-
-
-def forgets_to_wait(mesh: Any, case: Any) -> None:
-    torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", mesh["tp"].group_name)
-
-
-def crosses_groups(mesh: Any, case: Any) -> None:
-    inner = dist.new_group(list(range(mesh.size("tp"))))
-    dist.all_reduce(torch.ones(3), group=mesh["tp"] if mesh.rank("tp") == 1 else inner)
 
 
 def other_size_in_backward(mesh: Any, case: Any) -> None:
@@ -160,37 +83,37 @@ def other_size_in_backward(mesh: Any, case: Any) -> None:
 
 # body, causes allowed, what the verdict must say besides each rank's name
 ROWS = [
-    (raises, {"raised"}, ["KeyError: 'no such weight' at", "waits in all_reduce float32[3] SUM (group tp, #0)"]),
-    (dies, {"died"}, ["rank 1 was killed by SIGKILL", "all_reduce float32[3] SUM (group tp, #0)"]),
+    (kinds.raises, {"raised"}, ["KeyError: 'no such weight' at", "waits in all_reduce float32[3] SUM (group tp, #0)"]),
+    (kinds.is_killed, {"died"}, ["rank 1 was killed by SIGKILL", "all_reduce float32[3] SUM (group tp, #0)"]),
     (leaves, {"died"}, ["rank 1 left with exit code 7", "all_reduce float32[3] SUM (group tp, #0)"]),
     (
-        other_size,
+        kinds.other_shape,
         {"collective mismatch"},
         ["shape differs", "float32[2] SUM (group tp, #0)", "float32[3] SUM (group tp, #0)"],
     ),
-    (other_shape, {"collective mismatch"}, ["shape differs", "float32[2, 3]", "float32[3, 2]"]),
-    (other_dtype, {"collective mismatch"}, ["dtype differs", "float32[3]", "int32[3]"]),
-    (other_item_size, {"collective mismatch"}, ["dtype differs", "float32[3]", "int64[3]"]),
-    (other_reduce_op, {"collective mismatch"}, ["reduce op differs", "SUM", "MAX"]),
+    (other_rank_of_shape, {"collective mismatch"}, ["shape differs", "float32[2, 3]", "float32[3, 2]"]),
+    (kinds.other_dtype, {"collective mismatch"}, ["dtype differs", "float32[3]", "int32[3]"]),
+    (kinds.other_item_size, {"collective mismatch"}, ["dtype differs", "float32[3]", "int64[3]"]),
+    (kinds.other_reduce_op, {"collective mismatch"}, ["reduce op differs", "SUM", "MAX"]),
     (
-        reduce_or_broadcast,
+        kinds.other_operation,
         {"collective mismatch"},
         ["op differs", "all_reduce float32[3] SUM", "broadcast float32[3] root=0"],
     ),
     (reduce_or_gather, {"collective mismatch"}, ["op differs", "all_reduce float32[3] SUM", "all_gather float32[3]"]),
-    (other_root, {"collective mismatch"}, ["root differs", "root=0", "root=1"]),
+    (kinds.other_root, {"collective mismatch"}, ["root differs", "root=0", "root=1"]),
     (uneven_gather, {"collective mismatch", "died"}, ["all_gather float32[4]", "all_gather float32[3]"]),
-    (other_splits, {"collective mismatch"}, ["sends 1 rows to rank 1, which expects 2", "all_to_all"]),
+    (kinds.wrong_counts, {"collective mismatch"}, ["sends 1 rows to rank 1, which expects 2", "all_to_all"]),
     (short_recv, {"collective mismatch"}, ["shape differs", "recv float32[2] peer=0", "send float32[4] peer=1"]),
-    (all_send_first, {"stalled"}, ["rank 0 waits in send float32[4] peer=1"]),
-    (skips, {"stalled"}, ["waits in all_reduce float32[5] SUM (group tp, #1)", "rank 1 finished"]),
+    (kinds.all_send_first, {"stalled"}, ["rank 0 waits in send float32[4] peer=1"]),
+    (kinds.collective_missing, {"stalled"}, ["waits in all_reduce float32[5] SUM (group tp, #1)", "rank 1 finished"]),
     (
-        loops,
+        kinds.loops,
         {"stalled"},
-        [f"rank 1 computes at {Path(__file__).name}:", "; its last was all_reduce float32[3] SUM (group tp, #0)"],
+        [f"rank 1 computes at {Path(kinds.__file__).name}:", "; its last was all_reduce float32[3] SUM (group tp, #0)"],
     ),
-    (forgets_to_wait, {"unwaited"}, ["did not wait for all_reduce float32[3] SUM (group tp, #0)"]),
-    (crosses_groups, {"collective mismatch"}, ["group differs", "(group tp, #0)", "(group 0,1"]),
+    (kinds.never_waits, {"unwaited"}, ["did not wait for all_reduce float32[3] SUM (group tp, #0)"]),
+    (kinds.other_group, {"collective mismatch"}, ["group differs", "(group tp, #0)", "(group 0,1"]),
     (other_size_in_backward, {"collective mismatch"}, ["shape differs", "[bwd]"]),
 ]
 
@@ -209,7 +132,7 @@ def test_row(world: int, body: Any, causes: set[str], words: list[str]) -> None:
     seconds = time.monotonic() - start
     failure, text = caught.value, str(caught.value)
     assert failure.cause in causes
-    assert [word for word in (*words, f"{Path(__file__).name}:") if word not in text] == []
+    assert [word for word in (*words, f"{Path(body.__code__.co_filename).name}:") if word not in text] == []
     assert [rank for rank in range(world) if not re.search(rf"ranks? ([\d, ]+, )?{rank}\b", text)] == []
     assert len(failure.others) == world - 1
     assert seconds < VERDICT_S.get(failure.cause, OTHER_VERDICT_S) * LOADED
@@ -220,7 +143,7 @@ def test_row(world: int, body: Any, causes: set[str], words: list[str]) -> None:
 
 def in_a_stage(mesh: Any, case: Any) -> None:
     try:
-        raises(mesh, case)
+        kinds.raises(mesh, case)
     except KeyError as error:  # as PipelineStage does
         raise RuntimeError("[Stage 1] failed to run forward:") from error
 
@@ -233,7 +156,7 @@ def test_the_exception_of_a_stage_is_reported_and_not_that_of_torch_around_it() 
 
 def test_the_first_exception_is_reported_before_its_consequences(world: int) -> None:
     with pytest.raises(RankFailure) as caught:
-        pool.run(raises, case(world))
+        pool.run(kinds.raises, case(world))
     assert caught.value.rank == 1
     assert str(caught.value).startswith("raised: rank 1 raised KeyError")
     assert 'raise KeyError("no such weight")' in "".join(caught.value.__notes__)
