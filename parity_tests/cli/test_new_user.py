@@ -1,7 +1,9 @@
 """What a new user runs into in the first hour: each is one sentence that helps, and costs no other verdict."""
 
+import copy
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,6 +17,7 @@ from parity_tests.harness.run.failure import Raised
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
 
 NARROW = 80
+LONG = "a_scheme_whose_name_is_as_long_as_a_name_of_ours_may_be"
 UNUSABLE = """
 def absent(x):
     return no_such_name * x
@@ -82,20 +85,38 @@ def test_of_one_scheme_it_is_one_sentence_and_the_json(shardproof):
     assert json.loads(Path("out.json").read_text())["status"] == 2
 
 
-def test_a_terminal_of_80_columns_is_kept(monkeypatch):
-    name = "a_scheme_whose_name_is_as_long_as_a_name_of_ours_may_be"
-    longer = [RENAMED.format(name=f"{name}_{factor}", factor=factor) for factor in (2, 3)]
-    file = written("narrow.py", *longer, UNUSABLE)
-    outcome = session.run(discover.schemes_of_file(file), session.VerifyOptions(examples=4, quiet=True))
+def shown(outcome, **of_console):
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=NARROW, color_system=None, legacy_windows=False)
-    summary.show(console, outcome, session.VerifyOptions())
-    lines = out.getvalue().splitlines()
-    assert [line for line in lines if len(line.rstrip()) > NARROW] == []
+    summary.show(Console(file=out, color_system=None, **of_console), outcome, session.VerifyOptions())
+    return out.getvalue().splitlines()
+
+
+@pytest.fixture(scope="module")
+def outcome_of_long_names(tmp_path_factory):
+    longer = [RENAMED.format(name=f"{LONG}_{factor}", factor=factor) for factor in (2, 3)]
+    file = tmp_path_factory.mktemp("narrow") / "narrow.py"
+    written(str(file), *longer, UNUSABLE)
+    return session.run(discover.schemes_of_file(str(file)), session.VerifyOptions(examples=4, quiet=True))
+
+
+@pytest.mark.parametrize("width", [NARROW, 81, 92, 100, 113, 140, 200])
+def test_the_verdict_is_first_and_uncut_in_a_terminal_of_any_width(outcome_of_long_names, width):
+    lines = shown(outcome_of_long_names, force_terminal=True, width=width, legacy_windows=False)
+    assert [line for line in lines if len(line.rstrip()) > width] == []
     head, right, wrong = lines[:3]
-    assert "scheme" in head and "verdict" in head
-    assert f"{name}_2" in right and "equal" in right and f"{name}_3" in wrong and "mismatch" in wrong
+    assert head.split()[:2] == ["verdict", "scheme"]
+    assert right.split()[:2] == ["equal", f"{LONG}_2"] and wrong.split()[:2] == ["mismatch", f"{LONG}_3"]
     assert not any("…" in line for line in lines)
+
+
+def test_a_mesh_is_cut_before_a_column_is_left_out(outcome_of_long_names):
+    outcome = copy.copy(outcome_of_long_names)
+    meshes = tuple(f"dp_replicate={n},dp_shard={n},cp={n},tp={n}" for n in range(1, 5))
+    outcome.reports = [replace(report, meshes=meshes) for report in outcome.reports]
+    full, cut = (shown(outcome, **width) for width in ({"width": 165}, {"width": 165, "force_terminal": True}))
+    mesh = "dp_replicate=1,2,3,4 dp_shard=1,2,3,4 cp=1,2,3,4 tp=1,2,3,4"
+    assert full[1].endswith(mesh) and full[0].split() == cut[0].split()
+    assert len(cut[1]) == 165 and cut[1].endswith("…")
 
 
 def test_examples_are_those_that_are_drawn(shardproof):

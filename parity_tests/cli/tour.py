@@ -72,7 +72,8 @@ def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = 
 def _schemes(tour: Tour, examples: int) -> int:
     tour.heading("Every built-in scheme against its reference: forward, gradient, collectives, bytes")
     outcome = tour.outcome = several.verified(discover.built_in(), examples)
-    tour.console.print(summary.table(outcome))
+    width = tour.console.width if tour.console.is_terminal else None
+    tour.console.print(summary.table(outcome, width), crop=False)
     for report in outcome.reports:
         name = report.scheme.rpartition(":")[2]
         tour.verified.append(tour_figure.line_of(name, report))

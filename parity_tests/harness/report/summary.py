@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from parity_tests.harness.judge.compare import TensorRow
 from parity_tests.harness.report.report import Report
@@ -97,7 +98,7 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     """Print reports and closing lines: the full report of a single scheme or of a failure, else the table."""
     single = len(outcome.reports) == 1
     if len(outcome.reports) > 1 and not options.quiet:
-        console.print(table(outcome, console.width if console.is_terminal else None))
+        console.print(table(outcome, console.width if console.is_terminal else None), crop=False)
     one_line = not console.is_terminal  # a terminal's lines are broken between words, a file's are searched
     for report in outcome.reports:
         is_shown = not report.ok and not outcome.is_expected(report)
@@ -147,26 +148,35 @@ def _expectations(outcome: Outcome) -> list[str]:
     return lines
 
 
-# The order in which columns are left out of a terminal that is too narrow for all.
-WHERE_THERE_IS_ROOM = ("bytes/rank", "mesh", "gradient error", "forward error", "examples", "error/budget")
+# The order in which columns are left out of a terminal that is too narrow for all; before that the mesh is cut.
+WHERE_THERE_IS_ROOM = ("mesh", "gradient error", "forward error", "bytes/rank", "examples", "error/budget")
+TEXTS = ("verdict", "scheme", "mesh")
+LEAST_MESH = 12  # columns of a mesh that is cut
 GAP = 2  # columns between columns
 
 
 def table(outcome: Outcome, width: int | None = None) -> Table:
-    """One line for each scheme: mesh, errors against budgets, bytes, verdict, as far as the width has room."""
+    """One line for each scheme, its verdict first: error over budget, examples, bytes, errors and mesh.
+
+    A terminal's `width` has the columns that it has room for. Without one every row is as long as it needs to be.
+    """
     rows = [_row(report) for report in outcome.reports]
     names = rows[0] if rows else ()
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) + GAP for name in names}
-    for name in WHERE_THERE_IS_ROOM:
-        if width is not None and sum(widths.values()) - GAP > width:
-            del widths[name]
-    grid = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold", pad_edge=False)
+    if width is not None and rows:
+        widths["mesh"] = min(widths["mesh"], max(width - sum(widths.values()) + widths["mesh"], LEAST_MESH) + GAP)
+        for name in WHERE_THERE_IS_ROOM:
+            if sum(widths.values()) - GAP > width:
+                del widths[name]
+    total = max(sum(widths.values()) - GAP, 0) or None
+    grid = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold", pad_edge=False, width=total)
     for name in widths:
-        is_text = name in ("scheme", "mesh", "verdict")
-        grid.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+        justify = "left" if name in TEXTS else "right"
+        grid.add_column(name, justify=justify, no_wrap=True, width=widths[name] - GAP)
     for report, row in zip(outcome.reports, rows, strict=True):
-        style = "" if report.ok or outcome.is_expected(report) else "red"
-        grid.add_row(*(row[name] for name in widths), style=style)
+        verdict = "green" if report.ok else "yellow" if not report.failed or outcome.is_expected(report) else "bold red"
+        cells = [Text(row[name], style=verdict if name == "verdict" else "") for name in widths]
+        grid.add_row(*cells, style="" if report.ok or outcome.is_expected(report) else "red")
     return grid
 
 
@@ -174,14 +184,14 @@ def _row(report: Report) -> dict[str, str]:
     ratio = max((row.ratio for row in report.rows), default=float("nan"))
     undecided = f", {report.undecided_examples} undecided" if report.ok and report.undecided_why else ""
     return {
+        "verdict": report.verdict + undecided,
         "scheme": name_of(report),
-        "mesh": _meshes(report.meshes),
+        "error/budget": f"{ratio:.2g}" if report.rows else "-",
         "examples": str(report.examples),
+        "bytes/rank": str(_bytes(report)),
         "forward error": _error(report.worst("output")),
         "gradient error": _error(report.worst("gradient")),
-        "error/budget": f"{ratio:.2g}" if report.rows else "-",
-        "bytes/rank": str(_bytes(report)),
-        "verdict": report.verdict + undecided,
+        "mesh": _meshes(report.meshes),
     }
 
 
