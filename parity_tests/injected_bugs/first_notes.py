@@ -109,7 +109,7 @@ def main(
 ) -> None:
     """Inject a sample of the catalogue and print how many first notes are true of what was injected."""
     from parity_tests.harness.declare import discover
-    from parity_tests.harness.run.dtensor_advice import without_advice
+    from parity_tests.harness.run.speed_advice import without_advice
     from parity_tests.injected_bugs.catalogue import CATALOGUE
     from parity_tests.injected_bugs.report import without_schedule_warnings
 

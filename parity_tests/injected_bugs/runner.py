@@ -17,7 +17,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report.report import Report
-from parity_tests.harness.run.dtensor_advice import without_advice
+from parity_tests.harness.run.speed_advice import without_advice
 from parity_tests.injected_bugs.injected_bug import InjectedBug, PatchedFile, patched_text
 from parity_tests.injected_bugs.patched_modules import PatchedModules
 from parity_tests.injected_bugs.trials import TRACED, SchemeTrials, Trial

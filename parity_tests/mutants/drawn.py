@@ -20,7 +20,7 @@ from typing import Any
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.run.dtensor_advice import without_advice
+from parity_tests.harness.run.speed_advice import without_advice
 from parity_tests.injected_bugs.report import without_schedule_warnings
 from parity_tests.injected_bugs.runner import FARTHEST, NEAREST, oracles, rounds, schemes_under
 from parity_tests.injected_bugs.trials import SchemeTrials, Trial

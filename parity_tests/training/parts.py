@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from parity_tests.harness.run.dtensor_advice import without_advice
+from parity_tests.harness.run.speed_advice import without_advice
 from parity_tests.tracing.torch_side import Recording, recorded
 from torch_impl.models import RankStream, StepLoss, staged_step
 from torch_impl.optimizers import clip_grad_norm_, gradient_norm
