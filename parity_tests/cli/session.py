@@ -26,9 +26,9 @@ from parity_tests.harness.report import summary
 from parity_tests.harness.report.out_path import check_folder, check_writable, write_text
 from parity_tests.harness.report.report import PLAIN_WIDTH
 from parity_tests.harness.report.summary import Expected, Outcome, VerifyOptions
-from parity_tests.harness.run.speed_advice import without_advice
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.failure import NotRun
+from parity_tests.harness.run.speed_advice import without_advice
 from parity_tests.harness.verify import NothingCompared
 from parity_tests.harness.verify import verify as verify_scheme
 

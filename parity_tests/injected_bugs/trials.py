@@ -22,9 +22,9 @@ from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.judge.reference import Reference, evaluate
 from parity_tests.harness.judge.side_checks import SPARE
 from parity_tests.harness.report.report import Report
-from parity_tests.harness.run.speed_advice import without_advice
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.program import Program
+from parity_tests.harness.run.speed_advice import without_advice
 from parity_tests.harness.verdict import judge
 from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
 
