@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -95,6 +96,18 @@ class ForkServer:
             pass  # without a server the ranks end by themselves when their sockets close
         for pid in pids:
             self._ended.pop(pid, None)
+
+    def suspend(self, pids: Collection[int]) -> None:
+        """Stop these ranks where they are, until they are resumed or killed."""
+        self._request("suspend", pids)
+
+    def resume(self, pids: Collection[int]) -> None:
+        """Let suspended ranks go on."""
+        self._request("resume", pids)
+
+    def _request(self, what: str, pids: Collection[int]) -> None:
+        with contextlib.suppress(OSError):  # the server has ended, as whoever needs the ranks next will see
+            self._socket.sendall(_line({what: list(pids)}))
 
     def close(self) -> None:
         """End the server, which takes all ranks and the folder with it."""

@@ -1,7 +1,8 @@
 """The process engines gloo and nccl: a persistent pool of ranks per world size, forked from a server that has torch.
 
 The server and the pools start at the first run that needs them and stay. A pool in which anything went wrong is
-killed and forked anew at its next run, never repaired. Nothing of this outlives the parent, however it ends.
+killed and forked anew at its next run, never repaired. Nothing of this outlives the parent, however it ends. A pool of
+gloo that is idle is suspended: each of its groups would look for messages 200 times a second, and a rank has dozens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from parity_tests.harness.run.processes.root_cause import find_root_cause
 from parity_tests.harness.run.processes.status_table import StatusTable
 from parity_tests.harness.run.processes.watch import RankHandle, Watch
 
+IDLE_S = 0.5  # without a run, before the ranks are suspended
+
 _lock = threading.Lock()
+_suspender: threading.Thread | None = None
 _server: ForkServer | None = None
 _pools: dict[tuple[int, str], Pool] = {}
 
@@ -50,7 +54,10 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo
     file = discover.file_of(fn)
     function = dumps(fn, file_is_imported=file is not None), file
     with _lock:
-        return _pool(case.world, backend).run(function, case, quiet_s, session_of(fn, case))
+        try:
+            return _pool(case.world, backend).run(function, case, quiet_s, session_of(fn, case))
+        finally:
+            _suspend_when_idle()
 
 
 def session_of(fn: Callable[..., Any], case: CaseSpec) -> object:
@@ -91,10 +98,32 @@ def _pool(world: int, backend: str) -> Pool:
     return _pools.setdefault((world, backend), Pool(world, backend, _server))
 
 
+def _suspend_when_idle() -> None:
+    global _suspender
+    if _suspender is None:
+        _suspender = threading.Thread(target=_suspend_idle_pools, daemon=True)
+        _suspender.start()
+
+
+def _suspend_idle_pools() -> None:
+    """Look at the pools now and then, until all are suspended."""
+    global _suspender
+    running = True
+    while running:
+        time.sleep(IDLE_S / 2)
+        with _lock:
+            pools = list(_pools.values())
+            for pool in pools:
+                pool.suspend(idle_s=IDLE_S)
+            running = any(pool.is_running for pool in pools)
+            if not running:
+                _suspender = None
+
+
 def _forget() -> None:
     """In a forked child of this process: the pools are not its own."""
-    global _server, _lock
-    _lock = threading.Lock()
+    global _server, _lock, _suspender
+    _lock, _suspender = threading.Lock(), None
     server, _server = _server, None
     for pool in _pools.values():
         pool.drop()
@@ -117,6 +146,11 @@ class Pool:
         self._table: StatusTable | None = None
         self._sent_keys: set[str] = set()
         self._session: object = None
+        self._last_run, self._is_suspended = 0.0, False
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._handles) and self.backend == "gloo" and not self._is_suspended
 
     @property
     def pids(self) -> list[int]:
@@ -129,6 +163,7 @@ class Pool:
         if session != self._session or any(self._server.exit_code(pid) is not None for pid in self.pids):
             self.kill()
         self._session = session
+        self._resume()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.kill)
             table = self._table or self._fork()
@@ -140,8 +175,20 @@ class Pool:
             if failure is not None:
                 raise failure
             on_failure.pop_all()
+        self._last_run = time.monotonic()
         ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
         return RunResult(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
+
+    def suspend(self, idle_s: float = 0.0) -> None:
+        """Take no processor time until the next run, if the last one ended `idle_s` ago. NCCL's watchdog forbids it."""
+        if self.is_running and time.monotonic() - self._last_run >= idle_s:
+            self._server.suspend(self.pids)
+            self._is_suspended = True
+
+    def _resume(self) -> None:
+        if self._is_suspended:
+            self._server.resume(self.pids)
+            self._is_suspended = False
 
     def kill(self) -> None:
         self._server.kill(self.pids)
@@ -153,7 +200,7 @@ class Pool:
             handle.close()
         if self._table is not None:
             self._table.close()
-        self._handles, self._table = [], None
+        self._handles, self._table, self._is_suspended = [], None, False
 
     def _fork(self) -> StatusTable:
         self.generation += 1

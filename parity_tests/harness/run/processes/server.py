@@ -1,8 +1,8 @@
 """The fork server: a small process that has imported torch, forks one rank per request and reaps it.
 
 It holds one socket to the parent: a line of JSON per message, and with each fork request the rank's two sockets.
-It reports each rank's end, kills on request, and when the parent's end of the socket closes, however the parent
-ended, it kills every rank, removes the pool's folder and leaves.
+It reports each rank's end, suspends, resumes and kills on request, and when the parent's end of the socket closes,
+however the parent ended, it kills every rank, removes the pool's folder and leaves.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import cloudpickle
 import torch
 
 from parity_tests.harness.run.processes.recorder import Recorder
+
+SIGNALS = {"suspend": signal.SIGSTOP, "resume": signal.SIGCONT}
 
 
 def main(parent: socket.socket) -> NoReturn:
@@ -82,6 +84,9 @@ def _serve(parent: socket.socket, ranks: set[int], wake_fds: tuple[int, int]) ->
             _tell(parent, {"forked": pid})
         for pid in ranks.intersection(request.get("kill", ())):
             _kill_group(pid)
+        for what, number in SIGNALS.items():
+            for pid in ranks.intersection(request.get(what, ())):
+                os.kill(pid, number)  # a child that has not been reaped: the number is no other process's
     return bool(data)
 
 

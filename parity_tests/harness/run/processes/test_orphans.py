@@ -63,7 +63,13 @@ SCRIPT = """
     if what == "beside_a_fork" and os.fork() == 0:
         time.sleep(2)
         os._exit(0)
-    if what in ("idle", "beside_a_fork"):
+    if what in ("suspended", "without_a_server"):
+        while any(each.is_running for each in pool._pools.values()):
+            time.sleep(0.01)
+        time.sleep(0.2)  # until the server has passed it on
+    if what == "without_a_server":
+        os.kill(pool._server.pid, signal.SIGKILL)
+    if what in ("idle", "beside_a_fork", "suspended", "without_a_server"):
         Path(marker).touch()
         time.sleep(60)
     pool.run(locals()[what], case, quiet_s=60)
@@ -77,11 +83,20 @@ def test_script_is_run_once_and_by_no_other_process(start: Callable[..., Parent]
     parent.assert_nothing_left()
 
 
-@pytest.mark.parametrize("what", ["idle", "in_a_collective", "in_a_loop", "beside_a_fork"])
+@pytest.mark.parametrize("what", ["idle", "suspended", "in_a_collective", "in_a_loop", "beside_a_fork"])
 def test_parent_is_killed(start: Callable[..., Parent], what: str) -> None:
     parent = start(what)
     parent.process.kill()
     parent.assert_nothing_left()
+
+
+def test_suspended_ranks_end_with_their_server(start: Callable[..., Parent]) -> None:
+    """The kernel resumes and hangs up on stopped processes whose parent, in a session of its own, has ended."""
+    parent = start("without_a_server", alive=False)
+    deadline = time.monotonic() + GONE_S * LOADED
+    while any(map(_runs, parent.pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [pid for pid in parent.pids if _runs(pid)] == []
 
 
 def test_what_a_rank_forked_ends_with_it(start: Callable[..., Parent]) -> None:
@@ -155,7 +170,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
     script.write_text(textwrap.dedent(SCRIPT))
     parents: list[Parent] = []
 
-    def started(what: str) -> Parent:
+    def started(what: str, alive: bool = True) -> Parent:
         marker = tmp_path / "under_way"
         command = [sys.executable, str(script), what, str(marker)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -166,7 +181,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
                 assert process.poll() is None, f"{what}: the parent has ended with status {process.returncode}"
                 assert time.monotonic() < deadline, f"{what}: the parent has not come so far in {START_S} s"
                 time.sleep(0.01)
-            assert all(map(_runs, parents[-1].pids))
+            assert not alive or all(map(_runs, parents[-1].pids))
         return parents[-1]
 
     yield started
