@@ -112,6 +112,17 @@ CAPTIONS = {
         "Which way to share attention has the shortest step, for sequences and worlds, on two kinds of host.",
         "A Mamba mixer over 8 to 1,024 ranks: heads exchanged for tokens, or states passed on.",
     ),
+    "12_where_a_token_goes": (
+        "The experts of each token, and the ranks that have them.",
+        "Bytes of two exchanges over the experts of a token, on 4 and on 16 ranks.",
+        "The collectives of a layer of experts, forward and backward.",
+    ),
+    "13_a_sharded_muon_step": (
+        "Singular values after one to five steps of Newton-Schulz.",
+        "Bytes of a matrix that travels to its owner, and of one that stays sharded.",
+        "The collectives of a step by owners.",
+        "The collectives of a step over shards.",
+    ),
 }
 
 
