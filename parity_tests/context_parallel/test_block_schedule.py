@@ -27,7 +27,7 @@ from parity_tests.context_parallel.attention_schemes import (
 from parity_tests.context_parallel.seen_pairs import KINDS, streams, times_seen
 from shardproof import check_cases, offsets, scheme
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
-from torch_impl.context_parallel.block_schedule import MAX_DISTINCT_LENGTHS, MAX_TILE_QUERIES, Block, schedule_of
+from torch_impl.context_parallel.block_schedule import MAX_DISTINCT_LENGTHS, MAX_SEGMENT_QUERIES, Block, schedule_of
 from torch_impl.context_parallel.blockwise_attention import Logits, RunningAttention
 from torch_impl.layouts import TokenLayout
 
@@ -217,7 +217,8 @@ LONG = {"one": [2400], "several": [1200, 0, 8, 1232], "alike": [800, 800, 800]}
 
 
 @pytest.mark.parametrize(
-    "window", [None, 3, MAX_TILE_QUERIES - 1, MAX_TILE_QUERIES, MAX_TILE_QUERIES + 44, 2 * MAX_TILE_QUERIES + 3]
+    "window",
+    [None, 3, MAX_SEGMENT_QUERIES - 1, MAX_SEGMENT_QUERIES, MAX_SEGMENT_QUERIES + 44, 2 * MAX_SEGMENT_QUERIES + 3],
 )
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, "dual_chunk_swap", "ragged"])
@@ -249,8 +250,8 @@ def test_a_window_costs_its_width_for_each_token(kind, window):
         return area([block for of_rank in schedule_of(layout, True, window).blocks for block in of_rank])
 
     (short, few), (long, many) = measured(8192), measured(32768)
-    assert long <= 32768 * (window + 2 * MAX_TILE_QUERIES) and long <= 5 * short
-    assert many <= 12 * MAX_TILE_QUERIES * MAX_TILE_QUERIES and many <= 2 * few
+    assert long <= 32768 * (window + 2 * MAX_SEGMENT_QUERIES) and long <= 5 * short
+    assert many <= 12 * MAX_SEGMENT_QUERIES * MAX_SEGMENT_QUERIES and many <= 2 * few
 
 
 @pytest.mark.parametrize("causal", [True, False])

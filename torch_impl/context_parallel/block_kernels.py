@@ -20,7 +20,7 @@ from torch import Tensor
 from torch_impl.collectives import accumulator, no_autocast
 
 Heads = Float[Tensor, "b h s p"]
-KVHeads = Float[Tensor, "b hk keys p"]
+KVHeads = Float[Tensor, "b hk keys p"]  # of another rank's rows; the rank's own are as many as its queries
 _aten = torch.ops.aten
 FLASH, FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward
 EFFICIENT, EFFICIENT_BACKWARD = (

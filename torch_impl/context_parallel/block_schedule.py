@@ -3,7 +3,7 @@
 It consists of index arrays alone; `blockwise_attention` computes with them. Every layout keeps the tokens of a sequence
 in order on each rank, so a rank's shard of a sequence is one run of consecutive rows, real tokens first. Between the
 queries of one rank and the keys of another, all pairs count, or those below a diagonal, or none. So no mask is needed,
-except at the edges of a window, where the queries are split into short runs, *tiles*.
+except at the edges of a window, where the queries are split into short runs, *segments*.
 
 A block is what one call of an attention kernel computes: runs of queries, each with its run of keys. Runs of different
 lengths in one block are filled up to the longest by repeating their last row; *fill* are these repeated rows.
@@ -23,14 +23,14 @@ from torch_impl.layouts.token_layout import TokenLayout
 
 # With more distinct lengths than this, runs up to the same power of two share a block: fewer kernels, some fill.
 MAX_DISTINCT_LENGTHS = 8
-MAX_TILE_QUERIES = 256  # under a window, whose tiles are runs of their own
+MAX_SEGMENT_QUERIES = 256  # under a window, whose segments are runs of their own
 
 
 @dataclass(frozen=True)
 class BlockSchedule:
     """The blocks of one rank, `blocks[source]` for the keys of rank `source`.
 
-    `counts[r]` is the number of rows that rank r has, fill included.
+    `counts[r]` is the number of rows that rank r has, padding included.
     """
 
     rank: int
@@ -42,8 +42,8 @@ def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockS
     """The block schedule of this rank, cached with the layout: layers that share a layout share the schedule.
 
     Cost:   one copy of four numbers per rank and sequence to the host. With a window shorter than the longest
-            sequence the positions too; work grows with tokens times window + MAX_TILE_QUERIES, and only the runs at a
-            window's edges have masks, of at most 2 * MAX_TILE_QUERIES keys each, equal ones shared.
+            sequence the positions too; work grows with tokens times window + MAX_SEGMENT_QUERIES, and only the runs at a
+            window's edges have masks, of at most 2 * MAX_SEGMENT_QUERIES keys each, equal ones shared.
     """
     return layout.derived(("schedule", causal, window), lambda: _schedule(layout, causal, window))
 
@@ -155,27 +155,27 @@ def _blocks(rules: _SourceRules, overlap: _Overlap, is_causal: bool) -> tuple[Bl
 
 
 def _split_by_window(rules: _SourceRules, overlap: _Overlap, window: int) -> tuple[_Overlap, _Overlap, _Overlap]:
-    """Split runs into tiles of at most MAX_TILE_QUERIES queries, each with three ranges of keys.
+    """Split runs into segments of at most MAX_SEGMENT_QUERIES queries, each with three ranges of keys.
 
-    They are the keys that only the first queries of a tile see, the common keys that all of them see, and those that
+    They are the keys that only the first queries of a segment see, the common keys that all of them see, and those that
     only its last queries see: the window's two edges need a mask, the common keys do not.
     """
     rows = _ascending_positions(rules.layout).cpu()
     query_positions, key_positions = rows[rules.layout.cp_rank], rows[rules.source]
-    # 1. Split each run into tiles: `run` is the run of a tile, `begin` its first query within the run.
-    tiles = -(-overlap.query_count // MAX_TILE_QUERIES)
-    run = torch.repeat_interleave(tiles)
-    begin = (torch.arange(len(run)) - (tiles.cumsum(0) - tiles)[run]) * MAX_TILE_QUERIES
+    # 1. Split each run into segments: `run` is the run of a segment, `begin` its first query within the run.
+    segments = -(-overlap.query_count // MAX_SEGMENT_QUERIES)
+    run = torch.repeat_interleave(segments)
+    begin = (torch.arange(len(run)) - (segments.cumsum(0) - segments)[run]) * MAX_SEGMENT_QUERIES
     first_query = overlap.first_query[run] + begin
-    query_count = (overlap.query_count[run] - begin).clamp(max=MAX_TILE_QUERIES)
-    # 2. The positions of the first and last query of a tile, and the keys of its run.
+    query_count = (overlap.query_count[run] - begin).clamp(max=MAX_SEGMENT_QUERIES)
+    # 2. The positions of the first and last query of a segment, and the keys of its run.
     first, last = query_positions[first_query], query_positions[first_query + query_count - 1]
     first_key, end = overlap.first_key[run], (overlap.first_key + overlap.key_count)[run]
 
     def key_at(position: Tensor) -> Tensor:
         return torch.searchsorted(key_positions, position).clamp(first_key, end)
 
-    # 3. [start, stop) are the keys that any query of the tile sees, [common_start, common_stop) those that all see.
+    # 3. [start, stop) are the keys that any query of the segment sees, [common_start, common_stop) those that all see.
     behind, ahead = window - 1, 0 if rules.causal else window - 1
     start, stop = key_at(first - behind), key_at(last + ahead + 1)
     common_start, common_stop = key_at(last - behind), key_at(first + ahead + 1)

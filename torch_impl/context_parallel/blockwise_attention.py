@@ -22,13 +22,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
-from torch_impl.context_parallel.block_kernels import cuda_backward, cuda_forward, plain_backward, plain_forward
+from torch_impl.context_parallel.block_kernels import (
+    Heads,
+    KVHeads,
+    cuda_backward,
+    cuda_forward,
+    plain_backward,
+    plain_forward,
+)
 from torch_impl.context_parallel.block_schedule import Block, BlockSchedule, Rows, ScatterIndex
 from torch_impl.context_parallel.kv_transport import KVBuffer, KVTransport, PendingBuffer
 from torch_impl.contract.derivatives import first_derivative_only
 
-Heads = Float[Tensor, "b h s p"]
-KVHeads = Float[Tensor, "b hk keys p"]
 KV = Float[Tensor, "2 b hk keys p"]  # K and V
 # The only operation on the CPU that returns the lse, which merging needs; it is not part of torch's public API.
 _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

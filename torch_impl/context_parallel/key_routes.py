@@ -99,7 +99,7 @@ class Needs:
 
     def suits_ring(self) -> bool:
         reach = self.reach
-        # The first call over a group may leave no rank out: NCCL then connects all of them.
+        # The first call over a group must include every rank, since NCCL connects all of them in it.
         starts_on_all = all(reach[r] or reach[r - 1] for r in range(len(reach))) or not any(reach)
         ring, halo = self.ring_traffic().busiest, self.halo_traffic().busiest
         return starts_on_all and (halo > MAX_HALO_SHARE * ring or not ring)

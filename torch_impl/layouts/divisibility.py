@@ -154,10 +154,10 @@ def first(wrong: Tensor) -> list[int]:
 
 
 def without_fill(offsets: Tensor | Sequence[int]) -> Tensor:
-    """The offsets on the host, without the negative fill at their end."""
+    """The offsets on the host, without the negative entries at their end."""
     host = torch.as_tensor(offsets).cpu()
     if host.dim() != 1 or host.dtype == torch.bool or host.is_floating_point() or not len(host):
         return host  # the checks that follow reject it with a message of their own
-    # Up to the last entry that is not fill; a negative entry before it stays, and is rejected later.
+    # Up to the last entry that is not negative; a negative one before it stays, and is rejected later.
     valid = (host >= 0).nonzero().flatten()
     return host[: int(valid[-1]) + 1] if len(valid) else host

@@ -114,7 +114,7 @@ class TokenLayout:
         """The layout of packed sequences: `cu_padded` are their offsets in the stream, `cu_real` sums of real lengths.
 
         `kind` packed shards each sequence by DualChunkSwap; contiguous and striped shard the stream and ignore where
-        sequences end. Offsets may end in fill of any negative number. The arrays are on the device of the offsets.
+        sequences end. Offsets may end in entries of any negative number. The arrays are on the device of the offsets.
 
         >>> TokenLayout.packed([0, 4, 6, 12], [0, 3, 5, 11], cp_size=1, cp_rank=0).padding_mask.nonzero().flatten()
         tensor([3])
@@ -141,13 +141,13 @@ class TokenLayout:
 
     @cached_tensor
     def local_index(self) -> Int64[Tensor, " local"]:
-        """Global positions that this rank holds, in local order, without the -1 that fills a ragged row."""
+        """Global positions that this rank holds, in local order, without the -1 at the end of a ragged row."""
         return self.index[self.cp_rank, : self.counts[self.cp_rank]]
 
     @cached_tensor
     def inverse(self) -> Int64[Tensor, " total"]:
         """Row of each position in cat(rank 0, rank 1, ...): `sequential = rank_major[inverse]`."""
-        # A ragged index has fill, so it cannot be inverted; but ragged is the identity.
+        # A ragged index ends in -1, so it cannot be inverted; but ragged is the identity.
         return inverse_permutation(self._all_positions if self.is_identity else self.index.flatten())
 
     @cached_tensor
@@ -379,7 +379,7 @@ def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
 
 
 def _replace_fill(offsets: Tensor, end: int | None) -> Tensor:
-    """Replace the fill at the end by empty sequences, without reading any value on the host."""
+    """Replace the negative entries at the end by empty sequences, without reading any value on the host."""
     last = offsets.max() if end is None else end
     return torch.where(offsets < 0, last, offsets)
 

@@ -30,7 +30,7 @@ LOWEST_SHIFTED = -(2.0**14)  # 2 ** LOWEST_SHIFTED is 0 in float64, and products
 
 
 def applies_to(block: Float[Tensor, "*n v"]) -> bool:
-    """Whether the rows of `block` are long and the passes here are the ones for them."""
+    """Whether these rows are computed here: on a CPU, of MIN_COLUMNS or more, and not compiled."""
     return block.is_cpu and block.shape[-1] >= MIN_COLUMNS and not torch.compiler.is_compiling()
 
 

@@ -1,4 +1,4 @@
-"""Log-probability of one target of each row, where one rank has full rows and they are few and short.
+"""Log-probability of one target of each row, where one rank has full rows and the call has few logits.
 
 A small call costs what its operations cost to launch, not what they compute. Without blocks, statistics to merge and
 several ids of a row, the formulas of `fused_logprob` need less than half as many:
@@ -6,7 +6,8 @@ several ids of a row, the formulas of `fused_logprob` need less than half as man
     log p[t] = (z_t - m) / temperature - log(1 + R),     R = sum_v exp(b_v) - 1,     b_v = (z_v - m) / temperature
     d z = g (1[v=t] - p) / temperature
 
-What is saved, what is rounded, and what rows of -inf, +inf or NaN give, is the same as there.
+What is rounded, and what rows of -inf, +inf or NaN give, is the same as there; what is saved differs in the column of an
+id outside the vocabulary, which is -1.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_LOGITS = 1 << 15  # of a call; of more, the other route's cheaper exponentia
 
 
 def applies_to(logits: Tensor, ids: Tensor | None, options: Any) -> bool:
-    """Whether `forward` computes what `fused_logprob.forward` does for these arguments."""
+    """Whether a call takes this route instead of that of `fused_logprob`."""
     return (
         ids is not None
         and has_full_rows(options.group)

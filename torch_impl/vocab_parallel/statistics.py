@@ -7,16 +7,15 @@ computes, per row and in float32 or wider, its *local statistics*:
     name            letter
     row_max_r       m_r = max_v z_v                 -inf for an empty or fully masked shard
     row_sum_m1_r    R_r = sum_v exp(b_v) - 1        b_v = (z_v - m_r) / temperature; all terms but a largest, which is 1
-    z_t                                             the target's logit if it is one of the rank's columns, NaN for a
-                                                    logit of +inf; else +inf;
-                                                    where several ids are looked up, one for each
+    z_t                                             the id's logit, NaN if that is +inf; +inf if the id is on another
+                                                    rank; one for each id
     shifted_mean_r  d_r = sum_v p_v b_v             p is the local softmax; for the entropy. 0 for an empty shard
     cross_mean_r    x_r = sum_v p_v b^q_v           the same mean of q's shifted logits, for the cross entropy;
                                                     -inf where p > 0 and q = 0
 
 One all_gather brings the ranks' numbers together, and every rank merges them by the same arithmetic in the
 same order, so that the results are equal to the bit. Names of the merged numbers have no `_r`. The normaliser
-lse = m + log(1 + R) is stored as `row_max` and `log_row_sum` = log(1 + R): one float32 near 1000 would leave log(1 + R)
+lse = m / temperature + log(1 + R) is stored as `row_max` and `log_row_sum` = log(1 + R): one float32 near 1000 would leave log(1 + R)
 an accuracy of 6e-5. And 1 + R would lose a small R, hence `row_sum_m1`, the row's sum minus 1, as in expm1 and log1p.
 
 Logits of any strides are read in row blocks, a few rows at a time, without a copy of them all.
@@ -48,6 +47,8 @@ BLOCK_BYTES_ELSEWHERE = 1 << 26
 
 def rows_per_block(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
     """Rows of one block: those of `chunk_size` positions of the last dim but one, or what suits the device.
+
+    Of long rows on a CPU, `long_rows.rows_per_block` says how many.
 
     Callers count positions of the sequence, of which each is one row for every index of the leading dims: logits
     [b, s, v] have `chunk_size * b` rows in a block.
@@ -326,7 +327,7 @@ def with_floor(shifted: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
 
 
 def without_minus_infinity(shifted: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
-    """Shifted logits with a finite floor, so that 0 log 0 is 0; in place."""
+    """Shifted logits with a finite floor far below any logit, for means of large logits; in place."""
     return shifted.clamp_min_(torch.finfo(shifted.dtype).min)
 
 

@@ -19,7 +19,7 @@ from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, evalu
 from parity_tests.harness.run.program import Program
 
 NEIGHBOURS = 16
-MAX_ROUNDINGS = 2.0  # to the tested dtype, by which an input is changed; a budget has room for eight
+MAX_ROUNDINGS = 2.0  # how many roundings an input is moved by; a budget allows eight
 INFINITY_RATIO = 8.0  # of infinities that are separated: the last to the first
 
 

@@ -36,7 +36,8 @@ def shrink(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report
         return with_fewest_conditions(scheme, report)
     smallest = _of_smallest_sizes(scheme, with_fewest_conditions(scheme, report), fixed)
     # Of a smaller case one condition less may be enough.
-    return with_fewest_conditions(scheme, smallest) if smallest.case.dims != report.case.dims else smallest
+    sizes, smaller_sizes = ((case.dims, case.mesh) for case in (report.case, smallest.case))
+    return with_fewest_conditions(scheme, smallest) if smaller_sizes != sizes else smallest
 
 
 def with_fewest_conditions(scheme: Declared, report: Report) -> Report:

@@ -1,4 +1,4 @@
-"""The exchange of one run: every call of every rank, matched, written to the ledger, judged.
+"""The exchange of a session: every call of every rank, matched, written to the ledger, judged.
 
 Stands between the process groups, which know how torch calls them, and the scheduler, which knows who may run.
 """
@@ -43,7 +43,7 @@ UNREGISTERED = ("is not registered, please create group", "Could not resolve the
 
 
 class Exchange:
-    """All communication of the ranks of one session; call `reset` before each example."""
+    """All communication of the ranks of a session; `reset` begins an example."""
 
     def __init__(self, scheduler: Scheduler, axes: dict[str, int]) -> None:
         self.scheduler, self.axes = scheduler, axes
@@ -51,7 +51,7 @@ class Exchange:
 
     def reset(self, case: CaseSpec | None) -> None:
         self.case, self.ledger = case, Ledger()
-        self.repair: Repair | None = None  # what is done otherwise in this example, to convict a line
+        self.repair: Repair | None = None  # what is done otherwise in this example, to test one line
         self._count: dict[object, int] = defaultdict(int)
         self._rendezvous: dict[tuple[GroupKey, int], Rendezvous] = {}
         self._queues: dict[GroupKey, MessageQueues] = defaultdict(MessageQueues)

@@ -1,8 +1,7 @@
 """The scheduler: one rank runs at a time, and the rank that stops chooses the next.
 
 It holds which rank runs, what each rank waits for, the ranks' random streams and module globals, and the first failure
-of a run. It is
-independent of collectives: what a rank waits for is any object with a `done` flag.
+of a run. It is independent of collectives: what a rank waits for is any object with a `done` flag.
 """
 
 from __future__ import annotations
