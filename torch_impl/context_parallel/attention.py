@@ -64,7 +64,8 @@ def context_parallel_attention(
     `layout` is a TokenLayout, or contiguous, dual_chunk_swap or striped. `cu_seqlens` are the padded offsets of
     packed sequences in the global stream, for a batch of one, if the layout does not carry them; dual_chunk_swap then
     applies within each sequence. Pass `group` or `mesh`: a mesh of one dim, or of two for usp, the outer one the ring
-    and the inner one the heads, of a ranks, so that cp rank = ring_rank * a + heads_rank. `exchange` is one of those below.
+    and the inner one the heads, of a ranks, so that cp rank = ring_rank * a + heads_rank. `exchange` is one of those
+    below.
 
     Cost:   with n ranks, forward; backward. Around a ring and into a reduce_scatter gradients of keys travel in float32
             or wider. Through an all_to_all they travel in k's dtype, and those of a head that several ranks have are

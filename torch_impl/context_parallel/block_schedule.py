@@ -42,8 +42,8 @@ def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockS
     """The block schedule of this rank, cached with the layout: layers that share a layout share the schedule.
 
     Cost:   one copy of four numbers per rank and sequence to the host. With a window shorter than the longest
-            sequence the positions too; work grows with tokens times window + MAX_SEGMENT_QUERIES, and only the runs at a
-            window's edges have masks, of at most 2 * MAX_SEGMENT_QUERIES keys each, equal ones shared.
+            sequence the positions too; work grows with tokens times window + MAX_SEGMENT_QUERIES, and only the runs at
+            a window's edges have masks, of at most 2 * MAX_SEGMENT_QUERIES keys each, equal ones shared.
     """
     return layout.derived(("schedule", causal, window), lambda: _schedule(layout, causal, window))
 

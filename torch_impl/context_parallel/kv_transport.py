@@ -76,7 +76,8 @@ class KVTransport(Protocol):
     def fetch(self, local: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
         """(source, its keys) for each rank whose keys come to this rank; `local` are this rank's.
 
-        A source whose keys do not come may be yielded with no rows, and has no blocks. The keys may be being sent: nothing may be written into them.
+        A source whose keys do not come may be yielded with no rows, and has no blocks. The keys may be being sent:
+        nothing may be written into them.
         """
         ...
 

@@ -6,8 +6,8 @@ several ids of a row, the formulas of `fused_logprob` need less than half as man
     log p[t] = (z_t - m) / temperature - log(1 + R),     R = sum_v exp(b_v) - 1,     b_v = (z_v - m) / temperature
     d z = g (1[v=t] - p) / temperature
 
-What is rounded, and what rows of -inf, +inf or NaN give, is the same as there; what is saved differs in the column of an
-id outside the vocabulary, which is -1.
+What is rounded, and what rows of -inf, +inf or NaN give, is the same as there; what is saved differs in the column of
+an id outside the vocabulary, which is -1.
 """
 
 from __future__ import annotations

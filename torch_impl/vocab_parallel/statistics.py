@@ -15,8 +15,9 @@ computes, per row and in float32 or wider, its *local statistics*:
 
 One all_gather brings the ranks' numbers together, and every rank merges them by the same arithmetic in the
 same order, so that the results are equal to the bit. Names of the merged numbers have no `_r`. The normaliser
-lse = m / temperature + log(1 + R) is stored as `row_max` and `log_row_sum` = log(1 + R): one float32 near 1000 would leave log(1 + R)
-an accuracy of 6e-5. And 1 + R would lose a small R, hence `row_sum_m1`, the row's sum minus 1, as in expm1 and log1p.
+lse = m / temperature + log(1 + R) is stored as `row_max` and `log_row_sum` = log(1 + R): one float32 near 1000 would
+leave log(1 + R) an accuracy of 6e-5. And 1 + R would lose a small R, hence `row_sum_m1`, the row's sum minus 1, as in
+expm1 and log1p.
 
 Logits of any strides are read in row blocks, a few rows at a time, without a copy of them all.
 """
