@@ -26,7 +26,9 @@ SECTIONS = {
     "sensitivity": "Sensitivity",
     "injected_bugs": "Injected bugs",
     "peers": "Log-probability beside its peers",
+    "filters": "Log-probability among sampled tokens beside full rows",
     "smallest_call": "The smallest call beside plain torch",
+    "thd_batch": "A packed batch beside its plain preparation",
     "layouts": "Index arrays of packed batches",
     "attention": "Ring attention beside one process",
     "mamba": "Mamba2 on packed sequences beside a loop",
@@ -83,6 +85,14 @@ def _figures(name: str, alarm_seconds: float, stall_seconds: float) -> Callable[
         from parity_tests.benchmarks import injected_bugs
 
         return injected_bugs.figures
+    if name == "filters":
+        from parity_tests.benchmarks import filters
+
+        return filters.figures
+    if name == "thd_batch":
+        from parity_tests.benchmarks import thd_batch
+
+        return thd_batch.figures
     if name == "smallest_call":
         from parity_tests.benchmarks import smallest_call
 

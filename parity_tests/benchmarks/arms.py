@@ -1,7 +1,8 @@
 """One rank of the comparison with peers: the arms, each first compared with its budgets, then timed in turn.
 
 Run as `python -m parity_tests.benchmarks.arms RANK FOLDER`; no JAX is loaded here. The folder holds what the parent
-drew and computed, and takes this rank's findings.
+drew and computed, and takes this rank's findings. Budgets are those of the parent's sizes; what is timed is larger than
+a reference in float64 can be, and is drawn here.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parity_tests.benchmarks.live_peak import LivePeak
+from parity_tests.benchmarks.operations import costliest
 from parity_tests.benchmarks.peer_arms import COMPILED, HEAD, LOGPROB, Arm, ArmInputs, missing
 from parity_tests.harness.run.processes.recorder import Recorder
 
@@ -32,6 +34,10 @@ WORLD = 2
 DTYPES = ("float32", "bfloat16")
 ROUNDS, WARM = 7, 2
 BOUND = "bound"
+NEW_MEMORY = "new memory of a gradient"  # the first write to each page of it, which in place is not needed
+PAGE = 4096  # bytes
+# What is timed: tokens, vocabulary, and the width of hidden states.
+TIMED = {"logprob": {"s": 512, "v": 131072}, "head": {"s": 512, "v": 65536, "d": 1024}}
 
 
 def main(rank: int, folder: Path) -> None:
@@ -44,10 +50,23 @@ def main(rank: int, folder: Path) -> None:
         for dtype in DTYPES:
             with np.load(folder / f"{topic}_{dtype}.npz") as archive:
                 arrays = {name: torch.from_numpy(archive[name]) for name in archive.files}
-            figures[f"{topic} {dtype}"] = _compared(rank, mesh, arrays, arms, getattr(torch, dtype))
+            inputs = _inputs(rank, mesh, arrays, getattr(torch, dtype))
+            timed = _inputs(rank, mesh, _drawn(**TIMED[topic]), getattr(torch, dtype))
+            figures[f"{topic} {dtype}"] = _compared(rank, arrays, arms, inputs, timed)
     (folder / f"found_{rank}.json").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _drawn(s: int, v: int, d: int | None = None) -> dict[str, Tensor]:
+    """Logits, or with d what makes them; targets and cotangents of all tokens. The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    arrays = {"target": torch.randint(v, (1, s), generator=generator)}
+    arrays["cotangent"] = torch.randn(1, s, generator=generator)
+    if d is None:
+        return arrays | {"logits": torch.randn(1, s, v, generator=generator)}
+    weight = torch.randn(v, d, generator=generator) * d**-0.5
+    return arrays | {"hidden": torch.randn(s, 1, d, generator=generator), "weight": weight}
 
 
 def _inputs(rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], dtype: torch.dtype) -> ArmInputs:
@@ -60,9 +79,8 @@ def _inputs(rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], dtype: torch
 
 
 def _compared(
-    rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], arms: dict[str, Arm], dtype: torch.dtype
+    rank: int, arrays: dict[str, Tensor], arms: dict[str, Arm], inputs: ArmInputs, timed: ArmInputs
 ) -> dict[str, Any]:
-    inputs = _inputs(rank, mesh, arrays, dtype)
     reasons = {name: missing(name) for name in arms}
     results: dict[str, Any] = {name: {"missing": reason} for name, reason in reasons.items() if reason}
     running = {name: arm for name, arm in arms.items() if not reasons[name]}
@@ -70,11 +88,14 @@ def _compared(
         results[name] = {"ratio": _worst(arm(_fresh(inputs)), arrays, rank)}
         if name not in COMPILED:
             results[name] |= _sent_and_kept(arm, inputs)
-    jobs: dict[str, Callable[[ArmInputs], Any]] = {BOUND: _bound(inputs), **running}
+        if name.startswith("ours"):
+            fresh = _fresh(timed)
+            results[name]["operations"] = costliest(lambda arm=arm, fresh=fresh: arm(fresh))
+    jobs: dict[str, Callable[[ArmInputs], Any]] = {BOUND: _bound(timed), NEW_MEMORY: _touch_new_memory, **running}
     times = {name: {"wall": [], "cpu": []} for name in jobs}
     for turn in range(WARM + ROUNDS):
         for name, job in jobs.items():
-            fresh = _fresh(inputs)
+            fresh = _fresh(timed)
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
             job(fresh)
@@ -121,6 +142,12 @@ def _sent_and_kept(arm: Arm, inputs: ArmInputs) -> dict[str, Any]:
         "memory": peak.most,
         "part": inputs.shard.nbytes,
     }
+
+
+def _touch_new_memory(inputs: ArmInputs) -> None:
+    """Allocate as much as a rank's logits, or its weight, take, and write one element of each page."""
+    new = torch.empty_like(inputs.shard).flatten()
+    new[:: PAGE // new.itemsize] = 0.0
 
 
 def _bound(inputs: ArmInputs) -> Callable[[ArmInputs], Any]:

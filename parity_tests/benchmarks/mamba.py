@@ -26,6 +26,7 @@ from torch import Tensor
 
 from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.benchmarks.mamba_loop import loop_post, loop_pre
+from parity_tests.benchmarks.operations import costliest
 from parity_tests.benchmarks.ranks import found_by
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
 from torch_impl.mamba.all_to_all import _all_to_all
@@ -37,11 +38,12 @@ ROUNDS, WARM = 7, 2
 LAYERS = 5  # in a row, as in a model; the loop, which takes long, runs once
 FASTER = {64: 20.0, 256: 60.0}  # times a loop, by the number of sequences
 GROWTH = 1.2  # of 1,000 sequences over one
+OVER_EXCHANGE = 2.0  # times what the exchange of the same bytes takes
 
 
 def figures(tokens: int = TOKENS, sequences: tuple[int, ...] = SEQUENCES, rounds: int = ROUNDS) -> Iterator[Figure]:
     """How many times faster than the loop, with what the exchanges take and without, and how it grows."""
-    by_count = measured(tokens, sequences, rounds)
+    by_count, operations = measured(tokens, sequences, rounds)
     sizes = " ".join(f"{name}={size}" for name, size in SIZES.items())
     how = (
         f"{tokens} tokens in unequal sequences, {sizes}, float32, cp={WORLD} on gloo, one thread a rank, {rounds} "
@@ -50,6 +52,7 @@ def figures(tokens: int = TOKENS, sequences: tuple[int, ...] = SEQUENCES, rounds
     )
     for count in sequences:
         yield from _beside_the_loop(count, by_count[str(count)], how)
+        yield _over_the_exchange(count, by_count[str(count)], operations[str(count)])
     many, few = (by_count[str(count)]["ours"] for count in (sequences[-1], sequences[0]))
     growth = [a / b for a, b in zip(many, few, strict=True)]
     yield Figure(
@@ -82,17 +85,35 @@ def _beside_the_loop(count: int, seconds: dict[str, list[float]], how: str) -> I
         )
 
 
-def measured(tokens: int, sequences: tuple[int, ...], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of both ranks for each arm and round. Errors: RuntimeError if a rank fails."""
+def _over_the_exchange(count: int, seconds: dict[str, list[float]], operations: str) -> Figure:
+    """Ours over its own exchange alone; where it is missed, with the operations of rank 0."""
+    ours, wire = statistics.median(seconds["ours"]), statistics.median(seconds["wire"])
+    is_kept = ours / wire <= OVER_EXCHANGE
+    return Figure(
+        f"Mamba2 in and out, {count} sequences, over its exchange alone",
+        f"<= {OVER_EXCHANGE:.0f} times",
+        f"{ours / wire:.3g} times; {1e3 * ours:.3g} ms over {spread([1e3 * each for each in seconds['wire']])} ms",
+        is_kept,
+        "as before, median over median" + ("" if is_kept else f"; {operations}"),
+    )
+
+
+Seconds = dict[str, dict[str, list[float]]]  # of each arm and round, by the number of sequences
+
+
+def measured(tokens: int, sequences: tuple[int, ...], rounds: int) -> tuple[Seconds, dict[str, str]]:
+    """Seconds of both ranks, and the operations of rank 0. Errors: RuntimeError if a rank fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "asked.json").write_text(json.dumps({"tokens": tokens, "sequences": sequences, "rounds": rounds}))
         command = [sys.executable, "-m", "parity_tests.benchmarks.mamba"]
         by_rank = found_by(command, WORLD, folder, topic="mamba", seconds=900)
-    return {
+    operations = by_rank[0].pop("operations")
+    seconds = {
         count: {arm: [sum(both) for both in zip(*(each[count][arm] for each in by_rank), strict=True)] for arm in arms}
         for count, arms in by_rank[0].items()
     }
+    return seconds, operations
 
 
 def main(rank: int, folder: Path) -> None:
@@ -118,7 +139,8 @@ def main(rank: int, folder: Path) -> None:
                     job()
                 if turn >= 0:
                     seconds[count][name].append((time.process_time() - start) / times)
-    (folder / f"found_{rank}.json").write_text(json.dumps(seconds))
+    operations = {count: costliest(each["ours"]) for count, each in jobs.items()}
+    (folder / f"found_{rank}.json").write_text(json.dumps({**seconds, "operations": operations}))
     dist.barrier(group)
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The arms that are compared: ours, full-vocabulary torch, and what installs from the index.
+"""The arms that are compared: ours, full-vocabulary torch, the plain formula, and what installs from the index.
 
 An arm takes what every rank is given and returns the log-probabilities and the gradients by what it was
 differentiated by: those of full arguments are full, those of a rank's part are its part.
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy, log_softmax
 
+from parity_tests.benchmarks.plain_formula import PlainFormula
 from torch_impl.collectives.plain import all_gather_concat
 from torch_impl.vocab_parallel import ChunkedDistributedHiddenStatesToLogprobs, vocab_parallel_logprob
 
@@ -62,6 +63,26 @@ def ours_with_entropy(inputs: ArmInputs) -> list[Tensor]:
     out, entropy = vocab_parallel_logprob(logits, inputs.target, inputs.mesh.get_group(), **options)
     cotangents = [inputs.cotangent.to(out.dtype), torch.zeros_like(entropy)]
     return [out.detach(), *torch.autograd.grad([out, entropy], logits, cotangents)]
+
+
+def forward_only(inputs: ArmInputs) -> list[Tensor]:
+    """Nothing is saved for a gradient."""
+    options = {"inference_only": True, **inputs.owned}
+    out = vocab_parallel_logprob(inputs.shard, inputs.target, inputs.mesh.get_group(), **options)
+    assert isinstance(out, Tensor)
+    return [out]
+
+
+def plain_formula(inputs: ArmInputs) -> list[Tensor]:
+    """What is written first: maximum, sum and the target's share, each by an all_reduce, on all logits at once."""
+    logits = inputs.shard.detach().requires_grad_()
+    out = PlainFormula.apply(logits, inputs.target, inputs.mesh.get_group(), inputs.owned["vocab_start_index"], True)
+    return backward(out, [logits], inputs.cotangent)
+
+
+def plain_formula_forward_only(inputs: ArmInputs) -> list[Tensor]:
+    start = inputs.owned["vocab_start_index"]
+    return [PlainFormula.apply(inputs.shard, inputs.target, inputs.mesh.get_group(), start, False)]
 
 
 def whole_vocabulary(inputs: ArmInputs) -> list[Tensor]:
@@ -155,6 +176,10 @@ LOGPROB: dict[str, Arm] = {
     "ours, gradient in place": lambda inputs: ours(inputs, inplace_gradient=True),
     "ours, with entropy": ours_with_entropy,
     "ours, compiled": lambda inputs: ours(inputs, backend="compile"),
+    "ours, compiled, in place": lambda inputs: ours(inputs, backend="compile", inplace_gradient=True),
+    "ours, forward only": forward_only,
+    "plain formula": plain_formula,
+    "plain formula, forward only": plain_formula_forward_only,
     "whole vocabulary on each rank": whole_vocabulary,
     "logits gathered, then whole": gathered_vocabulary,
     "DTensor loss_parallel": dtensor,
@@ -166,7 +191,11 @@ HEAD: dict[str, Arm] = {
     "megatron-core": megatron_head,
     "cut-cross-entropy, torch.compile": cut_cross_entropy_compiled,
 }
-COMPILED = ("ours, compiled", "cut-cross-entropy, torch.compile")  # which no recorder can look into
+COMPILED = (
+    "ours, compiled",
+    "ours, compiled, in place",
+    "cut-cross-entropy, torch.compile",
+)  # which no recorder can look into
 NEEDS = {
     "megatron-core": ("megatron.core", "bench"),
     "cut-cross-entropy, torch.compile": ("cut_cross_entropy", "bench"),

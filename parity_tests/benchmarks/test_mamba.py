@@ -11,8 +11,10 @@ def test_figures_of_few_tokens():
     assert [figure.name.removeprefix("Mamba2 in and out, ") for figure in rows] == [
         "1 sequences, with its exchange",
         "1 sequences, order alone",
+        "1 sequences, over its exchange alone",
         "16 sequences, with its exchange",
         "16 sequences, order alone",
+        "16 sequences, over its exchange alone",
         "16 sequences over 1",
     ]
     assert all("times" in figure.measured for figure in rows) and rows[-1].is_met is not None

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from parity_tests.benchmarks import peer_arms
-from parity_tests.benchmarks.arms import BOUND, _worst
+from parity_tests.benchmarks.arms import BOUND, NEW_MEMORY, _worst
 from parity_tests.benchmarks.peer_arms import HEAD, LOGPROB, ArmInputs, missing
-from parity_tests.benchmarks.peers import _compared
+from parity_tests.benchmarks.peers import WANTED, _compared, _promised
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
 
@@ -29,14 +29,24 @@ def test_a_figure_shows_what_was_measured():
     )
 
 
-def test_an_arm_is_shown_as_a_ratio_to_ours_and_a_promise_as_missed():
+def test_an_arm_is_shown_as_a_ratio_to_ours():
     slow = {**FOUND, "cpu": [0.006] * 3, "wall": [0.006] * 3}
-    by_name = figures(**{"megatron-core": slow, "ours, with entropy": slow})
-    assert by_name["logprob, float32: megatron-core"].measured.endswith(
-        "3 (3 to 3) times ours; it overwrites float32 logits"
-    )
-    assert by_name["logprob, float32: megatron-core"].is_met is None
-    assert by_name["logprob, float32: ours, with entropy"].is_met is False
+    figure = figures(**{"megatron-core": slow})["logprob, float32: megatron-core"]
+    assert figure.measured.endswith("3 (3 to 3) times ours; it overwrites float32 logits")
+    assert figure.is_met is None
+
+
+@pytest.mark.parametrize(("of_peer", "is_met"), [([0.003] * 3, True), ([0.002, 0.001, 0.003], False)])
+def test_a_promised_ratio_that_is_missed_shows_where_the_time_goes(of_peer, is_met):
+    peer, ours = {"cpu": of_peer}, {**TIMES, "operations": "exp2_ 90% in 3 calls"}
+    figure = _promised(WANTED[0], "bfloat16", [{"ours": ours, "megatron-core": peer, NEW_MEMORY: TIMES}] * 2)
+    assert (figure.promised, figure.is_met) == ("<= 0.9 times", is_met)
+    assert figure.how.endswith("exp2_ 90% in 3 calls") is not is_met
+
+
+def test_a_promise_whose_peer_is_not_installed_is_not_judged():
+    figure = _promised(WANTED[0], "float32", [{"ours": TIMES, "megatron-core": {"missing": "not run: x"}}])
+    assert (figure.measured, figure.is_met) == ("not run: x", None)
 
 
 def test_what_is_not_installed_is_not_run(monkeypatch):
@@ -73,7 +83,7 @@ def test_the_arms_mean_the_same(arms):
         results = {}
         for name in [name for name in arms if name not in (*peer_arms.COMPILED, *OF_A_PROCESS)]:
             out, *gradients = arms[name](inputs)
-            if gradients[-1].shape == full.shape:
+            if gradients and gradients[-1].shape == full.shape:
                 gradients[-1] = gradients[-1].chunk(2, dim)[rank]
             results[name] = [out.tolist(), *(x.tolist() for x in gradients)]
             shard.zero_()
@@ -82,4 +92,4 @@ def test_the_arms_mean_the_same(arms):
     for results in run(body, CaseSpec(scheme="arms", mesh={"tp": 2})).results:
         assert len(results) >= 2
         first = results.pop("ours")
-        assert all(result == first for result in results.values()), results
+        assert all(result == first[: len(result)] for result in results.values()), results  # some have no gradient

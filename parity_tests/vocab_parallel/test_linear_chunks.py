@@ -133,10 +133,12 @@ def test_no_chunk_size_changes_the_ledger(declared):
 
 
 def test_the_automatic_chunk_is_a_power_of_two_within_its_memory():
-    def rows(s, b, v, chunk_size=None):
-        return chunk_positions(torch.empty(s, b, 1), v, chunk_size)
+    def rows(s, b, v, chunk_size=None, dtype=torch.float32):
+        return chunk_positions(torch.empty(s, b, 1, dtype=dtype), v, chunk_size)
 
-    assert rows(10**6, 1, 32768) == 256  # 32 MiB of float32
+    assert rows(10**6, 1, 32768) == 256  # 32 MiB
+    assert rows(10**6, 1, 32768, dtype=torch.bfloat16) == 512
+    assert rows(10**6, 1, 32768, dtype=torch.float64) == 128
     assert rows(10**6, 1, 32767) == 256
     assert rows(10**6, 1, 32769) == 128
     assert rows(10**6, 1, 10**6) == 128  # never fewer rows

@@ -4,24 +4,26 @@
 tokens in a slot of `seq_lens_padded[b, j]`; a row with fewer sequences is filled with a negative value of the caller's.
 Memory is indexed by `cu_seqlens_padded` alone; `cu_seqlens` are the sums of real lengths.
 
-The lengths are read once, on the host, into `Slots`; everything else follows from them.
+The lengths are read once, on the host, into `Slots`; everything else follows from them. They are NumPy arrays there:
+of a thousand numbers, an operation of torch takes three times as long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import index
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from torch_impl.context_parallel.kinds import Batch, require_tensor
 from torch_impl.contract import contract, dtype_name
 from torch_impl.layouts import TokenLayout
-from torch_impl.layouts.divisibility import first
 
 FUNCTION = "context_parallel.thd"
 TABLES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
@@ -99,16 +101,19 @@ class Stream:
 
     def processed(self) -> dict[str, Any]:
         """The full, unsharded stream as a batch."""
-        layout = self.layout(1, 0)
-        positions = {} if "position_ids" in self.tokens else {"position_ids": layout.position_ids}
-        tokens = {**self.tokens, **positions, "padding_mask": layout.padding_mask}
+        positions = {} if "position_ids" in self.tokens else {"position_ids": self.layout(1, 0).position_ids}
+        padding_mask = self.slots.padding_mask.to(self.tokens["input_ids"].device)
+        tokens = {**self.tokens, **positions, "padding_mask": padding_mask}
         return {**tokens, **self.constants, **self.tables()}
 
     def tables(self) -> dict[str, Tensor]:
         """Offsets and longest slot of each chunk; for a single chunk without the dim of chunks."""
         by_chunks = self.slots.tables(self.chunks, self.fill)
         device = self.tokens["input_ids"].device
-        return {name: (x if self.chunks > 1 else x[0]).to(device, torch.int32) for name, x in by_chunks.items()}
+        parts = {
+            name: torch.from_numpy(x) if self.chunks > 1 else torch.from_numpy(x)[0] for name, x in by_chunks.items()
+        }
+        return {name: x.to(device, torch.int32) for name, x in parts.items()}
 
     def stacked(self, name: str, value: Any) -> Any:
         """A value of the batch with the dim of chunks in front; tables have it already."""
@@ -191,9 +196,9 @@ class Slots:
     There are `rows` rows of `size` tokens, and the slots of a row fill it.
     """
 
-    real: Int64[Tensor, " q"]
-    padded: Int64[Tensor, " q"]
-    row: Int64[Tensor, " q"]
+    real: Int64[np.ndarray, " q"]
+    padded: Int64[np.ndarray, " q"]
+    row: Int64[np.ndarray, " q"]
     rows: int
     size: int
 
@@ -204,27 +209,29 @@ class Slots:
     @property
     def offsets(self) -> Int64[Tensor, "2 offsets"]:
         """Offsets of the slots in the stream of all rows, and the sums of real lengths."""
-        return _sums(torch.stack([self.padded, self.real]))
+        return torch.from_numpy(np.stack([_sums(self.padded), _sums(self.real)]))
 
-    def tables(self, chunks: int, fill: int) -> dict[str, Tensor]:
+    @property
+    def padding_mask(self) -> Bool[Tensor, " total"]:
+        """True at the positions of the stream that are padding."""
+        # 1. The padding of each slot: how much, and where it starts.
+        more = self.padded - self.real
+        start = self.padded.cumsum() - more
+        # 2. Its positions: with i counting the padding of all slots, start + i - what slots before have of it.
+        index = np.repeat(start - (more.cumsum() - more), more) + np.arange(more.sum())
+        mask = np.zeros(self.total, dtype=bool)
+        mask[index] = True
+        return torch.from_numpy(mask)
+
+    def tables(self, chunks: int, fill: int) -> dict[str, Int64[np.ndarray, "chunks *offsets"]]:
         """For each chunk, the offsets within its stream, filled at their end, and the longest slot."""
-        # 1. The chunk of each slot, the first slot of each chunk, and each slot's index within its chunk.
-        chunk = self.row // max(self.rows // chunks, 1)
-        counts = torch.bincount(chunk, minlength=chunks)
-        starts = _sums(counts)[:-1]
-        index = torch.arange(len(chunk)) - starts[chunk]
-        # 2. A row of offsets for each chunk: those of the stream, less where the chunk starts in it.
-        offset_tables = {}
-        for name, sums in zip(("cu_seqlens_padded", "cu_seqlens"), self.offsets, strict=True):
-            table = torch.full((chunks, int(counts.max()) + 1), fill)
-            table[:, 0] = 0
-            table[chunk, index + 1] = sums[1:] - sums[starts[chunk]]
-            offset_tables[name] = table
-        longest = torch.zeros(chunks, dtype=torch.int64).scatter_reduce(0, chunk, self.padded, "amax")
+        bounds = np.searchsorted(self.row, np.arange(chunks + 1) * (self.rows // chunks)).tolist()
+        slots_of_chunks = [slice(*pair) for pair in pairwise(bounds)]
+        real, padded = ([lengths[slots] for slots in slots_of_chunks] for lengths in (self.real, self.padded))
         return {
-            "cu_seqlens": offset_tables["cu_seqlens"],
-            "cu_seqlens_padded": offset_tables["cu_seqlens_padded"],
-            "max_seqlen": longest,
+            "cu_seqlens": _filled([_sums(lengths) for lengths in real], fill),
+            "cu_seqlens_padded": _filled([_sums(lengths) for lengths in padded], fill),
+            "max_seqlen": np.array([lengths.max(initial=0) for lengths in padded]),
         }
 
 
@@ -239,17 +246,17 @@ def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size:
             raise TypeError(f"{FUNCTION}: {name} is {dtype_name(lengths)}; lengths are integers")
     if problem := _table_problem(seq_lens, seq_lens_padded, rows, fill):
         raise ValueError(f"{FUNCTION}: {problem}")
-    real, padded = torch.stack([seq_lens, seq_lens_padded.to(seq_lens)]).cpu().long()
+    real, padded = torch.stack([seq_lens, seq_lens_padded.to(seq_lens)]).cpu().long().numpy()
     # 2. The tail of each row: what its slots leave of it.
     is_slot = real != fill
-    tail = size - torch.where(is_slot, padded, 0).sum(1)
+    tail = size - np.where(is_slot, padded, 0).sum(1)
     for problem in _length_problems(real, padded, is_slot, tail, fill, size):
         raise ValueError(f"{FUNCTION}: {problem}")
-    # 3. The last slot of each row grows by the tail. (amax rejects tables without columns.)
-    columns = torch.arange(real.shape[1])
-    last = torch.where(is_slot, columns, -1).amax(1, keepdim=True) if len(columns) else tail[:, None]
-    padded = padded + torch.where(columns == last, tail[:, None], 0)
-    return Slots(real[is_slot], padded[is_slot], is_slot.nonzero()[:, 0], rows, size)
+    # 3. The last slot of each row grows by the tail.
+    columns = np.arange(real.shape[1])
+    last = np.where(is_slot, columns, -1).max(1, keepdims=True, initial=-1)
+    padded = padded + np.where(columns == last, tail[:, None], 0)
+    return Slots(real[is_slot], padded[is_slot], is_slot.nonzero()[0], rows, size)
 
 
 def _table_problem(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, fill: int) -> str | None:
@@ -266,7 +273,7 @@ def _table_problem(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, fill: i
 
 
 def _length_problems(
-    real: Tensor, padded: Tensor, is_slot: Tensor, tail: Tensor, fill: int, size: int
+    real: np.ndarray, padded: np.ndarray, is_slot: np.ndarray, tail: np.ndarray, fill: int, size: int
 ) -> Iterator[str]:
     """Unless both tables have fill at the same entries, no length is negative or exceeds its slot, and slots fit."""
     rules = (
@@ -275,16 +282,26 @@ def _length_problems(
         (is_slot & (real > padded), "a real length exceeds its padded one; lengthen the slot"),
     )
     for violations, rule in rules:
-        for b, j in violations.nonzero()[:1].tolist():
+        for b, j in np.argwhere(violations)[:1].tolist():
             lengths = f"seq_lens is {int(real[b, j])} and seq_lens_padded {int(padded[b, j])}"
             yield f"row {b}, sequence {j}: {lengths}; {rule}"
-    for b in first(tail < 0):
+    for b in np.flatnonzero(tail < 0)[:1]:
         yield f"row {b}: seq_lens_padded adds up to {size - int(tail[b])}, the row has {size} tokens; shorten it"
     # A row that is all tail has no slot to put it into.
-    for b in first(~is_slot.any(1) & (tail > 0)):
+    for b in np.flatnonzero(~is_slot.any(1) & (tail > 0))[:1]:
         yield f"row {b} has no sequence; give it seq_lens 0 and seq_lens_padded {size}"
 
 
-def _sums(lengths: Tensor) -> Tensor:
-    """[0, l0, l0 + l1, ...] along the last dim."""
-    return torch.nn.functional.pad(lengths.cumsum(-1), (1, 0))
+def _sums(lengths: Int64[np.ndarray, " q"]) -> Int64[np.ndarray, " offsets"]:
+    """[0, l0, l0 + l1, ...]."""
+    sums = np.zeros(len(lengths) + 1, dtype=np.int64)
+    lengths.cumsum(out=sums[1:])
+    return sums
+
+
+def _filled(tables: list[Int64[np.ndarray, " _"]], fill: int) -> Int64[np.ndarray, "chunks offsets"]:
+    """Rows of one length, filled at their end."""
+    rows = np.full((len(tables), max(map(len, tables))), fill)
+    for row, table in zip(rows, tables, strict=True):
+        row[: len(table)] = table
+    return rows

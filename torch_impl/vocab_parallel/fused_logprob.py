@@ -354,9 +354,12 @@ def row_statistics(logits: Tensor, column: Tensor | None, options: LogprobOption
 
 
 def rows_at_once(logits: Tensor, chunk_size: int | None, backend: str) -> int:
-    """Number of rows of one block: all for a Triton kernel, which has no working set to bound."""
+    """Number of rows of one block: all for a Triton kernel, which has no working set to bound; many where one row's
+    intermediates are fused, so that a call costs little beside its pass."""
     if backend == "triton":
         return max(1, math.prod(logits.shape[:-1]))
+    if backend == "compile" and chunk_size is None:
+        return max(1, statistics.BLOCK_BYTES_ELSEWHERE // max(1, logits.shape[-1] * accumulator(logits.dtype).itemsize))
     if backend == "eager" and chunk_size is None and long_rows.applies_to(logits):
         return long_rows.rows_per_block(logits.shape[-1], accumulator(logits.dtype))
     return rows_per_block(logits, chunk_size)

@@ -42,7 +42,7 @@ from torch_impl.vocab_parallel.vocab_range import IGNORED_ID, ChunkSize, VocabEn
 
 HIDDEN, WEIGHT = "tensor_parallel_hidden_states", "output_weight_layer"
 NO_WEIGHT = "output_weight_layer and output_weight are both None; pass the [v, d] weight"
-# Logits of an automatic chunk, counted in float32; it has so many rows at least, for the sake of the products.
+# Logits of an automatic chunk; it has so many rows at least, for the sake of the products.
 CHUNK_BYTES = {"cpu": 32 << 20}
 CHUNK_BYTES_ELSEWHERE = 256 << 20
 MIN_CHUNK_ROWS = 128
@@ -61,7 +61,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
     Matrix products run in the input dtype, whatever autocast says; d logits are rounded to it once, and d W is
     summed over the chunks in float32 or wider and rounded once. The result is float32, for float64 float64.
     `chunk_size` counts positions of s and bounds the logits that exist at a time; None chooses a size for which
-    they take 256 MiB (on a CPU 32 MiB) as float32. It may not differ between forward and backward, and does not.
+    they take 256 MiB (on a CPU 32 MiB). It may not differ between forward and backward, and does not.
     A target outside the vocabulary gives 0.0 and no gradient. A frozen weight, or frozen hidden states, cost nothing.
 
     Cost:   forward 1 all_gather of 3 * b*s numbers of 4 bytes (float64: 8); backward 1 all_reduce of s*b*d of
@@ -307,9 +307,8 @@ def _all_positions(ctx: Any, hidden: Float[Tensor, "l b d"]) -> Float[Tensor, "s
 def chunk_positions(hidden: Float[Tensor, "s b d"], width: int, chunk_size: int | None) -> int:
     """Positions of one chunk: `chunk_size`, or the largest power of two whose logits stay within the limit."""
     s, b = hidden.shape[:2]
-    # Each row of logits takes 4 bytes for each of `width` columns.
     if chunk_size is None:
-        rows = _limit(hidden.device) // (4 * max(width, 1))
+        rows = _limit(hidden.device) // (hidden.itemsize * max(width, 1))
         fitting = max(rows // max(b, 1), 1)
         chunk_size = max(1 << (fitting.bit_length() - 1), -(-MIN_CHUNK_ROWS // max(b, 1)))
     return max(min(chunk_size, s), 1)
@@ -349,15 +348,16 @@ def gradients(
     """(this rank's term of d hidden, d weight), None where not needed; of the same chunks as the forward."""
     of_hidden, of_weight = needs_gradient
     d_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if of_hidden else None
-    # A sum over chunks: in float32, so that many small chunks are as good as one.
-    total = torch.zeros(weight.shape, dtype=accumulator(weight.dtype), device=weight.device) if of_weight else None
+    # A sum over chunks: in float32, so that many small chunks are as good as one. One chunk is no sum.
+    dtype = weight.dtype if positions >= len(hidden) else accumulator(weight.dtype)
+    total = torch.empty(weight.shape, dtype=dtype, device=weight.device) if of_weight else None
     for row_slice, rows in _chunks(hidden, positions):
         d_logits = rows @ weight.T
         _turn_into_gradient(d_logits, of_rows, row_slice)
         if d_hidden is not None:
             torch.mm(d_logits, weight, out=d_hidden.view(-1, hidden.shape[-1])[row_slice])
         if total is not None:
-            _add_product(total, d_logits, rows)
+            _add_product(total, d_logits, rows, is_first=row_slice.start == 0)
         del d_logits  # before those of the next chunk exist
     return d_hidden, None if total is None else total.to(weight.dtype)
 
@@ -387,15 +387,21 @@ def _turn_into_gradient(logits: Float[Tensor, "m v"], row_gradients: RowGradient
         write(block, block, of_rows, at_ids.rows(rows), of_entropy, temperature, True)
 
 
-def _add_product(total: Float[Tensor, "v d"], d_logits: Float[Tensor, "m v"], rows: Float[Tensor, "m d"]) -> None:
-    """total += d_logits^T rows, the product in its own dtype and of bounded size."""
+def _add_product(
+    total: Float[Tensor, "v d"], d_logits: Float[Tensor, "m v"], rows: Float[Tensor, "m d"], is_first: bool
+) -> None:
+    """total += d_logits^T rows, the product in its own dtype and of bounded size; the first one is written."""
     if total.dtype == rows.dtype:
-        total.addmm_(d_logits.T, rows)
+        total.addmm_(d_logits.T, rows, beta=0 if is_first else 1)  # times 0 is not read
         return
     # addmm_ takes one dtype, so the product is a temporary; computed for some rows at a time it stays small.
     step = max(1, _limit(total.device) // (4 * max(total.shape[1], 1)))
     for total_rows, columns in zip(total.split(step), d_logits.split(step, dim=1), strict=True):
-        total_rows += columns.T @ rows
+        product = columns.T @ rows
+        if is_first:
+            total_rows.copy_(product)
+        else:
+            total_rows += product
 
 
 def _chunks(hidden: Float[Tensor, "s b d"], positions: int) -> Iterator[tuple[slice, Float[Tensor, "m d"]]]:
