@@ -36,7 +36,9 @@ def test_on_a_terminal_a_line_is_overwritten():
 
 
 @pytest.fixture
-def command_line(monkeypatch):
+def command_line(monkeypatch, tmp_path):
+    """The command, of few schemes; their index is no other process's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "index"))
     schemes = [scheme for scheme in discover.built_in() if scheme.name in SCHEMES]
     monkeypatch.setattr(discover, "built_in", lambda: schemes)
     app = typer.Typer()
