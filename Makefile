@@ -37,11 +37,11 @@ imports: $(VENV)/with-test ## the contracts between packages
 	$(BIN)/lint-imports
 
 notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute the notebooks and compare them with what is committed
-	$(BIN)/python -m pytest parity_tests/test_notebooks.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal parity_tests/test_notebooks.py
 
 docs: $(VENV)/with-docs ## build the pages into docs/_build, their cells and pictures anew
 	$(BIN)/python docs/images.py
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -j 2 -W --keep-going -q -b html docs docs/_build/html
 
 bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and write docs/benchmarks.md
 	$(BIN)/python -m parity_tests.benchmarks

@@ -3,13 +3,12 @@
 import ast
 import io
 import re
-import subprocess
-import sys
 import tokenize
 from pathlib import Path
 
 import pytest
 
+from parity_tests import warm_python
 from parity_tests.harness.declare.discover import NOT_COMPONENTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,4 +169,4 @@ def test_what_a_rank_needs_loads_no_jax():
     needed = ["jax_ref.layouts", "parity_tests.harness.declare.spec", "parity_tests.harness.declare.case"]
     needed += ["parity_tests.harness.run.engines", "parity_tests.harness.draw.inputs"]
     program = f"import sys, {', '.join(needed)}; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+    assert warm_python.run("-c", program, folder=ROOT, imported=warm_python.TORCH).returncode == 0

@@ -10,27 +10,32 @@ from pathlib import Path
 import pytest
 
 import shardproof
+from parity_tests import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORT_NAME = ROOT / "parity_tests" / "import_name"
 OF_VERIFY = ("jax", "flax", "optax", "hypothesis", "pytest", "cloudpickle", "typer", "rich", "matplotlib")
 
 
-def python(*arguments, folder, packages=None):
-    """A Python that finds this tree after the folder that it runs in, and of what is installed all or `packages`."""
-    path = os.pathsep.join(map(str, filter(None, [ROOT, IMPORT_NAME, packages])))
-    return subprocess.run(
-        [sys.executable, *(["-S"] if packages else []), *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def searched(*packages):
+    """The environment of a Python that finds this tree after the folder that it runs in, then `packages`."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, IMPORT_NAME, *packages]))}
+
+
+def fresh(*arguments, folder, packages=()):
+    """A Python that has loaded nothing; of what is installed it finds all, or `packages` alone."""
+    command = [sys.executable, *(["-S"] if packages else []), *arguments]
+    environment = searched(*packages)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def python(*arguments, folder):
+    """A Python that has torch and JAX already."""
+    return warm_python.run(*arguments, folder=folder, environment=searched())
 
 
 def printed(program, folder):
-    done = python("-c", program, folder=folder)
+    done = fresh("-c", program, folder=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -101,14 +106,14 @@ def test_the_module_is_the_command(tmp_path):
 
 @pytest.mark.parametrize("absent", [OF_VERIFY, ("jax",), ("typer", "rich")], ids=", ".join)
 def test_the_command_without_its_extra_is_one_sentence(absent, without, tmp_path):
-    done = python("-m", "shardproof", "tour", folder=tmp_path, packages=without(*absent))
+    done = fresh("-m", "shardproof", "tour", folder=tmp_path, packages=[without(*absent)])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"shardproof: needs {', '.join(absent)}; pip install 'shardproof[verify]'\n"
 
 
 def test_a_name_without_its_extra_is_one_sentence(without, tmp_path):
     program = "from shardproof import every_case"
-    done = python("-c", program, folder=tmp_path, packages=without(*OF_VERIFY))
+    done = fresh("-c", program, folder=tmp_path, packages=[without(*OF_VERIFY)])
     assert done.stderr.splitlines()[-1] == (
         "ImportError: shardproof.every_case needs hypothesis; pip install 'shardproof[verify]'"
     )
@@ -125,14 +130,6 @@ for module in pkgutil.walk_packages(torch_impl.__path__, "torch_impl."):
 """
 
 
-def test_production_needs_nothing_of_what_verifies_it(without, tmp_path):
-    """Every module of torch_impl; kernels in Triton's language ask for their own extra."""
-    done = python("-c", PRODUCTION, folder=tmp_path, packages=without(*OF_VERIFY, "jaxlib", "einops"))
-    assert done.returncode == 0, done.stderr
-    missing = dict(line.split() for line in done.stdout.splitlines())
-    assert {module: name for module, name in missing.items() if name != "triton"} == {}
-
-
 WATCHED = """
 import sys, torch, torch.distributed as dist
 from shardproof import ledger_table, watch
@@ -145,9 +142,13 @@ dist.destroy_process_group()
 """
 
 
-def test_production_is_watched_without_what_verifies_it(without, tmp_path):
-    done = python("-c", WATCHED, folder=tmp_path, packages=without(*OF_VERIFY, "jaxlib", "einops"))
-    assert done.stdout == "['fwd', 'all_reduce', 'world', '1', '12'] False\n", done.stderr
+def test_production_is_imported_and_watched_without_what_verifies_it(without, tmp_path):
+    """Every module of torch_impl; kernels in Triton's language ask for their own extra."""
+    done = fresh("-c", PRODUCTION + WATCHED, folder=tmp_path, packages=[without(*OF_VERIFY, "jaxlib", "einops")])
+    assert done.returncode == 0, done.stderr
+    *missing, watched = done.stdout.splitlines()
+    assert [line for line in missing if not line.endswith(" triton")] == []
+    assert watched == "['fwd', 'all_reduce', 'world', '1', '12'] False"
 
 
 # A user's own folder `parity_tests`

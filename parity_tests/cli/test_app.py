@@ -1,13 +1,12 @@
 """shardproof: every verb, every exit status."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 from hypothesis import settings
 
+from parity_tests import warm_python
 from parity_tests.cli import session
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.specimens.user_files import RAISING, RIGHT, SCALED, WRONG, written
@@ -128,8 +127,8 @@ def test_json_and_junit(shardproof):
 def test_what_a_function_prints_is_no_part_of_the_json(shardproof):
     """On ranks that are threads and on those that are processes, which judge a mismatch again."""
     written("prints.py", WRONG, "import os\nprint('of the module')\nos.system('echo of a process')\n")
-    command = [sys.executable, "-m", "parity_tests.cli.app", "verify", "prints.py", "--examples", "1", "--json", "-"]
-    completed = subprocess.run(command, capture_output=True, text=True)
+    command = ("-m", "parity_tests.cli.app", "verify", "prints.py", "--examples", "1", "--json", "-")
+    completed = warm_python.run(*command)
     assert json.loads(completed.stdout)["status"] == completed.returncode == 1
     assert "of the module" in completed.stderr and "of a process" in completed.stderr
 

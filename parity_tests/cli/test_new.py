@@ -3,12 +3,12 @@
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+from parity_tests import warm_python
 from parity_tests.pages import ROOT, blocks
 
 EXAMPLE = ROOT / "docs" / "examples" / "my_function.py"
@@ -58,13 +58,12 @@ def folder():
 
 
 def verified(reference):
-    """What a fresh process, which has imported no other my_function.py, prints once the reference is written."""
+    """What another process, which has imported no other my_function.py, prints once the reference is written."""
     text = Path(OUT).read_text()
     assert text.count(RAISES) == 1
     Path(OUT).write_text(text.replace(RAISES, f"    return {reference}"))
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'parity_tests' / 'import_name'}"}
-    command = [sys.executable, "-m", "shardproof", "verify", OUT, "--examples", "4"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = warm_python.run("-m", "shardproof", "verify", OUT, "--examples", "4", environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -88,9 +88,10 @@ def interruptible():
 def test_ctrl_c_ends_a_training_run(tmp_path, interruptible):
     """At a terminal it goes to the ranks as well; they say nothing of it."""
     mark = Mark()
+    small = [sys.executable, "-m", "parity_tests.training.small"]
     how = ["train", "--mesh", "dp=2", "--steps", "100000", "--checkpoint", str(tmp_path), "--every", "1"]
     process = subprocess.Popen(
-        [*COMMAND, *how], env=mark.environment, start_new_session=True,
+        [*small, *how], env=mark.environment, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

@@ -4,12 +4,12 @@ import errno
 import json
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from parity_tests import warm_python
 from parity_tests.cli import listing
 from parity_tests.harness.declare.discover import TABLE, UnusableTarget, schemes_of_file
 from parity_tests.harness.replay import write_replay
@@ -55,7 +55,7 @@ def rows(text):
 
 def alone(file, *arguments):
     """A replay file in a process of its own: status, report."""
-    run = subprocess.run([sys.executable, file, *arguments], capture_output=True, text=True, check=False)
+    run = warm_python.run(file, *arguments)
     return run.returncode, run.stdout, run.stderr
 
 

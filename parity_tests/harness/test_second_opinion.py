@@ -1,7 +1,6 @@
 """A failure is judged once more in fresh processes: confirmed, engines disagree, or nothing that they could see."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parity_tests import warm_python
 from parity_tests.harness import second_opinion
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.harness.run.processes import pool
@@ -101,7 +101,7 @@ def test_state_that_the_function_keeps_between_calls_is_named_and_replayed(funct
     assert (report.verdict, report.engines_disagree, report.confirmed_on) == ("mismatch", None, "gloo"), str(report)
     assert f"  only when the function was called with other {other} before" in str(report).splitlines()
     assert f"  {second_opinion.STATE_BETWEEN_CALLS}" in str(report).splitlines() and report.case.engine == "lockstep"
-    alone = subprocess.run([sys.executable, report.replay], capture_output=True, text=True, check=False)
+    alone = warm_python.run(report.replay)
     assert alone.returncode == 1, alone.stdout + alone.stderr
 
 

@@ -44,7 +44,7 @@ def _outcomes(bugs: Sequence[InjectedBug], trying: Trying) -> list[Outcome]:
     def show(done: int, outcome: Outcome) -> None:
         progress("bug", done, len(bugs), outcome.bug.name)
 
-    schemes = [scheme for scheme in discover.built_in() if trying.scheme in scheme.name]
+    schemes = discover.find([f"*{trying.scheme}*"])
     with report.without_schedule_warnings():
         runner = BugRunner(trying.examples, trying.engine, schemes, cache=trying.jax_cache)
         for number, trials in enumerate(runner.schemes, 1):

@@ -2,14 +2,13 @@
 
 import io
 import json
-import subprocess
-import sys
 
 import pytest
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from parity_tests import warm_python
 from parity_tests.harness.declare import discover
 from parity_tests.injected_bugs import __main__ as command
 from parity_tests.injected_bugs.catalogue import CATALOGUE
@@ -37,7 +36,9 @@ def test_on_a_terminal_a_line_is_overwritten():
 
 
 @pytest.fixture
-def command_line(monkeypatch):
+def command_line(monkeypatch, tmp_path):
+    """The command, of few schemes; their index is no other process's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "index"))
     schemes = [scheme for scheme in discover.built_in() if scheme.name in SCHEMES]
     monkeypatch.setattr(discover, "built_in", lambda: schemes)
     app = typer.Typer()
@@ -57,8 +58,8 @@ def test_it_prints_progress_and_no_warning_of_a_schedule(command_line, caplog, t
 def test_two_processes_share_the_bugs_and_their_outcomes_keep_the_order(tmp_path):
     outcomes = tmp_path / "outcomes.json"
     arguments = ["small call: ", "--jobs", "2", "--scheme", "vocab_parallel_logprob", "--examples", "1"]
-    command_of = [sys.executable, "-m", "parity_tests.injected_bugs", *arguments, "--json", str(outcomes)]
-    completed = subprocess.run(command_of, cwd=tmp_path, capture_output=True, text=True)
+    command_of = ("-m", "parity_tests.injected_bugs", *arguments, "--json", str(outcomes))
+    completed = warm_python.run(*command_of, folder=tmp_path)
     assert completed.stderr.count("lines of scheme 1/1 vocab_parallel_logprob") == 2, completed.stderr
     examples = {outcome["bug"]: outcome["examples"] for outcome in json.loads(outcomes.read_text())["bugs"]}
     assert list(examples) == [bug.name for bug in CATALOGUE if "small call: " in bug.name]

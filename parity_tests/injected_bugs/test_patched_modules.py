@@ -1,12 +1,12 @@
 """A bug lives in memory only, while it is injected; ranks in other processes get it by value."""
 
 import inspect
-import subprocess
 import sys
 
 import pytest
 
 import torch_impl.collectives.plain
+from parity_tests import warm_python
 from parity_tests.collectives import test_schemes as schemes
 from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.draw import inputs
@@ -94,7 +94,8 @@ def test_a_rank_elsewhere_runs_the_patch_and_no_jax():
         import torch_impl.collectives.plain as healthy
         sys.exit(77 not in constants or jax or 77 in healthy.all_reduce_sum.__code__.co_consts)
     """
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+    done = warm_python.run("-c", program, folder=ROOT, imported=warm_python.TORCH)
+    assert done.returncode == 0, done.stderr
 
 
 def bug(at, old="group", name="changed"):

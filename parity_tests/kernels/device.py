@@ -4,6 +4,8 @@ TRITON_INTERPRET=1 before triton is first imported.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,5 +41,28 @@ def round_as_a_gpu_does() -> None:
     interpreter._convert_float = rounded
 
 
+def replace_the_language_once() -> None:
+    """The interpreter puts its own functions into Triton's language at every call, also of one kernel function by
+    another, for which it looks through all names of the language: half of what a small kernel takes. Once is enough in
+    a process that compiles nothing, where they can stay.
+    """
+    from triton.runtime import interpreter
+
+    replace: Callable[[Any], Any] = interpreter._patch_lang
+    if replace.__module__ != interpreter.__name__:  # it is done once already
+        return
+
+    class Kept:
+        def restore(self) -> None: ...
+
+    @functools.cache
+    def once(function: Any) -> Kept:
+        replace(function)
+        return Kept()
+
+    interpreter._patch_lang = once
+
+
 if INTERPRETED:
     round_as_a_gpu_does()
+    replace_the_language_once()

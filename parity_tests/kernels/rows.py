@@ -21,7 +21,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.from_numpy(generator(seed).standard_normal(shape))
 
 
-def logits(kind: str, dtype: torch.dtype, device: str, n: int = 6, v: int = 13) -> Tensor:
+def logits(kind: str, dtype: torch.dtype, device: str, n: int = 4, v: int = 10) -> Tensor:
     z = 3.0 * normal(n, 1 if kind == "one column" else v)
     if kind == "masked borders":
         z[:, [0, 3, 4, -1]] = -math.inf

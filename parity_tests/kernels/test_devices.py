@@ -20,12 +20,6 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 # The interpreter computes with NumPy, which warns of what a GPU computes silently: exp of much, -inf - -inf.
 QUIET = ("-W", "ignore::RuntimeWarning")
-IN_THE_INTERPRETER = (
-    "test_injected_bugs.py",
-    "test_wiring.py",
-    "test_compositions.py",
-)  # alone: their ranks are on the CPU
-
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="not run: needs triton; pip install 'shardproof[triton]'"
@@ -34,20 +28,19 @@ pytestmark = [
 ]
 
 
-def in_a_process_of_its_own(file, interpret):
+def in_a_process_of_its_own(interpret):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUIET]
-    command += [f"--hypothesis-profile={strategy.profile()}", str(FOLDER / file)]
+    command += [f"--hypothesis-profile={strategy.profile()}", *(str(FOLDER / file) for file in ON_A_DEVICE)]
     environment = {**os.environ, "TRITON_INTERPRET": interpret}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-20000:] + run.stderr[-2000:]
 
 
-@pytest.mark.parametrize("file", ON_A_DEVICE)
-def test_in_the_interpreter(file):
-    in_a_process_of_its_own(file, "1")
+def test_in_the_interpreter():
+    in_a_process_of_its_own("1")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: needs CUDA")
-@pytest.mark.parametrize("file", [file for file in ON_A_DEVICE if file not in IN_THE_INTERPRETER])
-def test_on_cuda(file):
-    in_a_process_of_its_own(file, "0")
+def test_on_cuda():
+    """Without the files whose ranks are on the CPU, which skip themselves."""
+    in_a_process_of_its_own("0")

@@ -2,13 +2,12 @@
 
 import ast
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from parity_tests import warm_python
 from parity_tests.injected_bugs.injected_bug import ROOT
 from parity_tests.mutants import page, places
 from parity_tests.mutants.by_tests import _tree_of
@@ -128,9 +127,8 @@ def test_drawn_cases_catch_a_mutant_and_pass_what_is_none():
 def test_the_tree_of_a_mutant_is_what_python_imports():
     with _tree_of(mutant_of(RETURNED, "return 17")) as tree:
         program = "import inspect, torch_impl.collectives.plain as p; print(inspect.getsource(p.all_reduce_sum))"
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=tree, capture_output=True, text=True, env={"PYTHONPATH": str(tree)}
-        )
+        environment = {"PYTHONPATH": str(tree)}
+        done = warm_python.run("-c", program, folder=tree, environment=environment, imported=warm_python.TORCH)
         assert "return 17" in done.stdout, done.stderr
     assert RETURNED in (ROOT / PLAIN).read_text()
 

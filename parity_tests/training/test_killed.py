@@ -12,20 +12,13 @@ import pytest
 from parity_tests.training import checkpoint, record, session
 from parity_tests.training.follow import ReferenceSteps
 from parity_tests.training.run import SIZES, Run
+from parity_tests.training.small import LAYERS
 from parity_tests.training.started import Mark
 
-LAYERS = ("mamba", "attention")
 STEPS = 8  # of the run that nothing interrupts
 LIMIT_S = 120
 GONE_S = 10.0  # until the last process has ended, on a loaded machine
 KNOWN = ReferenceSteps()  # one compiled reference for all runs
-# The command with a model of two layers.
-COMMAND = f"""
-from parity_tests.training import run
-run.SIZES["layers"] = {LAYERS!r}
-from parity_tests.cli.app import main
-main()
-"""
 # A moment of the run, by what is in the folder of checkpoints.
 MOMENTS = {
     "after the first checkpoint": lambda folder: (folder / "step_000001" / "done").exists(),
@@ -65,7 +58,7 @@ def killed(folder, moment):
     """Start the command, and kill it at a moment; no rank outlives it."""
     mark = Mark()
     how = ["train", "--mesh", "dp=2", "--steps", "100000", "--every", "1", "--checkpoint", str(folder), "--quiet"]
-    process = subprocess.Popen([sys.executable, "-c", COMMAND, *how], env=mark.environment)
+    process = subprocess.Popen([sys.executable, "-m", "parity_tests.training.small", *how], env=mark.environment)
     try:
         deadline = time.monotonic() + LIMIT_S
         while not moment(folder):

@@ -46,8 +46,8 @@ def hosts():
     """Start a command on two hosts; returns the script's process. All that came of it ends with the test."""
     mark = Mark()
 
-    def start(*command, where="namespaces"):
-        settings = {"PYTHON": sys.executable, "PORT": free_port(), "TWO_HOSTS": where}
+    def start(*command, where="namespaces", module="parity_tests.training.small"):
+        settings = {"PYTHON": sys.executable, "PORT": free_port(), "TWO_HOSTS": where, "MODULE": module}
         prefix = on_loopback() if where == "loopback" else []
         return subprocess.Popen(
             [*prefix, str(SCRIPT), *command],
@@ -75,7 +75,7 @@ def test_one_training_run_on_two_hosts(hosts):
 
 def test_one_verdict_on_two_agents_over_loopback(hosts):
     command = ("verify", str(EXAMPLE), "--engine", "torchrun", "--mesh", "tp=2,cp=1", "--examples", "1")
-    status, out, err = ended(hosts(*command, where="loopback"), hosts.mark)
+    status, out, err = ended(hosts(*command, where="loopback", module="shardproof"), hosts.mark)
     assert status == 0, err
     assert out.endswith("1 scheme, 0 mismatches, 0 not run.\n")
     assert err.startswith("two hosts: two agents over loopback")

@@ -5,10 +5,10 @@
 #
 # A host is a network namespace, joined to the other by a veth pair; nothing of it is seen from outside. Where the user
 # may make none, or if TWO_HOSTS is loopback, both agents are here and meet over loopback. The status is the larger one
-# of the two. PYTHON is the interpreter, RANKS how many ranks a host has, PORT where the agents meet.
+# of the two. PYTHON is the interpreter, MODULE what it runs, RANKS how many ranks a host has, PORT where the agents meet.
 
 set -u
-PYTHON=${PYTHON:-python3} RANKS=${RANKS:-1} PORT=${PORT:-29500}
+PYTHON=${PYTHON:-python3} MODULE=${MODULE:-shardproof} RANKS=${RANKS:-1} PORT=${PORT:-29500}
 
 agent() { # its address, its interface, whether the store is here, the store's address; then the command
   own=$1 is_host=$3 store=$4
@@ -16,7 +16,7 @@ agent() { # its address, its interface, whether the store is here, the store's a
   shift 4
   exec "$PYTHON" -m torch.distributed.run --nnodes 2 --nproc-per-node "$RANKS" --local-addr "$own" \
     --rdzv-backend c10d --rdzv-endpoint "$store:$PORT" --rdzv-conf "is_host=$is_host" --rdzv-id two_hosts \
-    -m shardproof "$@"
+    -m "$MODULE" "$@"
 }
 
 larger() { # of the statuses of two processes, once both have ended

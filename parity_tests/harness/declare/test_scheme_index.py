@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from parity_tests import warm_python
 from parity_tests.harness.declare import discover, scheme_index
 
 QUIET_LIST = "from parity_tests.cli.app import app; import sys; app(['list', '-q'], standalone_mode=False); "
@@ -34,7 +35,7 @@ def test_a_name_imports_its_file_and_no_other(cache):
         "(scheme,) = discover.find(['vocab_parallel_logprob'])\n"
         "print([name for name in sys.modules if '.test_' in name] == [scheme.key.partition(':')[0]])"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=scheme_index.ROOT)
+    run = warm_python.run("-c", script, folder=scheme_index.ROOT)
     assert run.stdout == "True\n", run.stderr
 
 

@@ -1,11 +1,9 @@
 """The cases of a seed are the same, whatever modules the process has imported."""
 
-import subprocess
-import sys
-
 from hypothesis import given, settings
 from hypothesis import seed as hypothesis_seed
 
+from parity_tests import warm_python
 from parity_tests.harness.draw.reproducible import reproducible_draws
 from parity_tests.harness.draw.strategy import profile
 from parity_tests.specimens.drawn_schemes import sequences
@@ -37,10 +35,9 @@ def drawn():
 
 
 def in_a_process(folder, program):
-    program = program.format(profile=profile())
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True
-    ).stdout.split("\n")[:-1]
+    done = warm_python.run("-c", program.format(profile=profile()), folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1]
 
 
 def test_imported_constants_change_no_draw(tmp_path):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
+from parity_tests import warm_python
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run import failure
 from parity_tests.harness.run.engines import run
@@ -281,7 +282,7 @@ def forks(mesh: Any, case: CaseSpec) -> int:
 def in_a_process_of_its_own(job: str) -> subprocess.CompletedProcess[str]:
     """Without the guard it would end with status 0 and without a word; and no process forks once JAX has started."""
     program = f"from {__name__} import *; print(run({job}, case(2)).results, os._exit)"
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    return warm_python.run("-c", program, imported=warm_python.TORCH)
 
 
 def test_a_rank_that_ends_its_process_is_a_failed_rank():

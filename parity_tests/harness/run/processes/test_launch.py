@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from parity_tests import warm_python
+from parity_tests.warm_python import TORCH, TORCH_AND_JAX
 
 LIMIT_S = 120
 
@@ -94,32 +96,15 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def two_ranks(folder: Path, *command: str) -> list[tuple[int, str]]:
+def two_ranks(folder: Path, *command: str, imported: Sequence[str] = TORCH) -> list[tuple[int, str]]:
     """Exit status and output of each rank of a job that nobody manages: rank 0 holds the store."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    with contextlib.ExitStack() as open_files:
-        outputs = [open_files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]  # a pipe would fill
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, *command],
-                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
-                stdout=outputs[rank],
-                cwd=folder,
-            )
-            for rank in range(2)
-        ]
-        try:
-            statuses = [rank.wait(LIMIT_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        for file in outputs:
-            file.seek(0)
-        return list(zip(statuses, [file.read() for file in outputs], strict=True))
+    ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in range(2)]
+    done = warm_python.together([(command, rank) for rank in ranks], folder, imported, LIMIT_S)
+    return [(rank.returncode, rank.stdout) for rank in done]
 
 
 def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
@@ -173,7 +158,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: str, stat
     path.write_text(textwrap.dedent(SCHEME).replace("BUG", bug))
     verify = ("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--examples", "2")
     monkeypatch.chdir(tmp_path)  # a replay file is written
-    (lead, printed), (follow, _) = two_ranks(tmp_path, *verify)
+    (lead, printed), (follow, _) = two_ranks(tmp_path, *verify, imported=TORCH_AND_JAX)
     assert (lead, follow) == (status, status)
     assert "total    tp=2   torchrun" in printed
 
@@ -211,6 +196,6 @@ def test_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_argument_of_rank_zero_sends_the_others_home(tmp_path: Path) -> None:
     verify = ("-m", "shardproof", "verify", "absent.py", "--engine", "torchrun")
-    (lead, printed), (follow, _) = two_ranks(tmp_path, *verify)
+    (lead, printed), (follow, _) = two_ranks(tmp_path, *verify, imported=TORCH_AND_JAX)
     assert (lead, follow) == (2, 2)
     assert printed == ""
