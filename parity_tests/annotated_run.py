@@ -1,7 +1,8 @@
-"""`python -m parity_tests.annotated_run`: schemes judged while beartype holds production to its annotations.
+"""`python -m parity_tests.annotated_run`: schemes run while beartype holds production to its annotations.
 
 In a process of its own, since a function is wrapped when its module is first imported; and not in the full suite,
-where the wrapper's complaint would come before our own sentence for a user's mistake.
+where the wrapper's complaint would come before our own sentence for a user's mistake. No reference is evaluated: what
+is tested is what goes into production's functions and comes out, not whether it is right.
 """
 
 from __future__ import annotations
@@ -16,25 +17,28 @@ WRONG_ON_PURPOSE = ("rejected_plans",)  # hands over what no annotation admits
 
 
 def main() -> int:
-    """Judge some examples of every built-in scheme; prints what was not equal."""
+    """Run some examples of every built-in scheme; prints which ranks failed."""
     with install_import_hook("torch_impl", "beartype.beartype"):
         from parity_tests.harness.declare import discover
         from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-        from parity_tests.harness.judge import bridge
-        from parity_tests.harness.verdict import judge
+        from parity_tests.harness.run.engines import run
+        from parity_tests.harness.run.failure import RankFailure
+        from parity_tests.harness.run.program import Program
 
-        bridge.start()
         schemes = [scheme for scheme in discover.built_in() if scheme.name not in WRONG_ON_PURPOSE]
-        reports = [
-            judge(scheme, draw_case(scheme, seeded_chooser(seed), {}, seed=seed, limit=SHAPES))
-            for scheme in schemes
-            for seed in range(EXAMPLES)
-        ]
-    wrong = [report for report in reports if not report.ok]
-    for report in wrong:
-        print(report)
-    print(f"{len(reports) - len(wrong)} of {len(reports)} examples keep to the annotations")
-    return int(bool(wrong))
+        failures = []
+        for scheme in schemes:
+            for seed in range(EXAMPLES):
+                case = draw_case(scheme, seeded_chooser(seed), {}, seed=seed, limit=SHAPES)
+                try:
+                    run(Program.of(scheme), case)
+                except RankFailure as failure:
+                    failures.append(f"{scheme.key}: {failure}\n{case.json}")
+    examples = EXAMPLES * len(schemes)
+    for failure in failures:
+        print(failure)
+    print(f"{examples - len(failures)} of {examples} examples keep to the annotations")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -94,12 +94,12 @@ def first_copy_alone(patch):
 
 def stitch_with_the_wrong_layout(patch):
     """The ranks are sharded by one layout and stitched by another, which undoes the mistake."""
-    original = inputs.layout_function
+    original = inputs.built_in_positions
 
-    def contiguous(name, lengths, custom, trusted):
-        return original("contiguous" if name == "striped" else name, lengths, custom, trusted)
+    def contiguous(name, *sizes):
+        return original("contiguous" if name == "striped" else name, *sizes)
 
-    patch.setattr(inputs, "layout_function", contiguous)
+    patch.setattr(inputs, "built_in_positions", contiguous)
 
 
 def modifications_are_ignored(patch):

@@ -1,25 +1,30 @@
-"""The JAX reference of a small model's training, compiled once for each configuration and shape."""
+"""The JAX reference of a small model's training, traced once for each configuration and shape."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from jax_ref.parallelizer import Trained, step, train
+from jax_ref.parallelizer import DecoderTraits, Step, Trained, step, train
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.reference import compiler_options
+from parity_tests.harness.judge.reference import evaluated
 from parity_tests.parallelizer.families import Chosen, arrays
 from parity_tests.parallelizer.training import ADAMW
 
 
 def reference(chosen: Chosen, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> Trained:
     """Steps on full batches, and the weights after them."""
-    return train(chosen.config, arrays(chosen), batches, **ADAMW, compiled=_compiled())
+    bridge.start()
+    return train(chosen.config, arrays(chosen), batches, **ADAMW, compiled=_evaluated)
+
+
+def _evaluated(traits: DecoderTraits, *arguments: Any) -> Step:
+    return _of_traits(traits)(*arguments)
 
 
 @cache
-def _compiled() -> Any:
-    return bridge.start().jit(step, static_argnums=0, compiler_options=compiler_options())
+def _of_traits(traits: DecoderTraits) -> Callable[..., Step]:
+    return evaluated(partial(step, traits))

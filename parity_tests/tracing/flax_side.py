@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, compiler_options
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, evaluated
 from parity_tests.tracing.events import LOSS, NORM, Event
 from parity_tests.tracing.probes import POOL, Probes, draws, watch
 
@@ -52,9 +52,9 @@ def traced(
     jax = bridge.start()
     import jax.numpy as jnp
 
-    parameters = {name: bridge.to_jax(name, np.asarray(array, np.float64)) for name, array in weights.items()}
-    units = jnp.array([0.0] + [UNIT_ROUNDOFF[dtype]] * COPIES)
-    errors = jnp.asarray(draws(dtype, (len(units), POOL), seed))
+    parameters = {name: np.asarray(array, np.float64) for name, array in weights.items()}
+    units = np.array([0.0] + [UNIT_ROUNDOFF[dtype]] * COPIES)
+    errors = draws(dtype, (len(units), POOL), seed)
     order: list[Event] = []
 
     def loss(weights: Any, probes: Any, unit: Any, errors: Any) -> Any:
@@ -65,8 +65,8 @@ def traced(
         order[:] = through.seen
         return value, (through.seen, value)
 
-    _, (shapes, _) = jax.eval_shape(lambda: loss(parameters, None, units[0], errors[0]))
-    probes = {event: jnp.zeros(shape.shape, shape.dtype) for event, shape in shapes.items()}
+    _, (shapes, _) = jax.eval_shape(lambda *copy: loss(parameters, None, *copy), units[0], errors[0])
+    probes = {event: np.zeros(shape.shape, shape.dtype) for event, shape in shapes.items()}
 
     def everything(unit: Any, errors: Any) -> Any:
         gradients, (seen, value) = jax.grad(loss, (0, 1), has_aux=True)(parameters, probes, unit, errors)
@@ -74,8 +74,8 @@ def traced(
         numbers = {LOSS: value, NORM: norm}
         return {"value": seen, "gradient": gradients[1], "weight": gradients[0], "number": numbers}
 
-    derivatives = jax.jit(jax.vmap(everything), compiler_options=compiler_options())(units, errors)
-    arrays = {kind: {at: bridge.from_jax(str(at), x) for at, x in tree.items()} for kind, tree in derivatives.items()}
+    derivatives = evaluated(jax.vmap(everything))(units, errors)
+    arrays = {kind: {at: np.asarray(x) for at, x in tree.items()} for kind, tree in derivatives.items()}
     spread = {(kind, at): parted(x) for kind, tree in arrays.items() for at, x in tree.items()}
     first = {kind: {at: x[0] for at, x in tree.items()} for kind, tree in arrays.items()}
     values = {event: first["value"][event] for event in order}

@@ -8,7 +8,7 @@ the way back; under bfloat16 so is what enters, which is stored, whatever made i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ POOL, STRIDE = 8191, 1009  # both prime, so that no two arrays read the same dra
 BITS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64": (11, 52)}  # exponent, mantissa
 
 
-def draws(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+def draws(dtype: str, shape: tuple[int, ...], seed: int | Sequence[int]) -> np.ndarray:
     """Rounding errors for `off`, in units of the dtype's roundoff.
 
     A dtype that sums run in rounds every product and every addend: one whole unit with a random sign stands for them

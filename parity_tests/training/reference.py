@@ -8,6 +8,7 @@ as in arXiv 2506.09280). Under bfloat16 weights are read as bfloat16 holds them,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, compiler_options
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, evaluated
 from parity_tests.tracing.flax_side import parted
-from parity_tests.tracing.probes import POOL, Probes, is_summed_in, off, watch
+from parity_tests.tracing.probes import POOL, Probes, draws, off, watch
 from parity_tests.training.corpus import global_batch
 from parity_tests.training.initial import initial_weights
 from parity_tests.training.precision import STORED_DTYPE
@@ -40,79 +41,65 @@ class ReferenceStep:
 
 
 def steps(run: Run) -> Iterator[ReferenceStep]:
-    """Every step of a run from its first weights on, whatever was resumed."""
-    jax = bridge.start()
-    advance, weights, state = _compiled(run)
-    key = jax.random.key(run.seed)
-    for index in range(run.steps):
+    """Step after step of a run, without end, from its first weights on, whatever was resumed."""
+    bridge.start()
+    advance, weights, state = _of_all_copies(run)
+    for index in itertools.count():
         batch = global_batch(run, index)
         ids, padded, real = (np.stack([getattr(x, name) for x in batch]) for name in ("ids", "padded", "real"))
-        key, step_key = jax.random.split(key)
-        loss, gradients, weights, state = advance(weights, state, step_key, ids, padded, real)
+        loss, gradients, weights, state = advance(weights, state, _errors(run, index, weights), ids, padded, real)
         yield _reference_step(index, np.asarray(loss), _arrays(gradients), _arrays(weights))
 
 
-def _compiled(run: Run) -> tuple[Any, Any, Any]:
+def _of_all_copies(run: Run) -> tuple[Any, Any, Any]:
     """(the step of all copies at once, their weights, their optimiser's states); copy 0 is the run itself."""
     import jax
-    import jax.numpy as jnp
 
     from jax_ref.models import Config, step_loss
     from parity_tests.models.by_name import flax_model
 
     config, (initial_state, optimizer_step) = Config(**run.config), reference_optimizer(run)
     dtype = STORED_DTYPE[run.dtype]
-    units = jnp.array([0.0] + [UNIT_ROUNDOFF[run.dtype]] * COPIES[run.dtype])
+    units = np.array([0.0] + [UNIT_ROUNDOFF[run.dtype]] * COPIES[run.dtype])
 
-    def advance(weights: Any, state: Any, unit: Any, key: Any, ids: Any, padded: Any, real: Any) -> Any:
-        passing, back, writing = jax.random.split(key, 3)
-
+    def advance(weights: Any, state: Any, unit: Any, errors: Any, ids: Any, padded: Any, real: Any) -> Any:
         def loss(parameters: Any) -> Any:
-            through = Probes(run.dtype, unit, _errors(passing, (POOL,), run.dtype))
+            through = Probes(run.dtype, unit, errors["passing"])
             model = flax_model(config, {name: through.read(x) for name, x in parameters.items()})
             watch(model, through)
             return step_loss(model, ids, padded, real)
 
         value, gradients = jax.value_and_grad(loss)(weights)
-        gradients = _off(gradients, unit, back, run.dtype)
+        gradients = _off(gradients, unit, errors["back"], run.dtype)
         new, state = optimizer_step(gradients, state, weights)
-        return (
-            value,
-            gradients,
-            _off(new, unit * (UNIT_ROUNDOFF[dtype] / UNIT_ROUNDOFF[run.dtype]), writing, dtype),
-            state,
-        )
+        unit_of_weights = unit * (UNIT_ROUNDOFF[dtype] / UNIT_ROUNDOFF[run.dtype])
+        return value, gradients, _off(new, unit_of_weights, errors["writing"], dtype), state
 
-    def of_all(weights: Any, state: Any, key: Any, ids: Any, padded: Any, real: Any) -> Any:
-        keys = jax.random.split(key, len(units))
-        return jax.vmap(advance, (0, 0, 0, 0, None, None, None))(weights, state, units, keys, ids, padded, real)
-
-    first = {name: bridge.to_jax(name, array) for name, array in initial_weights(run.config, run.seed).items()}
-    copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(units), *x.shape)), first)
-    return jax.jit(of_all, compiler_options=compiler_options()), copies, jax.vmap(initial_state)(copies)
+    of_all = evaluated(jax.vmap(advance, (0, 0, 0, 0, None, None, None)))
+    first = initial_weights(run.config, run.seed)
+    copies = {name: np.broadcast_to(x, (len(units), *x.shape)) for name, x in first.items()}
+    state = evaluated(jax.vmap(initial_state))(copies)
+    return lambda weights, state, *rest: of_all(weights, state, units, *rest), copies, state
 
 
-def _off(tree: Any, unit: Any, key: Any, dtype: str) -> Any:
+def _errors(run: Run, index: int, weights: Any) -> dict[str, Any]:
+    """What rounding does in one step to what passes through modules, to gradients and to new weights, of each copy."""
+    seeds = ([run.seed, index, count] for count in itertools.count())
+    stored = STORED_DTYPE[run.dtype]
+    return {
+        "passing": draws(run.dtype, (COPIES[run.dtype] + 1, POOL), next(seeds)),
+        "back": {name: draws(run.dtype, x.shape, next(seeds)) for name, x in weights.items()},
+        "writing": {name: draws(stored, x.shape, next(seeds)) for name, x in weights.items()},
+    }
+
+
+def _off(tree: dict[str, Any], unit: Any, errors: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Each number with a rounding error of its own."""
-    import jax
-
-    leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(key, len(leaves))
-    rounded = [off(x, unit, _errors(k, x.shape, dtype), dtype) for k, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(structure, rounded)
-
-
-def _errors(key: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    """As `draws`, from a key."""
-    import jax
-
-    if is_summed_in(dtype):
-        return jax.random.rademacher(key, shape, float)
-    return jax.random.uniform(key, shape, float, -1.0, 1.0)
+    return {name: off(x, unit, errors[name], dtype) for name, x in tree.items()}
 
 
 def _arrays(tree: Any) -> dict[str, np.ndarray]:
-    return {name: bridge.from_jax(name, array) for name, array in tree.items()}
+    return {name: np.asarray(array) for name, array in tree.items()}
 
 
 def _reference_step(

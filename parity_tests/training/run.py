@@ -165,9 +165,9 @@ class Run:
 
     @property
     def numbers(self) -> Run:
-        """This run for the reference, which knows no mesh: equal for all runs whose numbers are to be equal."""
+        """This run for the reference, which knows no mesh and no end: equal for runs whose steps are to be equal."""
         plain = {"mamba": "hidden", "attention": "ring", "schedule": "1f1b", "checkpoint": None, "resume": False}
-        return self.replace(mesh={}, **plain)
+        return self.replace(mesh={}, steps=1, every=1, **plain)
 
     def options(self, **more: Any) -> dict[str, Any]:
         """What travels to the ranks."""

@@ -14,8 +14,9 @@ and of every operation of the reference in the dtype that intermediates are kept
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from types import MappingProxyType
 
 import numpy as np
@@ -52,9 +53,21 @@ class TensorRow:
     stitched: Stitched
     want: np.ndarray
     budgets: np.ndarray
-    coarse_budgets: np.ndarray  # the same, had sums been accumulated in COARSER[tested dtype]
-    owners: Mapping[str, np.ndarray]  # for each axis that shards it: which coordinate holds each element
+    coarse_budgets_of: Callable[[], np.ndarray]
+    owners_of: Callable[[], Mapping[str, np.ndarray]]
     absent: np.ndarray | None = None  # where no rank returned a gradient of this copy
+
+    # What explains a tensor that failed, and is computed for no other.
+
+    @cached_property
+    def coarse_budgets(self) -> np.ndarray:
+        """The budgets, had sums been accumulated in COARSER[tested dtype]."""
+        return self.coarse_budgets_of()
+
+    @cached_property
+    def owners(self) -> Mapping[str, np.ndarray]:
+        """For each axis that shards the tensor: which coordinate holds each element."""
+        return self.owners_of()
 
     @property
     def ok(self) -> bool:
@@ -85,7 +98,7 @@ def compare(
         stitched = stitch(arg, pieces, case, scheme.layouts, "output")
         want = reference.outputs[arg.name]
         if arg.is_integer:
-            rows.append(_exact(arg, stitched, want, owners(arg, case, scheme.layouts)))
+            rows.append(_exact(arg, stitched, want, partial(owners, arg, case, scheme.layouts)))
             continue
         spread = reference.output_spread[arg.name]
         count = _terms(scheme, case, arg, "output") * stitched.summed_ranks
@@ -98,14 +111,14 @@ def compare(
         stitched = stitch(arg, pieces, case, scheme.layouts, "gradient")
         count = _terms(scheme, case, arg, "gradient") * stitched.summed_ranks
         want, spread = reference.gradients[arg.name], reference.gradient_spread[arg.name]
-        reached = [
-            np.full(piece.shape, float(result.gradients[arg.name] is not None))
-            for piece, result in zip(pieces, results, strict=True)
-        ]
         # Where an output has no cotangent no path may be left to an input: None is then as good as zeros.
-        absent = (
-            None if "unused" in case.calls else stitch(arg, reached, case, scheme.layouts, "gradient").copies == 0.0
-        )
+        absent = None
+        if "unused" not in case.calls and any(result.gradients[arg.name] is None for result in results):
+            reached = [
+                np.full(piece.shape, float(result.gradients[arg.name] is not None))
+                for piece, result in zip(pieces, results, strict=True)
+            ]
+            absent = stitch(arg, reached, case, scheme.layouts, "gradient").copies == 0.0
         exempt = {"absent": absent, "undefined": undefined.get(arg.name)}
         rows.append(
             _compare_elements(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, **exempt)
@@ -207,7 +220,7 @@ def _compare_elements(
         allowed = np.where(undefined, np.inf, allowed)
     coarse = COARSER[case.dtype]
     u_coarse = UNIT_ROUNDOFF[coarse]
-    coarse_budgets = budget(want, spread * (u_coarse / u), terms, coarse, coarse, max(scheme.roundings, 1), u_coarse)
+    in_coarse = spread * (u_coarse / u), terms, coarse, coarse, max(scheme.roundings, 1), u_coarse
     # 2. Errors in budgets, of every copy.
     wrong = errors(stitched.copies, want[None], out_dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # a ratio that overflows is infinite
@@ -233,13 +246,15 @@ def _compare_elements(
         stitched=stitched,
         want=want,
         budgets=allowed,
-        coarse_budgets=coarse_budgets,
-        owners=owners(arg, case, scheme.layouts),
+        coarse_budgets_of=partial(budget, want, *in_coarse),
+        owners_of=partial(owners, arg, case, scheme.layouts),
         absent=None if absent is None else absent[copy],
     )
 
 
-def _exact(arg: Argument, stitched: Stitched, want: np.ndarray, element_owners: Mapping[str, np.ndarray]) -> TensorRow:
+def _exact(
+    arg: Argument, stitched: Stitched, want: np.ndarray, owners_of: Callable[[], Mapping[str, np.ndarray]]
+) -> TensorRow:
     """Integers and booleans: equal or not."""
     wrong = (stitched.copies != want[None]).astype(np.float64)
     worst = np.unravel_index(int(np.argmax(wrong)), wrong.shape) if wrong.size else (0,)
@@ -261,8 +276,8 @@ def _exact(arg: Argument, stitched: Stitched, want: np.ndarray, element_owners: 
         stitched=floats,
         want=want.astype(np.float64),
         budgets=allowed,
-        coarse_budgets=allowed,
-        owners=element_owners,
+        coarse_budgets_of=partial(np.asarray, allowed),
+        owners_of=owners_of,
     )
 
 

@@ -8,7 +8,7 @@ budgets are computed. Nothing is compiled, but for what NumPy has no rule for an
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -65,8 +65,8 @@ class ReferenceInput:
     magnitude: np.ndarray
 
 
-def reference_input(arg: Argument, array: np.ndarray, case: CaseSpec, role: str) -> ReferenceInput:
-    terms = inputs.addends(arg, array, case, role)
+def reference_input(terms: np.ndarray) -> ReferenceInput:
+    """Of the addends of one tensor."""
     with np.errstate(invalid="ignore"):
         total, magnitude = terms.sum(0), np.abs(terms).sum(0)
     # A masked (infinite) entry is exact: rounding does not change it.
@@ -81,7 +81,7 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec, value_errors: n
     bridge.start()
     # 1. The inputs of the ranks, unsharded: for each partial value the float64 sum of its rounded terms.
     arrays = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
-    floating = {a.name: reference_input(a, arrays[a.name], case, "input") for a in scheme.inputs if not a.is_integer}
+    floating = {a.name: reference_input(program.terms(a, case, "input")) for a in scheme.inputs if not a.is_integer}
     cotangents = {arg.name: _cotangent(arg, program, case) for arg in scheme.outputs if arg.differentiable}
     # 2. Integers are fixed; floating inputs x and cotangents c are what rounding changes.
     fixed = {name: array for name, array in arrays.items() if name not in floating}
@@ -130,8 +130,7 @@ def _cotangent(arg: Argument, program: Program, case: CaseSpec) -> ReferenceInpu
     if arg.modified or program.module:
         is_loss = not arg.modified and arg.name == program.outputs[0].name
         return ReferenceInput(np.full(arg.shape(case), float(is_loss)), np.zeros(arg.shape(case)))
-    array = (program.cotangents or {}).get(arg.name, inputs.cotangent(arg, case))
-    return reference_input(arg, array, case, "cotangent")
+    return reference_input(program.terms(arg, case, "cotangent"))
 
 
 def _call(
@@ -218,6 +217,28 @@ def _build(
     fixed, x, c = arrays
     has_tangent = [False] * len(fixed) + [True] * (len(x) + len(c))
     return evaluator(closed, has_tangent, compiler_options), jax.tree.structure(shapes)
+
+
+def evaluated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of trees of arrays, traced once for each signature and evaluated as references are."""
+    programs: dict[Any, tuple[Any, Any]] = {}
+
+    def call(*arguments: Any) -> Any:
+        import jax
+
+        leaves, structure = jax.tree.flatten(arguments)
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        signature = structure, tuple((array.shape, array.dtype) for array in arrays)
+        if signature not in programs:
+            closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+            program = evaluator(closed, [False] * len(arrays), compiler_options, rounded=False)
+            programs[signature] = program, jax.tree.structure(shapes)
+        program, returned = programs[signature]
+        with np.errstate(all="ignore"):
+            values, _ = program(arrays, [None] * len(arrays))
+        return jax.tree.unflatten(returned, values)
+
+    return call
 
 
 @cache

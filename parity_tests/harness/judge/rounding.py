@@ -199,9 +199,14 @@ def nested_program(closed: Any, has_tangent: Sequence[bool], rule_of: Callable[[
     return TracedProgram(Trace(closed, rounded=False), has_tangent, rule_of, xp)
 
 
-def evaluator(closed: Any, has_tangent: Sequence[bool], compiler_options: Callable[[], Any]) -> Callable[..., Any]:
-    """(inputs, tangents, tangent_errors, value_errors) -> (values, tangents) of a traced function."""
-    trace = Trace(closed)
+def evaluator(
+    closed: Any, has_tangent: Sequence[bool], compiler_options: Callable[[], Any], *, rounded: bool = True
+) -> Callable[..., Any]:
+    """(inputs, tangents, tangent_errors, value_errors) -> (values, tangents) of a traced function.
+
+    Operations that are not `rounded` make no errors, and no tangent where no input has one.
+    """
+    trace = Trace(closed, rounded)
     if trace.elements <= LARGE * len(trace.operations):
         # A parameter that another version of JAX names differently is one that NumPy has no rule for.
         with suppress(NoRule, KeyError, AttributeError):

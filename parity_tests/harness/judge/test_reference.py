@@ -247,3 +247,18 @@ def test_an_error_of_the_reference_is_one_sentence():
         f"scheme 'on_ranks': reference broken raised RuntimeError at {at}: no mathematics for (4,)"
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_function_of_trees_is_traced_once_for_a_signature():
+    traces = []
+
+    def centred(tree, shift):
+        traces.append(tree["x"].shape)
+        return {"centred": tree["x"] - tree["x"].mean() + shift, "order": jnp.argsort(tree["x"])}
+
+    function = reference.evaluated(centred)
+    for x in (np.array([3.0, 1.0, 2.0]), np.array([1.0, 5.0, 3.0]), np.array([4.0, 2.0])):
+        returned = function({"x": x}, np.float64(2.0))
+        assert returned["centred"].tolist() == (x - x.mean() + 2.0).tolist()
+        assert returned["order"].tolist() == np.argsort(x).tolist()
+    assert traces == [(3,), (2,)]

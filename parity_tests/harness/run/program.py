@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -137,8 +138,24 @@ class Program:
         return replace(self, arrays=None, cotangents=None)
 
     def full_array(self, arg: Argument, case: CaseSpec) -> np.ndarray:
-        """An input as given by hand, or as drawn."""
-        return self.arrays[arg.name] if self.arrays else inputs.full_array(arg, self.draws[arg.name], case)
+        """An input as given by hand, or as drawn, which is not written to."""
+        if self.arrays:
+            return self.arrays[arg.name]
+        draw = self.draws[arg.name]
+        return inputs.once_for_case(case, ("input", arg.name), draw, partial(inputs.full_array, arg, draw, case))
+
+    def full_cotangent(self, arg: Argument, case: CaseSpec) -> np.ndarray:
+        """That of an output, likewise."""
+        if self.cotangents and arg.name in self.cotangents:
+            return self.cotangents[arg.name]
+        return inputs.once_for_case(case, ("cotangent", arg.name), arg, partial(inputs.cotangent, arg, case))
+
+    def terms(self, arg: Argument, case: CaseSpec, role: str) -> np.ndarray:
+        """The addends of an input or a cotangent, one for each rank of the axes that it is summed over."""
+        full = (self.full_array if role == "input" else self.full_cotangent)(arg, case)
+        return inputs.once_for_case(
+            case, (role, "terms", arg.name), full, lambda: inputs.addends(arg, full, case, role)
+        )
 
     def _bind(self, mesh: Any, case: CaseSpec) -> Any:
         """The mesh as the scheme sees it: its own axes, and the global ids of this example's dims."""
@@ -169,21 +186,17 @@ class Program:
         return inputs.layout_function(sharding.layout, lengths, self.layouts, trusted=False)
 
     def _leaf(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], device: str) -> torch.Tensor:
-        full = self.full_array(arg, case)
         if arg.is_integer:
-            local = torch.from_numpy(inputs.piece(arg, full, case, coords, self.layouts).copy()).to(device)
-            return calling.stored(local, arg.name, case)
-        terms = inputs.addends(arg, full, case, role="input")
-        term = inputs.term_of_rank(arg, terms, case, coords, role="input")
+            local = inputs.piece(arg, self.full_array(arg, case), case, coords, self.layouts)
+            return calling.stored(torch.from_numpy(local.copy()).to(device), arg.name, case)
+        term = inputs.term_of_rank(arg, self.terms(arg, case, "input"), case, coords, role="input")
         local = inputs.piece(arg, term, case, coords, self.layouts)
         leaf = calling.stored(torch.from_numpy(local.copy()).to(device, getattr(torch, case.dtype)), arg.name, case)
         return leaf.requires_grad_(arg.differentiable and arg.name not in case.calls.get("frozen", ()))
 
     def _cotangent(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], like: torch.Tensor) -> torch.Tensor:
         """One of the dtype of the output and on its device."""
-        full = self.cotangents[arg.name] if self.cotangents else inputs.cotangent(arg, case)
-        terms = inputs.addends(arg, full, case, role="cotangent")
-        term = inputs.term_of_rank(arg, terms, case, coords, role="cotangent")
+        term = inputs.term_of_rank(arg, self.terms(arg, case, "cotangent"), case, coords, role="cotangent")
         local = inputs.piece(arg, term, case, coords, self.layouts)
         return calling.stored(torch.from_numpy(local.copy()).to(like), calls.COTANGENT + arg.name, case)
 

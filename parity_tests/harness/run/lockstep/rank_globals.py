@@ -57,8 +57,9 @@ def namespaces_of(job: Any) -> dict[str, Namespace]:
         return {}
     for name in job.isolate:
         importlib.import_module(name)
-    names = {*_imported_by(job.fn.__module__), *travel.IMPORTED_WITH_SCHEMES.intersection(sys.modules)}
-    names |= {name for name in sys.modules for root in job.isolate if f"{name}.".startswith(f"{root}.")}
+    names = {*_imported_by(job.fn.__module__), *(name for name in travel.IMPORTED_WITH_SCHEMES if name in sys.modules)}
+    if job.isolate:  # of several thousand modules
+        names |= {name for name in sys.modules for root in job.isolate if f"{name}.".startswith(f"{root}.")}
     namespaces = {name: vars(sys.modules[name]) for name in names if isinstance(sys.modules[name], ModuleType)}
     if job.around is not None or job.setup is not None:
         namespaces |= {name: vars(sys.modules[name]) for name in PATCHED_BY_TORCH if name in sys.modules}
