@@ -174,7 +174,12 @@ def test_options_named_in_prose_exist():
     existing = {option for verb in VERBS.values() for x in verb.params for option in (*x.opts, *x.secondary_opts)}
     existing |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/injected_bugs/__main__.py")
     existing |= {option for x in typer.main.get_command(app).params for option in x.opts}
-    existing |= {"--nproc-per-node", "--rdzv-endpoint", "--hypothesis-profile"}  # of torchrun and pytest
+    existing |= {
+        "--nproc-per-node",
+        "--rdzv-endpoint",
+        "--hypothesis-profile",
+        "--full-trace",
+    }  # of torchrun and pytest
     existing |= {"--help", "--version", "--install-completion", "--show-completion"}  # of the command itself
     prose = {page: re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z0-9-]*)[^`\n]*`", text_of(page)) for page in PAGES}
     unknown = {page: sorted(set(options) - existing) for page, options in prose.items()}

@@ -11,9 +11,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
 import sys
-from typing import Annotated
+from itertools import zip_longest
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from parity_tests.cli import case, paper, training, verify
 from parity_tests.cli.help import epilog, versions
@@ -28,6 +30,19 @@ app = typer.Typer(
     help="Verify sharded PyTorch against single-device JAX: values, gradients, collectives and bytes.",
     epilog=epilog(None),
 )
+
+
+class Verb(typer.core.TyperCommand):
+    """A verb, of which `--json` may stand without a path: then it is standard output."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with_path = [
+            "--json=-" if arg == "--json" and after.startswith("-") and after != "-" else arg
+            for arg, after in zip_longest(args, args[1:], fillvalue="--")
+        ]
+        return super().parse_args(ctx, with_path)
+
+
 VERBS = {
     "verify": verify.verify,
     "new": verify.new,
@@ -43,7 +58,7 @@ VERBS = {
     "tour": verify.tour,
 }
 for name, verb in VERBS.items():
-    app.command(name, epilog=epilog(name))(verb)
+    app.command(name, cls=Verb, epilog=epilog(name))(verb)
 
 
 def _version(is_wanted: bool) -> None:

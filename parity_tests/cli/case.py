@@ -7,20 +7,20 @@ from typing import Annotated
 import typer
 
 from parity_tests.cli import complete
-from parity_tests.cli.values import Dims, JsonFlag, JsonPath, Mesh, Replay, Traceback, sizes
+from parity_tests.cli.values import Dims, FigurePath, HtmlPath, JsonPath, Mesh, Replay, Traceback, sizes
 
 
 def draw(
     target: Annotated[str, typer.Argument(help="A file or a scheme name.", autocompletion=complete.targets)],
     mesh: Mesh = None,
     dim: Dims = None,
-    svg: Annotated[str | None, typer.Option(help="Write the picture as SVG.", metavar="PATH")] = None,
-    json: JsonFlag = False,
+    figure: FigurePath = None,
+    json: JsonPath = None,
 ) -> None:
     """Pictures of a scheme's layouts and gradient types."""
     from parity_tests.cli import listing
 
-    listing.pictures(target, {**sizes(mesh, "--mesh"), **sizes(dim, "--dim")}, svg, json)
+    listing.pictures(target, {**sizes(mesh, "--mesh"), **sizes(dim, "--dim")}, figure, json)
 
 
 def replay(
@@ -30,6 +30,7 @@ def replay(
         typer.Option(help="Another engine than the one recorded.", autocompletion=complete.engines),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="How many times.")] = 1,
+    html: HtmlPath = None,
     json: JsonPath = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each time only.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the ledger as well.")] = False,
@@ -38,7 +39,7 @@ def replay(
     """Run one recorded case again."""
     from parity_tests.cli import listing
 
-    raise typer.Exit(listing.replay_file(file, engine, repeat, json, quiet, verbose, traceback))
+    raise typer.Exit(listing.replay_file(file, engine, repeat, json, quiet, verbose, traceback, html))
 
 
 def timeline(

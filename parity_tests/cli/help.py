@@ -4,7 +4,7 @@ from __future__ import annotations
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "verify": (
-        "shardproof verify my_scheme.py",
+        "shardproof verify my_scheme.py --html verdict.html",
         "shardproof verify my_scheme.py::sharded_logprob --mesh cp=2,tp=2 --dim s=8 --engine gloo",
         "shardproof verify 'vocab_parallel_*' --profile ci --json verdicts.json --quiet",
     ),
@@ -19,7 +19,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "draw": (
         "shardproof draw my_scheme.py --mesh cp=4,tp=2 --dim s=16",
-        "shardproof draw vocab_parallel_logprob --mesh tp=4 --dim v=8 --svg layouts.svg",
+        "shardproof draw vocab_parallel_logprob --mesh tp=4 --dim v=8 --figure layouts.svg",
     ),
     "replay": (
         "shardproof replay replay_975d73c9.py",

@@ -6,6 +6,7 @@ import ast
 import json as json_module
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.replay import load_scheme, reruns
 from parity_tests.harness.report import picture, summary
+from parity_tests.harness.report.html_page import page
 from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.report.summary import Outcome
@@ -23,18 +25,18 @@ from parity_tests.harness.run.ledger import Ledger
 from parity_tests.harness.verdict import judge
 
 
-def pictures(target: str, sizes: Mapping[str, Any], svg: str | None, as_json: bool = False) -> None:
-    """Print the picture of every scheme of a target; the first one's goes to `svg` as well."""
-    check_writable(svg=svg)
+def pictures(target: str, sizes: Mapping[str, Any], figure: str | None, json: str | None = None) -> None:
+    """Print the picture of every scheme of a target; the first one's goes to `figure` as well."""
+    check_writable(figure=figure, json=json)
     schemes = discover.find([target])
-    if as_json:
-        print(json_module.dumps([json_of_case(scheme, one_case(scheme, **sizes)) for scheme in schemes], indent=2))
-    else:
-        for scheme in schemes:
-            print(f"{scheme.name}\n{picture.scheme_picture(scheme, one_case(scheme, **sizes))}\n")
-    if svg:
-        with naming(svg):
-            picture.scheme_figure(schemes[0], one_case(schemes[0], **sizes)).savefig(svg)
+    cases = [(scheme, one_case(scheme, **sizes)) for scheme in schemes]
+    for scheme, case in cases if json != "-" else ():
+        print(f"{scheme.name}\n{picture.scheme_picture(scheme, case)}\n")
+    if json:
+        write_text(json, json_module.dumps([json_of_case(scheme, case) for scheme, case in cases], indent=2))
+    if figure:
+        with naming(figure):
+            picture.scheme_figure(*cases[0]).savefig(figure)
 
 
 def json_of_case(scheme: Declared, case: CaseSpec) -> dict[str, Any]:
@@ -58,10 +60,11 @@ def replay_file(
     quiet: bool = False,
     verbose: bool = False,
     traceback: bool = False,
+    html: str | None = None,
 ) -> int:
     """Run the case of a replay file so often and print each report, its first line if `quiet`; returns the status."""
-    check_writable(json=json)
-    aside = sys.stderr if json == "-" else sys.stdout
+    check_writable(html=html, json=json)
+    aside = sys.stderr if "-" in (html, json) else sys.stdout
     outcome = Outcome()
     case, scheme = _recorded(file)
     for report in reruns(scheme, case, engine, repeat):
@@ -71,6 +74,8 @@ def replay_file(
             print(report.trace(), file=aside)
         if traceback and report.failure is not None and report.failure.traceback:
             print(report.failure.traceback, file=aside)
+    if html:
+        write_text(html, page([replace(outcome.reports[-1], replay=file)]))
     if json:
         write_text(json, summary.as_json(outcome))
     return outcome.status

@@ -37,10 +37,12 @@ command's status stands in the agent's report, and the agent leaves with 1.
   done, to standard error. Bars and colours are for terminals only; `NO_COLOR=1` turns colours off there too.
 - **Less and more.** `-q` leaves failures and the closing line, `-v` adds what is otherwise left out, where a verb has
   them.
-- **JSON.** Verbs that run ranks take `--json PATH`; `--json -` puts the JSON on standard output and all else on
-  standard error. Verbs that only show something take `--json` alone and print it. Keys are never taken away; more may
-  come. A number that is not finite is text: `"inf"`.
-- **Paths.** A file that could not be written is rejected before anything runs.
+- **JSON.** `--json PATH` writes a file that ends in `.json`, besides what is printed. `--json -`, or `--json` at the
+  end or before another option, puts the JSON on standard output, and all else on standard error. Keys are never taken
+  away; more may come. A number that is not finite is text: `"inf"`.
+- **Files.** `--figure PATH` is a picture, `--html PATH` a page, `--junit PATH` JUnit XML, `--csv PATH` a schedule, and
+  `--out PATH` the file that the verb is there to write. Of those that are text, one may be `-` for standard output. A
+  file that could not be written is rejected before anything runs.
 - **Examples.** `my_scheme.py` is the file of [Verify your own scheme](../how-to/verify-your-own-scheme.md),
   `my_function.py` that of [a function](../how-to/start-from-a-function.md),
   `my_pair.py` that of [two modules](../how-to/use-flax-and-modules.md#where-two-modules-first-differ), and

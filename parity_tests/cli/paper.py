@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from parity_tests.cli import complete
-from parity_tests.cli.values import JsonFlag, options, sizes, three
+from parity_tests.cli.values import FigurePath, JsonPath, options, sizes, three
 
 
 def schedule(
@@ -25,10 +25,8 @@ def schedule(
         str, typer.Option(help="Forward, input gradient, weight gradient of a chunk.", metavar="F,I,W")
     ] = "1,1,1",
     p2p: Annotated[float, typer.Option(help="What a message between ranks takes.")] = 0.0,
-    json: JsonFlag = False,
-    figure: Annotated[
-        str | None, typer.Option(help="Write the picture: a path ending in .png, .svg or .pdf.", metavar="PATH")
-    ] = None,
+    json: JsonPath = None,
+    figure: FigurePath = None,
     csv: Annotated[str | None, typer.Option(help="Write the order as a CSV file.", metavar="PATH")] = None,
 ) -> None:
     """A pipeline schedule run on paper: who computes what and when, bubbles, live activations. Nothing is executed."""
@@ -57,7 +55,7 @@ def plan(
     option: Annotated[
         list[str] | None, typer.Option(help="A field of the configuration: num_hidden_layers=80.", metavar="K=V")
     ] = None,
-    json: JsonFlag = False,
+    json: JsonPath = None,
 ) -> None:
     """What sharding a model over a mesh of any size would do: placements, bytes, collectives. Nothing runs."""
     from parity_tests.cli import plan as dry
@@ -106,10 +104,8 @@ def cost(
     links: Annotated[
         str, typer.Option(help="h100, b200, or a .toml or .json file of hosts and links.", metavar="SHEET")
     ] = "h100",
-    json: JsonFlag = False,
-    figure: Annotated[
-        str | None, typer.Option(help="Write the picture of a range of meshes: .png, .svg or .pdf.", metavar="PATH")
-    ] = None,
+    json: JsonPath = None,
+    figure: FigurePath = None,
 ) -> None:
     """What schemes send on a mesh of any size, by their declared cost: bytes, links, modelled time. Nothing runs."""
     from parity_tests.cli import priced

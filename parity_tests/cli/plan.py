@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from parity_tests.harness.declare.discover import UnusableTarget, module_of_file, nearest
+from parity_tests.harness.report.out_path import check_writable, write_text
 
 FORMS = (
     "a model type such as qwen3, a config class such as transformers.LlamaConfig, a folder with config.json, "
@@ -27,10 +28,13 @@ NOT_PLANNED = {  # axes that a mesh may have, of which a dry run counts nothing
 }
 
 
-def show(target: str, mesh: Mapping[str, int], tokens: int, changes: Mapping[str, Any], as_json: bool = False) -> None:
+def show(
+    target: str, mesh: Mapping[str, int], tokens: int, changes: Mapping[str, Any], json: str | None = None
+) -> None:
     """Print the dry run. Errors: UnusableTarget, ValueError."""
     from torch_impl.parallelizer.dry_run import dry_run
 
+    check_writable(json=json)
     _check_axes(mesh)
     # A mesh's short name for data parallelism, where nothing else is called so.
     sizes = {"dp_shard" if axis == "dp" and "dp_shard" not in mesh else axis: size for axis, size in mesh.items()}
@@ -38,7 +42,10 @@ def show(target: str, mesh: Mapping[str, int], tokens: int, changes: Mapping[str
     if max(sizes.get(axis, 1) for axis in TENSOR) > 1:
         _check_has_plan(target, model)
     result = dry_run(model, sizes or {"dp_shard": 1}, tokens=tokens)
-    print(json_module.dumps({**asdict(result), "local_bytes": result.local_bytes}, indent=1) if as_json else result)
+    if json:
+        write_text(json, json_module.dumps({**asdict(result), "local_bytes": result.local_bytes}, indent=1))
+    if json != "-":
+        print(result)
 
 
 def _check_axes(mesh: Mapping[str, int]) -> None:

@@ -12,7 +12,7 @@ from parity_tests.cost.candidates import Comparison, Setting, candidates
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import DTYPES
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.report.out_path import check_writable, naming
+from parity_tests.harness.report.out_path import check_writable, naming, write_text
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,19 @@ class Request:
     links: str
 
 
-def show(targets: Sequence[str], request: Request, as_json: bool, figure: str | None = None) -> None:
+def show(targets: Sequence[str], request: Request, json: str | None, figure: str | None = None) -> None:
     """Print the cost of the targets. Errors: UnusableTarget, ValueError."""
-    check_writable(figure=figure)
+    check_writable(figure=figure, json=json)
     comparisons = compare(targets, request)
     if figure:
         from parity_tests.cost.figure import figure as drawn
 
         with naming(figure):
             drawn(comparisons, " ".join([*targets, *request.mesh, *request.dims])).savefig(figure)
-    if as_json:
-        print(json_module.dumps(table.as_json(comparisons), indent=1))
-        return
-    if len(comparisons) == 1:
-        print(table.one_mesh(comparisons[0]))
-        return
-    print(table.several_meshes(comparisons))
+    if json:
+        write_text(json, json_module.dumps(table.as_json(comparisons), indent=1))
+    if json != "-":
+        print(table.one_mesh(comparisons[0]) if len(comparisons) == 1 else table.several_meshes(comparisons))
 
 
 def compare(targets: Sequence[str], request: Request) -> list[Comparison]:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from parity_tests.harness.report.out_path import check_writable, naming
+from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.training.schedule_name import rule_by_name
 from torch_impl.pipelining.csv_schedule import read_csv, write_csv
 from torch_impl.pipelining.named_schedules import schedule_order
@@ -30,12 +30,12 @@ def show(
     microbatches: int | None,
     stages_per_rank: int | None,
     times: Times,
-    json: bool,
+    json: str | None,
     figure: str | None,
     csv: str | None,
 ) -> None:
     """Print one schedule. Errors: ValueError for a schedule that there is not or that cannot be."""
-    check_writable(figure=figure, csv=csv)
+    check_writable(figure=figure, csv=csv, json=json)
     try:
         name, order, placed = _schedule_of(target, pp, microbatches, stages_per_rank)
         timeline = simulate(order, placed, times)
@@ -48,7 +48,10 @@ def show(
     if figure:
         with naming(figure):
             draw(timeline, name).savefig(figure)
-    print(json_module.dumps(record(name, timeline), indent=2) if json else f"{name}: {timeline}")
+    if json:
+        write_text(json, json_module.dumps(record(name, timeline), indent=2))
+    if json != "-":
+        print(f"{name}: {timeline}")
 
 
 def _in_options(sentence: str, target: str) -> str:

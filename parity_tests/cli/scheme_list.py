@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import json as json_module
 from fnmatch import fnmatch
 
 from rich.console import Console
 from rich.table import Table
 
 from parity_tests.harness.declare import scheme_index
+from parity_tests.harness.report.out_path import check_writable, write_text
 
 WIDEST = 400  # where there is no terminal, lines are as long as they must be
 
 
-def show(pattern: str, as_json: bool, quiet: bool = False) -> None:
+def show(pattern: str, json: str | None, quiet: bool = False) -> None:
     """Print the built-in schemes whose name matches, names alone if `quiet`. Errors: UnusableTarget where none does."""
+    check_writable(json=json)
     everything = scheme_index.entries()
     entries = [entry for entry in everything if fnmatch(entry.name, pattern)]
     if not entries:
@@ -22,8 +24,9 @@ def show(pattern: str, as_json: bool, quiet: bool = False) -> None:
 
         hint = discover.nearest(pattern, [entry.name for entry in everything])
         raise discover.UnusableTarget(f"{pattern}: no scheme of this name{hint} (shardproof list shows all)")
-    if as_json:
-        print(json.dumps([entry.to_dict() for entry in entries], indent=2))
+    if json:
+        write_text(json, json_module.dumps([entry.to_dict() for entry in entries], indent=2))
+    if json == "-":
         return
     if quiet:
         print("\n".join(entry.name for entry in entries))

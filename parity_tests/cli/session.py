@@ -23,6 +23,7 @@ from parity_tests.harness.implementation.substitution import NotOffered, narrowe
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.report import summary
+from parity_tests.harness.report.html_page import page
 from parity_tests.harness.report.out_path import check_folder, check_writable, write_text
 from parity_tests.harness.report.report import PLAIN_WIDTH
 from parity_tests.harness.report.summary import Expected, Outcome, VerifyOptions
@@ -41,13 +42,15 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
 
         if not launch.is_rank_zero():
             return launch.serve()
-    aside = options.json == "-" or options.junit == "-"  # standard output is for machines
+    aside = "-" in options.files.values()  # standard output is for machines
     with _prints_on_stderr() if aside else contextlib.nullcontext():
         outcome = run(discover.find(targets), options)
     outcome.not_run |= {} if targets else discover.left_out()
     console = Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else PLAIN_WIDTH)
     if not outcome.is_mistake_alone:
         summary.show(console, outcome, options)
+    if options.html:
+        write_text(options.html, page(outcome.reports, summary.closing(outcome)))
     if options.json:
         write_text(options.json, summary.as_json(outcome))
     if options.junit:
@@ -79,7 +82,8 @@ def _prints_on_stderr() -> Iterator[None]:
 def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
     """Verify schemes in turn with a progress bar on standard error."""
     bridge.start(options.jax_cache)
-    outcome = Outcome(expected=_expected_of(schemes, options))
+    places = {scheme.name: (scheme.file, scheme.line) for scheme in schemes}
+    outcome = Outcome(expected=_expected_of(schemes, options), places=places)
     several = len(schemes) > 1
     with _profile(options.profile), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
@@ -142,6 +146,7 @@ def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> None:
             options.names,
             world=_fixed_world(options.engine),
             inside_subgroup=options.inside_subgroup,
+            replay_folder=options.replay_dir or ".",
         )
     except NotRun as reason:
         outcome.not_run[scheme.name] = str(reason)
@@ -184,10 +189,8 @@ def _check_options(options: VerifyOptions) -> None:
         raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
     if options.implementation is not None:
         module_of(options.implementation)
-    check_writable(json=options.json, junit=options.junit)
-    if options.json == options.junit == "-":
-        raise ValueError("--json - --junit -: standard output takes one of them; give the other a file")
-    check_folder(jax_cache=options.jax_cache)
+    check_writable(**options.files)
+    check_folder(jax_cache=options.jax_cache, replay_dir=options.replay_dir)
 
 
 def progress_bar(quiet: bool = False) -> Progress:

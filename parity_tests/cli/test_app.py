@@ -124,6 +124,27 @@ def test_json_and_junit(shardproof):
     assert json.loads(out)["status"] == 1 and closing(err) == "2 schemes, 1 mismatch, 0 not run."
 
 
+def test_a_page(shardproof):
+    written("both.py", RIGHT, WRONG)
+    status, out, _ = shardproof("verify", "both.py::wrong", "--mesh", "tp=2", "--dim", "b=4", "--html", "out.html")
+    assert (status, closing(out)) == (1, "1 scheme, 1 mismatch, 0 not run.")
+    [replay] = [path.name for path in Path().glob("replay_*.py")]
+    page = Path("out.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") and f"python {replay}" in page and "<title>wrong: mismatch" in page
+    status, out, err = shardproof("replay", replay, "--html", "-")
+    assert status == 1 and out.startswith("<!DOCTYPE html>") and "MISMATCH" in err
+    _, out, _ = shardproof("verify", "both.py", "--mesh", "tp=2", "--dim", "b=4", "--html", "-")
+    assert "<title>2 schemes, 1 mismatch, 0 not run." in out
+
+
+def test_replay_files_go_where_they_are_told(shardproof):
+    written("wrong.py", WRONG)
+    _, out, _ = shardproof("verify", "wrong.py", "--mesh", "tp=2", "--dim", "b=4", "--replay-dir", "some/replays")
+    [replay] = [str(path) for path in Path("some/replays").glob("replay_*.py")]
+    assert f"replay: python {replay}" in out and not list(Path().glob("replay_*.py"))
+    assert shardproof("replay", replay)[0] == 1
+
+
 def test_what_a_function_prints_is_no_part_of_the_json(shardproof):
     """On ranks that are threads and on those that are processes, which judge a mismatch again."""
     written("prints.py", WRONG, "import os\nprint('of the module')\nos.system('echo of a process')\n")
@@ -176,11 +197,14 @@ def test_list(shardproof):
     assert "vocab_parallel_logprob" in out and "b s v/tp:ragged" in out
     [record] = json.loads(shardproof("list", "vocab_parallel_logprob", "--json")[1])
     assert record["inputs"]["logits"] == "b s v/tp:ragged"
+    assert json.loads(shardproof("list", "--json", "-q")[1])[0].keys() == record.keys()
+    out = shardproof("list", "vocab_parallel_logprob", "--json", "out.json")[1]
+    assert json.loads(Path("out.json").read_text()) == [record] and out.startswith("scheme")
 
 
 def test_draw(shardproof):
     status, out, _ = shardproof(
-        "draw", written("right.py", RIGHT), "--mesh", "tp=2", "--dim", "b=4", "--svg", "out.svg"
+        "draw", written("right.py", RIGHT), "--mesh", "tp=2", "--dim", "b=4", "--figure", "out.svg"
     )
     assert status == 0
     assert out == "right\nmesh tp=2\nx  b/tp\n  b/tp  0011\n-> out  b/tp\n  b/tp  0011\n\n"

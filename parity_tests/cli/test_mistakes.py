@@ -115,6 +115,9 @@ SIZES = "scheme 'right': "
         (("--profile", "long"), "--profile 'long' is not one of quick, dev, ci, nightly"),
         (("--dtype", "float8"), "--dtype 'float8' is not one of float64, float32, bfloat16, float16"),
         (("--json", "no/such/out.json"), "--json no/such/out.json: there is no folder no/such"),
+        (("--json", "out"), "--json out: a file of JSON ends in .json; without a path it is standard output"),
+        (("--html", "no/such/out.html"), "--html no/such/out.html: there is no folder no/such"),
+        (("--replay-dir", "right.py"), "--replay-dir 'right.py' is a file; give a folder"),
         (("--junit", "no/such/out.xml"), "--junit no/such/out.xml: there is no folder no/such"),
         (
             ("--json", "-", "--junit", "-"),
@@ -169,7 +172,7 @@ def test_targets_that_are_not_there(shardproof, arguments, sentence, monkeypatch
         (("verify", "right.py", "--examples", "1", "--json", "full.json"), "full.json"),
         (("schedule", "zbv", "--pp", "2", "--microbatches", "2", "--csv", "full.csv"), "full.csv"),
         (("schedule", "zbv", "--pp", "2", "--microbatches", "2", "--figure", "full.png"), "full.png"),
-        (("draw", "right.py", "--svg", "full.svg"), "full.svg"),
+        (("draw", "right.py", "--figure", "full.svg"), "full.svg"),
     ],
 )
 def test_a_full_disk_is_reported_with_the_file(shardproof, arguments, file):

@@ -22,7 +22,9 @@ NOT_HERE = {
     r"(\.venv/bin/)?python -m pytest .*": "the suite itself",
     r"python -m parity_tests\.injected_bugs .*": "test_catalogue.py injects some of them, `make bugs` all",
     r"python -m parity_tests\.benchmarks .*": "`make bench`",
-    r"shardproof verify my_(logprob|scheme)\.py( --mesh tp=4)?": "test_readme.py and test_worked_example.py",
+    r"shardproof verify my_(logprob|scheme)\.py( --mesh tp=4| --html verdict\.html)?": "test_readme.py and "
+    "test_worked_example.py; cli/test_app.py writes a page",
+    r"pytest my_scheme\.py .*": "test_pytest_plugin.py, of smaller files",
     r"shardproof verify my_megatron\.py( --engine gloo)?": "peers/megatron_core/test_example.py",
     r"shardproof verify [a-z_]+": "test_every_scheme.py judges every built-in scheme",
     r"shardproof train .*": "training/test_session.py, over fewer steps",

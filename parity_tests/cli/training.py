@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from parity_tests.cli import complete
-from parity_tests.cli.values import LARGEST_SEED, JsonPath, sizes
+from parity_tests.cli.values import LARGEST_SEED, FigurePath, JsonPath, sizes
 
 Dtype = Annotated[str, typer.Option(help="float64, float32 or bfloat16.", autocompletion=complete.of_run("DTYPES"))]
 Mamba = Annotated[
@@ -89,7 +89,7 @@ def train(
     checkpoint: Annotated[str | None, typer.Option(help="Folder of checkpoints.", metavar="DIR")] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 5,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
-    figure: Annotated[str | None, typer.Option(help="Where the figure of the last run goes.", metavar="PATH")] = None,
+    figure: FigurePath = None,
     page: Annotated[
         str | None, typer.Option(help="Run the built-in list of meshes and write their table.", metavar="PATH")
     ] = None,

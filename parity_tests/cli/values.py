@@ -20,9 +20,18 @@ Dims = Annotated[list[str] | None, typer.Option(help="Dim sizes: s=16.", metavar
 Replay = Annotated[str, typer.Argument(help="A replay_<id>.py file.", autocompletion=complete.replays)]
 JsonPath = Annotated[
     str | None,
-    typer.Option(help="Write JSON to a file; - is standard output, which then has nothing else.", metavar="PATH"),
+    typer.Option(
+        help="Write JSON to a file that ends in .json; - or no path is standard output, which then has nothing else.",
+        metavar="PATH",
+    ),
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+HtmlPath = Annotated[
+    str | None,
+    typer.Option(help="Write the verdict as a page with drawings, one file; - is standard output.", metavar="PATH"),
+]
+FigurePath = Annotated[
+    str | None, typer.Option(help="Write the picture: a path ending in .png, .svg or .pdf.", metavar="PATH")
+]
 Traceback = Annotated[
     bool, typer.Option("--traceback", help="Print the full traceback of a rank that raised, libraries included.")
 ]

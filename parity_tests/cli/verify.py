@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 
 from parity_tests.cli import complete
-from parity_tests.cli.values import LARGEST_SEED, Dims, JsonFlag, JsonPath, Mesh, Quiet, Traceback, options, sizes
+from parity_tests.cli.values import (
+    LARGEST_SEED,
+    Dims,
+    FigurePath,
+    HtmlPath,
+    JsonPath,
+    Mesh,
+    Quiet,
+    Traceback,
+    options,
+    sizes,
+)
 
 Targets = Annotated[
     list[str] | None,
@@ -64,6 +75,10 @@ def verify(
     jax_cache: Annotated[
         str | None, typer.Option(help="Folder that keeps JAX's compiled references.", metavar="DIR")
     ] = None,
+    replay_dir: Annotated[
+        str | None, typer.Option(help="Folder for replay files; default: the working folder.", metavar="DIR")
+    ] = None,
+    html: HtmlPath = None,
     json: JsonPath = None,
     junit: Annotated[
         str | None, typer.Option(help="Write the verdicts as JUnit XML; - is standard output.", metavar="PATH")
@@ -87,6 +102,8 @@ def verify(
         inside_subgroup=inside_subgroup,
         fail_fast=fail_fast,
         jax_cache=jax_cache,
+        replay_dir=replay_dir,
+        html=html,
         json=json,
         junit=junit,
         quiet=quiet,
@@ -123,7 +140,7 @@ def new(
 
 def list_schemes(
     pattern: Annotated[str, typer.Argument(help="A glob over scheme names.", autocompletion=complete.names)] = "*",
-    json: JsonFlag = False,
+    json: JsonPath = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print names only, one on a line.")] = False,
 ) -> None:
     """The table of schemes: name, mesh, specs, reference, file."""
@@ -133,7 +150,7 @@ def list_schemes(
 
 
 def tour(
-    figure: Annotated[str, typer.Option(help="Where the figure goes.", metavar="PATH")] = "shardproof_verify.png",
+    figure: FigurePath = "shardproof_verify.png",
     examples: Annotated[int, typer.Option(min=1, help="Cases per scheme.")] = 8,
     json: JsonPath = None,
     quiet: Quiet = False,
@@ -141,4 +158,4 @@ def tour(
     """Everything at once on this CPU: all built-in schemes, real text, three injected bugs, one figure."""
     from parity_tests.cli import tour as first_run
 
-    raise typer.Exit(first_run.run(figure, examples, json, quiet))
+    raise typer.Exit(first_run.run(figure or "shardproof_verify.png", examples, json, quiet))

@@ -41,11 +41,12 @@ open it only if you trust where it came from."""
 
 
 def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: str | None = None) -> str:
-    """Write `replay_<id>.py` for a failed report, returning its path; `replaces` is an older one to remove."""
+    """Write `replay_<id>.py` for a failed report into a folder, which is made; `replaces` is an older one to remove."""
     import jax
     import torch
 
     path = Path(folder) / f"replay_{report.case.id}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
     source, note = scheme.file, ""
     if not Path(scheme.file).is_file() or "ipykernel" in scheme.file:
         from parity_tests.harness.declare.travel import dumps

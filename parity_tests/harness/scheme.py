@@ -75,6 +75,11 @@ class Scheme(Declared):
 
         return {arg.name: placements(arg.spec, tuple(self.mesh)) for arg in (*self.inputs, *self.outputs)}
 
+    def _repr_html_(self) -> str:
+        from parity_tests.harness.report.notebook import of_scheme
+
+        return of_scheme(self)
+
     def __repr__(self) -> str:
         specs = ", ".join(f"{arg.name} '{arg.spec}'" for arg in self.inputs)
         return f"<scheme {self.name}: {specs} -> {', '.join(repr(str(a.spec)) for a in self.outputs)}>"

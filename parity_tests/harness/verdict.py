@@ -23,7 +23,7 @@ from parity_tests.harness.judge.reference import Reference, evaluate, undefined_
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.failure import Raised, RankFailure
-from parity_tests.harness.run.ledger import Ledger, RunResult
+from parity_tests.harness.run.ledger import Ledger, RunResult, base
 from parity_tests.harness.run.program import Program
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def judge(
         raise DeclarationFailure(f"scheme '{scheme.name}': {error}") from error
     # 2. Evaluate the reference on one device, run the program on every rank.
     program = Program.of(scheme, **arrays)
+    known: dict[str, Any] = {"implementation": scheme.implementation, "source": f"{base(scheme.file)}:{scheme.line}"}
     reference = reference or evaluate(scheme, program, case)
     try:
         ranks = run(wrap_program(program) if wrap_program else program, case, case.engine, quiet_s=quiet_s)
@@ -70,7 +71,7 @@ def judge(
             failure=failure,
             ledger=failure.ledger or Ledger(),
             shards=_shards(scheme, case, failure.rank) if isinstance(failure, Raised) else None,
-            implementation=scheme.implementation,
+            **known,
         )
     # 3. Compare values and gradients, then the ledgers.
     rows = compare.compare(scheme, case, ranks.results, reference)
@@ -78,6 +79,7 @@ def judge(
         undefined = undefined_gradients(scheme, program, case, reference)
         rows = compare.compare(scheme, case, ranks.results, reference, undefined)
     protocol = side_checks.protocol(ranks.ledger, scheme.engines)
+    declared = side_checks.declared_costs(scheme, case, program)
     # 4. Explain each tensor that failed.
     notes = _notes(scheme, program, case, ranks, rows, protocol)
     return Report(
@@ -85,13 +87,14 @@ def judge(
         case,
         rows=tuple(rows),
         protocol=protocol,
-        cost=side_checks.cost(scheme, case, ranks.ledger, program),
+        cost=side_checks.cost(case, ranks.ledger, declared),
         hygiene=side_checks.hygiene(scheme, case, ranks.results, rows, ranks.ledger),
         notes=notes,
         ledger=ranks.ledger,
         cost_declared=scheme.cost is not None,
+        declared_costs=declared,
         seconds=ranks.seconds,
-        implementation=scheme.implementation,
+        **known,
     )
 
 

@@ -65,6 +65,11 @@ class CaseSpec:
     def __hash__(self) -> int:
         return hash(self.json)
 
+    def _repr_html_(self) -> str:
+        from parity_tests.harness.report.notebook import of_case
+
+        return of_case(self)
+
     @property
     def world(self) -> int:
         return math.prod(self.mesh.values())

@@ -9,7 +9,7 @@ experiment can refute. What no other case could try says so; what one refutes is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -49,7 +49,21 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     # 2. For each tensor, the notes that none of them refutes.
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
     # 3. The line of a collective, where repairing it makes the tensor right.
-    return replace(report, notes=name_lines(scheme, report, failing, notes))
+    notes = name_lines(scheme, report, failing, notes)
+    return replace(report, notes=notes, explaining=_explaining(report, notes, failing))
+
+
+def _explaining(report: Report, notes: Mapping[str, Sequence[Note]], failing: Sequence[Report]) -> Report | None:
+    """The case to look at where the smallest has too little to see: one that a note names, or a larger one of its mesh.
+
+    Of several that show the same wrong tensors it is the smallest that has MIN_ELEMENTS elements of each.
+    """
+    sentences = [note for notes_of_tensor in notes.values() for note in notes_of_tensor]
+    named = [other for other in failing if any(f"(at {sizes(other.case)})" in note for note in sentences)]
+    alike = [other for other in failing if other.case.mesh == report.case.mesh and other.notes.keys() == notes.keys()]
+    large = [other for other in alike if all(row.want.size >= MIN_ELEMENTS for row in other.rows if not row.ok)]
+    is_clear = all(row.want.size >= MIN_ELEMENTS for row in report.rows if not row.ok)
+    return next(iter([*named, *([] if is_clear else [*reversed(large), *alike])]), None)
 
 
 def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:

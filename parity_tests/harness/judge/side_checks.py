@@ -65,12 +65,18 @@ def _place(scheme: Declared, case: CaseSpec, rank: int) -> int:
     return place
 
 
-def cost(scheme: Declared, case: CaseSpec, ledger: Ledger, program: Program) -> tuple[str, ...]:
-    """Calls and bytes per op and phase equal the declared closed form, on every rank, where the call is one that the
-    form is of. Errors: DeclarationFailure where the form raises."""
+def declared_costs(scheme: Declared, case: CaseSpec, program: Program) -> tuple[Cost, ...]:
+    """The declared cost of each rank; none where the call is not one that the form is of.
+
+    Errors: DeclarationFailure where the form raises.
+    """
     if scheme.cost is None or set(OF_ANOTHER_COST) & set(case.calls):
         return ()
-    declared = costs_of_ranks(scheme, case, program)
+    return tuple(costs_of_ranks(scheme, case, program))
+
+
+def cost(case: CaseSpec, ledger: Ledger, declared: Sequence[Cost]) -> tuple[str, ...]:
+    """Calls and bytes per op and phase equal the declared closed form, on every rank."""
     findings = []
     for phase, short in PHASES.items():
         for rank, of_rank in enumerate(declared):

@@ -13,6 +13,8 @@ LINES = ("#332288", "#EE3377", "#33BBEE", "#DDAA33", "#661100")
 MARKS = ("o", "s", "^", "D", "v")
 STYLES = ("-", "--", "-.", ":")
 RIGHT, WRONG = LINES[0], LINES[1]
+# Of an error by its size, from none on: blue within the budget, red beyond it.
+ERRORS = ("#EEF1F4", "#D7E6F4", "#B3D1EC", "#7FB2DD", "#F6A9C1", "#EC5F94", "#B3124E")
 DARKEST_WITH_BLACK = 0.18  # relative luminance: on darker ground white has more contrast
 
 

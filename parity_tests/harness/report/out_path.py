@@ -7,22 +7,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PICTURES, ENDINGS = ("figure", "svg"), (".png", ".svg", ".pdf")
+ENDINGS = (".png", ".svg", ".pdf")  # of a figure
+ALWAYS_FILES = ("figure", "csv")  # where `-` is not standard output
 
 
 def check_writable(**paths: str | None) -> None:
     """Each option with its path: `json="out.json"`; None and `-`, which is standard output, are never rejected.
 
-    Errors: ValueError for a folder that does not exist, and for a path that is a folder or may not be written.
+    Errors: ValueError for a folder that does not exist, for a path that is a folder or may not be written, and for
+    standard output more than once.
     """
+    aside = [f"--{option} -" for option, path in paths.items() if path == "-" and option not in ALWAYS_FILES]
+    if len(aside) > 1:
+        raise ValueError(f"{' '.join(aside)}: standard output takes one of them; give the other a file")
     for option, path in paths.items():
-        if path is None or path == "-":
+        if path is None or (path == "-" and option not in ALWAYS_FILES):
             continue
         flag, file = f"--{option.replace('_', '-')}", Path(path)
         if not path or file.is_dir():
             raise ValueError(f"{flag} {path!r} is {'a folder' if path else 'empty'}; give a file")
-        if option in PICTURES and file.suffix not in ENDINGS:
+        if option == "figure" and file.suffix not in ENDINGS:
             raise ValueError(f"{flag} {path} is no picture; end it in {', '.join(ENDINGS)}")
+        if option == "json" and file.suffix != ".json":
+            raise ValueError(f"{flag} {path}: a file of JSON ends in .json; without a path it is standard output")
         folder = file.absolute().parent
         if not folder.is_dir():
             raise ValueError(f"{flag} {path}: there is no folder {file.parent}")

@@ -13,11 +13,10 @@ from rich.text import Text
 
 from parity_tests.harness.declare.calls import phrases
 from parity_tests.harness.declare.case import SPARE, CaseSpec
-from parity_tests.harness.declare.declared import Implementation
+from parity_tests.harness.declare.declared import Cost, Implementation
 from parity_tests.harness.declare.draws import RARE
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge.compare import TensorRow
-from parity_tests.harness.report.error_map import html
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.ledger import Ledger
 
@@ -83,6 +82,7 @@ class Report:
     ledger: Ledger = field(default_factory=Ledger)
     failure: RankFailure | None = None
     cost_declared: bool = False
+    declared_costs: tuple[Cost, ...] = ()  # of each rank, where the case is one that the declared form is of
     seconds: float = 0.0
     examples: int = 1
     shrinking_steps: int = 0  # further cases, tried by Hypothesis to find a smaller one that fails
@@ -106,6 +106,8 @@ class Report:
     engines_disagree: str | None = None  # why it fails here and passes on gloo in fresh processes
     shards: str | None = None  # the shard of each input on the rank that raised
     implementation: Implementation | None = None  # whose functions were judged, if not ours
+    source: str = ""  # file:line of the function
+    explaining: Report | None = None  # a larger case that fails alike, which shows more of the mistake
 
     @property
     def ok(self) -> bool:
@@ -247,7 +249,9 @@ class Report:
         return Group(*parts)
 
     def _repr_html_(self) -> str:
-        return html(self)
+        from parity_tests.harness.report.html_page import fragment
+
+        return fragment(self)
 
     def _heading(self) -> str:
         name = self.scheme.rpartition(":")[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -30,6 +31,8 @@ class VerifyOptions:
     inside_subgroup: bool | None = None
     fail_fast: bool = False
     jax_cache: str | None = None
+    replay_dir: str | None = None
+    html: str | None = None
     json: str | None = None
     junit: str | None = None
     quiet: bool = False
@@ -37,6 +40,11 @@ class VerifyOptions:
     traceback: bool = False
     implementation: str | None = None  # a module's name or a file, whose functions are judged
     expected_failures: str | None = None
+
+    @property
+    def files(self) -> dict[str, str | None]:
+        """Where the outcome is written besides the terminal, by option; `-` is standard output."""
+        return {"html": self.html, "json": self.json, "junit": self.junit}
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Outcome:
     reports: list[Report] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    places: dict[str, tuple[str, int]] = field(default_factory=dict)  # the file and line of each scheme
     not_offered: dict[str, str] = field(default_factory=dict)
     expected: dict[str, Expected] = field(default_factory=dict)
     not_judged: dict[str, str] = field(default_factory=dict)  # schemes whose own reference cannot be used
@@ -259,10 +268,11 @@ def as_junit(outcome: Outcome) -> str:
         "errors": len(outcome.not_judged),
         "skipped": len(skipped),
     }
-    suite = ElementTree.Element("testsuite", {"name": "shardproof", **{what: str(n) for what, n in counts.items()}})
+    attributes = {"name": "shardproof", **{what: str(n) for what, n in counts.items()}}
+    suite = ElementTree.Element("testsuite", attributes, time=f"{sum(outcome.seconds.values()):.3f}")
     for report in outcome.reports:
         name = name_of(report)
-        item = ElementTree.SubElement(suite, "testcase", name=name, time=f"{outcome.seconds.get(name, 0.0):.3f}")
+        item = _testcase(suite, outcome, name)
         properties = ElementTree.SubElement(item, "properties")
         worst = max((row.ratio for row in report.rows), default=float("nan"))
         for key, value in (
@@ -281,12 +291,27 @@ def as_junit(outcome: Outcome) -> str:
         elif name in skipped:
             ElementTree.SubElement(item, "skipped", message=skipped.pop(name))
     for name, why in outcome.not_judged.items():
-        item = ElementTree.SubElement(suite, "testcase", name=name)
-        ElementTree.SubElement(item, "error", message=why)
+        ElementTree.SubElement(_testcase(suite, outcome, name), "error", message=why)
     for name, why in skipped.items():
-        item = ElementTree.SubElement(suite, "testcase", name=name)
-        ElementTree.SubElement(item, "skipped", message=why)
+        ElementTree.SubElement(_testcase(suite, outcome, name), "skipped", message=why)
     return ElementTree.tostring(suite, encoding="unicode")
+
+
+def _testcase(suite: ElementTree.Element, outcome: Outcome, name: str) -> ElementTree.Element:
+    """The test case of a scheme: its own time, and the file that declares it, from here if it lies below."""
+    place = {}
+    if name in outcome.places:
+        file, line = outcome.places[name]
+        path = Path(file)
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        parts = path.with_suffix("").parts
+        place = {
+            "classname": ".".join(part for part in parts if part != path.anchor),
+            "file": str(path),
+            "line": str(line),
+        }
+    seconds = outcome.seconds.get(name, 0.0)
+    return ElementTree.SubElement(suite, "testcase", place, name=name, time=f"{seconds:.3f}")
 
 
 def _meshes(meshes: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The figure of a ledger, the matrix of ranks and the panels of a report: what they draw is what they are given."""
+"""The figure of a ledger and the matrix of ranks: what they draw is what they are given."""
 
 import numpy as np
 import torch
@@ -7,12 +7,9 @@ from matplotlib.figure import Figure
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.report.colours import of_rank, rank_legend, tiles
-from parity_tests.harness.report.error_map import figure as report_figure
 from parity_tests.harness.report.ledger_picture import figure
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.ledger import Ledger
-from parity_tests.harness.verdict import judge
-from parity_tests.injected_bugs.wrong_schemes import WRONG_SCHEMES
 from torch_impl.collectives import all_reduce, ring_shift
 
 
@@ -73,15 +70,3 @@ def test_cells_have_the_colours_and_numbers_of_their_ranks():
     assert (panel.get_title(), panel.get_xlabel()) == ("who", "column")
     rank_legend(canvas, 2)
     assert [text.get_text() for text in canvas.legends[0].get_texts()] == ["rank 0", "rank 1"]
-
-
-def test_a_report_has_a_panel_for_each_tensor_three_to_a_row():
-    bug = WRONG_SCHEMES[0]
-    report = judge(bug.scheme, bug.scheme.case(dtype="float32", **bug.sizes))
-    *panels, bar = report_figure(report).axes
-    assert [panel.get_title().split("\n")[0] for panel in panels] == [row.label for row in report.rows]
-    assert len({round(panel.get_subplotspec().rowspan.start) for panel in panels}) == -(-len(panels) // 3)
-    assert panels[0].get_xlabel() == "v" and panels[0].get_ylabel() == "b x s"
-    borders = [line.get_xdata()[0] for line in panels[0].lines]
-    assert borders == [1.5, 3.5, 5.5]  # v=8 over four ranks
-    assert bar.get_ylabel() == "log10(error / budget)"

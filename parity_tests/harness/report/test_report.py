@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -133,10 +134,10 @@ def test_short_numbers():
 
 def test_html():
     html = report_of(doubled)._repr_html_()
-    assert html.startswith("<pre>doubled    tp=2   lockstep") and "MISMATCH" in html
-    assert html.count('src="data:image/png;base64,') == 1
+    assert "<pre>doubled    tp=2   lockstep" in html and "MISMATCH" in html
+    assert html.count("<figure>") == 2  # the owners of its one tensor, and its errors
     named = report_of(broken)._repr_html_()
-    assert "<img" not in named and "raised ValueError: no such thing" in named
+    assert "<figure>" not in named and "raised ValueError: no such thing" in named
 
 
 def test_html_is_escaped():
@@ -181,11 +182,24 @@ def test_junit():
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "2", "1")
     passed, mismatch, failed, skipped = suite.findall("testcase")
     assert (passed.get("name"), passed.get("time"), passed.find("failure")) == ("unharmed", "1.250", None)
+    assert suite.get("time") == "1.250" and passed.get("classname") is None
     assert {p.get("name") for p in passed.iter("property")} == {"ratio", "examples", "undecided", "trace_seconds"}
     assert mismatch.find("failure").get("message") == "mismatch"
     assert "off by the constant factor 2" in mismatch.find("failure").text
     assert failed.find("failure").get("message") == "raised"
     assert skipped.find("skipped").get("message") == "has no GPU"
+
+
+def test_junit_says_where_a_scheme_stands():
+    here = str(Path("schemes/mine.py").absolute())
+    outcome = Outcome(
+        [report_of(unharmed)], {"absent": "has no GPU"}, places={"unharmed": (here, 7), "absent": ("/a/b.py", 9)}
+    )
+    cases = ElementTree.fromstring(summary.as_junit(outcome)).findall("testcase")
+    assert [[case.get(key) for key in ("classname", "file", "line")] for case in cases] == [
+        ["schemes.mine", "schemes/mine.py", "7"],
+        ["a.b", "/a/b.py", "9"],
+    ]
 
 
 def test_junit_names_the_meshes_that_were_left_out():

@@ -106,6 +106,11 @@ class Ledger:
 
         return table(self)
 
+    def _repr_html_(self) -> str:
+        from parity_tests.harness.report.notebook import of_ledger
+
+        return of_ledger(self)
+
     def of(self, rank: int) -> list[LedgerRow]:
         return [row for row in self.rows if row.rank == rank]
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.report.report import Report as Report
     from parity_tests.harness.report.report import ValueMismatch as ValueMismatch
     from parity_tests.harness.report.report import VerdictError as VerdictError
+    from parity_tests.harness.report.show import show as show
     from parity_tests.harness.run.engines import run as run
     from parity_tests.harness.run.failure import CollectiveMismatch as Mismatch  # noqa: F401
     from parity_tests.harness.run.failure import Deadlock as Deadlock
@@ -131,6 +132,7 @@ _HOMES = {
     "figure": "parity_tests.harness.report.picture:figure",
     "scheme_figure": "parity_tests.harness.report.picture:scheme_figure",
     "owner_strips": "parity_tests.harness.report.picture:owner_strips",
+    "show": "parity_tests.harness.report.show:show",
     "layout_figure": "parity_tests.harness.report.layout_picture:figure",
     "ledger_figure": "parity_tests.harness.report.ledger_picture:figure",
     "ledger_table": "parity_tests.harness.run.ledger_table:table",

@@ -1,0 +1,179 @@
+"""A verdict as a page: one file that needs no network, and the same in a notebook.
+
+What is wrong comes first, then the case that shows it best, drawn: what the ranks hand to each other, and each tensor
+with its owners and errors. Then the smallest case, how to run it again, and the report as the terminal has it.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from xml.etree.ElementTree import Element
+
+from parity_tests.harness.declare.calls import phrases
+from parity_tests.harness.report.bytes_table import bytes_table
+from parity_tests.harness.report.convicted import convicted
+from parity_tests.harness.report.markup import as_text, tag
+from parity_tests.harness.report.movement_picture import movement
+from parity_tests.harness.report.page_style import in_notebook, style
+from parity_tests.harness.report.report import Report, mesh_text, sizes
+from parity_tests.harness.report.tensor_maps import maps
+from parity_tests.harness.run.ledger import LedgerRow
+
+
+def page(reports: Sequence[Report], closing: str = "") -> str:
+    """A whole page of the verdicts of one scheme or of several; of several, those that are equal are folded."""
+    if len(reports) == 1:
+        title, parts = f"{_name(reports[0])}: {reports[0].verdict}", [_section(reports[0])]
+    else:
+        title = closing or "No verdict"
+        parts = [tag("h1", title), _table(reports), *(_folded(report) for report in reports)]
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{title} - shardproof"),
+        tag("style", style()),
+    )
+    versions = f"torch {version('torch')}, jax {version('jax')}, Python {platform.python_version()}"
+    body = tag("body", *parts, tag("p", versions, class_="quiet"), class_="shardproof")
+    return "<!DOCTYPE html>\n" + as_text(tag("html", head, body, lang="en"))
+
+
+def fragment(report: Report) -> str:
+    """What a notebook shows: the text first, which is there even where pictures are left out."""
+    text = tag("pre", str(report))
+    return in_notebook(text, tag("details", tag("summary", "the case, drawn"), *_pictures(report), open=""))
+
+
+def _name(report: Report) -> str:
+    return report.scheme.rpartition(":")[2]
+
+
+def _anchor(report: Report) -> str:
+    return f"scheme-{_name(report)}"
+
+
+def _table(reports: Sequence[Report]) -> Element:
+    rows = [
+        tag(
+            "tr",
+            tag("td", tag("a", _name(report), href=f"#{_anchor(report)}")),
+            tag("td", _verdict(report)),
+            tag("td", _headline(report)),
+        )
+        for report in sorted(reports, key=lambda report: report.ok)
+    ]
+    head = tag("tr", *(tag("th", name) for name in ("scheme", "verdict", "what is wrong")))
+    return tag("div", tag("table", head, *rows), class_="wide")
+
+
+def _folded(report: Report) -> Element:
+    """A scheme among several: in full where it is not equal, else its ledger alone, folded."""
+    if not report.ok:
+        return tag("section", _section(report))
+    summary = tag("summary", _name(report), " ", _verdict(report))
+    return tag("details", summary, _facts(report), *_exchanges(report), id=_anchor(report))
+
+
+def _section(report: Report) -> Element:
+    return tag(
+        "div",
+        tag("h1", _name(report), " ", _verdict(report)),
+        tag("p", _headline(report), class_="wrong") if not report.ok else None,
+        _blamed(report),
+        _facts(report),
+        *_notes(report),
+        *_pictures(report),
+        *_replay(report),
+        tag("h2", "As in the terminal"),
+        tag("pre", str(report)),
+        id=_anchor(report),
+    )
+
+
+def _verdict(report: Report) -> Element:
+    """The verdict in a word, with a sign besides the colour."""
+    sign, kind = ("\N{CHECK MARK}", "right") if report.ok else ("\N{BALLOT X}", "wrong")
+    return tag("span", f"{sign} {report.verdict}", class_=f"verdict {kind}")
+
+
+def _headline(report: Report) -> str:
+    """The sentence that says most: of the first wrong tensor, of the failure, or of a side check."""
+    if report.failure is not None:
+        return str(report.failure).splitlines()[0]
+    wrong = [f"{label}: {notes[0]}" for label, notes in report.notes.items() if notes]
+    return next(iter([*wrong, *report.protocol, *report.cost, *report.hygiene, report.undecided or ""]))
+
+
+def _blamed(report: Report) -> Element | None:
+    """The lines that the report blames, of the case that shows it."""
+    rows = convicted(report.explaining or report, report)
+    lines = list(dict.fromkeys(f"{row.op} at {row.source}" for row in rows))
+    return tag("p", tag("span", "blamed", class_="badge"), " ", tag("code", ", ".join(lines))) if lines else None
+
+
+def _facts(report: Report) -> Element:
+    """What was tried, in one line, and what else was seen."""
+    count = f"{report.examples} example{'s' if report.examples != 1 else ''}"
+    meshes = " ".join(report.meshes) or mesh_text(report.case.mesh)
+    dtypes = " ".join(report.dtypes or (report.case.dtype,))
+    confirmed = f"; confirmed on {report.confirmed_on}, in fresh processes" if report.confirmed_on else ""
+    at = f"; declared at {report.source}" if report.source else ""
+    return tag("p", f"{count} on {meshes}, {report.case.engine}, {dtypes}{confirmed}{at}", class_="quiet")
+
+
+def _notes(report: Report) -> list[Element]:
+    """Every sentence on what is wrong, by tensor."""
+    items = [tag("li", tag("b", label), ": ", note) for label, notes in report.notes.items() for note in notes]
+    others = (*report.protocol, *report.cost, *report.hygiene)
+    items += [tag("li", sentence) for sentence in others]
+    if report.failure is not None:
+        items += [tag("li", line) for line in str(report.failure).splitlines()]
+    return [tag("h2", "What is wrong"), tag("ul", *items)] if items else []
+
+
+def _pictures(report: Report) -> list[Element]:
+    """The case that explains, in full; where it is not the smallest, that one too."""
+    shown = report.explaining or report
+    blamed = convicted(shown, report)
+    what = "The case that explains" if report.explaining else _kind(report)
+    parts = [tag("h2", f"{what}: {_case(shown)}"), *_exchanges(shown, blamed)]
+    parts += [tag("h2", "Tensors"), maps(shown)] if shown.rows else []
+    if report.explaining:
+        summary = tag("summary", f"{_kind(report)}: {_case(report)}")
+        parts.append(tag("details", summary, *_exchanges(report, convicted(report)), maps(report)))
+    return parts
+
+
+def _kind(report: Report) -> str:
+    if report.ok:
+        return "One of the cases"
+    return "The smallest case" if report.smallest else "The failing case"
+
+
+def _case(report: Report) -> str:
+    calls = phrases(report.case)
+    return sizes(report.case) + (f", when {' and '.join(calls)}" if calls else "")
+
+
+def _exchanges(report: Report, blamed: Sequence[LedgerRow] = ()) -> list[Element]:
+    """What is sent: drawn, and counted."""
+    return [
+        tag("h3", "What the ranks hand to each other"),
+        movement(report.ledger, blamed, report.case.world),
+        tag("h3", "Calls and bytes"),
+        bytes_table(report),
+    ]
+
+
+def _replay(report: Report) -> list[Element]:
+    """How to run the case again: of a failure its file, of any other the lines for a notebook."""
+    parts = [tag("h2", "Run it again")]
+    if report.replay:
+        parts.append(tag("pre", f"python {report.replay}\nshardproof replay {report.replay} --engine gloo"))
+    shown = report.explaining or report
+    lines = f"from shardproof import CaseSpec, judge\n\njudge({_name(report)}, CaseSpec.from_json({shown.case.json!r}))"
+    which = "The case that explains, in Python:" if report.explaining else "In Python:"
+    return [*parts, tag("p", which), tag("pre", lines)]

@@ -1,0 +1,56 @@
+"""HTML and SVG as trees of elements, so that whatever stands in them is escaped and each element is closed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+Child = Element | str | None
+NOT_IN_A_PAGE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+
+
+def tag(name: str, /, *children: Child, **attributes: object) -> Element:
+    """An element with its children, of which a None is left out, and with the attributes that are not None.
+
+    `class_` is the attribute class, `stroke_width` stroke-width.
+
+    >>> as_text(tag("p", "1 < 2", tag("b", "&"), class_="x"))
+    '<p class="x">1 &lt; 2<b>&amp;</b></p>'
+    """
+    element = Element(name)
+    for key, value in attributes.items():
+        if value is not None:
+            element.set(key.rstrip("_").replace("_", "-"), _clean(value))
+    return add(element, children)
+
+
+def add(element: Element, children: Iterable[Child]) -> Element:
+    """The element with further children."""
+    for child in children:
+        if isinstance(child, str):
+            if len(element):
+                element[-1].tail = (element[-1].tail or "") + _clean(child)
+            else:
+                element.text = (element.text or "") + _clean(child)
+        elif child is not None:
+            element.append(child)
+    return element
+
+
+def svg(width: float, height: float, *children: Child, label: str, **attributes: object) -> Element:
+    """A drawing, with a name for those who cannot see it."""
+    sizes = {"viewBox": f"0 0 {_clean(width)} {_clean(height)}", "width": width, "height": height}
+    return tag("svg", *children, role="img", aria_label=label, **sizes, **attributes)
+
+
+def as_text(element: Element) -> str:
+    return ElementTree.tostring(element, encoding="unicode", method="html")
+
+
+def _clean(value: object) -> str:
+    """A number in a tenth at most; text without the characters that no page may hold, as those of colours."""
+    if isinstance(value, float):
+        return f"{value:.1f}".removesuffix(".0")
+    return NOT_IN_A_PAGE.sub("\N{REPLACEMENT CHARACTER}", str(value))

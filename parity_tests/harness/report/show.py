@@ -1,0 +1,129 @@
+"""`show(x)`: how a DTensor is sharded, without a message to any rank: its placements say all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from parity_tests.harness.report.markup import Child, tag
+from parity_tests.harness.report.notebook import strip
+from parity_tests.harness.report.owner_map import MAX_COLUMNS, MAX_ROWS, owner_map
+from parity_tests.harness.report.page_style import in_notebook
+from parity_tests.harness.report.picture import FULL, Strip
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who holds what of a tensor: a line for each axis of its mesh, the strips of its dims, a map of its elements."""
+
+    title: str
+    lines: tuple[tuple[str, str | Strip], ...]
+    ranks: np.ndarray  # the rank that holds each of the elements drawn, a matrix; of copies and terms the first
+    is_sampled: bool
+
+    def __str__(self) -> str:
+        width = max((len(name) for name, _ in self.lines), default=0)
+        lines = [f"  {name:<{width}}  {content}" for name, content in self.lines]
+        return "\n".join([self.title, *(lines or [f"  {FULL}"])])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [
+            tag("tr", tag("td", tag("code", name)), tag("td", content if isinstance(content, str) else _bars(content)))
+            for name, content in self.lines
+        ]
+        caption = "rank that holds it" + (", of some of the elements" if self.is_sampled else "")
+        drawn: Child = owner_map(self.ranks, caption) if self.ranks.size else None
+        return in_notebook(tag("p", tag("code", self.title)), tag("table", *rows), drawn)
+
+
+def show(tensor: Any) -> Sharding:
+    """How a DTensor is sharded, drawn in a notebook and as text elsewhere: `show(model.weight)`.
+
+    Ranks are those of the mesh. Any rank can ask, and no rank is asked.
+
+    Errors: TypeError for a tensor that is no DTensor.
+    """
+    if not isinstance(tensor, DTensor):
+        kind = f"a {type(tensor).__name__}"
+        raise TypeError(f"show: tensor is {kind}, which says nothing of other ranks; pass a DTensor")
+    mesh = tensor.device_mesh
+    sizes, names = tuple(mesh.shape), mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
+    coordinates = _coordinates(tensor, sizes)
+    lines: list[tuple[str, str | Strip]] = []
+    for axis, placement in enumerate(tensor.placements):
+        if axis in coordinates:
+            dim, owners = coordinates[axis]
+            lines.append((f"{names[axis]}: {placement}", Strip(f"dim {dim} over {names[axis]}", owners)))
+        else:
+            lines.append((f"{names[axis]}: {placement}", _in_words(placement)))
+    ranks, is_sampled = _ranks(tensor, coordinates, sizes)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    over = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+    return Sharding(f"{dtype}{list(tensor.shape)} over {over}", tuple(lines), ranks, is_sampled)
+
+
+def _coordinates(tensor: DTensor, sizes: Sequence[int]) -> dict[int, tuple[int, np.ndarray]]:
+    """For each axis that shards a dim: the dim, and the coordinate on the axis that holds each of its positions."""
+    pieces = {dim: [torch.arange(size)] for dim, size in enumerate(tensor.shape)}
+    coordinates: dict[int, tuple[int, np.ndarray]] = {}
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_shard() and not hasattr(placement, "split_factor"):
+            continue
+        dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+        owners, parts = np.zeros(tensor.shape[dim], dtype=np.int64), []
+        for piece in pieces[dim]:
+            # On one-dimensional positions the placement's own rule shards dim 0.
+            shards = _like(placement)._split_tensor(piece, sizes[axis], with_padding=False, contiguous=False)[0]
+            for coordinate, shard in enumerate(shards):
+                owners[shard.numpy()] = coordinate
+            parts += shards
+        coordinates[axis], pieces[dim] = (dim, owners), parts
+    return coordinates
+
+
+def _like(placement: Any) -> Any:
+    """The placement of the same kind for dim 0."""
+    strided = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+    return type(placement)(0, **strided)
+
+
+def _ranks(
+    tensor: DTensor, coordinates: Mapping[int, tuple[int, np.ndarray]], sizes: Sequence[int]
+) -> tuple[np.ndarray, bool]:
+    """The ranks of so many elements as a map has room for, a matrix of the last dim by the others."""
+    shape = tuple(tensor.shape) or (1,)
+    if 0 in shape:
+        return np.zeros((0, 0), dtype=np.int64), False
+    down, across = int(np.prod(shape[:-1])), shape[-1]
+    rows = np.arange(0, down, -(-down // MAX_ROWS))
+    columns = np.arange(0, across, -(-across // MAX_COLUMNS))
+    index = [*np.unravel_index(rows, shape[:-1]), columns] if shape[:-1] else [columns]
+    at = []
+    for axis in range(len(sizes)):
+        found = np.zeros((len(rows), len(columns)), dtype=np.int64)
+        if axis in coordinates:
+            dim, owners = coordinates[axis]
+            held = owners[index[dim]]
+            found += held[None, :] if dim == len(shape) - 1 else held[:, None]
+        at.append(found)
+    ranks = tensor.device_mesh.mesh.numpy()[tuple(at)]
+    return ranks, len(rows) * len(columns) < down * across
+
+
+def _in_words(placement: Any) -> str:
+    if isinstance(placement, Replicate):
+        return "the same on each rank"
+    if isinstance(placement, Partial):
+        return f"each rank has a term ({placement.reduce_op})"
+    return "as the placement says"
+
+
+def _bars(content: Strip) -> Any:
+    return tag("div", strip(content.owners), class_="wide")

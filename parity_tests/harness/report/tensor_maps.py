@@ -1,0 +1,113 @@
+"""Each tensor twice, side by side: which rank holds each element, and how far it is off.
+
+Of a large tensor each cell stands for several elements: its owner is that of the first, its error the worst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
+
+import numpy as np
+
+from parity_tests.harness.judge.compare import TensorRow, errors
+from parity_tests.harness.report.markup import Child, svg, tag
+from parity_tests.harness.report.owner_map import cell_size, figure, owner_map, reduced
+
+if TYPE_CHECKING:
+    from parity_tests.harness.report.report import Report
+
+MAX_TITLED = 256  # cells that say their numbers where the pointer is
+# The errors, in budgets, below which each of colours.ERRORS is used; the last has whatever is beyond.
+LEVELS = (0.0, 1e-2, 1e-1, 1.0, 1e1, 1e3)
+LEGEND = ("exact", "below 0.01 budgets", "below 0.1", "up to 1", "up to 10: wrong", "up to 1000", "more, or not finite")
+
+
+def ratios(row: TensorRow) -> np.ndarray:
+    """Error over budget of each element of the worst copy."""
+    wrong = errors(row.got, row.want, row.dtype if "float" in row.dtype else "float64")
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.where(np.isinf(row.budgets), 0.0, wrong / row.budgets)
+    return found if row.absent is None else np.where(row.absent & (row.want != 0.0), np.inf, found)
+
+
+def holders(row: TensorRow, mesh: Mapping[str, int]) -> np.ndarray:
+    """The global rank that holds each element of the worst copy; of a sum over ranks, the first of them."""
+    copy = row.stitched.coordinates[row.copy]
+    ranks = np.zeros(row.want.shape, dtype=np.int64)
+    for axis, size in mesh.items():
+        ranks = ranks * size + row.owners.get(axis, copy.get(axis, 0))
+    return ranks
+
+
+def level(ratio: float) -> int:
+    """The number of the colour of an error."""
+    return next((number for number, most in enumerate(LEVELS) if ratio <= most), len(LEVELS))
+
+
+def maps(report: Report) -> Element:
+    """The two maps of each tensor of a report that has elements, and what the colours of errors mean."""
+    shown = [row for row in report.rows if row.want.size]
+    if not shown:
+        return tag("p", "No tensor was compared.", class_="quiet")
+    keys = [
+        tag("span", svg(14, 12, tag("rect", width=14, height=12, class_=f"cell e{number}"), label=""), text)
+        for number, text in enumerate(LEGEND)
+    ]
+    tensors = [_tensor(report, row) for row in shown]
+    return tag("div", tag("div", *keys, class_="legend"), tag("div", *tensors, class_="tensors"))
+
+
+def _tensor(report: Report, row: TensorRow) -> Element:
+    case = report.row_cases.get(row.label, report.case)
+    name = tag("span", row.label, " ", tag("code", str(row.argument.spec)), " ")
+    verdict = tag("span", "equal", class_="right") if row.ok else tag("span", "wrong", class_="badge")
+    summed = [axis for axis in row.stitched.part_axes if axis not in row.stitched.coordinates[row.copy]]
+    holder = "rank that holds it" + (f"; a sum over {', '.join(summed)}" if summed else "")
+    wrong = int((ratios(row) > 1.0).sum())
+    off = f"error over budget: {wrong} of {row.want.size} wrong" if wrong else "error over budget"
+    both = tag("div", owner_map(holders(row, case.mesh), holder), _error_map(row, off), class_="maps")
+    return tag("div", tag("h3", name, verdict), both, class_="tensor")
+
+
+def _error_map(row: TensorRow, caption: str) -> Element:
+    """A rectangle for each run of errors of one size, and a cross on each element that is wrong."""
+    found = ratios(row)
+    cells, step = reduced(found, first=False)
+    wide, high = cell_size(cells)
+    titled = step == 1 and cells.size <= MAX_TITLED
+    parts: list[Child] = []
+    crosses = []
+    for y, line in enumerate(cells):
+        if titled:
+            spans = [(x, 1, level(ratio)) for x, ratio in enumerate(line)]
+        else:
+            spans = _runs([level(ratio) for ratio in line])
+        for x, length, number in spans:
+            at = {"x": x * wide, "y": y * high, "width": length * wide, "height": high}
+            title = tag("title", _numbers(row, found, y * len(line) + x)) if titled else None
+            parts.append(tag("rect", title, **at, class_=f"cell e{number}"))
+        for x in np.flatnonzero(line > 1.0):
+            left, top, arm = (x + 0.5) * wide - 2.5, (y + 0.5) * high - 2.5, 5
+            crosses.append(f"M{left:.1f} {top:.1f}l{arm} {arm}m0 -{arm}l-{arm} {arm}")
+    cross = tag("path", d="".join(crosses), class_="cross") if crosses else None
+    return figure([*parts, cross], cells.shape, (wide, high), caption, step)
+
+
+def _runs(levels: list[int]) -> list[tuple[int, int, int]]:
+    """(begin, length, level) of each run of equal levels."""
+    runs, begin = [], 0
+    for number, run in groupby(levels):
+        length = len(list(run))
+        runs.append((begin, length, number))
+        begin += length
+    return runs
+
+
+def _numbers(row: TensorRow, found: np.ndarray, flat: int) -> str:
+    index = np.unravel_index(flat, row.want.shape) if row.want.ndim else ()
+    place = "(" + ",".join(str(int(i)) for i in index) + ")"
+    got, want, ratio = (float(array[index]) for array in (row.got, row.want, found))
+    return f"{place}: {got:.6g}, reference {want:.6g}, {ratio:.2g} budgets"

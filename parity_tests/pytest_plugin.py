@@ -1,0 +1,99 @@
+"""The pytest plugin: the schemes of a file are its tests, and a traceback ends at the user's own lines.
+
+pytest loads it wherever Shardproof is installed. Neither torch nor JAX is imported before a scheme is collected.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILES = ("scheme_*.py", "*_scheme.py")  # besides the files that are named on the command line
+HARNESS = str(Path(__file__).parent / "harness")
+ENGINES = ("lockstep", "gloo", "nccl")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("shardproof", "schemes, in files named scheme_*.py or *_scheme.py or given by name")
+    group.addoption("--shardproof-engine", choices=ENGINES, default="lockstep", help="what schemes are run on")
+    group.addoption("--shardproof-examples", type=int, metavar="N", help="cases for each scheme; default: 20")
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """The schemes of a file of such a name, or of one that is named on the command line and is none of tests."""
+    if file_path.suffix != ".py":
+        return None
+    is_of_tests = any(file_path.match(pattern) for pattern in parent.config.getini("python_files"))
+    is_named = parent.session.isinitpath(file_path) or any(file_path.match(pattern) for pattern in FILES)
+    if is_of_tests or not is_named or "@scheme" not in file_path.read_text(errors="replace"):
+        return None
+    return SchemeFile.from_parent(parent, path=file_path)
+
+
+class SchemeFile(pytest.File):
+    """A file that declares schemes."""
+
+    def collect(self) -> Iterator[SchemeTest]:
+        from parity_tests.harness.declare.discover import UnusableTarget, schemes_of_file
+
+        try:
+            schemes = schemes_of_file(str(self.path))
+        except UnusableTarget as why:
+            raise self.CollectError(str(why)) from None
+        for scheme in schemes:
+            yield SchemeTest.from_parent(self, name=scheme.name, scheme=scheme)
+
+
+class SchemeTest(pytest.Item):
+    """A scheme as a test: it passes if all drawn cases are equal."""
+
+    def __init__(self, *, scheme: Any, **of_item: Any) -> None:
+        super().__init__(**of_item)
+        self.scheme = scheme
+
+    def runtest(self) -> None:
+        from parity_tests.harness.run.failure import NotRun
+        from parity_tests.harness.verify import verify
+
+        engine, examples = map(self.config.getoption, ("shardproof_engine", "shardproof_examples"))
+        if engine not in self.scheme.engines:
+            pytest.skip(f"is declared for {', '.join(self.scheme.engines)} only")
+        try:
+            report = verify(self.scheme, engine, examples)
+        except NotRun as why:
+            pytest.skip(f"not run: {why}")
+        report.raise_if_failed()
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The report alone: what a scheme lacks is no line of the test's."""
+        from parity_tests.harness.declare.declaration_failure import DeclarationFailure
+        from parity_tests.harness.judge.reference import ReferenceFailure
+        from parity_tests.harness.report.report import VerdictError
+        from parity_tests.harness.run.failure import RankFailure
+        from parity_tests.harness.verify import NothingCompared
+
+        of_the_scheme = (VerdictError, RankFailure, ReferenceFailure, DeclarationFailure, NothingCompared)
+        if isinstance(excinfo.value, of_the_scheme):
+            return str(excinfo.value).lstrip("\n")
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, self.scheme.line - 1, self.name
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
+    """Mark the harness's frames of what a test raised, which pytest then leaves out unless --full-trace is given."""
+    error = None if call.excinfo is None else call.excinfo.value
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            name = frame.f_code.co_filename
+            if name.startswith(HARNESS) and not Path(name).name.startswith("test_"):
+                frame.f_globals.setdefault("__tracebackhide__", True)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,88 @@
+"""Schemes as tests of pytest, and tracebacks without lines of the harness: each in a run of pytest inside this one."""
+
+from pathlib import Path
+
+import pytest
+
+from parity_tests import pytest_plugin
+from parity_tests.specimens.user_files import HEAD
+
+# "@scheme" is how a file that declares one is known.
+DECLARED = (
+    HEAD
+    + """
+@scheme(reference=double, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", dims={"b": (4,)},
+        draw={"x": values("normal")}, dtypes=("float32",))
+def {name}(mesh, x):
+    return x * {factor}
+"""
+)
+
+
+class Recorder:
+    """What pytest reports of each test."""
+
+    def __init__(self):
+        self.reports, self.errors = [], []
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.skipped:
+            self.reports.append(report)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.errors.append(str(report.longrepr))
+
+
+def outcomes(*arguments):
+    recorder = Recorder()
+    options = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:shardproof", "-q", "--no-header")
+    pytest.main([*options, *arguments], plugins=[pytest_plugin, recorder])
+    return recorder
+
+
+def scheme_file(file, name, factor=2):
+    Path(file).write_text(DECLARED.replace("{name}", name).replace("{factor}", str(factor)))
+    return file
+
+
+def test_the_schemes_of_a_file_are_its_tests():
+    scheme_file("scheme_of_mine.py", "right")
+    scheme_file("my_scheme.py", "wrong", 3)
+    scheme_file("unrelated.py", "never")
+    found = outcomes("--shardproof-examples", "2", ".").reports
+    assert {report.nodeid: report.outcome for report in found} == {
+        "scheme_of_mine.py::right": "passed",
+        "my_scheme.py::wrong": "failed",
+    }
+    text = str(next(report.longrepr for report in found if report.failed))
+    assert text.startswith("wrong    tp=2   lockstep") and "MISMATCH" in text and "Traceback" not in text
+
+
+def test_a_file_that_is_named_needs_no_name_of_its_own():
+    found = outcomes("--shardproof-examples", "1", scheme_file("anything.py", "right") + "::right").reports
+    assert [(report.nodeid, report.outcome) for report in found] == [("anything.py::right", "passed")]
+
+
+def test_an_engine_that_this_machine_lacks_is_skipped():
+    (report,) = outcomes("--shardproof-engine", "nccl", scheme_file("my_scheme.py", "right")).reports
+    assert report.skipped and "not run" in str(report.longrepr)
+
+
+def test_a_file_that_cannot_be_used_is_an_error_in_one_sentence():
+    Path("bad_scheme.py").write_text("# @scheme\n1 / 0\n")
+    (error,) = outcomes("bad_scheme.py").errors[:1]
+    assert "cannot import bad_scheme.py" in error or "ZeroDivisionError" in error
+
+
+def test_a_traceback_has_no_line_of_the_harness():
+    scheme_file("of_mine.py", "right", 3)
+    Path("test_mine.py").write_text(
+        "from shardproof import schemes_of_file\n\n"
+        "def test_mine():\n    schemes_of_file('of_mine.py')[0].verify(examples=1).raise_if_failed()\n\n"
+        "def test_misspelt():\n    schemes_of_file('of_mine.py')[0].verify(tq=2)\n"
+    )
+    mismatch, misspelt = (str(report.longrepr) for report in outcomes("test_mine.py").reports)
+    for text, kind in ((mismatch, "ValueMismatch"), (misspelt, "'tq' is no mesh axis")):
+        assert "raise_if_failed()" in text or ".verify(tq=2)" in text
+        assert kind in text and "harness/" not in text
