@@ -206,9 +206,11 @@ def test_a_script_beside_it(project):
 
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
 def test_pytest_in_it(project, mode):
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--import-mode={mode}", folder=project)
+    """Two tests, and the scheme of a file, which the plugin collects, loaded here whether or not it is installed."""
+    plugin = ["-p", "no:shardproof", "-p", "shardproof.pytest_plugin"]
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, f"--import-mode={mode}", folder=project)
     assert done.returncode == 0, done.stdout
-    assert "2 passed" in done.stdout
+    assert "3 passed" in done.stdout
 
 
 @pytest.mark.parametrize("file", ["my_scheme.py", "parity_tests/test_doubled.py"])

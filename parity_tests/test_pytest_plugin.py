@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests import pytest_plugin
 from parity_tests.specimens.user_files import HEAD
+from shardproof import pytest_plugin
 
 # "@scheme" is how a file that declares one is known.
 DECLARED = (

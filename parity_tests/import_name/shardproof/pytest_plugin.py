@@ -1,10 +1,12 @@
 """The pytest plugin: the schemes of a file are its tests, and a traceback ends at the user's own lines.
 
-pytest loads it wherever Shardproof is installed. Neither torch nor JAX is imported before a scheme is collected.
+pytest loads it wherever Shardproof is installed, also beside a user's own folder `parity_tests`: it stands here, and
+imports nothing of ours, neither torch nor JAX, before a scheme is collected.
 """
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,6 @@ from typing import Any
 import pytest
 
 FILES = ("scheme_*.py", "*_scheme.py")  # besides the files that are named on the command line
-HARNESS = str(Path(__file__).parent / "harness")
 ENGINES = ("lockstep", "gloo", "nccl")
 
 
@@ -38,7 +39,8 @@ class SchemeFile(pytest.File):
     """A file that declares schemes."""
 
     def collect(self) -> Iterator[SchemeTest]:
-        from parity_tests.harness.declare.discover import UnusableTarget, schemes_of_file
+        from parity_tests.harness.declare.discover import UnusableTarget
+        from shardproof import schemes_of_file  # first: it makes our modules importable beside a user's of that name
 
         try:
             schemes = schemes_of_file(str(self.path))
@@ -56,8 +58,7 @@ class SchemeTest(pytest.Item):
         self.scheme = scheme
 
     def runtest(self) -> None:
-        from parity_tests.harness.run.failure import NotRun
-        from parity_tests.harness.verify import verify
+        from shardproof import NotRun, verify
 
         engine, examples = map(self.config.getoption, ("shardproof_engine", "shardproof_examples"))
         if engine not in self.scheme.engines:
@@ -89,11 +90,14 @@ class SchemeTest(pytest.Item):
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
     """Mark the harness's frames of what a test raised, which pytest then leaves out unless --full-trace is given."""
     error = None if call.excinfo is None else call.excinfo.value
+    harness = getattr(sys.modules.get("parity_tests.harness"), "__path__", None)
+    if harness is None:  # no scheme has run
+        return
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
             name = frame.f_code.co_filename
-            if name.startswith(HARNESS) and not Path(name).name.startswith("test_"):
+            if name.startswith(tuple(harness)) and not Path(name).name.startswith("test_"):
                 frame.f_globals.setdefault("__tracebackhide__", True)
         error = error.__cause__ or error.__context__
