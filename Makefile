@@ -41,7 +41,7 @@ notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute the notebooks and
 
 docs: $(VENV)/with-docs ## build the pages into docs/_build, their cells and pictures anew
 	$(BIN)/python docs/images.py
-	$(BIN)/python -m sphinx -j 2 -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html docs docs/_build/html
 
 bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and write docs/benchmarks.md
 	$(BIN)/python -m parity_tests.benchmarks
