@@ -1,25 +1,22 @@
-"""Every built-in scheme where its own tests need not look: inside a sub-group, and on processes that really send."""
+"""Every built-in scheme where its own tests need not look: inside a sub-group, and on processes that really send.
+
+The same cases are judged everywhere, so that each is traced and evaluated on one device once.
+"""
+
+from functools import lru_cache
 
 import pytest
 
+from parity_tests.harness.declare.case import SPARE
 from parity_tests.harness.declare.discover import built_in
+from parity_tests.harness.experiments.undecided import mark_undecided
+from parity_tests.harness.judge.reference import evaluate
+from parity_tests.harness.run.program import Program
 from parity_tests.harness.verdict import judge
+from parity_tests.injected_bugs.trials import drawn_cases
 
 SCHEMES = {scheme.key: scheme for scheme in built_in()}
-
-
-@pytest.mark.parametrize("key", SCHEMES)
-def test_a_scheme_knows_no_world_but_its_mesh(key):
-    report = SCHEMES[key].verify(examples=3, inside_subgroup=True)
-    is_tie = report.verdict == "undecided" and report.undecided_examples == 1  # one of three is too many for a pass
-    assert report.ok or is_tie, str(report)
-    assert report.case.mesh["spare"] == 2
-
-
-@pytest.mark.parametrize("key", SCHEMES)
-def test_a_scheme_on_gloo(key):
-    report = SCHEMES[key].verify(engine="gloo", examples=4)
-    assert report.ok, str(report)
+ON_GLOO, INSIDE = 4, 3  # cases
 
 
 # A module that a scheme builds in its call has inference tensors for parameters, which DTensor and FSDP do not take;
@@ -27,15 +24,55 @@ def test_a_scheme_on_gloo(key):
 OF_MODULES = ("parity_tests.parallelizer.", "parity_tests.pipelining.", "parity_tests.models.")
 
 
+class Trials:
+    """Cases of a scheme with their references; the first is the simplest."""
+
+    def __init__(self, key):
+        self.scheme = SCHEMES[key]
+        self.cases = drawn_cases(self.scheme, ON_GLOO, "lockstep")
+        self.references = [evaluate(self.scheme, Program.of(self.scheme), case) for case in self.cases]
+
+    def check(self, count, change):
+        """Each of the last cases is equal once it is changed; one may be undecided."""
+        reports = []
+        for case, reference in list(zip(self.cases, self.references, strict=True))[-count:]:
+            report = judge(self.scheme, change(case), reference=reference)
+            reports.append(report if report.ok else mark_undecided(self.scheme, report))
+        assert [str(report) for report in reports if report.failed] == []
+        assert sum(report.undecided is not None for report in reports) <= 1
+
+
+trials_of = lru_cache(maxsize=1)(Trials)
+
+
+def inside_a_subgroup(key):
+    """It knows no world but its mesh."""
+    trials_of(key).check(INSIDE, lambda case: case.replace(mesh={SPARE: 2, **case.mesh}))
+
+
+def on_gloo(key):
+    trials_of(key).check(ON_GLOO, lambda case: case.replace(engine="gloo"))
+
+
+def in_inference_mode(key):
+    """It is not drawn by default, since other projects' functions need not allow it; ours do."""
+    trials = trials_of(key)
+    judge(trials.scheme, trials.cases[-1].replace(calls={"inference_mode": True})).raise_if_failed()
+
+
 def is_of_a_module(key):
     return key.startswith(OF_MODULES) or SCHEMES[key].module is not None
 
 
-@pytest.mark.parametrize("key", [key for key in SCHEMES if not is_of_a_module(key)])
-def test_a_scheme_in_inference_mode(key):
-    """It is not drawn by default, since other projects' functions need not allow it; ours do."""
-    report = judge(SCHEMES[key], SCHEMES[key].case(seed=0).replace(calls={"inference_mode": True}))
-    assert report.ok, str(report)
+WHERE = {where.__name__: where for where in (inside_a_subgroup, on_gloo, in_inference_mode)}
+EVERYWHERE = [(key, where) for key in SCHEMES for where in WHERE]
+EVERYWHERE = [pair for pair in EVERYWHERE if pair[1] != "in_inference_mode" or not is_of_a_module(pair[0])]
+
+
+# One scheme after the other, so that its cases are there.
+@pytest.mark.parametrize(("key", "where"), EVERYWHERE)
+def test_a_scheme(key, where):
+    WHERE[where](key)
 
 
 def test_a_scheme_declared_by_a_wrapper_is_among_them():

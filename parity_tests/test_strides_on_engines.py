@@ -8,6 +8,8 @@ from parity_tests.harness.declare.discover import built_in
 from parity_tests.harness.draw.calling_conditions import may_be_expanded
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.draw.size_choices import meshes
+from parity_tests.harness.judge.reference import evaluate
+from parity_tests.harness.run.program import Program
 from parity_tests.harness.verdict import judge
 from shardproof import scheme, values
 
@@ -44,9 +46,10 @@ def case_of(declared, kind):
 @pytest.mark.parametrize("kind", STORED)
 @pytest.mark.parametrize("key", SAMPLE)
 def test_a_scheme_is_equal_on_both(key, kind):
-    case = case_of(SAMPLE[key], kind)
+    declared, case = SAMPLE[key], case_of(SAMPLE[key], kind)
+    reference = evaluate(declared, Program.of(declared), case)
     for engine in ("lockstep", "gloo"):
-        report = judge(SAMPLE[key], case.replace(engine=engine))
+        report = judge(declared, case.replace(engine=engine), reference=reference)
         assert report.ok, str(report)
 
 

@@ -85,7 +85,8 @@ class Outcome:
 class BugRunner:
     """Runs bugs on the trials of the healthy schemes, which all bugs share; without a baseline, its counts are 0.
 
-    `traced` drawn cases of each scheme tell which lines it runs.
+    `traced` drawn cases of each scheme tell which lines it runs. A bug that is run `until_caught` is not tried again to
+    learn what later catches say, and whether values alone would have seen it.
     """
 
     def __init__(
@@ -96,9 +97,10 @@ class BugRunner:
         cache: str | None = None,
         with_baseline: bool = True,
         traced: int = TRACED,
+        until_caught: bool = False,
     ) -> None:
         bridge.start(cache)
-        self.engine, self.with_baseline = engine, with_baseline
+        self.engine, self.with_baseline, self.until_caught = engine, with_baseline, until_caught
         tried = [scheme for scheme in schemes or discover.built_in() if scheme.name not in NOT_TRIED]
         self.schemes = [SchemeTrials(scheme, examples, engine, traced) for scheme in tried if engine in scheme.engines]
 
@@ -136,6 +138,8 @@ class BugRunner:
         """Catches in rounds until some rounds after the first, and until values catch it; examples to the first."""
         judged, catches = 0, []
         for example, trial in rounds(schemes):
+            if catches and self.until_caught:
+                break
             if any(catch.by_value for catch in catches) and example > catches[0].example + MORE_ROUNDS:
                 break
             judged += not catches

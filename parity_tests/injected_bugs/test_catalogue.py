@@ -60,7 +60,8 @@ def test_closing_lines_compare_the_catalogue_with_the_outcome():
 @pytest.mark.timeout(1800)
 def test_drawn_examples_catch_the_bugs(tmp_path):
     """A sample; `make bugs` injects them all, counts what a test of one shape sees, and writes the page."""
-    outcomes = run_bugs(CATALOGUE[::SAMPLED], BugRunner(with_baseline=False, traced=3))
+    runner = BugRunner(with_baseline=False, traced=3, until_caught=True)
+    outcomes = run_bugs(CATALOGUE[::SAMPLED], runner)
     text = "\n".join(report.closing(outcomes, EXAMPLES))
     observable = report.counted(outcomes)
     assert all(outcome.affected for outcome in outcomes), "a bug stands in code that no scheme runs"
