@@ -51,7 +51,7 @@ def of_both_batches(x, parameters, k):
     mesh={"dp_shard": (1, 2), "ep": (1, 2), "tp": (1, 2)},
     inputs={"x": "m t/dp_shard/ep d", "parameters": PARAMETERS},
     outputs=AXES,
-    dims={"m": (2,), "two": (2,), "e": (4, 8), "d": (4, 3), "f": (4, 3), "g": (8,), "o": (3,)},
+    dims={"m": (2,), "two": (2,), "e": (4, 8), "d": (4, 7), "f": (4, 3), "g": (8,), "o": (3,)},
     draw=dict.fromkeys(("x", *(f"parameters.{name}" for name in PARAMETERS)), values("normal")),
     options={"k": (2, 1, 3)},
     rank_options={"recomputed": (False, True), "resharded": (None, False)},
