@@ -23,8 +23,7 @@ FORMS = (
 TENSOR = ("tp", "tensor_parallel")
 NOT_PLANNED = {  # axes that a mesh may have, of which a dry run counts nothing
     "pp": "pp parts the model into stages; leave it out, or plan one stage, as a factory in file.py:function",
-    "ep": "ep parts experts by their number, and here they are sharded over tp; leave it out",
-    "ep_shard": "ep_shard belongs to ep, and here experts are sharded over tp; leave it out",
+    "ep_shard": "ep_shard is an axis of another mesh, and experts are sharded over dp_shard beside ep; write that",
 }
 
 

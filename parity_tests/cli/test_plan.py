@@ -1,5 +1,6 @@
 """`shardproof plan`: the models that it accepts, and its messages for those that it rejects."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,13 +72,25 @@ def test_what_it_cannot_use(shardproof, arguments, message):
     assert err.replace("\n", " ").startswith(f"shardproof: {message}")
 
 
-@pytest.mark.parametrize("axis", ["pp", "ep", "ep_shard"])
+@pytest.mark.parametrize("axis", ["pp", "ep_shard"])
 def test_an_axis_that_is_not_planned_is_rejected(shardproof, axis):
-    """Neither stages nor experts are counted: a rank would be said to hold all of them."""
+    """Stages are not counted: a rank would be said to hold all of them."""
     status, out, err = shardproof("plan", "qwen3", "--mesh", f"dp=4,{axis}=2", *SMALL)
     assert (status, out) == (2, "")
     assert err.replace("\n", " ").startswith(f"shardproof: --mesh {axis}=2: is not planned: {axis} ")
     assert shardproof("plan", "qwen3", "--mesh", f"dp=4,{axis}=1", *SMALL)[0] == 0
+
+
+def test_experts_over_ep_are_planned_and_a_model_without_experts_is_rejected(shardproof):
+    sizes = ("hidden_size=16", "num_hidden_layers=1", "num_experts=8", "vocab_size=32", "num_attention_heads=2")
+    options = [word for size in sizes for word in ("--option", size)]
+    status, out, _ = shardproof("plan", "qwen3_moe", "--mesh", "dp=2,ep=4", "--tokens", "6", *options)
+    assert status == 0
+    assert re.search(r"experts.down_proj +1 +8 x 16 x 768 +dp_shard Shard\(1\), ep Shard\(0\) +2 x 8 x 768", out)
+    assert re.search(r"forward +all_to_all +ep +3 ", out) and "not counted" not in out
+    status, out, err = shardproof("plan", "qwen3", "--mesh", "dp=4,ep=2", *SMALL)
+    assert (status, out) == (2, "")
+    assert "ep=2, and Qwen3ForCausalLM has no experts in stacks" in err.replace("\n", " ")
 
 
 def test_a_model_without_a_plan_is_named(shardproof, recwarn):

@@ -1,9 +1,9 @@
 """Small random models of each family, as transformers builds them, and batches for them.
 
-transformers computes norms and rotary angles in float32 whatever the model's dtype. Under Float64Throughout whoever
-asks for float32 gets float64, so that a float64 model differs from the mathematics by float64's rounding alone. A model
-is built under it, and the modules that narrow enter it whenever they compute: backward, where they compute again,
-knows no mode that stood around it.
+transformers computes norms, rotary angles and routers in float32 whatever the model's dtype. Under Float64Throughout
+whoever asks for float32 gets float64, so that a float64 model differs from the mathematics by float64's rounding alone.
+A model is built under it, and the modules that narrow enter it whenever they compute: backward, where they compute
+again, knows no mode that stood around it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-NARROWING = ("RMSNorm", "RotaryEmbedding")
+NARROWING = ("RMSNorm", "RotaryEmbedding", "TopKRouter", "TopkRouter")
 
 
 class Float64Throughout(TorchFunctionMode):
@@ -121,7 +121,7 @@ def arrays(chosen: Chosen) -> dict[str, np.ndarray]:
     for name, parameter in empty(chosen, device="meta").named_parameters():
         rng = np.random.Generator(np.random.Philox(key=[zlib.crc32(name.encode()), 0]))
         values = rng.standard_normal(tuple(parameter.shape))
-        by_name[name] = values / np.sqrt(values.shape[-1]) if values.ndim == 2 else 1.0 + values / 4
+        by_name[name] = values / np.sqrt(values.shape[-1]) if values.ndim > 1 else 1.0 + values / 4
     return by_name
 
 

@@ -19,7 +19,7 @@ from parity_tests.parallelizer.families import Chosen, empty, exact
 from parity_tests.parallelizer.training import summed_loss
 from torch_impl.collectives import all_reduce
 from torch_impl.parallelizer import to_cpu
-from torch_impl.parallelizer.mesh_axes import mesh_axes
+from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
 
 Parallelize = Callable[..., nn.Module]
 
@@ -56,15 +56,23 @@ def mean_loss(
 ) -> Tensor:  # fmt: skip
     """The mean loss over the tokens of all ranks, a function of the parameters."""
     axes, leaves = mesh_axes(mesh.device_mesh), flat(parameters)
-    loss_group = axes.loss_mesh.get_group()
-    tokens = all_reduce((targets >= 0).sum(), loss_group, out="R")
+    tokens = all_reduce((targets >= 0).sum(), axes.loss_mesh.get_group(), out="R")
 
     def local_loss(*values: Tensor) -> tuple[nn.Module, list[Tensor]]:
         model = parallelize(_filled(chosen, dict(zip(leaves, values, strict=True))), mesh.device_mesh)
         parts = zip(ids.chunk(microbatches), targets.chunk(microbatches), strict=True)
         return model, [summed_loss(model(input_ids=i).logits, t) / tokens for i, t in parts]
 
-    return all_reduce(_Step.apply(local_loss, tuple(leaves), axes.data_size, *leaves.values()), loss_group, out="I")
+    return reduced_loss(axes, leaves, local_loss)
+
+
+def reduced_loss(axes: MeshAxes, values: Mapping[str, Tensor], local_loss: Callable[..., Any]) -> Tensor:
+    """The sum of the data ranks' losses, a function of the parameters, here by the names that the model has for them.
+
+    `local_loss` takes their values, and returns a parallelized model and its losses, one for each microbatch.
+    """
+    addend = _Step.apply(local_loss, tuple(values), axes.data_size, *values.values())
+    return all_reduce(addend, axes.loss_mesh.get_group(), out="I")
 
 
 class _Step(torch.autograd.Function):

@@ -63,18 +63,18 @@ class Gated(nn.Module):
 class Stacks(nn.Module):
     """All experts in two stacks, as transformers writes them."""
 
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.cat([gate, up], 1))
-        self.down_proj = nn.Parameter(down.clone())
+        self.gate_up_proj, self.down_proj = nn.Parameter(gate_up.clone()), nn.Parameter(down.clone())
+        self.act_fn = nn.SiLU()
 
-    def forward(self, x: Tensor, chosen: Tensor, router: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)
         for expert in range(len(self.down_proj)):
-            token, choice = torch.where(chosen == expert)
-            gate, up = F.linear(x[token], self.gate_up_proj[expert]).chunk(2, -1)
-            each = F.linear(F.silu(gate) * up, self.down_proj[expert])
-            out = out.index_add(0, token, each * router[token, choice, None])
+            token, choice = torch.where(top_k_index == expert)
+            gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, -1)
+            each = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            out = out.index_add(0, token, each * top_k_weights[token, choice, None])
         return out
 
 

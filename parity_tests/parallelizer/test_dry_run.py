@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parity_tests.harness.run.engines import run
+from parity_tests.parallelizer.expert_families import OF_FAMILY
 from parity_tests.parallelizer.families import OWN, Chosen, batch, empty, model_of
 from parity_tests.parallelizer.training import accumulated, parallelized
 from shardproof import CaseSpec
@@ -30,11 +31,30 @@ RUNS = [("llama", mesh) for mesh in MESHES] + [
 ]
 
 
+# Every token has all experts, so that their loads are equal.
+OF_EXPERTS = [
+    (Chosen(family, changes=(*OF_FAMILY[family].items(), ("num_experts_per_tok", 4))), dtype, mesh)
+    for family, dtype, mesh in (
+        ("qwen3_moe", torch.float64, {"ep": 2}),
+        ("mixtral", torch.float32, {"ep": 2, "tp": 2}),
+        ("qwen3_moe", torch.float32, {"dp_shard": 2, "ep": 2}),
+        ("mixtral", torch.float64, {"dp_replicate": 2, "ep": 2}),
+    )
+]
+
+
 @pytest.mark.parametrize(("family", "mesh"), RUNS, ids=str)
 def test_it_says_what_a_run_does(family, mesh):
-    chosen, dtype = Chosen(family, tied=family in ("qwen3", "gemma")), torch.float64
-    if family == "llama":
-        dtype = torch.float32  # which is computed with in bfloat16
+    dtype = torch.float32 if family == "llama" else torch.float64  # float32 is computed with in bfloat16
+    compare(Chosen(family, tied=family in ("qwen3", "gemma")), dtype, mesh)
+
+
+@pytest.mark.parametrize(("chosen", "dtype", "mesh"), OF_EXPERTS, ids=str)
+def test_it_says_what_a_run_with_experts_over_ep_does(chosen, dtype, mesh):
+    compare(chosen, dtype, mesh)
+
+
+def compare(chosen, dtype, mesh):
     data = 1
     for axis, size in mesh.items():
         data *= 1 if axis in ("tp", "tensor_parallel") else size

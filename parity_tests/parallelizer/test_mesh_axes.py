@@ -58,12 +58,57 @@ CASES = [
         ((("dp_replicate", "dp_shard_cp"), [[0], [2]]), (("tp",), [0, 1]), (("dp_replicate",), [0, 2]), 2, 1),
     ),
     ({"tp": 2}, ((("dp_shard_cp",), [0]), (("tp",), [0, 1]), (("dp_shard_cp",), [0]), 1, 1)),
+    ({"ep": 2}, ((("ep",), [0, 1]), None, (("ep",), [0, 1]), 2, 2)),
+    ({"dp_shard": 2, "ep": 1}, ((("dp_shard",), [0, 1]), None, (("dp_shard",), [0, 1]), 2, 2)),
+    (
+        {"dp_shard": 2, "ep": 2, "tp": 2},
+        ((("dp_shard_cp_ep",), [0, 2, 4, 6]), (("tp",), [0, 1]), (("dp_cp_ep",), [0, 2, 4, 6]), 4, 4),
+    ),
+    (
+        {"dp_replicate": 2, "ep": 2},
+        ((("dp_replicate", "ep"), [[0, 1], [2, 3]]), None, (("dp_cp_ep",), [0, 1, 2, 3]), 4, 2),
+    ),
+    ({"dp_cp": 2, "ep": 2}, ((("dp_shard_cp_ep",), [0, 1, 2, 3]), None, (("dp_cp_ep",), [0, 1, 2, 3]), 4, 4)),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "want"), CASES, ids=lambda value: str(value) if isinstance(value, dict) else "")
 def test_parts(mesh, want):
     assert on_ranks(parts, mesh)[0] == want
+
+
+OF_EXPERTS = [
+    # sizes; what rank 0 sees: the mesh that experts are sharded over, and FSDP's of the ranks that have the same ones
+    ({"ep": 2}, ((("ep",), [0, 1]), (("dp_shard_cp",), [0]))),
+    ({"dp_shard": 2, "ep": 2, "tp": 2}, ((("ep", "tp"), [[0, 1], [2, 3]]), (("dp_shard",), [0, 4]))),
+    ({"tp": 2, "ep": 2}, ((("tp", "ep"), [[0, 1], [2, 3]]), (("dp_shard_cp",), [0]))),
+    (
+        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        ((("ep",), [0, 1]), (("dp_replicate", "dp_shard"), [[0, 2], [4, 6]])),
+    ),
+    ({"dp_shard": 2, "ep": 1}, ((("ep",), [0]), (("dp_shard",), [0, 1]))),
+    ({"dp_shard": 2}, (None, (("dp_shard",), [0, 1]))),
+]
+
+
+@pytest.mark.parametrize(("mesh", "want"), OF_EXPERTS, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_parts_of_experts(mesh, want):
+    def body(device_mesh):
+        axes = mesh_axes(device_mesh)
+        return names_and_ranks(axes.expert_mesh), names_and_ranks(axes.edp_mesh)
+
+    assert on_ranks(body, mesh)[0] == want
+
+
+def test_ranks_of_ep_shard_are_rejected():
+    def body(mesh):
+        with pytest.raises(
+            ValueError, match="axis 'ep_shard' has 2 ranks, over which nothing would be summed; name it"
+        ):
+            mesh_axes(mesh)
+        return True
+
+    assert on_ranks(body, {"ep_shard": 2, "ep": 1}) == (True, True)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])

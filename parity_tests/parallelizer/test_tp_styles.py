@@ -198,7 +198,7 @@ def identity_expert(mesh, x, cotangent, weights, times):
 )
 def stacked_experts(mesh, x, router, gate, up, down, chosen, cotangent, weights, times):
     plan = {"": "moe_tp_experts", ":gate_up_proj": "packed_colwise", ":down_proj": "rowwise"}
-    module = styled(mesh, Stacks(gate, up, down), plan)
+    module = styled(mesh, Stacks(torch.cat([gate, up], 1), down), plan)
     y, moved, outcome = accumulated(module, (x, chosen, router), cotangent, weights, times)
     return y, *moved, *outcome["gate_up_proj"].chunk(2, 1), outcome["down_proj"]
 

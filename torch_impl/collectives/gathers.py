@@ -74,6 +74,12 @@ def reduce_scatter(
     return ReduceScatter.apply(x, group, dim, lengths)
 
 
+# Gradient types: I -> V.
+def own_shard(x: Tensor, group: ProcessGroup, lengths: list[int]) -> Tensor:
+    """This rank's rows of a tensor that all ranks have. No collective; backward 1 all_gather of the longest shard."""
+    return _Shard.apply(x, group, 0, lengths)
+
+
 class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, out: str, dim: int, lengths: list[int]) -> Tensor:

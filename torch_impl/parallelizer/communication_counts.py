@@ -23,6 +23,9 @@ from torch_impl.parallelizer.tp_styles import (
     ReplicatedOnShards,
 )
 
+INT64 = 8  # bytes of a count
+SUMMED = 4  # bytes of a number in a sum, at least
+
 
 @dataclass(frozen=True)
 class CollectiveCount:
@@ -44,38 +47,95 @@ def total(counts: Iterable[CollectiveCount]) -> list[CollectiveCount]:
     return [CollectiveCount(*key, *value) for key, value in totals.items()]
 
 
-def fsdp_counts(
-    model: nn.Module, shapes: Mapping[int, tuple[int, ...]], shards: int, replicas: int, axes: tuple[str, str]
-) -> list[CollectiveCount]:
-    """The gathers and reductions of each FSDP unit; `axes` are (shard, replicate).
+@dataclass(frozen=True)
+class FsdpAxes:
+    """How many ranks FSDP shards over and replicates over, and the names of these axes."""
 
-    `shapes` are the shapes after tensor parallelism, by the id of a parameter.
+    shards: int
+    shard: str
+    replicas: int
+    replicate: str
+
+
+def fsdp_counts(
+    model: nn.Module,
+    shapes: Mapping[int, tuple[int, ...]],
+    axes: FsdpAxes,
+    experts: Iterable[nn.Module] = (),
+    edp: FsdpAxes | None = None,
+) -> list[CollectiveCount]:
+    """The gathers and reductions of each FSDP unit; those of `experts` are units over `edp`.
+
+    `shapes` are the shapes after tensor and expert parallelism, by the id of a parameter.
     """
     # 1. The parameters of each unit; those of no block are the root's, whose unit is the last.
     groups = [[p for block in group for p in block.parameters()] for group in units(model)]
     in_blocks = {id(p) for group in groups for p in group}
     groups.append([p for p in model.parameters() if id(p) not in in_blocks])
+    of_experts = {id(p): number for number, module in enumerate(experts) for p in module.parameters()}
     last_block, counts, keeps_dtype = len(groups) - 2, [], keeps_dtypes(model)
     for number, group in enumerate(groups):
-        parameters = list({id(p): p for p in group}.values())
-        if not parameters:
-            continue
-        # 2. Bytes of a unit: each first dim is padded to a multiple of the ranks.
-        gathered = sum(
-            _padded_numel(shapes[id(p)], shards) // shards * _itemsizes(p.dtype, keeps_dtype)[0] for p in parameters
-        )
-        trainable = [p for p in parameters if p.requires_grad]
-        reduced = sum(_padded_numel(shapes[id(p)], shards) * _itemsizes(p.dtype, keeps_dtype)[1] for p in trainable)
-        # 3. Gathered in forward, again in backward unless it is the last block, then reduced.
-        if shards > 1:
-            counts.append(CollectiveCount("forward", "all_gather", axes[0], 1, gathered))
-            # The last block stays gathered from forward to backward, which begins with it.
-            if number != last_block:
-                counts.append(CollectiveCount("backward", "all_gather", axes[0], 1, gathered))
-            if reduced:
-                counts.append(CollectiveCount("backward", "reduce_scatter", axes[0], 1, reduced))
-        if replicas > 1 and reduced:
-            counts.append(CollectiveCount("backward", "all_reduce", axes[1], 1, reduced // shards))
+        # 2. The experts of a layer are a unit inside that of their block, which has the rest.
+        parts: dict[int | None, dict[int, nn.Parameter]] = {}
+        for parameter in group:
+            parts.setdefault(of_experts.get(id(parameter)), {})[id(parameter)] = parameter
+        for experts_number, parameters in parts.items():
+            over = axes if experts_number is None or edp is None else edp
+            counts += _unit_counts(list(parameters.values()), shapes, over, number == last_block, keeps_dtype)
+    return counts
+
+
+def _unit_counts(
+    parameters: list[nn.Parameter],
+    shapes: Mapping[int, tuple[int, ...]],
+    axes: FsdpAxes,
+    stays_gathered: bool,
+    keeps_dtype: bool,
+) -> list[CollectiveCount]:
+    """One unit: gathered in forward, again in backward unless it stayed, then reduced."""
+    # Each first dim is padded to a multiple of the ranks.
+    gathered = sum(
+        _padded_numel(shapes[id(p)], axes.shards) // axes.shards * _itemsizes(p.dtype, keeps_dtype)[0]
+        for p in parameters
+    )
+    trainable = [p for p in parameters if p.requires_grad]
+    reduced = sum(_padded_numel(shapes[id(p)], axes.shards) * _itemsizes(p.dtype, keeps_dtype)[1] for p in trainable)
+    counts = []
+    if axes.shards > 1:
+        counts.append(CollectiveCount("forward", "all_gather", axes.shard, 1, gathered))
+        # The last block stays gathered from forward to backward, which begins with it.
+        if not stays_gathered:
+            counts.append(CollectiveCount("backward", "all_gather", axes.shard, 1, gathered))
+        if reduced:
+            counts.append(CollectiveCount("backward", "reduce_scatter", axes.shard, 1, reduced))
+    if axes.replicas > 1 and reduced:
+        counts.append(CollectiveCount("backward", "all_reduce", axes.replicate, 1, reduced // axes.shards))
+    return counts
+
+
+def expert_counts(
+    module: nn.Module, keeps_dtype: bool, tokens: int, k: int, ranks: tuple[int, int], axes: tuple[str, str]
+) -> list[CollectiveCount]:
+    """What a module of experts over ep and tp sends for `tokens` tokens of k choices, if all experts have equal loads.
+
+    `ranks` and `axes` are those of ep and of tp. A rank sends its rows whatever the loads; it returns as many to others
+    where the loads are equal.
+    """
+    down = module.get_parameter("down_proj")
+    (e, width, _), (ep, tp), (ep_axis, tp_axis) = down.shape, ranks, axes
+    itemsize = _itemsizes(down.dtype, keeps_dtype)[0]
+    own, wide, counted = -(-tokens // tp), max(itemsize, SUMMED), e * INT64
+    rows, sums = own * k * width * itemsize, tp * own * k * width * wide
+    counts = []
+    if ep > 1:
+        counts.append(CollectiveCount("forward", "all_to_all", ep_axis, 3, 2 * rows + counted))
+        counts.append(CollectiveCount("backward", "all_to_all", ep_axis, 2, 2 * rows))
+    if tp > 1:
+        outputs, gates = own * width * itemsize, own * k * wide
+        counts.append(CollectiveCount("forward", "all_gather", tp_axis, 3, counted + rows + outputs))
+        counts.append(CollectiveCount("forward", "reduce_scatter", tp_axis, 1, sums))
+        counts.append(CollectiveCount("backward", "all_gather", tp_axis, 3, rows + outputs + gates))
+        counts.append(CollectiveCount("backward", "reduce_scatter", tp_axis, 1, sums))
     return counts
 
 

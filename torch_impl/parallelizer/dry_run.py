@@ -13,11 +13,14 @@ from torch.distributed.tensor import Placement, Shard
 from torch_impl.contract import Module, PositiveInt, contract, type_name
 from torch_impl.parallelizer.communication_counts import (
     CollectiveCount,
+    FsdpAxes,
+    expert_counts,
     fsdp_counts,
     keeps_dtypes,
     style_counts,
     total,
 )
+from torch_impl.parallelizer.expert_sharding import STACKS, fsdp_dims, validate_experts
 from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan, style_names
 from torch_impl.parallelizer.mesh_axes import roles_of
 from torch_impl.parallelizer.tp_plan import Plan, generic, names_of, validate_styles
@@ -94,30 +97,47 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
     """What `fsdp2_strategy_parallelize` would do with a model, best on the meta device, over a mesh of these sizes.
 
     Without a plan the model's own is used where tp is more than 1. `tokens` are those of one rank's microbatch, which
-    tensor parallelism communicates; gradients are reduced in the last one alone. Precision is the default's: bfloat16
-    with float32 sums, float64 for float64.
+    tensor and expert parallelism communicate, with as many choices for each expert; gradients are reduced in the last
+    one alone. Precision is the default's: bfloat16 with float32 sums, float64 for float64.
 
     Cost:   no collective; no memory beyond the model's own.
     Errors: those of `fsdp2_strategy_parallelize`; ValueError for a size below 1, or tokens below 1.
     """
     # 1. The sizes of the axes by their roles.
     roles, shard_name = roles_of(tuple(mesh))
-    tp, replicas = (mesh.get(roles[role] or "", 1) for role in ("tp", "replicate"))
-    shards = prod(mesh.get(roles[role] or "", 1) for role in ("shard", "data", "cp"))
-    shard_axes = [name for name in (roles["shard"], roles["data"], roles["cp"]) if name is not None]
-    shard_axis = shard_axes[0] if len(shard_axes) == 1 else shard_name
-    # 2. The style and the placements of each module that the plan names.
+    tp, ep = (mesh.get(roles[role] or "", 1) for role in ("tp", "ep"))
+    edp, dense = _fsdp_axes(mesh, roles, shard_name)
+    # 2. The style and the placements of each module that the plan names, or that ep shards.
     plan = tp_shard_plan if tp_shard_plan is not None else get_hf_tp_shard_plan(model) if tp > 1 else {}
-    styles = validate_styles(model, plan, tp, shards)
+    styles = validate_styles(model, plan, tp, dense.shards)
+    experts = validate_experts(model, None if roles["ep"] is None else ep)
+    styles = {name: entry for name, entry in styles.items() if name not in experts}
     placements = {
         f"{name}.{leaf}": placement
         for name, (_, style) in styles.items()
         for leaf, placement in placements_of(style, model.get_submodule(name)).items()
     }
-    shapes = {id(p): _local_shape(p.shape, placements.get(name), tp) for name, p in model.named_parameters()}
-    # 3. The collectives of FSDP and of each style.
-    counts = fsdp_counts(model, shapes, shards, replicas, (shard_axis, roles["replicate"] or ""))
+    stacks = {
+        f"{name}.{leaf}": dim for name, module in experts.items() for leaf, dim in fsdp_dims(module, edp.shards).items()
+    }
+    if roles["tp"] is not None:
+        placements |= {f"{name}.{leaf}": placement() for name in experts for leaf, placement in STACKS.items()}
+    shapes = {
+        id(p): _local_shape(_local_shape(p.shape, Shard(0), ep if name in stacks else 1), placements.get(name), tp)
+        for name, p in model.named_parameters()
+    }
+    # 3. The collectives of FSDP, of each style and of experts.
+    sharded_first = {  # FSDP pads the dim that it shards
+        id(p): (shapes[id(p)][stacks.get(name, 0)], prod(shapes[id(p)]) // shapes[id(p)][stacks.get(name, 0)])
+        for name, p in model.named_parameters()
+        if p.ndim
+    }
+    counts = fsdp_counts(model, shapes | sharded_first, dense, experts.values(), edp)
     unknown, keeps_dtype = [], keeps_dtypes(model)
+    k = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+    for name, module in experts.items():
+        counts += expert_counts(module, keeps_dtype, tokens, k, (ep, tp), ("ep", roles["tp"] or "")) if k else []
+        unknown += [] if k else [generic(name)]
     for name, (_, style) in styles.items():
         of_module = style_counts(model.get_submodule(name), style, tp, roles["tp"] or "", tokens, keeps_dtype)
         counts += of_module or []
@@ -125,10 +145,9 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
     # 4. Keys of the model's own plan that match nothing here.
     keys = style_names(model) if tp > 1 and tp_shard_plan is None else {}
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
-    axes = {"tp": roles["tp"], "shard": shard_axis, "replicate": roles["replicate"] if replicas > 1 else None}
     return DryRun(
         mesh=dict(mesh),
-        parameters=tuple(_parameter_shards(model, placements, shapes, shards, axes)),
+        parameters=tuple(_parameter_shards(model, placements, shapes, (dense, edp), roles["tp"], stacks)),
         collectives=tuple(sorted(total(counts), key=lambda each: (each.phase != "forward", each.axis, each.op))),
         unmatched=tuple(_keys_without_match(keys, names)),
         unknown=tuple(dict.fromkeys(unknown)),
@@ -136,21 +155,37 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
     )
 
 
+def _fsdp_axes(mesh: Mapping[str, int], roles: Mapping[str, str | None], shard_name: str) -> tuple[FsdpAxes, FsdpAxes]:
+    """The axes of FSDP for experts, which are not sharded over ep by it, and for all other parameters."""
+    names = [name for name in (roles["shard"], roles["data"], roles["cp"]) if name is not None]
+    replicas, replicate = mesh.get(roles["replicate"] or "", 1), roles["replicate"] or ""
+    axis = names[0] if len(names) == 1 else shard_name
+    edp = FsdpAxes(prod(mesh[name] for name in names), axis, replicas, replicate)
+    if mesh.get(roles["ep"] or "", 1) == 1:
+        return edp, edp
+    over_ep = f"{shard_name}_ep" if names else "ep"
+    return edp, FsdpAxes(edp.shards * mesh["ep"], over_ep, replicas, replicate)
+
+
 def _parameter_shards(
     model: nn.Module,
     tp_placements: Mapping[str, Placement],
     shapes: Mapping[int, tuple[int, ...]],
-    shards: int,
-    axes: Mapping[str, str | None],
+    fsdp: tuple[FsdpAxes, FsdpAxes],
+    tp_axis: str | None,
+    stacks: Mapping[str, int],
 ) -> list[ParameterShards]:
-    """One row for all layers' parameters of one name, shape and placements."""
+    """One row for all layers' parameters of one name, shape and placements; `stacks`: FSDP's dim of each over ep."""
     rows: dict[tuple[str, tuple[int, ...], str, tuple[int, ...]], list[int]] = {}
     for name, parameter in model.named_parameters():
-        local, placement = _local_shape(shapes[id(parameter)], Shard(0), shards), tp_placements.get(name)
+        axes, placement = fsdp[name in stacks], tp_placements.get(name)
+        fsdp_dim = stacks.get(name, 0)
+        local = _local_shape(shapes[id(parameter)], Shard(fsdp_dim), axes.shards)
         dim, parts = sharded_dim(placement)
         on_tp = "Replicate()" if dim is None else f"Shard({dim})" + (" of each half" if parts > 1 else "")
-        by_role = {"replicate": "Replicate()", "shard": "Shard(0)", "tp": on_tp}
-        placements = ", ".join(f"{axes[role]} {how}" for role, how in by_role.items() if axes[role])
+        placed = [f"{axes.replicate} Replicate()"] if axes.replicas > 1 else []
+        placed += [f"{axes.shard} Shard({fsdp_dim})"] + ["ep Shard(0)"] * (name in stacks)
+        placements = ", ".join(placed + [f"{tp_axis} {on_tp}"] * (tp_axis is not None))
         # With * for the number of its layer, a parameter has one name in all layers.
         key = generic(name), tuple(parameter.shape), placements, local
         rows.setdefault(key, []).append(prod(local) * parameter.element_size())

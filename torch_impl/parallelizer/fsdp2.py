@@ -1,7 +1,7 @@
 """Fully sharded data parallelism by torch's `fully_shard`, after tensor parallelism.
 
-Between steps a rank holds 1/n of every parameter, its gradient and its optimizer's state, n = dp_shard * cp. The
-parameters of a block are gathered while it computes.
+Between steps a rank holds 1/n of every parameter, its gradient and its optimizer's state, n = dp_shard * cp * ep. The
+parameters of a block are gathered while it computes; experts are gathered over dp_shard x cp, and not over ep.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +22,7 @@ from torch_impl.contract import Mesh, Module, contract, type_name
 from torch_impl.contract.kinds import Instance
 from torch_impl.parallelizer._torch_compat import map_tensors
 from torch_impl.parallelizer.blocks import checkpoint_blocks, units
+from torch_impl.parallelizer.expert_sharding import fsdp_dims, shard_experts, validate_experts
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
 from torch_impl.parallelizer.tp_plan import Plan, PlanEntry, shard_modules, validate_styles, warn_of_norms
 
@@ -54,12 +56,15 @@ def fsdp2_strategy_parallelize(
 ) -> nn.Module:
     """Parallelize a model over a mesh, in place: tensor plan, activation checkpointing, FSDP. Returns the model.
 
-        ids  "b/dp s"   ->   logits  "b/dp s v"         the same on each tp rank
-        parameter "o i"   ->   "o/dp i", or as its style shards it over tp and then "/dp" on its first dim
+        ids  "b/dp/ep s"   ->   logits  "b/dp/ep s v"         the same on each tp rank
+        parameter "o i"   ->   "o/dp/ep i", or as its style shards it over tp and then "/dp/ep" on its first dim
+        experts "e f d"   ->   "e/ep f d/dp", and f over tp
 
-    Axes are identified by name: see `mesh_axes`. With replicas (`dp_replicate`) parameters are sharded inside one. The
-    gradient is the mean over dp_replicate x dp_shard x cp, so a rank's loss must be
-    dp * cp * sum(its token losses) / N, with N the tokens of the full step; accumulation needs no division either.
+    Axes are identified by name: see `mesh_axes`. With replicas (`dp_replicate`) parameters are sharded inside one.
+    Ranks of `ep` have other tokens and, of the stacks of experts, other experts: see `shard_experts`, which then stands
+    in place of the plan's entries for them. The gradient is the mean over dp_replicate x dp_shard x cp x ep, that of
+    experts too, so a rank's loss must be dp * cp * ep * sum(its token losses) / N, with N the tokens of the full step;
+    accumulation needs no division either.
 
     `mp_policy=None` computes in bfloat16 and reduces in float32; a model with float64 parameters stays float64.
     `output_dtype` is the model's, not that of each block. Buffers keep their dtype. Units are the elements of lists of
@@ -71,22 +76,29 @@ def fsdp2_strategy_parallelize(
             forward 1 all_gather of |w|/n of `param_dtype` per rank; backward the same again if it was freed, and
             1 reduce_scatter of |w| of `reduce_dtype`; with replicas 1 all_reduce of |w|/n.
             `set_requires_gradient_sync(False)` leaves out reduction. On construction, see `apply_plan`.
+            With ep n = dp_shard * cp * ep; the experts of a layer are a unit of their own with n = dp_shard * cp, and
+            send what `shard_experts` says.
     Errors: before anything is changed. TypeError for a model, mesh, policy, plan or switch of another kind.
             ValueError for a mesh whose axes are unknown, mixed or have no names; for a model that is parallel already;
-            for what `check_plan` rejects.
-    Source: arXiv 2304.11277 (FSDP), 1909.08053 (tensor parallelism), 1604.06174 (checkpointing).
+            for what `check_plan` rejects; for a model without experts that ep can shard.
+    Source: arXiv 2304.11277 (FSDP), 1909.08053 (tensor parallelism), 1604.06174 (checkpointing), 2006.16668 (experts).
     """
     # 1. Validate everything, before anything is changed or sent.
     axes, styles = validate_target(model, device_mesh, tp_shard_plan)
+    experts = validate_experts(model, None if axes.ep is None else axes.size(axes.ep))
+    styles = {name: entry for name, entry in styles.items() if name not in experts}
     policy, offload = _policy(model, mp_policy), _offload(device_mesh, offload_policy)
     mesh = axes.fsdp_mesh
-    # 2. Tensor parallelism first: FSDP then shards the DTensors that it leaves, a second time.
+    # 2. Tensor and expert parallelism first: FSDP then shards the DTensors that they leave, a second time.
     if axes.tp_mesh is not None:
         shard_modules(model, styles, axes.tp_mesh)
         untangle_views(model)
+    shard_experts(experts, axes)
     # 3. Checkpointing inside FSDP: a block that backward recomputes is gathered once for both.
     if activation_checkpointing:
         checkpoint_blocks(model)
+    if experts:
+        _fully_shard_experts(model, list(experts.values()), axes.edp_mesh, policy, offload, reshard_after_forward)
     _fully_shard(model, mesh, policy, offload, reshard_after_forward)
     return model
 
@@ -159,6 +171,33 @@ def _offload(device_mesh: DeviceMesh, offload_policy: OffloadPolicy | None) -> O
     if isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory and device_mesh.device_type == "cpu":
         return replace(offload_policy, pin_memory=False)
     return OffloadPolicy() if offload_policy is None else offload_policy
+
+
+def _fully_shard_experts(
+    model: nn.Module,
+    experts: list[nn.Module],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard_after_forward: bool | None,
+) -> None:
+    """Make the experts of each layer a unit over edp, inside the unit of their block, which leaves them alone."""
+    # Gates may be wider than the weights, and a cast of what comes in would narrow them.
+    policy = replace(policy, output_dtype=None, cast_forward_inputs=False)
+    *_, last_unit = units(model) or [[]]
+    in_last_unit = {id(inner) for module in last_unit for inner in module.modules()}
+    for module in experts:
+        untangle_views(module)
+        frees = id(module) not in in_last_unit if reshard_after_forward is None else reshard_after_forward
+        dims = {id(module.get_parameter(leaf)): Shard(dim) for leaf, dim in fsdp_dims(module, mesh.shape[-1]).items()}
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=frees,
+            shard_placement_fn=lambda stack, dims=dims: dims[id(stack)],
+        )
 
 
 def _fully_shard(

@@ -5,10 +5,15 @@
     data        data_parallel       dp_shard
     cp          context_parallel    cp
     tp          tensor_parallel     tp
+    ep          ep                  ep
 
 Parameters are sharded over data x cp, called dp_cp by the older names and dp_shard_cp by the newer; where the mesh has
 no such axis and cp has more than one rank, it is created here. A mesh may have it as an axis in place of the two.
 The loss is normalised over dp_cp: replicate x data x cp. A missing axis has size 1.
+
+Ranks of ep have other tokens, as those of data and cp have: outside of the experts ep is one more axis of data, and
+the two axes are called dp_shard_cp_ep and dp_cp_ep. Experts are sharded over ep by their number, and then over data x
+cp alone: these, with the replicas, are edp, the ranks that have the same experts.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ class MeshAxes:
     data: str | None
     cp: str | None
     tp: str | None
+    ep: str | None
     shard: str | None  # data x cp as one axis of the mesh
     shard_name: str  # the name of that axis where it is flattened
 
@@ -46,19 +52,35 @@ class MeshAxes:
     @property
     def data_size(self) -> int:
         """Ranks whose tokens differ, over which FSDP averages gradients."""
-        return self.size(self.replicate, self.shard, self.data, self.cp)
+        return self.size(self.replicate, self.shard, self.data, self.cp, self.ep)
 
     @property
     def shard_size(self) -> int:
-        return self.size(self.shard, self.data, self.cp)
+        """Ranks that a parameter which is no expert's is sharded over."""
+        return self.size(self.shard, self.data, self.cp, self.ep)
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
         return None if self.tp is None else self.mesh[self.tp]
 
     @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """The mesh of the stacks of experts before FSDP: ep, or ep and tp in the mesh's order."""
+        if self.ep is None:
+            return None
+        return self.mesh[tuple(name for name in self.mesh.mesh_dim_names or () if name in (self.ep, self.tp))]
+
+    @property
     def shard_mesh(self) -> DeviceMesh:
-        """The 1-D mesh that parameters are sharded over."""
+        """The 1-D mesh that parameters are sharded over, but for those of experts."""
+        if self.size(self.ep) == 1:
+            return self.edp_shard_mesh
+        names = [name for name in (self.shard, self.data, self.cp, self.ep) if name is not None]
+        return self.mesh[names[0]] if len(names) == 1 else _flattened_axis(self.mesh, names, f"{self.shard_name}_ep")
+
+    @property
+    def edp_shard_mesh(self) -> DeviceMesh:
+        """The 1-D mesh that the parameters of an ep rank's experts are sharded over."""
         if self.shard is not None:
             return self.mesh[self.shard]
         names = [name for name in (self.data, self.cp) if name is not None]
@@ -72,30 +94,46 @@ class MeshAxes:
     @property
     def fsdp_mesh(self) -> DeviceMesh:
         """The mesh for FSDP: the shard mesh, or with replicas (replicate, shard)."""
+        return self._with_replicas(self.shard_mesh)
+
+    @property
+    def edp_mesh(self) -> DeviceMesh:
+        """The same for the parameters of experts: all ranks that have the experts of this one."""
+        return self._with_replicas(self.edp_shard_mesh)
+
+    def _with_replicas(self, shard_mesh: DeviceMesh) -> DeviceMesh:
         if self.size(self.replicate) == 1 or self.replicate is None:
-            return self.shard_mesh
+            return shard_mesh
         # On two axes `fully_shard` shards parameters over the second and replicates them over the first.
-        return concatenate([self.mesh[self.replicate], self.shard_mesh])
+        return concatenate([self.mesh[self.replicate], shard_mesh])
 
     @property
     def loss_mesh(self) -> DeviceMesh:
         """The 1-D mesh of all ranks whose tokens differ."""
-        names = [name for name in (self.replicate, self.shard, self.data, self.cp) if name is not None]
+        ep = self.ep if self.size(self.ep) > 1 else None
+        names = [name for name in (self.replicate, self.shard, self.data, self.cp, ep) if name is not None]
         if not names:
             return self.shard_mesh
-        return self.mesh[names[0]] if len(names) == 1 else _flattened_axis(self.mesh, names, "dp_cp")
+        flat_name = "dp_cp" if ep is None else "dp_cp_ep"
+        return self.mesh[names[0]] if len(names) == 1 else _flattened_axis(self.mesh, names, flat_name)
 
 
 def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
     """The roles of a mesh's axes, by their names. Nothing is sent.
 
-    Errors: ValueError for axes without names, with unknown names or of both generations, and for a flattened axis next
-            to an axis that it contains.
+    Errors: ValueError for axes without names, with unknown names or of both generations, for a flattened axis next
+            to an axis that it contains, and for ranks of ep_shard, which is an axis of another mesh.
     """
     if not device_mesh.mesh_dim_names:
         names = ", ".join(AXIS_NAMES)
         raise ValueError(f"device_mesh: its {device_mesh.ndim} axes have no names; name them ({names})")
     roles, shard_name = roles_of(device_mesh.mesh_dim_names)
+    sizes = dict(zip(device_mesh.mesh_dim_names, device_mesh.shape, strict=True))
+    if sizes.get("ep_shard", 1) > 1:
+        raise ValueError(
+            f"device_mesh: axis 'ep_shard' has {sizes['ep_shard']} ranks, over which nothing would be summed; name it "
+            f"{(NEWER if shard_name == NEWER['shard'] else OLDER)['data']!r}, over which experts are sharded beside ep"
+        )
     return MeshAxes(device_mesh, **roles, shard_name=shard_name)
 
 
@@ -123,7 +161,8 @@ def roles_of(axes: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
             f"device_mesh: axis {shard!r} of {axes} stands next to {contained[0]!r}, which it contains; keep one"
         )
     roles["shard"] = shard
-    return {role: roles.get(role) for role in ("replicate", "data", "cp", "tp", "shard")}, generation["shard"]
+    roles["ep"] = "ep" if "ep" in axes else None
+    return {role: roles.get(role) for role in ("replicate", "data", "cp", "tp", "ep", "shard")}, generation["shard"]
 
 
 def check_one_root(**meshes: DeviceMesh | None) -> None:

@@ -20,7 +20,13 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from torch_impl.contract import Mesh, Module, PositiveInt, contract, type_name
-from torch_impl.parallelizer.tp_styles import Replicated, is_shard_of_halves, owner_of, placements_of
+from torch_impl.parallelizer.tp_styles import (
+    Replicated,
+    is_shard_of_halves,
+    owner_of,
+    placements_of,
+    sharded_dim,
+)
 
 # The projections that make heads, and the setting that counts the heads of each.
 HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
@@ -248,12 +254,18 @@ def _parameter_problems(model: nn.Module, placements: Mapping[str, Placement], f
         if one != two:
             both = f"{first!r} is {one or 'not in the plan'} and {name!r} is {two or 'not in the plan'}"
             yield f"{both}, but they share one parameter; give both the same placement"
-    packed = [name for name, placement in placements.items() if is_shard_of_halves(placement)]
+    # FSDP shards the first dim. Halves of another dim, as those of experts in a stack, it leaves as they are.
+    packed = [name for name, placement in placements.items() if _shards_halves_of_rows(placement)]
     if packed and fsdp_size > 1:
         yield (
             f"{packed[0]!r} is packed and FSDP would shard it over {fsdp_size} ranks, from which torch puts its rows "
             "together in another order; use data_parallel_sharding_strategy='no_shard', or tp alone"
         )
+
+
+def _shards_halves_of_rows(placement: Placement) -> bool:
+    dim, _ = sharded_dim(placement)
+    return is_shard_of_halves(placement) and dim == 0
 
 
 def _unsummed_norms(model: nn.Module, styles: Styles) -> Iterator[tuple[str, nn.Module, str]]:

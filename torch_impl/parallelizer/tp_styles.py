@@ -7,7 +7,7 @@ the module's input and output mean on the ranks is defined by the style.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ class LocalForward(ParallelStyle):
         for name, placement in placements.items():
             owner, leaf = owner_of(module, name)
             parameter = owner.get_parameter(leaf)
-            shard = distribute(parameter, device_mesh, placement, self.src_data_rank)
+            shard = distribute(parameter, device_mesh, [placement], self.src_data_rank)
             owner.register_parameter(leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))
         names = tuple(placements)
         module.register_forward_pre_hook(partial(_hide_parameters, self, names, device_mesh), with_kwargs=True)
@@ -85,10 +85,10 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), leaf
 
 
-def distribute(parameter: Tensor, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
+def distribute(parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None) -> DTensor:
     """The shard of the source rank's parameter. It is broadcast, then sharded: a scatter rejects uneven halves."""
-    replicated = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=source)
-    return distribute_tensor(replicated.to_local(), mesh, [placement], src_data_rank=None)
+    replicated = distribute_tensor(parameter.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=source)
+    return distribute_tensor(replicated.to_local(), mesh, placements, src_data_rank=None)
 
 
 def _hide_parameters(

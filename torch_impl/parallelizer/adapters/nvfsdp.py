@@ -75,10 +75,10 @@ def nvfsdp_strategy_parallelize(
 
     Cost:   see `fsdp2_strategy_parallelize`; no_shard: 1 all_reduce of each unit. The check: 1 all_reduce of 4 bytes
             for each backward over all axes but pp, and one wait for the device. Meta: 1 broadcast of 8 bytes per axis.
-    Errors: before anything is changed. What `check_plan` and `mesh_axes` reject; ValueError for an unknown strategy or
-            backend, a class without an instance, a unit of two dtypes, a model that is on meta and should not be or
-            the other way round, a tie across units of one module, averaging a sum; ImportError for a backend whose
-            library is not installed; TypeError for a switch that is no bool.
+    Errors: before anything is changed. What `check_plan` and `mesh_axes` reject; ValueError for ranks of ep, an unknown
+            strategy or backend, a class without an instance, a unit of two dtypes, a model that is on meta and should
+            not be or the other way round, a tie across units of one module, averaging a sum; ImportError for a backend
+            whose library is not installed; TypeError for a switch that is no bool.
     Source: arXiv 1910.02054 (ZeRO).
     """
     # 1. Validate everything, before anything is changed or sent.
@@ -99,6 +99,10 @@ def nvfsdp_strategy_parallelize(
         activation_checkpointing,
     )
     axes, styles = validate_target(model, device_mesh, tp_shard_plan, is_sharded=settings.is_sharded)
+    if axes.size(axes.ep) > 1:
+        raise ValueError(
+            f"device_mesh: ep={axes.size(axes.ep)}; experts are sharded by fsdp2_strategy_parallelize alone"
+        )
     backend_name = choose_backend(backend, device_mesh.device_type, HAVE_NVFSDP)
     classes = import_classes("nvfsdp_unit_modules", nvfsdp_unit_modules or [])
     instances = unit_instances(model, classes, nvfsdp_unit_modules or [])

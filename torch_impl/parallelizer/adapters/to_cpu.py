@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from torch_impl.contract import contract
+from torch_impl.parallelizer.tp_styles import is_shard_of_halves, sharded_dim
 
 DEVICES = ("cuda", "cpu")
 
@@ -36,10 +37,24 @@ def to_cpu(v: Any, *, local: bool = False) -> Any:
     if not local:
         with torch.no_grad():
             # The result is for reading: it is detached, so that no backward has to communicate.
-            return v.full_tensor().cpu()
+            return _with_full_halves(v).full_tensor().cpu()
     if any(placement.is_partial() for placement in v.placements):
         raise ValueError(
             f"parallelizer.to_cpu: v is {v.placements}, so that a rank has a partial sum and no shard; drop local=True"
         )
     with torch.no_grad():
         return v.to_local().cpu()
+
+
+def _with_full_halves(v: DTensor) -> DTensor:
+    """The same value with no halves of a dim sharded, where other axes shard other dims.
+
+    `full_tensor` of torch 2.13 knows no order of axes once one of them shards halves: it raises for experts that are
+    sharded over dp, ep and tp. What is left after the halves has an order that it knows.
+    """
+    dims = [sharded_dim(placement)[0] for placement in v.placements]
+    alone = [is_shard_of_halves(each) and dims.count(dim) == 1 for each, dim in zip(v.placements, dims, strict=True)]
+    if not any(alone) or len(dims) - dims.count(None) == 1:
+        return v
+    placements = [Replicate() if is_alone else each for is_alone, each in zip(alone, v.placements, strict=True)]
+    return v.redistribute(placements=placements)

@@ -1,0 +1,60 @@
+"""A net of one block with routed and shared experts, small enough to be drawn; its experts are a module of stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parity_tests.parallelizer.styled import Stacks, linear_layer
+from torch_impl.expert_parallel import global_balance_loss, softmax_top_k, z_loss
+from torch_impl.parallelizer import translate_to_torch_parallel_style
+
+BALANCE, Z = 0.5, 0.25  # large, so that a wrong gradient of either shows
+PLAN = {"blocks.*.shared_up": "colwise", "blocks.*.shared_down": "rowwise"}
+
+
+class Block(nn.Module):
+    """Tokens plus what their experts, and the shared ones, make of them; and the logits of the router."""
+
+    def __init__(self, router: Tensor, experts: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], k: int) -> None:
+        super().__init__()
+        self.router, self.experts, self.k = linear_layer(router), Stacks(*experts), k
+        self.shared_up, self.shared_down = map(linear_layer, shared)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x)
+        gates, chosen, _ = softmax_top_k(logits, self.k, norm_topk_prob=True)
+        routed = self.experts(x, chosen, gates.to(x.dtype))
+        return x + routed + self.shared_down(F.silu(self.shared_up(x))), logits
+
+
+class ExpertNet(nn.Module):
+    """A list of one block, and a head."""
+
+    def __init__(self, values: Mapping[str, Tensor], k: int) -> None:
+        super().__init__()
+        of_block = {name.removeprefix("blocks.0."): value for name, value in values.items()}
+        experts = of_block["experts.gate_up_proj"], of_block["experts.down_proj"]
+        shared = of_block["shared_up.weight"], of_block["shared_down.weight"]
+        self.blocks = nn.ModuleList([Block(of_block["router.weight"], experts, shared, k)])
+        self.head = linear_layer(values["head.weight"])
+        self.k = k
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, logits = self.blocks[0](x)
+        return self.head(y), logits
+
+    def loss(self, x: Tensor, tokens: int, data: ProcessGroup) -> Tensor:
+        """This rank's addend: the mean square of all outputs, and both losses of the router."""
+        y, logits = self(x)
+        _, experts, probabilities = softmax_top_k(logits, self.k)
+        of_router = BALANCE * global_balance_loss(probabilities, experts, data) + Z * z_loss(logits, tokens)
+        return y.square().sum() / (tokens * y.shape[1]) + of_router
+
+
+def plan() -> dict[str, Any]:
+    return {key: translate_to_torch_parallel_style(name) for key, name in PLAN.items()}

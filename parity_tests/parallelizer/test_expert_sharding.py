@@ -1,0 +1,248 @@
+"""Mixtures of experts under ep, tp and FSDP: every gradient, clipping and a step are those of one process."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from jax_ref import expert_parallel as reference
+from parity_tests.harness.run.engines import run
+from parity_tests.parallelizer.expert_families import MAX_NORM, OF_FAMILY, alone, chosen, mistakes, mixture, on_rank
+from parity_tests.parallelizer.expert_net import BALANCE, ExpertNet, Z, plan
+from parity_tests.parallelizer.families import empty
+from parity_tests.parallelizer.steps import reduced_loss
+from parity_tests.parallelizer.training import full_arrays, parallelized
+from shardproof import CaseSpec, check_cases, scheme, values
+from torch_impl.parallelizer import fsdp2_strategy_parallelize
+from torch_impl.parallelizer.mesh_axes import mesh_axes
+
+AXES = "dp_shard=I ep=I tp=I"  # a parameter is whole on each rank, and so is its gradient
+PARAMETERS = {
+    "router": f"e d {AXES}",
+    "gate_up": f"e two f d {AXES}",
+    "down": f"e d f {AXES}",
+    "shared_up": f"g d {AXES}",
+    "shared_down": f"d g {AXES}",
+    "head": f"o d {AXES}",
+}
+
+
+def of_one_batch(x, parameters, k):
+    router, gate_up, down, shared_up, shared_down, head = (parameters[name] for name in PARAMETERS)
+    logits = x @ router.T
+    gates, experts, probabilities = reference.softmax_top_k(logits, k, norm_topk_prob=True)
+    routed = reference.mixture(x, gates, experts, gate_up.transpose(0, 3, 1, 2), down.transpose(0, 2, 1))
+    y = (x + routed + jax.nn.silu(x @ shared_up.T) @ shared_down.T) @ head.T
+    balance, z = reference.balance_loss(probabilities, experts), reference.z_loss(logits)
+    return jnp.mean(y**2) + BALANCE * balance + Z * z
+
+
+def of_both_batches(x, parameters, k):
+    return of_one_batch(x[0], parameters, k) + of_one_batch(x[1], parameters, k)
+
+
+@scheme(
+    reference=of_both_batches,
+    mesh={"dp_shard": (1, 2), "ep": (1, 2), "tp": (1, 2)},
+    inputs={"x": "m t/dp_shard/ep d", "parameters": PARAMETERS},
+    outputs=AXES,
+    dims={"m": (2,), "two": (2,), "e": (4, 8), "d": (4, 7), "f": (4, 3), "g": (8,), "o": (3,)},
+    draw=dict.fromkeys(("x", *(f"parameters.{name}" for name in PARAMETERS)), values("normal")),
+    options={"k": (2, 1, 3)},
+    rank_options={"recomputed": (False, True), "resharded": (None, False)},
+    nograd=("x",),
+    dtypes=("float32", "float64"),
+    roundings=6,
+    reduction=("t", "d", "e", "f"),
+)
+def step_of_sharded_experts(mesh, x, parameters, k, recomputed, resharded):
+    axes = mesh_axes(mesh.device_mesh)
+    p = {**parameters, "gate_up": parameters["gate_up"].flatten(1, 2)}
+    names = ("router.weight", "experts.gate_up_proj", "experts.down_proj", "shared_up.weight", "shared_down.weight")
+    named = {f"blocks.0.{name}": p[leaf] for name, leaf in zip(names, PARAMETERS, strict=False)}
+    named["head.weight"] = p["head"]
+
+    def local_loss(*tensors):
+        net = ExpertNet({name: x.contiguous() for name, x in zip(named, tensors, strict=True)}, k)
+        model = fsdp2_strategy_parallelize(
+            net, mesh.device_mesh, MixedPrecisionPolicy(), plan(),
+            activation_checkpointing=recomputed, reshard_after_forward=resharded,
+        )  # fmt: skip
+        return model, [model.loss(batch, mesh.total("t"), axes.loss_mesh.get_group()) for batch in x]
+
+    return reduced_loss(axes, named, local_loss)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_parity(engine):
+    check_cases(step_of_sharded_experts, 10 if engine == "lockstep" else 2, engine=engine)
+
+
+MESHES = [
+    {"ep": 2},
+    {"ep": 2, "tp": 2},
+    {"dp_shard": 2, "ep": 2},
+    {"tp": 2},
+    {"dp_shard": 2},
+    {"dp_shard": 2, "tp": 2},
+]
+OTHERS = [
+    ("qwen3_moe", {"ep": 4}),
+    ("deepseek_v3", {"dp_replicate": 2, "ep": 2}),
+    ("mixtral", {"tp": 2, "ep": 2}),
+    ("qwen3_moe", {"dp_shard": 1, "cp": 2, "ep": 2}),
+    ("mixtral", {"ep": 1}),
+]
+
+
+def on_mesh(mesh, body, engine="lockstep"):
+    return run(lambda view, case: body(view), CaseSpec("experts", mesh, dtype="float64"), engine)
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_one_step_is_that_of_one_process(family, mesh):
+    ranks = on_mesh(mesh, lambda view: on_rank(view, family)).results
+    assert mistakes(family, mesh, ranks) == []
+    assert alone(family).norm > MAX_NORM
+
+
+@pytest.mark.parametrize(("family", "mesh"), OTHERS, ids=str)
+def test_one_step_on_other_meshes(family, mesh):
+    ranks = on_mesh(mesh, lambda view: on_rank(view, family)).results
+    assert mistakes(family, mesh, ranks) == []
+
+
+def test_one_step_on_processes():
+    mesh = {"ep": 2, "tp": 2}
+    ranks = on_mesh(mesh, lambda view: on_rank(view, "deepseek_v3"), "gloo").results
+    assert mistakes("deepseek_v3", mesh, ranks) == []
+
+
+@pytest.mark.parametrize("switches", [{"activation_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
+def test_what_saves_memory_changes_no_bit(switches):
+    plain, saving = (
+        on_mesh({"dp_shard": 2, "ep": 2}, lambda view, s=s: on_rank(view, "qwen3_moe", **s)).results[0]
+        for s in ({}, switches)
+    )
+    assert plain.loss == saving.loss
+    assert all(np.array_equal(plain.weights[name], saving.weights[name]) for name in plain.weights)
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_names_and_values_stay_as_they_were(family):
+    """Full values by the names of the unsharded model; each dim of a stack is sharded over one axis."""
+    want = full_arrays(mixture(family))
+
+    def body(view):
+        model = parallelized()(mixture(family), view.device_mesh)
+        stacks = {name: p for name, p in model.named_parameters() if ".experts." in name}
+        return full_arrays(model), {name: tuple(p.to_local().shape) for name, p in stacks.items()}
+
+    for values_, shapes in on_mesh({"dp_shard": 2, "ep": 2, "tp": 2}, body).results:
+        assert all(np.array_equal(values_[name], want[name]) for name in {**want, **values_})
+        for name, local in shapes.items():
+            assert local == tuple(size // 2 for size in want[name].shape), name
+
+
+# What transformers computes in float32 in a model of float64, and families.py has in float64: the modules by class.
+NARROW = {
+    "qwen3_moe": {"Qwen3MoeRMSNorm", "Qwen3MoeRotaryEmbedding", "Qwen3MoeTopKRouter"},
+    "mixtral": {"MixtralRMSNorm", "MixtralRotaryEmbedding", "MixtralTopKRouter"},
+    "deepseek_v3": {"DeepseekV3RMSNorm", "DeepseekV3RotaryEmbedding", "DeepseekV3TopkRouter"},
+}
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_where_transformers_computes_in_float32(family):
+    """A module narrows if its outputs are others, from the same inputs, once whoever asks for float32 gets float64."""
+    wide, narrow = mixture(family), empty(chosen(family))
+    narrow.set_experts_implementation("eager")
+    narrow.load_state_dict(wide.state_dict())
+    found = set()
+    for name, module in narrow.named_modules():
+        if not list(module.children()):
+            module.register_forward_hook(_comparing(wide.get_submodule(name), found), with_kwargs=True)
+    narrow(input_ids=torch.arange(12).view(2, 6))
+    assert found == NARROW[family]
+
+
+def _comparing(wide, found):
+    def compare(module, args, kwargs, outputs):
+        both = [x if isinstance(x, tuple) else (x,) for x in (outputs, wide(*args, **kwargs))]
+        if any(not torch.equal(one, other) for one, other in zip(*both, strict=True)):
+            found.add(type(module).__name__)
+
+    return compare
+
+
+class Biased(nn.Module):
+    """Experts with one more parameter than the two stacks."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.zeros(4, 6, 2)), nn.Parameter(torch.zeros(4, 2, 3))
+        self.act_fn = nn.SiLU()
+        change(self)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states
+
+
+def replaced(**attributes):
+    def change(module):
+        for name, value in attributes.items():
+            setattr(module, name, value)
+
+    return change
+
+
+REJECTED = {
+    "has 'gate_up_proj_bias' beside its stacks": replaced(gate_up_proj_bias=nn.Parameter(torch.zeros(4, 6))),
+    "has stacks [4, 5, 2] and [4, 2, 3], not [e, 2f, d] and [e, d, f]": replaced(
+        gate_up_proj=nn.Parameter(torch.zeros(4, 5, 2))
+    ),
+    "has 3 experts, which ep does not divide": replaced(
+        gate_up_proj=nn.Parameter(torch.zeros(3, 6, 2)), down_proj=nn.Parameter(torch.zeros(3, 2, 3))
+    ),
+    "has the activation GELU, and experts over ep are gated by silu": replaced(act_fn=nn.GELU()),
+    "is not called with hidden_states, top_k_index, top_k_weights": replaced(forward=lambda x: x),
+}
+
+
+@pytest.mark.parametrize("message", REJECTED)
+def test_experts_that_are_rejected(message):
+    def body(view):
+        model = nn.ModuleDict({"experts": Biased(REJECTED[message])})
+        with pytest.raises(ValueError, match=re.escape(f"device_mesh: ep=2, and 'experts' {message}")):
+            fsdp2_strategy_parallelize(model, view.device_mesh)
+        return True
+
+    ranks = on_mesh({"ep": 2}, body)
+    assert ranks.results == (True, True) and ranks.ledger.rows == []
+
+
+def test_a_model_without_experts_is_rejected():
+    def body(view):
+        with pytest.raises(ValueError, match="device_mesh: ep=2, and Linear has no experts in stacks"):
+            fsdp2_strategy_parallelize(nn.Linear(2, 2), view.device_mesh)
+        return True
+
+    assert on_mesh({"ep": 2}, body).results == (True, True)
+
+
+def test_experts_that_share_a_stack_are_rejected():
+    def body(view):
+        first, second = Biased(replaced()), Biased(replaced())
+        second.down_proj = first.down_proj
+        model = nn.ModuleDict({"first": first, "second": second})
+        with pytest.raises(ValueError, match="'first' shares 'down_proj' with another module; untie it"):
+            fsdp2_strategy_parallelize(model, view.device_mesh)
+        return True
+
+    assert on_mesh({"ep": 2}, body).results == (True, True)
