@@ -219,7 +219,7 @@ BUGS = (
         name="to_cpu that returns a shard",
         kind="group",
         at="parallelizer:to_cpu",
-        old="return v.full_tensor().cpu()",
+        old="return _with_full_halves(v).full_tensor().cpu()",
         new="return v.to_local().cpu()",
         expect="raised: ",
     ),
@@ -227,7 +227,7 @@ BUGS = (
         name="to_cpu that returns an addend",
         kind="reduction",
         at="parallelizer:to_cpu",
-        old="return v.full_tensor().cpu()",
+        old="return _with_full_halves(v).full_tensor().cpu()",
         new="from torch.distributed.tensor import Replicate\n"
         "            return v.redistribute(\n"
         "                placements=[p if p.is_partial() else Replicate() for p in v.placements]\n"
