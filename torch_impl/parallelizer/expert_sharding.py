@@ -79,7 +79,7 @@ def shard_experts(modules: Mapping[str, nn.Module], axes: MeshAxes) -> None:
             backward 1 of the tokens' gradient and 1 of the gates'.
     """
     mesh = axes.expert_mesh
-    if mesh is None:
+    if mesh is None or axes.ep is None:
         return
     tp_group = None if axes.tp_mesh is None else axes.tp_mesh.get_group()
     ep_group = axes.mesh[axes.ep].get_group()

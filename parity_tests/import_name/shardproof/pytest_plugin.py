@@ -60,7 +60,7 @@ class SchemeTest(pytest.Item):
     def runtest(self) -> None:
         from shardproof import NotRun, verify
 
-        engine, examples = map(self.config.getoption, ("shardproof_engine", "shardproof_examples"))
+        engine, examples = self.config.option.shardproof_engine, self.config.option.shardproof_examples
         if engine not in self.scheme.engines:
             pytest.skip(f"is declared for {', '.join(self.scheme.engines)} only")
         try:
