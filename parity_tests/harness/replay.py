@@ -155,7 +155,8 @@ def reruns(scheme: Declared, case: CaseSpec, engine: str | None, repeat: int) ->
     from parity_tests.harness.experiments.notes import from_one_case
     from parity_tests.harness.experiments.undecided import verdict_of
 
-    if (engine or case.engine) not in scheme.engines:
-        raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}")
+    chosen = engine or case.engine
+    if chosen not in scheme.engines:
+        raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {chosen}")
     for _ in range(repeat):
-        yield from_one_case(verdict_of(scheme, case.replace(engine=engine or case.engine)))
+        yield from_one_case(verdict_of(scheme, case.replace(engine=chosen)))

@@ -1,8 +1,8 @@
-"""Judge one case: run the ranks, evaluate the reference, apply the four oracles, and say what kind of mistake it is.
+"""Judge one case: evaluate the reference, run the ranks, apply the four oracles, and say what kind of mistake it is.
 
 An oracle, as in papers on testing, decides whether a run was right. The four are value (outputs and gradients against
-the reference), protocol (the ranks' collectives fit together), cost (their bytes are as declared) and hygiene (nothing
-was modified, replicas are equal).
+the reference), protocol (the ranks' collectives fit together), cost (calls and bytes are as declared) and hygiene (no
+input was modified, replicas are equal to the bit, the random state did not move, no foreign group was used).
 """
 
 from __future__ import annotations

@@ -40,9 +40,8 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     """The report of a failing case with the notes that survive, which some 6 to 40 more cases decide."""
     if report.failure is not None or not report.notes:
         return report
-    if (
-        report.case.engine != "lockstep" or report.state_between_calls is not None
-    ):  # other cases of this process start otherwise
+    # Other cases are not tried where each would start processes, or begin from a state that calls have left.
+    if report.case.engine != "lockstep" or report.state_between_calls is not None:
         return from_one_case(report)
     # 1. Other cases, those that fail too.
     failing = _failing_cases(scheme, report.case)

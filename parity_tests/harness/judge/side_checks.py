@@ -1,7 +1,7 @@
-"""Three oracles besides the values: protocol (do the ledgers agree), cost (is it as declared), hygiene (was a tensor
-modified, do replicas differ, was a wrong group used).
+"""The three oracles besides the values: protocol, cost, hygiene.
 
-Each returns sentences; none means that the oracle passes.
+The ranks' collectives fit together; calls and bytes are as declared; no input was modified, replicas are equal to the
+bit, the random state did not move, and no foreign group was used. Each returns sentences; none means that it passes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[str, ...
 def costs_of_ranks(scheme: Declared, case: CaseSpec, program: Program) -> list[Cost]:
     """The declared cost of each rank of the case; inside a larger world, that of its place in the scheme's mesh.
 
-    Errors: DeclarationFailure where the form raises.
+    Errors: DeclarationFailure where the declared cost raises.
     """
     assert scheme.cost is not None
     # A cost that depends on values, such as offsets, has the unsharded inputs that its signature names.
@@ -66,9 +66,9 @@ def _place(scheme: Declared, case: CaseSpec, rank: int) -> int:
 
 
 def declared_costs(scheme: Declared, case: CaseSpec, program: Program) -> tuple[Cost, ...]:
-    """The declared cost of each rank; none where the call is not one that the form is of.
+    """The declared cost of each rank; none under calling conditions that change it, or where none is declared.
 
-    Errors: DeclarationFailure where the form raises.
+    Errors: DeclarationFailure where the declared cost raises.
     """
     if scheme.cost is None or set(OF_ANOTHER_COST) & set(case.calls):
         return ()

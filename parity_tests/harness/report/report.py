@@ -61,7 +61,7 @@ class CostMismatch(VerdictError):
 
 
 class HygieneViolation(VerdictError):
-    """Something was modified, left un-waited, or differs between replicas."""
+    """A tensor was modified, replicas or their dtypes differ, the random state moved, or a foreign group was used."""
 
 
 class EnginesDisagree(VerdictError):

@@ -1,7 +1,7 @@
 """Program: the part of a scheme that is sent to the ranks: shapes, specs and the function, without JAX.
 
-Calling a program on a rank builds that rank's shards from the case, runs the function forward and backward
-once, and returns plain NumPy arrays with what the hygiene oracle noticed.
+Calling a program on a rank builds that rank's shards from the case, runs the function forward and backward as the
+case's calling conditions say, and returns plain NumPy arrays with what the hygiene oracle noticed.
 """
 
 from __future__ import annotations
