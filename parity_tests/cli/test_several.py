@@ -2,12 +2,15 @@
 
 import pickle
 
+import numpy as np
+
 from parity_tests.cli import several
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.exit_status import MISMATCH
 from parity_tests.harness.run.failure import Raised
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.injected_bugs.wrong_schemes import gather_that_keeps_the_layout, projection_without_backward_sum
+from shardproof import judge, scheme, values
 
 SCHEMES = [projection_without_backward_sum, gather_that_keeps_the_layout]
 
@@ -20,6 +23,27 @@ def test_outcomes_come_in_the_order_of_the_schemes(tmp_path, monkeypatch):
     assert "missing a sum over tp" in str(outcome.reports[0])
     assert "a layout is not undone" in str(outcome.reports[1])
     assert set(outcome.seconds) == {scheme.name for scheme in SCHEMES}
+
+
+def test_a_report_travels_without_the_functions_of_its_scheme():
+    @scheme(
+        reference=lambda x: x * 2,
+        mesh={"cp": (2,)},
+        inputs={"x": "s/cp:backwards"},
+        outputs="s/cp:backwards",
+        dims={"s": (4,)},
+        layouts={"backwards": lambda size, world: np.split(np.arange(size)[::-1], world)},
+        draw={"x": values("normal")},
+    )
+    def doubled(mesh, x):
+        return x * 2
+
+    report = judge(doubled, doubled.case(cp=2, s=4))
+    again = pickle.loads(pickle.dumps(report))
+    assert str(again) == str(report)
+    for row, travelled in zip(report.rows, again.rows, strict=True):
+        assert travelled.owners["cp"].tolist() == row.owners["cp"].tolist() == [1, 1, 0, 0]
+        assert travelled.coarse_budgets.tolist() == row.coarse_budgets.tolist()
 
 
 def test_no_scheme_is_no_outcome():

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +69,14 @@ class TensorRow:
     def owners(self) -> Mapping[str, np.ndarray]:
         """For each axis that shards the tensor: which coordinate holds each element."""
         return self.owners_of()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A row travels with what these two return: a layout of the user's may be a lambda, which cannot."""
+        arrays = {
+            "coarse_budgets_of": partial(np.asarray, self.coarse_budgets),
+            "owners_of": partial(dict, self.owners),
+        }
+        return {**self.__dict__, **arrays}
 
     @property
     def ok(self) -> bool:
