@@ -81,7 +81,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="gate and up of an expert sharded as one",
+        name="gate and up of stacked experts sharded as one",
         kind="order",
         at="parallelizer:STACKS",
         old="shard_of_halves(1)",

@@ -203,8 +203,8 @@ BUGS = (
         name="a tie of two placements passed over",
         kind="tied",
         at="parallelizer:_parameter_problems",
-        old="        if one != two:",
-        new="        if one != two and not (one or two):",
+        old='            yield f"{both}, but they share one parameter; give both the same placement"',
+        new="            continue",
         expect="value: ",
     ),
     InjectedBug(

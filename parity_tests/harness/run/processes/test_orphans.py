@@ -64,9 +64,9 @@ SCRIPT = """
         time.sleep(2)
         os._exit(0)
     if what in ("suspended", "without_a_server"):
-        while any(each.is_running for each in pool._pools.values()):
+        ranks = pool._pools[2, "gloo"].pids
+        while not all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T" for pid in ranks):
             time.sleep(0.01)
-        time.sleep(0.2)  # until the server has passed it on
     if what == "without_a_server":
         os.kill(pool._server.pid, signal.SIGKILL)
     if what in ("idle", "beside_a_fork", "suspended", "without_a_server"):
