@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-IN_HTML = re.compile(r"data:image/png;base64,([^\"]+)")
 
 HEAD = """# Gallery
 
@@ -38,19 +36,16 @@ PICTURES = (
     ("injected_bugs.png", "How many examples it takes to catch an injected bug.", "make bugs"),
     ("tour.png", "Error over budget of every built-in scheme, and three injected bugs.", "shardproof tour"),
 )
-REPORT = "Error over budget on every tensor of"
 # One line for each figure of a notebook, in its order.
 CAPTIONS = {
     "01_layouts_by_eye": (
         "Five layouts of one dim, and the causal work of each rank.",
         "A matrix sharded over two axes, in four ways.",
         "What a spec string says of values and of gradients.",
-        f"{REPORT} a gather that leaves the layout in place.",
         "The collectives of the gather, forward and backward.",
     ),
     "02_vocab_parallel_logprob": (
         "Who owns which column of the logits.",
-        f"{REPORT} a backward that forgets what padding is.",
         "Memory and bytes of four ways to the same log-probability.",
     ),
     "03_dual_chunk_swap_and_packing": (
@@ -65,15 +60,11 @@ CAPTIONS = {
         "Ulysses: positions of all heads become all positions of some heads.",
         "What goes over the wire with Ulysses.",
         "What goes over the wire with the ring.",
-        f"{REPORT} attention whose output is gathered in the wrong order.",
-        f"{REPORT} the same with the right order.",
         "Bytes that each exchange sends, over the number of ranks.",
     ),
     "05_mamba2_two_ways": (
         "Who holds what while a Mamba2 mixer runs, in two ways.",
-        f"{REPORT} a mixer without the rows before a border.",
         "How that mistake runs on from the first border.",
-        f"{REPORT} a mixer that takes the tokens in another order.",
         "Bytes of both ways, over the length of the sequence.",
     ),
     "06_fsdp2_and_tp": (
@@ -89,18 +80,14 @@ CAPTIONS = {
     ),
     "08_write_your_own_scheme": (
         "Who holds what in a norm and a projection over sharded columns.",
-        f"{REPORT} a norm of each rank's part of a row.",
         "How that error falls with the width, and does not go away.",
-        f"{REPORT} a norm whose sum has no gradient.",
         "Its collectives.",
         "The collectives of the version in one.",
-        f"{REPORT} that version, on four processes.",
     ),
     "09_find_the_injected_bug": (
         "Every parameter's gradient of a model with an injected bug.",
         "All tensors of one step in the order of execution, and the first that differs.",
         "The timeline of its collectives: one too many.",
-        f"{REPORT} the layer with the bug.",
         "What the loss curve would have shown.",
     ),
     "10_one_run_every_axis": (
@@ -133,7 +120,6 @@ def figures(notebook: Path) -> list[bytes]:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             images += ["".join(data["image/png"])] if "image/png" in data else []
-            images += IN_HTML.findall("".join(data.get("text/html", [])))
     return [base64.b64decode(text) for text in images]
 
 

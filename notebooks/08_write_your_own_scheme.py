@@ -50,7 +50,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardproof import Cost, colours, ledger_figure, scheme, scheme_figure, values
+from shardproof import Cost, colours, judge, ledger_figure, scheme, scheme_figure, values
 from torch_impl.collectives import all_reduce
 
 EPS = 1e-5
@@ -114,8 +114,9 @@ WIDTHS = (8, 64, 512, 4096)
 figure, panel = plt.subplots(figsize=(6, 3), layout="constrained")
 for number, tp in enumerate((2, 4)):
     distances = []
-    for width in WIDTHS:  # one compilation of the reference for each width
-        row = norm_of_the_shard.verify(tp=tp, b=1, s=64, d=width, o=4, dtype="float32", examples=1).worst("output")
+    for width in WIDTHS:
+        case = norm_of_the_shard.case(tp=tp, b=1, s=64, d=width, o=4, dtype="float32")
+        row = judge(norm_of_the_shard, case).worst("output")  # of this case alone: no smaller one is looked for
         distances.append(np.linalg.norm(row.got - row.want) / np.linalg.norm(row.want))
     panel.loglog(WIDTHS, distances, **colours.line(number), label=f"tp={tp}")
 panel.set(xlabel="width d of a row", ylabel="relative error of the output", title="norm_of_the_shard")
