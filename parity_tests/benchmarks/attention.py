@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from parity_tests.benchmarks.accuracy import error_ratio
 from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.benchmarks.operations import costliest
 from parity_tests.benchmarks.ranks import found_by
@@ -33,7 +34,6 @@ SHAPE = (1, 4, 8192, 64)  # b h s p
 SMALLER = (1, 4, 4096, 64)  # half the work a byte
 SMALLEST = (1, 4, 2048, 64)  # a quarter, where messages, copies and calls weigh most
 ROUNDS, WARM, PROMISED = 7, 1, 1.15
-NOT_FURTHER_OFF = 4.0  # times torch's own error, before anything is timed
 
 
 def figures(rounds: int = ROUNDS) -> Iterator[Figure]:
@@ -108,17 +108,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _relative_error(ring: list[Tensor], tensors: list[Tensor]) -> float:
-    """The ring's largest error over that of torch's own in the same dtype. Errors: RuntimeError if it is far larger."""
+    """The ring's largest error over that of torch's own in the same dtype. Errors: those of `error_ratio`."""
     exact = _differentiated(_sdpa, [x.double() for x in tensors])
-    reference = _differentiated(_sdpa, tensors)
-    ours, theirs = (
-        torch.stack([(x.double() - y).abs().max() for x, y in zip(got, exact, strict=True)])
-        for got in (ring, reference)
-    )
-    worst = float((ours / theirs.clamp(min=1e-30)).max())  # torch's, in which one that is no number is the largest
-    if not worst <= NOT_FURTHER_OFF:
-        raise RuntimeError(f"benchmarks: the ring is {worst:.2g} times as far off as SDPA; it is not timed")
-    return worst
+    return error_ratio(ring, _differentiated(_sdpa, tensors), exact, "the ring")
 
 
 def _cpu_seconds(job: Callable[[], Any]) -> float:

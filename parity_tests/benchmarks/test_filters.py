@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from parity_tests.benchmarks import filters
+from parity_tests.benchmarks.accuracy import error_ratio
 from parity_tests.benchmarks.filters import Filter, is_kept
 
 
@@ -31,4 +32,4 @@ def test_what_full_rows_keep(kept, want):
 def test_a_filter_that_is_wrong_is_not_timed(off_by):
     exact = (torch.zeros(2, dtype=torch.float64),)
     with pytest.raises(RuntimeError, match="it is not timed"):
-        filters._relative_error((torch.zeros(2) + off_by,), (torch.full((2,), 1e-7),), exact)
+        error_ratio((torch.zeros(2) + off_by,), (torch.full((2,), 1e-7),), exact, "a filter")

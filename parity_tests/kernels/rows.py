@@ -43,6 +43,11 @@ def columns(z: Tensor, k: int) -> Tensor:
     return torch.from_numpy(ids).to(z.device, torch.int32)
 
 
+def are_equal(x: Tensor, y: Tensor) -> bool:
+    """Equal shapes and numbers, infinities included; NaN equals NaN."""
+    return x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
 STRIDES = {
     "transposed": lambda z: z.T.contiguous().T,
     "every other column": lambda z: torch.stack([z, -z], -1).flatten(1)[:, ::2],

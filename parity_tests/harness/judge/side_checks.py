@@ -18,12 +18,10 @@ from parity_tests.harness.declare.declaration_failure import raised_by
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge.compare import TensorRow
-from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.run.ledger import PHASES, Ledger
 from parity_tests.harness.run.lockstep.backends import UNEVEN
 from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.run.protocol import disagreement
-
-PHASES = {"forward": "fwd", "backward": "bwd"}
 
 
 def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[str, ...]:

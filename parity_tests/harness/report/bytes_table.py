@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element
 
 from parity_tests.harness.report.markup import tag
+from parity_tests.harness.run.ledger import PHASES
 
 if TYPE_CHECKING:
     from parity_tests.harness.report.report import Report
 
-PHASES = {"forward": "fwd", "backward": "bwd"}
 HEADS = ("phase", "operation", "ranks", "calls", "bytes", "declared")
 Sums = tuple[int, int]  # calls and bytes
 

@@ -6,12 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from parity_tests.harness.run.ledger import LedgerRow
+from parity_tests.harness.run.ledger import PHASES, LedgerRow
 
 if TYPE_CHECKING:
     from parity_tests.harness.report.report import Report
-
-PHASES = {"forward": "fwd", "backward": "bwd"}
 
 
 def convicted(report: Report, blamed: Report | None = None) -> list[LedgerRow]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+PHASES = {"forward": "fwd", "backward": "bwd"}  # of a declared cost, and of a row
 _PYTHON = str(Path(contextlib.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _HARNESS = str(Path(__file__).parents[1])
