@@ -32,26 +32,26 @@ class Trials:
         self.cases = drawn_cases(self.scheme, ON_GLOO, "lockstep")
         self.references = [evaluate(self.scheme, Program.of(self.scheme), case) for case in self.cases]
 
-    def check(self, count, change):
-        """Each of the last cases is equal once it is changed; one may be undecided."""
+    def check(self, count, change, undecided):
+        """Each of the last cases is equal once it is changed; so many may be undecided."""
         reports = []
         for case, reference in list(zip(self.cases, self.references, strict=True))[-count:]:
             report = judge(self.scheme, change(case), reference=reference)
             reports.append(report if report.ok else mark_undecided(self.scheme, report))
         assert [str(report) for report in reports if report.failed] == []
-        assert sum(report.undecided is not None for report in reports) <= 1
+        assert sum(report.undecided is not None for report in reports) <= undecided
 
 
 trials_of = lru_cache(maxsize=1)(Trials)
 
 
 def inside_a_subgroup(key):
-    """It knows no world but its mesh."""
-    trials_of(key).check(INSIDE, lambda case: case.replace(mesh={SPARE: 2, **case.mesh}))
+    """It knows no world but its mesh; a tie may fall otherwise in a larger one."""
+    trials_of(key).check(INSIDE, lambda case: case.replace(mesh={SPARE: 2, **case.mesh}), undecided=1)
 
 
 def on_gloo(key):
-    trials_of(key).check(ON_GLOO, lambda case: case.replace(engine="gloo"))
+    trials_of(key).check(ON_GLOO, lambda case: case.replace(engine="gloo"), undecided=0)
 
 
 def in_inference_mode(key):
