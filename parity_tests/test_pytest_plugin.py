@@ -46,6 +46,12 @@ def scheme_file(file, name, factor=2):
     return file
 
 
+@pytest.mark.parametrize("examples", ["0", "-1", "many"])
+def test_a_number_of_examples_that_is_none_is_rejected(examples, capsys):
+    outcomes(f"--shardproof-examples={examples}", ".")
+    assert f"{examples!r}; give a number of cases of 1 or more" in capsys.readouterr().err
+
+
 def test_the_schemes_of_a_file_are_its_tests():
     scheme_file("scheme_of_mine.py", "right")
     scheme_file("my_scheme.py", "wrong", 3)

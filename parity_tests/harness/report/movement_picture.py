@@ -168,13 +168,17 @@ def _hub_place(
 
 def _hub_marks(step: Step, grid: Grid, hubs: Mapping[tuple[int, ...], int], gap: float) -> list[Child]:
     marks: list[Child] = []
-    reduce_op = next((row.reduce_op for row in step.rows if row.reduce_op), None)
-    text = (reduce_op or "sum").lower() if step.rows[0].op in SUMS else "each"
+    text = _reduction(step) if step.rows[0].op in SUMS else "each"
     for group in hubs:
         x, y = _hub_place(group, grid, hubs, gap)
         marks.append(tag("rect", x=x - 20, y=y - 9, width=40, height=18, rx=9, class_="hub"))
         marks.append(tag("text", text, x=x, y=y + 4))
     return marks
+
+
+def _reduction(step: Step) -> str:
+    """How the terms of a step are combined: sum, max, avg."""
+    return next((row.reduce_op for row in step.rows if row.reduce_op), "sum").lower()
 
 
 def _line(move: Transfer, step: Step, grid: Grid, hubs: Mapping[tuple[int, ...], int], gap: float) -> list[Child]:
@@ -190,8 +194,8 @@ def _line(move: Transfer, step: Step, grid: Grid, hubs: Mapping[tuple[int, ...],
         assert start is not None and end is not None
         curves = [(start, end)]
     width = grid.stroke(move.size)
-    owner = "sum" if move.source is None else f"rank {move.source}"
-    title = f"{owner} to {'sum' if move.target is None else f'rank {move.target}'}: {move.size} B"
+    source, target = (_reduction(step) if r is None else f"rank {r}" for r in (move.source, move.target))
+    title = f"{source} to {target}: {move.size} B"
     paint = "under" if move.source is None else f"l{move.source % len(colours.RANKS)}"
     lines: list[Child] = []
     for (x1, y1), (x2, y2) in curves:

@@ -96,6 +96,14 @@ def test_each_rank_step_and_transfer_is_drawn(wrong):
         assert {box.partition(":")[0] for box in boxes} == {f"rank {rank}" for rank in range(4)}
 
 
+def test_the_drawing_names_the_reduction():
+    report = report_by_hand()
+    rows = [replace(row, reduce_op="MAX") for row in report.ledger.rows]
+    step = read(page([replace(report, ledger=Ledger(rows))])).all("div", "step")[1]
+    titles = {title.text for path in step.all("path") for title in path.all("title")}
+    assert titles == {f"rank {rank} to max: 12 B" for rank in (0, 1)} | {f"max to rank {rank}: 12 B" for rank in (0, 1)}
+
+
 def test_lines_are_as_wide_as_their_bytes(wrong):
     widths = {}
     for line in read(page([wrong])).all("path", "transfer"):

@@ -6,6 +6,7 @@ imports nothing of ours, neither torch nor JAX, before a scheme is collected.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import traceback
 from collections.abc import Iterator
@@ -21,7 +22,13 @@ ENGINES = ("lockstep", "gloo", "nccl")
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shardproof", "schemes, in files named scheme_*.py or *_scheme.py or given by name")
     group.addoption("--shardproof-engine", choices=ENGINES, default="lockstep", help="what schemes are run on")
-    group.addoption("--shardproof-examples", type=int, metavar="N", help="cases for each scheme; default: 20")
+    group.addoption("--shardproof-examples", type=_positive, metavar="N", help="cases for each scheme; default: 20")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; give a number of cases of 1 or more")
+    return int(text)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -39,8 +46,10 @@ class SchemeFile(pytest.File):
     """A file that declares schemes."""
 
     def collect(self) -> Iterator[SchemeTest]:
+        import shardproof
+
+        schemes_of_file = shardproof.schemes_of_file  # first: it makes our modules importable beside a user's
         from parity_tests.harness.declare.discover import UnusableTarget
-        from shardproof import schemes_of_file  # first: it makes our modules importable beside a user's of that name
 
         try:
             schemes = schemes_of_file(str(self.path))

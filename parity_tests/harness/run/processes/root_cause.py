@@ -132,7 +132,7 @@ def _in_place_of(row: LedgerRow, other: Outcome) -> LedgerRow | None:
 def _blame(
     who: Outcome, kind: type[failure.RankFailure], outcomes: Sequence[Outcome], case: CaseSpec | None, ledger: Ledger
 ) -> failure.RankFailure:
-    last = who.last
+    last = None if who.kind == DIED and not who.is_waiting else who.last  # it died after that collective, not in it
     error = kind(
         str(who),
         rank=who.rank,

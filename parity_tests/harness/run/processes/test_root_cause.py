@@ -20,7 +20,7 @@ RECV = LedgerRow(1, 0, "recv", (0, 1), "tp", ("float32",), ((2,),), 0, 8, peer=0
 def outcomes(rows, last, exit_code=-signal.SIGABRT):
     """Rank 0 waits in the last of its rows; of rank 1, which died, the last row is known."""
     waits = Outcome(0, RUNNING, tuple(rows), state=f"waits in {rows[-1]}", is_waiting=True)
-    return [waits, Outcome(1, DIED, (last,), state=f"waits in {last}", exit_code=exit_code)]
+    return [waits, Outcome(1, DIED, (last,), state=f"waits in {last}", is_waiting=True, exit_code=exit_code)]
 
 
 @pytest.mark.parametrize("earlier", [0, 2])
@@ -56,3 +56,10 @@ def test_any_other_process_that_died_did_so_by_itself(rows, last, exit_code):
     failure = find_root_cause(outcomes(rows, last, exit_code), None)
     assert type(failure) is Died
     assert (failure.rank, failure.op, failure.source) == (1, last.op, last.source)
+
+
+def test_a_process_that_died_after_a_collective_is_not_blamed_on_it():
+    waits, dead = outcomes([replace(ROW, seq=1)], replace(ROW, rank=1), -signal.SIGKILL)
+    failure = find_root_cause([waits, replace(dead, state="computes", is_waiting=False)], None)
+    assert type(failure) is Died
+    assert (failure.rank, failure.op, failure.source) == (1, None, None)

@@ -173,7 +173,8 @@ class Watch:
         last_row = () if last is None else (last,)
         if handle.is_gone:
             code = self._server.exit_code(handle.pid, REAP_S)
-            return Outcome(handle.rank, DIED, last_row, state=str(status), exit_code=code)
+            is_waiting = status.state == WAITING
+            return Outcome(handle.rank, DIED, last_row, state=str(status), is_waiting=is_waiting, exit_code=code)
         if status.state == WAITING:
             return Outcome(handle.rank, RUNNING, handle.seen(ANSWER_S)[0], state=str(status), is_waiting=True)
         rows, line = handle.seen(BUSY_ANSWER_S)
