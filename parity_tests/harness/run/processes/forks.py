@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,17 @@ START_S = 120.0  # importing torch from a cold disk
 KILL_S = 5.0
 _PACKAGES = Path(__file__).resolve().parents[4]
 GONE = "engines.pool: the process that forks the ranks has ended, and the ranks with it; run again"
+
+
+# Packages that a function may need on its ranks, that take long to import, and that start no thread then.
+SHARED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "torch_impl",
+    "transformers",
+)
 
 
 class ServerGone(RuntimeError):
@@ -50,6 +61,7 @@ class ForkServer:
         theirs.close()
         self._unread = b""
         self._ended: dict[int, int] = {}
+        self._imported: set[str] = set()
         self.folder: str = self._await("up", START_S)["folder"]
 
     @property
@@ -68,15 +80,27 @@ class ForkServer:
         pairs = [socket.socketpair() for _ in range(2)]
         try:
             theirs = [theirs.fileno() for _, theirs in pairs]
-            socket.send_fds(self._socket, [_line({"fork": place})], theirs)
-        except OSError as error:
-            raise ServerGone(GONE) from error
+            with _ends_as_gone():
+                socket.send_fds(self._socket, [_line({"fork": place})], theirs)
         finally:
             for _, theirs in pairs:
                 theirs.close()
         pid = self._await("forked", START_S)["forked"]
         work, control = (Connection(ours.detach()) for ours, _ in pairs)
         return pid, work, control
+
+    def import_ahead(self) -> None:
+        """Import in the server what this process has of `SHARED`: ranks that it forks from now on have it too."""
+        packages = shared_packages()
+        inside = tuple(f"{package}." for package in packages - {"torch._dynamo"})  # which has its modules imported
+        names = [name for name in list(sys.modules) if name.startswith(inside)]
+        names = [name for name in dict.fromkeys([*packages, *names]) if name not in self._imported]
+        if names:
+            origins = {name: _origin(name) for name in {name.partition(".")[0] for name in packages}}
+            with _ends_as_gone():
+                self._socket.sendall(_line({"import": names, "origins": origins}))
+            self._await("imported", START_S)
+            self._imported.update(names)
 
     def exit_code(self, pid: int, timeout: float = 0.0) -> int | None:
         """Exit code of an ended rank, -N for signal N; None while it runs."""
@@ -142,6 +166,24 @@ class ForkServer:
         messages = [json.loads(line) for line in lines]
         self._ended |= {m["ended"]: m["status"] for m in messages if "ended" in m}
         return messages
+
+
+def shared_packages() -> frozenset[str]:
+    """The packages of `SHARED` that this process has, and what the first call of a DTensor imports."""
+    packages = {name for name in SHARED if sys.modules.get(name) is not None}
+    return frozenset(packages | {"torch._dynamo"} if "torch.distributed.tensor" in packages else packages)
+
+
+def _origin(package: str) -> str | None:
+    return getattr(sys.modules.get(package), "__file__", None)
+
+
+@contextlib.contextmanager
+def _ends_as_gone() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ServerGone(GONE) from error
 
 
 def _line(message: dict[str, Any]) -> bytes:

@@ -27,7 +27,8 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.ledger import Ledger, RunResult
-from parity_tests.harness.run.processes.forks import ForkServer
+from parity_tests.harness.run.lockstep.rank_globals import import_ahead
+from parity_tests.harness.run.processes.forks import ForkServer, shared_packages
 from parity_tests.harness.run.processes.root_cause import find_root_cause
 from parity_tests.harness.run.processes.status_table import StatusTable
 from parity_tests.harness.run.processes.watch import RankHandle, Watch
@@ -51,6 +52,7 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo
     """
     if backend == "nccl" and torch.cuda.device_count() < case.world:
         raise NotRun(f"nccl needs {case.world} GPUs, {torch.cuda.device_count()} are here; not run")
+    import_ahead(fn)
     file = discover.file_of(fn)
     function = dumps(fn, file_is_imported=file is not None), file
     with _lock:
@@ -146,6 +148,7 @@ class Pool:
         self._table: StatusTable | None = None
         self._sent_keys: set[str] = set()
         self._session: object = None
+        self._packages: frozenset[str] = frozenset()
         self._last_run, self._is_suspended = 0.0, False
 
     @property
@@ -160,7 +163,10 @@ class Pool:
         self, function: tuple[bytes, str | None], case: CaseSpec, quiet_s: float, session: object = None
     ) -> RunResult:
         """One job; `function` is pickled, with the file to import before it."""
-        if session != self._session or any(self._server.exit_code(pid) is not None for pid in self.pids):
+        has_ended = any(self._server.exit_code(pid) is not None for pid in self.pids)
+        # Ranks without a state are forked anew where each would have to import what the server can import once.
+        lacks_packages = session is None and not shared_packages() <= self._packages
+        if session != self._session or has_ended or lacks_packages:
             self.kill()
         self._session = session
         self._resume()
@@ -205,6 +211,8 @@ class Pool:
     def _fork(self) -> StatusTable:
         self.generation += 1
         self._sent_keys.clear()
+        self._packages = shared_packages()
+        self._server.import_ahead()
         folder = tempfile.mkdtemp(prefix=f"{self.backend}{self.world}_", dir=self._server.folder)
         self._table = StatusTable(Path(folder) / "status", self.world)
         for rank in range(self.world):

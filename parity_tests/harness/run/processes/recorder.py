@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -195,9 +196,23 @@ class Recorder(TorchDispatchMode):
         self._counts: Counter = Counter()
         self._unwaited: dict[int, tuple[Tensor, LedgerRow]] = {}
         self._works: dict[int, tuple[dist.Work, LedgerRow]] = {}
+        self._uncompiled: Callable[..., Any] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import its compiler, which takes a second, for the first operation of every process."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # Where the compiler is there all the same, it compiles what runs between operations, and not this function.
+        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+        if disable is None:
+            return self._dispatch(func, types, args, kwargs or {})
+        if self._uncompiled is None:
+            self._uncompiled = disable(self._dispatch)
+        return self._uncompiled(func, types, args, kwargs or {})
+
+    def _dispatch(self, func: Any, types: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor runs first and comes back here with its collectives
         if func.namespace not in OPERATORS:

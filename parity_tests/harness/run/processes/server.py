@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import socket
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping, Sequence
 from selectors import EVENT_READ, DefaultSelector
 from typing import NoReturn
 
@@ -34,8 +36,7 @@ def main(parent: socket.socket) -> NoReturn:
     warm()
     fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) & ~os.O_ASYNC)  # see ForkServer
     folder = tempfile.mkdtemp(prefix="shardproof_")
-    gc.collect()
-    gc.freeze()  # ranks share these pages, and their collector has nothing to look for there
+    _freeze()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -82,12 +83,39 @@ def _serve(parent: socket.socket, ranks: set[int], wake_fds: tuple[int, int]) ->
                 os.close(fd)
             ranks.add(pid)
             _tell(parent, {"forked": pid})
+        if "import" in request:
+            _import(request["import"], request["origins"])
+            _freeze()
+            _tell(parent, {"imported": len(request["import"])})
         for pid in ranks.intersection(request.get("kill", ())):
             _kill_group(pid)
         for what, number in SIGNALS.items():
             for pid in ranks.intersection(request.get(what, ())):
                 os.kill(pid, number)  # a child that has not been reaped: the number is no other process's
     return bool(data)
+
+
+def _freeze() -> None:
+    """Ranks share these pages, and their collector has nothing to look for there."""
+    gc.collect()
+    gc.freeze()
+
+
+def _import(names: Sequence[str], origins: Mapping[str, str | None]) -> None:
+    """Import modules that the parent has, of a package that is found here in the same file."""
+    packages = {package for package, origin in origins.items() if origin and _origin(package) == origin}
+    for name in names:
+        if name.partition(".")[0] in packages and name not in sys.modules:
+            with contextlib.suppress(Exception):  # made by the parent itself, or not importable without it
+                importlib.import_module(name)
+
+
+def _origin(package: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None else spec.origin
 
 
 def _become_rank(place: dict, fds: list[int], parent: socket.socket, wake_fds: tuple[int, int]) -> NoReturn:
@@ -133,24 +161,21 @@ def _tell(parent: socket.socket, message: dict) -> None:
         parent.sendall(json.dumps(message).encode() + b"\n")
 
 
-# What every rank needs, imported once here so that a rank is a copy and not a start. It must come before a rank has
-# groups: a module of torch takes the default group as the default of its arguments when it is imported, and so would
-# keep the group and its sockets open for ever. No thread is started and no CUDA context is made: a fork would inherit
-# either in a state of no use. That torch has one thread is set in the server's environment, before torch is loaded.
+# What every rank needs, imported once here so that a rank is a copy and not a start; what functions need besides comes
+# with `import_ahead`. No thread is started and no CUDA context is made: a fork would inherit either in a state of no
+# use. That torch has one thread is set in the server's environment, before torch is loaded.
 NEEDED = (
     "parity_tests.harness.run.processes.rank",
     "parity_tests.harness.run.program",
     "shardproof",
-    "torch.distributed.fsdp",
     "torch.distributed.nn.functional",
-    "torch.distributed.tensor",
     "torch.utils.checkpoint",
     "torch_impl.collectives",
 )
 
 
 def warm() -> None:
-    """Import, and pay for first uses: entering a dispatch mode alone imports some hundred modules."""
+    """Import, and pay for first uses."""
     for name in NEEDED:
         importlib.import_module(name)
     torch.set_num_threads(1)

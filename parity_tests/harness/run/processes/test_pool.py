@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from parity_tests.harness.run.processes import pool
 from parity_tests.harness.run.processes.recorder import FUNCTIONAL, IN_PLACE, MISSING, SILENT
 
 HOT_START_S = 0.5
+LARGE = ("torch_impl.optimizers.muon", "transformers.models.llama.modeling_llama")
 LOADED = 2.0  # how much slower a machine may be that runs other work beside these tests
 
 
@@ -49,6 +51,19 @@ def test_hot_start_at_world_8() -> None:
     start = time.monotonic()
     pool.run(total, case(8))
     assert time.monotonic() - start < HOT_START_S * LOADED
+
+
+def has_modules(mesh: Any, case: CaseSpec) -> list[bool]:
+    return [name in sys.modules for name in LARGE]
+
+
+def test_ranks_are_forked_with_what_the_parent_has_of_large_packages() -> None:
+    """The server stays a process of one thread: a fork has one of several."""
+    for name in LARGE:
+        importlib.import_module(name)
+    pool.renew(1)
+    assert pool.run(has_modules, case(1)).results == ([True, True],)
+    assert len(list(Path(f"/proc/{pool.pids()[0]}/task").iterdir())) == 1
 
 
 def is_stopped(pid: int) -> bool:

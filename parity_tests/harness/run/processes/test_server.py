@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
+import sys
 
 import pytest
 
-from parity_tests.harness.run.processes.server import _serve
+from parity_tests.harness.run.processes.server import _import, _serve
 
 
 @pytest.mark.timeout(10)
@@ -25,3 +27,13 @@ def test_a_line_that_comes_in_two_reads_is_one() -> None:
         parent.sendall(b'{"kill": ')
         parent.sendall(b"[]}\n")
         assert _serve(served, set(), (0, 0))
+
+
+@pytest.mark.parametrize("is_the_same", [True, False])
+def test_a_package_of_another_place_is_not_imported_ahead(is_the_same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent may have a copy of its own, which the server would not find."""
+    module = "wsgiref.headers"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    origin = importlib.util.find_spec("wsgiref").origin if is_the_same else "/elsewhere/wsgiref/__init__.py"
+    _import([module, "wsgiref.of_the_parent_alone"], {"wsgiref": origin, "not_imported": None})
+    assert (module in sys.modules) == is_the_same
