@@ -208,9 +208,8 @@ class Recorder(TorchDispatchMode):
         disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
         if disable is None:
             return self._dispatch(func, types, args, kwargs or {})
-        if self._uncompiled is None:
-            self._uncompiled = disable(self._dispatch)
-        return self._uncompiled(func, types, args, kwargs or {})
+        uncompiled = self._uncompiled = self._uncompiled or disable(self._dispatch)
+        return uncompiled(func, types, args, kwargs or {})
 
     def _dispatch(self, func: Any, types: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
