@@ -18,11 +18,11 @@ from torch_impl.vocab_parallel.sampling import is_kept, sampling_filter
 from torch_impl.vocab_parallel.statistics import ON_ANOTHER_RANK
 
 
-def filtered_columns(group, logits, top_k, top_p, temperature):
+def filtered_columns(group, logits, top_k, top_p, temperature, sorts_rows=None):
     """Which of this rank's columns are kept; the limits are on."""
     options = LogprobOptions(group, temperature=temperature)
     elsewhere = torch.full((logits.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
-    selection = sampling_filter(logits, elsewhere, options, limits_of(top_k, top_p))
+    selection = sampling_filter(logits, elsewhere, options, limits_of(top_k, top_p), sorts_rows)
     rows = logits.reshape(len(elsewhere), logits.shape[-1])
     return is_kept(rows, selection.threshold, selection.last_tie).view(logits.shape)
 
@@ -58,6 +58,17 @@ def filtered_by_mass(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b
 
 
 @scheme(
+    mesh={"tp": (1, 2, 3, 4)},
+    dims={"b": (1, 2), "s": (1, 3), "v": (2, 7, 12, 1100)},
+    options={"top_k": (None, 1025), "top_p": (0.5, 0.9, 0.0), "temperature": (1.0, 2.0)},
+    **DECLARED,
+)
+def filtered_by_listed_columns(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
+    """As on a GPU, where columns are not sorted."""
+    return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature, sorts_rows=False)
+
+
+@scheme(
     mesh={"tp": (1, 2, 4)},
     dims={"b": (1,), "s": (2,), "v": (1030, 2100)},
     options={"top_k": (1025, 2000, 2100), "top_p": (1.0, 0.5, 0.9), "temperature": (1.0, 0.7)},
@@ -74,6 +85,11 @@ def test_a_short_top_k(case):
 
 @given(every_case(filtered_by_mass))
 def test_top_p_alone(case):
+    check(case)
+
+
+@given(every_case(filtered_by_listed_columns))
+def test_columns_in_lists(case):
     check(case)
 
 

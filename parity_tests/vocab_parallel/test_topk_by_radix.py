@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
 from torch_impl.vocab_parallel.filter_bounds import Candidates
-from torch_impl.vocab_parallel.topk_by_radix import float_of, last_kept, order_keys
+from torch_impl.vocab_parallel.radix_selection import ListedWeights, float_of, last_kept, order_keys
+from torch_impl.vocab_parallel.sorted_rows import SortedRows, SortedWeights
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -34,12 +35,26 @@ def test_any_floats_are_ordered(values, dtype):
         assert torch.equal(order_keys(a) < order_keys(b), a < b) and torch.equal(order_keys(a) == order_keys(b), a == b)
 
 
-def sorted_out(row, weights, low, room):
+def by_sorting(row, weights, low, room):
     """(z, weight above z) by sorting: the smallest z >= low of positive weight with less than `room` above it."""
     keeps = [(z, weights[row > z].sum()) for z in np.unique(row[(row >= low) & (weights > 0)])]
     return min((z, above) for z, above in keeps if above < room)
 
 
+def weight_of_logits(z):
+    """Of equal logits the same, a small integer: every sum is exact."""
+    return 1 + (z * 8).abs().floor().clamp(max=1e6).remainder(3)
+
+
+def listed(columns, weigh):
+    return ListedWeights(Candidates(columns, chunk_size=1), lambda _, entries: weigh(entries.logits))
+
+
+def in_order(columns, weigh):
+    return SortedWeights(SortedRows(columns, chunk_size=1), lambda _, rows: weigh(rows.logits))
+
+
+@pytest.mark.parametrize("kind_of_weights", [listed, in_order])
 @given(
     seed=st.integers(0, 2**16),
     kind=st.sampled_from(["normal", "ties", "large", "flat"]),
@@ -47,7 +62,7 @@ def sorted_out(row, weights, low, room):
     size=st.sampled_from([1, 9, 700]),
     dtype=st.sampled_from(DTYPES),
 )
-def test_selection_equals_a_sort(seed, kind, tp, size, dtype):
+def test_selection_equals_a_sort(kind_of_weights, seed, kind, tp, size, dtype):
     rng = np.random.Generator(np.random.Philox(key=[seed, 1]))
     z = {
         "normal": rng.standard_normal((3, size)),
@@ -55,42 +70,60 @@ def test_selection_equals_a_sort(seed, kind, tp, size, dtype):
         "large": rng.standard_normal((3, size)) * 10.0 ** rng.uniform(-4, 4, (3, size)),
         "flat": np.full((3, size), -2.5),
     }[kind]
-    rows = torch.from_numpy(z).to(dtype)
-    weights = torch.from_numpy(rng.integers(1, 4, (3, size))).double()  # integers: every sum is exact
-    room = torch.tensor([1.0, float(rng.integers(1, 2 * size + 1)), math.inf]).to(
-        torch.promote_types(dtype, torch.float32)
-    )
+    rows, wide = torch.from_numpy(z).to(dtype), torch.promote_types(dtype, torch.float32)
+    weights = weight_of_logits(rows.to(wide))
+    room = torch.tensor([1.0, float(rng.integers(1, 2 * size + 1)), math.inf]).to(wide)
     low = torch.full_like(room, -math.inf)
     low[1] = rows[1].max()
 
     def body(mesh, case):
-        columns = torch.arange(size).tensor_split(tp)[mesh.rank("tp")]
-
-        def weigh(part, picked):
-            return weights[:, columns][part][picked.rows, picked.columns].to(room.dtype)
-
-        candidates = Candidates(rows[:, columns], chunk_size=1)
-        return [x.double().numpy() for x in last_kept(candidates, low, room, weigh, mesh["tp"])]
+        columns = rows[:, torch.arange(size).tensor_split(tp)[mesh.rank("tp")]]
+        weights_here = kind_of_weights(columns, lambda z: weight_of_logits(z.to(wide)))
+        return [x.double().numpy() for x in last_kept(weights_here, low, room, mesh["tp"])]
 
     for value, above in run(body, CaseSpec(scheme="radix", mesh={"tp": tp})).results:
         for i, row in enumerate(rows.double().numpy()):
-            assert (value[i], above[i]) == sorted_out(row, weights[i].numpy(), float(low[i]), float(room[i]))
+            assert (value[i], above[i]) == by_sorting(row, weights[i].double().numpy(), float(low[i]), float(room[i]))
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.sampled_from([2, 9, 700]),
+    k=st.sampled_from([1, 3, 40, 900]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_the_kth_largest_of_sorted_rows_is_that_of_a_sort(seed, size, k, dtype):
+    """Each rank has its k largest alone; a row with NaN does not disturb the others of its block."""
+    rng = np.random.Generator(np.random.Philox(key=[seed, 2]))
+    rows = torch.from_numpy(np.rint(4 * rng.standard_normal((4, size))) / 2).to(dtype)
+    rows[2, rng.integers(0, size)] = math.nan
+    low = torch.full((4,), -math.inf, dtype=torch.promote_types(dtype, torch.float32))
+
+    def body(mesh, case):
+        columns = rows[:, torch.arange(size).tensor_split(2)[mesh.rank("tp")]]
+        weights = SortedWeights(SortedRows(columns, None, at_most=k))
+        return last_kept(weights, low, torch.full_like(low, k), mesh["tp"])[0].double().numpy()
+
+    expected = [np.sort(row)[::-1][min(k, size) - 1] for row in rows.double().numpy()]
+    for kth in run(body, CaseSpec(scheme="kth", mesh={"tp": 2})).results:
+        assert [kth[i] for i in (0, 1, 3)] == [expected[i] for i in (0, 1, 3)]
 
 
 @pytest.mark.parametrize(("dtype", "rounds"), [(torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 8)])
 def test_a_round_for_each_byte_and_none_without_a_group(dtype, rounds):
     row = torch.arange(8.0).view(1, 8).to(dtype)
     room = torch.tensor([3.0], dtype=torch.promote_types(dtype, torch.float32))
+    low = torch.full_like(room, -math.inf)
 
-    def one(part, picked):
-        return torch.ones_like(picked.rows, dtype=room.dtype)
+    def counts():
+        return listed(row, lambda z: torch.ones_like(z, dtype=room.dtype))
 
     def body(mesh, case):
-        return last_kept(Candidates(row, None), torch.full_like(room, -math.inf), room, one, mesh["tp"])[0].item()
+        return last_kept(counts(), low, room, mesh["tp"])[0].item()
 
     ranks = run(body, CaseSpec(scheme="radix", mesh={"tp": 2}))
     assert ranks.results == (6.0, 6.0)  # 7, 7, 6, 6
     sent = [row.bytes_in for row in ranks.ledger.rows if row.rank == 0]
     assert sent == [256 * room.itemsize] * rounds
-    alone, above = last_kept(Candidates(row, None), torch.full_like(room, -math.inf), room, one, None)
+    alone, above = last_kept(counts(), low, room, None)
     assert (alone.item(), above.item()) == (5.0, 2.0)

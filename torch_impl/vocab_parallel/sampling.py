@@ -137,17 +137,22 @@ class SamplingFilter(NamedTuple):
 
 
 def sampling_filter(
-    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], options: LogprobOptions, limits: Limits
+    logits: Float[Tensor, "*a v"],
+    column: Int[Tensor, "n 1"],
+    options: LogprobOptions,
+    limits: Limits,
+    sorts_rows: bool | None = None,
 ) -> SamplingFilter:
-    """The kept tokens of each row.
+    """The kept tokens of each row; `sorts_rows` is for `topk_by_radix`.
 
     Collectives: 1 all_gather with top_k <= 1024; else 1 all_gather and R all_reduce for top_k, and 3 all_gather
     and R all_reduce for top_p (1 all_gather of them shared), 1 all_gather for min_p: R is the bytes of a logit.
     """
     # 1. The bounds, the same on every rank: a short top-k fits in one message, a long one is selected bit by bit.
-    in_lists = limits.top_k is not None and limits.top_k <= LONGEST_LIST
-    bounds_of = topk_by_lists if in_lists else topk_by_radix
-    bounds, ties, z_t = bounds_of(logits, column, options, limits)
+    if limits.top_k is not None and limits.top_k <= LONGEST_LIST:
+        bounds, ties, z_t = topk_by_lists(logits, column, options, limits)
+    else:
+        bounds, ties, z_t = topk_by_radix(logits, column, options, limits, sorts_rows)
     normaliser = statistics.Normaliser(bounds.row_max, bounds.row_sum_m1.log1p())
     # 2. Which tokens at the threshold are kept: the first in rank order, and on a rank the lowest columns.
     if ties is None:  # all of them stay

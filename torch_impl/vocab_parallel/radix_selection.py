@@ -1,0 +1,129 @@
+"""Radix selection: the logit at which so much weight has gone by, in descending order, over all ranks.
+
+Floats are ordered as their bit patterns are, once negative ones are mirrored. Eight bits at a time, every rank
+adds up the weight of its candidates in 256 bins, the bins are summed over the ranks, and each row goes on
+within the bin in which its weight runs out. No logit leaves its rank, and the selection is exact.
+
+A rank's bins come from `ListedWeights` here, and on a CPU from `sorted_rows.SortedWeights`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_impl.collectives import accumulator
+from torch_impl.vocab_parallel.filter_bounds import Candidates, Entries
+from torch_impl.vocab_parallel.statistics import row_blocks
+
+BITS = 8
+BINS = 1 << BITS
+ROWS = 256  # rows whose bins are added up at a time
+INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Weights(Protocol):
+    """The weights of this rank's columns."""
+
+    dtype: torch.dtype  # the logits'
+
+    def bins(
+        self, low: Float[Tensor, " n"], high: Float[Tensor, " n"], base: Int[Tensor, " n"], shift: int
+    ) -> Float[Tensor, "n bins"]:
+        """The weight of columns with low <= z <= high whose leading digits are the row's, by their next digit."""
+        ...
+
+
+def order_keys(z: Float[Tensor, "*a"]) -> Int[Tensor, "*a"]:
+    """Integers in the order of the floats; equal floats, 0.0 and -0.0 too, have equal ones."""
+    bits = (z + 0.0).view(INTEGER[z.itemsize]).long()  # -0.0 + 0.0 is 0.0
+    return _mirror(bits, z.itemsize)
+
+
+def float_of(keys: Int[Tensor, "*a"], dtype: torch.dtype) -> Float[Tensor, "*a"]:
+    """The floats that `ordered` gives these integers."""
+    return _mirror(keys, dtype.itemsize).to(INTEGER[dtype.itemsize]).view(dtype)
+
+
+def last_kept(
+    weights: Weights, low: Float[Tensor, " n"], room: Float[Tensor, " n"], group: ProcessGroup | None
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """(z, weight above z): the smallest z >= low of positive weight that has less than `room` above it.
+
+    One all_reduce of 256 sums per row for each byte of the logits' dtype; none where one rank has full rows.
+    """
+    dtype = weights.dtype
+    above = torch.zeros_like(room)
+    prefix = torch.zeros(room.shape, dtype=torch.int64, device=room.device)
+    lowest, highest = low, torch.full_like(low, math.inf)
+    # Each pass fixes the next eight bits of every row's answer, from the sign on.
+    for shift in reversed(range(0, BITS * dtype.itemsize, BITS)):
+        is_first = shift + BITS == BITS * dtype.itemsize
+        base = prefix - BINS // 2 if is_first else prefix << BITS  # the first digit has the sign
+        bins = weights.bins(lowest, highest, base, shift)
+        if group is not None:
+            dist.all_reduce(bins, group=group)
+        digit, above = _lowest_with_room(bins, above, room)
+        prefix = base + digit
+        lowest, highest = _bounds(prefix, shift, dtype, low)
+    return float_of(prefix, dtype).to(above.dtype), above
+
+
+def _lowest_with_room(
+    bins: Float[Tensor, "n bins"], above: Float[Tensor, " n"], room: Float[Tensor, " n"]
+) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
+    """(bin, weight above it): the lowest bin of some weight that has less than `room` above it; some rows at a time."""
+    lowest, weight = torch.empty(len(above), dtype=torch.int64, device=above.device), torch.empty_like(above)
+    for row_slice, rows in row_blocks(bins, ROWS):
+        before = above[row_slice].unsqueeze(-1) + _above_each(rows)
+        goes_on = (rows > 0) & (before < room[row_slice].unsqueeze(-1))
+        digit = goes_on.to(torch.uint8).argmax(-1, keepdim=True)  # the first of the largest: the lowest bin
+        lowest[row_slice], weight[row_slice] = digit.squeeze(-1), before.gather(-1, digit).squeeze(-1)
+    return lowest, weight
+
+
+def _above_each(bins: Float[Tensor, "n bins"]) -> Float[Tensor, "n bins"]:
+    """Weight in the bins of higher digits."""
+    upto = bins.flip(-1).cumsum(-1).flip(-1)
+    return torch.nn.functional.pad(upto[:, 1:], (0, 1))
+
+
+def _bounds(
+    prefix: Int[Tensor, " n"], shift: int, dtype: torch.dtype, low: Float[Tensor, " n"]
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """The floats between which all have these leading digits; bit patterns beyond infinity stand for it."""
+    smallest = float_of(prefix << shift, dtype).to(low.dtype)
+    largest = float_of(((prefix + 1) << shift) - 1, dtype).to(low.dtype)
+    return torch.where(smallest > low, smallest, low), torch.where(largest.isnan(), math.inf, largest)
+
+
+def _mirror(bits: Int[Tensor, "*a"], itemsize: int) -> Int[Tensor, "*a"]:
+    return torch.where(bits < 0, bits ^ ((1 << (8 * itemsize - 1)) - 1), bits)
+
+
+class ListedWeights:
+    """Weights of columns that are listed; `weigh` gives those of the entries of some rows."""
+
+    def __init__(self, candidates: Candidates, weigh: Callable[[slice, Entries], Float[Tensor, " m"]]) -> None:
+        self.dtype, self._candidates, self._weigh = candidates.dtype, candidates, weigh
+
+    def bins(
+        self, low: Float[Tensor, " n"], high: Float[Tensor, " n"], base: Int[Tensor, " n"], shift: int
+    ) -> Float[Tensor, "n bins"]:
+        bins = torch.zeros(len(base), BINS, dtype=accumulator(self.dtype), device=base.device)
+        for row_slice, entries in self._candidates.between(low, high):
+            digit = (order_keys(entries.logits) >> shift) - base[row_slice][entries.rows]
+            inside = (digit >= 0) & (digit < BINS)
+            weight = torch.where(inside, self._weigh(row_slice, entries), 0.0)
+            bin_index = entries.rows.long() * BINS + torch.where(inside, digit, 0)
+            # float64: thousands of terms may fall into one bin, one after the other
+            sums = torch.zeros(bins[row_slice].numel(), dtype=torch.float64, device=bins.device)
+            bins[row_slice] += sums.index_add_(0, bin_index, weight.double()).view(-1, BINS)
+        return bins
