@@ -1,8 +1,11 @@
 """What every test of the suite shares: Hypothesis profiles, a folder of its own, the command, what the header says."""
 
+import gc
 import os
 import sys
+from collections import Counter
 from importlib.metadata import version
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
@@ -15,6 +18,42 @@ from parity_tests.harness.draw.reproducible import make_draws_reproducible
 make_draws_reproducible()
 strategy.register_profiles()
 settings.load_profile("dev")  # --hypothesis-profile=ci overrides it
+
+
+# A process that began one of these last would keep the other waiting: their few tests take half a minute and more.
+LONG_FILES = (
+    "injected_bugs/test_catalogue.py",
+    "test_every_scheme.py",
+    "test_worked_example.py",
+    "kernels/test_devices.py",
+    "training/test_torchrun.py",
+    "test_import_name.py",
+    "harness/run/processes/test_launch.py",
+    "harness/run/processes/test_orphans.py",
+    "harness/judge/test_every_reference.py",
+    "vocab_parallel/test_logprob.py",
+    "test_annotations.py",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, then those of most tests, so that processes that share the files end together."""
+    counts = Counter(item.path for item in items)
+    folder = Path(__file__).parent
+    assert all((folder / name).is_file() for name in LONG_FILES)
+
+    def order(item: pytest.Item) -> tuple[int, int, str]:
+        name = item.path.relative_to(folder).as_posix() if item.path.is_relative_to(folder) else ""
+        return (LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)), -counts[item.path], name
+
+    items.sort(key=order)  # stable: the order within a file stays
+
+
+def pytest_collection_finish() -> None:
+    """What collecting leaves is there to the end, and the collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
