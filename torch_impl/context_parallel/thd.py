@@ -225,7 +225,7 @@ class Slots:
 
     def tables(self, chunks: int, fill: int) -> dict[str, Int64[np.ndarray, "chunks *offsets"]]:
         """For each chunk, the offsets within its stream, filled at their end, and the longest slot."""
-        bounds = np.searchsorted(self.row, np.arange(chunks + 1) * (self.rows // chunks)).tolist()
+        bounds = self.row.searchsorted(np.arange(chunks + 1) * (self.rows // chunks)).tolist()
         slots_of_chunks = [slice(*pair) for pair in pairwise(bounds)]
         real, padded = ([lengths[slots] for slots in slots_of_chunks] for lengths in (self.real, self.padded))
         return {
@@ -249,14 +249,15 @@ def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size:
     real, padded = torch.stack([seq_lens, seq_lens_padded.to(seq_lens)]).cpu().long().numpy()
     # 2. The tail of each row: what its slots leave of it.
     is_slot = real != fill
-    tail = size - np.where(is_slot, padded, 0).sum(1)
-    for problem in _length_problems(real, padded, is_slot, tail, fill, size):
+    tail = size - padded.sum(1, where=is_slot)
+    if not _lengths_fit(real, padded, is_slot, tail, fill):
+        problem = next(_length_problems(real, padded, is_slot, tail, fill, size))
         raise ValueError(f"{FUNCTION}: {problem}")
-    # 3. The last slot of each row grows by the tail.
-    columns = np.arange(real.shape[1])
-    last = np.where(is_slot, columns, -1).max(1, keepdims=True, initial=-1)
-    padded = padded + np.where(columns == last, tail[:, None], 0)
-    return Slots(real[is_slot], padded[is_slot], is_slot.nonzero()[0], rows, size)
+    # 3. The last slot of each row grows by the tail; all slots are in the order of the rows.
+    counts, lengths = is_slot.sum(1), padded[is_slot]
+    has_slots = counts > 0  # a row without has no tail
+    lengths[counts.cumsum()[has_slots] - 1] += tail[has_slots]
+    return Slots(real[is_slot], lengths, np.repeat(np.arange(rows), counts), rows, size)
 
 
 def _table_problem(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, fill: int) -> str | None:
@@ -270,6 +271,14 @@ def _table_problem(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, fill: i
         shapes = f"seq_lens is {list(seq_lens.shape)}, seq_lens_padded is {list(seq_lens_padded.shape)}"
         return f"{shapes}; give a padded length for each length"
     return None
+
+
+def _lengths_fit(real: np.ndarray, padded: np.ndarray, is_slot: np.ndarray, tail: np.ndarray, fill: int) -> bool:
+    """Whether there is none of `_length_problems`, in a few operations. Fill is negative, and so no length."""
+    fits = (real >= 0) & (real <= padded)
+    same_fill = (padded == fill) != is_slot
+    has_room = (tail == 0) | ((tail > 0) & is_slot.any(1))
+    return bool(np.array_equal(fits, is_slot) and same_fill.all() and has_room.all())
 
 
 def _length_problems(
