@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from shardproof import colours, judge, layout_figure, offsets, rank_legend, scheme, tiles, values
+from shardproof import colours, layout_figure, offsets, rank_legend, scheme, tiles, values, verify_case
 from torch_impl.layouts import TokenLayout
 
 # %% [markdown]
@@ -178,7 +178,7 @@ def shifted_after_sharding(mesh, x, padded, real):
     return torch.where((place + 1 < length)[layout.local_index], x.roll(-1), 0.0)
 
 
-wrong = judge(shifted_after_sharding, shifted_after_sharding.case(cp=2, dtype="float32", seed=1))
+wrong = verify_case(shifted_after_sharding, shifted_after_sharding.case(cp=2, dtype="float32", seed=1))
 print(wrong)
 
 # %% [markdown]

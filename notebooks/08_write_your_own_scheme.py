@@ -50,7 +50,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardproof import Cost, colours, judge, ledger_figure, scheme, scheme_figure, values
+from shardproof import Cost, colours, ledger_figure, scheme, scheme_figure, values, verify_case
 from torch_impl.collectives import all_reduce
 
 EPS = 1e-5
@@ -116,7 +116,7 @@ for number, tp in enumerate((2, 4)):
     distances = []
     for width in WIDTHS:
         case = norm_of_the_shard.case(tp=tp, b=1, s=64, d=width, o=4, dtype="float32")
-        row = judge(norm_of_the_shard, case).worst("output")  # of this case alone: no smaller one is looked for
+        row = verify_case(norm_of_the_shard, case).worst("output")  # of this case alone: no smaller one is looked for
         distances.append(np.linalg.norm(row.got - row.want) / np.linalg.norm(row.want))
     panel.loglog(WIDTHS, distances, **colours.line(number), label=f"tp={tp}")
 panel.set(xlabel="width d of a row", ylabel="relative error of the output", title="norm_of_the_shard")

@@ -12,7 +12,7 @@ from parity_tests.harness.declare.discover import built_in
 from parity_tests.harness.experiments.undecided import mark_undecided
 from parity_tests.harness.judge.reference import evaluate
 from parity_tests.harness.run.program import Program
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.injected_bugs.trials import drawn_cases
 
 SCHEMES = {scheme.key: scheme for scheme in built_in()}
@@ -36,7 +36,7 @@ class Trials:
         """Each of the last cases is equal once it is changed; so many may be undecided."""
         reports = []
         for case, reference in list(zip(self.cases, self.references, strict=True))[-count:]:
-            report = judge(self.scheme, change(case), reference=reference)
+            report = verify_case(self.scheme, change(case), reference=reference)
             reports.append(report if report.ok else mark_undecided(self.scheme, report))
         assert [str(report) for report in reports if report.failed] == []
         assert sum(report.undecided is not None for report in reports) <= undecided
@@ -57,7 +57,7 @@ def on_gloo(key):
 def in_inference_mode(key):
     """It is not drawn by default, since other projects' functions need not allow it; ours do."""
     trials = trials_of(key)
-    judge(trials.scheme, trials.cases[-1].replace(calls={"inference_mode": True})).raise_if_failed()
+    verify_case(trials.scheme, trials.cases[-1].replace(calls={"inference_mode": True})).raise_if_failed()
 
 
 def is_of_a_module(key):

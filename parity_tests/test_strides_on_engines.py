@@ -10,7 +10,7 @@ from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.draw.size_choices import meshes
 from parity_tests.harness.judge.reference import evaluate
 from parity_tests.harness.run.program import Program
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from shardproof import scheme, values
 
 EACH = 5  # of the built-in schemes
@@ -49,7 +49,7 @@ def test_a_scheme_is_equal_on_both(key, kind):
     declared, case = SAMPLE[key], case_of(SAMPLE[key], kind)
     reference = evaluate(declared, Program.of(declared), case)
     for engine in ("lockstep", "gloo"):
-        report = judge(declared, case.replace(engine=engine), reference=reference)
+        report = verify_case(declared, case.replace(engine=engine), reference=reference)
         assert report.ok, str(report)
 
 
@@ -69,5 +69,5 @@ def test_what_reads_a_tensor_as_if_it_were_dense_is_wrong_on_both(kind):
     )(doubled)  # fmt: skip
     case = declared.case(b=3, v=6, tp=2)
     for engine in ("lockstep", "gloo"):
-        assert judge(declared, case.replace(engine=engine)).verdict == "equal"
-        assert judge(declared, case.replace(engine=engine, calls=stored(declared, kind))).verdict == "mismatch"
+        assert verify_case(declared, case.replace(engine=engine)).verdict == "equal"
+        assert verify_case(declared, case.replace(engine=engine, calls=stored(declared, kind))).verdict == "mismatch"

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof import judge, schemes_of_file, verify
+from shardproof import schemes_of_file, verify, verify_case
 
 RIGHT = Path(__file__).with_name("my_scheme.py")
 
@@ -56,7 +56,7 @@ class Mistake:
                 report = verify(scheme, replay_folder=folder)
             else:
                 case = scheme.case(cp=1, tp=2, b=1, s=4, d=2, v=4, dtype="float32", engine=self.engine)
-                report = judge(scheme, case.replace(schedule=0), quiet_s=self.patience)  # ranks in turn
+                report = verify_case(scheme, case.replace(schedule=0), quiet_s=self.patience)  # ranks in turn
             return str(report).replace(f"{folder}/", "")
 
 

@@ -14,7 +14,7 @@ from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.judge.reference import CLOCK
 from parity_tests.harness.report.report import Report
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.injected_bugs.runner import NOT_TRIED
 
 DTYPES = ("float32", "bfloat16")
@@ -45,7 +45,7 @@ def false_alarms(seconds: float) -> Iterator[Figure]:
             break
         for dtype in sorted(set(DTYPES) & set(scheme.dtypes)):
             case = draw_case(scheme, seeded_chooser(seed), {}, dtype=dtype, seed=seed, limit=SHAPES, any_call=True)
-            report = judge(scheme, case)
+            report = verify_case(scheme, case)
             counts[dtype] += 1
             worst[dtype] = max([worst[dtype], *(row.ratio for row in report.rows)])
             priced += scheme.cost is not None

@@ -20,7 +20,7 @@ from parity_tests.harness.judge import bridge, compare
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, evaluate
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.program import Program, RankResult
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 
 DTYPES = ("float32", "bfloat16")
 HOME = "parity_tests.vocab_parallel.test_logprob"
@@ -52,7 +52,9 @@ def in_one_rank() -> Figure:
     caught = {}
     for count in ROUNDINGS:
         wrong = replace(scheme, fn=_off_on_one_rank(scheme.fn, count * UNIT_ROUNDOFF["float32"]))
-        reports = [judge(wrong, case, reference=reference) for case, reference in zip(cases, references, strict=True)]
+        reports = [
+            verify_case(wrong, case, reference=reference) for case, reference in zip(cases, references, strict=True)
+        ]
         caught[count] = sum(not report.ok for report in reports)
     smallest = min((count for count, seen in caught.items() if seen), default=None)
     return Figure(

@@ -22,7 +22,7 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.ledger import Ledger
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 
 
 def pictures(target: str, sizes: Mapping[str, Any], figure: str | None, json: str | None = None) -> None:
@@ -125,7 +125,7 @@ def trace_events(ledger: Ledger) -> dict[str, Any]:
 
 def _replayed(file: str) -> Report:
     case, scheme = _recorded(file)
-    return judge(scheme, case)
+    return verify_case(scheme, case)
 
 
 def _recorded(file: str) -> tuple[CaseSpec, Declared]:

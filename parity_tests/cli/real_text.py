@@ -17,7 +17,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.draw.inputs import rounded
 from parity_tests.harness.report.report import Report
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 
 BYTES = 256
 ROWS, LENGTH = 4, 64  # passages, and bytes of each
@@ -62,7 +62,7 @@ def read_with(scheme: Declared, tp: int, dtype: str, engine: str = "lockstep") -
     """Verify a scheme of `logits` "b s v/tp" and `target` "b s" whose output is the log-probability, on the text."""
     case = reading_case(scheme, tp, dtype, engine)
     logits, target = passages()
-    report = judge(scheme, case, arrays={"logits": rounded(logits, dtype), "target": target})
+    report = verify_case(scheme, case, arrays={"logits": rounded(logits, dtype), "target": target})
     row = report.worst("output")
     if row is None:
         return Reading(report, "-", "-")

@@ -10,7 +10,7 @@ from parity_tests.harness.run.exit_status import MISMATCH
 from parity_tests.harness.run.failure import Raised
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.injected_bugs.wrong_schemes import gather_that_keeps_the_layout, projection_without_backward_sum
-from shardproof import judge, scheme, values
+from shardproof import scheme, values, verify_case
 
 SCHEMES = [projection_without_backward_sum, gather_that_keeps_the_layout]
 
@@ -38,7 +38,7 @@ def test_a_report_travels_without_the_functions_of_its_scheme():
     def doubled(mesh, x):
         return x * 2
 
-    report = judge(doubled, doubled.case(cp=2, s=4))
+    report = verify_case(doubled, doubled.case(cp=2, s=4))
     again = pickle.loads(pickle.dumps(report))
     assert str(again) == str(report)
     for row, travelled in zip(report.rows, again.rows, strict=True):

@@ -21,7 +21,7 @@ from parity_tests.harness.report import summary
 from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.exit_status import EQUAL, MISMATCH
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 
 READER = "vocab_parallel_logprob"  # the scheme that reads the text
 READERS_TP = (1, 2, 4)
@@ -120,7 +120,7 @@ def _bugs(tour: Tour) -> None:
 
     tour.heading(f"{len(WRONG_SCHEMES)} injected bugs")
     for bug in WRONG_SCHEMES:
-        report = judge(bug.scheme, bug.scheme.case(dtype="float32", **bug.sizes))
+        report = verify_case(bug.scheme, bug.scheme.case(dtype="float32", **bug.sizes))
         notes = [f"{label}: {note}" for label, notes_of_tensor in report.notes.items() for note in notes_of_tensor]
         is_caught = not report.ok and any(bug.expect in note for note in notes)
         tour.injected.append(tour_figure.line_of(bug.scheme.name, report))

@@ -119,11 +119,11 @@ def _verdict(engine: str, world: int, name: str) -> tuple[str, str]:
     """Of a function that returns something wrong: the first thing that its report names."""
     from parity_tests.failures import returned
     from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-    from parity_tests.harness.verdict import judge
+    from parity_tests.harness.verdict import verify_case
 
     declared = getattr(returned, name)
     case = draw_case(declared, seeded_chooser(0), {"tp": world}, seed=0, engine=engine)
-    report = judge(declared, case, quiet_s=QUIET_S)
+    report = verify_case(declared, case, quiet_s=QUIET_S)
     if report.failure is not None:
         return report.failure.cause, str(report.failure)
     wrong = [f"{row.label} differs at {row.where}: {report.notes[row.label][0]}" for row in report.rows if not row.ok]

@@ -32,7 +32,7 @@ from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report
 from parity_tests.harness.run.failure import Deadlock, NotRun, Unwaited
 from parity_tests.harness.run.protocol import disagreement
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 
 MAX_RANKS = 16
 ALONE_TIMEOUT_S = 180.0  # for a fresh interpreter, which imports torch and JAX and compiles the reference
@@ -113,7 +113,7 @@ def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:
 
     pool.renew(case.world)
     try:
-        return judge(scheme, case.replace(engine="gloo"))
+        return verify_case(scheme, case.replace(engine="gloo"))
     except (NotRun, ServerGone, OSError, TypeError):
         return None
 

@@ -8,7 +8,7 @@ from parity_tests.harness import verdict
 from parity_tests.harness.declare.calls import CONDITIONS, OTHER_CALLS, plainer
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from shardproof import check, scheme, values
 
 EXAMPLES = 80  # without the condition
@@ -224,7 +224,7 @@ def test_it_is_missed_where_the_other_call_has_other_sizes(name):
     for seed in range(EXAMPLES):
         case = draw_case(declaration, seeded_chooser(seed), {}, seed=seed, any_call=True)
         if all(case.calls[other]["dims"] != case.dims for other in OTHER_CALLS if other in case.calls):
-            assert judge(declaration, case).ok
+            assert verify_case(declaration, case).ok
 
 
 def test_other_calls_have_the_same_shapes_or_other_sizes():
@@ -262,9 +262,9 @@ def test_a_case_travels_with_its_conditions():
         if "call_between" in case.calls and case.dims != case.calls["call_between"]["dims"]
     )
     assert CaseSpec.from_json(case.json) == case
-    assert judge(declaration, CaseSpec.from_json(case.json)).verdict == "mismatch"
+    assert verify_case(declaration, CaseSpec.from_json(case.json)).verdict == "mismatch"
     plain = case.replace(calls={})
-    assert "calls" not in plain.json and CaseSpec.from_json(plain.json) == plain and judge(declaration, plain).ok
+    assert "calls" not in plain.json and CaseSpec.from_json(plain.json) == plain and verify_case(declaration, plain).ok
 
 
 def test_conditions_are_removed_one_at_a_time():
@@ -306,7 +306,7 @@ def test_an_error_that_torch_gives_at_a_second_backward_is_no_finding():
     declaration = scheme(
         reference=lambda x: 2.0 * x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", dtypes=("float32",)
     )(doubled)  # fmt: skip
-    assert judge(declaration, declaration.case(b=4).replace(calls={"second_backward": True})).ok
+    assert verify_case(declaration, declaration.case(b=4).replace(calls={"second_backward": True})).ok
 
 
 @pytest.mark.parametrize("excluded", ["strided", ("strides",)])

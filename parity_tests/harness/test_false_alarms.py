@@ -7,7 +7,7 @@ import torch
 
 from parity_tests.harness.declare.case import DTYPES
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from shardproof import scheme, token_below, values
 
 
@@ -53,5 +53,5 @@ def test_no_false_alarm(name):
         dims={dim: sizes for dim, sizes in LONG.items() if dim in used},
     )(function)  # fmt: skip
     for seed in range(40):
-        report = judge(declaration, draw_case(declaration, seeded_chooser(seed), {}, seed=seed))
+        report = verify_case(declaration, draw_case(declaration, seeded_chooser(seed), {}, seed=seed))
         assert report.ok, str(report)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parity_tests.harness import verdict as judge
+from parity_tests.harness import verdict
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge import compare, side_checks
 from parity_tests.harness.run import program, stitch
@@ -18,14 +18,14 @@ from parity_tests.specimens.sentinels import SENTINELS
 VERDICTS = {"cotangent": "hygiene", "input": "hygiene", "last bit": "hygiene", "cost": "cost"}
 
 
-def verdict(name):
+def report_of(name):
     sentinel = SENTINELS[name]
-    return judge.judge(sentinel, sentinel.case(b=4, seed=7))
+    return verdict.verify_case(sentinel, sentinel.case(b=4, seed=7))
 
 
 @pytest.mark.parametrize("name", SENTINELS)
 def test_the_harness_catches_the_sentinel(name):
-    report = verdict(name)
+    report = report_of(name)
     assert report.failure is None
     assert report.verdict == VERDICTS.get(name, "mismatch"), str(report)
 
@@ -121,18 +121,18 @@ def nan_is_close(patch):
 
 def reference_that_echoes_the_ranks(patch):
     """The output of the ranks replaces that of the reference: a test of a thing against itself."""
-    evaluated = judge.evaluate
+    evaluated = verdict.evaluate
 
     def echo(scheme, program, case):
         evaluation = evaluated(scheme, program, case)
-        results = judge.run(program, case, case.engine).results
+        results = verdict.run(program, case, case.engine).results
         outputs = {
             arg.name: compare.stitch(arg, [r.outputs[arg.name] for r in results], case, {}, "output").copies[0]
             for arg in scheme.outputs
         }
         return replace(evaluation, outputs=outputs)
 
-    patch.setattr(judge, "evaluate", echo)
+    patch.setattr(verdict, "evaluate", echo)
 
 
 INJECTED = [
@@ -159,7 +159,7 @@ INJECTED = [
 @pytest.mark.parametrize(("bug", "name"), INJECTED, ids=[f"{bug.__name__}-{name}" for bug, name in INJECTED])
 def test_a_broken_harness_lets_the_sentinel_pass(bug, name, monkeypatch):
     bug(monkeypatch)
-    report = verdict(name)
+    report = report_of(name)
     assert report.verdict == "equal", str(report)
 
 

@@ -1,4 +1,4 @@
-"""Judge one case: evaluate the reference, run the ranks, apply the four oracles, and say what kind of mistake it is.
+"""Verify one case: evaluate the reference, run the ranks, apply the four oracles, and say what kind of mistake it is.
 
 An oracle, as in papers on testing, decides whether a run was right. The four are value (outputs and gradients against
 the reference), protocol (the ranks' collectives fit together), cost (calls and bytes are as declared) and hygiene (no
@@ -36,7 +36,7 @@ NARROW = ("bfloat16", "float16")
 MORE_ROUNDINGS = (2, 4)  # times the declared number; an error beyond that does not come from storing intermediates
 
 
-def judge(
+def verify_case(
     scheme: Declared,
     case: CaseSpec,
     *,

@@ -2,7 +2,7 @@
 
 How a mismatch comes to be printed, from a drawn case to the lines under a red row:
 
-1. `verdict.judge` evaluates the reference, runs the ranks and compares every tensor. For each that differs,
+1. `verdict.verify_case` evaluates the reference, runs the ranks and compares every tensor. For each that differs,
    `explain.clues` makes hypotheses from its numbers: notes, each with the scope of the cases that could refute it.
 2. `undecided.mark_undecided` takes the verdict back where the reference itself jumps within the rounding of its inputs.
 3. Hypothesis shrinks the case; `smallest.shrink` goes on to the smallest that fails alike.

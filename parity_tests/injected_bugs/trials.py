@@ -25,7 +25,7 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.run.speed_advice import without_advice
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
 
 TRACED = 8  # drawn cases that tell which lines a scheme runs
@@ -50,11 +50,11 @@ class Trial:
     @cached_property
     def healthy(self) -> Report:
         """The report without any bug."""
-        return judge(self.scheme, self.case, reference=self.reference)
+        return verify_case(self.scheme, self.case, reference=self.reference)
 
     def on(self, patched: Declared, wrap_program: Callable[..., Any] | None = None) -> Report:
         """The report of the same case on a scheme whose code has a bug."""
-        return judge(patched, self.case, reference=self.reference, wrap_program=wrap_program)
+        return verify_case(patched, self.case, reference=self.reference, wrap_program=wrap_program)
 
 
 class SchemeTrials:

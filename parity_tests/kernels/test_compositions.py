@@ -3,7 +3,7 @@
 import pytest
 
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.kernels.device import INTERPRETED
 from parity_tests.vocab_parallel.test_cross_entropy import distributed_cross_entropy
 from parity_tests.vocab_parallel.test_distillation import distillation_over_tp
@@ -54,5 +54,5 @@ def test_the_kernels_compute_it(declared, sizes, kernels, monkeypatch):
         case = draw_case(
             declared, seeded_chooser(seed), {"tp": 2, **sizes}, dtype="float32", seed=seed, engine="lockstep"
         )
-        judge(declared, case).raise_if_failed()
+        verify_case(declared, case).raise_if_failed()
     assert called == kernels

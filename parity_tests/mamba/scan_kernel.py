@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.mamba.outside import outside
 from parity_tests.mamba.test_scan import DECLARED
 from shardproof import scheme
@@ -51,6 +51,6 @@ if __name__ == "__main__":
         plain = {
             name: value if value["kind"] == "offsets" else {"kind": "normal"} for name, value in case.values.items()
         }
-        report = judge(scanned_by_kernel, case.replace(values=plain))
+        report = verify_case(scanned_by_kernel, case.replace(values=plain))
         report.raise_if_failed()
     print(f"{SEEDS} passed on {DEVICE}")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.mamba.outside import NEEDS, is_installed, outside
 from parity_tests.mamba.test_hidden_parallel import hidden_parallel_packed
 from parity_tests.mamba.test_mix import convolved
@@ -124,7 +124,7 @@ def layer(case):
 
 def agrees(scheme, case, function, has_gradients=True):
     """Ours, judged against the reference, is within the same budgets of theirs."""
-    report = judge(scheme, case)
+    report = verify_case(scheme, case)
     report.raise_if_failed()
     tensors = {
         arg.name: torch.from_numpy(inputs.full_array(arg, scheme.draws[arg.name], case)) for arg in scheme.inputs

@@ -15,7 +15,7 @@ from torch.nn.utils import skip_init
 from jax_ref.models import Config, next_ids, normalised, token_losses
 from parity_tests.harness.experiments.undecided import CHOICE, verdict_of
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import (
     DTYPES,
@@ -129,7 +129,7 @@ def test_parity(of):
 def test_a_norm_that_comes_near_to_0_by_rounding_is_undecided_in_bfloat16(seed):
     """The mixer's norm divides by it: the gradient grows by more than any derivative says, from one float64 too."""
     case = tied_hybrid_in_stages.case(seed=seed, dtype="bfloat16")
-    assert judge(tied_hybrid_in_stages, case).verdict == "mismatch"
+    assert verify_case(tied_hybrid_in_stages, case).verdict == "mismatch"
     assert verdict_of(tied_hybrid_in_stages, case).undecided == CHOICE
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import cross_entropy
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from shardproof import CaseSpec, Cost, check, every_case, scheme, values
 from torch_impl import vocab_parallel as vp
@@ -70,7 +70,7 @@ def normal(*shape, key=13):
 def judged(student, target, tp):
     b, s, v = student.shape
     case = distributed_cross_entropy.case(tp=tp, b=b, s=s, v=v, dtype="float32")
-    return judge(distributed_cross_entropy, case, arrays={"student_logits": student, "target_logits": target})
+    return verify_case(distributed_cross_entropy, case, arrays={"student_logits": student, "target_logits": target})
 
 
 def on_ranks(tp, body):

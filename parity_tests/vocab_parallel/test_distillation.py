@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from jax_ref.vocab_parallel import distillation
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers
 from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
 from torch_impl import vocab_parallel as vp
@@ -144,7 +144,7 @@ def test_every_combination(route, zero_outside_topk, calculate_entropy):
     options = dict(zero_outside_topk=zero_outside_topk, calculate_entropy=calculate_entropy)
     e = (ROUTES.index(route) + zero_outside_topk) % 4  # tokens of padding
     for dtype in ("float32", "bfloat16"):
-        judge(
+        verify_case(
             route, route.case(seed=e, dtype=dtype, b=2, s=8 - e, e=e, v=12, k=3, **sizes, **options)
         ).raise_if_failed()
 
@@ -169,7 +169,7 @@ def test_dtensor_shards_that_are_uneven(v, tp):
     for seed in range(4):
         case = distillation_of_uneven_dtensor.case(seed=seed, tp=tp, b=1, s=4, e=0, v=v, k=3)
         case = case.replace(layouts={"v/tp": {"name": "ragged", "lengths": lengths}})
-        judge(distillation_of_uneven_dtensor, case).raise_if_failed()
+        verify_case(distillation_of_uneven_dtensor, case).raise_if_failed()
 
 
 def normal(*shape, key=17):
@@ -190,7 +190,7 @@ def test_masked_columns_and_out_of_vocabulary_ids(route, zero_outside_topk):
     cuts = {"tp": 2, "cp": 2} if "cp" in route.mesh else {"tp": 2}
     sizes = dict(b=1, s=8, e=0, v=8, k=3, dtype="float32", calculate_entropy=True)
     case = route.case(**cuts, **sizes, zero_outside_topk=zero_outside_topk)
-    report = judge(route, case, arrays={"student": student, "teacher": teacher, "ids": ids})
+    report = verify_case(route, case, arrays={"student": student, "teacher": teacher, "ids": ids})
     report.raise_if_failed()
     for row in report.rows:
         assert not np.isnan(row.got).any()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import negative_entropy
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from shardproof import CaseSpec, Cost, check, every_case, scheme
 from torch_impl import vocab_parallel as vp
@@ -47,7 +47,7 @@ def normal(*shape):
 def judged(logits, tp, dtype="float32"):
     b, s, v = logits.shape
     case = chunked_distributed_entropy.case(tp=tp, b=b, s=s, v=v, dtype=dtype)
-    return judge(chunked_distributed_entropy, case, arrays={"logits": logits})
+    return verify_case(chunked_distributed_entropy, case, arrays={"logits": logits})
 
 
 def on_ranks(logits, tp):
@@ -100,7 +100,7 @@ def test_equal_logits_have_the_largest_entropy_and_no_slope(tp):
 @given(every_case(chunked_distributed_entropy, dtype="float32"))
 @settings(max_examples=15)
 def test_lies_between_minus_log_v_and_zero(case):
-    report = judge(chunked_distributed_entropy, case)
+    report = verify_case(chunked_distributed_entropy, case)
     (row,) = (row for row in report.rows if row.role == "output")
     assert (row.got <= row.budgets).all() and (row.got >= -np.log(case.v) - row.budgets).all()
 
@@ -130,7 +130,7 @@ def test_no_chunk_size_changes_the_ledger():
     rows = set()
     for chunk_size in (None, *range(1, 9)):
         case = chunked_distributed_entropy.case(tp=2, b=2, s=5, v=6, seed=3, chunk_size=chunk_size)
-        report = judge(chunked_distributed_entropy, case)
+        report = verify_case(chunked_distributed_entropy, case)
         report.raise_if_failed()
         rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
     assert len(rows) == 1 and {(op, phase) for _, op, _, _, phase in next(iter(rows))} == {("all_gather", "fwd")}

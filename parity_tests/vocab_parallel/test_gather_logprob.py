@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import gather_logprob
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import owned_range
@@ -51,7 +51,7 @@ def judged(logits, ids, tp, **options):
     """The report on given logits and ids."""
     (b, s, v), k = logits.shape, ids.shape[-1]
     case = gathered_logprob.case(tp=tp, b=b, s=s, v=v, k=k, dtype="float32", **options)
-    return judge(gathered_logprob, case, arrays={"logits": logits, "ids": ids})
+    return verify_case(gathered_logprob, case, arrays={"logits": logits, "ids": ids})
 
 
 def on_ranks(tp, logits, ids, cotangent):
@@ -139,7 +139,7 @@ def test_no_chunk_size_changes_the_ledger():
     rows = set()
     for chunk_size in (None, *range(1, 9)):
         case = gathered_logprob.case(tp=2, b=2, s=5, v=6, k=3, seed=3, chunk_size=chunk_size)
-        report = judge(gathered_logprob, case)
+        report = verify_case(gathered_logprob, case)
         report.raise_if_failed()
         rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
     assert len(rows) == 1 and {(op, phase) for _, op, _, _, phase in next(iter(rows))} == {("all_gather", "fwd")}

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.test_linear_logprob import SCHEMES, linear_logprobs
 from shardproof import CaseSpec
 from torch_impl import vocab_parallel as vp
@@ -119,7 +119,7 @@ def test_a_sum_of_many_chunks_loses_no_term():
 def test_many_small_chunks_are_as_good_as_one(chunk_size):
     """The same case, hence the same budget, for d weight as the sum of 64 terms and of one."""
     case = linear_logprobs.case(tp=2, s=64, b=1, d=3, v=8, dtype="bfloat16", seed=5, chunk_size=chunk_size)
-    judge(linear_logprobs, case).raise_if_failed()
+    verify_case(linear_logprobs, case).raise_if_failed()
 
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
@@ -127,7 +127,7 @@ def test_no_chunk_size_changes_the_ledger(declared):
     rows = set()
     for chunk_size in (None, 1, 2, 5):
         sizes = {axis: 2 for axis in declared.mesh}
-        report = judge(declared, declared.case(**sizes, s=8, b=2, d=3, v=6, seed=3, chunk_size=chunk_size))
+        report = verify_case(declared, declared.case(**sizes, s=8, b=2, d=3, v=6, seed=3, chunk_size=chunk_size))
         rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
     assert len(rows) == 1
 

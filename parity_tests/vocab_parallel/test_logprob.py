@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, values
@@ -143,7 +143,7 @@ def judged(logits, target, tp, scheme=logprob_with_entropy, **options):
     """The report on given logits and targets."""
     b, s, v = logits.shape
     case = scheme.case(tp=tp, b=b, s=s, v=v, dtype="float32", **options)
-    return judge(scheme, case, arrays={"logits": logits, "target": target})
+    return verify_case(scheme, case, arrays={"logits": logits, "target": target})
 
 
 def normal(*shape):
@@ -250,7 +250,7 @@ def test_no_chunk_size_changes_the_ledger(engine):
     rows = set()
     for chunk_size in (None, *range(1, 9)):
         case = vocab_parallel_logprob.case(tp=2, b=2, s=5, v=6, seed=3, chunk_size=chunk_size, engine=engine)
-        report = judge(vocab_parallel_logprob, case)
+        report = verify_case(vocab_parallel_logprob, case)
         report.raise_if_failed()
         rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
     assert len(rows) == 1 and {(op, phase) for _, op, _, _, phase in next(iter(rows))} == {("all_gather", "fwd")}
@@ -283,7 +283,7 @@ def test_parity_of_the_compiled_backend():
 
     for seed, sizes in enumerate([{"tp": 2, "b": 2, "s": 3, "v": 12}, {"tp": 3, "b": 1, "s": 5, "v": 20}]):
         case = compiled_logprob.case(seed=seed, dtype="float32", temperature=0.7, **sizes)
-        judge(compiled_logprob, case, quiet_s=240.0).raise_if_failed()
+        verify_case(compiled_logprob, case, quiet_s=240.0).raise_if_failed()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from jax_ref.vocab_parallel import next_token_logprob
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.shard import owned_range
@@ -223,7 +223,7 @@ def test_no_chunk_size_changes_the_ledger(engine):
     rows = set()
     for chunk_size in (None, 1, 3, 9):
         case = next_tokens.case(cp=2, tp=2, b=2, s=8, v=6, seed=3, chunk_size=chunk_size, engine=engine)
-        report = judge(next_tokens, case)
+        report = verify_case(next_tokens, case)
         report.raise_if_failed()
         rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
     assert len(rows) == 1

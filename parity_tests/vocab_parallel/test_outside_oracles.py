@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.test_cross_entropy import distributed_cross_entropy
 from parity_tests.vocab_parallel.test_distillation import distillation_over_tp_and_cp
 from parity_tests.vocab_parallel.test_entropy import chunked_distributed_entropy
@@ -144,7 +144,7 @@ def with_jax(function, arrays, differentiable, cotangents):
 )
 def test_agrees_with(scheme, oracles, sizes, library, dtype):
     case = fixed(scheme, dtype, sizes)
-    report = judge(scheme, case)
+    report = verify_case(scheme, case)
     report.raise_if_failed()
     arrays = {arg.name: inputs.full_array(arg, scheme.draws[arg.name], case) for arg in scheme.inputs}
     differentiable = [arg.name for arg in scheme.inputs if arg.differentiable]
@@ -160,7 +160,7 @@ def test_agrees_with(scheme, oracles, sizes, library, dtype):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_topk_agrees_to_the_bit(dtype):
     case = fixed(vocab_topk, dtype, dict(tp=2, b=2, s=5, k=3, e=9))
-    values, ids = (row.got for row in judge(vocab_topk, case).rows)
+    values, ids = (row.got for row in verify_case(vocab_topk, case).rows)
     logits = inputs.full_array(vocab_topk.inputs[0], vocab_topk.draws["logits"], case)
     if dtype == "float64":  # no ties, which torch.topk leaves open
         for got, want in zip((values, ids), torch.from_numpy(logits).topk(3), strict=True):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import sampled_logprob
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import owned_range
@@ -110,7 +110,7 @@ def test_no_chunk_size_changes_the_ledger():
             case = chunked_logprob_with_sampling.case(
                 tp=2, b=2, s=3, v=12, seed=3, chunk_size=chunk_size, dtype="float32", **limits
             )
-            report = judge(chunked_logprob_with_sampling, case)
+            report = verify_case(chunked_logprob_with_sampling, case)
             report.raise_if_failed()
             rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
         assert len(rows) == 1 and {row[-1] for row in next(iter(rows))} == {"fwd"}
@@ -298,4 +298,4 @@ def test_gradcheck(limits):
 def test_tokens_need_not_be_sharded_equally():
     for route in (logprob_with_sampling, chunked_logprob_with_sampling):
         for limits in ({"top_k": None, "top_p": 0.5}, {"top_k": 5, "top_p": 0.9}):
-            judge(route, route.case(tp=4, b=1, s=3, v=12, dtype="float32", **limits)).raise_if_failed()
+            verify_case(route, route.case(tp=4, b=1, s=3, v=12, dtype="float32", **limits)).raise_if_failed()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jax_ref.vocab_parallel import sampling_mask as reference
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from shardproof import CaseSpec, check, every_case, scheme
 from torch_impl.vocab_parallel.filter_bounds import limits_of
@@ -103,7 +103,7 @@ def test_a_long_top_k(case):
 def test_both_routes_meet_at_the_longest_list(top_k, width):
     scheme = filtered_by_lists if width == "list" else filtered_by_count
     case = scheme.case(tp=4, b=1, s=2, v=2100, top_k=1025, top_p=0.9, temperature=1.0, dtype="float32", seed=4)
-    report = judge(scheme, case.replace(options={**case.options, "top_k": top_k}))
+    report = verify_case(scheme, case.replace(options={**case.options, "top_k": top_k}))
     report.raise_if_failed()
     assert {row.op for row in report.ledger.rows} == {"list": {"all_gather"}, "rounds": {"all_gather", "all_reduce"}}[
         width
@@ -116,7 +116,7 @@ def test_a_long_top_k_of_a_vocabulary_much_longer(kind, tp):
     case = filtered_by_count.case(
         tp=tp, b=1, s=2, v=8300, top_k=1025, top_p=1.0, temperature=1.0, dtype="float32", seed=9
     )
-    judge(filtered_by_count, case.replace(values={"logits": {"kind": kind}})).raise_if_failed()
+    verify_case(filtered_by_count, case.replace(values={"logits": {"kind": kind}})).raise_if_failed()
 
 
 def filtered_over(widths, logits, top_k, top_p, temperature=1.0):

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from jax_ref.vocab_parallel import next_token_logprob_of_stored
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
@@ -88,7 +88,7 @@ def test_parity(declared, engine):
 def test_uneven_shards_follow_the_ceil_rule(v, tp):
     for cp in (1, 2):
         case = next_tokens_of_a_dtensor.case(cp=cp, tp=tp, b=2, s=6, v=v, dtype="float32", seed=v)
-        judge(next_tokens_of_a_dtensor, case).raise_if_failed()
+        verify_case(next_tokens_of_a_dtensor, case).raise_if_failed()
 
 
 def on_mesh(body, **mesh):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jax_ref.vocab_parallel import logits_at, topk
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, integers, scheme, values
@@ -250,7 +250,7 @@ def test_no_chunk_size_changes_the_ledger():
     for route, sizes in [(vocab_topk, {"k": 3, "e": 5}), (gathered_logits, {"cp": 2, "s": 8, "e": 0, "v": 6, "k": 2})]:
         rows = set()
         for chunk_size in (None, 1, 2, 5, 9):
-            report = judge(route, route.case(**{"tp": 2, "b": 2, "s": 5, **sizes}, seed=3, chunk_size=chunk_size))
+            report = verify_case(route, route.case(**{"tp": 2, "b": 2, "s": 5, **sizes}, seed=3, chunk_size=chunk_size))
             report.raise_if_failed()
             rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
         assert len(rows) == 1

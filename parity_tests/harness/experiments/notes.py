@@ -25,7 +25,7 @@ from parity_tests.harness.explain.places import NO_PATTERN, worst
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.harness.report.report import Report, sizes
 from parity_tests.harness.run.program import Program
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 
 UNTRIED = "; from one case"
 
@@ -75,7 +75,7 @@ def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:
         cases.of_one_id(scheme, case, 5, shard=0),
         cases.of_one_id(scheme, case, 6, shard=1),
     )
-    reports = [judge(scheme, other) for other in derived if other is not None]
+    reports = [verify_case(scheme, other) for other in derived if other is not None]
     failing = [report for report in reports if report.failure is None and report.notes]
     return sorted(failing, key=_elements, reverse=True)
 
@@ -163,7 +163,7 @@ def _vanishes(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
     the function names itself. A mistake is in every dtype, and hardly changes where the inputs hardly do.
     """
     wider = [case.replace(dtype=dtype) for dtype in WIDER if UNIT_ROUNDOFF[dtype] < UNIT_ROUNDOFF[case.dtype]]
-    reports = [report for report in (judge(scheme, wide) for wide in wider or [case]) if report.failure is None]
+    reports = [report for report in (verify_case(scheme, wide) for wide in wider or [case]) if report.failure is None]
     if any(label not in report.notes for report in reports):
         return True
     if not reports:
@@ -176,7 +176,7 @@ def _vanishes(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
 
 def _is_erratic(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
     """Whether inputs a little off change the error beyond recognition; None without one, or of too few elements."""
-    report, program = judge(scheme, case), Program.of(scheme)
+    report, program = verify_case(scheme, case), Program.of(scheme)
     if report.failure is not None or label not in report.notes:
         return None
     moved = {}
@@ -184,7 +184,7 @@ def _is_erratic(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
         full = program.full_array(arg, case)
         signs = inputs.generator(case, f"off {arg.name}").choice((-1.0, 1.0), size=full.shape)
         moved[arg.name] = full if arg.is_integer else inputs.rounded(full * (1 + PERTURBATION * signs), case.dtype)
-    other = judge(scheme, case, arrays=moved)
+    other = verify_case(scheme, case, arrays=moved)
     if other.failure is not None:
         return None
     with np.errstate(invalid="ignore"):

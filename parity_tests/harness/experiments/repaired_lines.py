@@ -28,7 +28,7 @@ from parity_tests.harness.run.lockstep.repair import (
     Repair,
     under,
 )
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 
 MAX_REPAIRS = 16  # runs for each question
 Notes = Mapping[str, tuple[Note, ...]]
@@ -69,7 +69,7 @@ def _fails_alone(scheme: Declared, report: Report, labels: Sequence[str]) -> boo
     alone = cases.on_one_rank(scheme, report.case)
     if alone is None:
         return False
-    of_one = judge(scheme, alone)
+    of_one = verify_case(scheme, alone)
     return of_one.failure is None and any(label in of_one.notes for label in labels)
 
 
@@ -81,7 +81,7 @@ def _in_backward(scheme: Declared, report: Report, labels: Sequence[str]) -> dic
     for repair in repairs[:MAX_REPAIRS]:
         if all(label in line_of_label for label in labels):
             break
-        repaired = judge(scheme, report.case, wrap_program=under(repair))
+        repaired = verify_case(scheme, report.case, wrap_program=under(repair))
         still = {row.label for row in repaired.rows if not row.ok}
         if repaired.failure is None and still < wrong:
             for label in sorted(wrong - still):
@@ -118,7 +118,7 @@ def _read_too_early(scheme: Declared, report: Report) -> dict[str, str]:
     line_of_label: dict[str, str] = {}
     before = {row.label: _unexpected_nans(row) for row in report.rows}
     for op, source, phase in list(lines)[:MAX_REPAIRS]:
-        repaired = judge(scheme, report.case, wrap_program=under(Repair(op, source, phase, NO_POISON)))
+        repaired = verify_case(scheme, report.case, wrap_program=under(Repair(op, source, phase, NO_POISON)))
         for row in repaired.rows if repaired.failure is None else ():
             if _unexpected_nans(row) < before[row.label]:
                 line_of_label.setdefault(row.label, f"{op} at {source}")

@@ -3,7 +3,7 @@
 import pytest
 
 from parity_tests.harness.experiments.smallest import MAX_RUNS, shrink
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from shardproof import scheme, values
 
 
@@ -57,7 +57,7 @@ def test_where_the_runs_do_not_suffice_the_case_is_not_called_the_smallest(monke
         return x * 2
 
     declaration = declared(wrong, "b s h d tp=I", mesh={"tp": (1,)})
-    report = judge(declaration, declaration.case(b=5, s=5, h=5, d=5))
+    report = verify_case(declaration, declaration.case(b=5, s=5, h=5, d=5))
     monkeypatch.setattr("parity_tests.harness.experiments.smallest.MAX_RUNS", 2)
     few = shrink(declaration, report, {})
     assert not few.smallest and "\nfailing case: " in str(few) and "smallest case" not in str(few)

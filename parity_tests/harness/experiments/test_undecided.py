@@ -13,7 +13,7 @@ from parity_tests.harness.draw.strategy import every_case
 from parity_tests.harness.experiments.undecided import CHOICE, POLE, TIE, mark_undecided, verdict_of
 from parity_tests.harness.report.report import Undecided
 from parity_tests.harness.report.summary import Outcome, as_junit, closing
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.harness.verify import check
 from shardproof import scheme, values
 
@@ -40,7 +40,7 @@ def test_zeros_that_are_equal_are_a_tie_too(seed):
     """The greatest numbers of these rows are zeros, and so are most."""
     declaration = greatest()
     case = declaration.case(tp=1, b=1, v=6, seed=seed).replace(values={"x": {"kind": "ties"}})
-    report = judge(declaration, case)
+    report = verify_case(declaration, case)
     assert report.failed and mark_undecided(declaration, report).verdict == "undecided"
 
 
@@ -214,7 +214,7 @@ def test_a_mistake_at_equal_numbers_is_a_mismatch_in_each_example(mistake):
         for seed in range(10):
             case = declaration.case(tp=1, b=3, v=6, seed=seed)
             case = case.replace(values={"x": {"kind": kind}, "w": {"kind": "normal"}})
-            report = judge(declaration, case)
+            report = verify_case(declaration, case)
             failed += report.failed
             assert report.ok or mark_undecided(declaration, report).verdict == "mismatch", str(case)
     assert failed

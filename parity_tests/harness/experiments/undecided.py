@@ -30,7 +30,7 @@ from parity_tests.harness.judge import compare
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.program import Program
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 
 MIN_NEIGHBOURS = 4  # after which a case where no wrong element has jumped is called a mismatch
 MIN_REPEATS = 4  # of each number in a narrow dtype, on average, for equal ones to count as intended ties
@@ -41,7 +41,7 @@ CHOICE = "the reference jumps as far within the rounding of its inputs"
 
 def verdict_of(scheme: Declared, case: CaseSpec) -> Report:
     """The report of a case; one that fails is looked at again, and may be undecided."""
-    report = judge(scheme, case)
+    report = verify_case(scheme, case)
     return report if report.ok else mark_undecided(scheme, report)
 
 
@@ -65,7 +65,7 @@ def _is_tie(scheme: Declared, case: CaseSpec) -> bool:
     if not any(np.unique(full[name]).size * by_chance < full[name].size for name in floating):
         return False
     apart = {name: distinct(x, case) if name in floating else x for name, x in full.items()}
-    return judge(scheme, case, arrays=apart).ok
+    return verify_case(scheme, case, arrays=apart).ok
 
 
 def _is_at_poles(row: compare.TensorRow) -> bool:

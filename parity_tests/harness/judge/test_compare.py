@@ -14,7 +14,7 @@ from parity_tests.harness.judge import compare
 from parity_tests.harness.judge.compare import C, K
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, evaluate
 from parity_tests.harness.run.program import Program, RankResult
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 
 U32, U16 = 2.0**-24, 2.0**-8
 
@@ -66,7 +66,9 @@ def test_a_small_float16_sum_without_one_shard_is_caught():
     declaration = scheme(
         reference=lambda x: x.sum(-1), mesh={"tp": (2,)}, inputs={"x": "b v/tp"}, outputs="b tp=P", nograd=("x",)
     )(first_of_two)
-    report = judge(declaration, declaration.case(b=1, v=66, dtype="float16"), arrays={"x": np.full((1, 66), 2.0**-14)})
+    report = verify_case(
+        declaration, declaration.case(b=1, v=66, dtype="float16"), arrays={"x": np.full((1, 66), 2.0**-14)}
+    )
     assert not report.ok and report.rows[0].error == 33 * 2.0**-14
 
 

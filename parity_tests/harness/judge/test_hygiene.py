@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from parity_tests.harness.declare import calls
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import integers, values
 
@@ -82,11 +82,11 @@ def test_an_output_that_the_next_call_overwrites():
     declaration = declared(in_a_buffer, nograd=("x",))
     case = declaration.case(tp=2, b=4)
     next_call = calls.record_of(case.replace(seed=case.seed + 1))
-    report = judge(declaration, case.replace(calls={"call_between": next_call}))
+    report = verify_case(declaration, case.replace(calls={"call_between": next_call}))
     assert report.hygiene == tuple(
         f"rank {rank}: output 'out' was modified by the next call, first at (0,)" for rank in (0, 1)
     )
-    assert report.verdict == "hygiene" and judge(declaration, case).ok
+    assert report.verdict == "hygiene" and verify_case(declaration, case).ok
 
 
 def test_an_integer_input_that_is_modified():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from parity_tests.harness.judge import side_checks
 from parity_tests.harness.report.report import CostMismatch, HygieneViolation, ProtocolMismatch, Report
 from parity_tests.harness.run.ledger import Ledger, LedgerRow
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import Cost, integers
 
@@ -126,7 +126,7 @@ def test_cost_of_each_rank_in_every_part_of_a_world():
     scheme = declared(first_sends_to_last, lambda x, count: x * 1.0, inputs, "b tp=R", draw=draw, cost=of_each_rank)
     for mesh in ({"tp": 4, "spare": 2}, {"spare": 2, "tp": 4}):
         case = scheme.case(tp=4, b=3, n=1).replace(mesh=mesh)
-        assert judge(scheme, case).cost == ()
+        assert verify_case(scheme, case).cost == ()
 
 
 @pytest.mark.parametrize("inside_subgroup", [False, True])

@@ -174,6 +174,7 @@ def _replay(report: Report) -> list[Element]:
     if report.replay:
         parts.append(tag("pre", f"python {report.replay}\nshardproof replay {report.replay} --engine gloo"))
     shown = report.explaining or report
-    lines = f"from shardproof import CaseSpec, judge\n\njudge({_name(report)}, CaseSpec.from_json({shown.case.json!r}))"
+    call = f"verify_case({_name(report)}, CaseSpec.from_json({shown.case.json!r}))"
+    lines = f"from shardproof import CaseSpec, verify_case\n\n{call}"
     which = "The case that explains, in Python:" if report.explaining else "In Python:"
     return [*parts, tag("p", which), tag("pre", lines)]

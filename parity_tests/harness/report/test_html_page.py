@@ -14,7 +14,7 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Deadlock, Raised
 from parity_tests.harness.run.ledger import Ledger, LedgerRow
 from parity_tests.harness.run.movement import steps
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.specimens.page_reader import read
 from torch_impl.collectives import all_gather, all_reduce
 
@@ -33,7 +33,7 @@ def wrong():
         reference=lambda x: x, mesh={"tp": (2, 4)}, inputs={"x": "b/tp"}, outputs="b tp=R",
         draw={"x": values("normal")}, dtypes=("float64",),
     )(gathered_twice)  # fmt: skip
-    report = judge(declaration, declaration.case(tp=4, b=8))
+    report = verify_case(declaration, declaration.case(tp=4, b=8))
     return replace(report, replay="replay_12345678.py")
 
 
@@ -44,7 +44,7 @@ def equal():
         draw={"x": values("normal")}, dtypes=("float64",),
         cost=lambda case: Cost({"all_gather": (1, 16)}, {"reduce_scatter": (1, 64)}),
     )(gathered)  # fmt: skip
-    return judge(declaration, declaration.case(tp=4, b=8))
+    return verify_case(declaration, declaration.case(tp=4, b=8))
 
 
 def gathered(mesh, x):
@@ -135,7 +135,7 @@ def test_a_pass_has_its_ledger_beside_the_declared_cost(equal):
     tree = read(page([equal]))
     assert tree.text.count("\N{CHECK MARK} equal") == 1 and not tree.all("span", "badge")
     assert [line.all("td")[-1].text for line in tree.all("table")[-1].all("tr")[1:]] == ["\N{CHECK MARK} the same"] * 2
-    assert "judge(gathered, CaseSpec.from_json(" in tree.text
+    assert "verify_case(gathered, CaseSpec.from_json(" in tree.text
 
 
 def test_another_cost_than_declared_is_said_beside_it(equal):

@@ -12,7 +12,7 @@ from parity_tests.harness.report import summary
 from parity_tests.harness.report.report import GradientMismatch, ValueMismatch, merge_reports
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.failure import Raised
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 
 
 def identity(x):
@@ -47,7 +47,7 @@ def broken(mesh, x):
 
 def report_of(function, b=4, **more):
     declaration = of_ones(function, **more)
-    return judge(declaration, declaration.case(tp=2, b=b, dtype="float32"))
+    return verify_case(declaration, declaration.case(tp=2, b=b, dtype="float32"))
 
 
 # The budget of 1, where four elements stand for four terms: 4 u sqrt(4) 1 + u 1 = 9 u = 5.4e-7, u = 2^-24.
@@ -85,15 +85,15 @@ def test_text_of_a_failed_rank():
 
 def test_one_rank_is_enough():
     declaration = of_ones(doubled)
-    last = str(judge(declaration, declaration.case(tp=1, b=4, dtype="float32"))).splitlines()[-1]
+    last = str(verify_case(declaration, declaration.case(tp=1, b=4, dtype="float32"))).splitlines()[-1]
     assert last == "  one rank is enough for it: the function and its reference differ before anything is sharded"
     declaration = of_ones(broken)
-    assert "one rank" not in str(judge(declaration, declaration.case(tp=1, b=4, dtype="float32")))
+    assert "one rank" not in str(verify_case(declaration, declaration.case(tp=1, b=4, dtype="float32")))
 
 
 def test_values_that_may_never_occur():
     declaration = of_ones(doubled, draw={"x": values("large")})
-    last = str(judge(declaration, declaration.case(tp=2, b=4, dtype="float32"))).splitlines()[-1]
+    last = str(verify_case(declaration, declaration.case(tp=2, b=4, dtype="float32"))).splitlines()[-1]
     assert last == ("  drawn for it: x large; if such values never occur, declare draw={'x': values('normal', 'ties')}")
 
 
@@ -210,7 +210,7 @@ def test_junit_names_the_meshes_that_were_left_out():
 
 def test_many_examples_become_one_report():
     declaration = of_ones(unharmed, draw={"x": values("normal")})
-    reports = [judge(declaration, declaration.case(seed=seed, dtype="float32")) for seed in range(5)]
+    reports = [verify_case(declaration, declaration.case(seed=seed, dtype="float32")) for seed in range(5)]
     report = merge_reports(reports)
     assert report.ok and report.examples == 5 and report.meshes == ("tp=1", "tp=2")
     assert report.rows[0].ratio == max(r.rows[0].ratio for r in reports)

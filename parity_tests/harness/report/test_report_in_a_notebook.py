@@ -3,13 +3,13 @@
 import pytest
 import rich.console
 
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.injected_bugs.wrong_schemes import WRONG_SCHEMES, gather_that_keeps_the_layout
 
 
 @pytest.fixture(scope="module")
 def report():
-    return judge(gather_that_keeps_the_layout, gather_that_keeps_the_layout.case(b=1, s=16, dtype="float32"))
+    return verify_case(gather_that_keeps_the_layout, gather_that_keeps_the_layout.case(b=1, s=16, dtype="float32"))
 
 
 def test_the_text_is_the_same_in_a_notebook(report, monkeypatch, capsys):

@@ -7,7 +7,7 @@ from parity_tests.harness.report.colours import ERRORS, RANKS
 from parity_tests.harness.report.markup import as_text
 from parity_tests.harness.report.owner_map import MAX_COLUMNS, MAX_ROWS, owner_map
 from parity_tests.harness.report.tensor_maps import LEGEND, LEVELS, holders, level, maps
-from parity_tests.harness.verdict import judge
+from parity_tests.harness.verdict import verify_case
 from parity_tests.specimens.page_reader import read
 
 
@@ -20,7 +20,7 @@ def report_of(function, mesh, inputs="b s/cp", **sizes):
         reference=lambda x: x, mesh={axis: (size,) for axis, size in mesh.items()}, inputs={"x": inputs},
         outputs=inputs, draw={"x": values("ones")}, dtypes=("float32",), nograd=("x",),
     )(function)  # fmt: skip
-    return judge(declaration, declaration.case(dtype="float32", **sizes))
+    return verify_case(declaration, declaration.case(dtype="float32", **sizes))
 
 
 def test_a_cross_and_a_colour_for_each_wrong_element():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.specimens.small_scheme import declared, summed
-from shardproof import GradientMismatch, judge
+from shardproof import GradientMismatch, verify_case
 
 ENGINES = ("lockstep", "gloo")
 CALLS, GROUPS = {}, {}
@@ -77,7 +77,7 @@ def test_around_is_entered_for_forward_and_backward(engine):
     assert declared(around_backward, around=autocast).verify(engine, examples=2, tp=2).ok
     without = declared(around_backward).case(tp=2, engine=engine)
     with pytest.raises(GradientMismatch):
-        judge(declared(around_backward), without).raise_if_failed()
+        verify_case(declared(around_backward), without).raise_if_failed()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
