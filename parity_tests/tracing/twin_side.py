@@ -21,7 +21,7 @@ from parity_tests.tracing.flax_side import COPIES, ReferenceTrace, parted
 from parity_tests.tracing.probes import draws, is_summed_in
 from parity_tests.tracing.torch_side import Recording, is_floating, local_array, recorded
 
-Call = Callable[[nn.Module], Tensor]  # from the module to the tensor that backward begins with
+ForwardFunction = Callable[[nn.Module], Tensor]  # from the module to the tensor that backward begins with
 Cotangent = Callable[[tuple[int, ...]], Tensor]  # by the shape of that tensor
 
 
@@ -41,7 +41,7 @@ class _Copy:
     out: np.ndarray
 
 
-def traced(module: nn.Module, call: Call, cotangent: Cotangent, dtype: str, seed: int = 0) -> TwinTrace:
+def traced(module: nn.Module, call: ForwardFunction, cotangent: Cotangent, dtype: str, seed: int = 0) -> TwinTrace:
     """One forward and backward; `module` is changed to float64.
 
     A weight that gets no gradient has one of zero.
@@ -59,7 +59,7 @@ def traced(module: nn.Module, call: Call, cotangent: Cotangent, dtype: str, seed
     return TwinTrace(_reference_trace(copies), arrays, copies[0].out.shape)
 
 
-def _one(module: nn.Module, call: Call, cotangent: Cotangent, rounding: _Rounding) -> _Copy:
+def _one(module: nn.Module, call: ForwardFunction, cotangent: Cotangent, rounding: _Rounding) -> _Copy:
     module.zero_grad()
     with rounding.around(module), recorded(module, is_whole=True) as seen, rounding.before(module):
         out = call(module)

@@ -99,7 +99,7 @@ class Program:
         generator = torch.get_rng_state()
         if earlier is not None:
             self._complete_call(mesh, earlier)
-        call = Call(self, mesh, case)
+        call = ProgramCall(self, mesh, case)
         with self._surroundings(call.view):
             outputs = {name: tensor.detach().clone() for name, tensor in call.forward().items()}
             finish = None if between is None else self._begun_call(mesh, between)
@@ -122,14 +122,14 @@ class Program:
 
     def _complete_call(self, mesh: Any, case: CaseSpec) -> None:
         """A call of which nothing is judged but that it does not fail."""
-        call = Call(self._without_arrays(), mesh, case)
+        call = ProgramCall(self._without_arrays(), mesh, case)
         with self._surroundings(call.view):
             call.forward()
             call.backward()
 
     def _begun_call(self, mesh: Any, case: CaseSpec) -> Callable[[], Any]:
         """The same, forward alone; returns its backward, which leaves no work behind."""
-        call = Call(self._without_arrays(), mesh, case)
+        call = ProgramCall(self._without_arrays(), mesh, case)
         call.forward()
         return call.backward
 
@@ -262,7 +262,7 @@ class Program:
         return part
 
 
-class Call:
+class ProgramCall:
     """One call of a program on a rank: its tensors as the case stores them, its forward and its backward."""
 
     def __init__(self, program: Program, mesh: Any, case: CaseSpec) -> None:

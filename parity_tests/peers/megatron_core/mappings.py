@@ -12,8 +12,8 @@ from parity_tests.peers.megatron_core.on_cpu import allocate_on_cpu
 from shardproof import scheme, values
 
 # Of each mapping its call, and what goes in and comes out. x is [s, b, d], as Megatron's activations are.
-Call = Callable[[torch.Tensor, Any], torch.Tensor]
-MAPPINGS: dict[str, tuple[Call, str, str]] = {
+RegionFunction = Callable[[torch.Tensor, Any], torch.Tensor]
+MAPPINGS: dict[str, tuple[RegionFunction, str, str]] = {
     "copy_to_tensor_model_parallel_region": (mappings.copy_to_tensor_model_parallel_region, "s b d tp=I", "s b d tp=R"),
     "reduce_from_tensor_model_parallel_region": (
         lambda x, group: mappings.reduce_from_tensor_model_parallel_region(x.clone(), group),

@@ -18,7 +18,7 @@ from parity_tests.harness.run.ledger import LedgerRow
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class CommunicationCall:
     """`pieces` are what the operation combines, slices of the copies; `results` what it gives this rank."""
 
     row: LedgerRow

@@ -26,7 +26,7 @@ from parity_tests.harness.run.failure import (
     raised_by_function,
 )
 from parity_tests.harness.run.ledger import Ledger, LedgerRow, call_site, is_plumbing, raised_at
-from parity_tests.harness.run.lockstep.call import Call
+from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.rendezvous import CallsDiffer, MessageQueues, Rendezvous
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
 
@@ -55,15 +55,15 @@ class Exchange:
         self._count: dict[object, int] = defaultdict(int)
         self._rendezvous: dict[tuple[GroupKey, int], Rendezvous] = {}
         self._queues: dict[GroupKey, MessageQueues] = defaultdict(MessageQueues)
-        self._tracked: list[dict[Call, None]] = [{} for _ in range(self.scheduler.world)]
-        self._in_flight: dict[Call, None] = {}
+        self._tracked: list[dict[CommunicationCall, None]] = [{} for _ in range(self.scheduler.world)]
+        self._in_flight: dict[CommunicationCall, None] = {}
 
     def next_seq(self, rank: int, line: object) -> int:
         """How many calls this rank has issued on `line` before."""
         self._count[rank, line] += 1
         return self._count[rank, line] - 1
 
-    def collective(self, key: GroupKey, call: Call) -> None:
+    def collective(self, key: GroupKey, call: CommunicationCall) -> None:
         """Issue a collective."""
         # 1. Note the call in the ledger; the n-th call of each rank in a group belongs together.
         self._issue(call)
@@ -83,7 +83,7 @@ class Exchange:
                 self._complete(each)
         self.scheduler.maybe_yield(call.row.rank)
 
-    def post(self, key: GroupKey, call: Call, peer: int | None) -> None:
+    def post(self, key: GroupKey, call: CommunicationCall, peer: int | None) -> None:
         """Issue a send or a receive; `peer` is the other's place, None for a message of any rank."""
         self._issue(call)
         queues = self._queues[key]
@@ -96,7 +96,7 @@ class Exchange:
             self._complete(call)
         self.scheduler.maybe_yield(call.row.rank)
 
-    def wait(self, call: Call) -> None:
+    def wait(self, call: CommunicationCall) -> None:
         """Block until the call is complete, then write its results; a second wait does nothing."""
         rank = call.row.rank
         self.scheduler.wait(rank, call)
@@ -119,7 +119,7 @@ class Exchange:
                     plain = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which has no rule for a wait
                     torch.ops._c10d_functional.wait_tensor(plain)
 
-    def _issue(self, call: Call) -> None:
+    def _issue(self, call: CommunicationCall) -> None:
         self.scheduler.check()
         call.order = len(self.ledger.rows)
         self.ledger.rows.append(call.row)
@@ -131,7 +131,7 @@ class Exchange:
         if call.tracked:
             self._tracked[call.row.rank][call] = None
 
-    def _complete(self, call: Call) -> None:
+    def _complete(self, call: CommunicationCall) -> None:
         call.done = True
         self.scheduler.wake(call.row.rank, call)
 
@@ -168,7 +168,9 @@ class Exchange:
 
     def stuck(self) -> RankFailure:
         """No rank can run."""
-        waiting = [(rank, call.row) for rank, call in enumerate(self.scheduler.waits) if isinstance(call, Call)]
+        waiting = [
+            (rank, call.row) for rank, call in enumerate(self.scheduler.waits) if isinstance(call, CommunicationCall)
+        ]
         states = "; ".join(self._state(rank) for rank in range(self.scheduler.world))
         rank, row = waiting[0]
         note = self._default_group_note(*(row for _, row in waiting))
@@ -192,7 +194,7 @@ class Exchange:
 
     def _state(self, rank: int) -> str:
         pending = self.scheduler.waits[rank]
-        if isinstance(pending, Call):
+        if isinstance(pending, CommunicationCall):
             return f"rank {rank} waits in {pending.row}"
         if self.scheduler.finished[rank]:
             return f"rank {rank} finished"

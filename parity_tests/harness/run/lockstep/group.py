@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from parity_tests.harness.run.ledger import LedgerRow, call_site, group_label, phase
 from parity_tests.harness.run.lockstep import operations, world
 from parity_tests.harness.run.lockstep.backends import rejection
-from parity_tests.harness.run.lockstep.call import Call
+from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.exchange import Exchange
 from parity_tests.harness.run.lockstep.operations import listed, nested, reduce_op, root_place
 from parity_tests.harness.run.lockstep.repair import NO_POISON
@@ -32,7 +32,7 @@ Split = Callable[[list[Tensor]], list[Tensor]]
 class LockstepWork(dist.Work):
     """Waits for one call, or for the calls of a coalesced block together."""
 
-    def __init__(self, exchange: Exchange, calls: Sequence[Call]) -> None:
+    def __init__(self, exchange: Exchange, calls: Sequence[CommunicationCall]) -> None:
         super().__init__()
         self._exchange, self.calls = exchange, calls
 
@@ -119,7 +119,7 @@ class LockstepGroup(dist.ProcessGroup):
         self._world = world.here()
         self._exchange = self._world.exchange
         self._name, self._desc = "", ""
-        self._block: list[Call] | None = None
+        self._block: list[CommunicationCall] | None = None
 
     # What the group is.
 
@@ -303,7 +303,9 @@ class LockstepGroup(dist.ProcessGroup):
         seq = self._exchange.next_seq(self._rank, key)
         row = self._row(op, inputs, outputs, seq=seq, root=root, is_async=is_async, **details)
         self._notify(row)
-        call = Call(row, self._place, inputs, outputs, expected=expected, tracked=is_async and self._poisons(row))
+        call = CommunicationCall(
+            row, self._place, inputs, outputs, expected=expected, tracked=is_async and self._poisons(row)
+        )
         if self._exchange.repair is not None:
             self._exchange.repair.mend_gradient(row, outputs, self._total)
         call.take(split)
@@ -317,7 +319,7 @@ class LockstepGroup(dist.ProcessGroup):
         peer_rank = None if peer is None else self.ranks[peer]
         row = self._row(op, tensors, outputs, seq=seq, peer=peer_rank, tag=tag)
         self._notify(row)
-        call = Call(row, self._place, [] if outputs else tensors, outputs, tracked=self._poisons(row))
+        call = CommunicationCall(row, self._place, [] if outputs else tensors, outputs, tracked=self._poisons(row))
         call.take(None)
         self._exchange.post(key, call, peer)
         return self._work(call)
@@ -344,7 +346,7 @@ class LockstepGroup(dist.ProcessGroup):
         self.allreduce([total]).wait()
         return total
 
-    def _work(self, call: Call) -> Work:
+    def _work(self, call: CommunicationCall) -> Work:
         if self._block is None:
             return Work(self._exchange, [call])
         self._block.append(call)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from parity_tests.harness.run.ledger import LedgerRow
-from parity_tests.harness.run.lockstep.call import Call
+from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.operations import combined, described
 
 
@@ -24,10 +24,10 @@ class Rendezvous:
     """The calls of one sequence number of one group."""
 
     def __init__(self, size: int) -> None:
-        self._calls: list[Call | None] = [None] * size
+        self._calls: list[CommunicationCall | None] = [None] * size
         self._missing = size
 
-    def arrive(self, call: Call) -> list[Call]:
+    def arrive(self, call: CommunicationCall) -> list[CommunicationCall]:
         """Add one rank's call; when it was the last, all calls, their results known; else none."""
         arrived = [other for other in self._calls if other is not None]
         # Splits are held against everybody's, one's own too; all else is equality, so one other is enough.
@@ -43,7 +43,7 @@ class Rendezvous:
         return calls
 
 
-def _agree(first: Call, second: Call) -> None:
+def _agree(first: CommunicationCall, second: CommunicationCall) -> None:
     a, b = first.row, second.row
     if a.op != b.op:
         raise CallsDiffer("different operations meet", a, b)
@@ -66,13 +66,13 @@ def _agree(first: Call, second: Call) -> None:
         raise CallsDiffer(f"reduce ops differ, {a.reduce_op} and {b.reduce_op}", a, b)
 
 
-def _same_outputs(first: Call, second: Call) -> None:
+def _same_outputs(first: CommunicationCall, second: CommunicationCall) -> None:
     for one, other in zip(first.outputs, second.outputs, strict=True):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             raise CallsDiffer(f"outputs differ, {described(one)} and {described(other)}", first.row, second.row)
 
 
-def _pair(sender: Call, receiver: Call) -> None:
+def _pair(sender: CommunicationCall, receiver: CommunicationCall) -> None:
     sent = sender.pieces[0] if sender.row.op == "all_gather" else sender.pieces[receiver.place]
     expected = receiver.expected[sender.place]
     if (sent.shape, sent.dtype) != (expected.shape, expected.dtype):
@@ -84,7 +84,7 @@ def _pair(sender: Call, receiver: Call) -> None:
         )
 
 
-def _results(calls: Sequence[Call]) -> list[list[Tensor]]:
+def _results(calls: Sequence[CommunicationCall]) -> list[list[Tensor]]:
     """For each place in the group, the tensors that its outputs become."""
     row, size = calls[0].row, len(calls)
     if row.op == "barrier":
@@ -119,11 +119,11 @@ class MessageQueues:
     """
 
     def __init__(self) -> None:
-        self._sends: dict[tuple[int, int], deque[Call]] = defaultdict(deque)
-        self._receives: dict[tuple[int, int], deque[Call]] = defaultdict(deque)
-        self._open: dict[int, deque[Call]] = defaultdict(deque)  # receives from anybody
+        self._sends: dict[tuple[int, int], deque[CommunicationCall]] = defaultdict(deque)
+        self._receives: dict[tuple[int, int], deque[CommunicationCall]] = defaultdict(deque)
+        self._open: dict[int, deque[CommunicationCall]] = defaultdict(deque)  # receives from anybody
 
-    def send(self, call: Call, target: int) -> Call | None:
+    def send(self, call: CommunicationCall, target: int) -> CommunicationCall | None:
         """Post a send; the receive that it meets, if one is there."""
         waiting = self._receives[call.place, target] or self._open[target]
         if waiting:
@@ -131,7 +131,7 @@ class MessageQueues:
         self._sends[call.place, target].append(call)
         return None
 
-    def receive(self, call: Call, origin: int | None) -> Call | None:
+    def receive(self, call: CommunicationCall, origin: int | None) -> CommunicationCall | None:
         """Post a receive, `origin` None for any rank's; the send that it meets, if one is there."""
         if origin is None:
             lines = [line for (_, target), line in self._sends.items() if target == call.place and line]
@@ -149,7 +149,7 @@ class MessageQueues:
         return send
 
 
-def _deliver(send: Call, receive: Call) -> Call:
+def _deliver(send: CommunicationCall, receive: CommunicationCall) -> CommunicationCall:
     a, b = send.row, receive.row
     if a.tag != b.tag:
         raise CallsDiffer(f"tags differ, {a.tag} and {b.tag}", a, b)

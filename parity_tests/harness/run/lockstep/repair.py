@@ -18,7 +18,7 @@ from torch import Tensor
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.ledger import LedgerRow
 from parity_tests.harness.run.lockstep import world
-from parity_tests.harness.run.lockstep.call import Call
+from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.operations import combined
 
 OMIT = "omit"  # each rank gets what it handed in
@@ -46,7 +46,7 @@ class Repair:
         is_it = (self.op, self.source, self.phase) == (row.op, row.source, row.phase) and self.seq in (None, row.seq)
         return is_it and self.action == action
 
-    def mend_results(self, calls: Sequence[Call]) -> None:
+    def mend_results(self, calls: Sequence[CommunicationCall]) -> None:
         """Give the calls of one rendezvous other results."""
         row = calls[0].row
         if self.concerns(row, OMIT):
@@ -83,7 +83,7 @@ def under(repair: Repair) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return wrapped
 
 
-def _of_place(call: Call, place: int, size: int) -> list[Tensor]:
+def _of_place(call: CommunicationCall, place: int, size: int) -> list[Tensor]:
     """What one rank hands in for another: all of it, or its blocks."""
     if call.row.op != "reduce_scatter":
         return call.pieces
