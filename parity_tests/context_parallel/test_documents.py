@@ -175,7 +175,7 @@ def test_a_second_derivative_over_a_halo_is_rejected():
 
 def test_layers_share_a_route():
     layout = TokenLayout.dense("contiguous", 16, cp_size=2, cp_rank=0)
-    assert key_routes.route_of(layout, True, 3) is key_routes.route_of(layout, True, 3)
+    assert key_routes.key_transfer(layout, True, 3) is key_routes.key_transfer(layout, True, 3)
 
 
 @pytest.mark.parametrize(

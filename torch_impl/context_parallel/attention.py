@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_impl.collectives.reductions import as_replicated
 from torch_impl.context_parallel.block_schedule import BlockSchedule, schedule_of
 from torch_impl.context_parallel.blockwise_attention import Logits, blockwise_attention
-from torch_impl.context_parallel.key_routes import route_of
+from torch_impl.context_parallel.key_routes import key_transfer
 from torch_impl.context_parallel.kinds import ORDERS, ExchangeName, Layout, Scale, Window
 from torch_impl.context_parallel.kv_transport import AllGather, KVTransport, transport_of
 from torch_impl.context_parallel.ulysses import head_parallel_attention
@@ -110,8 +110,8 @@ def _key_exchange(
     if exchange == "all_gather":
         schedule = schedule_of(layout, causal, window)
         return schedule, AllGather(group, schedule.counts)
-    route = route_of(layout, causal, window)
-    return route.schedule, transport_of(route, group)
+    transfer = key_transfer(layout, causal, window)
+    return transfer.schedule, transport_of(transfer.route, group)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:

@@ -143,40 +143,40 @@ class HaloRoute:
 
 
 @dataclass(frozen=True)
-class KeyRoute:
+class KeyTransfer:
     """A route, and the block schedule in which keys of other ranks have the numbers in which they arrive."""
 
-    way: RingRoute | HaloRoute
+    route: RingRoute | HaloRoute
     schedule: BlockSchedule
 
 
-def route_of(layout: TokenLayout, causal: bool, window: int | None) -> KeyRoute:
-    """The route of this rank's keys, cached with the layout.
+def key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyTransfer:
+    """How keys travel from and to this rank, cached with the layout.
 
     Cost: that of `schedule_of`, one copy of n + 1 numbers per rank, and of one bit per position, to the host.
     """
-    return layout.derived(("route", causal, window), lambda: _route(layout, causal, window))
+    return layout.derived(("route", causal, window), lambda: _key_transfer(layout, causal, window))
 
 
-def _route(layout: TokenLayout, causal: bool, window: int | None) -> KeyRoute:
+def _key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyTransfer:
     schedule, rank = schedule_of(layout, causal, window), layout.cp_rank
     needed = needed_rows(layout, causal, window)
     needs = _needs(needed)
     if needs.suits_ring():
         # 1. All ranks on the way receive what any of them needs.
         arrived = needed.any(0).cpu()
-        way = RingRoute(rank, needs.reach, tuple(needs.any_rank), _as_rows(arrived[rank], layout.index.device))
+        route = RingRoute(rank, needs.reach, tuple(needs.any_rank), _as_rows(arrived[rank], layout.index.device))
     else:
         # 2. Or each receives its own rows: `nonzero` lists those that this rank sends, by the rank that needs them.
         arrived = needed[rank].cpu()
         sent = tuple(of_rank[rank] for of_rank in needs.rows)
-        way = HaloRoute(rank, sent, tuple(needs.rows[rank]), needed[:, rank].nonzero()[:, 1])
+        route = HaloRoute(rank, sent, tuple(needs.rows[rank]), needed[:, rank].nonzero()[:, 1])
     # 3. Keys have the numbers in which they arrive, but for this rank's own, which do not travel.
     blocks = [
         of_source if source == rank else tuple(_block_of_arrived(block, arrived[source]) for block in of_source)
         for source, of_source in enumerate(schedule.blocks)
     ]
-    return KeyRoute(way, replace(schedule, blocks=tuple(blocks)))
+    return KeyTransfer(route, replace(schedule, blocks=tuple(blocks)))
 
 
 def _as_rows(is_row: Bool[Tensor, " rows"], device: torch.device) -> Rows:
@@ -197,7 +197,7 @@ def _block_of_arrived(block: Block, is_arrived: Bool[Tensor, " rows"]) -> Block:
         # Hidden keys become any that is there: the mask hides them still.
         keys = number.to(block.keys.device)[block.keys].clamp(max=int(is_arrived.sum()) - 1)
         return replace(block, keys=keys)
-    kept = is_arrived[block.keys]
+    is_needed = is_arrived[block.keys]
     first = int(number[block.keys.start])
-    mask = block.mask if block.mask is None or kept.all() else block.mask[..., kept.to(block.mask.device)]
-    return replace(block, keys=slice(first, first + int(kept.sum())), mask=mask)
+    mask = block.mask if block.mask is None or is_needed.all() else block.mask[..., is_needed.to(block.mask.device)]
+    return replace(block, keys=slice(first, first + int(is_needed.sum())), mask=mask)

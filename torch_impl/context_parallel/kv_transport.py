@@ -39,7 +39,7 @@ from torch_impl.collectives.plain import (
     start_all_to_all,
     start_messages,
 )
-from torch_impl.context_parallel.key_routes import HaloRoute, KeyRoute, RingRoute
+from torch_impl.context_parallel.key_routes import HaloRoute, RingRoute
 
 KVBuffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one buffer; rows are split without a copy
 OtherKVBuffer = Float[Tensor, "other_keys 2 b hk p"]  # that of other rows, where a function has both
@@ -102,9 +102,9 @@ class BackwardTransport(Protocol):
         ...
 
 
-def transport_of(route: KeyRoute, group: ProcessGroup) -> KVTransport:
+def transport_of(route: RingRoute | HaloRoute, group: ProcessGroup) -> KVTransport:
     """The transport of a route over `group`."""
-    return Ring(group, route.way) if isinstance(route.way, RingRoute) else Halo(group, route.way)
+    return Ring(group, route) if isinstance(route, RingRoute) else Halo(group, route)
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,15 @@ def _seen_by(layout: TokenLayout, rank: int, causal: bool, window: int | None) -
     key = torch.arange(layout.total, device=layout.index.device)
     start = layout.cu_padded.long()[layout.sequence_ids]
     end = start + layout.cu_real.long().diff()[layout.sequence_ids]
-    reach = layout.total if window is None else window
+    span = layout.total if window is None else window
     # 2. The first query of the rank from the key on. Padding follows the real tokens of its sequence, so if this is
     #    padding, no real query of the sequence follows.
     queries = layout.index[rank, : layout.counts[rank]]
     following = torch.searchsorted(queries, key)
-    seen = _at(queries, following, beyond=layout.total) < torch.minimum(key + reach, end)
+    seen = _at(queries, following, beyond=layout.total) < torch.minimum(key + span, end)
     # 3. Without the causal rule also the last query before it.
     if not causal:
-        seen |= _at(queries, following - 1, beyond=-1) >= torch.maximum(key - reach + 1, start)
+        seen |= _at(queries, following - 1, beyond=-1) >= torch.maximum(key - span + 1, start)
     return seen & (key < end)
 
 

@@ -270,11 +270,11 @@ def _unfit(buffer: Tensor) -> str | None:
     if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         return "is an expanded view, which cannot be written in place"
     # In order of stride, each dim must step over all memory that the dims before it cover.
-    reach = 0
+    last_offset = 0
     for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
-        if size > 1 and stride <= reach:
+        if size > 1 and stride <= last_offset:
             return "is a view whose entries overlap, which cannot be written in place"
-        reach += max(size - 1, 0) * stride
+        last_offset += max(size - 1, 0) * stride
     return None
 
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_to_all
 from torch_impl.context_parallel.blockwise_attention import Logits, blockwise_attention
-from torch_impl.context_parallel.key_routes import route_of
+from torch_impl.context_parallel.key_routes import key_transfer
 from torch_impl.context_parallel.kv_transport import transport_of
 from torch_impl.layouts.token_layout import TokenLayout
 
@@ -54,10 +54,10 @@ def head_parallel_attention(
     received = all_to_all(torch.cat(head_shards, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
     # 2. Rows arrive rank by rank; a block schedule needs those of each sequence in order.
     group_q, group_k, group_v = received[:, :, group_rows.in_order].split(widths, HEAD)
-    route = route_of(group_rows.layout, causal, window)
+    transfer = key_transfer(group_rows.layout, causal, window)
     if logits.sinks is not None:
         logits = replace(logits, sinks=logits.sinks.unflatten(0, (a, -1))[heads.rank()])
-    out = blockwise_attention(group_q, group_k, group_v, route.schedule, transport_of(route, ring), logits)
+    out = blockwise_attention(group_q, group_k, group_v, transfer.schedule, transport_of(transfer.route, ring), logits)
     # 3. Back into the order of ranks, and each rank's rows back to it.
     return all_to_all(out[:, :, group_rows.by_rank], heads, split_dim=ROW, concat_dim=HEAD)
 

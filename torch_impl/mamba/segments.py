@@ -163,31 +163,31 @@ def _blocks(starts: Tensor, stops: Tensor, everywhere: Tensor, size: int) -> Blo
     return Blocks(rows, segment, index[:-1])
 
 
-def _halo(layout: TokenLayout, spans: _Spans, everywhere: Tensor, reach: int) -> Halo:
+def _halo(layout: TokenLayout, spans: _Spans, everywhere: Tensor, width: int) -> Halo:
     local, count, device = len(everywhere), len(spans.starts), everywhere.device
     # 1. The positions before each entered segment, as far as its sequence reaches back.
     entry = spans.entry_starts.clamp(max=local - 1)
     position = layout.local_index[entry]
-    back = torch.arange(reach, 0, -1, device=device)
+    back = torch.arange(width, 0, -1, device=device)
     halo_position = position[:, None] - back
     sequence_start = layout.cu_padded[layout.sequence_ids[position]]
     exists = (halo_position >= sequence_start[:, None]) & (spans.entry_stops > spans.entry_starts)[:, None]
-    # 2. Which rank sends each of them, at which index of its message: the last `reach` rows of each segment are sent.
+    # 2. Which rank sends each of them, at which index of its message: the last `width` rows of each segment are sent.
     row = layout.inverse[halo_position.clamp(min=0)]
     rank, row = row // local, row % local
     segment = spans.segment_of_row[row]
-    before = (rank * count + segment) * reach + reach - (spans.stops[segment] - row)
-    absent = layout.cp_size * count * reach
+    before = (rank * count + segment) * width + width - (spans.stops[segment] - row)
+    absent = layout.cp_size * count * width
     # Rows before a short segment's start are sent too, and no rank reads them.
     sent = (spans.stops[:, None] - back).clamp(min=0).flatten()
-    # 3. The stream with `reach` rows in front of each entered segment.
-    local_rows = everywhere + reach * torch.searchsorted(spans.entry_starts.contiguous(), everywhere, right=True)
+    # 3. The stream with `width` rows in front of each entered segment.
+    local_rows = everywhere + width * torch.searchsorted(spans.entry_starts.contiguous(), everywhere, right=True)
     segments = torch.arange(count, device=device)
-    halo_rows = ((spans.entry_starts + segments * reach)[:, None] + reach - back).flatten()
-    extended = torch.empty(local + count * reach, dtype=torch.long, device=device)
-    extended[local_rows], extended[halo_rows] = everywhere, local + torch.arange(count * reach, device=device)
+    halo_rows = ((spans.entry_starts + segments * width)[:, None] + width - back).flatten()
+    extended = torch.empty(local + count * width, dtype=torch.long, device=device)
+    extended[local_rows], extended[halo_rows] = everywhere, local + torch.arange(count * width, device=device)
     ids = torch.empty_like(extended)
     entered = segments if layout.kind != "contiguous" else spans.ids[:1]
     ids[local_rows] = spans.ids
-    ids[halo_rows] = entered.repeat_interleave(reach, output_size=count * reach)
+    ids[halo_rows] = entered.repeat_interleave(width, output_size=count * width)
     return Halo(sent, torch.where(exists, before, absent).flatten(), extended, ids, local_rows)

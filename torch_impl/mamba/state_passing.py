@@ -147,13 +147,13 @@ def running_sums(logs: Float[Tensor, "b t h"], ids: Int64[Tensor, " t"]) -> Floa
 
     Cost: log2(t) additions of logs, as many for any segments. Saves a mask for each.
     """
-    # Doubling: after each pass a token has the sum of the last `reach` tokens of its segment.
-    total, reach = logs, 1
-    while reach < len(ids):
-        is_same = (ids[reach:] == ids[:-reach])[:, None]
-        earlier = torch.where(is_same, total[:, :-reach], 0.0)
-        total = total + F.pad(earlier, (0, 0, reach, 0))
-        reach *= 2
+    # Doubling: after each pass a token has the sum of the last `span` tokens of its segment.
+    total, span = logs, 1
+    while span < len(ids):
+        is_same = (ids[span:] == ids[:-span])[:, None]
+        earlier = torch.where(is_same, total[:, :-span], 0.0)
+        total = total + F.pad(earlier, (0, 0, span, 0))
+        span *= 2
     return total
 
 

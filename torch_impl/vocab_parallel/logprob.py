@@ -94,11 +94,11 @@ def may_share_memory(logits: Tensor) -> bool:
     """
     if not logits.numel():
         return False
-    reach = 0  # offset of the last element of the dims with smaller strides
+    last_offset = 0  # offset of the last element of the dims with smaller strides
     for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
-        if size > 1 and stride <= reach:
+        if size > 1 and stride <= last_offset:
             return True
-        reach += stride * (size - 1)
+        last_offset += stride * (size - 1)
     return False
 
 
