@@ -174,7 +174,7 @@ def test_what_an_operation_leaves_where_a_query_sees_nothing_is_not_merged(left,
     def merged(order):
         running = RunningAttention(q)
         for block in order:
-            running.add(q, torch.stack([k, v]), block, blockwise_attention.Logits(0.5))
+            running.add(q, torch.stack([k, v]), block, blockwise_attention.SoftmaxOptions(0.5))
         return running.out, running.lse
 
     plain = blockwise_attention._forward

@@ -28,7 +28,7 @@ from parity_tests.context_parallel.seen_pairs import KINDS, streams, times_seen
 from shardproof import check_cases, offsets, scheme
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
 from torch_impl.context_parallel.block_schedule import MAX_DISTINCT_LENGTHS, MAX_SEGMENT_QUERIES, Block, schedule_of
-from torch_impl.context_parallel.blockwise_attention import Logits, RunningAttention
+from torch_impl.context_parallel.blockwise_attention import RunningAttention, SoftmaxOptions
 from torch_impl.layouts import TokenLayout
 
 
@@ -309,7 +309,7 @@ def test_dual_chunk_swap_gives_every_rank_the_same_work():
 def test_a_block_without_keys_is_rejected_before_it_ends_the_process():
     q, keys = torch.zeros(1, 1, 2, 4), torch.zeros(2, 1, 1, 0, 4)
     with pytest.raises(RuntimeError) as caught:
-        RunningAttention(q).add(q, keys, Block(slice(0, 2), slice(0, 2)), Logits(1.0))
+        RunningAttention(q).add(q, keys, Block(slice(0, 2), slice(0, 2)), SoftmaxOptions(1.0))
     sentence = "context_parallel.block_schedule: a block has queries and no keys; leave it out of the schedule"
     assert str(caught.value) == sentence
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.collectives.reductions import as_replicated
 from torch_impl.context_parallel.block_schedule import BlockSchedule, schedule_of
-from torch_impl.context_parallel.blockwise_attention import Logits, blockwise_attention
+from torch_impl.context_parallel.blockwise_attention import SoftmaxOptions, blockwise_attention
 from torch_impl.context_parallel.key_routes import key_transfer
 from torch_impl.context_parallel.kinds import ORDERS, ExchangeName, Layout, Scale, Window
 from torch_impl.context_parallel.kv_transport import AllGather, KVTransport, transport_of
@@ -96,11 +96,11 @@ def context_parallel_attention(
         raise ValueError(f"{FUNCTION}: {problem}")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # 2. Exchange heads, and keys over the ring that is left; or leave the heads where they are and exchange keys alone.
-    logits = Logits(factor, softcap, None if sinks is None else _addend_gradients(sinks, groups))
+    options = SoftmaxOptions(factor, softcap, None if sinks is None else _addend_gradients(sinks, groups))
     if exchange in ("ulysses", "usp"):
-        return head_parallel_attention(q, k, v, token_layout, groups.heads, groups.ring, causal, window, logits)
+        return head_parallel_attention(q, k, v, token_layout, groups.heads, groups.ring, causal, window, options)
     schedule, transport = _key_exchange(exchange, token_layout, causal, window, groups.ring)
-    return blockwise_attention(q, k, v, schedule, transport, logits)
+    return blockwise_attention(q, k, v, schedule, transport, options)
 
 
 def _key_exchange(

@@ -41,7 +41,7 @@ _CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
-class Logits:
+class SoftmaxOptions:
     """How scores become the logits of the softmax: scaled, then capped; and a further logit of each head, its sink."""
 
     scale: float
@@ -51,7 +51,7 @@ class Logits:
 
 # Gradient types: V -> V.
 def blockwise_attention(
-    q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, transport: KVTransport, logits: Logits
+    q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, transport: KVTransport, options: SoftmaxOptions
 ) -> Heads:
     """Attention of this rank's queries over the keys of all ranks.
 
@@ -61,7 +61,7 @@ def blockwise_attention(
 
     Cost:   that of the transport. Saves q, k and v, the output and one number per query and head.
     """
-    return _BlockwiseAttention.apply(with_contiguous_rows(q), k, v, logits.sinks, schedule, transport, logits)
+    return _BlockwiseAttention.apply(with_contiguous_rows(q), k, v, options.sinks, schedule, transport, options)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
@@ -74,18 +74,18 @@ class _BlockwiseAttention(torch.autograd.Function):
         sinks: Tensor | None,
         schedule: BlockSchedule,
         transport: KVTransport,
-        logits: Logits,
+        options: SoftmaxOptions,
     ) -> Heads:
         running, local_kv = RunningAttention(q, sinks), buffer_of(k, v)
         # 1. One hop: the keys of one source arrive, and are sent on while this rank attends to them.
         for source, kv in transport.fetch(local_kv):
             # 2. Merge each block of them into the running softmax.
             for block in schedule.blocks[source]:
-                running.add(q, kv_of(kv), block, logits)
+                running.add(q, kv_of(kv), block, options)
         out = running.out.to(q.dtype)
         # 3. Save this rank's keys alone: backward fetches the others again.
         ctx.save_for_backward(q, local_kv, out, running.lse, sinks)
-        ctx.schedule, ctx.transport, ctx.logits = schedule, transport, logits
+        ctx.schedule, ctx.transport, ctx.options = schedule, transport, options
         return out
 
     @staticmethod
@@ -100,7 +100,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         for source, kv, pending_dkv in transport:
             # 2. Add the gradients of each block. With the next turn of the loop the transport sends the sums on.
             for block in schedule.blocks[source]:
-                add_gradients(dq, pending_dkv, cotangent, (q, out, lse), kv_of(kv), block, ctx.logits)
+                add_gradients(dq, pending_dkv, cotangent, (q, out, lse), kv_of(kv), block, ctx.options)
         # 3. What all ranks added to the gradients of this rank's keys.
         dkv = transport.local_gradient()
         dsinks = None if sinks is None else _sink_gradient(sinks, lse, out, cotangent)
@@ -128,15 +128,15 @@ class RunningAttention:
         if sinks is not None:
             self.lse.copy_(sinks[:, None])
 
-    def add(self, q: Heads, kv: KV, block: Block, logits: Logits) -> None:
+    def add(self, q: Heads, kv: KV, block: Block, options: SoftmaxOptions) -> None:
         """Merge the attention of one block into the running result."""
         for kernel_block in _kernel_blocks(block, q):
-            self._add_block(q, kv, kernel_block, logits)
+            self._add_block(q, kv, kernel_block, options)
 
-    def _add_block(self, q: Heads, kv: KV, block: Block, logits: Logits) -> None:
+    def _add_block(self, q: Heads, kv: KV, block: Block, options: SoftmaxOptions) -> None:
         k, v = kv.unbind()
         out, lse = _forward(
-            rows_of_block(q, block.queries), rows_of_block(k, block.keys), rows_of_block(v, block.keys), block, logits
+            rows_of_block(q, block.queries), rows_of_block(k, block.keys), rows_of_block(v, block.keys), block, options
         )
         if block.fully_masked is not None:  # kernels differ in what they return for a query without a key
             out = out.masked_fill(block.fully_masked.unsqueeze(-1), 0.0)
@@ -168,7 +168,7 @@ def add_gradients(
     saved: tuple[Tensor, ...],
     kv: KV,
     block: Block,
-    logits: Logits,
+    options: SoftmaxOptions,
 ) -> None:
     """Add the gradients of one block to dq, and to the sums of gradients of keys once these have arrived.
 
@@ -187,7 +187,7 @@ def add_gradients(
             rows_of_block(v, kernel_block.keys),
             lse_rows.contiguous(),
             kernel_block,
-            logits,
+            options,
         )
         # 2. Only now wait for the sums of other ranks, which were sent while the kernel ran.
         dk, dv = kv_of(pending_dkv.wait()).unbind()
@@ -239,25 +239,25 @@ def rows_of_block(x: Heads, rows: Rows) -> Float[Tensor, "m h i p"]:
     return x[0][:, rows].transpose(0, 1)
 
 
-def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, logits: Logits) -> tuple[Heads, Tensor]:
+def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, options: SoftmaxOptions) -> tuple[Heads, Tensor]:
     if not k.shape[2]:  # the CPU's kernel would divide by zero, which ends the process
         raise RuntimeError(
             "context_parallel.block_schedule: a block has queries and no keys; leave it out of the schedule"
         )
-    scale = logits.scale
-    if logits.softcap is not None:  # no kernel caps
-        return plain_forward(q, k, v, block.mask, block.is_causal, scale, logits.softcap)
+    scale = options.scale
+    if options.softcap is not None:  # no kernel caps
+        return plain_forward(q, k, v, block.mask, block.is_causal, scale, options.softcap)
     if q.is_cuda:
         return cuda_forward(q, k, v, block.mask, block.is_causal, scale)
     return _CPU_FLASH(q, k, v, 0.0, block.is_causal, attn_mask=_additive_mask(block.mask, q), scale=scale)
 
 
 def _backward(
-    query_rows: list[Tensor], k: KVHeads, v: KVHeads, lse: Tensor, block: Block, logits: Logits
+    query_rows: list[Tensor], k: KVHeads, v: KVHeads, lse: Tensor, block: Block, options: SoftmaxOptions
 ) -> tuple[Tensor, ...]:
-    (cotangent, q, out), scale = query_rows, logits.scale
-    if logits.softcap is not None:
-        return plain_backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale, logits.softcap)
+    (cotangent, q, out), scale = query_rows, options.scale
+    if options.softcap is not None:
+        return plain_backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale, options.softcap)
     if q.is_cuda:
         return cuda_backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale)
     mask = _additive_mask(block.mask, q)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_to_all
-from torch_impl.context_parallel.blockwise_attention import Logits, blockwise_attention
+from torch_impl.context_parallel.blockwise_attention import SoftmaxOptions, blockwise_attention
 from torch_impl.context_parallel.key_routes import key_transfer
 from torch_impl.context_parallel.kv_transport import transport_of
 from torch_impl.layouts.token_layout import TokenLayout
@@ -35,7 +35,7 @@ def head_parallel_attention(
     ring: ProcessGroup,
     causal: bool,
     window: int | None,
-    logits: Logits,
+    options: SoftmaxOptions,
 ) -> Heads:
     """Attention with heads sharded over `heads` and positions over `ring`.
 
@@ -55,9 +55,9 @@ def head_parallel_attention(
     # 2. Rows arrive rank by rank; a block schedule needs those of each sequence in order.
     group_q, group_k, group_v = received[:, :, group_rows.in_order].split(widths, HEAD)
     transfer = key_transfer(group_rows.layout, causal, window)
-    if logits.sinks is not None:
-        logits = replace(logits, sinks=logits.sinks.unflatten(0, (a, -1))[heads.rank()])
-    out = blockwise_attention(group_q, group_k, group_v, transfer.schedule, transport_of(transfer.route, ring), logits)
+    if options.sinks is not None:
+        options = replace(options, sinks=options.sinks.unflatten(0, (a, -1))[heads.rank()])
+    out = blockwise_attention(group_q, group_k, group_v, transfer.schedule, transport_of(transfer.route, ring), options)
     # 3. Back into the order of ranks, and each rank's rows back to it.
     return all_to_all(out[:, :, group_rows.by_rank], heads, split_dim=ROW, concat_dim=HEAD)
 
