@@ -72,8 +72,8 @@ class DistributedCrossEntropy(torch.autograd.Function):
         ):
             # q and p are computed again from the logits, block by block: no probability is saved.
             row_max_q, log_row_sum_q, row_max_p, log_row_sum_p, g = (x[row_slice] for x in per_row)
-            log_q = statistics.shifted_block(no_narrower(student_block, g.dtype), row_max_q).sub_(log_row_sum_q)
-            log_p = statistics.shifted_block(no_narrower(target_block, g.dtype), row_max_p).sub_(log_row_sum_p)
+            log_q = statistics.minus_row_max(no_narrower(student_block, g.dtype), row_max_q).sub_(log_row_sum_q)
+            log_p = statistics.minus_row_max(no_narrower(target_block, g.dtype), row_max_p).sub_(log_row_sum_p)
             gradient[row_slice] = difference_of_probabilities(log_q, log_p).mul_(g)
         return gradient.view(student.shape), None, None, None
 

@@ -205,7 +205,7 @@ def _dense_gradient(
         long_rows.write_terms(out, block, row_max, temperature, row_offset, row_scale)
         return out
     buffer = out if out.dtype == row_max.dtype and row_scale is None else None
-    shifted = statistics.shifted_block_base_2(block, row_max, temperature, buffer)
+    shifted = statistics.shifted_logits_base_2(block, row_max, temperature, buffer)
     if row_scale is None:
         return shifted.exp2_().mul_(row_offset)
     terms = shifted.exp2()
@@ -361,7 +361,7 @@ def rows_at_once(logits: Tensor, chunk_size: int | None, backend: str) -> int:
     if backend == "compile" and chunk_size is None:
         return max(1, statistics.BLOCK_BYTES_ELSEWHERE // max(1, logits.shape[-1] * accumulator(logits.dtype).itemsize))
     if backend == "eager" and chunk_size is None and long_rows.applies_to(logits):
-        return long_rows.rows_per_block(logits.shape[-1], accumulator(logits.dtype))
+        return long_rows.rows_per_tiled_block(logits.shape[-1], accumulator(logits.dtype))
     return rows_per_block(logits, chunk_size)
 
 

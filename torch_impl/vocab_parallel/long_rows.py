@@ -34,7 +34,7 @@ def applies_to(block: Float[Tensor, "*n v"]) -> bool:
     return block.is_cpu and block.shape[-1] >= MIN_COLUMNS and not torch.compiler.is_compiling()
 
 
-def rows_per_block(width: int, dtype: torch.dtype) -> int:
+def rows_per_tiled_block(width: int, dtype: torch.dtype) -> int:
     """Rows of a block: one tile, or so many that the operations on a block cost little beside those on its tiles."""
     return max(BLOCK_ROWS, _rows_per_tile(width, dtype, buffer_count=1))
 

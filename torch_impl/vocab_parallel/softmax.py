@@ -19,9 +19,9 @@ from torch_impl.vocab_parallel.statistics import (
     aligned_row_blocks,
     gather_statistics,
     global_normaliser,
+    minus_row_max,
     row_blocks,
     rows_per_block,
-    shifted_block,
 )
 
 MORE_LIKELY_THAN_NOT = -math.log(2.0)  # of a row, one column at most has a larger log-probability
@@ -153,5 +153,5 @@ def _normaliser(logits: Tensor, group: ProcessGroup) -> Normaliser:
 def _log_p(block: Tensor, normaliser: Normaliser, row_slice: slice) -> Tensor:
     """Log-probabilities of one row block, in the accumulation dtype."""
     # Two subtractions, in this order: z - m is exact near the maximum, where lse alone would have lost digits.
-    shifted = shifted_block(block, normaliser.row_max[row_slice].unsqueeze(-1))
+    shifted = minus_row_max(block, normaliser.row_max[row_slice].unsqueeze(-1))
     return shifted.sub_(normaliser.log_row_sum[row_slice].unsqueeze(-1))

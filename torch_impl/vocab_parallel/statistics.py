@@ -49,7 +49,7 @@ BLOCK_BYTES_ELSEWHERE = 1 << 26
 def rows_per_block(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
     """Rows of one block: those of `chunk_size` positions of the last dim but one, or what suits the device.
 
-    Of long rows on a CPU, `long_rows.rows_per_block` says how many.
+    Of long rows on a CPU, `long_rows.rows_per_tiled_block` says how many.
 
     Callers count positions of the sequence, of which each is one row for every index of the leading dims: logits
     [b, s, v] have `chunk_size * b` rows in a block.
@@ -137,7 +137,7 @@ def shifted_logits(z: Float[Tensor, "*n"], row_max: Float[Tensor, "*#n"], temper
     return difference if temperature == 1.0 else difference.div_(temperature)
 
 
-def shifted_block(
+def minus_row_max(
     block: Float[Tensor, "n v"], row_max: Float[Tensor, "n 1"], out: Float[Tensor, "n v"] | None = None
 ) -> Float[Tensor, "n v"]:
     """Shifted logits z - m of a block, in the dtype of m; in `out` if it is given and the block has that dtype."""
@@ -148,7 +148,7 @@ def shifted_block(
     return torch.sub(block, row_max, out=out)
 
 
-def shifted_block_base_2(
+def shifted_logits_base_2(
     block: Float[Tensor, "n v"],
     row_max: Float[Tensor, "n 1"],
     temperature: float,
@@ -159,7 +159,7 @@ def shifted_block_base_2(
     The terms of the softmax are exp2 of them. On a CPU exp2 takes a quarter of the time of exp, and dividing by the
     temperature adds nothing to it.
     """
-    return shifted_block(block, row_max, out).mul_(LOG2_E / temperature)
+    return minus_row_max(block, row_max, out).mul_(LOG2_E / temperature)
 
 
 def local_statistics(
@@ -201,7 +201,7 @@ def _row_sums(
 def _eager_terms(wide: Float[Tensor, "n v"], temperature: float, keeps_shifted: bool) -> tuple[Tensor, ...]:
     """m_r, R_r, shifted logits in base 2 and terms of a block; the term of one largest logit is set to 0."""
     row_max, row_max_column = wide.max(-1, keepdim=True)
-    shifted = shifted_block_base_2(wide, long_rows.finite(row_max), temperature)
+    shifted = shifted_logits_base_2(wide, long_rows.finite(row_max), temperature)
     del wide  # frees a block before the next one is allocated
     terms = shifted.exp2() if keeps_shifted else shifted.exp2_()
     return row_max, terms.scatter_(-1, row_max_column, 0.0).sum(-1, keepdim=True), shifted, terms
@@ -214,7 +214,7 @@ def _compiled_terms(wide: Float[Tensor, "n v"], temperature: float, keeps_shifte
     """
     row_max = wide.amax(-1, keepdim=True)
     is_row_max = wide == row_max
-    shifted = shifted_block_base_2(wide, long_rows.finite(row_max), temperature)
+    shifted = shifted_logits_base_2(wide, long_rows.finite(row_max), temperature)
     terms = shifted.exp2().masked_fill(is_row_max, 0.0)
     tie_count = (is_row_max.to(terms.dtype).sum(-1, keepdim=True) - 1.0).masked_fill(row_max == -math.inf, 0.0)
     return row_max, terms.sum(-1, keepdim=True) + tie_count, shifted, terms
@@ -229,7 +229,7 @@ def local_cross_mean(
 ) -> Float[Tensor, " n"]:
     """x_r: the mean of q's shifted logits under the local softmax of p's; 0 for an empty shard."""
     row_max_q, row_max_p = (torch.where(m.isfinite(), m, 0.0).unsqueeze(-1) for m in (row_max_q, row_max_p))
-    shifted, terms = shifted_block(q_block, row_max_q), shifted_block(p_block, row_max_p).exp_()
+    shifted, terms = minus_row_max(q_block, row_max_q), minus_row_max(p_block, row_max_p).exp_()
     masked = shifted == -math.inf
     cross_mean = terms.mul_(shifted.masked_fill_(masked, 0.0)).sum(-1) / (1.0 + row_sum_m1_p)
     # Tested on the logits, not on p: where p underflows to 0 in float32 but not in float64, the two would disagree.

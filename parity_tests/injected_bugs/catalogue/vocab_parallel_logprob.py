@@ -308,7 +308,7 @@ BUGS = (
     InjectedBug(
         name="logits shifted in place",
         kind="buffer",
-        at="vocab_parallel:shifted_block",
+        at="vocab_parallel:minus_row_max",
         old="return block - row_max",
         new="return block.sub_(row_max)",
         expect="hygiene: was modified",
@@ -342,7 +342,7 @@ BUGS = (
     InjectedBug(
         name="float64 narrowed to float32",
         kind="precision",
-        at="vocab_parallel:shifted_block",
+        at="vocab_parallel:minus_row_max",
         old="return block - row_max",
         new="return (block.float() - row_max.float()).to(row_max.dtype)",
         expect="value: float32 accumulation",
