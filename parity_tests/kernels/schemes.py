@@ -20,7 +20,7 @@ from torch_impl.kernels.softmax import local_statistics, write_gradient
 from torch_impl.layouts import dual_chunk_swap
 from torch_impl.vocab_parallel import fused_logprob, vocab_parallel_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.fused_logprob import EntropyGradient, id_cotangents
+from torch_impl.vocab_parallel.fused_logprob import EntropyCotangent, id_cotangents
 
 KINDS = values("peaked", "neg_inf_mask", "normal", "ties", "huge")
 STEP = 2  # columns: a row of five has three blocks
@@ -135,7 +135,7 @@ class _InSteps(torch.autograd.Function):
         logits, *normaliser, column, shifted_mean = ctx.saved_tensors
         rows = logits.flatten(0, 1)
         gradient, at_target = torch.empty_like(rows), id_cotangents(column, g_logprob.reshape(-1, 1))
-        entropy = EntropyGradient(shifted_mean, g_entropy.reshape(-1))
+        entropy = EntropyCotangent(shifted_mean, g_entropy.reshape(-1))
         write_gradient(gradient, rows, st.Normaliser(*normaliser), at_target, entropy, ctx.temperature, True, STEP)
         return gradient.view(logits.shape), None, None, None, None, None
 

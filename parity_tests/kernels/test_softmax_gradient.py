@@ -40,7 +40,7 @@ def given_to(z, k, temperature=1.0, with_entropy=True):
 
 def of_rows(row_max, log_row_sum, shifted_mean, g_entropy, at_ids):
     """The arguments of `write_gradient` that stand for rows."""
-    entropy = None if shifted_mean is None else fused_logprob.EntropyGradient(shifted_mean, g_entropy)
+    entropy = None if shifted_mean is None else fused_logprob.EntropyCotangent(shifted_mean, g_entropy)
     return st.Normaliser(row_max, log_row_sum), at_ids, entropy
 
 

@@ -123,7 +123,7 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     # 1. The cotangents of the outputs, row by row; None where an output was not used.
     g_logprob = None if column is None else cotangents[0]
     g_entropy = cotangents[-1] if options.with_entropy else None
-    entropy = None if g_entropy is None else EntropyGradient(shifted_mean, g_entropy.reshape(-1))
+    entropy = None if g_entropy is None else EntropyCotangent(shifted_mean, g_entropy.reshape(-1))
     at_ids = None
     if g_logprob is not None and column is not None and column.numel():
         at_ids = id_cotangents(column, g_logprob.reshape(column.shape))
@@ -143,7 +143,7 @@ def write_gradient(
     block: Float[Tensor, "n v"],
     normaliser: statistics.Normaliser,
     at_ids: IdCotangents | None,
-    entropy: EntropyGradient | None,
+    entropy: EntropyCotangent | None,
     temperature: float,
     normalised: bool,
 ) -> None:
@@ -181,7 +181,7 @@ def _dense_gradient(
     block: Float[Tensor, "n v"],
     normaliser: statistics.Normaliser,
     g: Float[Tensor, " n"] | None,
-    entropy: EntropyGradient | None,
+    entropy: EntropyCotangent | None,
     temperature: float,
 ) -> Float[Tensor, "n v"]:
     """p (g_h (log p - h) - g) / temperature: the gradient at a column that is no id; in `out` where that can hold it.
@@ -219,7 +219,7 @@ def _score(z_t: Float[Tensor, "*a"], normaliser: statistics.Normaliser, options:
     return statistics.zero_outside_vocabulary(z_t, z_t / options.temperature)
 
 
-class EntropyGradient(NamedTuple):
+class EntropyCotangent(NamedTuple):
     """The cotangent of the entropy, and the mean shifted logit that its gradient is relative to."""
 
     shifted_mean: Float[Tensor, " n"]
@@ -229,9 +229,9 @@ class EntropyGradient(NamedTuple):
     def is_unused(self) -> Bool[Tensor, "n 1"]:
         return (self.g == 0).unsqueeze(-1)
 
-    def rows(self, row_slice: slice) -> EntropyGradient:
+    def rows(self, row_slice: slice) -> EntropyCotangent:
         """Some of the rows."""
-        return EntropyGradient(rows_of(self.shifted_mean, row_slice), rows_of(self.g, row_slice))
+        return EntropyCotangent(rows_of(self.shifted_mean, row_slice), rows_of(self.g, row_slice))
 
 
 class IdCotangents(NamedTuple):
@@ -288,7 +288,7 @@ def _gradient_at_ids(
     z_t: Float[Tensor, "n k"],
     normaliser: statistics.Normaliser,
     at_ids: IdCotangents,
-    entropy: EntropyGradient | None,
+    entropy: EntropyCotangent | None,
     temperature: float,
     normalised: bool,
 ) -> Float[Tensor, "n k"]:

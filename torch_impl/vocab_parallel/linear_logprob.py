@@ -25,7 +25,7 @@ from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.fused_logprob import (
     NOTHING_SAVED,
-    EntropyGradient,
+    EntropyCotangent,
     IdCotangents,
     LogprobOptions,
     backend_of,
@@ -281,7 +281,7 @@ def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | 
     g, entropy = grad_outputs[0], None
     if ctx.with_entropy:
         g, g_entropy = g.unbind(-1)
-        entropy = EntropyGradient(shifted_mean, g_entropy.T.reshape(-1))
+        entropy = EntropyCotangent(shifted_mean, g_entropy.T.reshape(-1))
     of_hidden, _, of_weight, *_ = ctx.needs_input_grad
     with no_autocast(hidden.device):
         states = _all_positions(ctx, hidden)
@@ -333,7 +333,7 @@ class RowGradients(NamedTuple):
     """What the gradient of a row of logits is computed from, besides the row."""
 
     at_ids: IdCotangents
-    entropy: EntropyGradient | None
+    entropy: EntropyCotangent | None
     normaliser: statistics.Normaliser
     temperature: float
 

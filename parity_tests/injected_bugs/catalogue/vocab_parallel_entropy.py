@@ -40,7 +40,7 @@ BUGS = (
         name="entropy of hidden states without its gradient",
         kind="statistic",
         at="vocab_parallel:_backward",
-        old="entropy = EntropyGradient(shifted_mean, g_entropy.T.reshape(-1))",
+        old="entropy = EntropyCotangent(shifted_mean, g_entropy.T.reshape(-1))",
         new="del g_entropy",
         expect="gradient: ",
     ),
