@@ -13,7 +13,7 @@ Arguments with one meaning throughout the package, unless a function says otherw
     input_ids, target                    ids of tokens, unshifted unless a function says otherwise
     seq_index                            the original position of each stored one
     seq_dim                              the dim of the sequence
-    chunk_size                           positions that are worked on at a time; it bounds memory and changes no value
+    chunk_size                           b * chunk_size rows are worked on at a time; it bounds memory, changes no value
     inference_only                       save nothing, so that there is no backward
     sampling_params                      a TrainingSamplingParams, or None: nothing is scaled or filtered
     with_entropy                         return the pair of the result and sum p log p, the negative entropy

@@ -42,9 +42,9 @@ class LogprobOptions(NamedTuple):
     """Everything but the tensors.
 
     With `has_id_dim` the ids have a last dim of size k that the logits do not have: k ids of each row. Without
-    `normalised` the result is y at the ids instead of log p. `chunk_size` bounds a row
-    block, which is what is computed at once. It counts positions of the sequence; a block has that many rows for each
-    entry of the batch.
+    `normalised` the result is y at the ids instead of log p. `chunk_size` sets the size of a
+    row block, which is what is computed at once: of logits [b, s, v] it has `chunk_size * b` rows. They are consecutive
+    among the b * s rows, so they need not be the same positions of each entry of the batch.
     """
 
     group: ProcessGroup | None  # None: one rank has full rows

@@ -54,7 +54,7 @@ def vocab_parallel_kl(
     adds nothing; one that the other alone masks makes the divergence +inf, in reverse with a gradient that is not
     finite. The two dtypes may differ, and the sums run in the wider, float32 at least, which is the result's; the
     gradient has the student's dtype. Every tp rank passes the same cotangent. Some multiply the loss by temperature^2;
-    this function does not. `chunk_size` (positions of s per block; None: automatic) bounds the working set.
+    this function does not. `chunk_size` bounds the working set: b * chunk_size rows (None: automatic).
 
     Cost:   forward 1 all_gather, 6 * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves both
             logits by reference and 16 bytes per token, in reverse 24.

@@ -50,7 +50,8 @@ def vocab_parallel_logprob(
     also where the logits of its row are NaN.
     Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
     dtype. Every tp rank passes the same cotangent.
-    `chunk_size` (positions of s per block; None: chosen automatically) bounds the working set and may differ by rank.
+    `chunk_size` bounds the working set, b * chunk_size consecutive rows at a time (None: chosen automatically), and may
+    differ by rank.
     `inplace_gradient` writes the gradient into the memory of the logits. If another operation saved them for its own
     backward, autograd raises an error there.
     `backend`: "auto" is Triton on CUDA and eager elsewhere; "eager", "compile" and "triton" force one.
@@ -137,7 +138,7 @@ class DistributedLogprob(torch.autograd.Function):
 
 
 class ChunkedDistributedLogprob(torch.autograd.Function):
-    """`DistributedLogprob` in blocks of `chunk_size` positions of s (None: chosen automatically), for `.apply`.
+    """`DistributedLogprob` in blocks of `b * chunk_size` rows (None: chosen automatically), for `.apply`.
 
         vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
 
@@ -188,7 +189,8 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
     Any leading dims and strides. An id outside the vocabulary gives 0.0 and no gradient; duplicates add up; k may be 0.
     Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
     dtype. Every tp rank passes the same cotangent.
-    `chunk_size` (positions of s per block; None: chosen automatically) bounds the working set and may differ by rank.
+    `chunk_size` bounds the working set, b * chunk_size consecutive rows at a time (None: chosen automatically), and may
+    differ by rank.
 
     Cost:   forward 1 all_gather, (k + 2) * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves
             the logits by reference and 8 + 4 k bytes per token.
@@ -235,7 +237,8 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
 
     Any leading dims and strides, and any columns on any rank. Columns of -inf are masked. Results are float32, for
     float64 logits float64; the gradient has the logits' dtype. Every tp rank passes the same cotangent.
-    `chunk_size` (positions of s per block; None: chosen automatically) bounds the working set and may differ by rank.
+    `chunk_size` bounds the working set, b * chunk_size consecutive rows at a time (None: chosen automatically), and may
+    differ by rank.
     Together with a log-probability: `vocab_parallel_logprob(..., with_entropy=True)`, without another read.
 
     Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves the

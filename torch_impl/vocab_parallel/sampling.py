@@ -295,7 +295,7 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
 
 
 class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
-    """`DistributedLogprobWithSampling` in blocks of `chunk_size` positions of s (None: automatic), for `.apply`.
+    """`DistributedLogprobWithSampling` in blocks of `b * chunk_size` rows (None: automatic), for `.apply`.
 
         vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
 

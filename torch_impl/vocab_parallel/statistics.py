@@ -47,12 +47,12 @@ BLOCK_BYTES_ELSEWHERE = 1 << 26
 
 
 def rows_per_block(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
-    """Rows of one block: those of `chunk_size` positions of the last dim but one, or what suits the device.
+    """Rows of one block: as many as `chunk_size` positions of the last dim but one have, or what suits the device.
 
     Of long rows on a CPU, `long_rows.rows_per_tiled_block` says how many.
 
-    Callers count positions of the sequence, of which each is one row for every index of the leading dims: logits
-    [b, s, v] have `chunk_size * b` rows in a block.
+    A position of the sequence is one row for every index of the leading dims: logits [b, s, v] have `chunk_size * b`
+    rows in a block. These are consecutive among the b * s rows, not the same positions of each entry of the batch.
     """
     if chunk_size is not None:
         return max(1, chunk_size * math.prod(logits.shape[:-2]))

@@ -87,7 +87,7 @@ def gather_logits_at_global_indices(
 
     `tp_group=None` is for a full vocabulary, `cp_group=None` for a full sequence. The logits may cover more
     positions than the ids (padding). Results are float32, for float64 logits float64; the gradient has the logits'
-    dtype, and duplicates add up in it. `chunk_size` (positions of s per block; None: automatic) bounds the
+    dtype, and duplicates add up in it. `chunk_size` (b * chunk_size rows per block; None: automatic) bounds the
     working set of backward; forward reads the logits at the ids alone.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp or
     use each score in the loss of one rank alone.
