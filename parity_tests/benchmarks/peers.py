@@ -167,7 +167,7 @@ def _draw(topic: str, dtype: str, path: Path) -> None:
     arrays = {arg.name: inputs.full_array(arg, declared.draws[arg.name], case) for arg in declared.inputs}
     arrays["cotangent"] = inputs.cotangent(declared.outputs[0], case)
     for i, row in enumerate(rows):
-        arrays |= {f"want {i}": row.want, f"budget {i}": row.budgets}
+        arrays |= {f"want {i}": row.want, f"budget {i}": row.element_budgets}
     np.savez(path, allow_pickle=False, **arrays)
 
 

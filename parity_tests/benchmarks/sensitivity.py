@@ -91,9 +91,9 @@ def in_one_element() -> Figure:
             if place is None:
                 continue
             injected += 1
-            relative.append(row.budgets[place] / abs(row.want[place]))
+            relative.append(row.element_budgets[place] / abs(row.want[place]))
             for multiple in MULTIPLES:
-                worse = _with_error(scheme, case, results, row, place, multiple * row.budgets[place])
+                worse = _with_error(scheme, case, results, row, place, multiple * row.element_budgets[place])
                 judged = compare.compare(scheme, case, worse, reference)
                 caught[multiple] += not all(other.ok for other in judged)
     always = min((m for m in MULTIPLES if caught[m] == injected), default=float("inf"))

@@ -137,5 +137,5 @@ def _stored_budgets(
     for count in (times * max(scheme.roundings, 1) for times in MORE_ROUNDINGS):
         more_roundings = replace(scheme, roundings=count)
         rows = compare.compare(more_roundings, case, results, evaluate(more_roundings, program, case))
-        by_count[count] = {row.label: row.budgets for row in rows}
+        by_count[count] = {row.label: row.element_budgets for row in rows}
     return by_count

@@ -34,7 +34,7 @@ def worst_ratio(got: Tensor, twin: Callable[..., Tensor], floats: Sequence[Tenso
     with np.errstate(invalid="ignore"):
         distances = np.nan_to_num(np.stack(moved) - want, nan=0.0, posinf=0.0, neginf=0.0) / 2
     spread = np.sqrt((distances**2).mean(0))
-    allowed = compare.budget(want, spread, terms, dtype, dtype, ROUNDINGS, unit)
+    allowed = compare.element_budgets(want, spread, terms, dtype, dtype, ROUNDINGS, unit)
     ratios = compare.errors(got.double().cpu().numpy(), want, dtype) / allowed
     return float(ratios.max(initial=0.0))
 

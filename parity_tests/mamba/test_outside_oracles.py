@@ -141,7 +141,7 @@ def agrees(scheme, case, function, has_gradients=True):
     rows += [row for row in report.rows if row.role == "gradient"] if has_gradients else []
     for row, theirs in zip(rows, results, strict=True):
         error = np.abs(row.got - theirs.detach().double().numpy())
-        assert (error <= row.budgets).all(), (row.label, float(error.max()))
+        assert (error <= row.element_budgets).all(), (row.label, float(error.max()))
 
 
 @pytest.mark.parametrize("seed", range(3))

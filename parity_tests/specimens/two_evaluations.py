@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests.harness.judge.compare import budget
+from parity_tests.harness.judge.compare import element_budgets
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, _rms, compiler_options
 from parity_tests.harness.judge.rounding import POOL, Trace, by_numpy, by_xla
 from parity_tests.harness.judge.step import DIRECTIONS
@@ -64,7 +64,7 @@ def _same_values(value: np.ndarray, want: np.ndarray, spread: np.ndarray, terms:
     with np.errstate(invalid="ignore"):
         distance = np.abs(value - want)
     same = (value == want) | (np.isnan(value) & np.isnan(want))
-    return bool((same | (distance <= budget(want, spread, terms, "float64", "float64", 1, U))).all())
+    return bool((same | (distance <= element_budgets(want, spread, terms, "float64", "float64", 1, U))).all())
 
 
 def _same_spread(spread: np.ndarray, want: np.ndarray, lost: float) -> bool:

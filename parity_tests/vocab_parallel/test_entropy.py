@@ -102,7 +102,7 @@ def test_equal_logits_have_the_largest_entropy_and_no_slope(tp):
 def test_lies_between_minus_log_v_and_zero(case):
     report = verify_case(chunked_distributed_entropy, case)
     (row,) = (row for row in report.rows if row.role == "output")
-    assert (row.got <= row.budgets).all() and (row.got >= -np.log(case.v) - row.budgets).all()
+    assert (row.got <= row.element_budgets).all() and (row.got >= -np.log(case.v) - row.element_budgets).all()
 
 
 def test_a_row_constant_changes_nothing():

@@ -220,7 +220,7 @@ def test_gradients_of_a_row_cancel():
     report = judged(normal(2, 5, 8), np.arange(10).reshape(2, 5) % 8, tp=4)
     report.raise_if_failed()
     gradient = next(row for row in report.rows if row.role == "gradient")
-    assert (np.abs(gradient.got.sum(-1)) <= gradient.budgets.sum(-1)).all()
+    assert (np.abs(gradient.got.sum(-1)) <= gradient.element_budgets.sum(-1)).all()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -154,7 +154,7 @@ def test_agrees_with(scheme, oracles, sizes, library, dtype):
     gradients = [row for row in report.rows if row.role == "gradient"]
     for row, want in zip([*outputs, *gradients], evaluated, strict=True):
         assert want.dtype == np.float64
-        assert (np.abs(row.got - want) <= row.budgets).all(), (row.label, float(np.abs(row.got - want).max()))
+        assert (np.abs(row.got - want) <= row.element_budgets).all(), (row.label, float(np.abs(row.got - want).max()))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

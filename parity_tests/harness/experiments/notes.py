@@ -102,7 +102,7 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
 def _evidence(report: Report, label: str) -> Evidence:
     """What the report itself says about a tensor."""
     row = next(row for row in report.rows if row.label == label)
-    return Evidence(row.name, row.role, row.got, row.want, row.budgets, owners=row.owners)
+    return Evidence(row.name, row.role, row.got, row.want, row.element_budgets, owners=row.owners)
 
 
 def _tested_hypothesis(

@@ -109,7 +109,7 @@ class _Range:
         self.wrong = compare.wrong_elements(row)
         self._lowest, self._highest = np.full(row.want.shape, np.inf), np.full(row.want.shape, -np.inf)
         self._not_finite = {value: np.zeros(row.want.shape, bool) for value in (np.nan, np.inf, -np.inf)}
-        self._extend(row.want, row.budgets)
+        self._extend(row.want, row.element_budgets)
         self._has_pole = ~np.isfinite(row.want) & (row.role == "gradient")
 
     def include(self, reference: Reference, is_near: bool) -> None:
@@ -118,9 +118,9 @@ class _Range:
         if self.row.role == "gradient":
             of_role = (reference.gradients, reference.gradient_spread)
         values, spread = (np.asarray(each.get(self.row.name, 0.0)) for each in of_role)
-        budgets = self.row.budgets
+        budgets = self.row.element_budgets
         if is_near and not self.row.argument.is_integer:
-            budgets = compare.budget_elsewhere(self._scheme, self._case, self.row, values, spread)
+            budgets = compare.element_budgets_at(self._scheme, self._case, self.row, values, spread)
         self._extend(values, budgets)
 
     def _extend(self, values: np.ndarray, budgets: np.ndarray) -> None:

@@ -80,18 +80,18 @@ _REACH = {"gradient": "backward does not reach this input", "output": "nothing w
 
 
 def known_number(evidence: Evidence) -> Iterator[Note]:
-    """The simplest relation that holds on every element and whose number has a name, such as a mesh size."""
-    sentences = (relation(evidence) for relation in (_zero, _named_factor, _opposite, _named_constant))
+    """The simplest change that fits every element and whose number has a name, such as a mesh size."""
+    sentences = (clue(evidence) for clue in (_zero, _named_factor, _opposite, _named_constant))
     yield from islice(filter(None, sentences), 1)
 
 
 def fitted_number(evidence: Evidence) -> Iterator[Note]:
-    """A relation with a number fitted to the tensor, where none with a name holds: one for all, or one a rank.
+    """A change by a number fitted to the tensor, where none with a name fits: one for all, or one a rank.
 
     Zeros have a clue of their own, and an input that is added too often is a constant at each index of its dims.
     """
     if evidence.got.any() and not any(known_number(evidence)) and not any(added(evidence)):
-        for_all = (relation(evidence) for relation in (_plain_factor, _plain_constant))
+        for_all = (clue(evidence) for clue in (_plain_factor, _plain_constant))
         yield from islice(filter(None, chain(for_all, _part_by_part(evidence))), 1)
 
 
@@ -159,7 +159,7 @@ def _plain_constant(evidence: Evidence) -> Note | None:
 
 
 def _part_by_part(evidence: Evidence) -> Iterator[Note]:
-    """One relation, but with another number on each rank of a sharding axis, or at each index of a dim."""
+    """One kind of change, but by another number on each rank of a sharding axis, or at each index of a dim."""
     for where, owner, meaning in _divisions(evidence):
         for what, fitted, neutral in ((_FACTOR, fitted_factor, 1.0), (_CONSTANT, fitted_constant, 0.0)):
             numbers = _number_of_each_part(evidence, owner, fitted, neutral)
@@ -180,11 +180,11 @@ def _number_of_each_part(
     numbers, wrong = [], 0
     for value in np.unique(owner):
         part = evidence.restricted_to(owner == value)
-        number = fitted(part) if part.wrong else neutral
+        number = fitted(part) if part.wrong_count else neutral
         if number is None:
             return []
         numbers.append(number)
-        wrong += part.wrong > 0
+        wrong += part.wrong_count > 0
     return numbers if wrong > 1 else []
 
 
@@ -219,7 +219,7 @@ def fitted_constant(evidence: Evidence) -> float | None:
 
 
 CLEARLY = 4.0  # the factor by which a number that explains an error must reduce it
-Relation = Callable[[np.ndarray, float], np.ndarray]
+Change = Callable[[np.ndarray, float], np.ndarray]  # what a number does to the right values: `_times` or `_plus`
 
 
 def _times(want: np.ndarray, factor: float) -> np.ndarray:
@@ -231,26 +231,26 @@ def _plus(want: np.ndarray, constant: float) -> np.ndarray:
     return want + constant
 
 
-def _fits(evidence: Evidence, relation: Relation, number: float) -> bool:
+def _fits(evidence: Evidence, change: Change, number: float) -> bool:
     # What multiplies a value multiplies its error.
-    slack = max(1.0, abs(number)) if relation is _times else 1.0
-    return evidence.fits(relation(evidence.want, number), slack)
+    slack = max(1.0, abs(number)) if change is _times else 1.0
+    return evidence.fits(change(evidence.want, number), slack)
 
 
-def _explains(evidence: Evidence, relation: Relation, number: float) -> bool:
+def _explains(evidence: Evidence, change: Change, number: float) -> bool:
     """Whether a fitted number explains the error: any fit reduces an error a little, this must reduce it clearly."""
-    if not (math.isfinite(number) and _fits(evidence, relation, number)):
+    if not (math.isfinite(number) and _fits(evidence, change, number)):
         return False
     clear = _informative(evidence)
-    budget, got, want = evidence.budget[clear], evidence.got[clear], evidence.want[clear]
+    budget, got, want = evidence.budgets[clear], evidence.got[clear], evidence.want[clear]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         before = np.nan_to_num(np.abs(got - want) / budget, posinf=np.inf).max(initial=0.0)
-        after = np.nan_to_num(np.abs(got - relation(want, number)) / budget, posinf=np.inf).max(initial=0.0)
+        after = np.nan_to_num(np.abs(got - change(want, number)) / budget, posinf=np.inf).max(initial=0.0)
     return bool(before >= CLEARLY * after) and before >= CLEARLY
 
 
 def _best(
-    evidence: Evidence, tried: list[tuple[NamedNumber, float]], relation: Relation
+    evidence: Evidence, tried: list[tuple[NamedNumber, float]], change: Change
 ) -> tuple[NamedNumber, float] | None:
     """Of the numbers that fit, the one that leaves least; the simplest of those that leave the same."""
     clear = _informative(evidence)
@@ -258,26 +258,26 @@ def _best(
         return None
     weight = _weights(evidence, clear)
     want, got = evidence.want[clear], evidence.got[clear]
-    fitting = [(number, value) for number, value in tried if _fits(evidence, relation, value)]
+    fitting = [(number, value) for number, value in tried if _fits(evidence, change, value)]
     with np.errstate(over="ignore"):
-        residuals = [float(np.abs((got - relation(want, value)) * weight).max()) for _, value in fitting]
+        residuals = [float(np.abs((got - change(want, value)) * weight).max()) for _, value in fitting]
     return fitting[int(np.argmin(residuals))] if fitting else None
 
 
 def _names(evidence: Evidence) -> list[NamedNumber]:
     # A single element always fits some quotient of sizes, so it is recognised only by products and inverses.
-    return named_numbers(evidence.axes, mixed=evidence.wrong > 1)
+    return named_numbers(evidence.axes, mixed=evidence.wrong_count > 1)
 
 
 def _informative(evidence: Evidence) -> np.ndarray:
     """The elements that can distinguish one number from another: finite, and not lost in their budget."""
-    finite = np.isfinite(evidence.got) & np.isfinite(evidence.want) & np.isfinite(evidence.budget)
-    return finite & (evidence.bad | (np.abs(evidence.want) > evidence.budget))
+    finite = np.isfinite(evidence.got) & np.isfinite(evidence.want) & np.isfinite(evidence.budgets)
+    return finite & (evidence.is_wrong | (np.abs(evidence.want) > evidence.budgets))
 
 
 def _weights(evidence: Evidence, clear: np.ndarray) -> np.ndarray:
     """How much each telling element counts, at most 1: the finer its budget, the more."""
-    budget = np.maximum(evidence.budget[clear], np.finfo(np.float64).tiny)
+    budget = np.maximum(evidence.budgets[clear], np.finfo(np.float64).tiny)
     return budget.min() / budget
 
 
@@ -286,8 +286,8 @@ STORED = "within what "
 
 def stored(evidence: Evidence) -> Iterator[Note]:
     """The error is what some more intermediates in the tested dtype would bring."""
-    for count, budget in sorted(evidence.stored_budgets.items()):
-        if replace(evidence, budget=budget).wrong == 0:
+    for count, budgets in sorted(evidence.stored_budgets.items()):
+        if replace(evidence, budgets=budgets).wrong_count == 0:
             what = f"{STORED}{count} roundings to {evidence.coarse_dtype} may do"
             yield Note(f"{what}: declare roundings={count} if they are meant", ROUNDING, what)
             return
@@ -295,7 +295,7 @@ def stored(evidence: Evidence) -> Iterator[Note]:
 
 def narrow_sums(evidence: Evidence) -> Iterator[Note]:
     """The error is what sums in a coarser dtype would bring."""
-    if evidence.coarse_budget is not None and replace(evidence, budget=evidence.coarse_budget).wrong == 0:
+    if evidence.coarse_budgets is not None and replace(evidence, budgets=evidence.coarse_budgets).wrong_count == 0:
         what = f"{STORED}{evidence.coarse_dtype} accumulation may do"
         yield Note(f"{what}{evidence.thin if evidence.got.size == 1 else ''}", ROUNDING, what)
 

@@ -22,7 +22,7 @@ FORWARD_EQUAL = "forward equal, gradient not"
 def explain(evidence: Evidence) -> tuple[Note, ...]:
     """Notes on one tensor, the best explanation first; none if nothing is wrong with it."""
     missing = tuple(sums.absent(evidence))
-    if not evidence.bad.any():
+    if not evidence.is_wrong.any():
         return missing
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # results may overflow
         notes = [sentence for clue in CLUES for sentence in clue(evidence)]

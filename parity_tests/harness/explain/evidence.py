@@ -41,7 +41,7 @@ class Evidence:
     role: str  # "output" | "gradient"
     got: np.ndarray
     want: np.ndarray
-    budget: np.ndarray
+    budgets: np.ndarray
     axes: Mapping[str, int] = field(default_factory=dict)
     dims: tuple[str, ...] = ()
     owners: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Evidence:
     pieces: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
     outputs_pass: bool = False
     absent: np.ndarray | None = None  # where the gradient is None, and zero was put in its place
-    coarse_budget: np.ndarray | None = None  # had sums been accumulated in `coarse_dtype`
+    coarse_budgets: np.ndarray | None = None  # had sums been accumulated in `coarse_dtype`
     stored_budgets: Mapping[int, np.ndarray] = field(default_factory=dict)  # had so many roundings been declared
     coarse_dtype: str = "bfloat16"  # COARSER[tested dtype], which a narrow dtype is itself
     narrow_dtype: str | None = None  # of the result, if it rounds more than the tested dtype
@@ -62,12 +62,12 @@ class Evidence:
     first_divergence: str | None = None  # where the ranks' ledgers part, as #n op at file:line
 
     def __post_init__(self) -> None:
-        if not np.shape(self.got) == np.shape(self.want) == np.shape(self.budget):
-            shapes = f"{np.shape(self.got)}, {np.shape(self.want)} and {np.shape(self.budget)}"
+        if not np.shape(self.got) == np.shape(self.want) == np.shape(self.budgets):
+            shapes = f"{np.shape(self.got)}, {np.shape(self.want)} and {np.shape(self.budgets)}"
             raise ValueError(f"evidence of {self.name!r}: got, want and budget are {shapes}; they share one shape")
 
     @cached_property
-    def bad(self) -> np.ndarray:
+    def is_wrong(self) -> np.ndarray:
         """Where the tensor is wrong."""
         return self.differs(self.want)
 
@@ -77,19 +77,19 @@ class Evidence:
         return np.zeros(self.want.shape, bool) if self.absent is None else self.absent & (self.want != 0.0)
 
     @property
-    def wrong(self) -> int:
-        return int(self.bad.sum())
+    def wrong_count(self) -> int:
+        return int(self.is_wrong.sum())
 
     @property
     def thin(self) -> str:
         """The words that end a claim that rests on one element, which fits many patterns; empty otherwise."""
-        return THIN if self.got.size == 1 or self.wrong == 1 else ""
+        return THIN if self.got.size == 1 or self.wrong_count == 1 else ""
 
     def differs(self, expected: np.ndarray, slack: float = 1.0, *, got: np.ndarray | None = None) -> np.ndarray:
         """Where `got` is not `expected` within `slack` budgets; a NaN equals a NaN, an infinity its like."""
         got = self.got if got is None else got
         with np.errstate(invalid="ignore", over="ignore"):
-            close = np.abs(got - expected) <= slack * self.budget
+            close = np.abs(got - expected) <= slack * self.budgets
         return ~(close | same_number(got, expected, self.max_finite))
 
     def fits(self, expected: np.ndarray, slack: float = 1.0) -> bool:
@@ -101,7 +101,7 @@ class Evidence:
             self,
             got=self.got[mask],
             want=self.want[mask],
-            budget=self.budget[mask],
+            budgets=self.budgets[mask],
             dims=(),
             owners={},
             layouts=(),
@@ -109,7 +109,7 @@ class Evidence:
             inputs={},
             pieces={},
             absent=None if self.absent is None else self.absent[mask],
-            coarse_budget=None,
+            coarse_budgets=None,
             stored_budgets={},
         )
 

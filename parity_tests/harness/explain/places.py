@@ -19,10 +19,10 @@ NOT_FINITE = "not finite first at "
 
 def not_finite(evidence: Evidence) -> Iterator[Note]:
     """A NaN or infinity that the reference lacks, or lacks here what the reference has."""
-    unexpected = evidence.bad & ~np.isfinite(evidence.got)
+    unexpected = evidence.is_wrong & ~np.isfinite(evidence.got)
     if unexpected.any():
         yield Note(f"{NOT_FINITE}{_first(evidence, unexpected)}")
-    finite = evidence.bad & np.isfinite(evidence.got) & ~np.isfinite(evidence.want)
+    finite = evidence.is_wrong & np.isfinite(evidence.got) & ~np.isfinite(evidence.want)
     if finite.any():
         reference = evidence.want[finite].flat[0]
         yield Note(f"finite where the reference is {reference}, first at {_first(evidence, finite)}")
@@ -39,7 +39,7 @@ def narrowest(evidence: Evidence) -> Iterator[Note]:
             smallest = int(region.sum())
             yield _there(evidence, words, region)
     for axis, ranks in evidence.owners.items():
-        wrong, right = np.unique(ranks[evidence.bad]), np.unique(ranks[~evidence.bad])
+        wrong, right = np.unique(ranks[evidence.is_wrong]), np.unique(ranks[~evidence.is_wrong])
         if len(right) == 1 and len(wrong) > 1 and right[0] not in wrong:
             text = f"right only where {axis} rank {int(right[0])} owns"
             yield Note(text, ACROSS_SIZES, text)
@@ -48,7 +48,7 @@ def narrowest(evidence: Evidence) -> Iterator[Note]:
 def _owned(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
     single_owners = []
     for axis, ranks in evidence.owners.items():
-        wrong = np.unique(ranks[evidence.bad])
+        wrong = np.unique(ranks[evidence.is_wrong])
         if len(wrong) == 1 and (ranks != wrong[0]).any():
             single_owners.append((axis, int(wrong[0])))
     if single_owners:
@@ -59,31 +59,31 @@ def _owned(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
 
 def _at_borders(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
     for name, mask in evidence.borders.items():
-        if not (evidence.bad & ~mask).any():
+        if not (evidence.is_wrong & ~mask).any():
             yield f"wrong only at {name}", mask
 
 
 def worst(evidence: Evidence) -> Note:
     """Where the error is the most budgets."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        budgets = np.abs(evidence.got - evidence.want) / evidence.budget
-    ratio = np.where(evidence.bad, np.nan_to_num(budgets, nan=np.inf, posinf=np.inf), -np.inf)
+        budgets = np.abs(evidence.got - evidence.want) / evidence.budgets
+    ratio = np.where(evidence.is_wrong, np.nan_to_num(budgets, nan=np.inf, posinf=np.inf), -np.inf)
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
     holders = [f"{axis} rank {ranks[index]}" for axis, ranks in evidence.owners.items()]
     return Note(f"{NO_PATTERN}; worst at {_index_text(index)}" + (f", owner {', '.join(holders)}" if holders else ""))
 
 
 def _there(evidence: Evidence, where: str, region: np.ndarray) -> Note:
-    """How many are wrong in the region, and the relation that holds there."""
+    """How many are wrong in the region, and the number that explains them."""
     inside = evidence.restricted_to(region)
-    count = "all of its" if inside.wrong == inside.got.size else f"{inside.wrong} of its {inside.got.size}"
-    relation = next(chain(known_number(inside), fitted_number(inside)), None)
+    count = "all of its" if inside.wrong_count == inside.got.size else f"{inside.wrong_count} of its {inside.got.size}"
+    number_note = next(chain(known_number(inside), fitted_number(inside)), None)
     text = f"{where} ({count} elements)"
-    if relation is None:
+    if number_note is None:
         return Note(text, ACROSS_SIZES, where)
-    claims = {f"{where}: {claim}": words for claim, words in relation.claims.items()}
-    weaker = {f"{where}: {claim}" for claim in relation.implied}
-    return Note(f"{text}; there {relation}", ACROSS_SIZES, claims, {where, *weaker})
+    claims = {f"{where}: {claim}": words for claim, words in number_note.claims.items()}
+    weaker = {f"{where}: {claim}" for claim in number_note.implied}
+    return Note(f"{text}; there {number_note}", ACROSS_SIZES, claims, {where, *weaker})
 
 
 def _first(evidence: Evidence, mask: np.ndarray) -> str:
@@ -156,21 +156,21 @@ def _streams(evidence: Evidence, size: int, axis: str, world: int) -> dict[str, 
 
 
 def _is_permuted(evidence: Evidence, dim: int, permutation: np.ndarray) -> bool:
-    want, budget = np.take(evidence.want, permutation, dim), np.take(evidence.budget, permutation, dim)
+    want, budget = np.take(evidence.want, permutation, dim), np.take(evidence.budgets, permutation, dim)
     moved = Evidence(evidence.name, evidence.role, evidence.got, want, budget, max_finite=evidence.max_finite)
-    return moved.wrong == 0
+    return moved.wrong_count == 0
 
 
 def _same_values(evidence: Evidence) -> bool:
     """Sorted values agree, and most wrong elements differ enough from other values for that to mean something."""
     got, want = np.sort(evidence.got, axis=None), evidence.want.ravel()
     order = np.argsort(want)
-    budget = evidence.budget.ravel()[order]
-    if Evidence(evidence.name, evidence.role, got, want[order], budget, max_finite=evidence.max_finite).wrong:
+    budget = evidence.budgets.ravel()[order]
+    if Evidence(evidence.name, evidence.role, got, want[order], budget, max_finite=evidence.max_finite).wrong_count:
         return False
     values = np.unique(want[np.isfinite(want)])
-    finite = evidence.bad & np.isfinite(evidence.want)
-    wrong, room = evidence.want[finite], evidence.budget[finite]
+    finite = evidence.is_wrong & np.isfinite(evidence.want)
+    wrong, room = evidence.want[finite], evidence.budgets[finite]
     place = np.searchsorted(values, wrong)
     padded = np.concatenate([[-np.inf], values, [np.inf]])
     apart = np.minimum(wrong - padded[place], padded[place + 2] - wrong) >= 2 * room
@@ -188,13 +188,13 @@ def displaced(evidence: Evidence) -> Iterator[Note]:
     if not _is_sparse(evidence):
         return
     width = evidence.want.shape[-1]
-    bad = evidence.bad.reshape(-1, width)
+    is_wrong = evidence.is_wrong.reshape(-1, width)
     with np.errstate(invalid="ignore"):
-        residual = np.where(evidence.bad, evidence.got - evidence.want, 0.0).reshape(bad.shape)
-    slack = evidence.budget.reshape(bad.shape)
+        residual = np.where(evidence.is_wrong, evidence.got - evidence.want, 0.0).reshape(is_wrong.shape)
+    slack = evidence.budgets.reshape(is_wrong.shape)
     distances = []
-    for row in np.flatnonzero(bad.any(axis=1)):
-        places = np.flatnonzero(bad[row])
+    for row in np.flatnonzero(is_wrong.any(axis=1)):
+        places = np.flatnonzero(is_wrong[row])
         if len(places) == 2:
             if abs(residual[row, places].sum()) > slack[row, places].sum():
                 return
@@ -207,7 +207,11 @@ def displaced(evidence: Evidence) -> Iterator[Note]:
 
 def _is_sparse(evidence: Evidence) -> bool:
     """Whether a pair of errors in a row would be one term that moved: rows of more than two, with two errors or one."""
-    if evidence.want.ndim == 0 or evidence.want.shape[-1] <= 2 or not np.isfinite(evidence.got[evidence.bad]).all():
+    if (
+        evidence.want.ndim == 0
+        or evidence.want.shape[-1] <= 2
+        or not np.isfinite(evidence.got[evidence.is_wrong]).all()
+    ):
         return False
-    in_row = evidence.bad.sum(axis=-1).ravel()
+    in_row = evidence.is_wrong.sum(axis=-1).ravel()
     return int((in_row == 2).sum()) >= MIN_ROWS and int(in_row.max(initial=0)) <= 2

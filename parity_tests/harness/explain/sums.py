@@ -70,7 +70,7 @@ def absent(evidence: Evidence) -> Iterator[Note]:
         yield Note("no gradient was returned (None): backward does not reach this input")
     else:
         yield Note(f"no gradient was returned (None){_by(evidence, missing)}: backward does not reach this input there")
-    if not evidence.bad.any():
+    if not evidence.is_wrong.any():
         hint = "the reference's is not zero, although too small for its budget"
         yield Note(f"{hint}: return zeros, or let backward reach it")
 

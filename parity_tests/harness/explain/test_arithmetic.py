@@ -75,7 +75,7 @@ def test_a_factor_must_fit_everywhere():
 def test_a_line_through_noise_is_no_factor():
     want = numbers(3) + 3
     blurred = Evidence("x", "output", want * 1.011 + numbers(3, seed=1) * 1e-3, want, np.full(3, 0.03), AXES)
-    assert blurred.wrong and explain(blurred)[0].startswith("no pattern")
+    assert blurred.wrong_count and explain(blurred)[0].startswith("no pattern")
     clear = Evidence("x", "output", want * 1.1 + numbers(3, seed=1) * 1e-3, want, np.full(3, 0.03), AXES)
     assert explain(clear) == ("off by the constant factor 1.1: a scale is missing or wrong",)
 

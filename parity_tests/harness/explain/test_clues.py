@@ -60,7 +60,7 @@ def test_accumulation_in_the_narrow_dtype():
     want = numbers(40)
     got = want.copy()
     got[7] += 3e-3
-    tell = {"coarse_budget": np.full(40, 1e-2), "owners": {"tp": columns_of((40,), 4)}}
+    tell = {"coarse_budgets": np.full(40, 1e-2), "owners": {"tp": columns_of((40,), 4)}}
     assert explain(evidence(got, want, **tell))[:2] == (
         "within what bfloat16 accumulation may do",
         "wrong only where tp rank 0 owns (1 of its 10 elements)",
@@ -113,10 +113,10 @@ def anything(draw):
         pieces={"cp": tensor()[None], "tp": np.stack([tensor(), tensor(), tensor(), tensor()])},
         at=draw(st.sampled_from([{}, {"tp": 1}, {"cp": 0}])),
         outputs_pass=draw(st.booleans()),
-        coarse_budget=tensor(st.just(1.0)),
+        coarse_budgets=tensor(st.just(1.0)),
     )
 
 
 @given(anything())
 def test_a_wrong_tensor_always_has_a_clue_and_a_right_one_none(observed):
-    assert bool(explain(observed)) == bool(observed.bad.any())
+    assert bool(explain(observed)) == bool(observed.is_wrong.any())

@@ -46,14 +46,14 @@ class TensorRow:
     role: str  # output | gradient
     argument: Argument
     dtype: str
-    error: float
+    error: float  # of the worst element, as are the next three
     budget: float
     ratio: float
     where: tuple[int, ...]
     copy: int  # which of the stitched copies is worst
     stitched: Stitched
     want: np.ndarray
-    budgets: np.ndarray
+    element_budgets: np.ndarray
     coarse_budgets_of: Callable[[], np.ndarray]
     owners_of: Callable[[], Mapping[str, np.ndarray]]
     absent: np.ndarray | None = None  # where no rank returned a gradient of this copy
@@ -135,7 +135,7 @@ def compare(
     return rows
 
 
-def budget(
+def element_budgets(
     want: np.ndarray,
     spread: np.ndarray,
     terms: int,
@@ -155,13 +155,13 @@ def budget(
     return np.maximum(summation, K * math.sqrt(roundings) * spread) + max(terms, 1) * lost_below(dtype)
 
 
-def budget_elsewhere(
+def element_budgets_at(
     scheme: Declared, case: CaseSpec, row: TensorRow, want: np.ndarray, spread: np.ndarray
 ) -> np.ndarray:
     """The budget that a tensor has where its reference has these values, as at other inputs."""
     count = _terms(scheme, case, row.argument, row.role) * row.stitched.summed_ranks
     u_accumulator = min(UNIT_ROUNDOFF[case.dtype], UNIT_ROUNDOFF["float32"])
-    return budget(want, spread, count, case.dtype, row.dtype, scheme.roundings, u_accumulator)
+    return element_budgets(want, spread, count, case.dtype, row.dtype, scheme.roundings, u_accumulator)
 
 
 def lost_below(dtype: str) -> float:
@@ -198,7 +198,7 @@ def beyond_budget(row: TensorRow, values: np.ndarray) -> np.ndarray:
     """Where these values, or any of these copies, are further from the reference than the budget allows."""
     if row.argument.is_integer:
         return np.not_equal(values, row.want)
-    return np.greater(errors(values, row.want, row.dtype), row.budgets)
+    return np.greater(errors(values, row.want, row.dtype), row.element_budgets)
 
 
 def wrong_elements(row: TensorRow) -> np.ndarray:
@@ -224,7 +224,7 @@ def _compare_elements(
     # 1. What each element may be off by, and what it might be had sums been accumulated in a coarser dtype.
     u = UNIT_ROUNDOFF[case.dtype]
     u_accumulator = min(u, UNIT_ROUNDOFF["float32"])
-    allowed = budget(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator)
+    allowed = element_budgets(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator)
     if undefined is not None:
         allowed = np.where(undefined, np.inf, allowed)
     coarse = COARSER[case.dtype]
@@ -254,8 +254,8 @@ def _compare_elements(
         copy=copy,
         stitched=stitched,
         want=want,
-        budgets=allowed,
-        coarse_budgets_of=partial(budget, want, *in_coarse),
+        element_budgets=allowed,
+        coarse_budgets_of=partial(element_budgets, want, *in_coarse),
         owners_of=partial(owners, arg, case, scheme.layouts),
         absent=None if absent is None else absent[copy],
     )
@@ -284,7 +284,7 @@ def _exact(
         copy=int(worst[0]),
         stitched=floats,
         want=want.astype(np.float64),
-        budgets=allowed,
+        element_budgets=allowed,
         coarse_budgets_of=partial(np.asarray, allowed),
         owners_of=owners_of,
     )

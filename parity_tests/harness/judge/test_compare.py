@@ -29,7 +29,7 @@ def test_constants():
 def one_budget(want, spread, terms=1, dtype="float32", out_dtype=None, roundings=1):
     narrow = min(UNIT_ROUNDOFF[dtype], U32)
     arrays = np.array([want]), np.array([spread])
-    return float(compare.budget(*arrays, terms, dtype, out_dtype or dtype, roundings, narrow)[0])
+    return float(compare.element_budgets(*arrays, terms, dtype, out_dtype or dtype, roundings, narrow)[0])
 
 
 TINY = {"float32": 2.0**-126, "bfloat16": 2.0**-126}
@@ -74,14 +74,14 @@ def test_a_small_float16_sum_without_one_shard_is_caught():
 
 def test_a_lucky_direction_cannot_tighten_one_element():
     spread = np.array([100 * U32, 100 * U32, 0.0])
-    allowed = compare.budget(np.full(3, 3.0), spread, 1, "float32", "float32", 1, U32)
+    allowed = compare.element_budgets(np.full(3, 3.0), spread, 1, "float32", "float32", 1, U32)
     assert len(set(allowed.tolist())) == 1
 
 
 def test_infinite_references_have_a_finite_budget():
-    allowed = compare.budget(np.array([np.inf, -np.inf, np.nan]), np.zeros(3), 1, "float32", "float32", 1, U32)
+    allowed = compare.element_budgets(np.array([np.inf, -np.inf, np.nan]), np.zeros(3), 1, "float32", "float32", 1, U32)
     assert allowed.tolist() == [TINY["float32"]] * 3
-    assert compare.budget(np.zeros((0, 3)), np.zeros((0, 3)), 1, "float32", "float32", 1, U32).shape == (0, 3)
+    assert compare.element_budgets(np.zeros((0, 3)), np.zeros((0, 3)), 1, "float32", "float32", 1, U32).shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_an_error_beyond_its_budget_is_caught_wherever_it_is(label, times, dtype
     rng = np.random.default_rng(0)
     for _ in range(3):
         at = tuple(int(rng.integers(n)) for n in clean.want.shape)
-        wrong = times * clean.budgets[at] + abs(clean.got[at] - clean.want[at])
+        wrong = times * clean.element_budgets[at] + abs(clean.got[at] - clean.want[at])
 
         def spoil(results, at=at, wrong=wrong):
             row, column = at[0], (at[1] if len(at) > 1 else 0)

@@ -29,7 +29,7 @@ def ratios(row: TensorRow) -> np.ndarray:
     """Error over budget of each element of the worst copy."""
     wrong = errors(row.got, row.want, row.dtype if "float" in row.dtype else "float64")
     with np.errstate(over="ignore", invalid="ignore"):
-        found = np.where(np.isinf(row.budgets), 0.0, wrong / row.budgets)
+        found = np.where(np.isinf(row.element_budgets), 0.0, wrong / row.element_budgets)
     return found if row.absent is None else np.where(row.absent & (row.want != 0.0), np.inf, found)
 
 
