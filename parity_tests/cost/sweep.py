@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from parity_tests.cost.placement import MOST_RANKS
-from parity_tests.harness.declare.relations import complete_dims, names_in
+from parity_tests.harness.declare.dim_formulas import complete_dims, names_in
 
 NUMBER = r"[0-9]+"
 RULE = re.compile(r"(?:[0-9]+|[a-z_]\w*)(?: *(?:\+|-|\*|//) *(?:[0-9]+|[a-z_]\w*))*")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from parity_tests.harness.declare import discover, from_contract, relations, validation
+from parity_tests.harness.declare import dim_formulas, discover, from_contract, validation
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.declare.draws import Draw, values
@@ -161,7 +161,7 @@ def scheme(
             rejection.of(validation.check_axes_used, mesh, leaves, results)
             rejection.of(validation.check_module, module, in_specs, results, out_specs)
             validation.check_draws(leaves, user_draws, dims or {}, rejection)
-            rejection.of(relations.check_dims, leaves, results, dims or {}, mesh, user_draws)
+            rejection.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)
         reduced = reduction if all_read else ()
         validation.check_choices(dtypes, engines, replicas, reduced, roundings, leaves, results, rejection)
         rejection.raise_all()
@@ -174,7 +174,7 @@ def scheme(
             outputs=results,
             output_form="dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple",
             draws={arg.name: user_draws.get(arg.name, values()) for arg in leaves},
-            dims={**relations.groups((*leaves, *results)), **(dims or {})},
+            dims={**dim_formulas.groups((*leaves, *results)), **(dims or {})},
             layouts=custom,
             options=choices[0],
             rank_options=choices[1],

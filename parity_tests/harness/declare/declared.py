@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.dim_formulas import names_in
 from parity_tests.harness.declare.draws import Draw
-from parity_tests.harness.declare.relations import names_in
 from parity_tests.harness.declare.spec import Spec
 
 

@@ -37,7 +37,7 @@ def test_what_refers_to_dims_once_all_tensors_can_be_read():
         "  1. modifies has 'z', the inputs are (x)\n"
         "  2. draw has 'z', the inputs are (x)\n"
         "  3. dims has 'c', the dims are (b)\n"
-        "  4. dims['b'] is (); give a tuple of sizes or a relation such as '2*g'"
+        "  4. dims['b'] is (); give a tuple of sizes or a formula such as '2*g'"
     )
 
 

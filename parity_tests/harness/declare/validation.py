@@ -14,10 +14,10 @@ from typing import Any, get_args, get_origin
 from parity_tests.harness.declare.calls import CONDITIONS, excluded_by_default
 from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.declared import Argument
+from parity_tests.harness.declare.dim_formulas import names_of
 from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.mistakes import Mistakes
 from parity_tests.harness.declare.more_draws import OfFunction, draw_of
-from parity_tests.harness.declare.relations import names_of
 from parity_tests.harness.declare.spec import BUILTIN, Spec, parse
 
 INTEGER = ("int", "uint", "bool")

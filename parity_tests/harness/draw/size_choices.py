@@ -12,14 +12,14 @@ from jax_ref.layouts import indivisible, needs
 from parity_tests.harness.declare.case import LARGEST_WORLD, CaseSpec
 from parity_tests.harness.declare.declaration_failure import DeclarationFailure, of_scheme
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.relations import complete_dims, names_in
+from parity_tests.harness.declare.dim_formulas import complete_dims, names_in
 from parity_tests.harness.declare.spec import Dim, Sharding
 from parity_tests.harness.draw import custom_layout
 
 LOCAL = (1, 2, 3, 5, 8)
 TURNS = len(LOCAL) ** 2  # later rounds give few new shapes
 SEARCHED = 4096  # combinations of sizes tried for an `assume`
-FACTORS = range(1, 65)  # tried on dims in relations until what follows from them can be sharded
+FACTORS = range(1, 65)  # tried on dims in formulas until what follows from them can be sharded
 
 
 def meshes(scheme: Declared, fixed: Mapping[str, int], world: int | None) -> list[dict[str, int]]:
@@ -181,7 +181,7 @@ def never(scheme: Declared, mesh: Mapping[str, int], fixed: Collection[str] = ()
 
 
 def free_dims(scheme: Declared) -> list[str]:
-    """Dims that a shape chooses: all but those written as a number and those given by a relation."""
+    """Dims that a shape chooses: all but those written as a number and those given by a formula."""
     names: dict[str, None] = {}
     for arg in (*scheme.inputs, *scheme.outputs):
         for name in (part for dim in arg.spec.dims for part in dim.parts):

@@ -1,4 +1,4 @@
-"""The choice of shapes: few, simplest first, some for every mesh, relations satisfied, and messages."""
+"""The choice of shapes: few, simplest first, some for every mesh, formulas satisfied, and messages."""
 
 import inspect
 import itertools

@@ -13,7 +13,7 @@ from typing import Any
 from parity_tests.harness.declare.calls import OTHER_CALLS, plainer, record_of
 from parity_tests.harness.declare.case import SPARE, CaseSpec
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.relations import complete_dims
+from parity_tests.harness.declare.dim_formulas import complete_dims
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import another, draw_case, simplest
 from parity_tests.harness.experiments.cases import scheme_axes

@@ -1,4 +1,4 @@
-"""Dims that follow from others, `{"h": "2*g"}`: relations are read, rejected where circular, and evaluated."""
+"""Dims that follow from others, `{"h": "2*g"}`: formulas are read, rejected where circular, and evaluated."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def check_dims(
 ) -> None:
     input_dims = {name for arg in leaves for name in names_of(arg)}
     all_dims = input_dims | {name for arg in results for name in names_of(arg)}
-    rules = {name: rule for name, rule in dims.items() if isinstance(rule, str)}
+    formulas = {name: formula for name, formula in dims.items() if isinstance(formula, str)}
     used = {how.dim for how in draws.values() if how.dim}
-    for name, rule in rules.items():
-        used |= set(relation_names(rule, name, rejection))
+    for name, formula in formulas.items():
+        used |= set(formula_names(formula, name, rejection))
     for name, choices in dims.items():
         with rejection.collected():
             if name in mesh:
                 raise rejection(f"dims has {name!r}, which is an axis of the mesh; its sizes are mesh[{name!r}]")
             if name not in all_dims | used:
                 raise rejection(f"dims has {name!r}, the dims are ({', '.join(sorted(all_dims))})")
-            unknown = [n for n in names_in(rules.get(name, "0")) if n not in (*input_dims, *dims, *mesh)]
+            unknown = [n for n in names_in(formulas.get(name, "0")) if n not in (*input_dims, *dims, *mesh)]
             if unknown:
                 nor = f"no input has dim {unknown[0]}, nor is it an axis ({', '.join(mesh)})"
                 raise rejection(f"dims[{name!r}] = {choices!r}: {nor}")
-            sizes = () if name in rules else choices
+            sizes = () if name in formulas else choices
             if not choices or not all(isinstance(size, int) and size >= 0 for size in sizes):
-                raise rejection(f"dims[{name!r}] is {choices!r}; give a tuple of sizes or a relation such as '2*g'")
+                raise rejection(f"dims[{name!r}] is {choices!r}; give a tuple of sizes or a formula such as '2*g'")
     for name in dims:
         _check_no_cycle([name], dims, rejection)
 
@@ -56,45 +56,45 @@ def names_of(arg: Argument) -> set[str]:
 
 
 def groups(arguments: Sequence[Argument]) -> dict[str, str]:
-    """The relation of each dim that several are one in: its size is their product."""
+    """The formula of each dim that several are one in: its size is their product."""
     names = (dim.name for arg in arguments for dim in arg.spec.dims if len(dim.parts) > 1)
     return {name: name for name in names}
 
 
 def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], rejection: Mistakes) -> None:
-    """Follow every relation from the last dim of a path of relations."""
-    rule = dims.get(path[-1])
-    for name in relation_names(rule, path[-1], rejection) if isinstance(rule, str) else ():
+    """Follow every formula from the last dim of a path of formulas."""
+    formula = dims.get(path[-1])
+    for name in formula_names(formula, path[-1], rejection) if isinstance(formula, str) else ():
         if name in path:
             raise rejection(f"dims: {' -> '.join([*path[path.index(name) :], name])} is a cycle")
         _check_no_cycle([*path, name], dims, rejection)
 
 
-def relation_names(text: str, name: str, rejection: Mistakes) -> list[str]:
-    """Dims and axes that a relation refers to; rejects anything but +, -, *, // of them and integers."""
+def formula_names(text: str, name: str, rejection: Mistakes) -> list[str]:
+    """Dims and axes that a formula refers to; rejects anything but +, -, *, // of them and integers."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
-        raise rejection(f"dims[{name!r}] = {text!r} is no relation; write one such as '2*g'") from None
+        raise rejection(f"dims[{name!r}] = {text!r} is no formula; write one such as '2*g'") from None
     allowed = (ast.BinOp, ast.Name, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Load)
     numbers = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     if not all(isinstance(node, allowed) for node in ast.walk(tree)) or any(type(n) is not int for n in numbers):
-        raise rejection(f"dims[{name!r}] = {text!r}: a relation has dims, integers and + - * //")
+        raise rejection(f"dims[{name!r}] = {text!r}: a formula has dims, integers and + - * //")
     return names_in(text)
 
 
-def names_in(rule: str) -> list[str]:
-    return [node.id for node in ast.walk(ast.parse(rule, mode="eval")) if isinstance(node, ast.Name)]
+def names_in(formula: str) -> list[str]:
+    return [node.id for node in ast.walk(ast.parse(formula, mode="eval")) if isinstance(node, ast.Name)]
 
 
 def complete_dims(dims: Mapping[str, Any], shape: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
-    """The shape with every dim that is given by a relation between dims and the sizes of axes."""
+    """The shape with every dim that is given by a formula between dims and the sizes of axes."""
     full = dict(shape)
-    waiting = {name: rule for name, rule in dims.items() if isinstance(rule, str) and name not in full}
+    waiting = {name: formula for name, formula in dims.items() if isinstance(formula, str) and name not in full}
     while waiting:
-        for name, rule in list(waiting.items()):
+        for name, formula in list(waiting.items()):
             try:
-                full[name] = _evaluated(ast.parse(rule, mode="eval").body, {**mesh, **full})
+                full[name] = _evaluated(ast.parse(formula, mode="eval").body, {**mesh, **full})
                 del waiting[name]
             except KeyError:
                 continue
