@@ -33,7 +33,7 @@ def table(folder: str) -> str:
 
 def left_out() -> str:
     """A line for each file that the environment of this build cannot load."""
-    lines = [f"{file}: {why}" for file, why in discover.left_out().items()]
+    lines = [f"{file}: {reason}" for file, reason in discover.left_out().items()]
     return "".join(f"<p>Not shown: {html.escape(line)}</p>" for line in lines)
 
 

@@ -39,7 +39,7 @@ class Trials:
             report = verify_case(self.scheme, change(case), reference=reference)
             reports.append(report if report.ok else mark_undecided(self.scheme, report))
         assert [str(report) for report in reports if report.failed] == []
-        assert sum(report.undecided is not None for report in reports) <= undecided
+        assert sum(report.is_undecided for report in reports) <= undecided
 
 
 trials_of = lru_cache(maxsize=1)(Trials)

@@ -133,8 +133,8 @@ def _recorded(file: str) -> tuple[CaseSpec, Declared]:
     try:
         body = ast.parse(Path(file).read_text(), file).body
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise discover.UnusableTarget(f"cannot read {file}: {why}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise discover.UnusableTarget(f"cannot read {file}: {reason}") from None
     constants = {
         node.targets[0].id: node.value.value
         for node in body

@@ -57,7 +57,7 @@ def compare(targets: Sequence[str], request: Request) -> list[Comparison]:
         setting = Setting(mesh, names, links, request.dtype, request.seed)
         comparisons.append(exchanges.compared(words[0], setting) if words else _joined(schemes, setting))
     if not any(comparison.candidates for comparison in comparisons):
-        reasons = dict.fromkeys(f"{name}: {why}" for one in comparisons for name, why in one.left_out.items())
+        reasons = dict.fromkeys(f"{name}: {reason}" for one in comparisons for name, reason in one.left_out.items())
         raise ValueError("; ".join(reasons))
     return comparisons
 

@@ -89,9 +89,9 @@ def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
         task = bar.add_task("", total=len(schemes))
         for scheme in schemes:
             bar.update(task, description=scheme.name)
-            why = _not_applicable(scheme, options) if several else None
-            if why:
-                outcome.not_run[scheme.name] = why
+            reason = _not_applicable(scheme, options) if several else None
+            if reason:
+                outcome.not_run[scheme.name] = reason
             elif (judged := _on_implementation(scheme, options, outcome)) is not None:
                 _one(judged, options, outcome)
             bar.advance(task)
@@ -115,10 +115,10 @@ def _on_implementation(scheme: Declared, options: VerifyOptions, outcome: Outcom
         return scheme
     try:
         return narrowed(on_implementation(scheme, options.implementation), options.names)
-    except NotOffered as why:
-        outcome.not_offered[scheme.name] = str(why)
-    except NotApplicable as why:
-        outcome.not_run[scheme.name] = f"not applicable: {why}"
+    except NotOffered as reason:
+        outcome.not_offered[scheme.name] = str(reason)
+    except NotApplicable as reason:
+        outcome.not_run[scheme.name] = f"not applicable: {reason}"
     return None
 
 

@@ -62,14 +62,14 @@ def test_what_was_not_run_is_reported_with_what_was(shardproof):
 
 
 def test_meshes_that_do_not_divide_the_sizes_are_counted_and_named(shardproof):
-    why = "b=7 cannot be sharded by contiguous over tp=2 (needs a multiple of 2); pad to 8"
+    reason = "b=7 cannot be sharded by contiguous over tp=2 (needs a multiple of 2); pad to 8"
     status, out, _ = shardproof("verify", written("right.py", RIGHT), "--dim", "b=7", "--json", "out.json")
-    assert status == 0 and f"  left out: tp=2: {why}" in out.splitlines()
+    assert status == 0 and f"  left out: tp=2: {reason}" in out.splitlines()
     assert closing(out) == "1 scheme, 0 mismatches, 0 not run, 1 mesh left out."
-    assert json.loads(Path("out.json").read_text())["reports"][0]["left_out"] == {"tp=2": why}
+    assert json.loads(Path("out.json").read_text())["reports"][0]["left_out"] == {"tp=2": reason}
     wide = RIGHT.replace("right", "wide").replace("(wide)", "(wide, mesh={'tp': (1, 2, 4)})")
     status, out, _ = shardproof("verify", written("two.py", RIGHT, wide), "--dim", "b=7")
-    assert status == 0 and f"left out: right: tp=2: {why}" in out.splitlines()
+    assert status == 0 and f"left out: right: tp=2: {reason}" in out.splitlines()
     assert closing(out) == "2 schemes, 0 mismatches, 0 not run, 3 meshes left out."
     out = shardproof("verify", "two.py", "--dim", "b=7", "-q")[1]
     assert out == "2 schemes, 0 mismatches, 0 not run, 3 meshes left out.\n"

@@ -81,11 +81,11 @@ def _schemes(tour: Tour, examples: int) -> int:
         if not report.ok:
             tour.wrong.append(f"{name} is not equal ({report.verdict})")
             tour.console.print(report, soft_wrap=True, highlight=False)
-    for name, why in outcome.not_run.items():
+    for name, reason in outcome.not_run.items():
         tour.wrong.append(f"{name} was not run")
-        tour.console.print(f"not run: {name}: {why}", markup=False, highlight=False, soft_wrap=True)
-    for file, why in discover.left_out().items():
-        tour.console.print(f"not run: {file}: {why}", markup=False, highlight=False, soft_wrap=True)
+        tour.console.print(f"not run: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+    for file, reason in discover.left_out().items():
+        tour.console.print(f"not run: {file}: {reason}", markup=False, highlight=False, soft_wrap=True)
     if not outcome.reports:
         tour.wrong.append("there was no scheme to verify")
     tour.console.print(summary.timing(outcome), highlight=False)

@@ -135,8 +135,8 @@ def candidates(scheme: Declared, setting: Setting, label: str = "") -> Compariso
         name = " ".join([*filter(None, [label]), *(f"{option}={value}" for option, value in choice.items())])
         try:
             case = _case(scheme, setting, choice)
-        except ValueError as why:
-            comparison.left_out[name or scheme.name] = str(why).removeprefix(f"scheme '{scheme.name}': ")
+        except ValueError as reason:
+            comparison.left_out[name or scheme.name] = str(reason).removeprefix(f"scheme '{scheme.name}': ")
             continue
         comparison.candidates.append(_candidate(name or scheme.name, scheme, case, setting))
     if not comparison.candidates and len(comparison.left_out) == 1:

@@ -112,8 +112,8 @@ def join(comparison: Comparison, scheme: Declared, setting: Setting, label: str 
     """A comparison with the candidates of one scheme more; why it has none stands under its label."""
     try:
         more = candidates(scheme, setting, label)
-    except ValueError as why:
-        comparison.left_out[label or scheme.name] = str(why).removeprefix(f"scheme '{scheme.name}': ")
+    except ValueError as reason:
+        comparison.left_out[label or scheme.name] = str(reason).removeprefix(f"scheme '{scheme.name}': ")
         return comparison
     comparison.candidates += more.candidates
     comparison.left_out |= more.left_out
@@ -123,5 +123,5 @@ def join(comparison: Comparison, scheme: Declared, setting: Setting, label: str 
 def _without(prefix: str, comparison: Comparison) -> Comparison:
     """Labels without the name of the option: `ring` for `exchange=ring`."""
     shorter = [replace(each, label=each.label.removeprefix(prefix)) for each in comparison.candidates]
-    left_out = {name.removeprefix(prefix): why for name, why in comparison.left_out.items()}
+    left_out = {name.removeprefix(prefix): reason for name, reason in comparison.left_out.items()}
     return Comparison(comparison.setting, shorter, left_out)

@@ -45,7 +45,7 @@ def one_mesh(comparison: Comparison) -> str:
     parts += [_candidate(candidate) for candidate in detail]
     if len(detail) < len(every):
         parts.append("the ops of the others: --json")
-    left_out = {f"not {name}": why for name, why in comparison.left_out.items()}
+    left_out = {f"not {name}": reason for name, reason in comparison.left_out.items()}
     return "\n\n".join([*parts, *_reasons(left_out), "\n".join(NOTES)])
 
 
@@ -89,10 +89,10 @@ def _absent(comparisons: Sequence[Comparison], axis: str) -> list[str]:
     sizes: dict[tuple[str, str], list[str]] = {}
     for one in comparisons:
         there = {_way(each.label) for each in one.candidates}
-        for label, why in one.left_out.items():
+        for label, reason in one.left_out.items():
             if _way(label) not in there:
-                sizes.setdefault((_way(label), why), []).append(f"{one.setting.mesh[axis]}")
-    texts = [f"no {way} on {axis}={','.join(dict.fromkeys(each))}: {why}" for (way, why), each in sizes.items()]
+                sizes.setdefault((_way(label), reason), []).append(f"{one.setting.mesh[axis]}")
+    texts = [f"no {way} on {axis}={','.join(dict.fromkeys(each))}: {reason}" for (way, reason), each in sizes.items()]
     return ["\n".join(line for text in texts for line in _wrapped(text))] if texts else []
 
 
@@ -243,9 +243,9 @@ def _way(label: str) -> str:
 def _reasons(reasons: Mapping[str, str]) -> list[str]:
     """Why there is no candidate of a name; several of one reason together."""
     by_reason: dict[str, list[str]] = {}
-    for name, why in reasons.items():
-        by_reason.setdefault(why, []).append(name)
-    texts = [f"{', '.join(names)}: {why}" for why, names in by_reason.items()]
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(name)
+    texts = [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
     return ["\n".join(line for text in texts for line in _wrapped(text))] if texts else []
 
 

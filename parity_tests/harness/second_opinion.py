@@ -83,9 +83,9 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
     return _without_verdict(report, PROCESS_CHANGED if is_process_changed else PASSES_ON_GLOO)
 
 
-def _without_verdict(report: Report, why: str) -> Report:
+def _without_verdict(report: Report, reason: str) -> Report:
     """The report as engines that disagree; what was said of a mismatch is taken back."""
-    return replace(report, engines_disagree=why, notes={}, values_to_avoid=())
+    return replace(report, engines_disagree=reason, notes={}, values_to_avoid=())
 
 
 def _could_fail_on_gloo(report: Report) -> bool:

@@ -48,11 +48,11 @@ def test_meshes_that_do_not_divide_the_sizes_are_named_with_the_reason():
     declaration = declared(
         tripled, mesh={"dp": (1, 2), "tp": (1, 2, 4)}, inputs={"x": "b/tp dp=I"}, outputs="b/tp dp=I"
     )
-    why = "b=6 cannot be sharded by contiguous over tp=4 (needs a multiple of 4); pad to 8"
+    reason = "b=6 cannot be sharded by contiguous over tp=4 (needs a multiple of 4); pad to 8"
     report = declaration.verify(b=6)
     assert report.ok and report.meshes == ("dp=1,tp=1", "dp=1,tp=2", "dp=2,tp=1", "dp=2,tp=2")
-    assert report.left_out == {"dp=1,tp=4": why, "dp=2,tp=4": why}
-    assert str(report).splitlines()[-1] == f"  left out: dp=1,tp=4 dp=2,tp=4: {why}"
+    assert report.left_out == {"dp=1,tp=4": reason, "dp=2,tp=4": reason}
+    assert str(report).splitlines()[-1] == f"  left out: dp=1,tp=4 dp=2,tp=4: {reason}"
     assert report.to_dict()["left_out"] == report.left_out
     assert declaration.verify(b=8).left_out == {} and "left out" not in str(declaration.verify(b=8))
     assert declaration.verify(b=6, tp=2).left_out == {}
@@ -62,8 +62,8 @@ def test_a_mesh_is_left_out_for_a_size_that_was_passed_not_for_a_drawn_one():
     inputs = {"x": "s/tp", "y": "b/tp"}
     declaration = declared(lambda mesh, x, y: y * 3, mesh={"tp": (1, 2, 4)}, inputs=inputs, draw={},
                     reference=lambda x, y: y * 3, dims={"s": (1, 2, 3)})  # fmt: skip
-    why = declaration.verify(b=7, examples=2).left_out
-    assert why == {
+    reason = declaration.verify(b=7, examples=2).left_out
+    assert reason == {
         f"tp={size}": f"b=7 cannot be sharded by contiguous over tp={size} (needs a multiple of {size}); pad to 8"
         for size in (2, 4)
     }
@@ -73,8 +73,8 @@ def test_a_mesh_that_no_drawn_size_suits_is_reported_as_such():
     declaration = declared(lambda mesh, x, y: y * 3, mesh={"tp": (2, 3)}, inputs={"x": "s/tp", "y": "b tp=I"},
                     outputs="b tp=I", draw={}, reference=lambda x, y: y * 3, dims={"s": (2, 3)})  # fmt: skip
     assert meshes_left_out(declaration, {"b": 2}) == []
-    why = "of the sizes drawn, s=2 cannot be sharded by contiguous over tp=3 (needs a multiple of 3); pad to 3"
-    assert meshes_left_out(declaration, {"b": 2}, limit=1) == [({"tp": 3}, why)]
+    reason = "of the sizes drawn, s=2 cannot be sharded by contiguous over tp=3 (needs a multiple of 3); pad to 3"
+    assert meshes_left_out(declaration, {"b": 2}, limit=1) == [({"tp": 3}, reason)]
 
 
 def test_a_mistake_is_reported_with_the_meshes_that_were_left_out():

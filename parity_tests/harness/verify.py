@@ -90,14 +90,14 @@ def verify(
     equal = [report for report in reports if report.ok]
     if equal and not any(report.failed for report in reports):
         _check_compared(scheme, equal)
-    left_out = {mesh_text(mesh): why for mesh, why in meshes_left_out(scheme, fixed, world, SHAPES[profile()])}
+    left_out = {mesh_text(mesh): reason for mesh, reason in meshes_left_out(scheme, fixed, world, SHAPES[profile()])}
     trace_seconds = CLOCK.seconds - trace_seconds_before
     report = replace(
         merge_reports(reports), left_out=left_out, trace_seconds=trace_seconds, shrinking_steps=shrinking_steps
     )
     if report.ok:
         return report
-    if report.undecided is not None:
+    if report.is_undecided:
         return _with_replay_file(scheme, name_values_to_avoid(scheme, report), replay_folder)
     smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, fixed))
     return _with_replay_file(scheme, check_notes(scheme, second_opinion(scheme, smallest, report.case)), replay_folder)
@@ -256,7 +256,7 @@ def check(case: CaseSpec) -> Report:
     """Judge one case and raise unless all four oracles pass; for a failing case a replay file is written."""
     scheme = lookup(case.scheme)
     report = verdict_of(scheme, case)
-    if report.undecided is not None and currently_in_test_context():
+    if report.is_undecided and currently_in_test_context():
         reject()  # another example is drawn in its place; where there is none, the test does not pass
     if not report.ok:
         report = _with_replay_file(scheme, from_one_case(report), ".", replaces=_LAST_REPLAY.get(scheme.key))

@@ -55,7 +55,7 @@ class Headlines(NamedTuple):
     bug: InjectedBug
     alone: str
     tested: str
-    undecided: bool
+    is_undecided: bool
 
 
 def truth(bug: InjectedBug, note: str) -> str:
@@ -98,9 +98,7 @@ def headlines(bug: InjectedBug, near: Iterable[SchemeTrials]) -> Headlines | Non
 def _headlines(bug: InjectedBug, scheme: Declared, report: Report) -> Headlines:
     after = check_notes(scheme, report)
     first = next(iter(report.notes))
-    return Headlines(
-        bug, report.notes[first][0], after.notes[first][0], mark_undecided(scheme, report).undecided is not None
-    )
+    return Headlines(bug, report.notes[first][0], after.notes[first][0], mark_undecided(scheme, report).is_undecided)
 
 
 def main(
@@ -124,12 +122,12 @@ def main(
             if every and said:
                 verdicts = truth(bug, said.alone), truth(bug, said.tested)
                 print(f"{bug.component}: {bug.name} ({bug.kind})\n  {verdicts[0]}: {said.alone}", flush=True)
-                print(f"  {verdicts[1]}: {said.tested}{'  UNDECIDED' if said.undecided else ''}", flush=True)
+                print(f"  {verdicts[1]}: {said.tested}{'  UNDECIDED' if said.is_undecided else ''}", flush=True)
     for name, notes in (("one case alone", [s.alone for s in found]), ("after experiments", [s.tested for s in found])):
         counted = Counter(truth(said.bug, note) for said, note in zip(found, notes, strict=True))
         claims = counted[TRUE] + counted[FALSE]
         print(f"{name}: {counted[TRUE]} of {claims} first notes are true, {counted[NOTHING]} claim nothing")
-    print(f"{sum(said.undecided for said in found)} of {len(found)} failing cases are called undecided")
+    print(f"{sum(said.is_undecided for said in found)} of {len(found)} failing cases are called undecided")
 
 
 if __name__ == "__main__":

@@ -143,8 +143,8 @@ def closing(outcomes: Sequence[Outcome], examples: int) -> list[str]:
     lines += [f"caught although equivalent: {o.bug.name}" for o in outcomes if o.bug.equivalent and o.caught]
     lines += [f"caught although expected to survive: {o.bug.name}" for o in observable if o.bug.survives and o.caught]
     lines += [f"reported otherwise than expected: {o.bug.name}" for o in observable if o.note == "wrong"]
-    lines += [f"not tried on {name}: {why}" for name, why in NOT_TRIED.items()]
-    return lines + [f"no bugs of kind {kind}: {why}" for kind, why in WITHOUT_A_COMPONENT.items()]
+    lines += [f"not tried on {name}: {reason}" for name, reason in NOT_TRIED.items()]
+    return lines + [f"no bugs of kind {kind}: {reason}" for kind, reason in WITHOUT_A_COMPONENT.items()]
 
 
 def share(part: int, total: int) -> str:

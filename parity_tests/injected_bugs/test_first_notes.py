@@ -41,5 +41,5 @@ def test_the_notes_of_a_sum_that_was_averaged():
     (bug,) = (bug for bug in CATALOGUE if bug.name == "sum averaged" and bug.component == "collectives")
     near = [SchemeTrials(scheme, EXAMPLES) for scheme in discover.built_in() if ".collectives." in scheme.key]
     said = headlines(bug, near)
-    assert said is not None and not said.undecided
+    assert said is not None and not said.is_undecided
     assert [truth(bug, note) for note in (said.alone, said.tested)] == [TRUE, TRUE]

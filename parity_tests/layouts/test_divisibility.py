@@ -26,21 +26,21 @@ def test_both_sides_have_the_same_layouts():
     assert list(BUILTIN) == list(REFERENCES) == sorted(BUILTIN)
 
 
-@pytest.mark.parametrize("why", [indivisible, indivisible_reference])
-def test_sentences(why):
+@pytest.mark.parametrize("reason", [indivisible, indivisible_reference])
+def test_sentences(reason):
     assert (
-        why("s", 30, "cp", 4, "dual_chunk_swap")
+        reason("s", 30, "cp", 4, "dual_chunk_swap")
         == "s=30 cannot be sharded by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
     )
     assert (
-        why("v", 7, "tp", 2, "contiguous")
+        reason("v", 7, "tp", 2, "contiguous")
         == "v=7 cannot be sharded by contiguous over tp=2 (needs a multiple of 2); pad to 8"
     )
-    assert why("s", -1, "cp", 4, "ragged") == "s=-1 is not a size; sizes are 0 or more"
-    assert why("s", 4, "cp", 0, "striped") == "cp=0 is not a number of ranks; it is 1 or more"
-    assert why("s", 32, "cp", 4, "dual_chunk_swap") is None
-    assert why("s", 31, "cp", 4, "ragged") is None
-    assert why("s", 31, "cp", 4, "mine") is None
+    assert reason("s", -1, "cp", 4, "ragged") == "s=-1 is not a size; sizes are 0 or more"
+    assert reason("s", 4, "cp", 0, "striped") == "cp=0 is not a number of ranks; it is 1 or more"
+    assert reason("s", 32, "cp", 4, "dual_chunk_swap") is None
+    assert reason("s", 31, "cp", 4, "ragged") is None
+    assert reason("s", 31, "cp", 4, "mine") is None
 
 
 @pytest.mark.parametrize("name", ["contiguous", "dual_chunk_swap", "striped"])

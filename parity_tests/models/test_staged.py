@@ -130,7 +130,7 @@ def test_a_norm_that_comes_near_to_0_by_rounding_is_undecided_in_bfloat16(seed):
     """The mixer's norm divides by it: the gradient grows by more than any derivative says, from one float64 too."""
     case = tied_hybrid_in_stages.case(seed=seed, dtype="bfloat16")
     assert verify_case(tied_hybrid_in_stages, case).verdict == "mismatch"
-    assert verdict_of(tied_hybrid_in_stages, case).undecided == CHOICE
+    assert verdict_of(tied_hybrid_in_stages, case).undecided_reason == CHOICE
 
 
 class Tied(nn.Module):

@@ -80,9 +80,9 @@ def survivors(outcomes: Sequence[Outcome]) -> str:
     for outcome in sorted(outcomes, key=lambda each: each.equivalent is not None):
         if not outcome.drawn and not outcome.tests:
             mutant = outcome.mutant
-            why = f" Equivalent: {outcome.equivalent}" if outcome.equivalent else ""
+            reason = f" Equivalent: {outcome.equivalent}" if outcome.equivalent else ""
             lines.append(
-                f"- `{mutant.file}:{mutant.first_line}`, `{mutant.symbol}`, {mutant.kind}: `{mutant.change}`.{why}"
+                f"- `{mutant.file}:{mutant.first_line}`, `{mutant.symbol}`, {mutant.kind}: `{mutant.change}`.{reason}"
             )
     return "\n".join(lines)
 

@@ -151,9 +151,9 @@ def _shard_inside(
     if loss_mask is not None:
         buffers.append((loss_mask, 1, padded["loss_mask"]))
     tensors, dims, full_values = zip(*buffers, strict=True) if buffers else ((), (), ())
-    why = "would see the padding of a dropped attention_mask" if masked else None
+    reason = "would see the padding of a dropped attention_mask" if masked else None
     context = SequenceContext(
-        cp_mesh.get_group(), layout, None, tensors, dims, [False] * len(tensors), full_values, causal_only=why
+        cp_mesh.get_group(), layout, None, tensors, dims, [False] * len(tensors), full_values, causal_only=reason
     )
     return BatchContext(context, layout, size, size + more), padded
 

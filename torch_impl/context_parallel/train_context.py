@@ -239,8 +239,8 @@ def _buffer_problems(
     for i, buffer in enumerate(buffers):
         if (before := places.setdefault(id(buffer), i)) < i:
             yield f"cp_buffers[{i}] is cp_buffers[{before}] again; give each tensor once"
-        if why := _unfit(buffer):
-            yield f"cp_buffers[{i}] {why}; shard it with layout.shard instead"
+        if reason := _unfit(buffer):
+            yield f"cp_buffers[{i}] {reason}; shard it with layout.shard instead"
     # 3. All have one length, which the layout can shard.
     lengths = [x.shape[dim_from_front(CREATE, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
     for i, length in enumerate(lengths):

@@ -268,8 +268,8 @@ def _check_permutation(rank_major: Int64[Tensor, " n"]) -> None:
     # At the first difference the sorted entry is too large, so that k is missing, or too small: a repeat or negative.
     for k in wrong:
         entry = int(ordered[k])
-        why = f"{k} is missing" if entry > k else f"{entry} is {'negative' if entry < 0 else 'there twice'}"
-        problem = f"positions are not a permutation of 0..{len(ordered) - 1}: {why}"
+        reason = f"{k} is missing" if entry > k else f"{entry} is {'negative' if entry < 0 else 'there twice'}"
+        problem = f"positions are not a permutation of 0..{len(ordered) - 1}: {reason}"
         raise ValueError(f"layouts.inverse: {problem}; give each position once")
 
 

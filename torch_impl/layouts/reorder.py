@@ -148,9 +148,9 @@ def _interleaving(function: str, x: Tensor, cu_seqlens: Tensor, cp_size: int) ->
     end = int(host[-1])
     # Local offsets here, where the functions above take global ones: the message names the mix-up if it is that.
     if end * cp_size != rows:
-        why = " = the whole stream" if end == rows else f", {end * cp_size} rows over cp={cp_size}, not {rows}"
+        reason = " = the whole stream" if end == rows else f", {end * cp_size} rows over cp={cp_size}, not {rows}"
         local = f"this function takes local offsets (global // {cp_size})"
-        raise ValueError(f"{function}: cu_seqlens ends at {end}{why}; {local}")
+        raise ValueError(f"{function}: cu_seqlens ends at {end}{reason}; {local}")
     return _with_inverse(_sequence_major(host.to(x.device), rows, cp_size))
 
 

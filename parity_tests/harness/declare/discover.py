@@ -130,7 +130,7 @@ def built_in() -> list[Declared]:
 
 def left_out() -> dict[str, str]:
     """The files whose schemes are not in `built_in`, each with the extra that it needs."""
-    return {str(file.relative_to(PACKAGE.parent)): why for file in _declaring() if (why := _needs(file))}
+    return {str(file.relative_to(PACKAGE.parent)): reason for file in _declaring() if (reason := _needs(file))}
 
 
 def _declaring() -> list[Path]:

@@ -82,7 +82,7 @@ def entries() -> list[Entry]:
 def _is_complete(imported: list[Entry], left_out: dict[str, str]) -> bool:
     """Whether every file was imported, but those about a package that is not installed."""
     missing = [name for name in VERSIONS if not _is_installed(name)]
-    return bool(imported) and all(any(f"needs {name};" in why for name in missing) for why in left_out.values())
+    return bool(imported) and all(any(f"needs {name};" in reason for name in missing) for reason in left_out.values())
 
 
 def _is_installed(name: str) -> bool:

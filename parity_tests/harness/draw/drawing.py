@@ -156,10 +156,10 @@ def priced_case(
     if not shapes:
         raise ValueError(f"scheme '{scheme.name}': {size_choices.no_shape(scheme, sizes, mesh)}")
     shape = shapes[0]
-    why = size_choices.objection(scheme, shape, mesh, sizes)
-    options = size_choices.assumed_options(scheme, shape, mesh, fixed_options) if why is None else []
+    reason = size_choices.objection(scheme, shape, mesh, sizes)
+    options = size_choices.assumed_options(scheme, shape, mesh, fixed_options) if reason is None else []
     if not options:
-        raise ValueError(f"scheme '{scheme.name}': {why or f'{ASSUMED} these sizes and options'}")
+        raise ValueError(f"scheme '{scheme.name}': {reason or f'{ASSUMED} these sizes and options'}")
     layouts, lengths = _layouts(scheme, mesh, shape, choose), _lengths(scheme, mesh, shape, choose)
     values = {name: draw.value(choose, _shards(scheme, mesh, draw.dim)) for name, draw in scheme.draws.items()}
     record = {"dims": shape, "layouts": layouts, "lengths": lengths, "values": values, "options": options[0]}
@@ -211,8 +211,8 @@ def meshes_left_out(
     sizes, options = _sizes_and_options(scheme, fixed)
     fixed_prefixes = (ASSUMED, *(f"{name}=" for name in sizes))
     return [
-        (mesh, why if why.startswith(fixed_prefixes) else f"of the sizes drawn, {why}")
-        for mesh, why in _cached_mesh_choices(scheme, sizes, options, world, limit).left_out
+        (mesh, reason if reason.startswith(fixed_prefixes) else f"of the sizes drawn, {reason}")
+        for mesh, reason in _cached_mesh_choices(scheme, sizes, options, world, limit).left_out
     ]
 
 
@@ -231,8 +231,8 @@ def _mesh_choices(
 ) -> MeshChoices:
     """Sort the meshes. Errors: ValueError where there is none, or none that can shard anything."""
 
-    def rejection(why: str) -> ValueError:
-        return ValueError(f"scheme '{scheme.name}': {why}")
+    def rejection(reason: str) -> ValueError:
+        return ValueError(f"scheme '{scheme.name}': {reason}")
 
     tried = size_choices.meshes(scheme, sizes, world)
     if not tried:
@@ -250,22 +250,22 @@ def _mesh_choices(
         fits = [shape for shape in shapes if size_choices.compatible(scheme, shape, mesh, options)]
         if fits:
             sorted_meshes.fits.append((mesh, fits))
-        elif why := size_choices.never(scheme, mesh, sizes):
-            raise rejection(why)
+        elif reason := size_choices.never(scheme, mesh, sizes):
+            raise rejection(reason)
         else:
-            why = _assumed_away(scheme, sizes, mesh, options)
-            why = why or (size_choices.objection(scheme, shapes[0], mesh, sizes) if shapes else None)
-            sorted_meshes.left_out.append((mesh, why or nothing))
+            reason = _assumed_away(scheme, sizes, mesh, options)
+            reason = reason or (size_choices.objection(scheme, shapes[0], mesh, sizes) if shapes else None)
+            sorted_meshes.left_out.append((mesh, reason or nothing))
     # Where sizes were given by hand, meshes that cannot shard them are left out; where none were, it is a mistake.
-    mistaken = [(mesh, why) for mesh, why in sorted_meshes.left_out if not why.startswith(ASSUMED)]
+    mistaken = [(mesh, reason) for mesh, reason in sorted_meshes.left_out if not reason.startswith(ASSUMED)]
     if not sorted_meshes.fits and not mistaken:
-        mesh, why = sorted_meshes.left_out[0]
+        mesh, reason = sorted_meshes.left_out[0]
         where = size_choices.sizes_text(mesh)
-        raise rejection(f"{why}, on {where} as on each mesh; loosen it, or name sizes that satisfy it: dims={{...}}")
+        raise rejection(f"{reason}, on {where} as on each mesh; loosen it, or name sizes that satisfy it: dims={{...}}")
     if mistaken and (not sorted_meshes.fits or not sizes):
-        mesh, why = mistaken[-1]
+        mesh, reason = mistaken[-1]
         named = "" if sizes else f"mesh {mesh} can never be drawn: "
-        raise rejection(f"{named}{why}")
+        raise rejection(f"{named}{reason}")
     return sorted_meshes
 
 

@@ -164,8 +164,8 @@ def _shard_sizes(scheme: Declared, dim: Dim, size: int, sharding: Sharding, worl
         )
         return [len(part) for part in parts] if sharding is not dim.shardings[-1] else []
     rule = "dual_chunk_swap" if sharding.layout == "packed" else sharding.layout
-    if why := indivisible(dim.name, size, sharding.axis, world, rule):
-        raise ValueError(why)
+    if reason := indivisible(dim.name, size, sharding.axis, world, rule):
+        raise ValueError(reason)
     return [size // world]
 
 
@@ -177,7 +177,7 @@ def never(scheme: Declared, mesh: Mapping[str, int], fixed: Collection[str] = ()
         custom_layout.never(c.layout, scheme.layouts[c.layout], d.name, c.axis, mesh[c.axis]) for d, c in shardings
     )
     with of_scheme(scheme.name):
-        return next((why for why in reasons if why), None)
+        return next((reason for reason in reasons if reason), None)
 
 
 def free_dims(scheme: Declared) -> list[str]:

@@ -58,7 +58,7 @@ def test_equal_numbers_are_a_tie_wherever_they_were_drawn(value, seed):
     """Rows of zeros alone, and rows that are masked throughout, have several greatest numbers."""
     declaration = greatest(draw={"x": values("normal", "zeros", "ties", "neg_inf_mask", full_rows=True)})
     case = declaration.case(tp=2, b=4, v=6, seed=seed).replace(values={"x": value})
-    assert verdict_of(declaration, case).undecided in (None, TIE)
+    assert verdict_of(declaration, case).undecided_reason in (None, TIE)
 
 
 def of_one(function, reference, *kinds, full_rows=False, **more):
@@ -93,7 +93,7 @@ def test_where_the_reference_has_no_finite_gradient_there_is_no_right_one():
     """Torch has NaN at 0, JAX an infinity."""
     root = of_one(lambda x: x.abs().sqrt(), lambda x: jnp.sqrt(jnp.abs(x)), "normal", "zeros")
     case = root.case(b=2, v=3).replace(values={"x": {"kind": "zeros"}})
-    assert verdict_of(root, case).undecided == POLE
+    assert verdict_of(root, case).undecided_reason == POLE
     assert verdict_of(root, case.replace(values={"x": {"kind": "normal"}})).ok
 
 

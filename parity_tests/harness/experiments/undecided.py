@@ -52,8 +52,8 @@ def mark_undecided(scheme: Declared, report: Report) -> Report:
         return report
     if not _jumps_as_far(scheme, report.case, wrong):
         return report
-    why = TIE if _is_tie(scheme, report.case) else POLE if all(map(_is_at_poles, wrong)) else CHOICE
-    return replace(report, undecided=why, undecided_why=why, undecided_examples=1, notes={})
+    reason = TIE if _is_tie(scheme, report.case) else POLE if all(map(_is_at_poles, wrong)) else CHOICE
+    return replace(report, is_undecided=True, undecided_reason=reason, undecided_examples=1, notes={})
 
 
 def _is_tie(scheme: Declared, case: CaseSpec) -> bool:

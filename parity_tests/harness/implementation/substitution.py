@@ -74,10 +74,10 @@ def narrowed(scheme: Declared, fixed: Mapping[str, Any]) -> Declared:
         dict(zip(choices, values, strict=True))
         for values in itertools.islice(itertools.product(*choices.values()), MAX_COMBINATIONS)
     ]
-    why = [_why_not(scheme, {**fixed, **values}) for values in combinations]
-    possible = [values for values, reason in zip(combinations, why, strict=True) if reason is None]
+    reasons = [_why_not(scheme, {**fixed, **values}) for values in combinations]
+    possible = [values for values, reason in zip(combinations, reasons, strict=True) if reason is None]
     if not possible:
-        raise NotApplicable(next(reason for reason in why if reason is not None))
+        raise NotApplicable(next(reason for reason in reasons if reason is not None))
     if len(possible) == len(combinations):
         return scheme
 
@@ -94,7 +94,7 @@ def narrowed(scheme: Declared, fixed: Mapping[str, Any]) -> Declared:
         options={name: possible_choices.get(name, values) for name, values in scheme.options.items()},
         rank_options={name: possible_choices.get(name, values) for name, values in scheme.rank_options.items()},
         assume=scheme.assume if is_rectangle else is_possible,
-        implementation=replace(record, not_applicable=_rejected_choices(choices, possible_choices, why)),
+        implementation=replace(record, not_applicable=_rejected_choices(choices, possible_choices, reasons)),
     )
 
 
@@ -130,12 +130,12 @@ def _why_not(scheme: Declared, fixed: Mapping[str, Any]) -> str | None:
 
 
 def _rejected_choices(
-    choices: Mapping[str, Sequence[Any]], possible_choices: Mapping[str, Sequence[Any]], why: Sequence[str | None]
+    choices: Mapping[str, Sequence[Any]], possible_choices: Mapping[str, Sequence[Any]], reasons: Sequence[str | None]
 ) -> str:
     """`parameter chunk_size (chunk_size=1, 2)`: the reasons, and the values of options that no case has."""
-    reasons = ", ".join(dict.fromkeys(reason for reason in why if reason is not None))
+    reason_text = ", ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
     removed = {
         name: [value for value in values if value not in possible_choices[name]] for name, values in choices.items()
     }
     values = "; ".join(f"{name}={', '.join(map(repr, each))}" for name, each in removed.items() if each)
-    return f"{reasons} ({values or 'some combinations of options'})"
+    return f"{reason_text} ({values or 'some combinations of options'})"

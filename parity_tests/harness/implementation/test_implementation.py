@@ -95,17 +95,17 @@ def test_our_own_functions_under_our_names_are_not_offered(shardproof):
 
 
 @pytest.mark.parametrize(
-    ("source", "why"),
+    ("source", "reason"),
     [
         ("def vocab_parallel_logprobs(): ...", "has no vocab_parallel_logprob (it has vocab_parallel_logprobs)"),
         ("vocab_parallel_logprob = 3", "has a vocab_parallel_logprob that cannot be called as ours (type int)"),
         ("from torch_impl.vocab_parallel import vocab_parallel_logprob", "imports vocab_parallel_logprob from here"),
     ],
 )
-def test_why_a_function_is_not_offered(source, why, shardproof):
-    file = written(f"offers_{len(why)}.py", source + "\n")
+def test_why_a_function_is_not_offered(source, reason, shardproof):
+    file = written(f"offers_{len(reason)}.py", source + "\n")
     _, out, _ = shardproof("verify", "vocab_parallel_logprob", "--implementation", file)
-    assert f"not offered: vocab_parallel_logprob: {file} {why}" in out
+    assert f"not offered: vocab_parallel_logprob: {file} {reason}" in out
 
 
 @pytest.mark.parametrize("target", ["some.txt", "folder/module"])

@@ -104,7 +104,17 @@ def _headline(report: Report) -> str:
     if report.failure is not None:
         return str(report.failure).splitlines()[0]
     wrong = [f"{label}: {notes[0]}" for label, notes in report.notes.items() if notes]
-    return next(iter([*wrong, *report.protocol, *report.cost, *report.hygiene, report.undecided or ""]))
+    return next(
+        iter(
+            [
+                *wrong,
+                *report.protocol,
+                *report.cost,
+                *report.hygiene,
+                (report.undecided_reason or "") if report.is_undecided else "",
+            ]
+        )
+    )
 
 
 def _blamed(report: Report) -> Element | None:

@@ -30,7 +30,7 @@ OF_ALL_EXAMPLES = (
     "dtypes",
     "left_out",
     "trace_seconds",
-    "undecided_why",
+    "undecided_reason",
     "undecided_examples",
 )
 COLUMNS = ("verdict", "tensor", "error", "budget", "ratio", "where")
@@ -93,8 +93,8 @@ class Report:
     )  # meshes that cannot shard the sizes given, with the reason
     row_cases: Mapping[str, CaseSpec] = field(default_factory=dict)
     trace_seconds: float = 0.0
-    undecided: str | None = None  # why there is no verdict, where there is none
-    undecided_why: str | None = None  # the same, of examples that were left out of the verdict
+    is_undecided: bool = False  # there is no verdict
+    undecided_reason: str | None = None  # of the last example that has none, which may be left out of the verdict
     undecided_examples: int = 0
     smallest: bool = False  # each size of the case was tried one step smaller, and none of these fails as it does
     conditions_needed: bool = False  # the case passes if any one calling condition is left out
@@ -111,13 +111,13 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        findings = self.protocol or self.cost or self.hygiene or self.undecided
+        findings = self.protocol or self.cost or self.hygiene or self.is_undecided
         return self.failure is None and not findings and all(row.ok for row in self.rows)
 
     @property
     def failed(self) -> bool:
         """Not equal, and not undecided either: a mismatch or a failed rank."""
-        return not self.ok and self.undecided is None
+        return not self.ok and not self.is_undecided
 
     @property
     def verdict(self) -> str:
@@ -126,7 +126,7 @@ class Report:
             return "engines disagree"
         if self.failure is not None:
             return self.failure.cause
-        if self.undecided is not None:
+        if self.is_undecided:
             return "undecided"
         if not all(row.ok for row in self.rows):
             return "mismatch"
@@ -145,7 +145,7 @@ class Report:
             raise EnginesDisagree("\n" + str(self)) from self.failure
         if self.failure is not None:
             raise self.failure
-        if self.undecided is not None:
+        if self.is_undecided:
             raise Undecided("\n" + str(self))
         outputs = all(row.ok for row in self.rows if row.role == "output")
         gradients = all(row.ok for row in self.rows if row.role == "gradient")
@@ -165,7 +165,9 @@ class Report:
     def omissions(self) -> list[str]:
         """The meshes that were left out, those of one reason together: `tp=2 tp=4: v=7 cannot be sharded ...`."""
         reasons = dict.fromkeys(self.left_out.values())
-        return [f"{' '.join(mesh for mesh, its in self.left_out.items() if its == why)}: {why}" for why in reasons]
+        return [
+            f"{' '.join(mesh for mesh, its in self.left_out.items() if its == reason)}: {reason}" for reason in reasons
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what `--json` writes."""
@@ -199,7 +201,7 @@ class Report:
             "confirmed_on": self.confirmed_on,
             "engines_disagree": self.engines_disagree,
             "undecided": self.undecided_examples,
-            "undecided_why": self.undecided_why,
+            "undecided_reason": self.undecided_reason,
             "shards": self.shards,
             "implementation": None if self.implementation is None else self.implementation.to_dict(),
         }
@@ -226,10 +228,10 @@ class Report:
                 parts.append(Text(f"  {self.shards}"))
         else:
             parts += [*self._table(), Text("  " + self._side_check_lines())]
-        if self.undecided_why is not None:
+        if self.undecided_reason is not None:
             share = f"{self.undecided_examples} of {self.examples} example{'s' if self.examples != 1 else ''}"
-            too_many = ", too many for a pass" if self.undecided else ""
-            parts.append(Text(f"  undecided: {share}{too_many}: {self.undecided_why}"))
+            too_many = ", too many for a pass" if self.is_undecided else ""
+            parts.append(Text(f"  undecided: {share}{too_many}: {self.undecided_reason}"))
         parts += [Text(f"  left out: {omission}") for omission in self.omissions()]
         if self.confirmed_on is not None:
             parts.append(Text(f"  confirmed on {self.confirmed_on}, in fresh processes"))
@@ -312,7 +314,7 @@ class Report:
             return "equal"
         if self.engines_disagree is not None:
             return f"differs on {self.case.engine}"
-        return "MISMATCH" if self.undecided is None else "undecided"
+        return "undecided" if self.is_undecided else "MISMATCH"
 
     def _side_check_lines(self) -> str:
         """Protocol, cost and hygiene: on one line where all are in order."""
@@ -329,7 +331,7 @@ def merge_reports(reports: Iterable[Report]) -> Report:
     """One report of many examples of a scheme: the worst row of each tensor; the last example's case if it failed."""
     of_all_examples = list(reports)
     failed = [report for report in of_all_examples if report.failed]
-    undecided = [report for report in of_all_examples if report.undecided is not None]
+    undecided = [report for report in of_all_examples if report.is_undecided]
     equal = [report for report in of_all_examples if report.ok]
     plain = [report for report in equal if SPARE not in report.case.mesh]
     example = (failed or plain or equal or undecided)[-1]
@@ -350,8 +352,8 @@ def merge_reports(reports: Iterable[Report]) -> Report:
         else tuple(sorted({_scheme_mesh(r.case) for r in of_all_examples})),
         seconds=sum(report.seconds for report in of_all_examples),
         ledger=example.ledger,
-        undecided=undecided[-1].undecided if undecided and too_many and not failed else None,
-        undecided_why=undecided[-1].undecided if undecided else None,
+        is_undecided=bool(undecided) and too_many and not failed,
+        undecided_reason=undecided[-1].undecided_reason if undecided else None,
         undecided_examples=len(undecided),
     )
 

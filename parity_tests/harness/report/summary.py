@@ -122,8 +122,8 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
                 console.print(
                     f"left out: {name_of(report)}: {omission}", markup=False, highlight=False, soft_wrap=one_line
                 )
-    not_run = [f"not run: {name}: {why}" for name, why in outcome.not_run.items()]
-    not_judged = [f"not judged: {why}" for why in outcome.not_judged.values()]
+    not_run = [f"not run: {name}: {reason}" for name, reason in outcome.not_run.items()]
+    not_judged = [f"not judged: {reason}" for reason in outcome.not_judged.values()]
     for line in [*_expectations(outcome), *not_run, *not_judged]:
         console.print(line, markup=False, highlight=False, soft_wrap=one_line)
     if not options.quiet:
@@ -138,7 +138,7 @@ def _not_offered(reasons: Mapping[str, str]) -> list[str]:
     """Each with its reason, where these are few enough to be read."""
     if len(reasons) > MAX_REASONS:
         return [f"not offered: {', '.join(reasons)}"]
-    return [f"not offered: {name}: {why}" for name, why in reasons.items()]
+    return [f"not offered: {name}: {reason}" for name, reason in reasons.items()]
 
 
 def _expectations(outcome: Outcome) -> list[str]:
@@ -191,7 +191,7 @@ def table(outcome: Outcome, width: int | None = None) -> Table:
 
 def _row(report: Report) -> dict[str, str]:
     ratio = max((row.ratio for row in report.rows), default=float("nan"))
-    undecided = f", {report.undecided_examples} undecided" if report.ok and report.undecided_why else ""
+    undecided = f", {report.undecided_examples} undecided" if report.ok and report.undecided_reason else ""
     return {
         "verdict": report.verdict + undecided,
         "scheme": name_of(report),
@@ -211,7 +211,7 @@ def closing(outcome: Outcome) -> str:
     failures = sum(report.failure is not None for report in clear)
     mismatches = len(clear) - failures
     disagreements = sum(report.engines_disagree is not None for report in unexpected)
-    without_verdict = sum(report.undecided is not None for report in unexpected)
+    without_verdict = sum(report.is_undecided for report in unexpected)
     undecided = f", {without_verdict} undecided" if without_verdict else ""
     failed = f", {failures} failed" if failures else ""
     failed += f", {disagreements} on which engines disagree" if disagreements else ""
@@ -257,7 +257,7 @@ def _as_dict(report: Report, outcome: Outcome) -> dict[str, Any]:
 
 def as_junit(outcome: Outcome) -> str:
     """JUnit XML: a test case for each scheme, its notes as the failure's text."""
-    skipped = {**outcome.not_run, **{name: f"not offered: {why}" for name, why in outcome.not_offered.items()}}
+    skipped = {**outcome.not_run, **{name: f"not offered: {reason}" for name, reason in outcome.not_offered.items()}}
     skipped |= {
         name_of(report): f"expected {report.verdict}" for report in outcome.reports if outcome.is_expected(report)
     }
@@ -290,10 +290,10 @@ def as_junit(outcome: Outcome) -> str:
             ElementTree.SubElement(item, "failure", message=f"passes, {outcome.expected[name].verdict} is expected")
         elif name in skipped:
             ElementTree.SubElement(item, "skipped", message=skipped.pop(name))
-    for name, why in outcome.not_judged.items():
-        ElementTree.SubElement(_testcase(suite, outcome, name), "error", message=why)
-    for name, why in skipped.items():
-        ElementTree.SubElement(_testcase(suite, outcome, name), "skipped", message=why)
+    for name, reason in outcome.not_judged.items():
+        ElementTree.SubElement(_testcase(suite, outcome, name), "error", message=reason)
+    for name, reason in skipped.items():
+        ElementTree.SubElement(_testcase(suite, outcome, name), "skipped", message=reason)
     return ElementTree.tostring(suite, encoding="unicode")
 
 

@@ -53,8 +53,8 @@ class SchemeFile(pytest.File):
 
         try:
             schemes = schemes_of_file(str(self.path))
-        except UnusableTarget as why:
-            raise self.CollectError(str(why)) from None
+        except UnusableTarget as reason:
+            raise self.CollectError(str(reason)) from None
         for scheme in schemes:
             yield SchemeTest.from_parent(self, name=scheme.name, scheme=scheme)
 
@@ -74,8 +74,8 @@ class SchemeTest(pytest.Item):
             pytest.skip(f"is declared for {', '.join(self.scheme.engines)} only")
         try:
             report = verify(self.scheme, engine, examples)
-        except NotRun as why:
-            pytest.skip(f"not run: {why}")
+        except NotRun as reason:
+            pytest.skip(f"not run: {reason}")
         report.raise_if_failed()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

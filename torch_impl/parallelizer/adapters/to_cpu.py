@@ -32,8 +32,8 @@ def to_cpu(v: Any, *, local: bool = False) -> Any:
     if not isinstance(v, DTensor):
         return v.cpu()
     if v.device.type not in DEVICES:
-        why = ", which has no values" if v.device.type == "meta" else f"; only {' and '.join(DEVICES)} are supported"
-        raise ValueError(f"parallelizer.to_cpu: v is a DTensor on {v.device.type!r}{why}")
+        reason = ", which has no values" if v.device.type == "meta" else f"; only {' and '.join(DEVICES)} are supported"
+        raise ValueError(f"parallelizer.to_cpu: v is a DTensor on {v.device.type!r}{reason}")
     if not local:
         with torch.no_grad():
             # The result is for reading: it is detached, so that no backward has to communicate.

@@ -369,9 +369,9 @@ class LockstepGroup(dist.ProcessGroup):
         )
 
 
-def _rejection(name: str, why: str) -> Callable[..., NoReturn]:
+def _rejection(name: str, reason: str) -> Callable[..., NoReturn]:
     def rejected(self: LockstepGroup, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"lockstep: {name} {why}")
+        raise NotImplementedError(f"lockstep: {name} {reason}")
 
     return rejected
 

@@ -67,9 +67,9 @@ def _terminated(*_: object) -> NoReturn:
     leave("torchrun ends this job" if member is None else member.last_words())
 
 
-def leave(why: str) -> NoReturn:
+def leave(reason: str) -> NoReturn:
     """At once, whatever hangs in native code."""
-    sys.stderr.write(f"shardproof: rank {os.environ.get('RANK', '?')}: {why}\n")
+    sys.stderr.write(f"shardproof: rank {os.environ.get('RANK', '?')}: {reason}\n")
     sys.stderr.flush()
     os._exit(FAILED)
 

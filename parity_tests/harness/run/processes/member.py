@@ -155,15 +155,15 @@ class Member:
 
     def last_words(self) -> str:
         """Where this rank is when torchrun ends the job, as it does once a rank of its host has died."""
-        why = "torchrun ends this job"
+        reason = "torchrun ends this job"
         with contextlib.suppress(dist.DistError):
             self.channel.add(f"ending/{self.rank}")
             if self.rank == 0:
                 time.sleep(COLLECT_S)
                 silent = [str(rank) for rank in range(self.world) if not self.channel.count(f"ending/{rank}")]
-                why += f"; of rank {', '.join(silent)} there is no answer" if silent else ""
+                reason += f"; of rank {', '.join(silent)} there is no answer" if silent else ""
         has_failed = self.outcome is not None and self.outcome.kind != DONE
-        return f"{why}; {self.seen()}" if has_failed or self._thread.is_alive() else why
+        return f"{reason}; {self.seen()}" if has_failed or self._thread.is_alive() else reason
 
     def leave_groups(self, seconds: float = 0.0) -> bool:
         """Close this rank's groups, which frees ranks that wait for it; False if the job hangs for so long."""
