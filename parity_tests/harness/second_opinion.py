@@ -27,7 +27,6 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.draw.drawing import another, seeded_chooser
-from parity_tests.harness.experiments.cases import scheme_axes
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report
 from parity_tests.harness.run.failure import Deadlock, NotRun, Unwaited
@@ -127,7 +126,7 @@ def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | No
         records.clear()
     for is_of_the_same_shapes in (True, False):
         choose = seeded_chooser(case.seed + 1)
-        other = another(scheme, case, scheme_axes(case), choose, same_shapes=is_of_the_same_shapes)
+        other = another(scheme, case, case.scheme_mesh, choose, same_shapes=is_of_the_same_shapes)
         records.append(record_of(other))
     for record in records:
         yield case.replace(calls={**case.calls, "call_before": record})

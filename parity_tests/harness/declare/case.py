@@ -71,6 +71,11 @@ class CaseSpec:
         return of_case(self)
 
     @property
+    def scheme_mesh(self) -> dict[str, int]:
+        """The mesh as the scheme sees it, without the axis of a larger world."""
+        return {axis: size for axis, size in self.mesh.items() if axis != SPARE}
+
+    @property
     def world(self) -> int:
         return math.prod(self.mesh.values())
 

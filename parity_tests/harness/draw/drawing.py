@@ -188,8 +188,9 @@ def another(
 def _of_the_same_shapes(scheme: Declared, case: CaseSpec, choose: Chooser) -> CaseSpec:
     """The case with other values; the lengths of its shards and sequences stay."""
     sizes = {dim: case.dims[dim] for dim in size_choices.free_dims(scheme)}
-    scheme_mesh = {axis: size for axis, size in case.mesh.items() if axis != SPARE}
-    drawn = draw_case(scheme, choose, {**scheme_mesh, **sizes, **case.options}, dtype=case.dtype, engine=case.engine)
+    drawn = draw_case(
+        scheme, choose, {**case.scheme_mesh, **sizes, **case.options}, dtype=case.dtype, engine=case.engine
+    )
     return _of_another_seed(case.replace(values=drawn.values, seed=drawn.seed), case)
 
 

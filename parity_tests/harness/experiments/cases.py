@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from parity_tests.harness.declare.calls import without_other_calls
-from parity_tests.harness.declare.case import SPARE, CaseSpec
+from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
@@ -19,7 +19,7 @@ MIN_ELEMENTS = 3  # along a dim: with two, every error is at one end or the othe
 
 def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> CaseSpec | None:
     """The same mesh, dtype and options at larger sizes and another seed; `values` keeps the kinds of its values."""
-    drawn = _larger_case(scheme, case, scheme_axes(case), seed)
+    drawn = _larger_case(scheme, case, case.scheme_mesh, seed)
     if drawn is None:
         return None
     return drawn.replace(values=case.values if values else plain(scheme, drawn))
@@ -27,7 +27,7 @@ def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> Case
 
 def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | None:
     """Plain values at larger sizes on another declared mesh, each of its axes of two ranks or more if one is."""
-    here = scheme_axes(case)
+    here = case.scheme_mesh
     meshes = [mesh for mesh in size_choices.meshes(scheme, {}, None) if mesh != here and math.prod(mesh.values()) > 1]
 
     def alike(mesh: Mapping[str, int]) -> tuple[int, int, int]:
@@ -46,7 +46,7 @@ def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | N
 
 def on_one_rank(scheme: Declared, case: CaseSpec) -> CaseSpec | None:
     """The same sizes and values on a mesh of one rank, declared or not."""
-    mesh = dict.fromkeys(scheme_axes(case), 1)
+    mesh = dict.fromkeys(case.scheme_mesh, 1)
     if not size_choices.compatible(scheme, case.dims, mesh, case.options):
         return None
     layouts = {
@@ -68,17 +68,12 @@ def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSp
         choices = [other for other in declared or () if isinstance(other, int)]
         shape[dim] = size if dim in short else max(choices) if choices else size * -(-WIDE // max(size, 1))
     try:
-        fixed = {**scheme_axes(case), **shape, **case.options}
+        fixed = {**case.scheme_mesh, **shape, **case.options}
         drawn = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
     except ValueError:  # a size that follows from these, or a layout, does not allow it
         return None
     ids = {arg.name: {**drawn.values[arg.name], "picks": [[shard, "middle"]]} for arg in by_ids}
     return drawn.replace(mesh=case.mesh, values={**plain(scheme, drawn), **ids}, calls=case.calls)
-
-
-def scheme_axes(case: CaseSpec) -> dict[str, int]:
-    """The mesh as the scheme sees it."""
-    return {axis: size for axis, size in case.mesh.items() if axis != SPARE}
 
 
 def plain(scheme: Declared, case: CaseSpec) -> dict[str, object]:
@@ -100,5 +95,5 @@ def _larger_case(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed
     shape = max(shapes, key=lambda shape: (min([MIN_ELEMENTS, *shape.values()]), math.prod(shape.values())))
     fixed = {**mesh, **shape, **case.options}
     drawn = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
-    source = case if mesh == scheme_axes(case) else without_other_calls(case)
+    source = case if mesh == case.scheme_mesh else without_other_calls(case)
     return drawn.replace(mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()}, calls=source.calls)

@@ -16,7 +16,6 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.dim_formulas import complete_dims
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import another, draw_case, simplest
-from parity_tests.harness.experiments.cases import scheme_axes
 from parity_tests.harness.experiments.undecided import verdict_of
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Stalled
@@ -78,13 +77,13 @@ def _fails_alike(report: Report, other: Report) -> bool:
 def _smaller(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> Iterator[CaseSpec]:
     """Valid cases in a smaller world or with one size smaller, for each size the smallest first and one step last."""
     if SPARE in case.mesh:
-        yield case.replace(mesh=scheme_axes(case))
+        yield case.replace(mesh=case.scheme_mesh)
     for axis, choices in scheme.mesh.items():
         for size in sorted(choice for choice in choices if axis not in fixed and choice < case.mesh[axis]):
-            yield from _resized(scheme, case, {**scheme_axes(case), axis: size}, _free(scheme, case))
+            yield from _resized(scheme, case, {**case.scheme_mesh, axis: size}, _free(scheme, case))
     for dim in size_choices.free_dims(scheme):
         for size in _steps(scheme, dim, case.dims[dim]) if dim not in fixed else ():
-            yield from _resized(scheme, case, scheme_axes(case), {**_free(scheme, case), dim: size})
+            yield from _resized(scheme, case, case.scheme_mesh, {**_free(scheme, case), dim: size})
 
 
 def _free(scheme: Declared, case: CaseSpec) -> dict[str, int]:
@@ -119,7 +118,7 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
     }
     lengths = {
         dim: case.lengths[dim]
-        if sum(case.lengths[dim]["padded"]) == simplest_case.dims[dim] and mesh == scheme_axes(case)
+        if sum(case.lengths[dim]["padded"]) == simplest_case.dims[dim] and mesh == case.scheme_mesh
         else its
         for dim, its in simplest_case.lengths.items()
     }
@@ -139,8 +138,8 @@ def _resized_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) -> dict[
     for name, record in records.items():
         if record["dims"] == case.dims:
             records[name] = {**record_of(resized), "values": record["values"], "seed": record["seed"]}
-        elif scheme_axes(resized) != scheme_axes(case):
-            other = another(scheme, resized, scheme_axes(resized), lambda options: options[-1], same_shapes=False)
+        elif resized.scheme_mesh != case.scheme_mesh:
+            other = another(scheme, resized, resized.scheme_mesh, lambda options: options[-1], same_shapes=False)
             records[name] = record_of(other)
     return records
 

@@ -349,7 +349,7 @@ def merge_reports(reports: Iterable[Report]) -> Report:
         dtypes=tuple(dict.fromkeys(report.case.dtype for report in of_all_examples)),
         meshes=(mesh_text(example.case.mesh),)
         if failed
-        else tuple(sorted({_scheme_mesh(r.case) for r in of_all_examples})),
+        else tuple(sorted({mesh_text(r.case.scheme_mesh) for r in of_all_examples})),
         seconds=sum(report.seconds for report in of_all_examples),
         ledger=example.ledger,
         is_undecided=bool(undecided) and too_many and not failed,
@@ -363,11 +363,6 @@ def drawn_kinds(case: CaseSpec, kinds: Iterable[str]) -> dict[str, str]:
     drawn = {name: value["kind"] for name, value in case.values.items() if value.get("kind") in kinds}
     borders = {name: value["border"][0] for name, value in case.values.items() if "border" in value}
     return drawn | {name: f"{kind} at the border of a shard" for name, kind in borders.items() if kind in kinds}
-
-
-def _scheme_mesh(case: CaseSpec) -> str:
-    """The mesh without the axis of a larger world, which a scheme does not see."""
-    return mesh_text({axis: size for axis, size in case.mesh.items() if axis != SPARE})
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:
