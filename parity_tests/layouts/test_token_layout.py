@@ -124,13 +124,13 @@ def test_packed_is_the_reference_and_a_partition(chunks, n, kind):
 PACKED = dict(
     mesh={"cp": (1, 2, 4)},
     dims={"n": (4, 6, 3), "t": (24, 40, 16), "b": (2, 1)},
-    draw={"padded": offsets("t", padded=True), "true": offsets("t")},
+    draw={"padded": offsets("t", padded=True), "real": offsets("t")},
 )
 DTYPES = ("float32", "bfloat16", "float64")
 
 
-def packed_layout(mesh, padded, true=None, kind="packed"):
-    return TokenLayout.packed(padded, true, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"), kind=kind)
+def packed_layout(mesh, padded, real=None, kind="packed"):
+    return TokenLayout.packed(padded, real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"), kind=kind)
 
 
 def first(x, padded):
@@ -186,26 +186,26 @@ Row = Int[Tensor, " t"]
 Tables = tuple[Row, Row, Bool[Tensor, " t"], Row]
 
 
-def tables(ids, padded, true, mesh) -> tuple[Array, ...]:
+def tables(ids, padded, real, mesh) -> tuple[Array, ...]:
     """Position g stands in the sequence that as many ends lie at or before; its rank counts chunks from both ends."""
     g = jnp.arange(ids.shape[1])
     sequence = (padded[1:][None, :] <= g[:, None]).sum(1)
     position = g - padded[sequence]
     chunk = position * 2 * mesh["cp"] // jnp.diff(padded)[sequence]
     rank = jnp.minimum(chunk, 2 * mesh["cp"] - 1 - chunk)
-    return position, sequence, position >= jnp.diff(true)[sequence], rank
+    return position, sequence, position >= jnp.diff(real)[sequence], rank
 
 
 @scheme(
     reference=tables,
-    inputs={"ids": "b t", "padded": "n", "true": "n"},
+    inputs={"ids": "b t", "padded": "n", "real": "n"},
     outputs=("t/cp:packed",) * 4,
     rank_options={"validate": (True, False)},
     **{**PACKED, "draw": {**PACKED["draw"], "ids": integers(0, 9)}},
 )
-def tables_of_layout(mesh, ids, padded, true, validate) -> Tables:
+def tables_of_layout(mesh, ids, padded, real, validate) -> Tables:
     """Of a layout whose offsets are its own: what its caller writes into them later does not change it."""
-    offsets = padded.int(), true.int()
+    offsets = padded.int(), real.int()
     sizes = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
     layout = TokenLayout.packed(*offsets, total=ids.shape[1], validate=validate, **sizes)
     for each in offsets:
@@ -214,24 +214,24 @@ def tables_of_layout(mesh, ids, padded, true, validate) -> Tables:
     return tuple(layout.shard(x, 0) for x in (layout.position_ids, layout.sequence_ids, layout.padding_mask, ranks))
 
 
-def up_to_the_last_token(x, padded, true):
+def up_to_the_last_token(x, padded, real):
     """What comes after the last real token is 0."""
-    real = jnp.diff(true)
-    last = jnp.where(real > 0, padded[:-1] + real, 0).max()
+    lengths = jnp.diff(real)
+    last = jnp.where(lengths > 0, padded[:-1] + lengths, 0).max()
     return jnp.where(jnp.arange(x.shape[1])[:, None] < last, x, 0)
 
 
 @scheme(
     reference=up_to_the_last_token,
-    inputs={"x": "b t/cp:packed d", "padded": "n", "true": "n"},
+    inputs={"x": "b t/cp:packed d", "padded": "n", "real": "n"},
     outputs="b t d cp=R",
     dtypes=DTYPES,
     cost=gather_cost("R"),
     **PACKED,
 )
-def trimmed_by_layout(mesh, x, padded, true):
+def trimmed_by_layout(mesh, x, padded, real):
     """Trimmed, and filled up again to one size."""
-    trimmed = packed_layout(mesh, padded, true).unshard(x, 1, mesh["cp"], trim=True)
+    trimmed = packed_layout(mesh, padded, real).unshard(x, 1, mesh["cp"], trim=True)
     return torch.nn.functional.pad(trimmed, (0, 0, 0, mesh.total("t") - trimmed.shape[1]))
 
 

@@ -127,27 +127,27 @@ def entropy_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk
     )
 
 
-def of_packed(logits, target, padded, true, columns, temperature):
+def of_packed(logits, target, padded, real, columns, temperature):
     entropies = packed_next_token_negative_entropy(logits, padded[:-1], jnp.diff(padded), len(columns) + 1, temperature)
-    return by_padded(logits, target, padded, true, columns, temperature), entropies
+    return by_padded(logits, target, padded, real, columns, temperature), entropies
 
 
 @scheme(
     reference=of_packed,
     mesh={"cp": (1, 2), "tp": (1, 2)},
-    inputs={"logits": "1 t/cp:packed v/tp:ragged", "target": "1 t", "padded": "n", "true": "n", "columns": "u"},
+    inputs={"logits": "1 t/cp:packed v/tp:ragged", "target": "1 t", "padded": "n", "real": "n", "columns": "u"},
     outputs=OVER_CP,
     dims={"b": "n-1", "n": (4, 6, 3), "t": (24, 40, 16), "u": (5, 9, 2), "v": (8, 5, 13)},
     draw={
         "target": ids("v", ignore=-100),
         "padded": offsets("t", padded=True),
-        "true": offsets("t"),
+        "real": offsets("t"),
         "columns": integers(0, 0),
     },
     cost=lambda c: over_cp(c, c.t),
     **COMMON,
 )
-def entropy_of_packed(mesh, logits, target, padded, true, columns, temperature, chunk_size):
+def entropy_of_packed(mesh, logits, target, padded, real, columns, temperature, chunk_size):
     return vp.from_parallel_logits_to_logprobs_packed_sequences(
         logits,
         target,

@@ -30,7 +30,7 @@ DECLARED = dict(
     draw={
         "target": ids("v", ignore=-100),
         "padded": offsets("t", padded=True),
-        "true": offsets("t"),
+        "real": offsets("t"),
         "columns": integers(0, 0),
     },
     options={"temperature": (1.0, 0.7)},
@@ -42,7 +42,7 @@ DECLARED = dict(
         backward={"reduce_scatter/cp": (1, c.t * c.accumulator_itemsize)},
     ),
 )
-INPUTS = {"logits": "1 t/cp:packed v/tp:ragged", "target": "1 t", "padded": "n", "true": "n", "columns": "u"}
+INPUTS = {"logits": "1 t/cp:packed v/tp:ragged", "target": "1 t", "padded": "n", "real": "n", "columns": "u"}
 
 
 def scored(mesh, logits, target, padded, columns, temperature, chunk_size, **options):
@@ -60,26 +60,26 @@ def scored(mesh, logits, target, padded, columns, temperature, chunk_size, **opt
     )
 
 
-def by_padded(logits, target, padded, true, columns, temperature):
+def by_padded(logits, target, padded, real, columns, temperature):
     return packed_next_token_logprob(
         logits, target, padded[:-1], jnp.diff(padded), len(columns) + 1, temperature=temperature
     )
 
 
-def by_true(logits, target, padded, true, columns, temperature):
+def by_real(logits, target, padded, real, columns, temperature):
     return packed_next_token_logprob(
-        logits, target, padded[:-1], jnp.diff(true), len(columns) + 1, temperature=temperature
+        logits, target, padded[:-1], jnp.diff(real), len(columns) + 1, temperature=temperature
     )
 
 
 @scheme(reference=by_padded, inputs=INPUTS, **DECLARED)
-def packed_next_tokens(mesh, logits, target, padded, true, columns, temperature, chunk_size):
+def packed_next_tokens(mesh, logits, target, padded, real, columns, temperature, chunk_size):
     return scored(mesh, logits, target, padded, columns, temperature, chunk_size)
 
 
-@scheme(reference=by_true, inputs=INPUTS, **DECLARED)
-def packed_next_tokens_of_true_lengths(mesh, logits, target, padded, true, columns, temperature, chunk_size):
-    return scored(mesh, logits, target, padded, columns, temperature, chunk_size, cu_seqlens=true)
+@scheme(reference=by_real, inputs=INPUTS, **DECLARED)
+def packed_next_tokens_of_real_lengths(mesh, logits, target, padded, real, columns, temperature, chunk_size):
+    return scored(mesh, logits, target, padded, columns, temperature, chunk_size, cu_seqlens=real)
 
 
 def rolled_and_sharded(target, padded, cp, rank):
@@ -92,12 +92,12 @@ def rolled_and_sharded(target, padded, cp, rank):
 
 
 @scheme(reference=by_padded, inputs=INPUTS, **DECLARED)
-def packed_next_tokens_rolled_before(mesh, logits, target, padded, true, columns, temperature, chunk_size):
+def packed_next_tokens_rolled_before(mesh, logits, target, padded, real, columns, temperature, chunk_size):
     rolled = rolled_and_sharded(target, padded, mesh.size("cp"), mesh.rank("cp"))
     return scored(mesh, logits, rolled, padded, columns, temperature, chunk_size, target_is_pre_rolled=True)
 
 
-SCHEMES = (packed_next_tokens, packed_next_tokens_of_true_lengths, packed_next_tokens_rolled_before)
+SCHEMES = (packed_next_tokens, packed_next_tokens_of_real_lengths, packed_next_tokens_rolled_before)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])

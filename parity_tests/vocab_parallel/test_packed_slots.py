@@ -35,11 +35,11 @@ NAME = "vocab_parallel.from_parallel_logits_to_logprobs_packed_sequences"
 LOCAL = torch.zeros(1, 8, 3)
 
 
-def packed(mesh, offsets=(0, 8, 16), logits=LOCAL, target=IDS[:, :16], size=5, group="tp", true=None, **options):
+def packed(mesh, offsets=(0, 8, 16), logits=LOCAL, target=IDS[:, :16], size=5, group="tp", real=None, **options):
     group = mesh[group] if group else None
-    true = None if true is None else torch.tensor(true)
+    real = None if real is None else torch.tensor(real)
     return vp.from_parallel_logits_to_logprobs_packed_sequences(
-        logits, target, torch.tensor(offsets), size, 0, 3, group, cp_group=mesh["cp"], cu_seqlens=true, **options
+        logits, target, torch.tensor(offsets), size, 0, 3, group, cp_group=mesh["cp"], cu_seqlens=real, **options
     )
 
 
@@ -50,14 +50,14 @@ REJECTED = [
         "group is None; pass a ProcessGroup (a group of size 1 for no tensor parallelism)",
     ),
     (lambda m: packed(m, [0.0, 16.0]), TypeError, "cu_seqlens_padded is float32; it must be integers"),
-    (lambda m: packed(m, true=[0.0, 1.0, 2.0]), TypeError, "cu_seqlens is float32; it must be integers"),
+    (lambda m: packed(m, real=[0.0, 1.0, 2.0]), TypeError, "cu_seqlens is float32; it must be integers"),
     (
         lambda m: packed(m, [[0, 16]]),
         ValueError,
         "cu_seqlens_padded is [1, 2]; its dims must be [n]; reshape it to these",
     ),
     (
-        lambda m: packed(m, true=[0, 16]),
+        lambda m: packed(m, real=[0, 16]),
         ValueError,
         "cu_seqlens is [2] but cu_seqlens_padded has n=3: n differs, 2 and 3",
     ),
@@ -73,7 +73,7 @@ REJECTED = [
         "cu_seqlens_padded[3] - cu_seqlens_padded[2] = 10 is not a multiple of 2*cp = 4; pad sequence 2 to 12",
     ),
     (
-        lambda m: packed(m, true=[0, 8, 17]),
+        lambda m: packed(m, real=[0, 8, 17]),
         ValueError,
         "cu_seqlens gives sequence 1 9 tokens but its padded slot has 8",
     ),

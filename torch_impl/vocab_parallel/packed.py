@@ -52,8 +52,8 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     out[i, j] = log p(id[j + 1] | logits[j]) of sequence i;   u = unpacked_seqlen - 1
 
     Row i is 0.0 from its last position on and truncated at u. `cu_seqlens_padded` [b + 1] are offsets into the
-    full stream; tokens past the last are padding. Between a sequence's true and padded end stand scores of
-    padding ids, with `cu_seqlens` (true lengths) 0.0 without gradient. With `target_is_pre_rolled` the target is
+    full stream; tokens past the last are padding. Between a sequence's real and padded end stand scores of
+    padding ids, with `cu_seqlens` (real lengths) 0.0 without gradient. With `target_is_pre_rolled` the target is
     "1 t/cp:packed", shifted inside each sequence and sharded. `with_entropy` returns the pair (log-probability, sum
     p log p of its position), both 0.0 where there is no next token.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
@@ -65,7 +65,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
             One host read of the offsets, none if they are on the host. Saves what the core does and 8 bytes per token.
     Errors: as `from_parallel_logits_to_logprobs`; besides ValueError if offsets do not ascend from 0, a padded
             length is no multiple of 2 * cp over two ranks or more, the last lies past the stream or the ids,
-            a true length is longer than its slot, or unpacked_seqlen is below 1.
+            a real length is longer than its slot, or unpacked_seqlen is below 1.
     """
     validate_entropy(NAME, with_entropy, sampling_params)
     # 1. What a contract cannot say: lengths, and the offsets, which are read once by the host.
@@ -77,12 +77,12 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         raise ValueError(
             f"{NAME}: {why_not_covered('target', target.shape[1], 'vocab_parallel_logits', local, shards)}"
         )
-    padded, true = offsets_on_host(cu_seqlens_padded, cu_seqlens)
-    reason = why_not_offsets(padded, true, cp, size, "target")
+    padded, real = offsets_on_host(cu_seqlens_padded, cu_seqlens)
+    reason = why_not_offsets(padded, real, cp, size, "target")
     if reason:
         raise ValueError(f"{NAME}: {reason}")
     # 2. The id after each of this rank's tokens, in its own sequence, and its score.
-    slots, u = packed_slots(padded, true, cp, device), unpacked_seqlen - 1
+    slots, u = packed_slots(padded, real, cp, device), unpacked_seqlen - 1
     ids, used = target.to(device), len(slots.sequence)
     target = slots.ignore_last(ids[:, :used], rank) if target_is_pre_rolled else slots.next_ids(ids, rank)
     options, limits = scoring_options(
@@ -147,12 +147,12 @@ class PackedSlots:
 
 
 def packed_slots(
-    padded: Int64[Tensor, " n"], true: Int64[Tensor, " n"] | None, cp: int, device: torch.device
+    padded: Int64[Tensor, " n"], real: Int64[Tensor, " n"] | None, cp: int, device: torch.device
 ) -> PackedSlots:
-    """Slots for offsets on the host that `why_not_offsets` accepts; with true ones padding has no next."""
+    """Slots for offsets on the host that `why_not_offsets` accepts; with real ones padding has no next."""
     total, offsets = int(padded[-1]), padded.to(device)
     lengths = offsets.diff()
-    ends = lengths if true is None else true.to(device).diff()
+    ends = lengths if real is None else real.to(device).diff()
     # Without cp lengths need be no multiple of 2 * cp, which `packed` asks for.
     positions = packed(total, cp, padded, device=device) if cp > 1 else contiguous(total, 1, device=device)
     position = torch.stack(positions)
@@ -162,19 +162,19 @@ def packed_slots(
     return PackedSlots(sequence, position, index, index + 1 < ends[sequence])
 
 
-def offsets_on_host(padded: Tensor, true: Tensor | None) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"] | None]:
+def offsets_on_host(padded: Tensor, real: Tensor | None) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"] | None]:
     """Both offsets on the host, as int64, by one read."""
-    if true is None:
+    if real is None:
         return padded.long().cpu(), None
-    both = torch.stack([padded.long(), true.long().to(padded.device)]).cpu()
+    both = torch.stack([padded.long(), real.long().to(padded.device)]).cpu()
     return both[0], both[1]
 
 
 def why_not_offsets(
-    padded: Int64[Tensor, " n"], true: Int64[Tensor, " n"] | None, cp: int, covered: int, by: str
+    padded: Int64[Tensor, " n"], real: Int64[Tensor, " n"] | None, cp: int, covered: int, by: str
 ) -> str | None:
     """Why offsets are not those of a packed stream; `covered` positions are what `by` has."""
-    for name, offsets in (("cu_seqlens_padded", padded), ("cu_seqlens", true)):
+    for name, offsets in (("cu_seqlens_padded", padded), ("cu_seqlens", real)):
         if offsets is not None and not len(offsets):
             return f"{name} is [0]; offsets are one row of [batch + 1]"
         if offsets is not None:
@@ -189,9 +189,9 @@ def why_not_offsets(
             f"cu_seqlens_padded[{j + 1}] - cu_seqlens_padded[{j}] = {length} is not a multiple of "
             f"2*cp = {2 * cp}; pad sequence {j} to {length + -length % (2 * cp)}"
         )
-    true_lengths = lengths if true is None else true.diff()
-    for j in first(true_lengths > lengths):
-        return f"cu_seqlens gives sequence {j} {int(true_lengths[j])} tokens but its padded slot has {int(lengths[j])}"
+    real_lengths = lengths if real is None else real.diff()
+    for j in first(real_lengths > lengths):
+        return f"cu_seqlens gives sequence {j} {int(real_lengths[j])} tokens but its padded slot has {int(lengths[j])}"
     if padded[-1] > covered:
         return f"cu_seqlens_padded ends at {int(padded[-1])} but {by} covers {covered}"
     return None

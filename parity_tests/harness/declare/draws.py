@@ -92,7 +92,7 @@ class Draw:
             return _mask(value["keep"], shape, rng)
         if self.kind == "integers":
             return rng.integers(self.low, self.high, size=shape, endpoint=True)
-        lengths = np.array(case.lengths[self.dim or ""]["padded" if self.padded else "true"], dtype=np.int64)
+        lengths = np.array(case.lengths[self.dim or ""]["padded" if self.padded else "real"], dtype=np.int64)
         return lengths if self.kind == "lengths" else np.concatenate([[0], np.cumsum(lengths)])
 
     def _ids(self, picks: list[list[Any]], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
@@ -233,7 +233,7 @@ def mask(dim: str | None = None) -> Draw:
 
 
 def offsets(dim: str, padded: bool = False) -> Draw:
-    """cu_seqlens of the drawn sequences of packed dim `dim`: their true or their padded borders."""
+    """cu_seqlens of the drawn sequences of packed dim `dim`: their real or their padded borders."""
     return Draw("offsets", dim, padded=padded)
 
 

@@ -352,7 +352,7 @@ def _ragged(size: int, world: int, choose: Chooser) -> list[int]:
 def _lengths(
     scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], choose: Chooser
 ) -> dict[str, dict[str, list[int]]]:
-    """True and padded lengths of the sequences of every packed dim: uneven, some empty, some of one token."""
+    """Real and padded lengths of the sequences of every packed dim: uneven, some empty, some of one token."""
     lengths: dict[str, dict[str, list[int]]] = {}
     for name in _packed_dims(scheme):
         unit = 2 * _shards(scheme, mesh, name) if _is_packed(scheme, name) else 1
@@ -362,7 +362,7 @@ def _lengths(
         padded = [unit * int(n) for n in np.diff([0, *borders, blocks])]
         lengths[name] = {
             "padded": padded,
-            "true": [n - choose(range(min(n, unit))) if n else 0 for n in padded],
+            "real": [n - choose(range(min(n, unit))) if n else 0 for n in padded],
         }
     return lengths
 

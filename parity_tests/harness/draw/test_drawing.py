@@ -79,23 +79,23 @@ def test_packed_lengths():
     """Sequences of no token and of one token occur, and padding inside the stream; every length can be sharded."""
     counts = Counter()
     for case in cases(sequences, 300):
-        true, padded = np.array(case.lengths["t"]["true"]), np.array(case.lengths["t"]["padded"])
+        real, padded = np.array(case.lengths["t"]["real"]), np.array(case.lengths["t"]["padded"])
         assert padded.sum() == case.t and (padded % (2 * case.cp) == 0).all()
-        assert ((true >= 0) & (true <= padded)).all() and len(true) == case.m - 1
-        counts["empty"] += bool((true == 0).any())
-        counts["one token"] += bool((true == 1).any())
-        counts["padding inside"] += bool((true < padded)[:-1].any())
-        counts["uneven"] += len(set(true[true > 0])) > 1
-        counts["no padding"] += bool((true == padded).all())
+        assert ((real >= 0) & (real <= padded)).all() and len(real) == case.m - 1
+        counts["empty"] += bool((real == 0).any())
+        counts["one token"] += bool((real == 1).any())
+        counts["padding inside"] += bool((real < padded)[:-1].any())
+        counts["uneven"] += len(set(real[real > 0])) > 1
+        counts["no padding"] += bool((real == padded).all())
     assert min(counts[what] for what in ("empty", "one token", "padding inside", "uneven", "no padding")) >= 15, counts
 
 
 def test_offsets_and_lengths_are_of_one_draw():
     for case in cases(sequences, 30):
-        true, padded = case.lengths["t"]["true"], case.lengths["t"]["padded"]
-        assert array(sequences, case, "cu").tolist() == [0, *np.cumsum(true)]
+        real, padded = case.lengths["t"]["real"], case.lengths["t"]["padded"]
+        assert array(sequences, case, "cu").tolist() == [0, *np.cumsum(real)]
         assert array(sequences, case, "cu_padded").tolist() == [0, *np.cumsum(padded)]
-        assert array(sequences, case, "n").tolist() == true
+        assert array(sequences, case, "n").tolist() == real
 
 
 @given(st.data())

@@ -17,7 +17,7 @@ from parity_tests.harness.run.stitch import stitch
 
 MESH = {"dp": 2, "cp": 2, "tp": 3}
 AXES = tuple(MESH)
-LENGTHS = {"t": {"padded": [4, 0, 8], "true": [3, 0, 8]}}
+LENGTHS = {"t": {"padded": [4, 0, 8], "real": [3, 0, 8]}}
 
 
 def reversed_blocks(size, world):

@@ -128,10 +128,10 @@ def _sequences(case: CaseSpec, name: str) -> tuple[np.ndarray, np.ndarray]:
     edges = np.zeros(case.dims[name], dtype=bool)
     padding = np.zeros(case.dims[name], dtype=bool)
     start = 0
-    for padded, true in zip(case.lengths[name]["padded"], case.lengths[name]["true"], strict=True):
-        if true:
-            edges[[start, start + true - 1]] = True
-        padding[start + true : start + padded] = True
+    for padded, real in zip(case.lengths[name]["padded"], case.lengths[name]["real"], strict=True):
+        if real:
+            edges[[start, start + real - 1]] = True
+        padding[start + real : start + padded] = True
         start += padded
     return edges, padding
 

@@ -83,7 +83,7 @@ def _full_cotangents(scheme: Declared, grad: Any, case: CaseSpec) -> dict[str, n
 def _packed_lengths(
     scheme: Declared, full: Mapping[str, np.ndarray], case: CaseSpec
 ) -> dict[str, dict[str, list[int]]]:
-    """Lengths of the packed sequences that were given; where only true or only padded ones were, these are both."""
+    """Lengths of the packed sequences that were given; where only real or only padded ones were, these are both."""
     lengths: dict[str, dict[str, list[int]]] = {dim: dict(drawn_record) for dim, drawn_record in case.lengths.items()}
     for dim, record in lengths.items():
         from_inputs = {}
@@ -91,10 +91,10 @@ def _packed_lengths(
             how = scheme.draws[arg.name]
             if how.dim == dim and how.kind in ("offsets", "lengths"):
                 array = full[arg.name]
-                from_inputs["padded" if how.padded else "true"] = (
+                from_inputs["padded" if how.padded else "real"] = (
                     np.diff(array) if how.kind == "offsets" else array
                 ).tolist()
-        for one, other in (("padded", "true"), ("true", "padded")):
+        for one, other in (("padded", "real"), ("real", "padded")):
             record[one] = from_inputs.get(one) or from_inputs.get(other) or record[one]
     return lengths
 
