@@ -14,7 +14,7 @@ from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 SHAPES_TRIED = 12
 MAX_ELEMENTS = 10**5  # of all dims together
 WIDE = 12  # elements along a dim of one id among many
-MIN_ELEMENTS = 3  # along a dim: with two, every error is at one end or the other
+MIN_DIM_SIZE = 3  # along a dim: with two, every error is at one end or the other
 
 
 def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> CaseSpec | None:
@@ -92,7 +92,7 @@ def _larger_case(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed
     ]
     if not shapes:
         return None
-    shape = max(shapes, key=lambda shape: (min([MIN_ELEMENTS, *shape.values()]), math.prod(shape.values())))
+    shape = max(shapes, key=lambda shape: (min([MIN_DIM_SIZE, *shape.values()]), math.prod(shape.values())))
     fixed = {**mesh, **shape, **case.options}
     drawn = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
     source = case if mesh == case.scheme_mesh else without_other_calls(case)
