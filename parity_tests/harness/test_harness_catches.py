@@ -73,7 +73,7 @@ def missing_gradient_accepted(patch):
 def addends_replaced_by_the_sum(patch):
     """Each rank gets the full tensor: then a missing sum is right."""
     patch.setattr(inputs, "addends", lambda arg, array, case, role: array[None])
-    patch.setattr(inputs, "term_of_rank", lambda arg, terms, case, coords, role: terms[0])
+    patch.setattr(inputs, "addend_of_rank", lambda arg, terms, case, coords, role: terms[0])
 
 
 def addends_not_summed(patch):

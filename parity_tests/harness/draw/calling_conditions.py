@@ -84,7 +84,7 @@ def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]
 
 
 def may_be_expanded(scheme: Declared, arg: Argument) -> bool:
-    """Whether all rows of an input may be one row: in every term of a sum over ranks, and by its draw.
+    """Whether all rows of an input may be one row: in every addend of a sum over ranks, and by its draw.
 
     A function of which floats are drawn that are all equal is right for them; where they are not, as for a model's
     weights, gradients may cancel to nothing but rounding.

@@ -95,10 +95,10 @@ def addend_axes(arg: Argument, role: str) -> tuple[str, ...]:
 
 
 def addends(arg: Argument, array: np.ndarray, case: CaseSpec, role: str) -> np.ndarray:
-    """[ranks, *shape]: random terms in the tested dtype whose sum is (about) the array, one for each rank of the axes.
+    """[ranks, *shape]: random numbers in the tested dtype whose sum is (about) the array, one for each rank of the axes.
 
-    All terms but the last are drawn; the last is the rounded remainder, so the reference is given the float64
-    sum of the rounded terms. A non-finite entry goes to one rank and is zero elsewhere.
+    All addends but the last are drawn; the last is the rounded remainder, so the reference is given the float64
+    sum of the rounded addends. A non-finite entry goes to one rank and is zero elsewhere.
     """
     count = int(np.prod([case.mesh[axis] for axis in addend_axes(arg, role)], dtype=np.int64))
     if count == 1:
@@ -107,20 +107,22 @@ def addends(arg: Argument, array: np.ndarray, case: CaseSpec, role: str) -> np.n
     finite = np.isfinite(array)
     finite_values = np.where(finite, array, 0.0)
     scale = float(np.abs(finite_values).max(initial=0.0)) or 1.0
-    terms = rounded(scale * rng.standard_normal((count - 1, *array.shape)), case.dtype)
-    terms = np.concatenate([terms, rounded(finite_values - terms.sum(0), case.dtype)[None]])
+    parts = rounded(scale * rng.standard_normal((count - 1, *array.shape)), case.dtype)
+    parts = np.concatenate([parts, rounded(finite_values - parts.sum(0), case.dtype)[None]])
     owner = int(rng.integers(count))
-    terms[:, ~finite] = 0.0
-    terms[owner, ~finite] = array[~finite]
-    return terms
+    parts[:, ~finite] = 0.0
+    parts[owner, ~finite] = array[~finite]
+    return parts
 
 
-def term_of_rank(arg: Argument, terms: np.ndarray, case: CaseSpec, coords: Mapping[str, int], role: str) -> np.ndarray:
-    """The term of the rank at these mesh coordinates."""
+def addend_of_rank(
+    arg: Argument, addends: np.ndarray, case: CaseSpec, coords: Mapping[str, int], role: str
+) -> np.ndarray:
+    """The addend of the rank at these mesh coordinates."""
     index = 0
     for axis in addend_axes(arg, role):
         index = index * case.mesh[axis] + coords[axis]
-    return terms[index, ...]  # an array, of a scalar too
+    return addends[index, ...]  # an array, of a scalar too
 
 
 def shard_lengths(case: CaseSpec, dim: str, sharding: Sharding) -> Any:

@@ -144,26 +144,26 @@ def is_of(array, dtype):
 def test_addends_sum_to_the_input_of_the_reference(dtype, kind):
     arg, case = argument("b s cp=P tp=P dp=R"), a_case(dtype=dtype, values={"x": {"kind": kind}})
     array = inputs.full_array(arg, values(), case)
-    terms = inputs.addends(arg, array, case, "input")
-    assert terms.shape == (6, 4, 12)
-    assert is_of(terms, dtype)
-    total = reference_input(terms).total
-    assert np.array_equal(total, terms.sum(0))
+    addends = inputs.addends(arg, array, case, "input")
+    assert addends.shape == (6, 4, 12)
+    assert is_of(addends, dtype)
+    total = reference_input(addends).total
+    assert np.array_equal(total, addends.sum(0))
     finite = np.isfinite(array)
     assert np.array_equal(total[~finite], array[~finite])
     # The remainder is rounded once: what the reference is given is off by that at most.
-    last = np.abs(terms[-1][finite])
+    last = np.abs(addends[-1][finite])
     assert (np.abs(total[finite] - array[finite]) <= last * torch.finfo(getattr(torch, dtype)).eps).all()
-    assert len({term.tobytes() for term in terms}) == 6
+    assert len({addend.tobytes() for addend in addends}) == 6
 
 
 def test_an_addend_does_not_resemble_the_sum():
     arg, case = argument("b s cp=P dp=R tp=R"), a_case(values={"x": {"kind": "normal"}})
     array = inputs.full_array(arg, values("normal"), case)
-    terms = inputs.addends(arg, array, case, "input")
-    for term in terms:
-        assert abs(np.corrcoef(term.ravel(), array.ravel())[0, 1]) < 0.9
-        assert term.std() > array.std() / 2
+    addends = inputs.addends(arg, array, case, "input")
+    for addend in addends:
+        assert abs(np.corrcoef(addend.ravel(), array.ravel())[0, 1]) < 0.9
+        assert addend.std() > array.std() / 2
 
 
 def test_what_is_not_finite_goes_to_one_rank_alone():
@@ -172,11 +172,11 @@ def test_what_is_not_finite_goes_to_one_rank_alone():
     array[1, 2], array[3, 4], array[0, 0] = np.inf, -np.inf, np.nan
     owners = set()
     for seed in range(20):
-        terms = inputs.addends(arg, array, case.replace(seed=seed), "input")
+        addends = inputs.addends(arg, array, case.replace(seed=seed), "input")
         for at in ((1, 2), (3, 4), (0, 0)):
-            held_by = [rank for rank in range(3) if terms[rank][at] != 0.0]
+            held_by = [rank for rank in range(3) if addends[rank][at] != 0.0]
             assert len(held_by) == 1
-            assert np.array_equal(terms[held_by[0]][at], array[at], equal_nan=True)
+            assert np.array_equal(addends[held_by[0]][at], array[at], equal_nan=True)
             owners.add(held_by[0])
     assert owners == {0, 1, 2}
 
@@ -184,17 +184,18 @@ def test_what_is_not_finite_goes_to_one_rank_alone():
 @pytest.mark.parametrize("value", [2.0, np.inf])
 def test_addends_of_a_scalar(value):
     arg, case = argument("tp=P dp=I cp=I"), a_case()
-    terms = inputs.addends(arg, np.array(value), case, "input")
-    assert terms.shape == (3,)
-    assert terms.sum() == value or abs(terms.sum() - value) < abs(terms[-1]) * 2**-23
+    addends = inputs.addends(arg, np.array(value), case, "input")
+    assert addends.shape == (3,)
+    assert addends.sum() == value or abs(addends.sum() - value) < abs(addends[-1]) * 2**-23
 
 
 def test_the_addend_of_a_rank_over_several_axes():
     """The rank's number among the P axes alone, counted as they stand in the spec, whatever the others are."""
     arg, case = argument("b tp=P cp=R dp=P"), a_case()
-    terms = np.arange(6.0)[:, None] * np.ones(4)
+    addends = np.arange(6.0)[:, None] * np.ones(4)
     owned = {
-        (at["tp"], at["dp"]): inputs.term_of_rank(arg, terms, case, at, "input")[0] for at in inputs.coordinates(MESH)
+        (at["tp"], at["dp"]): inputs.addend_of_rank(arg, addends, case, at, "input")[0]
+        for at in inputs.coordinates(MESH)
     }
     assert owned == {(0, 0): 0, (0, 1): 1, (1, 0): 2, (1, 1): 3, (2, 0): 4, (2, 1): 5}
 
@@ -203,7 +204,7 @@ def test_without_a_partial_axis_there_is_one_term():
     arg, case = argument("b/dp s tp=R cp=I"), a_case()
     array = np.ones((4, 12))
     assert inputs.addends(arg, array, case, "input").tolist() == [array.tolist()]
-    assert inputs.term_of_rank(arg, array[None], case, {"dp": 1, "cp": 1, "tp": 2}, "input") is not None
+    assert inputs.addend_of_rank(arg, array[None], case, {"dp": 1, "cp": 1, "tp": 2}, "input") is not None
 
 
 # Cotangents
@@ -212,9 +213,9 @@ def test_without_a_partial_axis_there_is_one_term():
 def rank_cotangents(text, case):
     """The full cotangent of each rank, by coordinates."""
     arg = argument(text, "out")
-    terms = inputs.addends(arg, inputs.cotangent(arg, case), case, "cotangent")
+    addends = inputs.addends(arg, inputs.cotangent(arg, case), case, "cotangent")
     return {
-        tuple(at.values()): inputs.term_of_rank(arg, terms, case, at, "cotangent")
+        tuple(at.values()): inputs.addend_of_rank(arg, addends, case, at, "cotangent")
         for at in inputs.coordinates(case.mesh)
     }
 

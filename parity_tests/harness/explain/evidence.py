@@ -33,7 +33,7 @@ class Evidence:
 
     `got` is one stitched copy; `at` says which, by the coordinates of the axes that repeat the tensor. `owners` gives,
     for each axis that shards it, the coordinate that holds each element. `pieces` gives, for an axis that does not
-    shard it, what each rank of the axis returned, stacked: copies if the axis is in `at`, else terms that were added.
+    shard it, what each rank of the axis returned, stacked: copies if the axis is in `at`, else addends.
     `inputs` are those that could be added to this tensor, in its shape.
     """
 

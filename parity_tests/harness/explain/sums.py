@@ -11,7 +11,7 @@ from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTE
 
 
 def sums(evidence: Evidence) -> Iterator[Note]:
-    """The copies add up to what each should be, or the terms of a sum are already what only their sum should be."""
+    """The copies add up to what each should be, or the addends of a sum are already what only their sum should be."""
     for axis, pieces in _shared(evidence):
         if axis not in evidence.at:
             if all(_is_right(evidence, piece) for piece in pieces):
@@ -38,7 +38,7 @@ def copies(evidence: Evidence) -> Iterator[Note]:
 
 
 def silent(evidence: Evidence) -> Iterator[Note]:
-    """Of the ranks whose terms are summed, one contributed only zeros."""
+    """Of the ranks whose addends are summed, one contributed only zeros."""
     for axis, pieces in _shared(evidence):
         nothing = [rank for rank, piece in enumerate(pieces) if not piece.any()]
         if axis not in evidence.at and len(nothing) == 1:

@@ -65,10 +65,10 @@ class ReferenceInput:
     magnitude: np.ndarray
 
 
-def reference_input(terms: np.ndarray) -> ReferenceInput:
+def reference_input(addends: np.ndarray) -> ReferenceInput:
     """Of the addends of one tensor."""
     with np.errstate(invalid="ignore"):
-        total, magnitude = terms.sum(0), np.abs(terms).sum(0)
+        total, magnitude = addends.sum(0), np.abs(addends).sum(0)
     # A masked (infinite) entry is exact: rounding does not change it.
     return ReferenceInput(total, np.where(np.isfinite(magnitude), magnitude, 0.0))
 
@@ -79,9 +79,9 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec, value_errors: n
     Errors: ReferenceFailure, with the reference's own exception as its cause.
     """
     bridge.start()
-    # 1. The inputs of the ranks, unsharded: for each partial value the float64 sum of its rounded terms.
+    # 1. The inputs of the ranks, unsharded: for each partial value the float64 sum of its rounded addends.
     arrays = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
-    floating = {a.name: reference_input(program.terms(a, case, "input")) for a in scheme.inputs if not a.is_integer}
+    floating = {a.name: reference_input(program.addends(a, case, "input")) for a in scheme.inputs if not a.is_integer}
     cotangents = {arg.name: _cotangent(arg, program, case) for arg in scheme.outputs if arg.differentiable}
     # 2. Integers are fixed; floating inputs x and cotangents c are what rounding changes.
     fixed = {name: array for name, array in arrays.items() if name not in floating}
@@ -130,7 +130,7 @@ def _cotangent(arg: Argument, program: Program, case: CaseSpec) -> ReferenceInpu
     if arg.modified or program.module:
         is_loss = not arg.modified and arg.name == program.outputs[0].name
         return ReferenceInput(np.full(arg.shape(case), float(is_loss)), np.zeros(arg.shape(case)))
-    return reference_input(program.terms(arg, case, "cotangent"))
+    return reference_input(program.addends(arg, case, "cotangent"))
 
 
 def _call(

@@ -150,11 +150,11 @@ class Program:
             return self.cotangents[arg.name]
         return inputs.once_for_case(case, ("cotangent", arg.name), arg, partial(inputs.cotangent, arg, case))
 
-    def terms(self, arg: Argument, case: CaseSpec, role: str) -> np.ndarray:
+    def addends(self, arg: Argument, case: CaseSpec, role: str) -> np.ndarray:
         """The addends of an input or a cotangent, one for each rank of the axes that it is summed over."""
         full = (self.full_array if role == "input" else self.full_cotangent)(arg, case)
         return inputs.once_for_case(
-            case, (role, "terms", arg.name), full, lambda: inputs.addends(arg, full, case, role)
+            case, (role, "addends", arg.name), full, lambda: inputs.addends(arg, full, case, role)
         )
 
     def _bind(self, mesh: Any, case: CaseSpec) -> Any:
@@ -189,15 +189,15 @@ class Program:
         if arg.is_integer:
             local = inputs.piece(arg, self.full_array(arg, case), case, coords, self.layouts)
             return calling.stored(torch.from_numpy(local.copy()).to(device), arg.name, case)
-        term = inputs.term_of_rank(arg, self.terms(arg, case, "input"), case, coords, role="input")
-        local = inputs.piece(arg, term, case, coords, self.layouts)
+        addend = inputs.addend_of_rank(arg, self.addends(arg, case, "input"), case, coords, role="input")
+        local = inputs.piece(arg, addend, case, coords, self.layouts)
         leaf = calling.stored(torch.from_numpy(local.copy()).to(device, getattr(torch, case.dtype)), arg.name, case)
         return leaf.requires_grad_(arg.differentiable and arg.name not in case.calls.get("frozen", ()))
 
     def _cotangent(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], like: torch.Tensor) -> torch.Tensor:
         """One of the dtype of the output and on its device."""
-        term = inputs.term_of_rank(arg, self.terms(arg, case, "cotangent"), case, coords, role="cotangent")
-        local = inputs.piece(arg, term, case, coords, self.layouts)
+        addend = inputs.addend_of_rank(arg, self.addends(arg, case, "cotangent"), case, coords, role="cotangent")
+        local = inputs.piece(arg, addend, case, coords, self.layouts)
         return calling.stored(torch.from_numpy(local.copy()).to(like), calls.COTANGENT + arg.name, case)
 
     def _module_of(self, returned: Any) -> tuple[torch.nn.Module | None, Any]:

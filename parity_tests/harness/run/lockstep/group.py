@@ -341,8 +341,8 @@ class LockstepGroup(dist.ProcessGroup):
         repair = self._exchange.repair
         return repair is None or not repair.concerns(row, NO_POISON)
 
-    def _total(self, term: Tensor) -> Tensor:
-        total = term.clone(memory_format=torch.contiguous_format)
+    def _total(self, addend: Tensor) -> Tensor:
+        total = addend.clone(memory_format=torch.contiguous_format)
         self.allreduce([total]).wait()
         return total
 

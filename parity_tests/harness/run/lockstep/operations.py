@@ -31,20 +31,20 @@ def name_of(op: object) -> str:
     return name
 
 
-def combined(name: str, terms: Sequence[Tensor]) -> Tensor:
-    """One new tensor from the ranks' terms."""
-    dtype = terms[0].dtype
+def combined(name: str, addends: Sequence[Tensor]) -> Tensor:
+    """One new tensor from the ranks' addends."""
+    dtype = addends[0].dtype
     step = _STEPS[name]
     if dtype.is_floating_point and dtype.itemsize == 1:  # torch adds no 8-bit floats
-        total = reduce(lambda a, b: step(a.float(), b.float()).to(dtype), terms)
-        return (total.float() / len(terms)).to(dtype) if name == "AVG" else total.clone()
-    total = reduce(step, terms[1:], terms[0].clone())
+        total = reduce(lambda a, b: step(a.float(), b.float()).to(dtype), addends)
+        return (total.float() / len(addends)).to(dtype) if name == "AVG" else total.clone()
+    total = reduce(step, addends[1:], addends[0].clone())
     if name != "AVG":
         return total
     if dtype == torch.bool:
         raise TypeError("lockstep: AVG of torch.bool has no meaning; use SUM, which is logical or")
     is_integer = not (dtype.is_floating_point or dtype.is_complex)
-    return torch.div(total, len(terms), rounding_mode="trunc" if is_integer else None)
+    return torch.div(total, len(addends), rounding_mode="trunc" if is_integer else None)
 
 
 def listed(tensors: Any) -> list[Tensor]:

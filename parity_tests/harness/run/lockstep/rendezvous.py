@@ -91,7 +91,7 @@ def _results(calls: Sequence[CommunicationCall]) -> list[list[Tensor]]:
         return [[] for _ in calls]
     op = row.reduce_op or "SUM"
     if row.op in ("all_reduce", "reduce"):
-        totals = [combined(op, terms) for terms in zip(*(call.pieces for call in calls), strict=True)]
+        totals = [combined(op, addends) for addends in zip(*(call.pieces for call in calls), strict=True)]
         return [totals if call.outputs else [] for call in calls]
     if row.op == "reduce_scatter":
         blocks = range(0, len(calls[0].pieces), size)

@@ -22,7 +22,7 @@ from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.operations import combined
 
 OMIT = "omit"  # each rank gets what it handed in
-OTHER_MEAN = "other mean"  # the mean of the ranks' terms where their sum was taken, or the sum for the mean
+OTHER_MEAN = "other mean"  # the mean of the ranks' addends where their sum was taken, or the sum for the mean
 SUM_GRADIENT = "sum gradient"  # of what a forward collective returns, over its group, before its backward
 NO_POISON = "no poison"  # in the output of an asynchronous collective, until its wait
 OF_THE_BACKWARD = {"all_reduce": (OMIT, OTHER_MEAN), "reduce_scatter": (OMIT, OTHER_MEAN)}
@@ -55,8 +55,8 @@ class Repair:
         elif self.concerns(row, OTHER_MEAN) and row.reduce_op in _OTHER:
             other = _OTHER[row.reduce_op]
             for call in calls:
-                terms = zip(*(_of_place(each, call.place, len(calls)) for each in calls), strict=True)
-                call.results = [combined(other, each) for each in terms]
+                addends = zip(*(_of_place(each, call.place, len(calls)) for each in calls), strict=True)
+                call.results = [combined(other, each) for each in addends]
 
     def mend_gradient(self, row: LedgerRow, tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> None:
         """Have the gradient of what this call returns replaced by its total over the group."""
