@@ -18,7 +18,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.draws import FLOAT_KINDS, Draw
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge.compare import C
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import accumulator_roundoff
 
 TRIES = 100
 EXACT = 1024
@@ -70,5 +70,4 @@ def mass_budget(size: int, dtype: str) -> float:
 
     In the mean over the masses |d| is at most the entropy, and that at most log V.
     """
-    accumulator = min(UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["float32"])
-    return C * accumulator * math.sqrt(size) * (1.0 + math.log(size))
+    return C * accumulator_roundoff(dtype) * math.sqrt(size) * (1.0 + math.log(size))

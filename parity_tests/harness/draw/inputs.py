@@ -95,7 +95,7 @@ def addend_axes(arg: Argument, role: str) -> tuple[str, ...]:
 
 
 def addends(arg: Argument, array: np.ndarray, case: CaseSpec, role: str) -> np.ndarray:
-    """[ranks, *shape]: random numbers in the tested dtype whose sum is (about) the array, one for each rank of the axes.
+    """[ranks, *shape]: random numbers of the tested dtype whose sum is (about) the array, one a rank of the axes.
 
     All addends but the last are drawn; the last is the rounded remainder, so the reference is given the float64
     sum of the rounded addends. A non-finite entry goes to one rank and is zero elsewhere.

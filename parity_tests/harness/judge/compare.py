@@ -27,7 +27,7 @@ from parity_tests.harness.declare.calls import has_gradients
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.declare.spec import size_of
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, accumulator_roundoff
 from parity_tests.harness.run.program import RankResult
 from parity_tests.harness.run.stitch import Stitched, gradient_pieces, owners, stitch
 
@@ -160,7 +160,7 @@ def element_budgets_at(
 ) -> np.ndarray:
     """The budget that a tensor has where its reference has these values, as at other inputs."""
     count = _terms(scheme, case, row.argument, row.role) * row.stitched.summed_ranks
-    u_accumulator = min(UNIT_ROUNDOFF[case.dtype], UNIT_ROUNDOFF["float32"])
+    u_accumulator = accumulator_roundoff(case.dtype)
     return element_budgets(want, spread, count, case.dtype, row.dtype, scheme.roundings, u_accumulator)
 
 
@@ -222,8 +222,7 @@ def _compare_elements(
 ) -> TensorRow:
     """Compare every element with its budget. A gradient that no rank returned is right only where exactly zero."""
     # 1. What each element may be off by, and what it might be had sums been accumulated in a coarser dtype.
-    u = UNIT_ROUNDOFF[case.dtype]
-    u_accumulator = min(u, UNIT_ROUNDOFF["float32"])
+    u, u_accumulator = UNIT_ROUNDOFF[case.dtype], accumulator_roundoff(case.dtype)
     allowed = element_budgets(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator)
     if undefined is not None:
         allowed = np.where(undefined, np.inf, allowed)

@@ -31,6 +31,11 @@ POINTS = 4  # random inputs, each and its negative: a piecewise derivative that 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
+def accumulator_roundoff(dtype: str) -> float:
+    """The unit roundoff of the dtype that sums of this one run in: float32 or, for float64, itself."""
+    return min(UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["float32"])
+
+
 class ReferenceFailure(Exception):
     """The reference itself could not be evaluated, or returned what it must not."""
 
@@ -317,8 +322,7 @@ def operation_errors(scheme: Declared, case: CaseSpec, name: str) -> np.ndarray:
 
 def _unit_of_operations(scheme: Declared, case: CaseSpec) -> float:
     """Intermediates are in the accumulation dtype, unless the scheme says that some are stored in the tested one."""
-    u = UNIT_ROUNDOFF[case.dtype]
-    return u if scheme.roundings > 1 else min(u, UNIT_ROUNDOFF["float32"])
+    return UNIT_ROUNDOFF[case.dtype] if scheme.roundings > 1 else accumulator_roundoff(case.dtype)
 
 
 def _spread(value: Any, derivatives: Any) -> np.ndarray:
