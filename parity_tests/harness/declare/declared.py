@@ -52,6 +52,22 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def outputs_by_name(returned: Any, names: Sequence[str], output_form: str) -> dict[str, Any]:
+    """What a function or its reference returned, by the names of the outputs and in their order.
+
+    Errors: ValueError, to be put after who returned it, for other names or another number of outputs.
+    """
+    if output_form == "dict":
+        if not isinstance(returned, dict) or sorted(returned) != sorted(names):
+            keys = sorted(returned) if isinstance(returned, dict) else type(returned).__name__
+            raise ValueError(f"returned {keys}, outputs has {sorted(names)}")
+        return {name: returned[name] for name in names}
+    parts = list(returned) if isinstance(returned, tuple | list) else [returned]
+    if len(parts) != len(names):
+        raise ValueError(f"returned {len(parts)} outputs, outputs has {len(names)}")
+    return dict(zip(names, parts, strict=True))
+
+
 def takes_mesh(reference: Callable[..., Any]) -> bool:
     """Whether a reference asks for the sizes of the mesh's axes, by an argument `mesh`."""
     try:

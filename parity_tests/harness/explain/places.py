@@ -12,6 +12,7 @@ from jax_ref.layouts import contiguous, dual_chunk_swap, indivisible, striped
 from parity_tests.harness.explain.arithmetic import fitted_number, known_number
 from parity_tests.harness.explain.evidence import Evidence
 from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, Note
+from parity_tests.harness.judge.compare import index_text
 
 NO_PATTERN = "no pattern"
 NOT_FINITE = "not finite first at "
@@ -70,7 +71,7 @@ def worst(evidence: Evidence) -> Note:
     ratio = np.where(evidence.is_wrong, np.nan_to_num(budgets, nan=np.inf, posinf=np.inf), -np.inf)
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
     holders = [f"{axis} rank {ranks[index]}" for axis, ranks in evidence.owners.items()]
-    return Note(f"{NO_PATTERN}; worst at {_index_text(index)}" + (f", owner {', '.join(holders)}" if holders else ""))
+    return Note(f"{NO_PATTERN}; worst at {index_text(index)}" + (f", owner {', '.join(holders)}" if holders else ""))
 
 
 def _there(evidence: Evidence, where: str, region: np.ndarray) -> Note:
@@ -88,7 +89,7 @@ def _there(evidence: Evidence, where: str, region: np.ndarray) -> Note:
 
 def _first(evidence: Evidence, mask: np.ndarray) -> str:
     index = tuple(int(i) for i in np.argwhere(mask)[0])
-    return _index_text(index) + _rank(evidence, index)
+    return index_text(index) + _rank(evidence, index)
 
 
 def _rank(evidence: Evidence, index: tuple[int, ...]) -> str:
@@ -99,10 +100,6 @@ def _rank(evidence: Evidence, index: tuple[int, ...]) -> str:
         coordinates, sizes = tuple(coordinate.values()), tuple(evidence.axes.values())
         return f", rank {int(np.ravel_multi_index(coordinates, sizes))}"
     return "".join(f", {axis} rank {rank}" for axis, rank in coordinate.items())
-
-
-def _index_text(index: tuple[int, ...]) -> str:
-    return f"({','.join(map(str, index))})"
 
 
 _HEADLINE = "same values in another order: a layout is not undone, or applied twice"

@@ -93,6 +93,11 @@ class TensorRow:
         return f"{self.name} after" if self.argument.modified else self.name
 
 
+def index_text(index: tuple[int, ...]) -> str:
+    """The place of an element as reports write it: `(0,3)`."""
+    return f"({','.join(map(str, index))})"
+
+
 def compare(
     scheme: Declared,
     case: CaseSpec,

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.declared import Argument, Declared, nested, takes_mesh
+from parity_tests.harness.declare.declared import Argument, Declared, nested, outputs_by_name, takes_mesh
 from parity_tests.harness.declare.validation import name_of_reference
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge import bridge
@@ -210,7 +210,9 @@ def _build(
     integer = {arg.name for arg in scheme.outputs if not arg.differentiable}
 
     def split(arguments: Any) -> tuple[Any, Any]:
-        parts = _named(scheme, output_shapes, bridge.call_reference(scheme.reference, **nested(arguments), **keywords))
+        parts = _checked_outputs(
+            scheme, output_shapes, bridge.call_reference(scheme.reference, **nested(arguments), **keywords)
+        )
         return {n: v for n, v in parts.items() if n not in integer}, {n: v for n, v in parts.items() if n in integer}
 
     def value_and_gradient(fixed: Any, x: Any, c: Any) -> tuple[tuple[Any, Any], Any]:
@@ -261,19 +263,15 @@ def compiler_options() -> dict[str, Any]:
     return accepted
 
 
-def _named(scheme: Declared, output_shapes: Mapping[str, tuple[int, ...]], returned: Any) -> dict[str, Any]:
+def _checked_outputs(scheme: Declared, output_shapes: Mapping[str, tuple[int, ...]], returned: Any) -> dict[str, Any]:
     """The reference's outputs by name, their number, kind and shape checked."""
-    if scheme.output_form == "dict":
-        if not isinstance(returned, dict) or sorted(returned) != sorted(output_shapes):
-            raise _failure(scheme, f"must return a dict with {sorted(output_shapes)}")
-        parts = [returned[name] for name in output_shapes]
-    else:
-        parts = list(returned) if isinstance(returned, tuple | list) else [returned]
-    if len(parts) != len(output_shapes):
-        raise _failure(scheme, f"returned {len(parts)} outputs, outputs has {len(output_shapes)}")
-    for arg, part in zip(scheme.outputs, parts, strict=True):
-        _check_output(scheme, arg, part, output_shapes[arg.name])
-    return dict(zip(output_shapes, parts, strict=True))
+    try:
+        outputs = outputs_by_name(returned, list(output_shapes), scheme.output_form)
+    except ValueError as error:
+        raise _failure(scheme, str(error)) from None
+    for arg in scheme.outputs:
+        _check_output(scheme, arg, outputs[arg.name], output_shapes[arg.name])
+    return outputs
 
 
 def _check_output(scheme: Declared, arg: Argument, part: Any, shape: tuple[int, ...]) -> None:

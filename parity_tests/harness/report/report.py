@@ -16,7 +16,7 @@ from parity_tests.harness.declare.case import SPARE, CaseSpec
 from parity_tests.harness.declare.declared import Cost, Implementation
 from parity_tests.harness.declare.draws import RARE
 from parity_tests.harness.explain.note import Note
-from parity_tests.harness.judge.compare import TensorRow
+from parity_tests.harness.judge.compare import TensorRow, index_text
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.ledger import Ledger
 
@@ -301,7 +301,7 @@ class Report:
     def _cells(self, row: TensorRow) -> tuple[str, ...]:
         """What stands in each of COLUMNS; the verdict is first, so that a narrow terminal cannot wrap it away."""
         case = self.row_cases.get(row.label, self.case)
-        where = f"{_place(row.where)} {case.dtype}"
+        where = f"{index_text(row.where)} {case.dtype}"
         if not row.ok:
             owner = [
                 f"{axis} {coordinate[row.where]}" for axis, coordinate in row.owners.items() if case.mesh[axis] > 1
@@ -372,10 +372,6 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 def sizes(case: CaseSpec) -> str:
     chosen = {**case.mesh, **case.dims, **case.options}
     return " ".join(f"{name}={value}" for name, value in chosen.items()) + f" {case.dtype} seed={case.seed}"
-
-
-def _place(where: tuple[int, ...]) -> str:
-    return "(" + ",".join(map(str, where)) + ")"
 
 
 def _short(value: float) -> str:

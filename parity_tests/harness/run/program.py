@@ -17,7 +17,7 @@ import torch
 
 from parity_tests.harness.declare import calls
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.declared import Argument, Declared, nested
+from parity_tests.harness.declare.declared import Argument, Declared, nested, outputs_by_name
 from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.spec import Sharding
 from parity_tests.harness.declare.travel import without_annotations
@@ -216,25 +216,17 @@ class Program:
         outputs = returned[:-1]
         return returned[-1], outputs[0] if len(outputs) == 1 else outputs
 
-    def _flatten(self, returned: Any, case: CaseSpec, view: Any, coords: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    def _checked_outputs(
+        self, returned: Any, case: CaseSpec, view: Any, coords: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
         """Outputs by name, their number, kind and local shape checked."""
         rank = int(torch.distributed.get_rank())
         outputs = [arg for arg in self.outputs if not arg.modified]
-        if self.output_form == "dict":
-            names = [arg.name for arg in outputs]
-            if not isinstance(returned, dict) or sorted(returned) != sorted(names):
-                got = sorted(returned) if isinstance(returned, dict) else type(returned).__name__
-                raise RankFault(f"scheme '{self.name}': rank {rank} returned {got}, outputs has {sorted(names)}")
-            parts = [returned[name] for name in names]
-        else:
-            parts = list(returned) if isinstance(returned, tuple | list) else [returned]
-        if len(parts) != len(outputs):
-            raise RankFault(
-                f"scheme '{self.name}': rank {rank} returned {len(parts)} outputs, outputs has {len(outputs)}"
-            )
-        return {
-            arg.name: self._checked(arg, part, case, coords, rank) for arg, part in zip(outputs, parts, strict=True)
-        }
+        try:
+            parts = outputs_by_name(returned, [arg.name for arg in outputs], self.output_form)
+        except ValueError as error:
+            raise RankFault(f"scheme '{self.name}': rank {rank} {error}") from None
+        return {arg.name: self._checked(arg, parts[arg.name], case, coords, rank) for arg in outputs}
 
     def _checked(self, arg: Argument, part: Any, case: CaseSpec, coords: Mapping[str, int], rank: int) -> torch.Tensor:
         if not isinstance(part, torch.Tensor):
@@ -284,7 +276,7 @@ class ProgramCall:
         with calling.grad_mode(self.case):
             returned = self.program.fn(self.view, **nested(arguments), **self.case.options)
             self.module, returned = self.program._module_of(returned)
-            self.outputs = self.program._flatten(returned, self.case, self.view, self.coords)
+            self.outputs = self.program._checked_outputs(returned, self.case, self.view, self.coords)
         self.outputs |= {name: arguments[name].detach().clone() for name in modified}
         return self.outputs
 
