@@ -140,7 +140,7 @@ def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> None:
         report = verify_scheme(
             scheme,
             options.engine,
-            options.examples or strategy.EXAMPLES[options.profile],
+            options.examples,
             options.seed,
             options.dtype,
             options.names,

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 from hypothesis import settings
 
 from parity_tests import warm_python
 from parity_tests.cli import session
 from parity_tests.harness.declare.discover import schemes_of_file
+from parity_tests.harness.draw import strategy
 from parity_tests.specimens.user_files import RAISING, RIGHT, SCALED, WRONG, written
 
 
@@ -75,6 +77,23 @@ def test_meshes_that_do_not_divide_the_sizes_are_counted_and_named(shardproof):
     assert out == "2 schemes, 0 mismatches, 0 not run, 3 meshes left out.\n"
     status, out, err = shardproof("verify", written("none.py", RIGHT, wide.replace("1, 2, 4", "2, 4")), "--dim", "b=7")
     assert (status, out) == (2, "") and err.startswith("shardproof: scheme 'wide': b=7 cannot be sharded by contiguous")
+
+
+@pytest.mark.parametrize(
+    ("options", "fixed"),
+    [
+        (("--dim", "b=8"), {"b": 8}),
+        (("--dim", "b=8", "--mesh", "tp=2"), {"b": 8, "tp": 2}),
+    ],
+)
+def test_the_command_draws_as_many_cases_as_the_method(shardproof, options, fixed):
+    file = written("right.py", RIGHT)
+    shardproof("verify", file, *options, "--profile", strategy.profile(), "--json", "out.json")
+    [report] = json.loads(Path("out.json").read_text())["reports"]
+    [right] = schemes_of_file(file)
+    assert report["examples"] == right.verify(**fixed).examples
+    # With all of them given: one case of each dtype, and one inside a larger world.
+    assert (report["examples"] == 3) == (len(fixed) == 2)
 
 
 def test_130_interrupted(shardproof, monkeypatch):

@@ -34,7 +34,14 @@ def verify(
     engine: Annotated[
         str, typer.Option(help="lockstep, gloo, nccl or torchrun.", autocompletion=complete.engines)
     ] = "lockstep",
-    examples: Annotated[int | None, typer.Option(min=1, help="Cases per scheme; default: the profile's.")] = None,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Cases per scheme; default: the profile's, or one of each dtype where dims, mesh and options are all "
+            "given.",
+        ),
+    ] = None,
     profile: Annotated[
         str,
         typer.Option(
