@@ -10,14 +10,14 @@ from torch import Tensor
 NOT_FURTHER_OFF = 4.0  # times the other way's own error, before anything is timed
 
 
-def error_ratio(ours: Sequence[Tensor], others: Sequence[Tensor], exact: Sequence[Tensor], what: str) -> float:
+def error_ratio(ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tensor], what: str) -> float:
     """Our largest error over that of the other way, of each tensor; `exact` are in float64.
 
     Errors: RuntimeError, with `what` was to be timed, if it is far larger.
     """
     our_errors, other_errors = (
         torch.stack([(x.double() - y).abs().max() for x, y in zip(results, exact, strict=True)])
-        for results in (ours, others)
+        for results in (ours, theirs)
     )
     worst = float((our_errors / other_errors.clamp(min=1e-30)).max())  # torch's: a NaN is the largest
     if not worst <= NOT_FURTHER_OFF:

@@ -61,49 +61,50 @@ def figures(tokens: int = TOKENS, vocabulary: int = VOCABULARY, rounds: int = RO
         (folder / "asked.json").write_text(json.dumps({"tokens": tokens, "vocabulary": vocabulary, "rounds": rounds}))
         command = [sys.executable, "-m", "parity_tests.benchmarks.filters"]
         by_rank = found_by(command, WORLD, folder, topic="filters", seconds=900)
-    for name, kept in FILTERS.items():
-        found = [of_rank[name] for of_rank in by_rank]
+    for name, limits in FILTERS.items():
+        of_ranks = [of_rank[name] for of_rank in by_rank]
         ours, rows = (
-            [max(both) for both in zip(*(of_rank[arm] for of_rank in found), strict=True)] for arm in ("ours", "rows")
+            [max(both) for both in zip(*(of_rank[arm] for of_rank in of_ranks), strict=True)]
+            for arm in ("ours", "rows")
         )
         ratio = statistics.median(ours) / statistics.median(rows)
         how = (
             f"b=1 s={tokens} v={vocabulary} float32, {WORLD} gloo ranks of one thread, forward and backward, {rounds} "
             f"rounds in turn, slower rank, CPU time, median over median (least to greatest); error "
-            f"{max(of_rank['error'] for of_rank in found):.2g} times that of full rows"
+            f"{max(of_rank['error'] for of_rank in of_ranks):.2g} times that of full rows"
         )
-        is_kept = ratio <= kept.at_most
+        is_kept = ratio <= limits.at_most
         by_round = spread([a / b for a, b in zip(ours, rows, strict=True)])
         times = "; ".join(f"{arm} {spread([1e3 * x for x in xs])} ms" for arm, xs in (("ours", ours), ("rows", rows)))
         yield Figure(
             f"{name} over full rows",
-            f"<= {kept.at_most} times",
+            f"<= {limits.at_most} times",
             f"{ratio:.3g} times, by round {by_round}; {times}",
             is_kept,
-            how if is_kept else f"{how}; {found[0]['operations']}",
+            how if is_kept else f"{how}; {of_ranks[0]['operations']}",
         )
 
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
-    group, asked = dist.new_group(list(range(WORLD))), json.loads((folder / "asked.json").read_text())
-    found = {}
-    for name, kept in FILTERS.items():
+    group, sizes = dist.new_group(list(range(WORLD))), json.loads((folder / "asked.json").read_text())
+    of_ranks = {}
+    for name, limits in FILTERS.items():
         generator = torch.Generator().manual_seed(0)
-        full = torch.randn(1, asked["tokens"], asked["vocabulary"], generator=generator) * kept.spread
-        target, cotangent = full.argmax(-1), torch.randn(1, asked["tokens"], generator=generator)
+        full = torch.randn(1, sizes["tokens"], sizes["vocabulary"], generator=generator) * limits.spread
+        target, cotangent = full.argmax(-1), torch.randn(1, sizes["tokens"], generator=generator)
         logits = full.chunk(WORLD, -1)[rank].contiguous()
         start = rank * logits.shape[-1]
         arms: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
-            "ours": partial(ours, logits, target, cotangent, kept, group, start),
-            "rows": partial(full_rows, logits, target, cotangent, kept, group),
+            "ours": partial(ours, logits, target, cotangent, limits, group, start),
+            "rows": partial(full_rows, logits, target, cotangent, limits, group),
         }
-        exact = full_rows(logits.double(), target, cotangent.double(), kept, group)
-        found[name] = {"error": error_ratio(arms["ours"](), arms["rows"](), exact, "a filter")}
-        found[name] |= timed(arms, group, asked["rounds"])
-        found[name]["operations"] = costliest(arms["ours"])
-    (folder / f"found_{rank}.json").write_text(json.dumps(found))
+        exact = full_rows(logits.double(), target, cotangent.double(), limits, group)
+        of_ranks[name] = {"error": error_ratio(arms["ours"](), arms["rows"](), exact, "a filter")}
+        of_ranks[name] |= timed(arms, group, sizes["rounds"])
+        of_ranks[name]["operations"] = costliest(arms["ours"])
+    (folder / f"found_{rank}.json").write_text(json.dumps(of_ranks))
     dist.barrier(group)
     dist.destroy_process_group()
 
@@ -122,40 +123,40 @@ def timed(arms: dict[str, Callable[[], Any]], group: ProcessGroup, rounds: int) 
 
 
 def ours(
-    logits: Tensor, target: Tensor, cotangent: Tensor, kept: Filter, group: ProcessGroup, start: int
+    logits: Tensor, target: Tensor, cotangent: Tensor, limits: Filter, group: ProcessGroup, start: int
 ) -> tuple[Tensor, Tensor]:
     """Scores of all tokens, and the gradient of this rank's columns."""
     leaf = logits.detach().requires_grad_()
-    options = kept.top_k, kept.top_p, False, 1.0, start, start + logits.shape[-1]
+    options = limits.top_k, limits.top_p, False, 1.0, start, start + logits.shape[-1]
     out = DistributedLogprobWithSampling.apply(leaf, target, group, *options)
     return out.detach(), *torch.autograd.grad(out, leaf, cotangent)
 
 
 def full_rows(
-    logits: Tensor, target: Tensor, cotangent: Tensor, kept: Filter, group: ProcessGroup
+    logits: Tensor, target: Tensor, cotangent: Tensor, limits: Filter, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """The same by full rows: rank r has those of the r-th part of the tokens."""
     rank, (b, s, v) = group.rank(), logits.shape
-    own = slice(rank * s // WORLD, (rank + 1) * s // WORLD)
+    local_rows = slice(rank * s // WORLD, (rank + 1) * s // WORLD)
     received = all_to_all_equal(logits.view(WORLD, s // WORLD, v), group)  # a part of the tokens to each rank
     rows = received.transpose(0, 1).flatten(1).requires_grad_()
-    masked = rows.masked_fill(~is_kept(rows.detach(), kept), -torch.inf)
+    masked = rows.masked_fill(~is_kept(rows.detach(), limits), -torch.inf)
     wide = masked if masked.dtype == torch.float64 else masked.float()
-    score = wide.log_softmax(-1).gather(-1, target[0, own, None]).squeeze(-1)
-    (d_rows,) = torch.autograd.grad(score, rows, cotangent[0, own])
+    score = wide.log_softmax(-1).gather(-1, target[0, local_rows, None]).squeeze(-1)
+    (d_rows,) = torch.autograd.grad(score, rows, cotangent[0, local_rows])
     sent = d_rows.unflatten(-1, (WORLD, v)).transpose(0, 1)
     gradient = all_to_all_equal(sent, group).view(b, s, v)
     return all_gather_concat(score.detach(), group, 0, [s // WORLD] * WORLD)[None], gradient
 
 
-def is_kept(rows: Tensor, kept: Filter) -> Tensor:
+def is_kept(rows: Tensor, limits: Filter) -> Tensor:
     """The mask of the tokens that are kept."""
-    if kept.top_p is None:
-        assert kept.top_k is not None
-        return rows >= rows.topk(kept.top_k).values[:, -1:]
+    if limits.top_p is None:
+        assert limits.top_k is not None
+        return rows >= rows.topk(limits.top_k).values[:, -1:]
     in_order, order = rows.sort(-1, descending=True)
     p = in_order.softmax(-1)
-    return torch.empty_like(rows, dtype=torch.bool).scatter_(-1, order, p.cumsum(-1) - p < kept.top_p)
+    return torch.empty_like(rows, dtype=torch.bool).scatter_(-1, order, p.cumsum(-1) - p < limits.top_p)
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ def figures() -> Iterator[Figure]:
                 _draw(topic, dtype, folder / f"{topic}_{dtype}.npz")
         command = [sys.executable, "-m", "parity_tests.benchmarks.arms"]
         by_rank = found_by(command, WORLD, folder, topic="the peers", seconds=1800)
-    for wanted in WANTED:
+    for target in WANTED:
         for dtype in DTYPES:
-            yield _promised(wanted, dtype, [of_rank[f"{wanted.topic} {dtype}"] for of_rank in by_rank])
+            yield _promised(target, dtype, [of_rank[f"{target.topic} {dtype}"] for of_rank in by_rank])
     for topic in TOPICS:
         for dtype in DTYPES:
             yield from _compared(topic, dtype, [of_rank[f"{topic} {dtype}"] for of_rank in by_rank])
@@ -82,24 +82,24 @@ def figures() -> Iterator[Figure]:
         yield Figure(name, "-", reason, None, "Triton kernels without a path of their own on a CPU")
 
 
-def _promised(wanted: Wanted, dtype: str, ranks: list[Mapping[str, Any]]) -> Figure:
+def _promised(target: Wanted, dtype: str, ranks: list[Mapping[str, Any]]) -> Figure:
     """One ratio; where it is missed, with what our arm spends its time in."""
-    title = f"{wanted.work}, {dtype}, over {BOUNDS[wanted.topic] if wanted.over == BOUND else wanted.over}"
-    promised = f"<= {wanted.at_most[DTYPES.index(dtype)]} times"
-    for name in (wanted.arm, wanted.over):
+    title = f"{target.work}, {dtype}, over {BOUNDS[target.topic] if target.over == BOUND else target.over}"
+    promised = f"<= {target.at_most[DTYPES.index(dtype)]} times"
+    for name in (target.arm, target.over):
         if "missing" in ranks[0][name]:
-            return Figure(title, promised, ranks[0][name]["missing"], None, _sizes(wanted.topic, dtype))
-    ours, theirs = (_slowest(ranks, name, "cpu") for name in (wanted.arm, wanted.over))
+            return Figure(title, promised, ranks[0][name]["missing"], None, _sizes(target.topic, dtype))
+    ours, theirs = (_slowest(ranks, name, "cpu") for name in (target.arm, target.over))
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     ratio = statistics.median(ours) / statistics.median(theirs)
-    is_kept = ratio <= wanted.at_most[DTYPES.index(dtype)]
+    is_kept = ratio <= target.at_most[DTYPES.index(dtype)]
     measured = f"{ratio:.3g} times, by round {spread(ratios)}"
-    for name, seconds in ((wanted.arm, ours), (wanted.over, theirs)):
+    for name, seconds in ((target.arm, ours), (target.over, theirs)):
         measured += f"; {name} {spread([1e3 * value for value in seconds])} ms"
-    how = _sizes(wanted.topic, dtype) + "; CPU time, median over median"
+    how = _sizes(target.topic, dtype) + "; CPU time, median over median"
     if not is_kept:
         new_memory = spread([1e3 * value for value in _slowest(ranks, NEW_MEMORY, "cpu")])
-        how += f"; {NEW_MEMORY} alone {new_memory} ms; {ranks[0][wanted.arm]['operations']}"
+        how += f"; {NEW_MEMORY} alone {new_memory} ms; {ranks[0][target.arm]['operations']}"
     return Figure(title, promised, measured, is_kept, how)
 
 

@@ -77,9 +77,9 @@ def _of_annotation(hint: Any, axes: Sequence[str]) -> Guess | None:
     names = next((x.split() for x in data if isinstance(x, str)), None)
     if not placements or len(placements) != len(axes):
         return None
-    shown = tuple(map(written, placements))
+    placement_texts = tuple(map(written, placements))
     count = 1 + max((p.dim for p in placements if isinstance(p, Shard)), default=-1)
-    return Guess(OPEN if names is None or len(names) < count else spec(names, shown, axes), shown)
+    return Guess(OPEN if names is None or len(names) < count else spec(names, placement_texts, axes), placement_texts)
 
 
 def from_run(tensors: Mapping[str, TensorOfRun], axes: Sequence[str]) -> dict[str, Guess]:
@@ -156,6 +156,6 @@ def about_the_mesh(name: str, mesh: Any) -> Any:
 
 def _tensor_of_run(x: Tensor) -> TensorOfRun:
     placements: Iterable[Placement] | None = getattr(x, "placements", None)
-    shown = None if placements is None else tuple(map(written, placements))
-    largest = None if x.is_floating_point() else int((x.full_tensor() if shown else x).max())  # pyright: ignore
-    return TensorOfRun(tuple(x.shape), shown, largest)
+    placement_texts = None if placements is None else tuple(map(written, placements))
+    largest = None if x.is_floating_point() else int((x.full_tensor() if placement_texts else x).max())  # pyright: ignore
+    return TensorOfRun(tuple(x.shape), placement_texts, largest)

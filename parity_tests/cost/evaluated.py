@@ -38,17 +38,17 @@ def busiest(costs: Sequence[Cost]) -> Cost:
     if len(costs) == 1:
         return costs[0]
     products = [cost.products for cost in costs if cost.products is not None]
-    most = (max(each[0] for each in products), max(each[1] for each in products)) if products else None
-    return Cost(_most([cost.forward for cost in costs]), _most([cost.backward for cost in costs]), most)
+    largest = (max(each[0] for each in products), max(each[1] for each in products)) if products else None
+    return Cost(_most([cost.forward for cost in costs]), _most([cost.backward for cost in costs]), largest)
 
 
 def _most(tables: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
-    most: dict[str, tuple[int, int]] = {}
+    largest: dict[str, tuple[int, int]] = {}
     for table in tables:
         for op, (calls, size) in table.items():
-            before = most.get(op, (0, 0))
-            most[op] = (max(before[0], calls), max(before[1], size))
-    return most
+            before = largest.get(op, (0, 0))
+            largest[op] = (max(before[0], calls), max(before[1], size))
+    return largest
 
 
 def _check_sizes(scheme: Declared, case: CaseSpec, named: Sequence[Argument]) -> None:

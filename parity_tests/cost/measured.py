@@ -92,13 +92,13 @@ def timed(rank: int, world: int) -> dict[str, dict[int, float]]:
     times: dict[str, dict[int, float]] = {}
     for size in SIZES:
         for op, call in calls_of(size, rank, world).items():
-            least = float("inf")
+            shortest = float("inf")
             for _ in range(REPEATS):
                 dist.barrier()
                 start = time.perf_counter()
                 call()
-                least = min(least, time.perf_counter() - start)
-            times.setdefault(op, {})[size] = least
+                shortest = min(shortest, time.perf_counter() - start)
+            times.setdefault(op, {})[size] = shortest
     return times
 
 

@@ -63,8 +63,8 @@ def read(name: str) -> Sheet:
 
 def _sheet(record: Mapping[str, Any], stem: str) -> Sheet:
     """A sheet of what a file says. Errors: ValueError for a key that is missing, unknown or no positive number."""
-    known = {"name", "measured", "ranks_per_host", "operations_per_second", "message_seconds", "inside", "between"}
-    _check_keys("", record, known | {"algorithms"}, {"ranks_per_host", "inside", "between", "algorithms"})
+    valid_keys = {"name", "measured", "ranks_per_host", "operations_per_second", "message_seconds", "inside", "between"}
+    _check_keys("", record, valid_keys | {"algorithms"}, {"ranks_per_host", "inside", "between", "algorithms"})
     for link in ("inside", "between"):
         _check_keys(f"{link}.", _table(record, link), {"bytes_per_second"}, {"bytes_per_second"})
     rows = record["algorithms"]
@@ -110,11 +110,11 @@ def _table(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return record[name]
 
 
-def _check_keys(place: str, record: Mapping[str, Any], known: set[str], required: set[str]) -> None:
+def _check_keys(place: str, record: Mapping[str, Any], valid_keys: set[str], required: set[str]) -> None:
     for key in sorted(required - set(record)):
         raise ValueError(f"{place}{key} is missing")
-    for key in sorted(set(record) - known):
-        raise ValueError(f"{place}{key} is not known; the keys are {', '.join(sorted(known))}")
+    for key in sorted(set(record) - valid_keys):
+        raise ValueError(f"{place}{key} is not known; the keys are {', '.join(sorted(valid_keys))}")
 
 
 def _number(

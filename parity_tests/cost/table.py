@@ -56,11 +56,11 @@ def several_meshes(comparisons: Sequence[Comparison]) -> str:
     for one, (title, amount) in itertools.product(comparisons, AMOUNTS.items()):
         mesh = one.setting.mesh
         chosen = [best(one, way, amount) for way in ways]
-        least = min((each for each in chosen if each), key=amount, default=None)
+        cheapest = min((each for each in chosen if each), key=amount, default=None)
         text_of = _bytes if title.startswith("bytes") else _time
         cells = [text_of(amount(each)) if each else "-" for each in chosen]
         hosts = hosts_of(mesh, one.setting.sheet.ranks_per_host)
-        mark = least.label if least and amount(least) else "-"
+        mark = cheapest.label if cheapest and amount(cheapest) else "-"
         tables[title].append([f"{mesh[axis]:,}", f"{hosts:,}", *cells, mark])
     texts = [f"{title}\n{_columns(rows, left=(len(ways) + 2,))}" for title, rows in tables.items()]
     head = _sweep_head(comparisons, axis)
@@ -160,13 +160,13 @@ def _head(mesh: Mapping[str, int], sheet: Sheet) -> str:
 
 def _sweep_head(comparisons: Sequence[Comparison], axis: str) -> str:
     first, last = comparisons[0].setting, comparisons[-1].setting
-    others = "".join(f" {name}={size}" for name, size in first.mesh.items() if name != axis)
+    other_axes = "".join(f" {name}={size}" for name, size in first.mesh.items() if name != axis)
     dims = [
         f"{name}={size}" if size == last.names[name] else f"{name}={size}..{last.names[name]}"
         for name, size in first.names.items()
     ]
     sheet = first.sheet
-    head = f"{axis}={first.mesh[axis]}..{last.mesh[axis]}{others}, hosts of {sheet.ranks_per_host}"
+    head = f"{axis}={first.mesh[axis]}..{last.mesh[axis]}{other_axes}, hosts of {sheet.ranks_per_host}"
     return "\n".join([*_wrapped(f"{head}: {' '.join(dims)}"), f"links {sheet.name}, {sheet.measured}"])
 
 
@@ -212,11 +212,11 @@ def _totals(candidate: Candidate) -> list[str]:
 
 
 def _summary(comparison: Comparison) -> str:
-    least = comparison.least
+    cheapest = comparison.least
     rows = [["", "inside", "between", "communication", "products", "step", ""]]
     for each in comparison.candidates:
         products = _time(sum(each.product_seconds.values())) if each.product_seconds else "-"
-        mark = "least" if each is least else ""
+        mark = "least" if each is cheapest else ""
         rows.append(
             [
                 each.label,

@@ -23,10 +23,10 @@ def main(
     page: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
 ) -> None:
     """Run every kind of failure on every engine; status 1 if a sentence lacks the rank, the operation or the line."""
-    for flag, chosen, known in (("engine", engine, ENGINES), ("kind", kind, tuple(bodies()))):
-        unknown = [name for name in chosen or () if name not in known]
+    for flag, chosen, valid_names in (("engine", engine, ENGINES), ("kind", kind, tuple(bodies()))):
+        unknown = [name for name in chosen or () if name not in valid_names]
         if unknown:
-            raise typer.BadParameter(f"--{flag} {unknown[0]!r} is not one of {', '.join(known)}")
+            raise typer.BadParameter(f"--{flag} {unknown[0]!r} is not one of {', '.join(valid_names)}")
     from parity_tests.failures import page as pages
 
     matrix = {

@@ -60,7 +60,7 @@ def verify_case(
         raise DeclarationFailure(f"scheme '{scheme.name}': {error}") from error
     # 2. Evaluate the reference on one device, run the program on every rank.
     program = Program.of(scheme, **arrays)
-    known: dict[str, Any] = {"implementation": scheme.implementation, "source": f"{base(scheme.file)}:{scheme.line}"}
+    origin: dict[str, Any] = {"implementation": scheme.implementation, "source": f"{base(scheme.file)}:{scheme.line}"}
     reference = reference or evaluate(scheme, program, case)
     try:
         ranks = run(wrap_program(program) if wrap_program else program, case, case.engine, quiet_s=quiet_s)
@@ -71,7 +71,7 @@ def verify_case(
             failure=failure,
             ledger=failure.ledger or Ledger(),
             shards=_shards(scheme, case, failure.rank) if isinstance(failure, Raised) else None,
-            **known,
+            **origin,
         )
     # 3. Compare values and gradients, then the ledgers.
     rows = compare.compare(scheme, case, ranks.results, reference)
@@ -94,7 +94,7 @@ def verify_case(
         cost_declared=scheme.cost is not None,
         declared_costs=declared,
         seconds=ranks.seconds,
-        **known,
+        **origin,
     )
 
 

@@ -79,10 +79,10 @@ def sample(bugs: Sequence[InjectedBug], count: int) -> list[InjectedBug]:
     return turns[:count]
 
 
-def headlines(bug: InjectedBug, near: Iterable[SchemeTrials]) -> Headlines | None:
+def headlines(bug: InjectedBug, component_trials: Iterable[SchemeTrials]) -> Headlines | None:
     """What is said of the first failing case of a bug that has notes; None where no case has."""
     patch = patched_text(bug)
-    running = (trials for trials in near if trials.runs(patch.file, patch.first_line, patch.last_line))
+    running = (trials for trials in component_trials if trials.runs(patch.file, patch.first_line, patch.last_line))
     affected = list(islice(running, SCHEMES))
     modules, patched = patched_schemes(bug, [each.scheme for each in affected])
     with modules:
@@ -113,21 +113,24 @@ def main(
 
     built_in = [scheme for scheme in discover.built_in() if scheme.name not in NOT_TRIED]
     trials = [SchemeTrials(scheme, EXAMPLES) for scheme in built_in if "lockstep" in scheme.engines]
-    found: list[Headlines] = []
+    results: list[Headlines] = []
     with without_advice(), without_schedule_warnings():
         for bug in sample(CATALOGUE, count):
-            near = [each for each in trials if f".{bug.component}." in each.scheme.key]
-            said = headlines(bug, near)
-            found += [said] if said else []
-            if every and said:
-                verdicts = truth(bug, said.alone), truth(bug, said.tested)
-                print(f"{bug.component}: {bug.name} ({bug.kind})\n  {verdicts[0]}: {said.alone}", flush=True)
-                print(f"  {verdicts[1]}: {said.tested}{'  UNDECIDED' if said.is_undecided else ''}", flush=True)
-    for name, notes in (("one case alone", [s.alone for s in found]), ("after experiments", [s.tested for s in found])):
-        counted = Counter(truth(said.bug, note) for said, note in zip(found, notes, strict=True))
+            component_trials = [each for each in trials if f".{bug.component}." in each.scheme.key]
+            headline = headlines(bug, component_trials)
+            results += [headline] if headline else []
+            if every and headline:
+                verdicts = truth(bug, headline.alone), truth(bug, headline.tested)
+                print(f"{bug.component}: {bug.name} ({bug.kind})\n  {verdicts[0]}: {headline.alone}", flush=True)
+                print(f"  {verdicts[1]}: {headline.tested}{'  UNDECIDED' if headline.is_undecided else ''}", flush=True)
+    for name, notes in (
+        ("one case alone", [s.alone for s in results]),
+        ("after experiments", [s.tested for s in results]),
+    ):
+        counted = Counter(truth(headline.bug, note) for headline, note in zip(results, notes, strict=True))
         claims = counted[TRUE] + counted[FALSE]
         print(f"{name}: {counted[TRUE]} of {claims} first notes are true, {counted[NOTHING]} claim nothing")
-    print(f"{sum(said.is_undecided for said in found)} of {len(found)} failing cases are called undecided")
+    print(f"{sum(headline.is_undecided for headline in results)} of {len(results)} failing cases are called undecided")
 
 
 if __name__ == "__main__":

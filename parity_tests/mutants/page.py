@@ -49,11 +49,11 @@ def counted(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def closing(outcomes: Sequence[Outcome]) -> list[str]:
     """The figures, in sentences."""
     real = counted(outcomes)
-    drawn = sum(outcome.drawn is not None for outcome in real)
+    caught_by_cases = sum(outcome.drawn is not None for outcome in real)
     caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
     few = f"; the promise is made of {PROMISED_COUNT}" if len(real) < PROMISED_COUNT else ""
     return [
-        f"{share(drawn, len(real))} are caught by drawn cases alone; promised are {PROMISED_DRAWN:.0%}{few}.",
+        f"{share(caught_by_cases, len(real))} are caught by drawn cases alone; promised are {PROMISED_DRAWN:.0%}{few}.",
         f"{share(caught, len(real))} are caught by drawn cases or tests; promised are {PROMISED_TESTS:.0%}{few}.",
         f"{len(outcomes) - len(real)} more are equivalent.",
     ]
@@ -62,9 +62,9 @@ def closing(outcomes: Sequence[Outcome]) -> list[str]:
 def is_promised(outcomes: Sequence[Outcome]) -> bool:
     """Whether the shares are those that are promised."""
     real = counted(outcomes)
-    drawn = sum(outcome.drawn is not None for outcome in real)
+    caught_by_cases = sum(outcome.drawn is not None for outcome in real)
     caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
-    return drawn >= PROMISED_DRAWN * len(real) and caught >= PROMISED_TESTS * len(real)
+    return caught_by_cases >= PROMISED_DRAWN * len(real) and caught >= PROMISED_TESTS * len(real)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -109,7 +109,7 @@ def write(outcomes: Sequence[Outcome], path: Path, seed: int, examples: int, can
 
 def _row(name: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     real = counted(outcomes)
-    drawn = sum(outcome.drawn is not None for outcome in real)
+    caught_by_cases = sum(outcome.drawn is not None for outcome in real)
     caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
-    shares = (share(drawn, len(real)), share(caught, len(real)))
+    shares = (share(caught_by_cases, len(real)), share(caught, len(real)))
     return name, str(len(real)), *shares, str(len(real) - caught), str(len(outcomes) - len(real))

@@ -163,6 +163,6 @@ def mistakes(family: str, mesh: Mapping[str, int], ranks: Sequence[Step], optimi
     sentences = broken({"loss": sum(rank.loss for rank in ranks) / tp}, {"loss": want.loss})
     sentences += [each for rank in ranks for each in broken({"norm": rank.norm}, {"norm": want.norm})]
     for part in ("gradients", "clipped", "weights"):
-        found = broken_on_ranks([getattr(rank, part) for rank in ranks], getattr(want, part), mesh)
-        sentences += [f"{part}: {each}" for each in found]
+        problems = broken_on_ranks([getattr(rank, part) for rank in ranks], getattr(want, part), mesh)
+        sentences += [f"{part}: {each}" for each in problems]
     return sentences

@@ -44,8 +44,8 @@ def main(
     TABLES.mkdir(parents=True, exist_ok=True)
     versions = {folder: version(folder) for folder in PROJECTS if only in (None, folder)}
     outcomes: list[Outcome] = []
-    for folder, found in versions.items():
-        if found is None:
+    for folder, outcome_set in versions.items():
+        if outcome_set is None:
             print(f"{PROJECTS[folder]} is not installed: its schemes are left out")
             continue
         for name in (engine,) if engine else ENGINES:
@@ -103,7 +103,7 @@ def judged(file: Path, engine: str, examples: int) -> list[Outcome]:
     print(f"{file.parent.name}/{file.stem} on {engine}: {counts}, {time.perf_counter() - start:.0f} s", flush=True)
     for each in outcomes:
         if not each.is_expected:
-            print(f"    {each.name}: {each.verdict}, expected {each.wanted}   {each.smallest}", flush=True)
+            print(f"    {each.name}: {each.verdict}, expected {each.expected_verdict}   {each.smallest}", flush=True)
     return outcomes
 
 

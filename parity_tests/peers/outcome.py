@@ -36,13 +36,13 @@ class Outcome:
     scheme: str  # folder/file::name
     engine: str
     verdict: str
-    wanted: str
+    expected_verdict: str
     smallest: str = ""
     wrong: tuple[str, ...] = ()
 
     @property
     def is_expected(self) -> bool:
-        return self.verdict == self.wanted
+        return self.verdict == self.expected_verdict
 
     @property
     def name(self) -> str:
@@ -58,19 +58,24 @@ def outcome(scheme: Declared, file: Path, engine: str, examples: int) -> Outcome
     """The verdict on one scheme. What cannot be judged, such as a reference that raises, is a verdict too."""
     name = identifier(file, scheme.name)
     entry = expected(name)
-    wanted = entry.verdict if isinstance(entry, Finding | Contract) else RIGHT
+    expected_verdict = entry.verdict if isinstance(entry, Finding | Contract) else RIGHT
     try:
         with tempfile.TemporaryDirectory() as folder:
             report = (
                 known(scheme, engine, examples) if entry else verify(scheme, engine, examples, replay_folder=folder)
             )
     except Exception as error:  # the table says so, and the run goes on with the next scheme
-        return Outcome(name, engine, f"not judged: {type(error).__name__}: {error}", wanted)
+        return Outcome(name, engine, f"not judged: {type(error).__name__}: {error}", expected_verdict)
     if report.ok:
-        return Outcome(name, engine, RIGHT, wanted)
+        return Outcome(name, engine, RIGHT, expected_verdict)
     wrong = tuple(row.label for row in report.rows if not row.ok)
     return Outcome(
-        name, engine, report.verdict, wanted, sizes(report.case).removesuffix(f" seed={report.case.seed}"), wrong
+        name,
+        engine,
+        report.verdict,
+        expected_verdict,
+        sizes(report.case).removesuffix(f" seed={report.case.seed}"),
+        wrong,
     )
 
 

@@ -27,7 +27,7 @@ def text(outcomes: Sequence[Outcome], versions: Mapping[str, str], printed: Mapp
     parts.append("\n".join(f"- {each.project}: {each.what}." for each in CONTRACTS) + "\n")
     parts.append("## What is right\n")
     parts.append("On both engines, every drawn case within its budget: values, gradients, and the ranks' agreement.\n")
-    parts += [_right(folder, outcomes, found) for folder, found in versions.items()]
+    parts += [_right(folder, outcomes, verdict_set) for folder, verdict_set in versions.items()]
     return "\n".join(parts)
 
 
@@ -38,8 +38,12 @@ def _finding(
     versions: Mapping[str, str],
     printed: Mapping[str, str],
 ) -> str:
-    shown = [each for each in outcomes if expected(each.scheme) is finding and each.verdict == finding.verdict]
-    smallest = min((each for each in shown if each.smallest), key=lambda each: len(each.smallest), default=None)
+    example_outcomes = [
+        each for each in outcomes if expected(each.scheme) is finding and each.verdict == finding.verdict
+    ]
+    smallest = min(
+        (each for each in example_outcomes if each.smallest), key=lambda each: len(each.smallest), default=None
+    )
     case = "" if smallest is None else f"`{smallest.smallest}` of `{smallest.name}`"
     if smallest is not None and smallest.wrong:
         case += f", wrong in {', '.join(f'`{label}`' for label in smallest.wrong)}"
@@ -61,7 +65,7 @@ def _right(folder: str, outcomes: Iterable[Outcome], version: str) -> str:
     for each in outcomes:
         if each.scheme.startswith(f"{folder}/"):
             verdicts.setdefault(each.scheme, set()).add(each.verdict)
-    right = [scheme for scheme, found in verdicts.items() if found == {RIGHT}]
+    right = [scheme for scheme, verdict_set in verdicts.items() if verdict_set == {RIGHT}]
     by_file: dict[str, list[str]] = {}
     for scheme in right:
         file, _, name = scheme.partition("::")

@@ -26,13 +26,13 @@ class Node:
 
     def all(self, name: str = "", class_: str = "") -> list[Node]:
         """The elements below of a name and a class, in the order of the page."""
-        found = []
+        elements = []
         for child in self.children:
             if isinstance(child, Node):
                 if (not name or child.name == name) and (not class_ or class_ in child.classes):
-                    found.append(child)
-                found += child.all(name, class_)
-        return found
+                    elements.append(child)
+                elements += child.all(name, class_)
+        return elements
 
 
 class _Reader(HTMLParser):

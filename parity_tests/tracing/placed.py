@@ -46,17 +46,19 @@ class Placed:
 def placed(full: np.ndarray, pieces: Pieces, places: Places, axes: Mapping[str, int], *, may_sum: bool) -> Placed:
     """The nearest placement; that of no change where none fits. `axes` are those of more than one rank."""
     nearest = Placed(dict(pieces), dict.fromkeys(pieces))
-    least = np.inf
+    shortest = np.inf
     for candidate in _candidates(full.shape, pieces, places, axes, may_sum):
         distance = candidate.distance(full)
-        if distance < least or (least == np.inf and nearest.positions[min(pieces)] is None):
-            nearest, least = candidate, distance
+        if distance < shortest or (shortest == np.inf and nearest.positions[min(pieces)] is None):
+            nearest, shortest = candidate, distance
     return nearest
 
 
-def same(found: Placed, pieces: Pieces, places: Places) -> Placed:
+def same(placement: Placed, pieces: Pieces, places: Places) -> Placed:
     """Other pieces of the same shapes, placed alike; as those of a gradient are where those of a weight are."""
-    return Placed({rank: _total(pieces, rank, found.summed, places) for rank in pieces}, found.positions, found.summed)
+    return Placed(
+        {rank: _total(pieces, rank, placement.summed, places) for rank in pieces}, placement.positions, placement.summed
+    )
 
 
 def _candidates(
@@ -121,19 +123,19 @@ def _total(pieces: Pieces, rank: int, summed: Sequence[str], places: Places) -> 
     return np.sum([piece for other, piece in pieces.items() if rest.items() <= places[other].items()], axis=0)
 
 
-def in_full(full: np.ndarray, found: Placed, rank: int) -> np.ndarray:
+def in_full(full: np.ndarray, placement: Placed, rank: int) -> np.ndarray:
     """The reference with this rank's piece in its place; the piece itself where it fits nowhere."""
-    at = found.positions[rank]
+    at = placement.positions[rank]
     if at is None:
-        return found.pieces[rank]
+        return placement.pieces[rank]
     result = np.array(full)
-    result[np.ix_(*at)] = found.pieces[rank]
+    result[np.ix_(*at)] = placement.pieces[rank]
     return result
 
 
-def farthest(full: np.ndarray, found: Placed) -> np.ndarray:
+def farthest(full: np.ndarray, placement: Placed) -> np.ndarray:
     """`in_full` of the rank whose piece is farthest from the reference."""
-    arrays = [in_full(full, found, rank) for rank in found.pieces]
+    arrays = [in_full(full, placement, rank) for rank in placement.pieces]
     odd = next((array for array in arrays if array.shape != full.shape), None)
     if odd is not None:
         return odd

@@ -81,13 +81,13 @@ def function_of(target: str, *, is_own: bool = False) -> Callable[..., Any]:
 def call(model: nn.Module, inputs: Any) -> Tensor:
     """The tensor that backward begins with: the loss that the model returns, else its first floating output."""
     out = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
-    found = getattr(out, "loss", None)
-    if found is None:
-        found = next((x for x in _leaves(out) if is_floating(x)), None)
-    if not is_floating(found) or not found.requires_grad:
-        said = "has no gradient" if is_floating(found) else f"is {type(out).__name__}, without a floating tensor"
-        raise ValueError(f"the model's output {said}; return a tensor that depends on the parameters")
-    return found
+    loss = getattr(out, "loss", None)
+    if loss is None:
+        loss = next((x for x in _leaves(out) if is_floating(x)), None)
+    if not is_floating(loss) or not loss.requires_grad:
+        problem = "has no gradient" if is_floating(loss) else f"is {type(out).__name__}, without a floating tensor"
+        raise ValueError(f"the model's output {problem}; return a tensor that depends on the parameters")
+    return loss
 
 
 def full_array(x: Tensor) -> np.ndarray:
@@ -130,9 +130,9 @@ def _cotangent(out: Tensor, shape: tuple[int, ...], seed: int, mesh: Any) -> Ten
     if hasattr(out, "placements"):
         from torch.distributed.tensor import Replicate, distribute_tensor
 
-        whole: Any = out
-        placements = [Replicate() if p.is_partial() else p for p in whole.placements]
-        return distribute_tensor(full, whole.device_mesh, placements, src_data_rank=None)
+        dtensor: Any = out
+        placements = [Replicate() if p.is_partial() else p for p in dtensor.placements]
+        return distribute_tensor(full, dtensor.device_mesh, placements, src_data_rank=None)
     for axis in mesh.axes:
         for dim, size in enumerate(out.shape):
             if size != full.shape[dim] and out.ndim == full.ndim:

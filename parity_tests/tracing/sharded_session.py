@@ -120,10 +120,11 @@ def _twin(question: Question) -> _Twin:
     if not isinstance(inputs, Mapping | tuple | list):
         kind = type(inputs).__name__
         raise UnusableTarget(f"{question.inputs}: returned {kind}; return a tuple of arguments, or a dict of keywords")
-    held = cast(cast(inputs, getattr(torch, dtype)), torch.float64)
+    float64_inputs = cast(cast(inputs, getattr(torch, dtype)), torch.float64)
     cotangent = partial(drawn_cotangent, seed=question.seed)
     return _Twin(
-        _called(question.twin, traced, module, partial(call, inputs=held), cotangent, dtype, question.seed), dtype
+        _called(question.twin, traced, module, partial(call, inputs=float64_inputs), cotangent, dtype, question.seed),
+        dtype,
     )
 
 
@@ -139,14 +140,14 @@ def _called(target: str, function: Callable[..., Any], *arguments: Any) -> Any:
 def _report(title: str, twin: _Twin, ranks: tuple[RankTrace, ...], mesh: Mapping[str, int]) -> show.TraceReport:
     comparison = _Comparison(twin, ranks, mesh)
     compared = [*comparison.start(), *comparison.steps()]
-    known = set(twin.trace.weights) | {event.module for event in twin.trace.reference.values}
+    reference_names = set(twin.trace.weights) | {event.module for event in twin.trace.reference.values}
     mine = set().union(*({*rank.weights, *(event.module for event in rank.recording.values)} for rank in ranks))
     return show.TraceReport(
         title,
         LIKE,
         compared,
-        torch_only=tuple(sorted(mine - known)),
-        flax_only=tuple(sorted(known - mine)),
+        torch_only=tuple(sorted(mine - reference_names)),
+        flax_only=tuple(sorted(reference_names - mine)),
         sides=("the sharded model", "its twin"),
         sums=tuple(comparison.sums),
     )
@@ -174,13 +175,13 @@ class _Comparison:
         """The weights that both begin with, those that differ: nothing after them could be equal."""
         budget = K * UNIT_ROUNDOFF[self.twin.dtype]
         result = []
-        for name, found in self._weights.items():
+        for name, placement in self._weights.items():
             full = self.twin.trace.weights[name]
             size = max(float(np.linalg.norm(full)), float(np.finfo(np.float64).tiny))
-            errors = {rank: _apart(in_full(full, found, rank), full) / size for rank in found.pieces}
+            errors = {rank: _apart(in_full(full, placement, rank), full) / size for rank in placement.pieces}
             wrong = tuple(rank for rank, error in errors.items() if not error <= budget)
             if wrong:
-                notes = (SEEDED,) if found.positions[wrong[0]] is not None else ("has another shape",)
+                notes = (SEEDED,) if placement.positions[wrong[0]] is not None else ("has another shape",)
                 home = name.rpartition(".")[0]
                 result.append(Line(f"weight {name}", "start", home, max(errors.values()), budget, wrong, notes))
         return result
@@ -204,21 +205,21 @@ class _Comparison:
         }
         if not pieces:
             return
-        found = placed(full, pieces, self._places, self._axes, may_sum=True)
-        if found.summed:
+        placement = placed(full, pieces, self._places, self._axes, may_sum=True)
+        if placement.summed:
             end = "output" if event.end == OUT else "input"
             of = "gradient of the " if kind == "gradients" else ""
-            self.sums.append(f"{of}{end} of {event.module} over {', '.join(found.summed)}")
+            self.sums.append(f"{of}{end} of {event.module} over {', '.join(placement.summed)}")
         for rank in pieces:
-            getattr(recordings[rank], kind)[event] = in_full(full, found, rank)
+            getattr(recordings[rank], kind)[event] = in_full(full, placement, rank)
 
     def _of_weights(self) -> dict[str, np.ndarray]:
         """The gradients of the weights that require one, each placed as its weight is."""
         result = {}
-        for name, found in self._weights.items():
+        for name, placement in self._weights.items():
             pieces = {r: rank.gradients[name] for r, rank in enumerate(self.ranks) if name in rank.with_gradient}
-            if pieces.keys() == found.pieces.keys():
-                alike: Placed = same(found, pieces, self._places)
+            if pieces.keys() == placement.pieces.keys():
+                alike: Placed = same(placement, pieces, self._places)
                 result[name] = farthest(self.twin.trace.reference.of_weights[name], alike)
         return result
 

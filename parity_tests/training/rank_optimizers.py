@@ -41,6 +41,6 @@ def rank_optimizers(run: Run, model: Parts) -> RankOptimizers:
     if run.optimizer == "muon":
         matrices = [p for stage in model.stages for p in parameter_kinds(stage.submod).matrices.values()]
     stepped_by_muon = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in stepped_by_muon]
-    adamw = torch.optim.AdamW(others, betas=(0.9, 0.999), eps=1e-8, **settings)
+    other_parameters = [p for p in model.parameters() if id(p) not in stepped_by_muon]
+    adamw = torch.optim.AdamW(other_parameters, betas=(0.9, 0.999), eps=1e-8, **settings)
     return RankOptimizers([adamw, Muon(matrices, **settings)] if matrices else [adamw])

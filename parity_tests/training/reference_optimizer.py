@@ -31,12 +31,14 @@ def reference_optimizer(run: Run) -> tuple[Callable[..., Any], Callable[..., Any
         if run.clip is not None:
             gradients = clipped(gradients, run.clip, 2.0)[1]
         of_adamw, buffers = state
-        others = {name: x for name, x in weights.items() if name not in buffers}
+        other_weights = {name: x for name, x in weights.items() if name not in buffers}
         with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
-            updates, of_adamw = optimizer.update({name: gradients[name] for name in others}, of_adamw, others)
+            updates, of_adamw = optimizer.update(
+                {name: gradients[name] for name in other_weights}, of_adamw, other_weights
+            )
         settings = {"lr": run.learning_rate, "weight_decay": run.weight_decay}
         matrices = {name: muon(weights[name], gradients[name], x, **settings) for name, x in buffers.items()}
-        new = jax.tree.map(jnp.add, others, updates) | {name: after for name, (after, _) in matrices.items()}
+        new = jax.tree.map(jnp.add, other_weights, updates) | {name: after for name, (after, _) in matrices.items()}
         return {name: new[name] for name in weights}, (of_adamw, {name: x for name, (_, x) in matrices.items()})
 
     return initial, step

@@ -23,8 +23,8 @@ def needed_rows(layout: TokenLayout, causal: bool, window: int | None) -> Bool[T
     seen = torch.stack([_seen_by(layout, rank, causal, window) for rank in range(layout.cp_size)])
     # A ragged row of the index is filled with -1, which is no position.
     needed = seen[:, layout.index.clamp(min=0)] & (layout.index >= 0)
-    own = torch.arange(layout.cp_size, device=needed.device)
-    needed[own, own] = False
+    ranks = torch.arange(layout.cp_size, device=needed.device)
+    needed[ranks, ranks] = False
     return needed
 
 

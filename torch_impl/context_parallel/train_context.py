@@ -245,8 +245,8 @@ def _buffer_problems(
     lengths = [x.shape[dim_from_front(CREATE, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
     for i, length in enumerate(lengths):
         if length != lengths[0]:
-            here = f"cp_buffers[{i}] has {length} positions along dim {dims[i]}"
-            yield f"{here}, cp_buffers[0] has {lengths[0]}; pass whole tensors of one length"
+            this_buffer = f"cp_buffers[{i}] has {length} positions along dim {dims[i]}"
+            yield f"{this_buffer}, cp_buffers[0] has {lengths[0]}; pass whole tensors of one length"
     reason = sharding_problem("s", lengths[0], "cp", cp_size, "dual_chunk_swap") if cp_size > 1 else None
     if reason:
         yield reason

@@ -82,8 +82,8 @@ def checked_weights(function: str, x: Tensor, gate_up: Tensor, down: Tensor, bac
 
 def check_alike(function: str, **tensors: Tensor) -> None:
     """Errors: TypeError unless all tensors have the dtype of the first, ValueError unless they are on its device."""
-    (name, first), *others = tensors.items()
-    for other, x in others:
+    (name, first), *other_tensors = tensors.items()
+    for other, x in other_tensors:
         if x.dtype != first.dtype:
             differing = f"{other} is {dtype_name(x)} but {name} is {dtype_name(first)}"
             raise TypeError(f"{function}: {differing}; pass one dtype")

@@ -107,7 +107,7 @@ def clip_grad_norm_(
     function = "optimizers.clip_grad_norm_"
     shards = _distinct_shards(function, "parameters", parameters, sharding_groups)
     counted = {id(shard.parameter) for shard in shards}
-    others = _distinct_shards(function, "uncounted", uncounted, sharding_groups)
+    uncounted_shards = _distinct_shards(function, "uncounted", uncounted, sharding_groups)
     norm = _norm(shards, float(norm_type), pp)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
@@ -115,7 +115,7 @@ def clip_grad_norm_(
             "clipped; skip the step, or pass error_if_nonfinite=False"
         )
     scale = (max_norm / (norm + EPSILON)).clamp_max(1.0)
-    uncounted_shards = [shard for shard in others if id(shard.parameter) not in counted]
+    uncounted_shards = [shard for shard in uncounted_shards if id(shard.parameter) not in counted]
     with torch.no_grad():  # gradients of create_graph=True require one themselves
         for gradients in _alike([*shards, *uncounted_shards]):
             torch._foreach_mul_(gradients, scale.to(gradients[0].device))

@@ -156,9 +156,9 @@ class _Update:
         axes = [i for i, each in enumerate(parameter.placements) if _shards_matrices(each, parameter, i)]
         # Of several axes a plain Shard stays: what FSDP shards of a tensor-parallel dim are no rows in a row.
         axis = next((i for i in axes if isinstance(parameter.placements[i], Shard)), None)
-        others = [i for i in axes if i != axis]
-        placements = tuple(Replicate() if i in others else each for i, each in enumerate(parameter.placements))
-        if others:
+        other_axes = [i for i in axes if i != axis]
+        placements = tuple(Replicate() if i in other_axes else each for i, each in enumerate(parameter.placements))
+        if other_axes:
             direction = _redistributed(parameter, direction, parameter.placements, placements).contiguous()
         return cls(parameter, direction, placements, axis)
 

@@ -76,8 +76,8 @@ def model_parts(model: nn.Module) -> ModelParts:
     if not isinstance(getattr(module, layers, None), nn.ModuleList):
         lists = [f"{prefix}{name}" for name, child in module.named_children() if isinstance(child, nn.ModuleList)]
         place = f"{type(model).__name__} has its layers in {' and '.join(map(repr, lists))}"
-        known = f"models that have them in {prefix + layers!r}, or a base_model_pp_plan"
-        raise ValueError(f"{NAME}: {place}; what comes before and after them is known of {known}")
+        supported_models = f"models that have them in {prefix + layers!r}, or a base_model_pp_plan"
+        raise ValueError(f"{NAME}: {place}; what comes before and after them is known of {supported_models}")
     # 2. What comes before and after the layers: by the plan, else by name.
     before = planned[: planned.index(layers)] if layers in planned else ["embed_tokens"]
     after = planned[planned.index(layers) + 1 :] if layers in planned else ["norm", "lm_head"]

@@ -74,8 +74,8 @@ class OfStrategy(_OfUser):
         """Errors: ValueError for what is no number."""
         from hypothesis import strategies as st
 
-        drawn = choose(st.lists(self.strategy, min_size=1, max_size=MAX_NUMBERS))
-        numbers = [number.item() if isinstance(number, np.generic) else number for number in drawn]
+        sample = choose(st.lists(self.strategy, min_size=1, max_size=MAX_NUMBERS))
+        numbers = [number.item() if isinstance(number, np.generic) else number for number in sample]
         kinds = (bool, int) if self.integer else (int, float)
         wrong = [number for number in numbers if not isinstance(number, kinds)]
         if wrong:

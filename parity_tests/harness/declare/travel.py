@@ -48,8 +48,8 @@ def dumps(travelling: Any, *, file_is_imported: bool = False) -> bytes:
     """
     fn = getattr(travelling, "fn", travelling)
     check_travels(fn)
-    beside = set() if file_is_imported else IMPORTED_WITH_SCHEMES
-    with _by_value({getattr(fn, "__module__", None) or "__main__", *beside}):
+    imported = set() if file_is_imported else IMPORTED_WITH_SCHEMES
+    with _by_value({getattr(fn, "__module__", None) or "__main__", *imported}):
         file = io.BytesIO()
         _Pickler(file).dump(travelling)
         return file.getvalue()

@@ -28,28 +28,28 @@ OF_THE_BACKWARD = ("frozen", "unused", "call_between", "second_backward")
 
 def conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Any]:
     """What `CaseSpec.calls` holds; `other` draws the case of a second call."""
-    drawn: dict[str, Any] = {}
+    conditions: dict[str, Any] = {}
     count = choose(HOW_MANY)
     makers = _applicable(scheme, choose, other) if count else {}
     for _ in range(count):
-        names = [name for name in makers if name not in drawn and _compatible(name, drawn)]
+        names = [name for name in makers if name not in conditions and _compatible(name, conditions)]
         if names:
             name = choose([name for name in names for _ in range(SHARES.get(name, 1))])
-            drawn[name] = makers[name]()
+            conditions[name] = makers[name]()
     if "overwritten" not in scheme.excluded_calls and choose((False, True)):
-        drawn["overwritten"] = True
-    return {name: drawn[name] for name in calls.CONDITIONS if name in drawn}
+        conditions["overwritten"] = True
+    return {name: conditions[name] for name in calls.CONDITIONS if name in conditions}
 
 
-def _compatible(name: str, drawn: Mapping[str, Any]) -> bool:
-    if name in calls.OTHER_CALLS and set(calls.OTHER_CALLS) & set(drawn):
+def _compatible(name: str, conditions: Mapping[str, Any]) -> bool:
+    if name in calls.OTHER_CALLS and set(calls.OTHER_CALLS) & set(conditions):
         return False  # one more run is enough
     if name in OF_THE_BACKWARD:
-        return not set(calls.WITHOUT_GRADIENTS) & set(drawn)
+        return not set(calls.WITHOUT_GRADIENTS) & set(conditions)
     if name in calls.WITHOUT_GRADIENTS:
-        return not {*OF_THE_BACKWARD, *calls.WITHOUT_GRADIENTS} & set(drawn)
+        return not {*OF_THE_BACKWARD, *calls.WITHOUT_GRADIENTS} & set(conditions)
     storage = {"strided", "expanded", "one_storage", "same_tensor"}  # a tensor is stored in one way
-    return name not in storage or not storage & set(drawn)
+    return name not in storage or not storage & set(conditions)
 
 
 def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Callable[[], Any]]:

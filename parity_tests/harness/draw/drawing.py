@@ -176,27 +176,27 @@ def another(
     """
     if choose((True, False)) if same_shapes is None else same_shapes:
         return _of_the_same_shapes(scheme, case, choose)
-    drawn: CaseSpec | None = None
+    new_case: CaseSpec | None = None
     for _ in range(OTHER_SIZES_TRIED):
-        drawn = draw_case(scheme, choose, {**sizes, **case.options}, dtype=case.dtype, engine=case.engine)
-        if drawn.dims != case.dims:
+        new_case = draw_case(scheme, choose, {**sizes, **case.options}, dtype=case.dtype, engine=case.engine)
+        if new_case.dims != case.dims:
             break
-    assert drawn is not None
-    return _of_another_seed(drawn.replace(mesh=case.mesh), case)
+    assert new_case is not None
+    return _of_another_seed(new_case.replace(mesh=case.mesh), case)
 
 
 def _of_the_same_shapes(scheme: Declared, case: CaseSpec, choose: Chooser) -> CaseSpec:
     """The case with other values; the lengths of its shards and sequences stay."""
     sizes = {dim: case.dims[dim] for dim in size_choices.free_dims(scheme)}
-    drawn = draw_case(
+    new_case = draw_case(
         scheme, choose, {**case.scheme_mesh, **sizes, **case.options}, dtype=case.dtype, engine=case.engine
     )
-    return _of_another_seed(case.replace(values=drawn.values, seed=drawn.seed), case)
+    return _of_another_seed(case.replace(values=new_case.values, seed=new_case.seed), case)
 
 
-def _of_another_seed(drawn: CaseSpec, case: CaseSpec) -> CaseSpec:
+def _of_another_seed(new_case: CaseSpec, case: CaseSpec) -> CaseSpec:
     """Values of one kind and one seed would be the same."""
-    return drawn if drawn.seed != case.seed else drawn.replace(seed=case.seed + 1)
+    return new_case if new_case.seed != case.seed else new_case.replace(seed=case.seed + 1)
 
 
 def fitting_meshes(scheme: Declared, fixed: Mapping[str, Any], world: int | None = None) -> list[dict[str, int]]:
@@ -308,8 +308,8 @@ def _options(
     chosen: dict[str, Any] = {}
     for name, choices in scheme.all_options.items():
         values = [value for value in choices if any(options[name] == value for options in allowed)]
-        drawn = choose(values if scheme.assume and name not in fixed else choices)
-        chosen[name] = fixed.get(name, drawn)
+        choice = choose(values if scheme.assume and name not in fixed else choices)
+        chosen[name] = fixed.get(name, choice)
         allowed = [options for options in allowed if options[name] == chosen[name]]
     return chosen
 

@@ -19,28 +19,30 @@ MIN_DIM_SIZE = 3  # along a dim: with two, every error is at one end or the othe
 
 def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> CaseSpec | None:
     """The same mesh, dtype and options at larger sizes and another seed; `values` keeps the kinds of its values."""
-    drawn = _larger_case(scheme, case, case.scheme_mesh, seed)
-    if drawn is None:
+    new_case = _larger_case(scheme, case, case.scheme_mesh, seed)
+    if new_case is None:
         return None
-    return drawn.replace(values=case.values if values else plain(scheme, drawn))
+    return new_case.replace(values=case.values if values else plain(scheme, new_case))
 
 
 def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | None:
     """Plain values at larger sizes on another declared mesh, each of its axes of two ranks or more if one is."""
-    here = case.scheme_mesh
-    meshes = [mesh for mesh in size_choices.meshes(scheme, {}, None) if mesh != here and math.prod(mesh.values()) > 1]
+    scheme_mesh = case.scheme_mesh
+    meshes = [
+        mesh for mesh in size_choices.meshes(scheme, {}, None) if mesh != scheme_mesh and math.prod(mesh.values()) > 1
+    ]
 
     def alike(mesh: Mapping[str, int]) -> tuple[int, int, int]:
         """Axes of one rank, axes of as many ranks as in the failing case, and ranks."""
         return (
             sum(size == 1 for size in mesh.values()),
-            sum(mesh[axis] == here[axis] for axis in mesh),
+            sum(mesh[axis] == scheme_mesh[axis] for axis in mesh),
             math.prod(mesh.values()),
         )
 
     for mesh in sorted(meshes, key=alike)[:1]:
-        drawn = _larger_case(scheme, case, mesh, seed)
-        return None if drawn is None else drawn.replace(values=plain(scheme, drawn))
+        new_case = _larger_case(scheme, case, mesh, seed)
+        return None if new_case is None else new_case.replace(values=plain(scheme, new_case))
     return None
 
 
@@ -69,11 +71,11 @@ def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSp
         shape[dim] = size if dim in short else max(choices) if choices else size * -(-WIDE // max(size, 1))
     try:
         fixed = {**case.scheme_mesh, **shape, **case.options}
-        drawn = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
+        new_case = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
     except ValueError:  # a size that follows from these, or a layout, does not allow it
         return None
-    ids = {arg.name: {**drawn.values[arg.name], "picks": [[shard, "middle"]]} for arg in by_ids}
-    return drawn.replace(mesh=case.mesh, values={**plain(scheme, drawn), **ids}, calls=case.calls)
+    ids = {arg.name: {**new_case.values[arg.name], "picks": [[shard, "middle"]]} for arg in by_ids}
+    return new_case.replace(mesh=case.mesh, values={**plain(scheme, new_case), **ids}, calls=case.calls)
 
 
 def plain(scheme: Declared, case: CaseSpec) -> dict[str, object]:
@@ -94,6 +96,6 @@ def _larger_case(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed
         return None
     shape = max(shapes, key=lambda shape: (min([MIN_DIM_SIZE, *shape.values()]), math.prod(shape.values())))
     fixed = {**mesh, **shape, **case.options}
-    drawn = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
+    new_case = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
     source = case if mesh == case.scheme_mesh else without_other_calls(case)
-    return drawn.replace(mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()}, calls=source.calls)
+    return new_case.replace(mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()}, calls=source.calls)

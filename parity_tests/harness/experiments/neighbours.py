@@ -74,10 +74,10 @@ def _neighbour(x: np.ndarray, case: CaseSpec, direction: int, rng: np.random.Gen
     rising = np.linspace(-1.0, 1.0, x.size).reshape(x.shape)
     random = rng.choice((-1.0, 1.0), x.shape) * rng.uniform(0.5, 1.0, x.shape)
     signs = (rising, -rising, random)[min(direction, 2)]
-    near = x + _max_changes(x, case) * signs
+    neighbour = x + _max_changes(x, case) * signs
     if not infinities:
-        return near
-    return _separate_infinities(near, case, signs.ravel().argsort().argsort().reshape(x.shape))
+        return neighbour
+    return _separate_infinities(neighbour, case, signs.ravel().argsort().argsort().reshape(x.shape))
 
 
 def _max_changes(x: np.ndarray, case: CaseSpec) -> np.ndarray:

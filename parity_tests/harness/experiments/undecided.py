@@ -86,10 +86,12 @@ def _jumps_as_far(scheme: Declared, case: CaseSpec, rows: Sequence[compare.Tenso
     return _is_explained(of_gradients, scheme, case, neighbours(scheme, case, infinities=True))
 
 
-def _is_explained(ranges: Sequence[_Range], scheme: Declared, case: CaseSpec, near: Iterable[Neighbour]) -> bool:
+def _is_explained(
+    ranges: Sequence[_Range], scheme: Declared, case: CaseSpec, case_neighbours: Iterable[Neighbour]
+) -> bool:
     # Where intermediates are rounded to the tested dtype, a jump is met by chance, and more neighbours are needed.
     enough = MIN_NEIGHBOURS if scheme.roundings <= 1 else NEIGHBOURS
-    for count, neighbour in enumerate(near, start=1):
+    for count, neighbour in enumerate(case_neighbours, start=1):
         reference = neighbour.reference(scheme, case)
         for each in ranges:
             each.include(reference, neighbour.is_near)

@@ -106,9 +106,12 @@ def _call_theirs(
         return theirs(*args, **kwargs)
     parameters = list(signature.parameters.values())
     # 1. Positional arguments stay so, as far as theirs takes them; the rest goes by our names.
-    most = sum(p.kind in POSITIONAL for p in parameters)
+    positional_count = sum(p.kind in POSITIONAL for p in parameters)
     names = [p.name for p in ours.parameters.values() if p.kind in POSITIONAL]
-    first, rest = list(args[:most]), dict(zip(names[most:], args[most:], strict=False))
+    first, rest = (
+        list(args[:positional_count]),
+        dict(zip(names[positional_count:], args[positional_count:], strict=False)),
+    )
     # 2. What theirs lacks may be left away where it has our default.
     by_keyword = {p.name for p in parameters if p.kind in BY_KEYWORD} - {p.name for p in parameters[: len(first)]}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -62,11 +62,11 @@ def converted(equation: Any, lead: tuple[int, ...] = ()) -> Callable[..., Any]:
     source, target = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     if source.kind != "f" or target.kind not in "iu":
         return lambda x: x.astype(target)
-    least, greatest = np.iinfo(target).min, np.iinfo(target).max
+    lowest, highest = np.iinfo(target).min, np.iinfo(target).max
 
     def nearest(x: Any) -> Any:
-        inside = (x > float(least)) & (x < float(greatest))
-        bounded = np.where(x > 0, greatest, least).astype(target)
+        inside = (x > float(lowest)) & (x < float(highest))
+        bounded = np.where(x > 0, highest, lowest).astype(target)
         return np.where(inside, np.where(inside, x, 0).astype(target), np.where(np.isnan(x), 0, bounded).astype(target))
 
     return nearest
@@ -108,7 +108,7 @@ def position(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def clamped(equation: Any) -> Callable[..., Any]:
-    return lambda least, x, greatest: np.minimum(np.maximum(x, least), greatest)
+    return lambda lowest, x, highest: np.minimum(np.maximum(x, lowest), highest)
 
 
 # Elementwise operations that need a parameter, or that choose.
@@ -144,17 +144,17 @@ def larger(function: Callable[..., Any]) -> Rule:
     )
 
 
-def extreme(ufunc: np.ufunc, least: bool) -> Rule:
+def extreme(ufunc: np.ufunc, is_minimum: bool) -> Rule:
     """reduce_max and reduce_min: of equals each has the same part of the tangent."""
 
     def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         axes = tuple(map(int, equation.params["axes"]))
         dtype = equation.outvars[0].aval.dtype
         if dtype.kind == "f":
-            initial = math.inf if least else -math.inf
+            initial = math.inf if is_minimum else -math.inf
         else:
             of_dtype = (False, True) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-            initial = of_dtype[least]
+            initial = of_dtype[is_minimum]
         behind_lead = tuple(axis + 1 for axis in axes)
 
         def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -366,8 +366,8 @@ RULES: dict[str, Rule] = {
     # Choices and orders.
     "max": larger(np.maximum),
     "min": larger(np.minimum),
-    "reduce_max": extreme(np.maximum, least=False),
-    "reduce_min": extreme(np.minimum, least=True),
+    "reduce_max": extreme(np.maximum, is_minimum=False),
+    "reduce_min": extreme(np.minimum, is_minimum=True),
     "cummax": derived(constant(indexing.accumulation(np.maximum))),
     "cummin": derived(constant(indexing.accumulation(np.minimum))),
     "clamp": derived(constant(clamped)),

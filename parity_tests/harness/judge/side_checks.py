@@ -85,20 +85,20 @@ def cost(case: CaseSpec, ledger: Ledger, declared: Sequence[Cost]) -> tuple[str,
                 key = f"{row.op} over ranks {','.join(map(str, row.group))}"
                 calls, size = measured.get(key, (0, 0))
                 measured[key] = (calls + 1, size + row.payload)
-            for op, wanted in _by_group(of_rank, phase, case, rank).items():
+            for op, expected in _by_group(of_rank, phase, case, rank).items():
                 of_op = {key: value for key, value in measured.items() if key.startswith(f"{op} over")}
-                findings += _differences(phase, wanted, of_op, rank)
+                findings += _differences(phase, expected, of_op, rank)
     return tuple(findings[:1])
 
 
 Sums = dict[str, tuple[int, int]]  # calls and bytes
 
 
-def _differences(phase: str, wanted: Sums, measured: Sums, rank: int) -> list[str]:
+def _differences(phase: str, expected: Sums, measured: Sums, rank: int) -> list[str]:
     return [
         f"{phase} {key}: declared {want[0]} calls of {want[1]} bytes, rank {rank} issued {got[0]} of {got[1]}"
-        for key in sorted({*wanted, *measured})
-        if (want := tuple(wanted.get(key, (0, 0)))) != (got := measured.get(key, (0, 0)))
+        for key in sorted({*expected, *measured})
+        if (want := tuple(expected.get(key, (0, 0)))) != (got := measured.get(key, (0, 0)))
     ]
 
 

@@ -28,9 +28,9 @@ def bytes_table(report: Report) -> Element:
             tag("td", op),
             tag("td", _ranks(ranks)),
             *_numbers(issued),
-            _declared(report, issued, wanted),
+            _declared(report, issued, declared),
         )
-        for phase, op, ranks, issued, wanted in lines
+        for phase, op, ranks, issued, declared in lines
     ]
     head = tag("tr", *(tag("th", name) for name in HEADS))
     total = sum(issued[1] * len(ranks) for _, _, ranks, issued, _ in lines)
@@ -43,11 +43,11 @@ def _lines(report: Report) -> Iterator[tuple[str, str, list[int], Sums, Sums | N
     ranks = sorted({row.rank for row in report.ledger.rows} | set(range(len(report.declared_costs))))
     for phase, short in PHASES.items():
         issued = {rank: report.ledger.cost(rank, short) for rank in ranks}
-        wanted = {rank: cost.totals(phase) for rank, cost in enumerate(report.declared_costs)}
-        for op in dict.fromkeys(op for sums in (*wanted.values(), *issued.values()) for op in sums):
+        declared = {rank: cost.totals(phase) for rank, cost in enumerate(report.declared_costs)}
+        for op in dict.fromkeys(op for sums in (*declared.values(), *issued.values()) for op in sums):
             alike: dict[tuple[Sums, Sums | None], list[int]] = {}
             for rank in ranks:
-                promised = wanted[rank].get(op, (0, 0)) if rank in wanted else None
+                promised = declared[rank].get(op, (0, 0)) if rank in declared else None
                 key = issued[rank].get(op, (0, 0)), None if promised is None else (promised[0], promised[1])
                 alike.setdefault(key, []).append(rank)
             for (calls_and_bytes, promised), which in alike.items():
@@ -59,12 +59,12 @@ def _numbers(issued: Sums) -> list[Element]:
     return [tag("td", f"{number}", class_="number") for number in issued]
 
 
-def _declared(report: Report, issued: Sums, wanted: Sums | None) -> Element:
-    if wanted is None:
+def _declared(report: Report, issued: Sums, declared: Sums | None) -> Element:
+    if declared is None:
         return tag("td", "of another call" if report.cost_declared else "nothing", class_="quiet")
-    if issued == wanted:
+    if issued == declared:
         return tag("td", "\N{CHECK MARK} the same", class_="right")
-    return tag("td", f"\N{BALLOT X} {wanted[0]} calls of {wanted[1]} bytes", class_="wrong")
+    return tag("td", f"\N{BALLOT X} {declared[0]} calls of {declared[1]} bytes", class_="wrong")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -137,8 +137,8 @@ def _facts(report: Report) -> Element:
 def _notes(report: Report) -> list[Element]:
     """Every sentence on what is wrong, by tensor."""
     items = [tag("li", tag("b", label), ": ", note) for label, notes in report.notes.items() for note in notes]
-    others = (*report.protocol, *report.cost, *report.hygiene)
-    items += [tag("li", sentence) for sentence in others]
+    side_findings = (*report.protocol, *report.cost, *report.hygiene)
+    items += [tag("li", sentence) for sentence in side_findings]
     if report.failure is not None:
         items += [tag("li", line) for line in str(report.failure).splitlines()]
     return [tag("h2", "What is wrong"), tag("ul", *items)] if items else []
@@ -146,11 +146,11 @@ def _notes(report: Report) -> list[Element]:
 
 def _pictures(report: Report) -> list[Element]:
     """The case that explains, in full; where it is not the smallest, that one too."""
-    shown = report.explaining or report
-    blamed = convicted(shown, report)
+    example = report.explaining or report
+    blamed = convicted(example, report)
     what = "The case that explains" if report.explaining else _kind(report)
-    parts = [tag("h2", f"{what}: {_case(shown)}"), *_exchanges(shown, blamed)]
-    parts += [tag("h2", "Tensors"), maps(shown)] if shown.rows else []
+    parts = [tag("h2", f"{what}: {_case(example)}"), *_exchanges(example, blamed)]
+    parts += [tag("h2", "Tensors"), maps(example)] if example.rows else []
     if report.explaining:
         summary = tag("summary", f"{_kind(report)}: {_case(report)}")
         parts.append(tag("details", summary, *_exchanges(report, convicted(report)), maps(report)))
@@ -183,8 +183,8 @@ def _replay(report: Report) -> list[Element]:
     parts = [tag("h2", "Run it again")]
     if report.replay:
         parts.append(tag("pre", f"python {report.replay}\nshardproof replay {report.replay} --engine gloo"))
-    shown = report.explaining or report
-    call = f"verify_case({_name(report)}, CaseSpec.from_json({shown.case.json!r}))"
+    example = report.explaining or report
+    call = f"verify_case({_name(report)}, CaseSpec.from_json({example.case.json!r}))"
     lines = f"from shardproof import CaseSpec, verify_case\n\n{call}"
     which = "The case that explains, in Python:" if report.explaining else "In Python:"
     return [*parts, tag("p", which), tag("pre", lines)]

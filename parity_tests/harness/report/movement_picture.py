@@ -50,18 +50,24 @@ class Grid:
 
 def movement(ledger: Ledger, blamed: Collection[LedgerRow] = (), world: int = 0) -> Element:
     """The drawing of a ledger of `world` ranks, or of those that are in it; `blamed` rows are marked."""
-    drawn = steps(ledger)
-    if not drawn:
+    all_steps = steps(ledger)
+    if not all_steps:
         return tag("p", "No collectives and no messages.", class_="quiet")
     ranks = {row.rank for row in ledger.rows} | {rank for row in ledger.rows for rank in row.group} | set(range(world))
-    grid = Grid(tuple(sorted(ranks)), max(move.size for step in drawn for move in (*step.transfers, _NOTHING)))
+    grid = Grid(tuple(sorted(ranks)), max(move.size for step in all_steps for move in (*step.transfers, _NOTHING)))
     marked = {id(row) for row in blamed}
-    shown = [step for number, step in enumerate(drawn) if number < MAX_STEPS or _marks(step, marked)]
-    rest = sum(row.payload for step in drawn for row in step.rows) - sum(r.payload for s in shown for r in s.rows)
-    more = f"{len(drawn) - len(shown)} more steps of {rest} B are not drawn." if len(shown) < len(drawn) else None
+    visible_steps = [step for number, step in enumerate(all_steps) if number < MAX_STEPS or _marks(step, marked)]
+    rest = sum(row.payload for step in all_steps for row in step.rows) - sum(
+        r.payload for s in visible_steps for r in s.rows
+    )
+    more = (
+        f"{len(all_steps) - len(visible_steps)} more steps of {rest} B are not drawn."
+        if len(visible_steps) < len(all_steps)
+        else None
+    )
     names = [tag("text", f"rank {rank}", x=grid.x(rank), y=16.0) for rank in grid.ranks]
     head = tag("div", tag("p"), svg(grid.width, HEAD, *names, label="the ranks"), class_="step quiet")
-    picture = tag("div", head, *(_step(step, grid, marked) for step in shown), class_="movement")
+    picture = tag("div", head, *(_step(step, grid, marked) for step in visible_steps), class_="movement")
     return tag("div", picture, tag("p", more, class_="quiet") if more else None)
 
 
@@ -146,12 +152,12 @@ def _hubs(step: Step, grid: Grid) -> dict[tuple[int, ...], int]:
         for move in step.transfers
         if None in (move.source, move.target) or len(move.group) > MAX_FANNED
     }
-    taken: dict[float, int] = {}
+    heights: dict[float, int] = {}
     levels = {}
     for group in groups:
         middle = _middle(group, grid)
-        levels[group] = taken.get(middle, 0)
-        taken[middle] = levels[group] + 1
+        levels[group] = heights.get(middle, 0)
+        heights[middle] = levels[group] + 1
     return levels
 
 

@@ -87,9 +87,9 @@ def _tensors(scheme: Declared, case: CaseSpec) -> Iterator[Element]:
             tag("tr", tag("td", tag("code", f"{axis}={letter}")), tag("td", picture.PROMISES[letter]))
             for axis, letter in spec.types
         ]
-        whole = [] if lines else [tag("tr", tag("td", picture.FULL, class_="quiet"))]
+        full_header = [] if lines else [tag("tr", tag("td", picture.FULL, class_="quiet"))]
         yield tag("h3", name, " ", tag("code", str(spec)))
-        yield tag("table", *lines, *whole)
+        yield tag("table", *lines, *full_header)
 
 
 def _sizes(names: Mapping[str, object]) -> str:

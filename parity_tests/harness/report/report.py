@@ -271,8 +271,8 @@ class Report:
         # Values do not let a rank hang or end its process; what a function raises may depend on them.
         rare = drawn_kinds(self.case, RARE) if self.failure is None or self.failure.cause == "raised" else {}
         if self.values_to_avoid:
-            drawn = drawn_kinds(self.case, EQUAL_NUMBERS)
-            kinds = ", ".join(f"{name} {drawn[name]}" for name in self.values_to_avoid)
+            kind_by_name = drawn_kinds(self.case, EQUAL_NUMBERS)
+            kinds = ", ".join(f"{name} {kind_by_name[name]}" for name in self.values_to_avoid)
             normal = ", ".join(f"{name!r}: values('normal')" for name in self.values_to_avoid)
             hints.append(
                 f"equal with normal values, drawn for it: {kinds}; if they never occur, declare draw={{{normal}}}"
@@ -360,9 +360,9 @@ def merge_reports(reports: Iterable[Report]) -> Report:
 
 def drawn_kinds(case: CaseSpec, kinds: Iterable[str]) -> dict[str, str]:
     """What was drawn for each input that has values of these kinds, throughout or at the border of a shard."""
-    drawn = {name: value["kind"] for name, value in case.values.items() if value.get("kind") in kinds}
+    kind_by_name = {name: value["kind"] for name, value in case.values.items() if value.get("kind") in kinds}
     borders = {name: value["border"][0] for name, value in case.values.items() if "border" in value}
-    return drawn | {name: f"{kind} at the border of a shard" for name, kind in borders.items() if kind in kinds}
+    return kind_by_name | {name: f"{kind} at the border of a shard" for name, kind in borders.items() if kind in kinds}
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:

@@ -23,7 +23,7 @@ class Sharding:
 
     title: str
     lines: tuple[tuple[str, str | Strip], ...]
-    ranks: np.ndarray  # the rank that holds each of the elements drawn, a matrix; of copies and terms the first
+    ranks: np.ndarray  # the rank that holds each of the elements drawn, a matrix; of copies and addends the first
     is_sampled: bool
 
     def __str__(self) -> str:
@@ -39,8 +39,8 @@ class Sharding:
             for name, content in self.lines
         ]
         caption = "rank that holds it" + (", of some of the elements" if self.is_sampled else "")
-        drawn: Child = owner_map(self.ranks, caption) if self.ranks.size else None
-        return in_notebook(tag("p", tag("code", self.title)), tag("table", *rows), drawn)
+        picture: Child = owner_map(self.ranks, caption) if self.ranks.size else None
+        return in_notebook(tag("p", tag("code", self.title)), tag("table", *rows), picture)
 
 
 def show(tensor: Any) -> Sharding:
@@ -107,12 +107,12 @@ def _ranks(
     index = [*np.unravel_index(rows, shape[:-1]), columns] if shape[:-1] else [columns]
     at = []
     for axis in range(len(sizes)):
-        found = np.zeros((len(rows), len(columns)), dtype=np.int64)
+        owner_grid = np.zeros((len(rows), len(columns)), dtype=np.int64)
         if axis in coordinates:
             dim, owners = coordinates[axis]
-            held = owners[index[dim]]
-            found += held[None, :] if dim == len(shape) - 1 else held[:, None]
-        at.append(found)
+            dim_owners = owners[index[dim]]
+            owner_grid += dim_owners[None, :] if dim == len(shape) - 1 else dim_owners[:, None]
+        at.append(owner_grid)
     ranks = tensor.device_mesh.mesh.numpy()[tuple(at)]
     return ranks, len(rows) * len(columns) < down * across
 

@@ -29,8 +29,8 @@ def ratios(row: TensorRow) -> np.ndarray:
     """Error over budget of each element of the worst copy."""
     wrong = errors(row.got, row.want, row.dtype if "float" in row.dtype else "float64")
     with np.errstate(over="ignore", invalid="ignore"):
-        found = np.where(np.isinf(row.element_budgets), 0.0, wrong / row.element_budgets)
-    return found if row.absent is None else np.where(row.absent & (row.want != 0.0), np.inf, found)
+        error_ratios = np.where(np.isinf(row.element_budgets), 0.0, wrong / row.element_budgets)
+    return error_ratios if row.absent is None else np.where(row.absent & (row.want != 0.0), np.inf, error_ratios)
 
 
 def holders(row: TensorRow, mesh: Mapping[str, int]) -> np.ndarray:
@@ -44,19 +44,19 @@ def holders(row: TensorRow, mesh: Mapping[str, int]) -> np.ndarray:
 
 def level(ratio: float) -> int:
     """The number of the colour of an error."""
-    return next((number for number, most in enumerate(LEVELS) if ratio <= most), len(LEVELS))
+    return next((number for number, bound in enumerate(LEVELS) if ratio <= bound), len(LEVELS))
 
 
 def maps(report: Report) -> Element:
     """The two maps of each tensor of a report that has elements, and what the colours of errors mean."""
-    shown = [row for row in report.rows if row.want.size]
-    if not shown:
+    visible_rows = [row for row in report.rows if row.want.size]
+    if not visible_rows:
         return tag("p", "No tensor was compared.", class_="quiet")
     keys = [
         tag("span", svg(14, 12, tag("rect", width=14, height=12, class_=f"cell e{number}"), label=""), text)
         for number, text in enumerate(LEGEND)
     ]
-    tensors = [_tensor(report, row) for row in shown]
+    tensors = [_tensor(report, row) for row in visible_rows]
     return tag("div", tag("div", *keys, class_="legend"), tag("div", *tensors, class_="tensors"))
 
 
@@ -74,8 +74,8 @@ def _tensor(report: Report, row: TensorRow) -> Element:
 
 def _error_map(row: TensorRow, caption: str) -> Element:
     """A rectangle for each run of errors of one size, and a cross on each element that is wrong."""
-    found = ratios(row)
-    cells, step = reduced(found, first=False)
+    error_ratios = ratios(row)
+    cells, step = reduced(error_ratios, first=False)
     wide, high = cell_size(cells)
     titled = step == 1 and cells.size <= MAX_TITLED
     parts: list[Child] = []
@@ -87,7 +87,7 @@ def _error_map(row: TensorRow, caption: str) -> Element:
             spans = _runs([level(ratio) for ratio in line])
         for x, length, number in spans:
             at = {"x": x * wide, "y": y * high, "width": length * wide, "height": high}
-            title = tag("title", _numbers(row, found, y * len(line) + x)) if titled else None
+            title = tag("title", _numbers(row, error_ratios, y * len(line) + x)) if titled else None
             parts.append(tag("rect", title, **at, class_=f"cell e{number}"))
         for x in np.flatnonzero(line > 1.0):
             left, top, arm = (x + 0.5) * wide - 2.5, (y + 0.5) * high - 2.5, 5
@@ -106,8 +106,8 @@ def _runs(levels: list[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _numbers(row: TensorRow, found: np.ndarray, flat: int) -> str:
+def _numbers(row: TensorRow, error_ratios: np.ndarray, flat: int) -> str:
     index = np.unravel_index(flat, row.want.shape) if row.want.ndim else ()
     place = "(" + ",".join(str(int(i)) for i in index) + ")"
-    got, want, ratio = (float(array[index]) for array in (row.got, row.want, found))
+    got, want, ratio = (float(array[index]) for array in (row.got, row.want, error_ratios))
     return f"{place}: {got:.6g}, reference {want:.6g}, {ratio:.2g} budgets"

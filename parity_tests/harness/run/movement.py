@@ -42,9 +42,9 @@ class Step:
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks of a group that did not issue it."""
-        here = {row.rank for row in self.rows}
+        ranks = {row.rank for row in self.rows}
         groups = {rank for row in self.rows if row.op not in MESSAGES for rank in row.group}
-        return tuple(sorted(groups - here))
+        return tuple(sorted(groups - ranks))
 
 
 def steps(ledger: Ledger) -> list[Step]:
@@ -54,8 +54,8 @@ def steps(ledger: Ledger) -> list[Step]:
     for row in ledger.rows:
         by_key.setdefault(keys[id(row)], []).append(row)
     numbers = {key: number for number, key in enumerate(by_key)}
-    found = [Step(tuple(rows), tuple(_transfers(rows))) for rows in by_key.values()]
-    return [found[number] for number in _order(ledger.rows, {row: numbers[key] for row, key in keys.items()})]
+    steps_of_keys = [Step(tuple(rows), tuple(_transfers(rows))) for rows in by_key.values()]
+    return [steps_of_keys[number] for number in _order(ledger.rows, {row: numbers[key] for row, key in keys.items()})]
 
 
 def _keys(rows: Sequence[LedgerRow]) -> dict[int, object]:

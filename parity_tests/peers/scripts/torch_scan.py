@@ -8,6 +8,6 @@ mesh = init_device_mesh("cpu", (2,))
 x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
 for scan in (torch.cumsum, torch.cumprod, torch.logcumsumexp):
     for dim in (1, -1):
-        whole = scan(distribute_tensor(x, mesh, [Shard(1)]), dim).full_tensor()
-        dist.get_rank() or print(f"{scan.__name__}(x, {dim}): {whole.tolist()}, on one device {scan(x, dim).tolist()}")
+        full = scan(distribute_tensor(x, mesh, [Shard(1)]), dim).full_tensor()
+        dist.get_rank() or print(f"{scan.__name__}(x, {dim}): {full.tolist()}, on one device {scan(x, dim).tolist()}")
 dist.destroy_process_group()

@@ -146,8 +146,8 @@ def _declare_embedding(dim: int, layout: str) -> None:
     suffix = "" if layout == "even" else ":chunked"
 
     def embedding(mesh: Any, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        whole = sharded(mesh, table, dim, mesh.total("vd"[dim]))
-        return F.embedding(replicated(mesh, ids), whole).full_tensor()
+        full = sharded(mesh, table, dim, mesh.total("vd"[dim]))
+        return F.embedding(replicated(mesh, ids), full).full_tensor()
 
     embedding.__name__ = f"embedding_of_{('rows', 'columns')[dim]}_{layout}"
     scheme(

@@ -42,8 +42,8 @@ def cross_entropy(logits: Any, target: Any, reduction: str) -> Any:
 
 def _declare_loss(reduction: str, ignored: bool) -> None:
     def loss(mesh: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        whole = sharded(mesh, logits, 1, mesh.total("v"))
-        value = F.cross_entropy(whole, target, reduction=reduction)
+        full_logits = sharded(mesh, logits, 1, mesh.total("v"))
+        value = F.cross_entropy(full_logits, target, reduction=reduction)
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     loss.__name__ = f"loss_parallel_{reduction}" + ("_ignored" if ignored else "")
@@ -102,12 +102,12 @@ def _declare_plan(name: str) -> None:
         on = mesh.device_mesh
         with torch.device("meta"):
             model = parallelize_module(Mlp(x.shape[-1], mesh.total("f")), on, PLANS[name])
-        given = {"norm.weight": scale, "norm.bias": shift, "up.weight": up, "up.bias": up_bias}
-        given |= {"down.weight": down, "down.bias": down_bias}
+        parameters = {"norm.weight": scale, "norm.bias": shift, "up.weight": up, "up.bias": up_bias}
+        parameters |= {"down.weight": down, "down.bias": down_bias}
         for parameter, meant in model.named_parameters():
             if isinstance(meant, DTensor):
-                given[parameter] = DTensor.from_local(given[parameter], on, meant.placements, run_check=False)
-        return functional_call(model, given, (x,))
+                parameters[parameter] = DTensor.from_local(parameters[parameter], on, meant.placements, run_check=False)
+        return functional_call(model, parameters, (x,))
 
     module.__name__ = f"plan_{name}"
     scheme(

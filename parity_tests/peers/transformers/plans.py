@@ -57,9 +57,9 @@ def _declare(
     def reference(ids: Any, micro_batches: int) -> Any:
         weights = {each: jnp.asarray(arrays(chosen)[each]) for each in names}
         targets = jnp.roll(ids, -1, 1)
-        taken = step(traits, weights, ids, targets)
-        gradient = jnp.concatenate([taken.gradients[each].reshape(-1) for each in names])
-        return taken.logits, micro_batches * gradient
+        result = step(traits, weights, ids, targets)
+        gradient = jnp.concatenate([result.gradients[each].reshape(-1) for each in names])
+        return result.logits, micro_batches * gradient
 
     def plan(mesh: Any, ids: torch.Tensor, micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
         model = _model(chosen, mesh)
@@ -68,8 +68,8 @@ def _declare(
             logits = model(ids, use_cache=False).logits
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
         by_name = {each: parameter.grad for each, parameter in model.named_parameters()}
-        whole = [g.full_tensor() if isinstance(g := by_name[each], DTensor) else g for each in names]
-        return logits.detach(), torch.cat([gradient.reshape(-1) for gradient in whole])
+        full_gradients = [g.full_tensor() if isinstance(g := by_name[each], DTensor) else g for each in names]
+        return logits.detach(), torch.cat([gradient.reshape(-1) for gradient in full_gradients])
 
     plan.__name__ = name
     scheme(
