@@ -23,7 +23,7 @@ from parity_tests.harness.judge.reference import Reference, evaluate, undefined_
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.failure import Raised, RankFailure
-from parity_tests.harness.run.ledger import Ledger, RunResult, base
+from parity_tests.harness.run.ledger import Finding, Ledger, RunResult, base
 from parity_tests.harness.run.program import Program
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _notes(
     case: CaseSpec,
     ranks: RunResult,
     rows: Sequence[compare.TensorRow],
-    protocol: Sequence[str],
+    protocol: Sequence[Finding],
 ) -> dict[str, tuple[Note, ...]]:
     """What kind of mistake it is, for each tensor that failed."""
     failed = [row for row in rows if not row.ok]

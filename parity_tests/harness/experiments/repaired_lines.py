@@ -18,7 +18,7 @@ from parity_tests.harness.explain.note import Note
 from parity_tests.harness.explain.places import NOT_FINITE
 from parity_tests.harness.judge.compare import TensorRow
 from parity_tests.harness.report.report import Report
-from parity_tests.harness.run.ledger import LedgerRow
+from parity_tests.harness.run.ledger import CallSite, LedgerRow
 from parity_tests.harness.run.lockstep.repair import (
     NO_POISON,
     OF_THE_BACKWARD,
@@ -41,18 +41,17 @@ def name_lines(
     by_label = dict(notes)
     in_backward = [label for label in notes if any(note.startswith(FORWARD_EQUAL) for note in notes[label])]
     if in_backward and report.case.world > 1 and not _fails_alone(scheme, report, in_backward):
-        for label, words in _in_backward(
-            scheme, _clearest_failure(report, other_reports, in_backward), in_backward
-        ).items():
-            by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}")
+        clearest = _clearest_failure(report, other_reports, in_backward)
+        for label, repair in _in_backward(scheme, clearest, in_backward).items():
+            by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {_words(repair)}", repair.site)
     if any(note.startswith(NOT_FINITE) for notes_of_tensor in notes.values() for note in notes_of_tensor):
-        for label, words in _read_too_early(scheme, report).items():
-            by_label[label] = _extended(by_label[label], NOT_FINITE, f"; read before its wait: {words}")
+        for label, site in _read_too_early(scheme, report).items():
+            by_label[label] = _extended(by_label[label], NOT_FINITE, f"; read before its wait: {site}", site)
     return by_label
 
 
-def _extended(notes: Iterable[Note], start: str, words: str) -> tuple[Note, ...]:
-    return tuple(note.extended(words) if note.startswith(start) else note for note in notes)
+def _extended(notes: Iterable[Note], start: str, words: str, site: CallSite) -> tuple[Note, ...]:
+    return tuple(note.extended(words, (site,)) if note.startswith(start) else note for note in notes)
 
 
 def _clearest_failure(report: Report, other_reports: Sequence[Report], labels: Sequence[str]) -> Report:
@@ -73,20 +72,20 @@ def _fails_alone(scheme: Declared, report: Report, labels: Sequence[str]) -> boo
     return of_one.failure is None and any(label in of_one.notes for label in labels)
 
 
-def _in_backward(scheme: Declared, report: Report, labels: Sequence[str]) -> dict[str, str]:
-    """For each gradient, the line whose repair makes it right and no other tensor wrong."""
+def _in_backward(scheme: Declared, report: Report, labels: Sequence[str]) -> dict[str, Repair]:
+    """For each gradient, the repair that makes it right and no other tensor wrong."""
     repairs = list(_repairs(report.ledger.rows))
     wrong = {row.label for row in report.rows if not row.ok}
-    line_of_label: dict[str, str] = {}
+    repair_of_label: dict[str, Repair] = {}
     for repair in repairs[:MAX_REPAIRS]:
-        if all(label in line_of_label for label in labels):
+        if all(label in repair_of_label for label in labels):
             break
         repaired = verify_case(scheme, report.case, wrap_program=under(repair))
         still = {row.label for row in repaired.rows if not row.ok}
         if repaired.failure is None and still < wrong:
             for label in sorted(wrong - still):
-                line_of_label.setdefault(label, _words(repair))
-    return {label: words for label, words in line_of_label.items() if label in labels}
+                repair_of_label.setdefault(label, repair)
+    return {label: repair for label, repair in repair_of_label.items() if label in labels}
 
 
 def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:
@@ -104,25 +103,24 @@ def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:
 
 
 def _words(repair: Repair) -> str:
-    what = repair.op + (f" #{repair.seq}" if repair.seq is not None else "") + f" at {repair.source}"
     return {
-        OMIT: f"{what} [bwd] is one too many",
-        OTHER_MEAN: f"{what} [bwd] takes a sum for a mean, or a mean for a sum",
-        SUM_GRADIENT: f"the backward of {what} lacks a sum of the ranks' gradients",
+        OMIT: f"{repair.site} [bwd] is one too many",
+        OTHER_MEAN: f"{repair.site} [bwd] takes a sum for a mean, or a mean for a sum",
+        SUM_GRADIENT: f"the backward of {repair.site} lacks a sum of the ranks' gradients",
     }[repair.action]
 
 
-def _read_too_early(scheme: Declared, report: Report) -> dict[str, str]:
+def _read_too_early(scheme: Declared, report: Report) -> dict[str, CallSite]:
     """For each tensor, the asynchronous collective without whose poison it has no NaN that the reference lacks."""
     lines = {(row.op, row.source, row.phase): None for row in report.ledger.rows if row.is_async or row.op == "recv"}
-    line_of_label: dict[str, str] = {}
+    site_of_label: dict[str, CallSite] = {}
     before = {row.label: _unexpected_nans(row) for row in report.rows}
     for op, source, phase in list(lines)[:MAX_REPAIRS]:
         repaired = verify_case(scheme, report.case, wrap_program=under(Repair(op, source, phase, NO_POISON)))
         for row in repaired.rows if repaired.failure is None else ():
             if _unexpected_nans(row) < before[row.label]:
-                line_of_label.setdefault(row.label, f"{op} at {source}")
-    return line_of_label
+                site_of_label.setdefault(row.label, CallSite(op, source, phase))
+    return site_of_label
 
 
 def _unexpected_nans(row: TensorRow) -> int:

@@ -43,12 +43,13 @@ def _over_all(evidence: Evidence) -> Iterator[Note]:
     if evidence.over_all is not None:
         size = math.prod(evidence.axes.values())
         text = f"{evidence.over_all} is over all {size} ranks, which is no one axis: pass group=mesh[axis]"
-        yield Note(text, CONTEXT)
+        yield Note(text, CONTEXT, sites=(evidence.over_all,))
 
 
 def _divergence(evidence: Evidence) -> Iterator[Note]:
     if evidence.first_divergence is not None:
-        yield Note(f"first diverging collective: {evidence.first_divergence}", CONTEXT)
+        text = f"first diverging collective: {evidence.first_divergence}"
+        yield Note(text, CONTEXT, sites=evidence.first_divergence.sites)
 
 
 # `stored` is early: what more declared roundings would cover may be meant. `narrow_sums` comes before `fitted_number`

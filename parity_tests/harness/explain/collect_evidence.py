@@ -13,7 +13,7 @@ from parity_tests.harness.draw import inputs
 from parity_tests.harness.explain.evidence import Evidence, ShardedDim
 from parity_tests.harness.judge.compare import COARSER, TensorRow, max_finite
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
-from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.run.ledger import CallSite, Finding, Ledger
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.run.stitch import owners
 
@@ -25,7 +25,7 @@ def collect_evidence(
     row: TensorRow,
     outputs_pass: bool,
     ledger: Ledger,
-    protocol: Sequence[str],
+    protocol: Sequence[Finding],
     stored_budgets: Mapping[int, np.ndarray],
 ) -> Evidence:
     """All that one run says about one tensor."""
@@ -57,12 +57,12 @@ def collect_evidence(
     )
 
 
-def _over_all(case: CaseSpec, ledger: Ledger) -> str | None:
+def _over_all(case: CaseSpec, ledger: Ledger) -> CallSite | None:
     """A collective of the full mesh, where no one axis is all of it."""
     everyone = tuple(range(case.world))
     if case.world in case.mesh.values():
         return None
-    return next((f"{r.op} at {r.source}" for r in ledger.rows if r.group == everyone), None)
+    return next((CallSite(r.op, r.source, r.phase) for r in ledger.rows if r.group == everyone), None)
 
 
 def _addable(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parity_tests.harness.judge.compare import same_number
+from parity_tests.harness.run.ledger import CallSite, Finding
 
 THIN = "; only one element tells"
 Layout = Callable[[int, int], Sequence[np.ndarray]]
@@ -58,8 +59,8 @@ class Evidence:
     coarse_dtype: str = "bfloat16"  # COARSER[tested dtype], which a narrow dtype is itself
     narrow_dtype: str | None = None  # of the result, if it rounds more than the tested dtype
     max_finite: float = np.inf  # of the tested dtype: beyond it an infinity of the same sign is right
-    over_all: str | None = None  # a collective of all ranks of a mesh of several axes, as op at file:line
-    first_divergence: str | None = None  # where the ranks' ledgers part, as #n op at file:line
+    over_all: CallSite | None = None  # a collective of all ranks of a mesh of several axes
+    first_divergence: Finding | None = None  # where the ranks' ledgers part
 
     def __post_init__(self) -> None:
         if not np.shape(self.got) == np.shape(self.want) == np.shape(self.budgets):

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
+from parity_tests.harness.run.ledger import CallSite, Finding
+
 OBSERVED = "observed"  # states what this one case shows; there is nothing to refute
 CONTEXT = "context"  # the same, of the run and not of this tensor; printed after the hypotheses
 ACROSS_SIZES = "across sizes"  # holds at other sizes and values, on the same mesh
@@ -17,8 +19,8 @@ ACROSS_MESHES = "across meshes"  # holds on other meshes too
 ROUNDING = "rounding"  # the error is one of rounding: it vanishes in a wider dtype
 
 
-class Note(str):
-    """A sentence with its scope and claims.
+class Note(Finding):
+    """A sentence with its scope and claims, and the calls that it blames.
 
     `claims` are alternatives, of which one is true: each with its words, which stand in the sentence joined by `or`.
     `implied` are weaker claims, that a case supports too if it supports this one. `applies` says of the evidence of
@@ -37,14 +39,15 @@ class Note(str):
         claims: Mapping[str, str] | str = "",
         implied: Iterable[str] = (),
         applies: Callable[[Any], bool] | None = None,
+        sites: Iterable[CallSite] = (),
     ) -> Self:
-        note = super().__new__(cls, text)
+        note = super().__new__(cls, text, sites)
         note.scope, note.implied, note.applies = scope, frozenset(implied), applies
         note.claims = {claims: ""} if isinstance(claims, str) else dict(claims)
         return note
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return str(self), self.scope, self.claims, self.implied, self.applies
+        return str(self), self.scope, self.claims, self.implied, self.applies, self.sites
 
     def supported_by(self, other_notes: Iterable[Note]) -> Note | None:
         """This note with the claims that one of the notes of another case supports, or None if there are none.
@@ -60,8 +63,8 @@ class Note(str):
         text = str(self)
         if len(claims) < len(self.claims):
             text = text.replace(" or ".join(self.claims.values()), " or ".join(claims.values()), 1)
-        return Note(text, self.scope, claims, self.implied, self.applies)
+        return Note(text, self.scope, claims, self.implied, self.applies, self.sites)
 
-    def extended(self, words: str) -> Note:
-        """The same claims, with words after them."""
-        return Note(f"{self}{words}", self.scope, self.claims, self.implied, self.applies)
+    def extended(self, words: str, sites: Iterable[CallSite] = ()) -> Note:
+        """The same claims, with words after them, and the calls that these blame."""
+        return Note(f"{self}{words}", self.scope, self.claims, self.implied, self.applies, (*self.sites, *sites))

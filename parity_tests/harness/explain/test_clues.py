@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax_ref.layouts import ragged
 from parity_tests.harness.explain.clues import explain
 from parity_tests.harness.explain.evidence import Evidence, ShardedDim
+from parity_tests.harness.run.ledger import CallSite, Finding
 from parity_tests.specimens.evidence_by_hand import columns_of, evidence, headline, numbers
 
 
@@ -51,7 +52,7 @@ def test_the_report_of_the_manual():
 
 def test_a_collective_over_the_full_mesh():
     want, other = numbers(5), numbers(5, seed=1)
-    fields = {"axes": {"dp": 2, "tp": 4}, "over_all": "all_reduce at my_scheme.py:9"}
+    fields = {"axes": {"dp": 2, "tp": 4}, "over_all": CallSite("all_reduce", "my_scheme.py:9")}
     clue = "all_reduce at my_scheme.py:9 is over all 8 ranks, which is no one axis: pass group=mesh[axis]"
     assert clue in explain(evidence(other, want, **fields))
 
@@ -72,7 +73,7 @@ def test_accumulation_in_the_narrow_dtype():
 
 def test_first_diverging_collective():
     want, other = numbers(5), numbers(5, seed=1)
-    assert headline(other, want, first_divergence="#4 all_reduce at logprob.py:41 [bwd]") == (
+    assert headline(other, want, first_divergence=Finding("#4 all_reduce at logprob.py:41 [bwd]")) == (
         "first diverging collective: #4 all_reduce at logprob.py:41 [bwd]"
     )
 

@@ -18,13 +18,13 @@ from parity_tests.harness.declare.declaration_failure import raised_by
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge.compare import TensorRow
-from parity_tests.harness.run.ledger import PHASES, Ledger
+from parity_tests.harness.run.ledger import PHASES, CallSite, Finding, Ledger
 from parity_tests.harness.run.lockstep.backends import UNEVEN
 from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.run.protocol import disagreement
 
 
-def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[str, ...]:
+def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[Finding, ...]:
     """Ranks of a group issue the same sequence: op, dtype, shape, reduce op, root, splits; gloo and NCCL accept it.
 
     What gloo alone rejects is no finding where the scheme is declared for other `engines`.
@@ -32,10 +32,12 @@ def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[str, ...
     difference = disagreement(ledger)
     accepted = (None,) if "gloo" in engines else (None, UNEVEN)
     rejections = (
-        f"rank {row.rank} issued {row}: {row.rejected}" for row in ledger.rows if row.rejected not in accepted
+        Finding(f"rank {row.rank} issued {row}: {row.rejected}", (CallSite.of(row),))
+        for row in ledger.rows
+        if row.rejected not in accepted
     )
     rejected = next(rejections, None)
-    return tuple(filter(None, (None if difference is None else str(difference), rejected)))
+    return tuple(filter(None, (None if difference is None else difference.finding, rejected)))
 
 
 def costs_of_ranks(scheme: Declared, case: CaseSpec, program: Program) -> list[Cost]:

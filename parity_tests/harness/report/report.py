@@ -18,7 +18,7 @@ from parity_tests.harness.declare.draws import RARE
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge.compare import TensorRow, index_text
 from parity_tests.harness.run.failure import RankFailure
-from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.run.ledger import Finding, Ledger
 
 PLAIN_WIDTH = 132
 EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds of values of which some are equal
@@ -75,7 +75,7 @@ class Report:
     scheme: str
     case: CaseSpec
     rows: tuple[TensorRow, ...] = ()
-    protocol: tuple[str, ...] = ()
+    protocol: tuple[Finding, ...] = ()
     cost: tuple[str, ...] = ()
     hygiene: tuple[str, ...] = ()
     notes: Mapping[str, tuple[Note, ...]] = field(default_factory=dict)

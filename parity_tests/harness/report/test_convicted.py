@@ -1,4 +1,7 @@
-"""Which rows of a ledger a report blames: by the words of its sentences, each typed by hand."""
+"""Which rows of a ledger a report blames: by the calls that its sentences carry, each typed by hand."""
+
+import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +11,8 @@ from parity_tests.harness.explain.note import Note
 from parity_tests.harness.report.convicted import convicted
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Deadlock
-from parity_tests.harness.run.ledger import Ledger, LedgerRow
+from parity_tests.harness.run.ledger import CallSite, Finding, Ledger, LedgerRow
+from parity_tests.harness.run.protocol import disagreement
 
 CASE = CaseSpec("m:f", {"tp": 2})
 
@@ -29,21 +33,38 @@ def blamed(**fields):
 
 
 @pytest.mark.parametrize(
-    "note, rows",
+    "site, rows",
     [
-        ("forward equal, gradient not: all_reduce at my.py:28 [bwd] is one too many", [4, 5]),
-        ("forward equal, gradient not: the backward of all_reduce at my.py:28 lacks a sum", [0, 1]),
-        ("not finite first at (0); read before its wait: all_reduce #1 at my.py:2", [2, 3]),
-        ("reduce at my.py:28 is over all 2 ranks", [6, 7]),
-        ("off by the constant factor 2 (= tp)", []),
+        (CallSite("all_reduce", "my.py:28", "bwd"), [4, 5]),
+        (CallSite("all_reduce", "my.py:28"), [0, 1]),
+        (CallSite("all_reduce", "my.py:2", seq=1), [2, 3]),
+        (CallSite("all_reduce", "my.py:2", seq=0), []),
+        (CallSite("reduce", "my.py:28"), [6, 7]),
+        (CallSite("reduce", "my.py:28", rank=1), [7]),
+        (CallSite("reduce", "my.py:28", group=(0,)), []),
     ],
 )
-def test_a_line_is_found_by_op_and_phase(note, rows):
-    assert blamed(notes={"out": (Note(note),)}) == rows
+def test_a_note_blames_the_calls_of_its_sites(site, rows):
+    assert blamed(notes={"out": (Note("a sentence", sites=(site,)),)}) == rows
+    assert blamed(notes={"out": (Note("a sentence").extended(", of which more is known", (site,)),)}) == rows
 
 
-def test_the_protocol_names_a_row_of_one_rank():
-    assert blamed(protocol=(f"op differs: rank 1 issued {ROWS[5]}",)) == [5]
+def test_a_sentence_without_a_site_blames_nothing():
+    assert blamed(notes={"out": (Note("all_reduce at my.py:28 is over all 2 ranks"),)}) == []
+
+
+def test_the_protocol_blames_a_row_of_one_rank():
+    assert blamed(protocol=(Finding("op differs", (CallSite.of(ROWS[5]),)),)) == [5]
+    odd = replace(ROWS[7], dtypes=("int64",))
+    assert disagreement(Ledger([ROWS[6], odd])).finding.sites == (CallSite.of(odd),)
+
+
+def test_a_finding_travels_with_its_sites():
+    finding = Finding("op differs", (CallSite.of(ROWS[5]),))
+    note = Note("a sentence", sites=finding.sites)
+    for each in (finding, note):
+        again = pickle.loads(pickle.dumps(each))
+        assert (type(again), again, again.sites) == (type(each), each, each.sites)
 
 
 def test_a_failure_blames_what_its_rank_did_last_there():

@@ -12,7 +12,7 @@ from parity_tests.harness.explain.note import Note
 from parity_tests.harness.report.html_page import page
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Deadlock, Raised
-from parity_tests.harness.run.ledger import Ledger, LedgerRow
+from parity_tests.harness.run.ledger import CallSite, Finding, Ledger, LedgerRow
 from parity_tests.harness.run.movement import steps
 from parity_tests.harness.verdict import verify_case
 from parity_tests.specimens.page_reader import read
@@ -151,10 +151,8 @@ def test_another_cost_than_declared_is_said_beside_it(equal):
 
 
 def test_the_line_that_is_blamed_is_marked():
-    note = Note(
-        "forward equal, gradient not: the backward of all_reduce at my.py:28 lacks a sum of the ranks' gradients"
-    )
-    tree = read(page([report_by_hand(notes={"d/d x": (note,)}, protocol=("x",))]))
+    note = Note("forward equal, gradient not", sites=(CallSite("all_reduce", "my.py:28"),))
+    tree = read(page([report_by_hand(notes={"d/d x": (note,)}, protocol=(Finding("x"),))]))
     (step,) = tree.all("div", "convicted")
     assert "my.py:28" in step.text and len(step.all("rect", "culprit")) == 2
     assert [badge.text for badge in tree.all("span", "badge")] == ["blamed", "blamed"]
@@ -169,7 +167,7 @@ def test_a_rank_that_is_missing_has_an_empty_box():
 
 
 def test_the_case_that_explains_is_drawn_before_the_smallest(wrong):
-    small = report_by_hand(notes=wrong.notes, protocol=("x",), explaining=wrong, smallest=True)
+    small = report_by_hand(notes=wrong.notes, protocol=(Finding("x"),), explaining=wrong, smallest=True)
     tree = read(page([small]))
     titles = [heading.text for heading in tree.all("h2")]
     assert "The case that explains: tp=4 b=8 float64 seed=0" in titles

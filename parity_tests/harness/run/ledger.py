@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -93,6 +93,48 @@ class LedgerRow:
         )
         back = " [bwd]" if self.phase == "bwd" else ""
         return f"{self.op} {what}{extra} (group {self.group_name}, #{self.seq}) at {self.source}{back}"
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """Calls of a ledger: what a line issues of one op in one phase, or the call of one number, group or rank there."""
+
+    op: str
+    source: str
+    phase: str = "fwd"
+    seq: int | None = None
+    group: tuple[int, ...] | None = None
+    rank: int | None = None
+
+    @classmethod
+    def of(cls, row: LedgerRow) -> CallSite:
+        """The site of this row alone."""
+        return cls(row.op, row.source, row.phase, row.seq, row.group, row.rank)
+
+    def has(self, row: LedgerRow) -> bool:
+        """Whether the row is one of these calls."""
+        is_there = (self.op, self.source, self.phase) == (row.op, row.source, row.phase)
+        return is_there and all(
+            mine in (None, its) for mine, its in ((self.seq, row.seq), (self.group, row.group), (self.rank, row.rank))
+        )
+
+    def __str__(self) -> str:
+        number = "" if self.seq is None else f" #{self.seq}"
+        return f"{self.op}{number} at {self.source}"
+
+
+class Finding(str):
+    """A sentence on a run, with the sites of the calls that it blames."""
+
+    sites: tuple[CallSite, ...]
+
+    def __new__(cls, text: str, sites: Iterable[CallSite] = ()) -> Self:
+        finding = super().__new__(cls, text)
+        finding.sites = tuple(sites)
+        return finding
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return str(self), self.sites
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.failure import CollectiveMismatch
-from parity_tests.harness.run.ledger import Ledger, LedgerRow
+from parity_tests.harness.run.ledger import CallSite, Finding, Ledger, LedgerRow
 
 _P2P = ("send", "recv")
 
@@ -28,6 +28,11 @@ class Disagreement:
 
     def __str__(self) -> str:
         return f"{self.what}: rank {self.row.rank} issued {self.row}"
+
+    @property
+    def finding(self) -> Finding:
+        """The sentence, which blames the row."""
+        return Finding(str(self), (CallSite.of(self.row),))
 
     def failure(
         self, case: CaseSpec | None, ledger: Ledger, states: Mapping[int, str] | None = None

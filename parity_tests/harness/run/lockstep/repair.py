@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.ledger import LedgerRow
+from parity_tests.harness.run.ledger import CallSite, LedgerRow
 from parity_tests.harness.run.lockstep import world
 from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.operations import combined
@@ -42,9 +42,13 @@ class Repair:
     action: str
     seq: int | None = None
 
+    @property
+    def site(self) -> CallSite:
+        """The calls that are repaired."""
+        return CallSite(self.op, self.source, self.phase, self.seq)
+
     def concerns(self, row: LedgerRow, action: str) -> bool:
-        is_it = (self.op, self.source, self.phase) == (row.op, row.source, row.phase) and self.seq in (None, row.seq)
-        return is_it and self.action == action
+        return self.action == action and self.site.has(row)
 
     def mend_results(self, calls: Sequence[CommunicationCall]) -> None:
         """Give the calls of one rendezvous other results."""
