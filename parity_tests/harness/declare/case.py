@@ -48,6 +48,11 @@ class CaseSpec:
             raise ValueError(f"case: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.format != FORMAT:
             raise ValueError(f"case: format {self.format} is not {FORMAT}; this file was written by another version")
+        for dim, lengths in self.lengths.items():
+            if set(lengths) != {"real", "padded"}:
+                raise ValueError(
+                    f"case: lengths of {dim!r} have {', '.join(sorted(lengths))}; give real and padded ones"
+                )
         for axis, size in self.mesh.items():
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"case: mesh axis {axis!r} has size {size!r}; a size is a whole number from 1 on")

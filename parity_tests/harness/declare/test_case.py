@@ -104,6 +104,11 @@ def test_a_mesh_size_that_is_no_number_of_ranks_is_rejected(size):
     assert rejected(json.dumps(record)) == f"case: mesh axis 'tp' has size {size!r}; a size is a whole number from 1 on"
 
 
+def test_lengths_of_other_names_are_rejected():
+    record = {**json.loads(CANONICAL), "lengths": {"s": {"true": [3], "padded": [4]}}}
+    assert rejected(json.dumps(record)) == "case: lengths of 's' have padded, true; give real and padded ones"
+
+
 def test_another_format_is_rejected():
     record = {**json.loads(CANONICAL), "format": FORMAT + 1}
     assert rejected(json.dumps(record)) == "case: format 2 is not 1; this file was written by another version"
