@@ -6,6 +6,7 @@ from jax_ref.context_parallel.reference import packed_attention as packed_attent
 from jax_ref.context_parallel.reference import packed_batch as packed_batch
 from jax_ref.context_parallel.reference import padded_batch as padded_batch
 from jax_ref.context_parallel.reference import seen_pairs as seen_pairs
+from jax_ref.context_parallel.reference import shard_and_squares as shard_and_squares
 from jax_ref.context_parallel.reference import slots as slots
 from jax_ref.context_parallel.reference import stream as stream
 from jax_ref.context_parallel.reference import tables as tables

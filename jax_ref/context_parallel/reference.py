@@ -160,3 +160,9 @@ def packed_batch(
     positions, mask = (jnp.broadcast_to(table, labels.shape) for table in tables(labels.shape[1], padded, real))
     real_lengths, slots = (jnp.broadcast_to(each, (len(labels), len(each))) for each in (real, padded))
     return x, labels, positions, mask, real_lengths, slots
+
+
+def shard_and_squares(x: Float[Array, "b s d"], real: int) -> tuple[Float[Array, "b s d"], Float[Array, "b s d"]]:
+    """What is sharded of rows whose columns from `real` on are padding, and what comes back if each rank squares it."""
+    filled = jnp.where((jnp.arange(x.shape[1]) < real)[:, None], x, 0.0)
+    return filled, filled**2

@@ -15,6 +15,7 @@ from torch_impl.context_parallel.attention_cost import attention_bytes as attent
 from torch_impl.context_parallel.attention_cost import fewest_bytes as fewest_bytes
 from torch_impl.context_parallel.batch_ctx import _build_position_ids as _build_position_ids
 from torch_impl.context_parallel.batch_ctx import make_cp_batch_and_ctx as make_cp_batch_and_ctx
+from torch_impl.context_parallel.batch_layout import BatchLayout as BatchLayout
 from torch_impl.context_parallel.batch_te import _shard_thd_chunk_for_te as _shard_thd_chunk_for_te
 from torch_impl.context_parallel.batch_te import make_cp_batch_for_te as make_cp_batch_for_te
 from torch_impl.context_parallel.key_routes import KeyTraffic as KeyTraffic

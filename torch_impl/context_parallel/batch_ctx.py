@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,10 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_impl.collectives.lengths import dim_from_front
+from torch_impl.context_parallel.batch_layout import BatchLayout
 from torch_impl.context_parallel.batch_te import te_batch
-from torch_impl.context_parallel.kinds import Batch, NamedMesh, OneTensor, require_tensor
+from torch_impl.context_parallel.kinds import Batch, NamedMesh, OneTensor, SeqDims, require_tensor
 from torch_impl.context_parallel.thd import slots_of_lengths
 from torch_impl.context_parallel.train_context import SequenceContext
 from torch_impl.contract import contract
@@ -46,11 +48,39 @@ class BatchContext:
     layout: TokenLayout
     original_length: int
     padded_length: int
+    batch_layout: BatchLayout
 
     def __call__(self) -> AbstractContextManager[Any]:
         return self.context
 
 
+Factory = Callable[[], AbstractContextManager[Any]]
+
+
+@overload
+def make_cp_batch_and_ctx(
+    device_mesh: NamedMesh | None,
+    batch: Batch,
+    loss_mask: OneTensor | None = ...,
+    use_te: Any = ...,
+    padding_token_id: int = ...,
+    num_chunks: int = ...,
+    seq_lens_padding_value: int = ...,
+    extra_seq_buffers: SeqDims | None = ...,
+) -> tuple[Factory, dict[str, Any]]: ...
+@overload
+def make_cp_batch_and_ctx(
+    device_mesh: NamedMesh | None,
+    batch: Batch,
+    loss_mask: OneTensor | None = ...,
+    use_te: Any = ...,
+    padding_token_id: int = ...,
+    num_chunks: int = ...,
+    seq_lens_padding_value: int = ...,
+    extra_seq_buffers: SeqDims | None = ...,
+    *,
+    return_layout: Literal[True],
+) -> tuple[Factory, dict[str, Any], BatchLayout]: ...
 @contract(FUNCTION)
 def make_cp_batch_and_ctx(
     device_mesh: NamedMesh | None,
@@ -60,7 +90,10 @@ def make_cp_batch_and_ctx(
     padding_token_id: int = 0,
     num_chunks: int = 1,
     seq_lens_padding_value: int = -1000,
-) -> tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any]]:
+    extra_seq_buffers: SeqDims | None = None,
+    *,
+    return_layout: bool = False,
+) -> tuple[Factory, dict[str, Any]] | tuple[Factory, dict[str, Any], BatchLayout]:
     """A factory of the context for one training step, and the padded batch for it: `with factory():`.
 
         input_ids  "b s"   ->   inside  "b s/cp:dual_chunk_swap",   s padded to a multiple of 2 * cp
@@ -72,24 +105,37 @@ def make_cp_batch_and_ctx(
     and the caller's tensor is sharded and restored with it. Labels must be shifted before this call: inside, the next
     token may be on another rank.
 
-    `num_chunks` and `seq_lens_padding_value` are for `use_te` alone.
+    `num_chunks` and `seq_lens_padding_value` are for `use_te` alone. `extra_seq_buffers` names entries of the batch
+    whose sequence is at another dim, {"teacher_logits": 0}: they are padded by 0 and sharded with it; not for `use_te`.
+    With `return_layout` the batch's BatchLayout is returned last, at every cp size.
+
     `attention_mask` is dropped if it is all ones or padding on the right. Padding becomes `padding_mask` (True), and
     attention inside must then be causal.
 
     Cost:   no collective; two copies of each tensor, and one host read of the mask and positions.
     Errors: ValueError for several ranks on a mesh without names, of which no dim can be known as `cp`, left padding,
             holes, packing ids, other entries than 0 and 1, a mask or a tensor by token of another shape, input_ids
-            that are not [b, s], or a batch without input_ids and inputs_embeds; TypeError if batch is not a dict,
-            device_mesh not a mesh, or an entry by token not a Tensor.
+            that are not [b, s], a batch without input_ids and inputs_embeds, or extra buffers that are not in it or
+            of another length; TypeError if batch is not a dict, device_mesh not a mesh, extra_seq_buffers not dims by
+            name, or an entry by token not a Tensor.
             RuntimeWarning for positions that restart inside a row without a mask: those sequences see each other.
     """
-    cp_mesh = _cp_mesh(device_mesh)
+    cp_mesh, seq_dims = _cp_mesh(device_mesh), extra_seq_buffers or {}
+    factory: Factory = nullcontext
     if use_te:
+        if seq_dims:
+            raise ValueError(f"{FUNCTION}: extra_seq_buffers are for dense rows; with use_te=True put them [b, s, ...]")
         packed = batch if loss_mask is None else {**batch, "loss_mask": loss_mask}
-        return nullcontext, te_batch(cp_mesh, packed, num_chunks, seq_lens_padding_value)
-    if cp_mesh is None or cp_mesh.size() == 1:
-        return nullcontext, batch
-    return _shard_inside(cp_mesh, batch, loss_mask, padding_token_id)
+        result, layout = te_batch(cp_mesh, packed, num_chunks, seq_lens_padding_value)
+    elif cp_mesh is None or cp_mesh.size() == 1:
+        # Without a layout to build, nothing of the batch is read.
+        if not return_layout:
+            return nullcontext, batch
+        result, layout = batch, _layout_of_one_rank(cp_mesh, batch)
+    else:
+        factory, result = _shard_inside(cp_mesh, batch, loss_mask, padding_token_id, seq_dims)
+        layout = factory.batch_layout
+    return (factory, result, layout) if return_layout else (factory, result)
 
 
 @contract(FUNCTION)
@@ -121,8 +167,19 @@ def with_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict
     return batch
 
 
+def _layout_of_one_rank(cp_mesh: DeviceMesh | None, batch: dict[str, Any]) -> BatchLayout:
+    """The layout of a batch that is not sharded, and not padded."""
+    shape = _shape(batch)
+    tokens = TokenLayout.dense("dual_chunk_swap", shape[1], cp_size=1, cp_rank=0, device=_device(batch))
+    return BatchLayout(tokens, shape, None if cp_mesh is None else cp_mesh.get_group())
+
+
 def _shard_inside(
-    cp_mesh: DeviceMesh, batch: dict[str, Any], loss_mask: Tensor | None, padding_token_id: int
+    cp_mesh: DeviceMesh,
+    batch: dict[str, Any],
+    loss_mask: Tensor | None,
+    padding_token_id: int,
+    seq_dims: dict[str, int],
 ) -> tuple[BatchContext, dict[str, Any]]:
     """The padded batch, and the context that shards it."""
     # 1. How much padding makes the rows shardable.
@@ -131,10 +188,12 @@ def _shard_inside(
     cp_size, cp_rank = cp_mesh.size(), cp_mesh.get_group().rank()
     multiple = multiple_of("dual_chunk_swap", cp_size)
     more = -size % multiple
-    device = next(batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None).device
+    device = _device(batch)
+    extra = _extra_dims(batch, seq_dims, size)
     # 2. The batch with positions and padding mask and without attention mask, padded into new tensors.
     full, masked = _full_batch(batch, loss_mask, shape, more, device)
-    padded = {name: _pad_right(name, x, shape, more, padding_token_id) for name, x in full.items()}
+    dims = {name: extra[name] if name in extra else _dim(name, x, shape) for name, x in full.items()}
+    padded = {name: _pad_right(name, x, dims[name], shape, more, padding_token_id) for name, x in full.items()}
     layout = TokenLayout.dense(
         "dual_chunk_swap", size + more, cp_size=cp_size, cp_rank=cp_rank, device=device, real_length=size
     )
@@ -142,7 +201,7 @@ def _shard_inside(
     #    one of them and is sharded here.
     buffers: list[tuple[Tensor, int, Tensor | None]] = []
     for name, x in padded.items():
-        dim = _dim(name, full[name], shape)
+        dim = dims[name]
         if dim is not None and x.requires_grad:
             padded[name] = layout.shard(x, dim)
         elif dim is not None:
@@ -150,12 +209,26 @@ def _shard_inside(
     # 4. The caller's loss_mask is not padded: inside, it is the shard of the padded copy; on leaving, it is restored.
     if loss_mask is not None:
         buffers.append((loss_mask, 1, padded["loss_mask"]))
-    tensors, dims, full_values = zip(*buffers, strict=True) if buffers else ((), (), ())
+    tensors, buffer_dims, full_values = zip(*buffers, strict=True) if buffers else ((), (), ())
     reason = "would see the padding of a dropped attention_mask" if masked else None
     context = SequenceContext(
-        cp_mesh.get_group(), layout, None, tensors, dims, [False] * len(tensors), full_values, causal_only=reason
+        cp_mesh.get_group(), layout, None, tensors, buffer_dims, [False] * len(tensors), full_values, causal_only=reason
     )
-    return BatchContext(context, layout, size, size + more), padded
+    return BatchContext(context, layout, size, size + more, BatchLayout(layout, shape, cp_mesh.get_group())), padded
+
+
+def _extra_dims(batch: dict[str, Any], seq_dims: dict[str, int], size: int) -> dict[str, int]:
+    """The sequence dims of the caller's further entries, from the front; ValueError unless each has `size` there."""
+    dims = {}
+    for name, dim in seq_dims.items():
+        if name not in batch:
+            raise ValueError(f"{FUNCTION}: extra_seq_buffers names {name!r}; the batch has {', '.join(batch)}")
+        x = require_tensor(FUNCTION, name, batch[name])
+        dims[name] = dim_from_front(FUNCTION, f"extra_seq_buffers[{name!r}]", dim, x)
+        if x.shape[dims[name]] != size:
+            length = f"{name} has {x.shape[dims[name]]} positions along dim {dim}, the rows have {size}"
+            raise ValueError(f"{FUNCTION}: {length}; name the dim of its sequence")
+    return dims
 
 
 def _full_batch(
@@ -192,9 +265,8 @@ def _full_batch(
     return full, padding_mask is not None
 
 
-def _pad_right(name: str, x: Any, shape: tuple[int, int], more: int, padding_token_id: int) -> Any:
-    """A new tensor with `more` positions on the right; what is not by token is returned as it is."""
-    dim = _dim(name, x, shape)
+def _pad_right(name: str, x: Any, dim: int | None, shape: tuple[int, int], more: int, padding_token_id: int) -> Any:
+    """A new tensor with `more` positions on the right of `dim`; what is not by token is returned as it is."""
     if dim is None:
         return x
     # Positions count on from the last one of each row, and one row for all becomes a row for each.
@@ -229,6 +301,11 @@ def _shape(batch: dict[str, Any]) -> tuple[int, int]:
             return shape[0], shape[1]
     present = ", ".join(batch) or "nothing"
     raise ValueError(f"{FUNCTION}: batch has neither input_ids nor inputs_embeds; it has {present}")
+
+
+def _device(batch: dict[str, Any]) -> torch.device:
+    """The device of the tokens."""
+    return next(batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None).device
 
 
 def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:

@@ -7,13 +7,14 @@ the full stream; a kernel that gets one rank's stream takes `cu_seqlens_padded /
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.context_parallel.adapters.transformer_engine import local_index
+from torch_impl.context_parallel.batch_layout import BatchLayout
 from torch_impl.context_parallel.kinds import Batch, CpMesh, require_tensor
 from torch_impl.context_parallel.thd import TABLES, by_chunk, stream
 from torch_impl.contract import contract
@@ -24,6 +25,27 @@ from torch_impl.layouts.divisibility import multiple_of, offsets_of, validate_of
 IDS = ("input_ids", "labels", "position_ids")  # int64 in the result, whatever integers they are in the batch
 
 
+@overload
+def make_cp_batch_for_te(
+    cp_mesh: CpMesh | None,
+    batch: Batch,
+    qkv_format: Any = ...,
+    padding_token_id: int = ...,
+    num_chunks: int = ...,
+    seq_lens_padding_value: int = ...,
+) -> dict[str, Any]: ...
+@overload
+def make_cp_batch_for_te(
+    cp_mesh: CpMesh | None,
+    batch: Batch,
+    qkv_format: Any = ...,
+    padding_token_id: int = ...,
+    num_chunks: int = ...,
+    seq_lens_padding_value: int = ...,
+    return_local_indices: bool = ...,
+    *,
+    return_layout: bool = ...,
+) -> Any: ...
 @contract("context_parallel.te")
 def make_cp_batch_for_te(
     cp_mesh: CpMesh | None,
@@ -32,7 +54,10 @@ def make_cp_batch_for_te(
     padding_token_id: int = 0,
     num_chunks: int = 1,
     seq_lens_padding_value: int = -1000,
-) -> dict[str, Any]:
+    return_local_indices: bool = False,
+    *,
+    return_layout: bool = False,
+) -> Any:
     """This cp rank's shard of a batch of packed rows, as one stream or as `num_chunks` stacked streams.
 
         input_ids  "b s cp=R" or "b s d cp=R"   ->   "t/cp:packed" or "t/cp:packed d",   t = b s
@@ -42,6 +67,9 @@ def make_cp_batch_for_te(
     is computed from the lengths: a `padding_mask` in the batch is replaced. `cu_seqlens` (real offsets),
     `cu_seqlens_padded` and `max_seqlen` are those of the full stream, int32. The keys are the same at every cp size,
     and without a mesh. `batch` is as for `process_input_for_thd`; the only `qkv_format` is "thd".
+
+    With `return_local_indices` the positions of this rank in the stream of all rows, [t/cp] or with chunks [m t/cp],
+    are returned after the batch, and with `return_layout` its BatchLayout, last.
 
     >>> batch = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "labels": torch.tensor([[2, 3, 4, 5]])}
     >>> batch |= {"seq_lens": torch.tensor([[4]]), "seq_lens_padded": torch.tensor([[4]])}
@@ -53,19 +81,26 @@ def make_cp_batch_for_te(
             multiple of 2 * cp; TypeError if cp_mesh is not a mesh; else as `split_batch_into_thd_chunks`.
     """
     _check_format(qkv_format)
-    return te_batch(cp_mesh, batch, num_chunks, seq_lens_padding_value)
+    result, layout = te_batch(cp_mesh, batch, num_chunks, seq_lens_padding_value)
+    parts: list[Any] = [result]
+    if return_local_indices:
+        parts.append(layout.tokens.local_index.view(layout.local_shape))
+    if return_layout:
+        parts.append(layout)
+    return tuple(parts) if len(parts) > 1 else result
 
 
 def te_batch(
     cp_mesh: DeviceMesh | None, batch: dict[str, Any], num_chunks: int, seq_lens_padding_value: int
-) -> dict[str, Any]:
-    """The core of `make_cp_batch_for_te`."""
+) -> tuple[dict[str, Any], BatchLayout]:
+    """The core of `make_cp_batch_for_te`: the batch and its layout."""
     cp_size, cp_rank = _place(cp_mesh)
     # 1. All rows as one stream, in slots that cp can shard; the slots are on the host, so this waits for no device.
     full = stream(batch, num_chunks, seq_lens_padding_value)
     validate_offsets(full.slots.offsets[0], full.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
     # 2. One layout and one index for all chunks: the rank's shard of the stream is its shards of the chunks in order.
-    layout = full.layout(cp_size, cp_rank)
+    batch_layout = full.batch_layout(cp_size, cp_rank, None if cp_mesh is None else cp_mesh.get_group())
+    layout = batch_layout.tokens
     shards = _shard_tokens(full.tokens, layout)
     # 3. Only then split into chunks; what is not by token is split by rows.
     if full.chunks > 1:
@@ -73,9 +108,23 @@ def te_batch(
         shards = {name: by_chunk(name, x, full.chunks) for name, x in shards.items()}
     else:
         unsharded = full.constants
-    return {**shards, **unsharded, **full.tables(), **_layout_fields(layout)}
+    return {**shards, **unsharded, **full.tables(), **_layout_fields(layout)}, batch_layout
 
 
+@overload
+def _shard_thd_chunk_for_te(
+    batch: Batch, cp_mesh: CpMesh | None, qkv_format: Any, seq_lens_padding_value: int, padding_token_id: int
+) -> dict[str, Any]: ...
+@overload
+def _shard_thd_chunk_for_te(
+    batch: Batch,
+    cp_mesh: CpMesh | None,
+    qkv_format: Any,
+    seq_lens_padding_value: int,
+    padding_token_id: int,
+    *,
+    return_layout: Literal[True],
+) -> tuple[dict[str, Any], BatchLayout]: ...
 @contract("context_parallel.te")
 def _shard_thd_chunk_for_te(
     batch: Batch,
@@ -83,13 +132,16 @@ def _shard_thd_chunk_for_te(
     qkv_format: Any,
     seq_lens_padding_value: int,
     padding_token_id: int,
-) -> dict[str, Any]:
+    *,
+    return_layout: bool = False,
+) -> dict[str, Any] | tuple[dict[str, Any], BatchLayout]:
     """This cp rank's shard of one stream, which is a result of `process_input_for_thd` or one row of stacked chunks.
 
         input_ids  "t cp=R"   ->   "t/cp:packed"
 
     The stream is sharded by `cu_seqlens_padded`, or by `cu_seqlens` if that is all there is; fill at their end is
     stripped. A missing padding mask is computed from the two offsets. Every tensor with one entry per token is sharded.
+    With `return_layout` the BatchLayout of the stream [t] is returned after it.
 
     Cost:   no collective; one copy of the shard for each key, one host copy of the offsets.
     Errors: ValueError without cu_seqlens or input_ids, for another qkv_format, offsets that do not end where the
@@ -116,12 +168,14 @@ def _shard_thd_chunk_for_te(
     unsharded = {name: x for name, x in batch.items() if name not in (*tokens, *TABLES)}
     longest = batch.get("max_seqlen", torch.tensor(max(padded.diff().tolist(), default=0)))
     tables = {"cu_seqlens": layout.cu_real, "cu_seqlens_padded": layout.cu_padded, "max_seqlen": longest.to(device)}
-    return {
+    result = {
         **_shard_tokens(tokens, layout),
         **unsharded,
         **{name: x.to(torch.int32) for name, x in tables.items()},
         **_layout_fields(layout),
     }
+    group = None if cp_mesh is None else cp_mesh.get_group()
+    return (result, BatchLayout(layout, (total,), group, is_stream=True)) if return_layout else result
 
 
 def _shard_tokens(tokens: Mapping[str, Tensor], layout: TokenLayout) -> dict[str, Tensor]:

@@ -27,6 +27,15 @@ class _Batch:
             raise TypeError(f"{function}: {name} is {type_name(value)}; pass a dict of tensors by name")
 
 
+class _SeqDims:
+    """A dict of dims by the names of entries."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        is_dims = isinstance(value, dict) and all(isinstance(dim, int) for dim in value.values())
+        if not is_dims or any(isinstance(dim, bool) for dim in value.values()):
+            raise TypeError(f"{function}: {name}={value!r}; pass a dict of the sequence's dim by name of an entry")
+
+
 class _CpMesh:
     """The 1-D mesh of cp, or an object with its group."""
 
@@ -67,6 +76,7 @@ class _Layout:
 
 
 Batch = Annotated[dict[str, Any], _Batch()]
+SeqDims = Annotated[dict[str, int], _SeqDims()]
 OneTensor = Annotated[Tensor, Instance(Tensor, "pass a Tensor", shows_value=False)]
 CpMesh = Annotated[DeviceMesh, _CpMesh()]
 NamedMesh = Annotated[DeviceMesh, _NamedMesh()]

@@ -14,13 +14,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from torch_impl.context_parallel.batch_layout import BatchLayout
 from torch_impl.context_parallel.kinds import Batch, require_tensor
 from torch_impl.contract import contract, dtype_name
 from torch_impl.layouts import TokenLayout
@@ -31,10 +33,18 @@ TABLES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 CONSUMED = ("attention_mask", "padding_mask", "seq_lens", "seq_lens_padded", *TABLES)
 
 
+@overload
+def process_input_for_thd(
+    batch: Batch, seq_lens_padding_value: int = ..., padding_token_id: int = ...
+) -> dict[str, Any]: ...
+@overload
+def process_input_for_thd(
+    batch: Batch, seq_lens_padding_value: int = ..., padding_token_id: int = ..., *, return_layout: Literal[True]
+) -> tuple[dict[str, Any], BatchLayout]: ...
 @contract(FUNCTION)
 def process_input_for_thd(
-    batch: Batch, seq_lens_padding_value: int = -1000, padding_token_id: int = 0
-) -> dict[str, Any]:
+    batch: Batch, seq_lens_padding_value: int = -1000, padding_token_id: int = 0, *, return_layout: bool = False
+) -> dict[str, Any] | tuple[dict[str, Any], BatchLayout]:
     """Flatten packed rows into one stream, with its offsets, positions and padding mask.
 
         input_ids  "b s" or "b s d"   ->   "b*s" or "b*s d";   position_ids  "k b s"   ->   "k 1 b*s"
@@ -43,7 +53,7 @@ def process_input_for_thd(
     consumed, a `padding_mask` is replaced by that of the lengths, and all else is passed on. If a row's padded lengths
     leave a tail, it joins the slot of its last sequence as padding. Positions restart in each slot, unless the batch
     has `position_ids`. The mask comes from the lengths, never from token ids, so `padding_token_id` is not used:
-    nothing is padded here.
+    nothing is padded here. With `return_layout` the batch's BatchLayout, of one rank, is returned after it.
 
     >>> ids, lengths = torch.arange(12).view(2, 6), torch.tensor([[3, 2], [6, -1000]])
     >>> slots = torch.tensor([[4, 2], [6, -1000]])
@@ -57,29 +67,50 @@ def process_input_for_thd(
             fill that are not integers, ids, labels, positions or lengths that are not Tensors, or a batch that is not
             a dict.
     """
-    return stream(batch, 1, seq_lens_padding_value).processed()
+    rows = stream(batch, 1, seq_lens_padding_value)
+    return (rows.processed(), rows.batch_layout()) if return_layout else rows.processed()
 
 
+@overload
+def split_batch_into_thd_chunks(
+    batch: Batch, num_chunks: int, seq_lens_padding_value: int = ..., padding_token_id: int = ...
+) -> dict[str, Any]: ...
+@overload
+def split_batch_into_thd_chunks(
+    batch: Batch,
+    num_chunks: int,
+    seq_lens_padding_value: int = ...,
+    padding_token_id: int = ...,
+    *,
+    return_layout: Literal[True],
+) -> tuple[dict[str, Any], BatchLayout]: ...
 @contract(FUNCTION)
 def split_batch_into_thd_chunks(
-    batch: Batch, num_chunks: int, seq_lens_padding_value: int = -1000, padding_token_id: int = 0
-) -> dict[str, Any]:
+    batch: Batch,
+    num_chunks: int,
+    seq_lens_padding_value: int = -1000,
+    padding_token_id: int = 0,
+    *,
+    return_layout: bool = False,
+) -> dict[str, Any] | tuple[dict[str, Any], BatchLayout]:
     """`process_input_for_thd` of `num_chunks` equal blocks of rows, stacked.
 
         input_ids  "b s d"   ->   "m b*s/m d"
 
     Offsets are filled at their end with `seq_lens_padding_value`. A tensor [B, ...] that is not by token is split by
-    rows. `num_chunks` of 1 or less is `process_input_for_thd`.
+    rows. `num_chunks` of 1 or less is `process_input_for_thd`. With `return_layout` the batch's BatchLayout, of one
+    rank, is returned after it.
 
     Cost:   as `process_input_for_thd`.
     Errors: as there, and ValueError if num_chunks does not divide the rows or a tensor has other first dims;
             TypeError if it is not an integer.
     """
-    if num_chunks <= 1:
-        return stream(batch, 1, seq_lens_padding_value).processed()
     # Rows are split evenly, so chunks of the one stream are the streams of the blocks of rows.
     all_rows = stream(batch, num_chunks, seq_lens_padding_value)
-    return {name: all_rows.stacked(name, value) for name, value in all_rows.processed().items()}
+    result = all_rows.processed()
+    if all_rows.chunks > 1:
+        result = {name: all_rows.stacked(name, value) for name, value in result.items()}
+    return (result, all_rows.batch_layout()) if return_layout else result
 
 
 @dataclass(frozen=True)
@@ -98,6 +129,11 @@ class Stream:
         cu_padded, cu_real = self.slots.offsets.to(self.tokens["input_ids"].device)
         total = self.slots.total
         return TokenLayout.packed(cu_padded, cu_real, cp_size=cp_size, cp_rank=cp_rank, total=total, validate=False)
+
+    def batch_layout(self, cp_size: int = 1, cp_rank: int = 0, group: ProcessGroup | None = None) -> BatchLayout:
+        """The layout of the batch over a group, in the coordinates of its rows."""
+        shape = self.slots.rows, self.slots.size
+        return BatchLayout(self.layout(cp_size, cp_rank), shape, group, self.chunks, is_stream=True)
 
     def processed(self) -> dict[str, Any]:
         """The full, unsharded stream as a batch."""

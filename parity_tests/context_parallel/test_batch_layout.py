@@ -1,0 +1,245 @@
+"""Parity of BatchLayout: what every batch function shards, in the coordinates [b, s] of its caller and back."""
+
+import doctest
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import Float
+from torch import Tensor
+
+from jax_ref.context_parallel import shard_and_squares
+from parity_tests.context_parallel.drawn_rows import FILL, batch_of, drawn_rows
+from parity_tests.context_parallel.test_batch_te import Mesh, given_rows
+from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, Cost, check_cases, lengths, scheme
+from torch_impl import context_parallel as cp
+from torch_impl.context_parallel import batch_layout
+
+Rows = Float[Tensor, "b l d"]
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+def cost(c, tokens):
+    """Of `tokens` in a row, one gather, and the sum of its gradients."""
+    numbers = c.b * tokens * c.d
+    return Cost(
+        forward={"all_gather": (1, numbers // c.cp * c.itemsize)},
+        backward={"reduce_scatter": (1, numbers * c.accumulator_itemsize)},
+    )
+
+
+def of_dense_rows(x, less):
+    return shard_and_squares(x, x.shape[1] - less)
+
+
+@scheme(
+    reference=of_dense_rows,
+    mesh={"cp": (2, 3, 4)},
+    inputs={"x": "b s d cp=R"},
+    outputs=("b s/cp:dual_chunk_swap d", "b s d cp=R"),
+    options={"less": (3, 1, 0)},
+    dtypes=DTYPES,
+    cost=lambda c: cost(c, c.s),
+)
+def dense_rows_there_and_back(mesh, x, less) -> tuple[Rows, Rows]:
+    """The last `less` columns are not in the batch, and padded."""
+    rows = x[:, : x.shape[1] - less]
+    ids = torch.zeros(rows.shape[:2], dtype=torch.int64)
+    layout = cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], {"input_ids": ids}, return_layout=True)[2]
+    shard = layout.shard(rows)
+    return shard, F.pad(layout.gather(shard.square()), (0, 0, 0, less))
+
+
+def of_packed_rows(x, padded, real):
+    return shard_and_squares(x, x.shape[1])
+
+
+@scheme(
+    reference=of_packed_rows,
+    mesh={"cp": (1, 2, 4)},
+    inputs={"x": "b t d cp=R", "padded": "q", "real": "q"},
+    outputs=("b t/cp:packed d", "b t d cp=R"),
+    dims={"b": (2, 4), "q": (3, 5, 2), "t": (24, 40, 16), "d": (2, 1, 5)},
+    draw={"padded": lengths("t", padded=True), "real": lengths("t")},
+    rank_options={"num_chunks": (2, 1)},
+    dtypes=DTYPES,
+    cost=lambda c: cost(c, c.t),
+)
+def packed_rows_there_and_back(mesh, x, padded, real, num_chunks) -> tuple[Rows, Rows]:
+    batch = given_rows(x, torch.zeros(x.shape[:2], dtype=torch.int64), padded, real, False)
+    layout = cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, num_chunks=num_chunks, return_layout=True)[1]
+    shard = layout.shard(x)
+    tokens = shard.flatten(0, 1) if num_chunks > 1 else shard
+    return tokens.unflatten(0, (len(x), -1)), layout.gather(shard.square())
+
+
+SCHEMES = (dense_rows_there_and_back, packed_rows_there_and_back)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
+
+
+@settings(max_examples=8)
+@given(drawn_rows(), st.sampled_from([1, 2, 3]))
+def test_the_layout_shards_as_each_batch_function_does(rows, n):
+    batch, m = batch_of(rows, n), rows.chunks
+    ids = batch["input_ids"]
+    kinds = torch.stack([ids, ids + 1])
+    for rank in range(n):
+        mesh = Mesh(n, rank)
+        out, index, layout = cp.make_cp_batch_for_te(
+            mesh, batch, num_chunks=m, return_local_indices=True, return_layout=True
+        )
+        assert torch.equal(layout.shard(ids), out["input_ids"])
+        assert torch.equal(ids.flatten()[index], out["input_ids"])
+        assert torch.equal(layout.shard(kinds, dim=1)[1], out["input_ids"] + 1)
+    for out, layout in (
+        cp.process_input_for_thd(batch, return_layout=True),
+        cp.split_batch_into_thd_chunks(batch, m, return_layout=True),
+    ):
+        assert torch.equal(layout.shard(ids), out["input_ids"])
+        assert torch.equal(layout.gather(out["labels"]), batch["labels"])
+    stream = cp.process_input_for_thd(batch)
+    for rank in range(n):
+        chunk, layout = cp._shard_thd_chunk_for_te(stream, Mesh(n, rank), "thd", FILL, 0, return_layout=True)
+        assert layout.shape == (ids.numel(),)
+        assert torch.equal(layout.shard(stream["labels"]), chunk["labels"])
+
+
+def on_ranks(n, body):
+    return run(body, CaseSpec(scheme="batch_layout", mesh={"cp": n})).results
+
+
+def test_the_layout_shards_as_the_context_does():
+    def body(mesh, case):
+        batch = {"input_ids": torch.arange(12).view(2, 6), "labels": torch.arange(12).view(2, 6) + 1}
+        factory, padded, layout = cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch, return_layout=True)
+        with factory():
+            assert torch.equal(layout.shard(batch["labels"], fill=-100), padded["labels"])
+            assert torch.equal(layout.gather(padded["input_ids"]), batch["input_ids"])
+        return layout.shape, layout.local_shape, layout.tokens is factory.layout
+
+    assert on_ranks(2, body) == (((2, 6), (2, 4), True),) * 2
+
+
+def test_one_rank_has_a_layout_too():
+    def body(mesh, case):
+        batch = {"input_ids": torch.arange(10).view(2, 5)}
+        for device_mesh in (None, mesh.device_mesh["cp"]):
+            _, same, layout = cp.make_cp_batch_and_ctx(device_mesh, batch, return_layout=True)
+            assert same is batch and layout.tokens.cp_size == 1
+            x = torch.rand(2, 5, 3)
+            assert torch.equal(layout.gather(layout.shard(x)), x)
+            packed = cp.make_cp_batch_and_ctx(device_mesh, thd(), use_te=True, return_layout=True)[2]
+            assert torch.equal(packed.gather(packed.shard(x[:, :4])), x[:, :4])
+
+    on_ranks(1, body)
+
+
+def test_equal_cotangents_need_no_collective():
+    def body(mesh, case):
+        batch = {"input_ids": torch.zeros(1, 8, dtype=torch.int64)}
+        layout = cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch, return_layout=True)[2]
+        shard = torch.ones(1, 4, requires_grad=True)
+        (layout.gather(shard, gradient="I") * torch.arange(8)).sum().backward()
+        return shard.grad.tolist()
+
+    ranks = run(body, CaseSpec(scheme="batch_layout", mesh={"cp": 2}))
+    assert ranks.results == ([[0, 1, 6, 7]], [[2, 3, 4, 5]])
+    assert {row.op for row in ranks.ledger.rows} == {"all_gather"}
+
+
+def thd():
+    lengths = torch.tensor([[4], [4]])
+    return {"input_ids": torch.arange(8).view(2, 4), "seq_lens": lengths, "seq_lens_padded": lengths}
+
+
+def dense(mesh):
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.int64)}
+    return cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch, return_layout=True)[2]
+
+
+REMEDY = "; pass a tensor that has these dims from dim={dim} on"
+REJECTED = [
+    (lambda m: dense(m).shard(torch.zeros(2, 8)), "shard: x is [2, 8], the batch is [2, 6] in full", 0),
+    (lambda m: dense(m).shard(torch.zeros(2, 6), dim=1), "shard: x is [2, 6], the batch is [2, 6] in full", 1),
+    (lambda m: dense(m).gather(torch.zeros(2, 6, 1)), "gather: x is [2, 6, 1], the batch is [2, 4] here", 0),
+    (lambda m: dense(m).gather(torch.zeros(2, 4), dim=2), "gather: dim=2 is outside a tensor of 2 dims", None),
+    (
+        lambda m: cp.make_cp_batch_for_te(None, thd(), num_chunks=2, return_layout=True)[1].gather(torch.zeros(8)),
+        "gather: x is [8], the batch is [2, 4] here",
+        0,
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message", "dim"), REJECTED, ids=[text for _, text, _ in REJECTED])
+def test_rejection_on_every_rank_before_any_collective(call, message, dim):
+    def body(mesh, case):
+        with pytest.raises(ValueError) as caught:
+            call(mesh)
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="batch_layout", mesh={"cp": 2}))
+    remedy = "" if dim is None else REMEDY.format(dim=dim)
+    assert ranks.results == (f"BatchLayout.{message}{remedy}",) * 2
+    assert ranks.ledger.rows == []
+
+
+def test_a_sequence_at_another_dim_is_padded_and_sharded_with_the_batch():
+    def body(mesh, case):
+        teacher = torch.arange(18.0).view(6, 3)
+        batch = {"input_ids": torch.zeros(2, 6, dtype=torch.int64), "teacher": teacher}
+        factory, padded = cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch, extra_seq_buffers={"teacher": -2})
+        with factory():
+            inside = padded["teacher"].clone()
+        full = F.pad(teacher, (0, 0, 0, 2))
+        assert torch.equal(padded["teacher"], full)
+        return torch.equal(inside, full[[0, 1, 6, 7] if mesh.rank("cp") == 0 else [2, 3, 4, 5]])
+
+    assert on_ranks(2, body) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "kind", "message"),
+    [
+        ({"x": 0}, {}, ValueError, "extra_seq_buffers names 'x'; the batch has input_ids, teacher"),
+        (
+            {"teacher": 1},
+            {},
+            ValueError,
+            "teacher has 3 positions along dim 1, the rows have 6; name the dim of its sequence",
+        ),
+        ({"teacher": 2}, {}, ValueError, "extra_seq_buffers['teacher']=2 is outside a tensor of 2 dims"),
+        (
+            {"teacher": True},
+            {},
+            TypeError,
+            "extra_seq_buffers={'teacher': True}; pass a dict of the sequence's dim by name of an entry",
+        ),
+        (
+            {"teacher": 0},
+            {"use_te": True},
+            ValueError,
+            "extra_seq_buffers are for dense rows; with use_te=True put them [b, s, ...]",
+        ),
+    ],
+)
+def test_extra_buffers_are_rejected(dims, options, kind, message):
+    def body(mesh, case):
+        batch = {"input_ids": torch.zeros(2, 6, dtype=torch.int64), "teacher": torch.zeros(6, 3)}
+        with pytest.raises(kind) as caught:
+            cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch, extra_seq_buffers=dims, **options)
+        return str(caught.value)
+
+    assert on_ranks(2, body) == (f"context_parallel.batch: {message}",) * 2
+
+
+def test_what_the_docstring_shows():
+    assert doctest.testmod(batch_layout) == (0, 3)

@@ -1,0 +1,102 @@
+"""The layout of a batch in the coordinates of its caller: what has an entry per token is sharded and gathered as it is.
+
+A dense batch is sharded row by row, padded on the right. A batch of packed rows is one stream of b * s tokens, which
+may be split into chunks. Either way `shard` takes [b, s, ...] and `gather` returns it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from jaxtyping import Shaped
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_impl.collectives.lengths import dim_from_front
+from torch_impl.contract import GradientType, ShardedAny, contract
+from torch_impl.kernels import rows_at
+from torch_impl.layouts import TokenLayout
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How a batch of `shape` [b, s], or [t] for one stream, is sharded over `group` (None for one rank).
+
+    `tokens` is the layout of each row, or with `is_stream` that of all rows one after another, in `chunks` equal ones;
+    attention takes it as its layout.
+
+    >>> import torch
+    >>> tokens = TokenLayout.packed([0, 4, 8], cp_size=2, cp_rank=0)
+    >>> BatchLayout(tokens, (2, 4), None, chunks=2, is_stream=True).shard(torch.arange(8).view(2, 4))
+    tensor([[0, 3],
+            [4, 7]])
+    """
+
+    tokens: TokenLayout
+    shape: tuple[int, ...]
+    group: ProcessGroup | None
+    chunks: int = 1
+    is_stream: bool = False
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """What `shape` is on this rank: [b, s/cp] of rows, [t/cp] of a stream, [m, t/(m cp)] of m chunks."""
+        local = self.tokens.counts[self.tokens.cp_rank]
+        if not self.is_stream:
+            return self.shape[0], local
+        return (self.chunks, local // self.chunks) if self.chunks > 1 else (local,)
+
+    @contract("BatchLayout.shard")
+    def shard(self, x: ShardedAny[Tensor, "..."], *, dim: int = 0, fill: float = 0) -> Shaped[Tensor, "*local"]:
+        """This rank's shard of `x`, whose dims from `dim` on are `shape`; a dense row is padded by `fill`.
+
+            x  "b s cp=R"   ->   "b s/cp" of rows, "t/cp" of a stream, "m t/cp" of chunks,   t = b s / m
+
+        Any dtype, which the shard keeps; differentiable.
+
+        Cost:   no collective; one copy of the shard, and one of x where it is padded.
+        Errors: ValueError if x does not have `shape` at `dim`.
+        """
+        dim = self._place("shard", x, dim, self.shape)
+        if not self.is_stream:
+            more = self.tokens.total - self.shape[1]
+            # F.pad counts dims from the last.
+            padded = F.pad(x, [*[0, 0] * (x.ndim - 2 - dim), 0, more], value=fill) if more else x
+            return rows_at(padded, self.tokens.local_index, dim + 1)
+        stream = x.flatten(dim, dim + len(self.shape) - 1)
+        return rows_at(stream, self.tokens.local_index, dim).unflatten(dim, self.local_shape)
+
+    @contract("BatchLayout.gather")
+    def gather(
+        self, x: ShardedAny[Tensor, "..."], *, dim: int = 0, gradient: GradientType = "R"
+    ) -> Shaped[Tensor, "*full"]:
+        """The full tensor in the caller's coordinates, of shards whose dims from `dim` on are `local_shape`.
+
+            x  as `shard` returns it   ->   "b s cp=R"  or, with gradient="I",  "b s cp=I"
+
+        The padding of dense rows is dropped. That of packed rows has its place in the batch, and keeps it. `gradient`
+        is as for `TokenLayout.unshard`.
+
+        Cost:   forward 1 all_gather; backward 1 reduce_scatter (R, summed in float32 or wider) or none (I). None
+                without a group. Saves the index.
+        Errors: ValueError for another gradient type, or if x does not have `local_shape` at `dim`.
+        """
+        dim = self._place("gather", x, dim, self.local_shape)
+        if not self.is_stream:
+            return self._unshard(x, dim + 1, gradient).narrow(dim + 1, 0, self.shape[1])
+        stream = x.flatten(dim, dim + len(self.local_shape) - 1)
+        return self._unshard(stream, dim, gradient).unflatten(dim, self.shape)
+
+    def _unshard(self, x: Tensor, dim: int, gradient: GradientType) -> Tensor:
+        # Without a group there is one rank, which has every row, in any order of ranks.
+        return x if self.group is None else self.tokens.unshard(x, dim, self.group, gradient=gradient)
+
+    def _place(self, name: str, x: Tensor, dim: int, shape: tuple[int, ...]) -> int:
+        """`dim` from the front; ValueError unless x has `shape` from there on."""
+        function = f"BatchLayout.{name}"
+        dim = dim_from_front(function, "dim", dim, x)
+        if tuple(x.shape[dim : dim + len(shape)]) != shape:
+            where = f"x is {list(x.shape)}, the batch is {list(shape)} {'here' if name == 'gather' else 'in full'}"
+            raise ValueError(f"{function}: {where}; pass a tensor that has these dims from dim={dim} on")
+        return dim
