@@ -91,6 +91,12 @@ def dense_attention(
     return attention(q, k, v, seen_pairs(0 * token, token, token >= 0, causal, window), scale)
 
 
+def layer_with_cross_attention(x: Queries, states: Keys, window: int | None = None) -> Queries:
+    """Causal attention of x to itself, then attention to all of `states`, each added to what it was computed from."""
+    x = x + dense_attention(x, x, x, True, window)
+    return x + attention(x, states, states, jnp.ones((x.shape[2], states.shape[2]), bool))
+
+
 def slots(size: int, seq_lens: Rows, seq_lens_padded: Rows, fill: int) -> list[tuple[int, int]]:
     """(real, padded) length of each sequence; what a row of `size` tokens has left over joins its last slot.
 

@@ -240,6 +240,11 @@ def test_autocast_casts_as_it_does_outside():
     assert on_ranks(2, body) == (([True, True], True),) * 2
 
 
+OF_A_MASK = (
+    "whose columns are not sharded over cp; pass is_causal=True and no mask; adapt_model_to_context drops those of a "
+    "Hugging Face model; attention over other tokens (a vision tower, an encoder, cross attention) goes into "
+    "local_attention()"
+)
 NO_FLEX = (
     "flex_attention would see this rank's tokens alone, by their places here; "
     "call F.scaled_dot_product_attention, or context_parallel_attention with cu_seqlens or window"
@@ -251,11 +256,11 @@ REJECTED = [
     ),
     (
         lambda x: mha()(x, x, x, need_weights=False, attn_mask=CAUSAL),
-        "attn_mask is [1, 1, 4, 4], whose columns are not sharded over cp; pass is_causal=True and no mask",
+        f"attn_mask is [1, 1, 4, 4], {OF_A_MASK}",
     ),
     (
         lambda x: layer()(x, src_key_padding_mask=torch.zeros(B, S)),
-        "attn_mask is [2, 2, 1, 4], whose columns are not sharded over cp; pass is_causal=True and no mask",
+        f"attn_mask is [2, 2, 1, 4], {OF_A_MASK}",
     ),
     (lambda x: layer(0.1)(x), "dropout_p=0.1 would differ over cp; pass 0.0"),
 ]

@@ -20,6 +20,9 @@ from torch_impl.context_parallel.batch_te import _shard_thd_chunk_for_te as _sha
 from torch_impl.context_parallel.batch_te import make_cp_batch_for_te as make_cp_batch_for_te
 from torch_impl.context_parallel.key_routes import KeyTraffic as KeyTraffic
 from torch_impl.context_parallel.key_routes import key_traffic as key_traffic
+from torch_impl.context_parallel.model_hooks import ModelHooks as ModelHooks
+from torch_impl.context_parallel.model_hooks import adapt_model_to_context as adapt_model_to_context
+from torch_impl.context_parallel.sdpa_mode import local_attention as local_attention
 from torch_impl.context_parallel.thd import process_input_for_thd as process_input_for_thd
 from torch_impl.context_parallel.thd import split_batch_into_thd_chunks as split_batch_into_thd_chunks
 from torch_impl.context_parallel.train_context import create_context_parallel_ctx as create_context_parallel_ctx

@@ -6,11 +6,15 @@ registered for that operation. It serves the context of the calling thread, and 
 the thread is another rank. No function of torch is replaced, and when the last context closes, the kernel is removed.
 
 Attention weights and flex_attention end in other operations; a mode on the context's thread rejects them.
+
+`local_attention` is a scope in which a thread has torch's own attention again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Lock, local
 from typing import Any
 
@@ -30,6 +34,8 @@ SDPA = torch.ops.aten.scaled_dot_product_attention.default
 MULTI_HEAD = F.multi_head_attention_forward
 # Autograd for what may need a gradient, the devices themselves for tensors of inference mode.
 DISPATCH_KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
+MASKS = "adapt_model_to_context drops those of a Hugging Face model"
+OTHER_TOKENS = "attention over other tokens (a vision tower, an encoder, cross attention) goes into local_attention()"
 
 
 class SequenceAttention(TorchFunctionMode):
@@ -55,6 +61,8 @@ class SequenceAttention(TorchFunctionMode):
     ) -> Any:
         # The mode only rejects; every other function runs as it is, and attention goes to the kernel below.
         kwargs = kwargs or {}
+        if _SCOPES.rules[-1].is_local:
+            return func(*args, **kwargs)
         if func is MULTI_HEAD and kwargs.get("need_weights", True):
             raise ValueError(
                 f"{FUNCTION}: need_weights=True would be weights of this rank's keys alone; pass need_weights=False"
@@ -80,11 +88,11 @@ class SequenceAttention(TorchFunctionMode):
     ) -> Tensor:
         """SDPA with the same arguments, over the full sequence."""
         # Rejected: masks, whose columns are not sharded; dropout, which would differ by rank; attention to the padding
-        # of a dropped mask; and grouped heads without enable_gqa, as SDPA does itself.
+        # of a dropped mask; grouped heads without enable_gqa, as SDPA does itself; and what is not this rank's shard.
         if attn_mask is not None:
             raise ValueError(
                 f"{FUNCTION}: attn_mask is {list(attn_mask.shape)}, whose columns are not sharded over cp; "
-                "pass is_causal=True and no mask"
+                f"pass is_causal=True and no mask; {MASKS}; {OTHER_TOKENS}"
             )
         if dropout_p > 0:
             raise ValueError(f"{FUNCTION}: dropout_p={dropout_p} would differ over cp; pass 0.0")
@@ -94,6 +102,12 @@ class SequenceAttention(TorchFunctionMode):
             raise ValueError(
                 f"{FUNCTION}: query has {query.shape[-3]} heads and key {key.shape[-3]}; pass enable_gqa=True"
             )
+        rows = self.layout.counts[self.layout.cp_rank]
+        if query.shape[-2] != rows or key.shape[-2] != rows:
+            raise ValueError(
+                f"{FUNCTION}: query has {query.shape[-2]} rows and key {key.shape[-2]}, this rank's shard of the "
+                f"sequence has {rows}; {OTHER_TOKENS}"
+            )
         return context_parallel_attention(
             query,
             key,
@@ -102,8 +116,25 @@ class SequenceAttention(TorchFunctionMode):
             layout=self.layout,
             causal=is_causal,
             exchange=self.exchange,
+            window=_SCOPES.rules[-1].window,
             scale=scale,
         )
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What holds for attention in a scope that `owner` opened: whether it is torch's own, and else its window."""
+
+    owner: int
+    is_local: bool
+    window: int | None
+
+
+class _Scopes(local):
+    """The open scopes of the calling thread."""
+
+    def __init__(self) -> None:
+        self.rules = [_Rules(0, False, None)]
 
 
 class _OpenContexts:
@@ -139,11 +170,13 @@ class _OpenContexts:
                 self._unregister()
 
     def of_caller(self) -> SequenceAttention | None:
-        """The calling thread's context, or the only one that it can belong to; None if there is none.
+        """The calling thread's context, or the only one that it can belong to; None if there is none, or it is left.
 
         A thread that has process groups, but not the context's, is another rank. Autograd's threads have the groups of
         the thread that called backward.
         """
+        if _SCOPES.rules[-1].is_local:
+            return None
         # 1. The innermost context of this thread.
         contexts = self._of_this_thread()
         if contexts:
@@ -176,6 +209,50 @@ class _OpenContexts:
 
 
 _OPEN = _OpenContexts()
+_SCOPES = _Scopes()
+
+
+@contextmanager
+def local_attention() -> Iterator[None]:
+    """A scope in which attention is torch's own, over the tensors as they are, while a context is open around it.
+
+    It is for tokens that the context does not shard: a vision tower, a bidirectional encoder, cross attention to what
+    each rank has in full. It takes masks, dropout and weights as torch does, holds for the calling thread alone, and
+    can be nested. It can stand over a function too, `@local_attention()`, which activation checkpoints then enter
+    again when they recompute it: a scope around the checkpoint itself is left by then.
+
+    Gradients of what each rank has in full are its own queries' addends (`cp=R`): sum them over cp.
+
+    >>> q = torch.zeros(1, 1, 2, 4)
+    >>> with local_attention():
+    ...     F.scaled_dot_product_attention(q, q, q).shape
+    torch.Size([1, 1, 2, 4])
+
+    Cost:   no collective.
+    """
+    owner = object()
+    open_scope(owner, is_local=True)
+    try:
+        yield
+    finally:
+        close_scope(owner)
+
+
+def open_scope(owner: object, *, is_local: bool = False, window: int | None = None) -> None:
+    """Open a scope of the calling thread; inside of local attention it is local, too."""
+    _SCOPES.rules.append(_Rules(id(owner), is_local or _SCOPES.rules[-1].is_local, window))
+
+
+def close_scope(owner: object) -> None:
+    """Close the innermost scope if `owner` opened it; a module whose inputs were rejected did not."""
+    if _SCOPES.rules[-1].owner == id(owner):
+        _SCOPES.rules.pop()
+
+
+def layout_inside() -> TokenLayout | None:
+    """The layout of the calling thread's context; None outside, and where attention is local."""
+    context = _OPEN.of_caller()
+    return None if context is None else context.layout
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
