@@ -242,6 +242,7 @@ PREPARED = {
     ("docs/how-to/replay.md", 0): of_a_replay,
     ("docs/how-to/random-schemes.md", 0): of_random_schemes,
     ("docs/reference/context-parallel.md", 0): dict,
+    ("docs/reference/context-parallel.md", 1): dict,
     ("docs/reference/optimizers.md", 0): of_an_optimizer,
     ("docs/reference/optimizers.md", 1): of_an_optimizer,
     ("docs/reference/optimizers.md", 2): of_an_optimizer,

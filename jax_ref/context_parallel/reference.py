@@ -83,6 +83,33 @@ def packed_attention(
     )
 
 
+def continued_attention(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    padded: Sequence[int],
+    real: Sequence[int],
+    prefix_of: Sequence[int],
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Float[Array, "b h s p"]:
+    """Each packed sequence alone, behind the one that it continues, `prefix_of[j]`, and what that one continues."""
+    out = jnp.zeros_like(q)
+    for j in range(len(prefix_of)):
+        # 1. From sequence j back to one that continues none.
+        path = [j]
+        while prefix_of[path[0]] >= 0:
+            path.insert(0, prefix_of[path[0]])
+        # 2. Their real tokens, as one sequence; of the result the rows of sequence j.
+        runs = [jnp.arange(padded[i], padded[i] + real[i + 1] - real[i]) for i in path]
+        tokens, own = jnp.concatenate(runs), len(runs[-1])
+        if own:
+            alone = dense_attention(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], causal, window, scale)
+            out = out.at[:, :, tokens[-own:]].set(alone[:, :, -own:])
+    return out
+
+
 def dense_attention(
     q: Queries, k: Keys, v: Keys, causal: bool = True, window: int | None = None, scale: float | None = None
 ) -> Float[Array, "b h s p"]:

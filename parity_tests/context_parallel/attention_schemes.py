@@ -66,10 +66,10 @@ def limits(causal, window):
     return bool(causal.item()), window.item() + 2 if window.item() > 0 else None
 
 
-def exchange_cost(c, positions, rules, padded=None, real=None):
+def exchange_cost(c, positions, rules, padded=None, real=None, prefix_of=()):
     """Of the exchange among the options of a case, whose rank r has `positions[r]`."""
     if c.exchange == "ring":
-        return key_costs(c, positions, visible_pairs(c.s, *rules, padded, real), c.g, products(c))
+        return key_costs(c, positions, visible_pairs(c.s, *rules, padded, real, prefix_of), c.g, products(c))
     rows = max(map(len, positions))
     return gathered_cost(c, rows) if c.exchange == "all_gather" else heads_cost(c, c.cp, rows)
 
@@ -100,9 +100,13 @@ def stream(layout, size, world, padded):
 
 def usp_cost(c, causal, window, positions=None, padded=None, real=None):
     """Rank r of the ring has `positions[r]`, and all ranks of a group that exchange heads send alike."""
-    a, rows = c.heads, c.s // (c.heads * c.ring)
     positions = jax_ref.layouts.dual_chunk_swap(c.s, c.ring) if positions is None else positions
-    visible = visible_pairs(c.s, *limits(causal, window), padded, real)
+    return cost_over_two_axes(c, positions, visible_pairs(c.s, *limits(causal, window), padded, real))
+
+
+def cost_over_two_axes(c, positions, visible):
+    """The same, of pairs that are listed."""
+    a, rows = c.heads, c.s // (c.heads * c.ring)
     mixed = heads_cost(c, a, rows, "heads")
     ring = key_costs(c, positions, visible, max(c.g, a) // a, products(c), "ring")
     by_ring = [

@@ -7,8 +7,11 @@ from shardproof import Cost
 MOST_POSITIONS, MOST_RANKS = 4096, 64  # of a cost: pairs are listed one by one
 
 
-def visible_pairs(size, causal, window, padded=None, real=None):
-    """`[i, j]`: whether the query at position i of a stream sees the key at j, by listing all pairs."""
+def visible_pairs(size, causal, window, padded=None, real=None, prefix_of=()):
+    """`[i, j]`: whether the query at position i of a stream sees the key at j, by listing all pairs.
+
+    Sequence j continues `prefix_of[j]`, whose keys it sees, too, and those of what that continues.
+    """
     if size > MOST_POSITIONS:
         raise ValueError(f"pairs of {size:,} positions are not listed; the limit is {MOST_POSITIONS:,}")
     padded = np.array([0, size]) if padded is None else np.asarray(padded)
@@ -19,7 +22,21 @@ def visible_pairs(size, causal, window, padded=None, real=None):
     ahead = token[:, None] - token[None, :]
     seen = (sequence[:, None] == sequence[None, :]) & is_real[:, None] & is_real[None, :]
     seen &= (ahead >= 0) | (not causal)
-    return seen if window is None else seen & (abs(ahead) < window)
+    seen = seen if window is None else seen & (abs(ahead) < window)
+    for j in range(len(prefix_of)):
+        _add_prefixes(seen, j, padded, np.diff(real), prefix_of, window)
+    return seen
+
+
+def _add_prefixes(seen, j, padded, real, prefix_of, window):
+    """The pairs of sequence j's queries and the keys of all that it continues, nearest first."""
+    between, i = 0, prefix_of[j]
+    while i >= 0:
+        for query in range(real[j]):
+            for key in range(real[i]):
+                if window is None or query + between + real[i] - key < window:
+                    seen[padded[j] + query, padded[i] + key] = True
+        between, i = between + real[i], prefix_of[i]
 
 
 def needed_keys(positions, visible):

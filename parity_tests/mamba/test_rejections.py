@@ -1,5 +1,7 @@
 """What the two strategies reject, on every rank and before anything is sent."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,6 +21,10 @@ def packed_as(mesh, cu):
 
 def uneven(mesh):
     return TokenLayout.dense("ragged", T, cp_size=2, cp_rank=mesh.rank("cp"), counts=[10, 14])
+
+
+def continued(mesh):
+    return replace(packed_as(mesh, [0, 12, 24]), prefix_of=(-1, 0))
 
 
 REJECTED = [
@@ -46,6 +52,12 @@ REJECTED = [
     (
         lambda m: hidden_parallel_strategy(m).pre_conv_ssm(X, layout=uneven(m)),
         "layout gives the ranks (10, 14) tokens; they must be equal",
+    ),
+    (
+        lambda m: hidden_parallel_strategy(m).pre_conv_ssm(
+            X[:1], layout=replace(packed_as(m, [0, 24]), prefix_of=(-1,))
+        ),
+        "layout has sequences that continue others (prefix_of), which attention alone supports",
     ),
     (
         lambda m: hidden_parallel_strategy(m).pre_conv_ssm(X[:1], torch.tensor(CU), layout=packed_as(m, [0, 12, 24])),

@@ -58,7 +58,8 @@ def context_parallel_attention(
     more, which takes its share and adds nothing: a key with value 0 that each query sees.
 
     Query i sees key j if both are real tokens of one sequence, j is not after i (`causal`), and they are less than
-    `window` positions of the sequence apart. Padding has output 0 and gradient 0. `scale` is p ** -0.5 by default,
+    `window` positions of the sequence apart. With a layout's `prefix_of`, what a sequence continues stands before it
+    in this, and does not see it. Padding has output 0 and gradient 0. `scale` is p ** -0.5 by default,
     else positive and finite: other values make NaN where keys are hidden.
 
     `layout` is a TokenLayout, or contiguous, dual_chunk_swap or striped. `cu_seqlens` are the padded offsets of

@@ -3,7 +3,8 @@
 It consists of index arrays alone; `blockwise_attention` computes with them. Every layout keeps the tokens of a sequence
 in order on each rank, so a rank's shard of a sequence is one run of consecutive rows, real tokens first. Between the
 queries of one rank and the keys of another, all pairs count, or those below a diagonal, or none. So no mask is needed,
-except at the edges of a window, where the queries are split into short runs, *segments*.
+except at the edges of a window, where the queries are split into short runs, *segments*. Of a prefix that a sequence
+continues, its queries see all keys.
 
 A block is what one call of an attention kernel computes: runs of queries, each with its run of keys. Runs of different
 lengths in one block are filled up to the longest by repeating their last row; *fill* are these repeated rows.
@@ -11,6 +12,7 @@ lengths in one block are filled up to the longest by repeating their last row; *
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from torch_impl.layouts.prefixes import pairs_of, prefix_levels
 from torch_impl.layouts.token_layout import TokenLayout
 
 # With more distinct lengths than this, runs up to the same power of two share a block: fewer kernels, some fill.
@@ -55,9 +58,15 @@ def _schedule(layout: TokenLayout, causal: bool, window: int | None) -> BlockSch
     sources = range(layout.cp_size)
     overlap = [_overlap(layout.kind, runs, layout.cp_rank, source, causal) for source in sources]
     # 3. A window as long as the longest sequence hides nothing, so it needs no masks and no short runs.
-    hiding_window = window if window is not None and window < max(runs.real.sum(0).tolist(), default=0) else None
+    before = layout.lengths_before.cpu() if layout.prefix_of else torch.zeros_like(runs.real[0])
+    longest = max((runs.real.sum(0) + before).tolist(), default=0)
+    hiding_window = window if window is not None and window < longest else None
     # 4. Runs of equal shape batched into blocks.
-    blocks = [_blocks(_SourceRules(layout, source, causal, hiding_window), *overlap[source]) for source in sources]
+    blocks = []
+    for source in sources:
+        rules = _SourceRules(layout, source, causal, hiding_window)
+        of_prefixes = [_blocks(rules, prefixes, False) for prefixes in _prefix_overlaps(layout, runs, source)]
+        blocks.append(sum(of_prefixes, _blocks(rules, *overlap[source])))
     return BlockSchedule(layout.cp_rank, layout.counts, tuple(blocks))
 
 
@@ -93,16 +102,23 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Overlap:
-    """For each run (one per sequence, or several): its first query and first key, and how many of each."""
+    """For each run (one per sequence, or several): its first query and first key, and how many of each.
+
+    `shift` added to the position of a query in the stream is its position in that of the keys, which are of another
+    sequence if they are a prefix.
+    """
 
     first_query: Int64[Tensor, " q"]
     query_count: Int64[Tensor, " q"]
     first_key: Int64[Tensor, " q"]
     key_count: Int64[Tensor, " q"]
+    shift: Int64[Tensor, " q"] | None = None
 
     def subset(self, is_member: Bool[Tensor, " q"]) -> _Overlap:
         """Those of some runs."""
-        return _Overlap(*(x[is_member] for x in (self.first_query, self.query_count, self.first_key, self.key_count)))
+        shift = None if self.shift is None else self.shift[is_member]
+        fields = self.first_query, self.query_count, self.first_key, self.key_count
+        return replace(_Overlap(*(x[is_member] for x in fields)), shift=shift)
 
 
 def _overlap(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tuple[_Overlap, bool]:
@@ -127,6 +143,21 @@ def _overlap(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tu
         return _Overlap(first_query, query_count, first_key, torch.minimum(key_count, chunk)), False
     # A source after this rank has both of its chunks between this rank's two: its keys are for the second one.
     return _Overlap(first_query + chunk, (query_count - chunk).clamp(min=0), first_key, key_count), False
+
+
+def _prefix_overlaps(layout: TokenLayout, runs: _Runs, source: int) -> Iterator[_Overlap]:
+    """The queries of each sequence and the keys of `source` that it has of what it continues.
+
+    One step back after another, since no query may occur twice in a block.
+    """
+    levels = prefix_levels(layout.prefix_of)
+    # The position of the stream where what a sequence continues would begin, if it stood right before it.
+    begin = (layout.cu_padded[:-1].long() - layout.lengths_before).cpu() if levels else torch.zeros(0)
+    for level in levels:
+        continued, prefix = pairs_of(level)
+        queries = runs.start[layout.cp_rank][continued], runs.real[layout.cp_rank][continued]
+        keys = runs.start[source][prefix], runs.real[source][prefix]
+        yield _Overlap(*queries, *keys, begin[prefix] - begin[continued])
 
 
 def _ascending_positions(layout: TokenLayout) -> Int64[Tensor, "n local"]:
@@ -169,7 +200,8 @@ def _split_by_window(rules: _SourceRules, overlap: _Overlap, window: int) -> tup
     first_query = overlap.first_query[run] + begin
     query_count = (overlap.query_count[run] - begin).clamp(max=MAX_SEGMENT_QUERIES)
     # 2. The positions of the first and last query of a segment, and the keys of its run.
-    first, last = query_positions[first_query], query_positions[first_query + query_count - 1]
+    shift = torch.zeros_like(run) if overlap.shift is None else overlap.shift[run]
+    first, last = (query_positions[x] + shift for x in (first_query, first_query + query_count - 1))
     first_key, end = overlap.first_key[run], (overlap.first_key + overlap.key_count)[run]
 
     def key_at(position: Tensor) -> Tensor:
@@ -185,7 +217,7 @@ def _split_by_window(rules: _SourceRules, overlap: _Overlap, window: int) -> tup
     # 5. The same queries, three times, with each range.
     key_ranges = (start, common_start), (common_start, common_stop), (common_stop, stop)
     first_edge, common, last_edge = (
-        _Overlap(first_query, query_count, start, stop - start) for start, stop in key_ranges
+        _Overlap(first_query, query_count, start, stop - start, shift) for start, stop in key_ranges
     )
     return first_edge, common, last_edge
 
@@ -228,7 +260,7 @@ def _block(
     has_visible_fill = not is_causal or bool((overlap.key_count < overlap.query_count).any())
     mask = fully_masked = None
     if rules.window is not None or (has_visible_fill and not is_key.all()):
-        mask = _key_mask(rules, queries, keys, is_key, is_causal)
+        mask = _key_mask(rules, queries, keys, is_key, is_causal, overlap.shift)
         if not mask.any():
             return None
         mask, fully_masked = _shared_mask(mask, masks, device)
@@ -244,7 +276,7 @@ def _block(
 
 
 def _key_mask(
-    rules: _SourceRules, queries: Tensor, keys: Tensor, is_key: Tensor, is_causal: bool
+    rules: _SourceRules, queries: Tensor, keys: Tensor, is_key: Tensor, is_causal: bool, shift: Tensor | None
 ) -> Bool[Tensor, "m i j"]:
     """Which keys of its run each query sees; i is 1 where all queries see the same."""
     mask = is_key[:, None]
@@ -252,6 +284,7 @@ def _key_mask(
         return mask
     index = rules.layout.index.cpu().int()
     distance = index[rules.layout.cp_rank][queries][:, :, None] - index[rules.source][keys][:, None, :]
+    distance = distance if shift is None else distance + shift[:, None, None]
     mask = mask & (distance >= 0) if rules.causal else mask
     return mask & (distance.abs() < rules.window) if rules.window is not None else mask
 

@@ -1,7 +1,7 @@
 """Which keys the queries of each rank see: what an exchange of keys has to send, and no more.
 
-It follows from the layout, the causal rule and the window alone, so that every rank knows it of all ranks before
-anything is sent.
+It follows from the layout with its prefixes, the causal rule and the window alone, so that every rank knows it of all
+ranks before anything is sent.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from torch_impl.layouts.prefixes import pairs_of, prefix_levels
 from torch_impl.layouts.token_layout import TokenLayout
 
 
@@ -43,7 +44,26 @@ def _seen_by(layout: TokenLayout, rank: int, causal: bool, window: int | None) -
     # 3. Without the causal rule also the last query before it.
     if not causal:
         seen |= _at(queries, following - 1, beyond=-1) >= torch.maximum(key - span + 1, start)
+    # 4. And queries of the sequences that continue that of the key.
+    if layout.prefix_of:
+        seen |= _seen_by_continuations(layout, queries, span)
     return seen & (key < end)
+
+
+def _seen_by_continuations(layout: TokenLayout, queries: Int64[Tensor, " rows"], span: int) -> Bool[Tensor, " total"]:
+    """Whether a query of a sequence that continues that of the key is less than `span` positions from it."""
+    # 1. The first real query that the rank has of each sequence, as its position in all that this continues.
+    start, real = layout.cu_padded[:-1].long(), layout.cu_real.long().diff()
+    place = _at(queries, torch.searchsorted(queries, start), beyond=layout.total) - start
+    never = 2 * layout.total
+    first = torch.where(place < real, place + layout.lengths_before, never)
+    # 2. For each sequence the first of all that continue it: they come after all of its keys, the first is nearest.
+    nearest = torch.full_like(first, never)
+    for level in prefix_levels(layout.prefix_of):
+        continued, prefix = pairs_of(level, first.device)
+        nearest.scatter_reduce_(0, prefix, first[continued], "amin")
+    # 3. No two real tokens are `total` positions apart.
+    return nearest[layout.sequence_ids] - layout.position_ids < min(span, layout.total)
 
 
 def _at(queries: Int64[Tensor, " rows"], index: Int64[Tensor, " total"], beyond: int) -> Int64[Tensor, " total"]:

@@ -38,6 +38,7 @@ from torch_impl.layouts.divisibility import (
     without_fill,
 )
 from torch_impl.layouts.index_arrays import ALPHABET, contiguous, inverse_permutation, packed_rows, ragged, striped
+from torch_impl.layouts.prefixes import lengths_before, validate_prefixes
 
 DenseKind = Annotated[str, OneOf(("contiguous", "dual_chunk_swap", "ragged", "striped"))]
 PackedKind = Annotated[str, OneOf(("contiguous", "packed", "striped"))]
@@ -49,6 +50,7 @@ class TokenLayout:
 
     `total` counts global tokens, padding included, and `counts` those of each rank; a row of `index` beyond its count
     (ragged only) is -1. All tensors are on one device; derived values are computed on first use and cached.
+    `prefix_of` has the sequence that each one continues, or -1; it is empty if none does.
 
     >>> layout = TokenLayout.packed([0, 4, 12], cp_size=2, cp_rank=0)
     >>> layout.index.tolist()
@@ -65,6 +67,7 @@ class TokenLayout:
     cu_padded: Int32[Tensor, " offsets"]
     cu_real: Int32[Tensor, " offsets"]
     counts: tuple[int, ...]
+    prefix_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # Not a field: FSDP's mixed precision copies the dataclasses that it finds among a module's arguments.
@@ -110,11 +113,15 @@ class TokenLayout:
         kind: PackedKind = "packed",
         total: int | None = None,
         validate: bool = True,
+        prefix_of: Sequence[int] | Tensor | None = None,
     ) -> TokenLayout:
         """The layout of packed sequences: `cu_padded` are their offsets in the stream, `cu_real` sums of real lengths.
 
         `kind` packed shards each sequence by DualChunkSwap; contiguous and striped shard the stream and ignore where
         sequences end. Offsets may end in entries of any negative number. The arrays are on the device of the offsets.
+
+        `prefix_of` has for each sequence the earlier one that it continues, or -1, as several responses share a
+        prompt: attention sees that one's real tokens too, and all that it continues, and positions count on from them.
 
         >>> TokenLayout.packed([0, 4, 6, 12], [0, 3, 5, 11], cp_size=1, cp_rank=0).padding_mask.nonzero().flatten()
         tensor([3])
@@ -123,10 +130,14 @@ class TokenLayout:
                 on a device are not checked: a total that is not their last offset then makes meaningless rows, if it
                 can be sharded at all. Each call builds a new layout: build one per batch.
         Errors: ValueError for another kind, a rank outside cp, offsets that do not rise from 0 to total, a real
-                length above its padded one, a padded length that cannot be sharded, or real lengths of other
-                sequences; TypeError for offsets, a size or a rank that are not integers.
+                length above its padded one, a padded length that cannot be sharded, real lengths of other
+                sequences, or a prefix that is no earlier sequence; TypeError for offsets, prefixes, a size or a rank
+                that are not integers.
         """
-        return build_packed(kind, cu_padded, cu_real, cp_size, cp_rank, total, validate)
+        layout = build_packed(kind, cu_padded, cu_real, cp_size, cp_rank, total, validate)
+        if prefix_of is None:
+            return layout
+        return replace(layout, prefix_of=validate_prefixes(prefix_of, len(layout.cu_padded) - 1))
 
     def derived(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """The cached value of `build()` for this key, such as a block schedule or a copy on another device."""
@@ -157,14 +168,19 @@ class TokenLayout:
         return torch.searchsorted(self.cu_padded[1:].long(), self._all_positions, right=True)
 
     @cached_tensor
+    def lengths_before(self) -> Int64[Tensor, " q"]:
+        """Number of real tokens in all that each sequence continues; 0 without `prefix_of`."""
+        return lengths_before(self.prefix_of, self.cu_real.diff().long())
+
+    @cached_tensor
     def position_ids(self) -> Int64[Tensor, " total"]:
-        """Position of each token within its sequence; counts on through the padding."""
-        return self._all_positions - self.cu_padded.long()[self.sequence_ids]
+        """Position of each token within its sequence and what this continues; counts on through the padding."""
+        return self._places + self.lengths_before[self.sequence_ids] if self.prefix_of else self._places
 
     @cached_tensor
     def padding_mask(self) -> Bool[Tensor, " total"]:
         """True at global positions that are padding."""
-        return self.position_ids >= self.cu_real.diff()[self.sequence_ids]
+        return self._places >= self.cu_real.diff()[self.sequence_ids]
 
     @cached_tensor
     def local_cu(self) -> Int32[Tensor, " offsets"]:
@@ -185,6 +201,11 @@ class TokenLayout:
         ends = self.cu_padded[:-1] + self.cu_real.diff()
         # A sequence without real tokens has no last one: it counts as 0.
         return max(torch.where(self.cu_real.diff() > 0, ends, 0).tolist(), default=0)
+
+    @cached_tensor
+    def _places(self) -> Int64[Tensor, " total"]:
+        """Place of each token within its sequence."""
+        return self._all_positions - self.cu_padded.long()[self.sequence_ids]
 
     @cached_tensor
     def _all_positions(self) -> Int64[Tensor, " total"]:
@@ -259,7 +280,8 @@ class TokenLayout:
 
         Errors: ValueError for a rank outside cp, or a length that cannot be sharded over `cp_size`.
         """
-        return rebuild(self.kind, self.total, cp_size, cp_rank, self.cu_padded, self.cu_real)
+        layout = rebuild(self.kind, self.total, cp_size, cp_rank, self.cu_padded, self.cu_real)
+        return replace(layout, prefix_of=self.prefix_of)
 
     def _check_rows(self, function: str, x: Tensor, dim: int, rows: int, where: str) -> None:
         if x.shape[dim] != rows:

@@ -178,6 +178,9 @@ class MixerStrategy:
             return f"layout is for cp={layout.cp_size} and rank {layout.cp_rank}, {of_group}; rebind it"
         if layout.total != total:
             return f"layout has {layout.total} tokens, the ranks have {total}"
+        # A state is passed on to one sequence, not to several.
+        if layout.prefix_of:
+            return "layout has sequences that continue others (prefix_of), which attention alone supports"
         # The collectives exchange blocks of one size.
         if len(set(layout.counts)) > 1:
             return f"layout gives the ranks {layout.counts} tokens; they must be equal"

@@ -1,0 +1,186 @@
+"""Parity of attention over sequences that share a prefix: pairs that meet, keys that are sent, values and gradients."""
+
+import doctest
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_ref.context_parallel import continued_attention
+from jax_ref.layouts import contiguous
+from jax_ref.layouts import packed as packed_reference
+from parity_tests.context_parallel.attention_schemes import (
+    DTYPES,
+    HEADS,
+    ROUNDINGS,
+    cost_over_two_axes,
+    exchange_cost,
+)
+from parity_tests.context_parallel.key_costs import needed_keys, visible_pairs
+from parity_tests.context_parallel.seen_pairs import times_seen
+from shardproof import check_cases, scheme
+from torch_impl.context_parallel import block_schedule, context_parallel_attention
+from torch_impl.context_parallel.needed_keys import needed_rows
+from torch_impl.layouts import TokenLayout, prefixes
+
+N = 4
+PADDED, REAL = [0, 16, 24, 40, 48], [0, 13, 21, 32, 37]
+TREES = {"responses": (-1, 0, 0, 0), "turns": (-1, 0, 1, -1)}
+
+
+@st.composite
+def trees(draw):
+    """Documents that fill a stream of a multiple of 2 * N, some of them empty, each of which may continue another."""
+    kind = draw(st.sampled_from(["contiguous", "striped", "packed"]))
+    unit = 2 * N if kind == "packed" else 1
+    padded = [unit * length for length in draw(st.lists(st.integers(0, 32 // unit), min_size=1, max_size=5))]
+    padded += [-sum(padded) % (2 * N)]
+    real = [draw(st.integers(0, length)) for length in padded]
+    prefix_of = [draw(st.integers(-1, j - 1)) for j in range(len(padded))]
+    offsets, sums = (np.cumsum([0, *each]).tolist() for each in (padded, real))
+    return kind, offsets, sums, prefix_of, draw(st.booleans()), draw(st.sampled_from([None, 1, 2, 5, 11, 40]))
+
+
+def positions_of(kind, offsets):
+    layout = TokenLayout.packed(offsets, cp_size=N, cp_rank=0, kind=kind)
+    return [row.numpy() for row in layout.index]
+
+
+@settings(max_examples=20)
+@given(trees())
+def test_each_pair_that_meets_does_so_once_and_its_key_is_sent(tree):
+    kind, offsets, sums, prefix_of, causal, window = tree
+    visible = visible_pairs(offsets[-1], causal, window, offsets, sums, prefix_of)
+    counts = np.zeros_like(visible, int)
+    expected = needed_keys(positions_of(kind, offsets), visible)
+    for rank in range(N):
+        layout = TokenLayout.packed(offsets, sums, cp_size=N, cp_rank=rank, kind=kind, prefix_of=prefix_of)
+        counts += times_seen(layout, causal, window)
+        needed = needed_rows(layout, causal, window).numpy()
+        for source in range(N):
+            assert set(layout.index[source].numpy()[needed[rank, source]]) == expected[rank][source]
+    np.testing.assert_array_equal(counts, visible)
+
+
+def test_pairs_of_long_runs(monkeypatch):
+    """Segments of a window, over the end of a prefix and into the one before."""
+    monkeypatch.setattr(block_schedule, "MAX_SEGMENT_QUERIES", 4)
+    offsets, prefix_of = [0, 24, 40, 64, 80], [-1, 0, 1, 0]
+    visible = visible_pairs(80, True, 30, offsets, offsets, prefix_of)
+    layouts = [
+        TokenLayout.packed(offsets, cp_size=2, cp_rank=rank, kind="contiguous", prefix_of=prefix_of) for rank in (0, 1)
+    ]
+    np.testing.assert_array_equal(sum(times_seen(layout, True, 30) for layout in layouts), visible)
+
+
+def of_a_tree(q, k, v, tree, causal, window):
+    return continued_attention(q, k, v, PADDED, REAL, TREES[tree], causal, window)
+
+
+def turned(size, world):
+    return packed_reference(size, world, PADDED)
+
+
+def specs(cut):
+    tensors = {"q": f"b h {cut} p", "k": f"b g {cut} p", "v": f"b g {cut} p"}
+    return dict(inputs=tensors, outputs=f"b h {cut} p")
+
+
+DECLARED = dict(
+    reference=of_a_tree,
+    dims={"b": (1,), "h": (4,), "g": (2,), "s": (PADDED[-1],), "p": (4,)},
+    draw=HEADS,
+    options={"tree": ("responses", "turns"), "causal": (True, False), "window": (None, 11)},
+    dtypes=DTYPES,
+    reduction=("s", "p"),
+    roundings=ROUNDINGS,
+)
+EXCHANGES = {"exchange": ("ring", "all_gather", "ulysses")}
+
+
+def cost_of(layout):
+    return lambda c: exchange_cost(c, layout(c.s, c.cp), (c.causal, c.window), PADDED, REAL, TREES[c.tree])
+
+
+def layout_of(tree, kind, cp_size, cp_rank):
+    return TokenLayout.packed(PADDED, REAL, cp_size=cp_size, cp_rank=cp_rank, kind=kind, prefix_of=TREES[tree])
+
+
+@scheme(
+    **specs("s/cp:turned"),
+    mesh={"cp": (1, 2, 4)},
+    layouts={"turned": turned},
+    rank_options=EXCHANGES,
+    cost=cost_of(turned),
+    **DECLARED,
+)
+def attention_over_shared_prefixes(mesh, q, k, v, tree, causal, window, exchange):
+    layout = layout_of(tree, "packed", mesh.size("cp"), mesh.rank("cp"))
+    call = dict(exchange=exchange, causal=causal, window=window)
+    return context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout, **call)
+
+
+@scheme(**specs("s/cp"), mesh={"cp": (1, 2, 4)}, rank_options=EXCHANGES, cost=cost_of(contiguous), **DECLARED)
+def attention_over_shared_prefixes_in_order(mesh, q, k, v, tree, causal, window, exchange):
+    layout = layout_of(tree, "contiguous", mesh.size("cp"), mesh.rank("cp"))
+    call = dict(exchange=exchange, causal=causal, window=window)
+    return context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout, **call)
+
+
+def usp_cost(c):
+    visible = visible_pairs(c.s, c.causal, c.window, PADDED, REAL, TREES[c.tree])
+    return cost_over_two_axes(c, contiguous(c.s, c.ring), visible)
+
+
+@scheme(**specs("s/ring/heads"), mesh={"ring": (1, 2), "heads": (1, 2)}, cost=usp_cost, **DECLARED)
+def attention_over_shared_prefixes_on_two_axes(mesh, q, k, v, tree, causal, window):
+    a, rank = mesh.size("heads"), mesh.rank("ring") * mesh.size("heads") + mesh.rank("heads")
+    layout = layout_of(tree, "contiguous", mesh.size("ring") * a, rank)
+    call = dict(exchange="usp", causal=causal, window=window)
+    return context_parallel_attention(q, k, v, mesh=mesh.device_mesh, layout=layout, **call)
+
+
+SCHEMES = (
+    attention_over_shared_prefixes,
+    attention_over_shared_prefixes_in_order,
+    attention_over_shared_prefixes_on_two_axes,
+)
+
+
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared):
+    check_cases(declared, 15)
+
+
+def test_parity_on_processes():
+    check_cases(attention_over_shared_prefixes, 3, engine="gloo")
+
+
+def test_positions_count_on_from_the_prefix():
+    layout = TokenLayout.packed([0, 4, 8, 12], [0, 3, 5, 8], cp_size=2, cp_rank=0, prefix_of=[-1, 0, 1])
+    assert layout.position_ids.tolist() == [0, 1, 2, 3, 3, 4, 5, 6, 5, 6, 7, 8]
+    assert layout.padding_mask.tolist() == [False] * 3 + [True] + [False] * 2 + [True] * 2 + [False] * 3 + [True]
+    again = layout.rebind(1, 0)
+    assert again.prefix_of == (-1, 0, 1) and again.position_ids.tolist() == layout.position_ids.tolist()
+    assert layout.on("cpu").prefix_of == (-1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("prefix_of", "kind", "message"),
+    [
+        ([-1, 0.5], TypeError, "prefix_of=[-1, 0.5]; pass the number of a sequence for each, or -1 for none"),
+        (0, TypeError, "prefix_of=0; pass the number of a sequence for each, or -1 for none"),
+        ([-1], ValueError, "prefix_of: 1 entries for 2 sequences; give one for each, -1 for none"),
+        ([-1, 1], ValueError, "prefix_of: sequence 1 continues 1; pass an earlier sequence, or -1 for none"),
+        ([-2, 0], ValueError, "prefix_of: sequence 0 continues -2; pass an earlier sequence, or -1 for none"),
+    ],
+)
+def test_rejections(prefix_of, kind, message):
+    with pytest.raises(kind) as caught:
+        TokenLayout.packed([0, 4, 8], cp_size=2, cp_rank=0, prefix_of=prefix_of)
+    assert str(caught.value) == message
+
+
+def test_what_the_docstring_shows():
+    assert doctest.testmod(prefixes) == (0, 1)
