@@ -99,17 +99,20 @@ class MixerStrategy:
         bias = self._parameter("conv1d.bias")
         return None if bias is None else self._slice_conv_param(bias)
 
-    def get_dt_bias(self) -> Float[Tensor, " h"]:
-        """dt_bias of this rank's heads, [heads]."""
-        return self._slice_vector_param(self._parameter("dt_bias"))
+    def get_dt_bias(self, tensor: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
+        """dt_bias of this rank's heads, [heads]; of `tensor`, if it is passed: a full copy, in another dtype say."""
+        return self._slice_vector_param(self._parameter("dt_bias") if tensor is None else tensor)
 
-    def get_A_log(self) -> Float[Tensor, " h"]:
-        """A_log of this rank's heads, [heads]."""
-        return self._slice_vector_param(self._parameter("A_log"))
+    def get_A_log(self, tensor: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
+        """A_log of this rank's heads, [heads]; of `tensor`, if it is passed."""
+        return self._slice_vector_param(self._parameter("A_log") if tensor is None else tensor)
 
-    def get_D(self) -> Float[Tensor, " h"]:
-        """D of this rank's heads, [heads]; or [heads * head_dim], where D has one number per channel."""
-        return self._slice_vector_param(self._parameter("D"))
+    def get_D(self, tensor: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
+        """D of this rank's heads, [heads]; or [heads * head_dim], where D has one number per channel.
+
+        Of `tensor`, if it is passed.
+        """
+        return self._slice_vector_param(self._parameter("D") if tensor is None else tensor)
 
     def ssm_parameters(self) -> SsmParameters:
         """The parameters between the projections, of this rank."""
