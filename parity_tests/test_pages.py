@@ -14,6 +14,7 @@ import torch
 import typer
 from hypothesis import strategies
 from jaxtyping import Int
+from packaging.specifiers import SpecifierSet
 
 from parity_tests.cli.app import app
 from parity_tests.harness.declare.case import ENGINES
@@ -108,6 +109,8 @@ def checked(words: list[str]) -> None:
         job = get_args_parser().parse_args(rest)
         assert job.module and job.training_script == "shardproof"
         read_verb(job.training_script_args)
+    elif program == "python" and rest[:2] == ["-m", "venv"]:
+        assert len(rest) == 3
     elif program == "python" and rest[0] == "-m":
         read_module(rest[1:])
     elif program == "python":
@@ -116,10 +119,25 @@ def checked(words: list[str]) -> None:
             _arguments(rest[1:])
     elif program == "pytest":
         read_module(words)
-    elif program == "pip":
+    elif program == "pip" or (program == "uv" and rest[0] == "pip"):
         read_install(rest)
+    elif program == "uv":
+        assert rest[0] == "venv", f"uv {rest[0]}: an environment is made by uv venv"
+        read_python(rest[2])
+    elif program == "conda":
+        assert rest[0] in ("create", "activate"), f"conda {rest[0]}: the packages are those of pip"
+        for word in rest:
+            read_python(word.removeprefix("python="))
     else:
-        assert program in ("export", "cd", "git"), f"{program!r}: say in checked() how such a command is read"
+        assert program in ("export", "cd", "git", "."), f"{program!r}: say in checked() how such a command is read"
+
+
+def read_python(word: str) -> None:
+    """A version of Python, if it is one, lies within our bounds."""
+    if re.fullmatch(r"\d+\.\d+", word):
+        with (ROOT / "pyproject.toml").open("rb") as file:
+            bounds = SpecifierSet(tomllib.load(file)["project"]["requires-python"])
+        assert word in bounds, f"Python {word} is outside {bounds}"
 
 
 def read_verb(rest: list[str]) -> None:
@@ -162,7 +180,9 @@ def test_commands_are_such_as_their_programs_read(block):
         ("python -m parity_tests.nothing", "no module parity_tests.nothing"),
         ("make everything", "no target 'everything'"),
         ("pip install 'shardproof[tse]'", "no extras"),
-        ("conda install shardproof", "say in checked"),
+        ("conda install shardproof", "packages are those of pip"),
+        ("uv venv --python 3.14", "Python 3.14 is outside"),
+        ("brew install shardproof", "say in checked"),
     ],
 )
 def test_a_wrong_command_is_seen(wrong, message):
@@ -174,12 +194,8 @@ def test_options_named_in_prose_exist():
     existing = {option for verb in VERBS.values() for x in verb.params for option in (*x.opts, *x.secondary_opts)}
     existing |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/injected_bugs/__main__.py")
     existing |= {option for x in typer.main.get_command(app).params for option in x.opts}
-    existing |= {
-        "--nproc-per-node",
-        "--rdzv-endpoint",
-        "--hypothesis-profile",
-        "--full-trace",
-    }  # of torchrun and pytest
+    existing |= {"--nproc-per-node", "--rdzv-endpoint"}  # of torchrun
+    existing |= {"--hypothesis-profile", "--full-trace", "--shardproof-engine", "--shardproof-examples"}  # of pytest
     existing |= {"--help", "--version", "--install-completion", "--show-completion"}  # of the command itself
     prose = {page: re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z0-9-]*)[^`\n]*`", text_of(page)) for page in PAGES}
     unknown = {page: sorted(set(options) - existing) for page, options in prose.items()}
@@ -236,7 +252,8 @@ def of_a_cost():
     return {"Cost": Cost}
 
 
-# (page, which block of it): what its names stand for. The README's scheme has a test of its own, test_readme.py.
+RUN_ELSEWHERE = ("README.md", "docs/how-to/quickstart.md")  # by test_readme.py and test_quickstart.py
+# (page, which block of it): what its names stand for.
 PREPARED = {
     ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,
     ("docs/how-to/replay.md", 0): of_a_replay,
@@ -255,11 +272,11 @@ PREPARED = {
 
 
 def test_every_python_block_is_prepared():
-    in_pages = {(block.page, block.nth) for block in PYTHON} - {("README.md", 0)}
+    in_pages = {(block.page, block.nth) for block in PYTHON if block.page not in RUN_ELSEWHERE}
     assert in_pages == set(PREPARED)
 
 
-@pytest.mark.parametrize("block", [block for block in PYTHON if block.page != "README.md"], ids=str)
+@pytest.mark.parametrize("block", [block for block in PYTHON if block.page not in RUN_ELSEWHERE], ids=str)
 def test_a_python_block_runs(block: Block):
     names = PREPARED[block.page, block.nth]()
     exec(compile(block.text, str(block), "exec"), names)

@@ -1,54 +1,29 @@
 """What the README shows is what happens: its scheme, its two reports, its commands, its links."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from parity_tests.pages import blocks as blocks_of_page
+from parity_tests.specimens.documented_console import replaced, run_as_shown, shape
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-ROW = re.compile(r"^  (?P<verdict>equal|MISMATCH)  +(?P<label>\S.*?)  +\d\.\de[+-]\d\d ")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-
-
-def shape(printed: str) -> list[str]:
-    """Lines without what differs by machine: widths, ids, and of a tensor's row all but name and verdict."""
-    lines = [re.sub(r"replay_[0-9a-f]{8}", "replay_#", line.rstrip()) for line in printed.strip("\n").splitlines()]
-    rows = [ROW.match(line) for line in lines]
-    reduced = [f"{row['label']} {row['verdict']}" if row else line for line, row in zip(lines, rows, strict=True)]
-    return [re.sub(r"(?<=\S) +", " ", line) for line in reduced]
-
-
-def console(block: str, folder: Path) -> tuple[list[str], list[str]]:
-    """(what is printed, what the README says is printed) for a block of one command and its output."""
-    command, documented = block.split("\n", 1)
-    program, *arguments = command.removeprefix("$ ").split()
-    assert program == "shardproof"
-    done = subprocess.run(
-        [sys.executable, "-m", "shardproof", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return shape(done.stdout), shape(documented)
+    return [block.text for block in blocks_of_page("README.md") if block.language == language]
 
 
 def test_the_scheme_and_its_reports(tmp_path):
     (source,), (difference,), (right, wrong) = blocks("python"), blocks("diff"), blocks("console")
     file = tmp_path / "my_logprob.py"
     file.write_text(source)
-    printed, documented = console(right, tmp_path)
+    _, printed, documented = run_as_shown(right, tmp_path)
     assert printed == documented
-    old, new = (line[1:] for line in difference.splitlines())
-    assert source.count(old + "\n") == 1
-    file.write_text(source.replace(old, new))
-    printed, documented = console(wrong, tmp_path)
+    file.write_text(replaced(source, difference))
+    _, printed, documented = run_as_shown(wrong, tmp_path)
     assert printed == documented
 
 

@@ -18,7 +18,9 @@ from parity_tests.specimens.user_files import RIGHT, WRONG, written
 NOT_HERE = {
     r"make .*": "steps of .ci/run",
     r"pip install .*": "makes an environment; the Makefile's targets do it with the same extras",
+    r"python -m venv .*|uv .*|conda .*|\. \.venv/bin/activate": "makes an environment, as pip install does",
     r"export .*": "of the line after it",
+    r"(shardproof verify|pytest) my_linear\.py.*|python replay_32799c1b\.py": "test_quickstart.py",
     r"(\.venv/bin/)?python -m pytest .*": "the suite itself",
     r"python -m parity_tests\.injected_bugs .*": "test_catalogue.py injects some of them, `make bugs` all",
     r"python -m parity_tests\.benchmarks .*": "`make bench`",

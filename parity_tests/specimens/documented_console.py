@@ -1,0 +1,42 @@
+"""Blocks of a page that are run: a command with what it prints, and a change to a file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from parity_tests import warm_python
+
+ROW = re.compile(r"^  (?P<verdict>equal|MISMATCH)  +(?P<label>\S.*?)  +\d\.\de[+-]\d\d ")
+
+
+def shape(printed: str) -> list[str]:
+    """Lines without what differs by machine: widths, ids, and of a tensor's row all but name and verdict."""
+    lines = [re.sub(r"replay_[0-9a-f]{8}", "replay_#", line.rstrip()) for line in printed.strip("\n").splitlines()]
+    rows = [ROW.match(line) for line in lines]
+    reduced = [f"{row['label']} {row['verdict']}" if row else line for line, row in zip(lines, rows, strict=True)]
+    return [re.sub(r"(?<=\S) +", " ", line) for line in reduced]
+
+
+def run_as_shown(block: str, folder: Path) -> tuple[int, list[str], list[str]]:
+    """(status, what is printed, what the page says is printed) for a block of one command and its output.
+
+    Programs are `shardproof`, `pytest` and `python`, each of which a forked Python runs. A replay file of the page
+    stands for the one that is in the folder.
+    """
+    command, _, documented = block.partition("\n")
+    program, *arguments = command.removeprefix("$ ").split()
+    if program == "python":
+        arguments = [path.name for path in folder.glob("replay_*.py")] if "replay_" in arguments[0] else arguments
+    else:
+        arguments = ["-m", program, *arguments]
+    done = warm_python.run(*arguments, folder=folder)
+    return done.returncode, shape(done.stdout), shape(documented)
+
+
+def replaced(source: str, difference: str) -> str:
+    """The file with a diff of one line applied. Errors: ValueError if the old line is not once in it."""
+    old, new = (line[1:] for line in difference.splitlines())
+    if source.count(f"{old}\n") != 1:
+        raise ValueError(f"the line {old!r} is {source.count(old)} times in the file")
+    return source.replace(old, new)
