@@ -17,7 +17,6 @@ from parity_tests.harness.run.program import Program
 
 SEEDS = 8  # drawn cases of which the one with the most ranks is shown
 MOST = 8  # tensors of a scheme that are shown
-STYLE = "white-space: nowrap; vertical-align: top"
 
 
 def folder_of(scheme: Declared) -> str:
@@ -28,7 +27,7 @@ def table(folder: str) -> str:
     """The schemes that the tests of one folder declare."""
     rows = "".join(row(scheme) for scheme in schemes() if folder_of(scheme) == folder)
     head = "<tr><th>scheme</th><th>specs</th><th>collectives of one case, calls and bytes per rank</th></tr>"
-    return f"<div class='table-wrapper'><table class='docutils'>{head}{rows}</table></div>"
+    return f"<table class='docutils schemes'>{head}{rows}</table>"
 
 
 def left_out() -> str:
@@ -55,7 +54,7 @@ def row(scheme: Declared) -> str:
 
 
 def cell(lines: list[str]) -> str:
-    return f"<td style='{STYLE}'>" + "<br>".join(f"<code>{html.escape(line)}</code>" for line in lines) + "</td>"
+    return "<td>" + "".join(f"<code>{html.escape(line)}</code>" for line in lines) + "</td>"
 
 
 def collectives(scheme: Declared) -> Iterator[str]:

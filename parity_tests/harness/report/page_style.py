@@ -28,7 +28,7 @@ html { background: #ffffff; }
 .shardproof p { margin: .3rem 0; }
 .shardproof code, .shardproof pre { font: 13px/1.45 ui-monospace, monospace; color: inherit; background: none; }
 .shardproof pre { background: var(--panel); padding: .6rem .8rem; overflow-x: auto; margin: .4rem 0;
-  white-space: pre; overflow-wrap: normal; }
+  white-space: pre-wrap; overflow-wrap: anywhere; }
 .shardproof table { border-collapse: collapse; font-size: 14px; }
 .shardproof .wide { overflow-x: auto; max-width: 100%; }
 .shardproof th, .shardproof td { text-align: left; padding: .15rem .9rem .15rem 0; border-bottom: 1px solid var(--line);
@@ -69,6 +69,7 @@ html { background: #ffffff; }
 .shardproof .legend svg { display: inline-block; vertical-align: -2px; margin-right: .3em; }
 @media (max-width: 760px) {
   .shardproof { padding: .7rem; }
+  .shardproof pre { white-space: pre; overflow-wrap: normal; }
   .shardproof .step { display: block; }
   .shardproof .step > p { width: calc(100vw - 3rem); }
 }
