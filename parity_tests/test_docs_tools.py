@@ -1,0 +1,112 @@
+"""What builds the pages: docstrings become sentences and boxes, sizes are those of packages, no browser is no pass."""
+
+import importlib.util
+import sys
+from importlib.metadata import distribution
+
+import pytest
+
+from parity_tests.pages import ROOT
+
+
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+docstring_layout, installed_sizes, in_a_browser = map(loaded, ("docstring_layout", "installed_sizes", "in_a_browser"))
+
+DOCSTRING = """The sum of `x` over a_group, as `all_reduce` has it.
+
+    x "a b/tp"  ->  "a b"
+
+y[i] = sum_j x[j]
+
+- one thing, which goes on
+  here
+- another
+
+Cost:   1 all_reduce of
+        a * b numbers.
+    ring        n - 1 hops, and
+                one more.
+    gather      1 all_gather.
+Errors: ValueError if x is empty."""
+
+
+def test_a_docstring_is_sentences_boxes_and_fields():
+    assert docstring_layout.as_rst(DOCSTRING.splitlines(), {"x"}) == [
+        "\\The sum of ``x``\\  over a\\_group, as :py:obj:`all_reduce`\\  has it.",
+        "",
+        ".. code-block:: text",
+        "",
+        '   x "a b/tp"  ->  "a b"',
+        "",
+        ".. code-block:: text",
+        "",
+        "   y[i] = sum_j x[j]",
+        "",
+        "- \\one thing, which goes on here",
+        "- \\another",
+        "",
+        ":Cost:",
+        "   \\1 all\\_reduce of a \\* b numbers.",
+        "",
+        "   - ``ring``: \\n - 1 hops, and one more.",
+        "   - ``gather``: \\1 all\\_gather.",
+        "",
+        "",
+        ":Errors:",
+        "   \\ValueError if x is empty.",
+        "",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    "drawing",
+    [
+        ["    A0            [A0, A1]", "       A1     =>  [A0, A1]"],
+        ["log p[t] = y[t] - lse,   lse = log sum_v exp(y_v)"],
+        ["d z = (g_lp (1[v=t] - p)) / temperature"],
+    ],
+)
+def test_what_is_laid_out_by_hand_stays(drawing):
+    first, blank, *lines = docstring_layout.as_rst(drawing)
+    assert (first, blank) == (".. code-block:: text", "")
+    assert [line.strip() for line in lines if line] == [line.strip() for line in drawing]
+
+
+def test_an_installation_is_what_it_requires():
+    production, absent = installed_sizes.closure("")
+    verified, _ = installed_sizes.closure("verify")
+    assert {"torch", "numpy", "jaxtyping"} <= production and not absent
+    assert "jax" not in production and {"jax", "hypothesis", "rich"} <= verified
+    files = distribution("jaxtyping").files
+    assert installed_sizes.size_of("jaxtyping") == sum(file.locate().stat().st_size for file in files)
+    assert installed_sizes.table().count("\n") == 1 + len(installed_sizes.EXTRAS)
+
+
+def test_without_a_browser_the_pages_are_not_run(monkeypatch, capsys):
+    monkeypatch.setattr(in_a_browser.shutil, "which", lambda name: None)
+    assert in_a_browser.main() == 4
+    assert "NOT RUN" in capsys.readouterr().out
+
+
+def test_a_browser_without_pages_is_no_pass(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(in_a_browser.shutil, "which", lambda name: sys.executable)
+    monkeypatch.setattr(in_a_browser, "BUILT", tmp_path)
+    assert in_a_browser.main() == 1
+    assert "not built" in capsys.readouterr().out
+
+
+def test_a_measurement_that_sees_nothing_is_a_problem():
+    view = {"page": in_a_browser.PLANTED, "width": 400, "problems": []}
+    unseen = in_a_browser.of_row(view, "dark")
+    assert len(unseen) == len(in_a_browser.DEFECTS)
+    view["problems"] = [[kind, "something"] for kind in in_a_browser.DEFECTS]
+    assert in_a_browser.of_row(view, "dark") == []
+    view["page"] = "index.html"
+    assert f"index.html 400 dark: {view['problems'][0][0]}: something" in in_a_browser.of_row(view, "dark")
