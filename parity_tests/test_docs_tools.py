@@ -1,4 +1,4 @@
-"""What builds the pages: docstrings become sentences and boxes, sizes are those of packages, no browser is no pass."""
+"""What builds the pages: docstrings as sentences, sizes of packages, evidence in short; no browser is no pass."""
 
 import importlib.util
 import sys
@@ -12,11 +12,15 @@ from parity_tests.pages import ROOT
 def loaded(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
-docstring_layout, installed_sizes, in_a_browser = map(loaded, ("docstring_layout", "installed_sizes", "in_a_browser"))
+docstring_layout = loaded("docstring_layout")
+evidence = loaded("evidence")
+in_a_browser = loaded("in_a_browser")
+installed_sizes = loaded("installed_sizes")
 
 DOCSTRING = """The sum of `x` over a_group, as `all_reduce` has it.
 
@@ -110,3 +114,20 @@ def test_a_measurement_that_sees_nothing_is_a_problem():
     assert in_a_browser.of_row(view, "dark") == []
     view["page"] = "index.html"
     assert f"index.html 400 dark: {view['problems'][0][0]}: something" in in_a_browser.of_row(view, "dark")
+
+
+def test_the_evidence_in_short_is_that_of_the_pages():
+    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text()
+    outcomes = [row.outcome for row in evidence.rows()]
+    assert outcomes.count("held") == benchmarks.count(" | held |\n") > 0
+    assert outcomes.count("missed") == benchmarks.count(" | MISSED |\n")
+    assert outcomes.count("not run") + outcomes.count("no promise") == benchmarks.count(" | - |\n")
+    last = evidence.counts().splitlines()[-1].split(" | ")[1:]
+    assert [int(cell.strip(" |")) for cell in last] == [outcomes.count(name) for name in evidence.OUTCOMES]
+    assert evidence.missed().count("\n") == 1 + outcomes.count("missed") + outcomes.count("not run")
+    injected = (ROOT / "docs" / "injected-bugs.md").read_text()
+    shown = evidence.injected().splitlines()
+    assert shown[0] in injected.splitlines()
+    assert f"- {injected.count('- survived: ')} survived" in evidence.injected()
+    assert evidence.located() in (ROOT / "docs" / "located.md").read_text()
+    assert evidence.measured_on() in benchmarks

@@ -1,0 +1,83 @@
+"""What was promised and what was measured, in short: read from the pages that the measuring programs write."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of docs/benchmarks.md; `outcome` is one of OUTCOMES."""
+
+    section: str
+    name: str
+    promised: str
+    measured: str
+    outcome: str
+
+
+OUTCOMES = ("held", "missed", "not run", "no promise")
+
+
+def rows() -> list[Row]:
+    """Every figure of the benchmarks, in order."""
+    section, figures = "", []
+    for line in (DOCS / "benchmarks.md").read_text().splitlines():
+        if line.startswith("## "):
+            section = line[3:]
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if not line.startswith("| ") or len(cells) != 4 or cells[0] in ("figure", "---"):
+            continue
+        name, promised, measured, verdict = cells
+        of_verdict = {"held": "held", "MISSED": "missed"}.get(verdict.strip("| "), "no promise")
+        outcome = "not run" if measured.startswith("not run") and promised != "-" else of_verdict
+        figures.append(Row(section, name, promised, measured, outcome))
+    return figures
+
+
+def counts() -> str:
+    """A Markdown table: of each section how many promises held, were missed, were not run."""
+    figures = rows()
+    sections = dict.fromkeys(row.section for row in figures)
+    lines = [f"| | {' | '.join(OUTCOMES)} |", "|---" * (len(OUTCOMES) + 1) + "|"]
+    for section in (*sections, ""):
+        of_section = [row.outcome for row in figures if section in ("", row.section)]
+        name = section or "**all**"
+        lines.append(f"| {name} | {' | '.join(str(of_section.count(outcome)) for outcome in OUTCOMES)} |")
+    return "\n".join(lines)
+
+
+def missed() -> str:
+    """A Markdown table of the promises that were missed, and of those that could not be run."""
+    lines = ["| figure | promised | measured |", "|---|---|---|"]
+    lines += [
+        f"| {row.name} | {row.promised} | {row.measured} |" for row in rows() if row.outcome in ("missed", "not run")
+    ]
+    return "\n".join(lines)
+
+
+def measured_on() -> str:
+    """When and where the benchmarks ran."""
+    (stamp,) = re.findall(r"^\d{4}-\d\d-\d\d: .*$", (DOCS / "benchmarks.md").read_text(), re.MULTILINE)
+    return stamp
+
+
+def injected() -> str:
+    """What the run of all injected bugs says of itself, as a list; its date; how many survivors nobody explains."""
+    text = (DOCS / "injected-bugs.md").read_text()
+    shares = re.findall(r"^- \d+ of \d+ .*$", text, re.MULTILINE)
+    (stamp,) = re.findall(r"^Written by `make bugs` on (.*)\.$", text, re.MULTILINE)
+    survivors = re.findall(r"^- survived: (.*)$", text, re.MULTILINE)
+    unexplained = sum("NOT EXPLAINED" in survivor for survivor in survivors)
+    last = f"- {len(survivors)} survived, of which {unexplained} without an explanation."
+    return "\n".join([*shares, last, "", f"Run on {stamp}."])
+
+
+def located() -> str:
+    """What the run of located bugs says of itself."""
+    (sentence,) = re.findall(r"^\d+ bugs: .*$", (DOCS / "located.md").read_text(), re.MULTILINE)
+    return sentence
