@@ -1,6 +1,6 @@
 """Open the built pages in headless Chromium, at three widths, light and dark: `python docs/in_a_browser.py`.
 
-Nothing may be cut, stick out of its column or be too pale to read. Pages are opened in frames of
+Nothing may be cut, stick out of its column, be too pale to read or come from a network. Pages are opened in frames of
 `browser/measure.html`, which compares widths and posts the problems to a server of this process; no package is needed.
 `browser/planted.html` has one defect of each kind and is measured among them, so that a measurement which sees nothing
 fails.
@@ -37,7 +37,7 @@ PAGES = (
 )
 REPORT, PLANTED, MEASURE = "report.html", "planted.html", "measure.html"  # pages that the server adds
 ADDED = DOCS / "browser"
-DEFECTS = {"cut", "out of its column", "too pale", "wider than the window"}
+DEFECTS = {"cut", "out of its column", "too pale", "wider than the window", "from a network"}
 LIMIT_S = 60.0
 NOT_RUN = 4
 
