@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jax_ref.context_parallel import shard_and_squares
 from parity_tests.context_parallel.drawn_rows import FILL, batch_of, drawn_rows
-from parity_tests.context_parallel.test_batch_te import Mesh, given_rows
+from parity_tests.context_parallel.test_batch_te import Mesh
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check_cases, lengths, scheme
 from torch_impl import context_parallel as cp
@@ -69,7 +69,8 @@ def of_packed_rows(x, padded, real):
     cost=lambda c: cost(c, c.t),
 )
 def packed_rows_there_and_back(mesh, x, padded, real, num_chunks) -> tuple[Rows, Rows]:
-    batch = given_rows(x, torch.zeros(x.shape[:2], dtype=torch.int64), padded, real, False)
+    seq_lens, seq_lens_padded = (F.pad(each, (0, 1), value=FILL).expand(len(x), -1) for each in (real, padded))
+    batch = {"input_ids": x, "seq_lens": seq_lens, "seq_lens_padded": seq_lens_padded}
     layout = cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, num_chunks=num_chunks, return_layout=True)[1]
     shard = layout.shard(x)
     tokens = shard.flatten(0, 1) if num_chunks > 1 else shard
