@@ -1,4 +1,4 @@
-"""The verbs about schemes: verify, list, tour."""
+"""The verbs about schemes: verify, list, new, tour."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ Ranks of lockstep are threads of one process, so state that a library keeps for 
 the schemes of one run. A failing case is run on gloo; where it passes there, lockstep's verdict is no verdict on the
 function, and the report says what else it may come from.
 
-One cause is the function's own: what it has kept from an earlier call. This process has made many calls, so that a case
-fails in it without any condition. It is judged again in fresh processes after a call with other values or other sizes;
-where that fails, the case with this call before it is what the report and its replay have.
+One cause is the function's own: what it has kept from an earlier call. This process has made many calls, so a case can
+fail here even with no calling condition drawn. It is judged again in fresh processes after a call with other values or
+other sizes; where that fails, the case with this call before it is what the report and its replay have.
 """
 
 from __future__ import annotations

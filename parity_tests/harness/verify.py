@@ -3,10 +3,11 @@
 How a mismatch comes to be printed, from a drawn case to the lines under a red row:
 
 1. `verdict.verify_case` evaluates the reference, runs the ranks and compares every tensor. For each that differs,
-   `explain.clues` makes hypotheses from its numbers: notes, each with the scope of the cases that could refute it.
+   `explain.clues` makes notes from its numbers, each with the scope of the cases that could refute it.
 2. `undecided.mark_undecided` takes the verdict back where the reference itself jumps within the rounding of its inputs.
 3. Hypothesis shrinks the case; `smallest.shrink` goes on to the smallest that fails alike.
-4. `plain_values.name_values_to_avoid` tries the case with normal values, to name those that it needs.
+4. `plain_values.name_values_to_avoid` tries the case with normal values, to name the inputs whose ties or zeros the
+   failure needs.
 5. `second_opinion` judges it on gloo, in fresh processes.
 6. `notes.check_notes` judges other cases and keeps the notes that hold in each that fails too.
 7. `repaired_lines.name_lines` adds the line of a collective whose repair makes the tensor right.
@@ -48,7 +49,7 @@ Progress = Callable[[int, int], None]
 
 
 class NothingCompared(ValueError):
-    """What every example compared is empty, or NaN in the reference throughout."""
+    """In every example all tensors that were compared were empty, or NaN everywhere in the reference."""
 
 
 def verify(
@@ -126,7 +127,7 @@ def _has_all_dims(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
 def _first_cases(
     scheme: Declared, fixed: Mapping[str, Any], draw_options: Mapping[str, Any], seed: int, examples: int | None
 ) -> tuple[list[CaseSpec], int]:
-    """The cases that are known before Hypothesis draws any, and the number of examples in all.
+    """The cases that are known before Hypothesis draws any, and the number of examples without a larger world.
 
     For one example it is the case of the seed. With all dims fixed there is one case for each mesh and dtype and, where
     the caller chose neither a number of examples nor the world, one inside a larger world.

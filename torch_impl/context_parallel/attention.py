@@ -52,14 +52,15 @@ def context_parallel_attention(
 
         q "b h s/cp:LAYOUT p", k, v "b hk s/cp:LAYOUT p"   ->   "b h s/cp:LAYOUT p"      with tp: h/tp, hk/tp
 
-    out[i] = sum_j softmax_j(scale * q[i] . k[j]) v[j];   query head i uses KV head i * hk // h
+    out[i] = sum_j softmax_j(scale * q[i] . k[j]) v[j];   query head g uses KV head g * hk // h
 
     With `softcap` c the logits x of the softmax become c * tanh(x / c). With `sinks` a head's softmax has one logit
     more, which takes its share and adds nothing: a key with value 0 that each query sees.
 
     Query i sees key j if both are real tokens of one sequence, j is not after i (`causal`), and they are less than
-    `window` positions of the sequence apart. With a layout's `prefix_of`, what a sequence continues stands before it
-    in this, and does not see it. Padding has output 0 and gradient 0. `scale` is p ** -0.5 by default,
+    `window` positions of the sequence apart. If the layout has `prefix_of`, a sequence continues another one, its
+    prefix: its queries see the prefix's keys too, as if the prefix stood right before it; the prefix's queries do not
+    see the sequence. Padding has output 0 and gradient 0. `scale` is p ** -0.5 by default,
     else positive and finite: other values make NaN where keys are hidden.
 
     `layout` is a TokenLayout, or contiguous, dual_chunk_swap or striped. `cu_seqlens` are the padded offsets of
@@ -71,15 +72,17 @@ def context_parallel_attention(
     Cost:   with n ranks, forward; backward. Around a ring and into a reduce_scatter gradients of keys travel in float32
             or wider. Through an all_to_all they travel in k's dtype, and those of a head that several ranks have are
             rounded to it before they are added.
-        ring        n - 1 hops of K and V, or fewer, or 1 all_to_all; the same, twice. Only rows that a query of another
-                    rank sees are sent, those that `key_traffic` counts: none of documents that stay on their rank.
+        ring        K and V by n - 1 hops or fewer, or by 1 all_to_all where `key_traffic` says that it sends less; the
+                    same for K and V, and as many messages for their gradients. Only rows that a query of another rank
+                    sees are sent: none of documents that stay on their rank.
         all_gather  1 all_gather of K and V; the same and 1 reduce_scatter of their gradients.
         ulysses     2 all_to_alls: q, k, v with max(hk, n) KV heads, and out; the same.
         usp         2 all_to_alls over a, and a ring over m = n / a; the same.
-    `attention_bytes` gives the bytes. Saves q (a copy, if its last dim has a stride), k, v, the output and one number
-    per query and head. Which calls a rank makes follows from the layout, whichever of q, k, v needs a gradient:
-    gradients of keys are computed and sent even for q alone. Every rank must run its backward. The gradient of `sinks`
-    is summed over cp: 1 all_reduce in backward, for usp 2. A softcap is computed by plain operations on every device.
+    `attention_bytes` gives the bytes. Saves q (a copy, if its last stride is not 1), a copy of k and v, the output
+    and one number per query and head. Which calls a rank makes follows from the layout, whichever of q, k, v needs a
+    gradient: gradients of keys are computed and sent even for q alone. Every rank must run its backward. The gradient
+    of `sinks` is summed over cp: 1 all_reduce in backward, for usp 2. A softcap is computed by plain operations on
+    every device.
 
     Errors: TypeError if group, mesh, causal, window, scale, softcap, sinks or offsets are of another type, or dtypes
             differ or are not float16, bfloat16, float32 or float64; ValueError for shapes that do not fit, query heads

@@ -1,9 +1,9 @@
-"""Attention of one block on CUDA, by kernels that also return the logarithm of the softmax's sum (lse).
+"""Attention of one block: CUDA's kernels that also return the logarithm of the softmax's sum (lse), and plain ones.
 
 Flash attention supports half precision without a mask, from compute capability 8.0 on. Memory-efficient attention
 supports more, but no grouped heads; it pads its lse to a multiple of 32 rows, aligns its causal mask to the top left,
-and takes masks as addends. Plain operations, which run on any device, do the rest: float64 above all, bfloat16 on
-older devices, and head widths that tensor cores cannot load.
+and takes masks as addends. Plain operations, which run on any device, do the rest: a softcap anywhere, and on CUDA
+float64, bfloat16 on older devices, and head widths that tensor cores cannot load.
 
 Plain operations hold the scores of ROWS queries at a time, in float32 or wider, so that memory does not grow with the
 number of pairs.
@@ -149,7 +149,7 @@ def plain_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Heads, KVHeads, KVHeads]:
-    """Gradients of one block, from the output and lse over all blocks; 0 for a query whose lse is infinite."""
+    """Gradients of one block, from the output and lse over all blocks; 0 for a query whose lse is +inf."""
     wide_q, wide_k, wide_v = _group_heads(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
     dout, grouped_lse = _group_heads(cotangent, k), lse.unflatten(1, (k.shape[1], -1))
     # 1. delta[i] = sum_j weights[i, j] dweights[i, j] over the keys of all blocks, which equals dout[i] . out[i].

@@ -148,7 +148,7 @@ def _overlap(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tu
 def _prefix_overlaps(layout: TokenLayout, runs: _Runs, source: int) -> Iterator[_Overlap]:
     """The queries of each sequence and the keys of `source` that it has of what it continues.
 
-    One step back after another, since no query may occur twice in a block.
+    One level of prefixes at a time, parent and then grandparent, since no query may occur twice in a block.
     """
     levels = prefix_levels(layout.prefix_of)
     # The position of the stream where what a sequence continues would begin, if it stood right before it.

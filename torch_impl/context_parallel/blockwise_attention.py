@@ -119,7 +119,7 @@ class RunningAttention:
     """The running result: output and lse of this rank's queries over the keys seen so far, in float32 or wider.
 
     A sink is the first key of each query, with value 0. A row of padding is in no block: it keeps output 0 and an lse
-    of -inf, or of the sink, and backward never reads it.
+    of -inf, or of the sink. Backward reads that lse for the sinks alone, where output 0 makes its share 0.
     """
 
     def __init__(self, q: Heads, sinks: Float[Tensor, " h"] | None = None) -> None:

@@ -3,7 +3,8 @@
 A *source* is a rank whose keys others need. In a ring its message goes on from rank to rank until the last that needs
 it: every rank on the way receives all rows that any rank needs. A halo is one all_to_all, in which each rank sends each
 other the rows that this one needs. A halo never sends more in total. But a ring computes while keys travel, and sends
-to neighbours alone, so it is used unless the halo's busiest rank sends a quarter fewer rows. Of packed sequences that
+to neighbours alone, so it is used unless the halo's busiest rank sends a quarter fewer rows or a rank would have no
+message in the first hop. Of packed sequences that
 are each sharded over all ranks, a halo saves up to 5 % of the rows, for which waiting is not worth while.
 
 All of it follows from the layout, so that every rank chooses alike.
@@ -57,7 +58,7 @@ def key_traffic(layout: BuiltLayout, *, causal: bool = True, window: Window | No
         halo    keys[r] = sum_i needed[i, r];   sums[r] = sum_s needed[r, s]
 
     The halo is taken if its busiest rank sends at most 3/4 of the rows of the ring's, or if a rank would have no
-    message in the ring's first hop.
+    message in the ring's first hop. If no keys travel at all, the route is the ring.
 
     >>> documents = TokenLayout.packed([0, 8, 16], cp_size=2, cp_rank=0, kind="contiguous")
     >>> key_traffic(documents)[0]
@@ -144,7 +145,7 @@ class HaloRoute:
 
 @dataclass(frozen=True)
 class KeyTransfer:
-    """A route, and the block schedule in which keys of other ranks have the numbers in which they arrive."""
+    """A route, and the block schedule, in which other ranks' keys are indexed by their rows of the received buffer."""
 
     route: RingRoute | HaloRoute
     schedule: BlockSchedule
@@ -171,7 +172,7 @@ def _key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyT
         arrived = needed[rank].cpu()
         sent = tuple(of_rank[rank] for of_rank in needs.rows)
         route = HaloRoute(rank, sent, tuple(needs.rows[rank]), needed[:, rank].nonzero()[:, 1])
-    # 3. Keys have the numbers in which they arrive, but for this rank's own, which do not travel.
+    # 3. Keys are indexed by their rows of the received buffer, but for this rank's own, which do not travel.
     blocks = [
         of_source if source == rank else tuple(_block_of_arrived(block, arrived[source]) for block in of_source)
         for source, of_source in enumerate(schedule.blocks)

@@ -42,7 +42,9 @@ from torch_impl.collectives.plain import (
 from torch_impl.context_parallel.key_routes import HaloRoute, RingRoute
 
 KVBuffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one buffer; rows are split without a copy
-OtherKVBuffer = Float[Tensor, "other_keys 2 b hk p"]  # that of other rows, where a function has both
+OtherKVBuffer = Float[
+    Tensor, "other_keys 2 b hk p"
+]  # of other rows: jaxtyping binds a dim's name to one size in a function
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class KVTransport(Protocol):
         ...
 
     def backward(self, local: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
-        """The same keys once more, with the sums of their gradients in `dtype`."""
+        """What yields the same keys again and carries the sums of their gradients back, in `dtype`."""
         ...
 
 
@@ -142,7 +144,7 @@ class Ring:
         return like.new_empty(self.route.counts[self.source(hop)] * self.arrives(hop), *like.shape[1:])
 
     def start_hop(self, kv: KVBuffer, hop: int) -> PendingBuffer:
-        """Post a hop: the keys of the last hop to the next rank, if they go on, and a receive from the rank before."""
+        """Post a hop: the previous hop's keys to the next rank, if they go on, and a receive from the rank before."""
         rank, n = self.route.rank, len(self.route.reach)
         sent = [((rank + 1) % n, kv)] if self.route.reach[self.source(hop - 1)] >= hop else []
         arriving = self.empty(kv, hop)

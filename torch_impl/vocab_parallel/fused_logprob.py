@@ -1,4 +1,4 @@
-"""Log-probability and negative entropy of sharded rows, forward and backward in one pass each.
+"""Log-probability and negative entropy of sharded rows, forward and backward read each row block from memory once.
 
 Rank r has columns [vocab_start, vocab_end) of each row, and every rank has the ids that are looked up: one target
 of a row, or k of them. With y = z / temperature, lse = log sum_v exp(y_v) and p = exp(y - lse),
@@ -237,10 +237,10 @@ class EntropyCotangent(NamedTuple):
 class IdCotangents(NamedTuple):
     """The cotangents of looked-up ids, k of each row, summed as their gradient needs them.
 
-    At the column of an id the gradient is g_same (1 - p) - p g_other, at any other column -p g_total: the sums of the
-    cotangents of the row's equal ids, of its other ids, and of all k. Each is summed by itself, not computed as a
-    difference of the others, which would cancel where p is almost 1. The ids are in any order. An id of another rank is
-    replaced by one of this rank, if the row has one.
+    g_same is the sum of the cotangents of the row's ids that equal this one, g_other that of its other ids, g_total
+    that of all k. At the column of an id the gradient is g_same (1 - p) - p g_other, at any other column -p g_total.
+    Each is summed by itself, not computed as a difference of the others, which would cancel where p is almost 1. The
+    ids are in any order. An id of another rank is replaced by one of this rank, if the row has one.
     """
 
     column: Int[Tensor, "n k"]
@@ -354,8 +354,11 @@ def row_statistics(logits: Tensor, column: Tensor | None, options: LogprobOption
 
 
 def rows_at_once(logits: Tensor, chunk_size: int | None, backend: str) -> int:
-    """Number of rows of one block: all for a Triton kernel, which has no working set to bound; many where one row's
-    intermediates are fused, so that a call costs little beside its pass."""
+    """Number of rows of one block.
+
+    All for a Triton kernel, which has no working set to bound; 64 MiB of them for `compile`, whose fused code has no
+    intermediates to keep in a cache; of long rows on a CPU as `long_rows.rows_per_tiled_block` says.
+    """
     if backend == "triton":
         return max(1, math.prod(logits.shape[:-1]))
     if backend == "compile" and chunk_size is None:

@@ -104,7 +104,7 @@ def may_share_memory(logits: Tensor) -> bool:
 
 
 class DistributedLogprob(torch.autograd.Function):
-    """Log-probability of each target token, for `.apply`; target already shifted.
+    """Log-probability of each target token, for `.apply`: target[i] is the token that the logits at i predict.
 
         vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
 

@@ -49,8 +49,6 @@ BLOCK_BYTES_ELSEWHERE = 1 << 26
 def rows_per_block(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
     """Rows of one block: as many as `chunk_size` positions of the last dim but one have, or what suits the device.
 
-    Of long rows on a CPU, `long_rows.rows_per_tiled_block` says how many.
-
     A position of the sequence is one row for every index of the leading dims: logits [b, s, v] have `chunk_size * b`
     rows in a block. These are consecutive among the b * s rows, not the same positions of each entry of the batch.
     """
@@ -127,7 +125,7 @@ def local_column(target: Int[Tensor, "*n"], start: int, end: int, absent: int = 
 
 
 def index_of(column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-    """Columns as an index for `gather`; 0 for those of other ranks, whose entries are then masked."""
+    """Columns as an index for `gather`; 0 for those of other ranks, whose entries the caller masks or replaces."""
     return column.clamp_min(0).long()
 
 
@@ -140,7 +138,7 @@ def shifted_logits(z: Float[Tensor, "*n"], row_max: Float[Tensor, "*#n"], temper
 def minus_row_max(
     block: Float[Tensor, "n v"], row_max: Float[Tensor, "n 1"], out: Float[Tensor, "n v"] | None = None
 ) -> Float[Tensor, "n v"]:
-    """Shifted logits z - m of a block, in the dtype of m; in `out` if it is given and the block has that dtype."""
+    """z - m of a block, not yet over the temperature, in the dtype of m; in `out` if given and of the same dtype."""
     if block.dtype != row_max.dtype:
         return block.to(row_max.dtype).sub_(row_max)
     if out is None or torch.compiler.is_compiling():

@@ -1,6 +1,6 @@
 """A note is printed as a fact only if it survives an experiment that could refute it.
 
-`harness.verify` says how a mismatch comes to be printed; this is its sixth step.
+`harness.verify` says how a mismatch comes to be printed; these are its sixth and seventh steps.
 
 What one case suggests is tried on other cases: larger ones with the same values and with plain ones, another mesh, a
 wider dtype, inputs a little off. A claim must hold in each that fails on the same tensor, and be of a kind that the
@@ -157,10 +157,10 @@ MIN_ELEMENTS = 8  # of a tensor, for two errors to be alike by more than chance
 
 
 def _vanishes(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
-    """Whether the error of a tensor is one of rounding; None where no wider dtype could be tried.
+    """Whether the error of a tensor is one of rounding; None if a rank failed in every run.
 
-    Then it is gone in a wider dtype, or it is another one at inputs a little off, as that of a cast to a dtype that
-    the function names itself. A mistake is in every dtype, and hardly changes where the inputs hardly do.
+    A rounding error vanishes in a wider dtype. If the function casts to a fixed dtype it does not vanish, but changes
+    completely when the inputs change slightly. A mistake is in every dtype, and hardly changes where inputs hardly do.
     """
     wider = [case.replace(dtype=dtype) for dtype in WIDER if UNIT_ROUNDOFF[dtype] < UNIT_ROUNDOFF[case.dtype]]
     reports = [report for report in (verify_case(scheme, wide) for wide in wider or [case]) if report.failure is None]

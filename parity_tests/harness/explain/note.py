@@ -13,7 +13,7 @@ from typing import Any, Self
 from parity_tests.harness.run.ledger import CallSite, Finding
 
 OBSERVED = "observed"  # states what this one case shows; there is nothing to refute
-CONTEXT = "context"  # the same, of the run and not of this tensor; printed after the hypotheses
+CONTEXT = "context"  # a fact of this case, printed after the other notes
 ACROSS_SIZES = "across sizes"  # holds at other sizes and values, on the same mesh
 ACROSS_MESHES = "across meshes"  # holds on other meshes too
 ROUNDING = "rounding"  # the error is one of rounding: it vanishes in a wider dtype

@@ -125,7 +125,7 @@ def compare(
         stitched = stitch(arg, pieces, case, scheme.layouts, "gradient")
         count = _terms(scheme, case, arg, "gradient") * stitched.summed_ranks
         want, spread = reference.gradients[arg.name], reference.gradient_spread[arg.name]
-        # Where an output has no cotangent no path may be left to an input: None is then as good as zeros.
+        # Without a cotangent of some output an input can be unreachable: None is then as good as zeros.
         absent = None
         if "unused" not in case.calls and any(result.gradients[arg.name] is None for result in results):
             reached = [
