@@ -232,14 +232,15 @@ def test_a_sequence_at_another_dim_is_padded_and_sharded_with_the_batch():
         ),
     ],
 )
-def test_extra_buffers_are_rejected(dims, options, kind, message):
+@pytest.mark.parametrize("n", [1, 2])
+def test_extra_buffers_are_rejected(n, dims, options, kind, message):
     def body(mesh, case):
         batch = {"input_ids": torch.zeros(2, 6, dtype=torch.int64), "teacher": torch.zeros(6, 3)}
         with pytest.raises(kind) as caught:
             cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch, extra_seq_buffers=dims, **options)
         return str(caught.value)
 
-    assert on_ranks(2, body) == (f"context_parallel.batch: {message}",) * 2
+    assert on_ranks(n, body) == (f"context_parallel.batch: {message}",) * n
 
 
 def test_what_the_docstring_shows():

@@ -128,7 +128,9 @@ def make_cp_batch_and_ctx(
         packed = batch if loss_mask is None else {**batch, "loss_mask": loss_mask}
         result, layout = te_batch(cp_mesh, packed, num_chunks, seq_lens_padding_value)
     elif cp_mesh is None or cp_mesh.size() == 1:
-        # Without a layout to build, nothing of the batch is read.
+        if seq_dims:  # a wrong name or dim is rejected on one rank already
+            _extra_dims(batch, seq_dims, _shape(batch)[1])
+        # Without a layout to build, nothing else of the batch is read.
         if not return_layout:
             return nullcontext, batch
         result, layout = batch, _layout_of_one_rank(cp_mesh, batch)
