@@ -66,8 +66,8 @@ display(figure(attention, "attention over cp, 2,097,152 tokens, h100"))
 # %% [markdown]
 # ## Where the ring stops being free
 #
-# As ranks are added products of a rank fall, what its ring sends does not, and its hops grow. The colour of a cell is
-# the way whose step is shortest, for sequences and worlds.
+# As ranks are added products of a rank fall, what its ring sends does not, and its messages are more. The colour of a
+# cell is the way whose step is shortest, for sequences and worlds.
 
 # %%
 LENGTHS = [2**power for power in range(17, 25)]

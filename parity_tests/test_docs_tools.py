@@ -34,7 +34,7 @@ y[i] = sum_j x[j]
 
 Cost:   1 all_reduce of
         a * b numbers.
-    ring        n - 1 hops, and
+    ring        n - 1 messages, and
                 one more.
     gather      1 all_gather.
 Errors: ValueError if x is empty."""
@@ -58,7 +58,7 @@ def test_a_docstring_is_sentences_boxes_and_fields():
         ":Cost:",
         "   \\1 all\\_reduce of a \\* b numbers.",
         "",
-        "   - ``ring``: \\n - 1 hops, and one more.",
+        "   - ``ring``: \\n - 1 messages, and one more.",
         "   - ``gather``: \\1 all\\_gather.",
         "",
         "",

@@ -53,10 +53,12 @@ class Sent:
 
     def __init__(self, n):
         self.keys = [{} for _ in range(n)]
-        self.sums = [{} for _ in range(n)]
+        self.gradients = [{} for _ in range(n)]
 
     def busiest(self, ops):
-        return sum(max(sum(table.get(op, (0, 0))[1] for op in ops) for table in of) for of in (self.keys, self.sums))
+        return sum(
+            max(sum(table.get(op, (0, 0))[1] for op in ops) for table in of) for of in (self.keys, self.gradients)
+        )
 
 
 def record(table, op, rows):
@@ -65,18 +67,18 @@ def record(table, op, rows):
 
 
 def around_the_ring(needed):
-    """Each source's keys go from rank to rank until the last that needs one; sums follow them, and then go home."""
+    """Each source's keys go from rank to rank until the last that needs one; their gradient follows, and returns."""
     n, sent = len(needed), Sent(len(needed))
     for source in range(n):
         rows = len(set().union(*(needed[r][source] for r in range(n))))
-        takers = [hop for hop in range(1, n) if needed[(source + hop) % n][source]]
-        for hop in range(1, max(takers, default=0) + 1):
-            before, here, after = ((source + hop + step) % n for step in (-1, 0, 1))
+        takers = [step for step in range(1, n) if needed[(source + step) % n][source]]
+        for step in range(1, max(takers, default=0) + 1):
+            before, here, after = ((source + step + i) % n for i in (-1, 0, 1))
             record(sent.keys[before], "send", rows)
             record(sent.keys[here], "recv", rows)
-            target = source if hop == takers[-1] else after
-            record(sent.sums[here], "send", rows)
-            record(sent.sums[target], "recv", rows)
+            target = source if step == takers[-1] else after
+            record(sent.gradients[here], "send", rows)
+            record(sent.gradients[target], "recv", rows)
     return sent
 
 
@@ -85,12 +87,12 @@ def as_a_halo(needed):
     n, sent = len(needed), Sent(len(needed))
     for rank in range(n):
         record(sent.keys[rank], "all_to_all", sum(len(needed[other][rank]) for other in range(n)))
-        record(sent.sums[rank], "all_to_all", sum(len(needed[rank][other]) for other in range(n)))
+        record(sent.gradients[rank], "all_to_all", sum(len(needed[rank][other]) for other in range(n)))
     return sent
 
 
 def cheaper(needed):
-    """The ring, unless its busiest rank sends a quarter less in a halo, or a rank would have no message in hop 1."""
+    """The ring, unless its busiest rank sends a quarter less in a halo, or a rank has no message before step 1."""
     n, ring, halo = len(needed), around_the_ring(needed), as_a_halo(needed)
     sources = {s for s in range(n) if any(needed[r][s] for r in range(n))}
     idle = [r for r in range(n) if r not in sources and (r - 1) % n not in sources]
@@ -110,9 +112,9 @@ def key_costs(c, positions, visible, heads, products=None, axis="cp"):
         return {f"{op}/{axis}": (calls, rows * row * itemsize) for op, (calls, rows) in table.items()}
 
     costs = []
-    for keys, sums in zip(sent.keys, sent.sums, strict=True):
+    for keys, gradients in zip(sent.keys, sent.gradients, strict=True):
         forward = in_bytes(keys, c.itemsize)
-        costs.append(Cost(forward, added(forward, in_bytes(sums, c.accumulator_itemsize)), products))
+        costs.append(Cost(forward, added(forward, in_bytes(gradients, c.accumulator_itemsize)), products))
     return costs
 
 

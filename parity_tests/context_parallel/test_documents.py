@@ -63,7 +63,7 @@ def test_needed_rows_are_those_of_the_pairs_that_meet(drawn):
     for traffic in (chosen, other):
         op, sent = messages[traffic.route]
         assert traffic.keys == tuple(table.get(op, (0, 0))[1] for table in sent.keys)
-        assert traffic.sums == tuple(table.get(op, (0, 0))[1] for table in sent.sums)
+        assert traffic.gradients == tuple(table.get(op, (0, 0))[1] for table in sent.gradients)
     assert (chosen.route == "ring") == ("all_to_all" not in cheaper(expected).keys[0])
 
 
@@ -140,7 +140,7 @@ def test_one_document_goes_around_the_ring_as_far_as_it_is_seen():
         ([8] * 4, {}, "ring"),  # without a message
         ([16, 16], {}, "ring"),
         ([6, 10, 16], {}, "ring"),
-        ([24, 8], {}, "halo"),  # the last rank has no message in the first hop
+        ([24, 8], {}, "halo"),  # the last rank has no message before step 1
         ([16, 16], {"causal": False}, "halo"),
         ([12, 8, 12], {"causal": False}, "halo"),
         ([32], {"window": 3}, "ring"),

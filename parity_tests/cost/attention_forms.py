@@ -14,16 +14,16 @@ from parity_tests.harness.declare.declared import Cost
 
 
 def ring_form(case: CaseSpec, ranks: int, heads: int, causal: bool, axis: str) -> Cost:
-    """Keys of `heads` heads travel to all other ranks, and so do sums of their gradients, which then go home."""
-    hops, rows = ranks - 1, case.s // ranks
+    """Keys of `heads` heads travel to all other ranks, and so do their gradients, which then return to them."""
+    messages, rows = ranks - 1, case.s // ranks
     row = case.b * 2 * heads * case.p
     unseen = rows // 2 if causal else 0
-    keys, sums = row * case.itemsize, row * case.accumulator_itemsize
-    # The last rank alone passes on no keys of the first, and the first no sums for its own: no rank sends all of both.
-    back = hops * rows * (keys + sums) - unseen * min(keys, sums)
-    ends = (f"send/{axis}", f"recv/{axis}") if hops else ()
-    forward, backward = dict.fromkeys(ends, (hops, hops * rows * keys)), dict.fromkeys(ends, (2 * hops, back))
-    return Cost(forward, backward, products(case, causal))
+    keys, gradients = row * case.itemsize, row * case.accumulator_itemsize
+    # The last rank alone passes on no keys of the first, and the first no gradient of its own: none sends all of both.
+    back = messages * rows * (keys + gradients) - unseen * min(keys, gradients)
+    ends = (f"send/{axis}", f"recv/{axis}") if messages else ()
+    forward = dict.fromkeys(ends, (messages, messages * rows * keys))
+    return Cost(forward, dict.fromkeys(ends, (2 * messages, back)), products(case, causal))
 
 
 def over_one_axis(causal: bool) -> Callable[[CaseSpec], Cost]:

@@ -65,19 +65,19 @@ def context_parallel_attention(
 
     `layout` is a TokenLayout, or contiguous, dual_chunk_swap or striped. `cu_seqlens` are the padded offsets of
     packed sequences in the global stream, for a batch of one, if the layout does not carry them; dual_chunk_swap then
-    applies within each sequence. Pass `group` or `mesh`: a mesh of one dim, or of two for usp, the outer one the ring
-    and the inner one the heads, of a ranks, so that cp rank = ring_rank * a + heads_rank. `exchange` is one of those
-    below.
+    applies within each sequence. Pass `group` or `mesh`: a mesh of one axis, or for usp of two, `ring` and inside it
+    `heads`, whatever their names. There s/cp is s/ring/heads: cp rank = ring_rank * heads_size + heads_rank, where
+    heads_size is the number of ranks of the axis `heads`. `exchange` is one of those below.
 
-    Cost:   with n ranks, forward; backward. Around a ring and into a reduce_scatter gradients of keys travel in float32
-            or wider. Through an all_to_all they travel in k's dtype, and those of a head that several ranks have are
-            rounded to it before they are added.
-        ring        K and V by n - 1 hops or fewer, or by 1 all_to_all where `key_traffic` says that it sends less; the
-                    same for K and V, and as many messages for their gradients. Only rows that a query of another rank
-                    sees are sent: none of documents that stay on their rank.
+    Cost:   with n ranks, forward; backward. Around a ring, in a halo and into a reduce_scatter gradients of keys travel
+            in float32 or wider. Through the all_to_alls of ulysses and usp they travel in k's dtype, and those of a
+            head that several ranks have are rounded to it before they are added.
+        ring        K and V by n - 1 messages or fewer, or by 1 all_to_all (a halo) where `key_traffic` says so; the
+                    same for K and V, and as many messages or all_to_alls for their gradients. Only rows that a query
+                    of another rank sees are sent: none of documents that stay on their rank.
         all_gather  1 all_gather of K and V; the same and 1 reduce_scatter of their gradients.
         ulysses     2 all_to_alls: q, k, v with max(hk, n) KV heads, and out; the same.
-        usp         2 all_to_alls over a, and a ring over m = n / a; the same.
+        usp         the all_to_alls of ulysses over `heads`, and a ring over `ring`; the same.
     `attention_bytes` gives the bytes. Saves q (a copy, if its last stride is not 1), a copy of k and v, the output
     and one number per query and head. Which calls a rank makes follows from the layout, whichever of q, k, v needs a
     gradient: gradients of keys are computed and sent even for q alone. Every rank must run its backward. The gradient
@@ -210,15 +210,15 @@ def _layout_problem(layout: TokenLayout, groups: CpGroups, q: Tensor) -> str | N
 
 def _exchange_problem(exchange: str, groups: CpGroups, layout: TokenLayout, q: Tensor, k: Tensor) -> str | None:
     """Why an exchange does not support the layout or cannot shard the heads, or None."""
-    label, heads, kv_heads, a = f"exchange={exchange!r}", q.shape[1], k.shape[1], groups.heads.size()
+    label, heads, kv_heads, heads_size = f"exchange={exchange!r}", q.shape[1], k.shape[1], groups.heads.size()
     if layout.kind == "ragged" and exchange in ("ulysses", "usp"):
         return f"{label} needs as many rows on each rank, which ragged has not; use ring or all_gather"
     # The ranks of a heads group hold their stripes together, which is not a stripe of the sequence.
     if exchange == "usp" and layout.kind == "striped":
         return f"{label} cannot join striped rows; use ring, all_gather or ulysses, or another layout"
-    if exchange in ("ulysses", "usp") and (heads % a or (kv_heads % a and a % kv_heads)):
+    if exchange in ("ulysses", "usp") and (heads % heads_size or (kv_heads % heads_size and heads_size % kv_heads)):
         rule = "needs h % n == 0, and hk % n == 0 or n % hk == 0"
-        return f"{label} cannot shard h={heads}, hk={kv_heads} over {a} ranks ({rule}); use ring or all_gather"
+        return f"{label} cannot shard h={heads}, hk={kv_heads} over {heads_size} ranks ({rule}); use ring or all_gather"
     return None
 
 

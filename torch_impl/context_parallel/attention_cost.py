@@ -27,7 +27,7 @@ RULE_OF = {"packed": "dual_chunk_swap"}  # packed shards each sequence by this r
 class Traffic:
     """Bytes that the busiest rank sends with one `exchange`, `forward` and `backward`.
 
-    `heads_size` is a, the number of ranks that exchange heads (usp: the inner dim of the mesh).
+    `heads_size` is the number of ranks that exchange heads (usp: the mesh axis `heads`, the inner one); 1 if none do.
     """
 
     exchange: str
@@ -55,19 +55,21 @@ def attention_bytes(
     causal: bool = True,
     window: Window | None = None,
 ) -> list[Traffic]:
-    """The bytes of each exchange that supports these shapes, ring first; usp once for each way to write n = a * m.
+    """The bytes of each exchange that supports these shapes, ring first; usp once for each mesh of n = ring * heads.
 
         q "b h s/cp:LAYOUT p", k, v "b hk s/cp:LAYOUT p"   with s global rows, n = cp_size
 
-    With kv = 2 * hk * p * e, e = itemsize, t = s / n rows a rank, f = max(e, 4) for gradients of keys:
+    With kv = 2 * hk * p * e, e = itemsize, t = s / n rows a rank, f = max(e, 4) for gradients of keys, and for usp a
+    ranks of the mesh axis `heads` (`heads_size`) and m = n / a of `ring`, forward and backward:
 
-        ring        b keys kv                                     b (keys + sums f / e) kv
+        ring        b keys kv                                     b (keys + gradients f / e) kv
         all_gather  b (n-1) t kv                                  b (n-1) t kv (1 + f / e)
         ulysses     b (n-1)/n t p e (2 h + 2 max(hk, n))          the same
         usp         ulysses of a and ring of m with kv max(hk, a) / hk, over the a t rows of a group
 
-    `keys` and `sums` are the busiest rank's rows by `key_traffic` of one sequence, at most (n-1) t of each. Ulysses
-    needs h % a == 0 and hk % a == 0 or a % hk == 0, usp no stripes; ragged rows are for ring and all_gather.
+    `keys` and `gradients` are the busiest rank's rows by `key_traffic` of one sequence, at most (n-1) t of each.
+    Ulysses needs h % a == 0 and hk % a == 0 or a % hk == 0, with a = n; usp the same for its a, and no stripes. Ragged
+    rows are for ring and all_gather.
 
     >>> [(t.exchange, t.total) for t in attention_bytes(b=1, s=8, h=4, hk=2, p=1, cp_size=2, itemsize=2, causal=False)]
     [('ring', 128), ('all_gather', 128), ('ulysses', 96)]
@@ -102,10 +104,11 @@ def attention_bytes(
     return traffic
 
 
-def _busiest_bytes(rows_sent: KeyTraffic, row: int, sums_row: int) -> tuple[int, int]:
-    """Bytes of the busiest rank of a ring, forward and backward, with rows of `row` and `sums_row` bytes."""
-    keys, sums = ([count * size for count in of] for of, size in ((rows_sent.keys, row), (rows_sent.sums, sums_row)))
-    return max(keys), max(map(add, keys, sums))
+def _busiest_bytes(rows_sent: KeyTraffic, key_row: int, gradient_row: int) -> tuple[int, int]:
+    """Bytes of the busiest rank, forward and backward: `key_row` for a row of keys, `gradient_row` of gradients."""
+    keys = [count * key_row for count in rows_sent.keys]
+    gradients = [count * gradient_row for count in rows_sent.gradients]
+    return max(keys), max(map(add, keys, gradients))
 
 
 def _ring_rows(layout: str, s: int, ranks: int, causal: bool, window: int | None) -> KeyTraffic:

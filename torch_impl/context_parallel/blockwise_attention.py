@@ -9,7 +9,7 @@ Each block gives the softmax over its own keys with the logarithm of its sum (ls
     lse = logaddexp_i lse_i,    out = sum_i exp(lse_i - lse) out_i,
 
 and with this global lse and out each block's backward is exact without the other blocks. Read
-`_BlockwiseAttention.forward` and `backward`: one turn of their loop is one source rank, in a ring one hop.
+`_BlockwiseAttention.forward` and `backward`: one turn of their loop is one source rank, in a ring one step.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         options: SoftmaxOptions,
     ) -> Heads:
         running, local_kv = RunningAttention(q, sinks), buffer_of(k, v)
-        # 1. One hop: the keys of one source arrive, and are sent on while this rank attends to them.
+        # 1. The keys of one source at a time; in a ring they are sent on while this rank attends to them.
         for source, kv in transport.fetch(local_kv):
             # 2. Merge each block of them into the running softmax.
             for block in schedule.blocks[source]:
@@ -93,15 +93,15 @@ class _BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Heads) -> tuple[Tensor | None, ...]:
         q, local_kv, out, lse, sinks = ctx.saved_tensors
         schedule: BlockSchedule = ctx.schedule
-        # dq is summed on this rank. The gradients of keys are summed in buffers that travel.
+        # dq is summed on this rank. The gradient of keys is summed over ranks, which the transport does.
         dq = zeros_rows_first(q)
-        # 1. One hop: the keys of one source arrive, and one hop behind them the sums of their gradients.
-        transport = ctx.transport.backward(local_kv, dq.dtype)
+        # 1. The keys of one source at a time, and the buffer for their gradient, which in a ring may still travel.
+        transport = ctx.transport.backward_transport(local_kv, dq.dtype)
         for source, kv, pending_dkv in transport:
-            # 2. Add the gradients of each block. With the next turn of the loop the transport sends the sums on.
+            # 2. Add the gradients of each block. With the next turn of the loop a ring sends the buffer on.
             for block in schedule.blocks[source]:
                 add_gradients(dq, pending_dkv, cotangent, (q, out, lse), kv_of(kv), block, ctx.options)
-        # 3. What all ranks added to the gradients of this rank's keys.
+        # 3. The gradient of this rank's keys, to which all ranks have added.
         dkv = transport.local_gradient()
         dsinks = None if sinks is None else _sink_gradient(sinks, lse, out, cotangent)
         return dq.to(q.dtype), *kv_of(dkv).to(local_kv.dtype), dsinks, None, None, None
@@ -170,7 +170,7 @@ def add_gradients(
     block: Block,
     options: SoftmaxOptions,
 ) -> None:
-    """Add the gradients of one block to dq, and to the sums of gradients of keys once these have arrived.
+    """Add the gradients of one block to dq, and to the buffer of the keys' gradient once this has arrived.
 
     `saved` are the queries with their output and lse over all blocks.
     """
@@ -189,7 +189,7 @@ def add_gradients(
             kernel_block,
             options,
         )
-        # 2. Only now wait for the sums of other ranks, which were sent while the kernel ran.
+        # 2. Only now wait for the buffer, to which the ranks before have added: it travels while the kernel runs.
         dk, dv = kv_of(pending_dkv.wait()).unbind()
         _add_rows(dq, gradients[0], kernel_block.queries, kernel_block.query_scatter)
         _add_rows(dk, gradients[1], kernel_block.keys, kernel_block.key_scatter)

@@ -1,11 +1,11 @@
 """The route of keys to the ranks that need them: around a ring, or directly, as a halo.
 
-A *source* is a rank whose keys others need. In a ring its message goes on from rank to rank until the last that needs
-it: every rank on the way receives all rows that any rank needs. A halo is one all_to_all, in which each rank sends each
-other the rows that this one needs. A halo never sends more in total. But a ring computes while keys travel, and sends
-to neighbours alone, so it is used unless the halo's busiest rank sends a quarter fewer rows or a rank would have no
-message in the first hop. Of packed sequences that
-are each sharded over all ranks, a halo saves up to 5 % of the rows, for which waiting is not worth while.
+A *source* is a rank whose keys others need. In a ring its keys go from rank to rank until the last that needs any:
+every rank on the way receives all rows that at least one rank needs. A halo is one all_to_all, in which each rank sends
+each other the rows that this one needs. A halo never sends more in total. But a ring computes while keys travel, and
+sends keys to neighbours alone, so it is used unless the halo's busiest rank sends a quarter fewer rows or a rank would
+have no message before the ring's step 1. Of packed sequences that are each sharded over all ranks, a halo saves up to
+5 % of the rows, for which waiting is not worth while.
 
 All of it follows from the layout, so that every rank chooses alike.
 """
@@ -32,16 +32,16 @@ BuiltLayout = Annotated[TokenLayout, Instance(TokenLayout, "pass a TokenLayout",
 
 @dataclass(frozen=True)
 class KeyTraffic:
-    """Rows that each rank sends by one `route`, ring or halo: `keys[r]` of keys, `sums[r]` of their gradients."""
+    """Rows that each rank sends by one `route`, ring or halo: `keys[r]` of keys, `gradients[r]` of their gradients."""
 
     route: str
     keys: tuple[int, ...]
-    sums: tuple[int, ...]
+    gradients: tuple[int, ...]
 
     @property
     def busiest(self) -> int:
         """Rows of the rank that sends most, of keys and of gradients."""
-        return max(self.keys) + max(self.sums)
+        return max(self.keys) + max(self.gradients)
 
 
 @contract(FUNCTION)
@@ -49,23 +49,23 @@ def key_traffic(layout: BuiltLayout, *, causal: bool = True, window: Window | No
     """Rows that each rank sends around a ring and as a halo, first by the route that `exchange="ring"` takes.
 
     A row is K and V of one token: `2 * b * hk * p` numbers. Keys are sent in forward and again in backward, in their
-    dtype; sums of their gradients in backward, in float32 or wider. With `needed[r, s]` the number of rows of rank s
-    that queries of rank r see, `any[s]` of those that any other rank sees, and `reach[s]` the largest h for which rank
-    s + h needs any:
+    dtype; their gradients in backward, in float32 or wider. With `needed[r, s]` the number of rows of rank s that
+    queries of rank r see, `union[s]` of those that at least one other rank sees, and `reach[s]` the largest i for which
+    rank s + i needs any:
 
-        ring    keys[r] = sum of any[r - h] over h >= 0 with reach[r - h] > h;   sums[r] = the same over h >= 1
-                with reach[r - h] >= h
-        halo    keys[r] = sum_i needed[i, r];   sums[r] = sum_s needed[r, s]
+        ring    keys[r] = sum of union[r - i] over i >= 0 with reach[r - i] > i;   gradients[r] = the same over i >= 1
+                with reach[r - i] >= i
+        halo    keys[r] = sum_q needed[q, r];   gradients[r] = sum_s needed[r, s]
 
     The halo is taken if its busiest rank sends at most 3/4 of the rows of the ring's, or if a rank would have no
-    message in the ring's first hop. If no keys travel at all, the route is the ring.
+    message before the ring's step 1. If no keys travel at all, the route is the ring.
 
     >>> documents = TokenLayout.packed([0, 8, 16], cp_size=2, cp_rank=0, kind="contiguous")
     >>> key_traffic(documents)[0]
-    KeyTraffic(route='ring', keys=(0, 0), sums=(0, 0))
+    KeyTraffic(route='ring', keys=(0, 0), gradients=(0, 0))
     >>> one, two = key_traffic(TokenLayout.dense("contiguous", 16, cp_size=2, cp_rank=0), window=3)
     >>> one, two.route
-    (KeyTraffic(route='ring', keys=(2, 0), sums=(0, 2)), 'halo')
+    (KeyTraffic(route='ring', keys=(2, 0), gradients=(0, 2)), 'halo')
 
     Cost:   no collective; for each rank a search of all positions, cached with the layout.
     Errors: TypeError for another layout, causal or window; ValueError for a window below 1.
@@ -77,23 +77,25 @@ def key_traffic(layout: BuiltLayout, *, causal: bool = True, window: Window | No
 
 @dataclass(frozen=True)
 class Needs:
-    """The numbers of rows that ranks need: `rows[r][s]` those of s that r needs, `any_rank[s]` those that any needs."""
+    """The numbers of rows that ranks need: `rows[r][s]` of s by r, `union[s]` of s by at least one rank."""
 
     rows: list[list[int]]
-    any_rank: list[int]
+    union: list[int]
 
     @property
     def reach(self) -> tuple[int, ...]:
         """For each source the number of ranks on to the last that needs any of its keys; 0 if none does."""
         n = len(self.rows)
-        return tuple(max((h for h in range(n) if self.rows[(s + h) % n][s]), default=0) for s in range(n))
+        return tuple(max((i for i in range(n) if self.rows[(s + i) % n][s]), default=0) for s in range(n))
 
     def ring_traffic(self) -> KeyTraffic:
         reach, n = self.reach, len(self.rows)
-        hops = [[(self.any_rank[r - h], reach[r - h], h) for h in range(n)] for r in range(n)]
-        keys = (sum(count for count, last, h in of_rank if last > h) for of_rank in hops)
-        sums = (sum(count for count, last, h in of_rank if last >= h > 0) for of_rank in hops)
-        return KeyTraffic("ring", tuple(keys), tuple(sums))
+        # For each rank and step: the rows of the step's source, how far they travel, and the step.
+        steps = [[(self.union[r - i], reach[r - i], i) for i in range(n)] for r in range(n)]
+        # The last rank that keys come to does not send them on, but it sends their gradient, to the source.
+        keys = (sum(count for count, last, i in of_rank if last > i) for of_rank in steps)
+        gradients = (sum(count for count, last, i in of_rank if last >= i > 0) for of_rank in steps)
+        return KeyTraffic("ring", tuple(keys), tuple(gradients))
 
     def halo_traffic(self) -> KeyTraffic:
         return KeyTraffic("halo", tuple(map(sum, zip(*self.rows, strict=True))), tuple(map(sum, self.rows)))
@@ -108,8 +110,8 @@ class Needs:
 
 def _needs(needed: Bool[Tensor, "n n rows"]) -> Needs:
     """The numbers of needed rows, by one copy to the host."""
-    *rows, any_rank = torch.cat([needed.sum(2), needed.any(0).sum(1)[None]]).tolist()
-    return Needs(rows, any_rank)
+    *rows, union = torch.cat([needed.sum(2), needed.any(0).sum(1)[None]]).tolist()
+    return Needs(rows, union)
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ class RingRoute:
     rows: Rows
 
     @property
-    def hops(self) -> int:
-        """The largest number of ranks that any keys travel."""
+    def last_step(self) -> int:
+        """The last step of the ring: the largest number of ranks on that any keys travel."""
         return max(self.reach)
 
 
@@ -166,7 +168,7 @@ def _key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyT
     if needs.suits_ring():
         # 1. All ranks on the way receive what any of them needs.
         arrived = needed.any(0).cpu()
-        route = RingRoute(rank, needs.reach, tuple(needs.any_rank), _as_rows(arrived[rank], layout.index.device))
+        route = RingRoute(rank, needs.reach, tuple(needs.union), _as_rows(arrived[rank], layout.index.device))
     else:
         # 2. Or each receives its own rows: `nonzero` lists those that this rank sends, by the rank that needs them.
         arrived = needed[rank].cpu()

@@ -1,22 +1,24 @@
-"""How keys and values reach the ranks that attend to them: around a ring, hop by hop, or all at once.
+"""How keys and values reach the ranks that attend to them: around a ring, step by step, or all at once.
 
 "Keys" means both K and V; they travel in one buffer. The *source* of a buffer is the rank whose keys it has. Which rows
 of them travel, and how far, is the *route* (`key_routes`).
 
-In a ring, a *hop* sends a rank's buffer to the next rank: after h hops rank r has the keys of rank r - h, if the route
-takes them so far. The gradients of a source's keys are *sums* over the ranks that attended to them. In backward the
-keys go around again, and the sums travel one hop behind them. What rank r does, where all keys travel 2 hops:
+Attention around a ring takes *steps*: in step i rank r attends to the keys of rank r - i. Before each step but step 0 a
+*message* brings it these keys from rank r - 1, if the route takes them so far. The gradient of keys is a sum over the
+ranks that attended to them. In backward the keys go around again, and one step behind them the *partial sum* of their
+gradient: each rank adds its term, and the last one sends the sum to the source. What rank r does, where all keys travel
+2 ranks on:
 
-    forward     hop 0    attends to its own keys, while they are sent to r + 1
-                hop 1    attends to the keys of r - 1, while they are sent to r + 1
-                hop 2    attends to the keys of r - 2
-    backward    hop 1    computes gradients of the keys of r - 1; the sums are these alone; sends the sums to r + 1
-                hop 2    computes gradients of the keys of r - 2; waits for the sums, which r - 1 sent after its hop 1;
-                         adds; sends the sums home, to r - 2
-                last     computes gradients of its own keys; waits for the sums, which r + 2 sent home; adds
+    forward     step 0    attends to its own keys, while they are sent to r + 1
+                step 1    attends to the keys of r - 1, while they are sent to r + 1
+                step 2    attends to the keys of r - 2
+    backward    step 1    computes the gradient of the keys of r - 1, the first term of their sum; sends it to r + 1
+                step 2    computes the gradient of the keys of r - 2; waits for the partial sum, which r - 1 sent after
+                          its step 1; adds; sends the sum to the source, r - 2
+                step 0    computes the gradient of its own keys; waits for the sum, which r + 2 sent; adds
 
-A halo sends each rank the rows that it needs, by one all_to_all, and their gradients straight home by another. A rank
-attends to its own keys in the meantime.
+A halo sends each rank the rows that it needs, by one all_to_all, and their gradients straight to the source by another.
+A rank attends to its own keys in the meantime.
 
 An all-gather is one collective instead of a ring; in return, every rank has all keys in memory for the length of a
 call.
@@ -73,29 +75,29 @@ class PendingBuffer:
 
 @runtime_checkable  # so that annotations can be checked at run time
 class KVTransport(Protocol):
-    """How keys reach the other ranks, and how their gradients return, in float32 or wider."""
+    """How keys reach the other ranks, and how their gradients return."""
 
-    def fetch(self, local: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
-        """(source, its keys) for each rank whose keys come to this rank; `local` are this rank's.
+    def fetch(self, local_kv: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
+        """(source, its keys) for each rank whose keys come to this rank, and for this rank, whose keys are `local_kv`.
 
-        A source whose keys do not come may be yielded with no rows, and has no blocks. The keys may be being sent:
-        nothing may be written into them.
+        A source whose keys do not come may be yielded with no rows; the schedule has no blocks of it. Nothing may be
+        written into the keys: they may be being sent.
         """
         ...
 
-    def backward(self, local: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
-        """What yields the same keys again and carries the sums of their gradients back, in `dtype`."""
+    def backward_transport(self, local_kv: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
+        """The transport of one backward, which fetches the same keys again; gradients are summed in `dtype`."""
         ...
 
 
 @runtime_checkable
 class BackwardTransport(Protocol):
-    """One backward. Iterate over it, adding to the sums at each source; then call `local_gradient`."""
+    """One backward: iterate over it, adding this rank's gradient of each source's keys; then call `local_gradient`."""
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
-        """(source, its keys, the sums that this rank adds their gradients to).
+        """(source, its keys, the buffer that this rank adds the gradient of these keys to).
 
-        Compute the gradients first and wait for the sums then: these travel in the meantime.
+        Compute the gradient before waiting for the buffer: in a ring this travels in the meantime.
         """
         ...
 
@@ -113,96 +115,107 @@ def transport_of(route: RingRoute | HaloRoute, group: ProcessGroup) -> KVTranspo
 class Ring:
     """Keys that travel around a ring, those of each source as far as its reach.
 
-    Cost:   forward 1 send and 1 recv of K and V together for each hop that they travel; backward the same, and as many
-            of their gradients.
+    Cost:   forward 1 message of K and V together, a send and a recv, for each rank that a source's keys travel on;
+            backward as many again, and as many of their gradient.
     """
 
     group: ProcessGroup
     route: RingRoute
 
-    def fetch(self, local: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
-        pending_kv = self.start_hop(local[self.route.rows], 1)
-        yield self.route.rank, local
-        for hop in range(1, self.route.hops + 1):
-            # 1. Wait for the keys of this hop.
+    def fetch(self, local_kv: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
+        pending_kv = self.post_messages(local_kv[self.route.rows], 1)
+        yield self.route.rank, local_kv
+        for step in range(1, self.route.last_step + 1):
+            # 1. Wait for the keys of this step.
             kv = pending_kv.wait()
-            # 2. Send them on before they are used, so that the next hop overlaps with the attention of this one.
-            pending_kv = self.start_hop(kv, hop + 1)
+            # 2. Send them on before they are used, so that they travel while this rank attends to them.
+            pending_kv = self.post_messages(kv, step + 1)
             # 3. The caller attends to them.
-            yield self.source(hop), kv
+            yield self.source(step), kv
 
-    def source(self, hop: int) -> int:
-        """The rank whose keys come to this rank with a hop."""
-        return (self.route.rank - hop) % len(self.route.reach)
+    def source(self, step: int) -> int:
+        """The rank whose keys this rank attends to in a step."""
+        return (self.route.rank - step) % len(self.route.reach)
 
-    def arrives(self, hop: int) -> bool:
-        """Whether keys come to this rank with a hop: those of its source travel so far."""
-        return self.route.reach[self.source(hop)] >= hop
+    def receives(self, step: int) -> bool:
+        """Whether this rank receives keys for a step: those of its source travel so far."""
+        return self.route.reach[self.source(step)] >= step
 
-    def empty(self, like: KVBuffer, hop: int) -> OtherKVBuffer:
-        """A buffer for the rows that arrive with a hop."""
-        return like.new_empty(self.route.counts[self.source(hop)] * self.arrives(hop), *like.shape[1:])
+    def receive_buffer(self, like: KVBuffer, step: int) -> OtherKVBuffer:
+        """An uninitialised buffer for the rows that this rank receives for a step, without rows if it receives none."""
+        return like.new_empty(self.route.counts[self.source(step)] * self.receives(step), *like.shape[1:])
 
-    def start_hop(self, kv: KVBuffer, hop: int) -> PendingBuffer:
-        """Post a hop: the previous hop's keys to the next rank, if they go on, and a receive from the rank before."""
+    def post_messages(self, kv: KVBuffer, step: int) -> PendingBuffer:
+        """Send `kv`, the keys of the step before, to the next rank if they travel on; receive the keys of `step`."""
         rank, n = self.route.rank, len(self.route.reach)
-        sent = [((rank + 1) % n, kv)] if self.route.reach[self.source(hop - 1)] >= hop else []
-        arriving = self.empty(kv, hop)
-        received = [((rank - 1) % n, arriving)] if self.arrives(hop) else []
+        sent = [((rank + 1) % n, kv)] if self.route.reach[self.source(step - 1)] >= step else []
+        arriving = self.receive_buffer(kv, step)
+        received = [((rank - 1) % n, arriving)] if self.receives(step) else []
         return PendingBuffer(arriving, kv, start_messages(sent, received, self.group))
 
-    def backward(self, local: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
-        # The sums for a source's keys start as zeros at the next rank, the first one that the keys come to.
-        sums = self.empty(local.new_empty(0, *local.shape[1:], dtype=dtype), 1).zero_()
-        return _RingBackward(self, local, PendingBuffer.completed(sums))
+    def backward_transport(self, local_kv: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
+        # The sum of a source's gradient begins as zeros at the next rank, the first one that its keys come to.
+        partial_sum = self.receive_buffer(local_kv.new_empty(0, *local_kv.shape[1:], dtype=dtype), 1).zero_()
+        return _RingBackward(self, local_kv, PendingBuffer.completed(partial_sum))
 
 
 @dataclass
 class _RingBackward:
-    """Hops 1, 2, ... of the ring, then this rank's own keys: while its gradients are computed, their sums come home."""
+    """Steps 1, 2, ... of the ring, and then step 0, since the sum for this rank's keys arrives last.
+
+    `partial_sum` is of the gradient of the keys of the step that is under way, or of the next one once that is sent.
+    """
 
     ring: Ring
-    local: KVBuffer
-    sums: PendingBuffer
-    home: PendingBuffer | None = None  # the sums for this rank's keys, if any of these went out
-    own: PendingBuffer = field(init=False)  # the gradients of all keys of this rank: `home` itself, if all went out
+    local_kv: KVBuffer
+    partial_sum: PendingBuffer
+    returned_sum: PendingBuffer | None = None  # of the keys that this rank sent, over the ranks that they came to
+    local_dkv: PendingBuffer = field(init=False)  # of all keys of this rank: `returned_sum` itself, if it sent them all
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
-        # 1. The keys go around again. Hop 0, this rank's own keys, comes last here.
-        keys_of_hops = self.ring.fetch(self.local)
-        next(keys_of_hops)
-        for hop, (source, kv) in enumerate(keys_of_hops, 1):
-            # 2. The caller computes its blocks while the sums are on their way, waits for the sums, and adds.
-            yield source, kv, self.sums
-            # 3. Send the sums after their keys.
-            self._start_hop(self.sums.wait(), hop + 1)
-        # 4. The sums for this rank's keys are on their way. The caller adds its own block, whose gradient is not sent.
-        if self.home is None or len(self.home.buffer) < len(self.local):
-            self.own = PendingBuffer.completed(torch.zeros_like(self.local, dtype=self.sums.buffer.dtype))
+        # 1. The keys go around again, from step 1 on.
+        keys_of_steps = self.ring.fetch(self.local_kv)
+        next(keys_of_steps)
+        for step, (source, kv) in enumerate(keys_of_steps, 1):
+            # 2. The caller computes its gradient while the partial sum travels, waits for the sum, and adds.
+            yield source, kv, self.partial_sum
+            # 3. Send the sum after its keys.
+            self._post_messages(self.partial_sum.wait(), step + 1)
+        # 4. Step 0: the caller adds this rank's own term, which is not sent, while the sum of the others travels.
+        if self.returned_sum is None or len(self.returned_sum.buffer) < len(self.local_kv):
+            zeros = torch.zeros_like(self.local_kv, dtype=self.partial_sum.buffer.dtype)
+            self.local_dkv = PendingBuffer.completed(zeros)
         else:
-            self.own = self.home
-        yield self.ring.route.rank, self.local, self.own
+            self.local_dkv = self.returned_sum
+        yield self.ring.route.rank, self.local_kv, self.local_dkv
 
-    def _start_hop(self, sums: KVBuffer, hop: int) -> None:
-        """Post a hop of the sums, from the last rank that their keys come to straight home, to their source."""
+    def _post_messages(self, partial_sum: KVBuffer, step: int) -> None:
+        """Send `partial_sum`, of the keys of the step before, to the next rank if they travel on, else to their source.
+
+        Receive that of the keys of `step`, and after the last rank that this rank's own keys come to, their sum.
+        """
         ring, reach = self.ring, self.ring.route.reach
-        rank, n, source = ring.route.rank, len(reach), ring.source(hop - 1)
-        sent = [((rank + 1) % n if reach[source] >= hop else source, sums)] if ring.arrives(hop - 1) else []
-        arriving = ring.empty(sums, hop)
-        received = [((rank - 1) % n, arriving)] if ring.arrives(hop) else []
-        is_home = reach[rank] == hop - 1
-        home = sums.new_empty(ring.route.counts[rank] * is_home, *sums.shape[1:])
-        received += [((rank + reach[rank]) % n, home)] if is_home else []
+        rank, n, source = ring.route.rank, len(reach), ring.source(step - 1)
+        # 1. To the rank that adds to it next, or to the source.
+        target = (rank + 1) % n if reach[source] >= step else source
+        sent = [(target, partial_sum)] if ring.receives(step - 1) else []
+        # 2. The partial sum that this rank adds to next.
+        arriving = ring.receive_buffer(partial_sum, step)
+        received = [((rank - 1) % n, arriving)] if ring.receives(step) else []
+        # 3. The sum of this rank's own keys, once the last rank that they come to has added to it.
+        is_returning = reach[rank] == step - 1
+        returning = partial_sum.new_empty(ring.route.counts[rank] * is_returning, *partial_sum.shape[1:])
+        received += [((rank + reach[rank]) % n, returning)] if is_returning else []
         works = start_messages(sent, received, ring.group)
-        self.sums = PendingBuffer(arriving, sums, works)
-        if is_home:
-            self.home = PendingBuffer(home, sums, works)
+        self.partial_sum = PendingBuffer(arriving, partial_sum, works)
+        if is_returning:
+            self.returned_sum = PendingBuffer(returning, partial_sum, works)
 
     def local_gradient(self) -> KVBuffer:
-        self.sums.wait()  # the last messages that this rank sent
-        total = self.own.wait()
-        if self.home is not None and self.home is not self.own:
-            total[self.ring.route.rows] += self.home.wait()
+        self.partial_sum.wait()  # the last messages that this rank sent
+        total = self.local_dkv.wait()
+        if self.returned_sum is not None and self.returned_sum is not self.local_dkv:
+            total[self.ring.route.rows] += self.returned_sum.wait()
         return total
 
 
@@ -216,46 +229,51 @@ class Halo:
     group: ProcessGroup
     route: HaloRoute
 
-    def fetch(self, local: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
+    def fetch(self, local_kv: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
         # 1. Send and receive while this rank attends to its own keys.
-        pending_kv = self.start(local[self.route.rows], self.route.sent, self.route.received)
-        yield self.route.rank, local
-        # 2. The others' have arrived together; a source that sends none, such as this rank itself, has no blocks.
+        pending_kv = self.exchange(local_kv[self.route.rows], self.route.sent, self.route.received)
+        yield self.route.rank, local_kv
+        # 2. Those of all other sources arrive together; one that sends none, such as this rank itself, is left out.
         for source, kv in enumerate(pending_kv.wait().split(self.route.received)):
             if len(kv):
                 yield source, kv
 
-    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> PendingBuffer:
+    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> PendingBuffer:
+        """Post the all_to_all of `sent[r]` rows of x to each rank r and `received[s]` rows from each rank s."""
         arriving, works = start_all_to_all(x, sent, received, self.group)
         return PendingBuffer(arriving, x, works)
 
-    def backward(self, local: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
-        sums = local.new_zeros(sum(self.route.received), *local.shape[1:], dtype=dtype)
-        return _HaloBackward(self, local, sums, torch.zeros_like(local, dtype=dtype))
+    def backward_transport(self, local_kv: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
+        remote_dkv = local_kv.new_zeros(sum(self.route.received), *local_kv.shape[1:], dtype=dtype)
+        return _HaloBackward(self, local_kv, remote_dkv, torch.zeros_like(local_kv, dtype=dtype))
 
 
 @dataclass
 class _HaloBackward:
-    """This rank's own keys, then those that it received. `sums` are its gradients of these, `own` those of its own."""
+    """This rank's own keys, and then those that it received.
+
+    `remote_dkv` is this rank's gradient of the keys that it received. `local_dkv` is that of its own keys, to which
+    `local_gradient` adds those of the other ranks.
+    """
 
     halo: Halo
-    local: KVBuffer
-    sums: OtherKVBuffer
-    own: KVBuffer
+    local_kv: KVBuffer
+    remote_dkv: OtherKVBuffer
+    local_dkv: KVBuffer
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
-        views = self.sums.split(self.halo.route.received)  # the rows of each source
-        for source, kv in self.halo.fetch(self.local):
-            is_own = kv is self.local
-            yield source, kv, PendingBuffer.completed(self.own if is_own else views[source])
+        remote_views = self.remote_dkv.split(self.halo.route.received)  # the rows of each source
+        for source, kv in self.halo.fetch(self.local_kv):
+            dkv = self.local_dkv if kv is self.local_kv else remote_views[source]
+            yield source, kv, PendingBuffer.completed(dkv)
 
     def local_gradient(self) -> KVBuffer:
         route = self.halo.route
-        returned = self.halo.start(self.sums, route.received, route.sent).wait()
+        returned = self.halo.exchange(self.remote_dkv, route.received, route.sent).wait()
         # Rank by rank: a row that several ranks need has a gradient from each.
         for rows, gradient in zip(route.rows.split(route.sent), returned.split(route.sent), strict=True):
-            self.own[rows] += gradient
-        return self.own
+            self.local_dkv[rows] += gradient
+        return self.local_dkv
 
 
 @dataclass(frozen=True)
@@ -268,25 +286,26 @@ class AllGather:
     group: ProcessGroup
     counts: tuple[int, ...]
 
-    def fetch(self, local: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
-        yield from enumerate(all_gather_concat(local, self.group, 0, self.counts).split(self.counts))
+    def fetch(self, local_kv: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
+        yield from enumerate(all_gather_concat(local_kv, self.group, 0, self.counts).split(self.counts))
 
-    def backward(self, local: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
-        return _AllGatherBackward(self, local, local.new_zeros(sum(self.counts), *local.shape[1:], dtype=dtype))
+    def backward_transport(self, local_kv: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
+        all_dkv = local_kv.new_zeros(sum(self.counts), *local_kv.shape[1:], dtype=dtype)
+        return _AllGatherBackward(self, local_kv, all_dkv)
 
 
 @dataclass
 class _AllGatherBackward:
-    """All sources in order. `sums` are this rank's gradients of all keys; at the end they are summed over the ranks."""
+    """All sources in rank order. `all_dkv` is this rank's gradient of all keys; `local_gradient` sums it over ranks."""
 
     all_gather: AllGather
-    local: KVBuffer
-    sums: Float[Tensor, "all_keys 2 b hk p"]  # a row for each key of each rank
+    local_kv: KVBuffer
+    all_dkv: Float[Tensor, "all_keys 2 b hk p"]  # a row for each key of each rank
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
-        views = self.sums.split(self.all_gather.counts)  # the rows of each source
-        for source, kv in self.all_gather.fetch(self.local):
-            yield source, kv, PendingBuffer.completed(views[source])
+        dkv_of_sources = self.all_dkv.split(self.all_gather.counts)
+        for source, kv in self.all_gather.fetch(self.local_kv):
+            yield source, kv, PendingBuffer.completed(dkv_of_sources[source])
 
     def local_gradient(self) -> KVBuffer:
-        return reduce_scatter_sum(self.sums, self.all_gather.group, 0, self.all_gather.counts)
+        return reduce_scatter_sum(self.all_dkv, self.all_gather.group, 0, self.all_gather.counts)

@@ -1,8 +1,9 @@
 """Head-parallel attention: one all_to_all exchanges heads for positions, each rank attends, and another undoes it.
 
-The cp rank is `ring_rank * a + heads_rank`. The a ranks of one `heads` group exchange heads, so that each then holds
-some heads at the positions of all of them. With usp the positions of one group are a shard of the sequence, and the
-groups exchange keys around the ring; with Ulysses they are the full sequence.
+The mesh has two axes, `heads` inside `ring`: s/cp is s/ring/heads, and the cp rank is `ring_rank * heads_size +
+heads_rank`. The ranks of one heads group exchange heads, "h s/ring/heads" -> "h/heads s/ring". With usp s/ring is a
+shard of the sequence, and keys are exchanged over `ring`. With Ulysses all ranks of cp are one heads group: s/ring is
+all of s, and no keys are exchanged.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ def head_parallel_attention(
     With fewer KV heads than ranks of `heads`, each KV head is sent to several ranks.
 
     Cost:   forward 1 all_to_all of q, k and v together and 1 of the output, backward the same, in their dtype; and
-            the cost of the ring, with the rows of `a` ranks and the heads of one.
+            the cost of the ring, with the rows of a heads group and the heads of one rank.
     """
-    a = heads.size()
-    group_rows = _group_rows(layout, a)
+    heads_size = heads.size()
+    group_rows = _group_rows(layout, heads_size)
     # 1. q, k and v side by side for each receiving rank, so that one all_to_all exchanges all three.
-    head_shards = [_by_receiving_rank(x, a) for x in (q, k, v)]
+    head_shards = [_by_receiving_rank(x, heads_size) for x in (q, k, v)]
     widths = [x.shape[2] for x in head_shards]
     received = all_to_all(torch.cat(head_shards, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
     # 2. Rows arrive rank by rank; a block schedule needs those of each sequence in order.
     group_q, group_k, group_v = received[:, :, group_rows.in_order].split(widths, HEAD)
     transfer = key_transfer(group_rows.layout, causal, window)
     if options.sinks is not None:
-        options = replace(options, sinks=options.sinks.unflatten(0, (a, -1))[heads.rank()])
+        options = replace(options, sinks=options.sinks.unflatten(0, (heads_size, -1))[heads.rank()])
     out = blockwise_attention(group_q, group_k, group_v, transfer.schedule, transport_of(transfer.route, ring), options)
     # 3. Back into the order of ranks, and each rank's rows back to it.
     return all_to_all(out[:, :, group_rows.by_rank], heads, split_dim=ROW, concat_dim=HEAD)
@@ -71,20 +72,20 @@ class _GroupRows:
     by_rank: Int64[Tensor, " rows"]
 
 
-def _group_rows(layout: TokenLayout, a: int) -> _GroupRows:
+def _group_rows(layout: TokenLayout, heads_size: int) -> _GroupRows:
     """The rows of a heads group and their layout over the ring, cached with the layout."""
-    return layout.derived(("group_rows", a), lambda: _build_group_rows(layout, a))
+    return layout.derived(("group_rows", heads_size), lambda: _build_group_rows(layout, heads_size))
 
 
-def _build_group_rows(layout: TokenLayout, a: int) -> _GroupRows:
-    # The same tokens over the ring alone, whose ranks hold what the a consecutive cp ranks of a group hold together.
-    inner = layout.rebind(layout.cp_size // a, layout.cp_rank // a)
-    in_order = layout.index[inner.cp_rank * a : (inner.cp_rank + 1) * a].flatten().argsort()
+def _build_group_rows(layout: TokenLayout, heads_size: int) -> _GroupRows:
+    # The same tokens over the ring alone: its rank has the rows of a heads group, whose cp ranks are consecutive.
+    inner = layout.rebind(layout.cp_size // heads_size, layout.cp_rank // heads_size)
+    in_order = layout.index[inner.cp_rank * heads_size : (inner.cp_rank + 1) * heads_size].flatten().argsort()
     return _GroupRows(inner, in_order, in_order.argsort())
 
 
-def _by_receiving_rank(x: Heads, a: int) -> Float[Tensor, "b a h_rank s p"]:
+def _by_receiving_rank(x: Heads, heads_size: int) -> Float[Tensor, "b heads_size h_rank s p"]:
     """Heads grouped by the rank that receives them; a KV head that several ranks need is repeated for each."""
-    if x.shape[1] % a:
-        x = x.unsqueeze(2).expand(-1, -1, a // x.shape[1], -1, -1).flatten(1, 2)
-    return x.unflatten(1, (a, -1))
+    if x.shape[1] % heads_size:
+        x = x.unsqueeze(2).expand(-1, -1, heads_size // x.shape[1], -1, -1).flatten(1, 2)
+    return x.unflatten(1, (heads_size, -1))

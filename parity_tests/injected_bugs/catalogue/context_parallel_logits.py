@@ -47,8 +47,8 @@ BUGS = (
         name="the sinks of the first heads on every rank",
         kind="order",
         at="context_parallel:head_parallel_attention",
-        old="options.sinks.unflatten(0, (a, -1))[heads.rank()]",
-        new="options.sinks.unflatten(0, (a, -1))[0]",
+        old="options.sinks.unflatten(0, (heads_size, -1))[heads.rank()]",
+        new="options.sinks.unflatten(0, (heads_size, -1))[0]",
         expect="value: ",
     ),
     InjectedBug(
