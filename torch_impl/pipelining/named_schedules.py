@@ -146,7 +146,7 @@ def _looped(rank: int, n: int, stages: tuple[int, ...], backwards: Iterable[int]
 
 
 def _interleaved(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
-    """Rounds of about p micro-batches pass one stage after the other; two forwards ahead for each hop to the end."""
+    """Rounds of about p micro-batches pass one stage after the other; two forwards ahead for each rank that follows."""
     # 1. Both directions in rounds; the backwards visit the stages in reverse.
     forwards = _rounds("F", p, n, stages)
     backwards = _rounds("B", p, n, tuple(reversed(stages)))
@@ -166,7 +166,7 @@ def _interleaved(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
 
 
 def _interleaved_zero_bubble(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
-    """As interleaved with one forward ahead for each hop; backwards are split, and W fills what would be a wait."""
+    """As interleaved, one forward ahead for each rank that follows; backwards are split, W fills what would be a wait."""
     # 1. Both halves of the backward visit the stages in reverse.
     forwards = _rounds("F", p, n, stages)
     inputs, weights = (_rounds(kind, p, n, tuple(reversed(stages))) for kind in "IW")
@@ -191,10 +191,10 @@ def _rounds(kind: str, p: int, n: int, stages: tuple[int, ...]) -> list[Action]:
     return [Action(stage, kind, q * size + m) for q in range(rounds) for stage in stages for m in range(size)]
 
 
-def _ahead(rank: int, p: int, n: int, v: int, per_hop: int) -> int:
-    """How many forwards come before the first backward: `per_hop` for each rank between this one and the last."""
+def _ahead(rank: int, p: int, n: int, v: int, per_rank: int) -> int:
+    """How many forwards come before the first backward: `per_rank` for each rank between this one and the last."""
     size = n // max(1, n // p)
-    return min((v - 1) * size + per_hop * (p - 1 - rank), n * v)
+    return min((v - 1) * size + per_rank * (p - 1 - rank), n * v)
 
 
 def _zbv(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
@@ -216,18 +216,18 @@ def _zbv(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
 
 def _dualpipev(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
     """Forwards of one chunk overlap with backwards of the other; backwards are split where ranks would wait."""
-    hops = p - 1 - rank
+    ranks_after = p - 1 - rank
     # 1. Warm-up: forwards of chunk 0, then of both, then split backwards of chunk 1.
-    word = ["F0"] * (2 * hops) + ["F0", "F1"] * (rank + 1) + ["I1", "W", "F1"] * hops
+    word = ["F0"] * (2 * ranks_after) + ["F0", "F1"] * (rank + 1) + ["I1", "W", "F1"] * ranks_after
     # 2. Steady state: overlapped pairs. On the last rank the first pair is one action after the other.
     for turn in range(n - 2 * p + rank + 1):
         word += ["F0", "B1"] if turn == 0 and rank == p - 1 else ["F0+B1"]
         word += ["F1+B0"]
     # 3. Cool-down: full backwards, which from the middle on are split, then the weight gradients that are left.
-    word += ["B1", "F1+B0"] * hops
+    word += ["B1", "F1+B0"] * ranks_after
     chunks = ["1", "0"] * (rank + 1)
     word += [f"{'B' if k <= rank else 'I'}{chunk}" for k, chunk in enumerate(chunks)]
-    return list(_number_microbatches(word + ["W", "I0"] * hops + ["W"] * (rank + 1), stages))
+    return list(_number_microbatches(word + ["W", "I0"] * ranks_after + ["W"] * (rank + 1), stages))
 
 
 def _number_microbatches(word: Iterable[str], stages: tuple[int, ...]) -> list[Action]:

@@ -191,7 +191,7 @@ BUGS = (
         expect="raised: ",
     ),
     InjectedBug(
-        name="interleaved with one forward for each hop",
+        name="interleaved with one forward for each rank that follows",
         kind="schedule",
         at="pipelining:_interleaved",
         old="ahead = _ahead(rank, p, n, len(stages), 2)",
