@@ -129,7 +129,7 @@ def test_rows_whose_sums_are_known(width):
 @pytest.mark.parametrize(("width", "rows"), [(4096, 128), (65536, 64), (1 << 21, 64)])
 def test_rows_of_a_block(width, rows):
     """One tile of short rows; of longer ones so many that what is computed for each block costs little."""
-    assert long_rows.rows_per_tiled_block(width, torch.float32) == rows
+    assert long_rows.rows_per_block(width, torch.float32) == rows
 
 
 NO_IDS = torch.zeros(2, 0, dtype=torch.int64)

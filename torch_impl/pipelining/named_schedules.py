@@ -166,7 +166,7 @@ def _interleaved(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
 
 
 def _interleaved_zero_bubble(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
-    """As interleaved, one forward ahead for each rank that follows; backwards are split, W fills what would be a wait."""
+    """As interleaved, one forward ahead for each rank that follows; backwards are split, and W fills the waits."""
     # 1. Both halves of the backward visit the stages in reverse.
     forwards = _rounds("F", p, n, stages)
     inputs, weights = (_rounds(kind, p, n, tuple(reversed(stages))) for kind in "IW")

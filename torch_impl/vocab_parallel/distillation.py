@@ -65,7 +65,9 @@ def get_distillation_topk_logprobs_from_logits(
     Cost:   over tp forward 1 all_gather of k + 2 numbers per token of this rank, k + 3 with the entropy; with
             neither entropy nor `zero_outside_topk` 1 all_reduce of k. With a group 1 more all_gather of one int64, and
             one host read. Over cp forward 1 all_gather of k numbers per token, k + 1 with the entropy. Backward only
-            1 reduce_scatter over cp. Saves the logits by reference and 12 + 4 k bytes per token, else numbers of k.
+            1 reduce_scatter over cp. Saves the student's logits by reference and 8 + 4 k bytes per token, with
+            the entropy 4 more (float64 logits: 16 + 4 k, and 8 more). Without `zero_outside_topk` also a few numbers
+            per id, and these alone if there is no entropy either.
     Errors: TypeError for what is no group, ids that are not integers, logits not floating; ValueError for k = 0,
             shapes that disagree, more positions than the logits cover, a sequence that cannot be sharded over cp, a
             rank that is missing or not the group's, a DTensor with groups besides or sharded otherwise.

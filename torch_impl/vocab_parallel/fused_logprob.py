@@ -102,7 +102,8 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOption
             row_max_r, row_sum_m1_r, shifted_mean_r, normaliser, options.temperature
         )
         outputs.append(shifted_mean.view(leading) - normaliser.log_row_sum.view(leading))
-    # 4. What backward needs: the logits by reference, 8 bytes per token and 4 per id, with entropy 4 more per token.
+    # 4. What backward needs: the logits by reference, two numbers per token, with entropy three, of 4 bytes (float64
+    #    logits: 8), and an int32 column of 4 bytes per id.
     ctx.options = options
     ctx.set_materialize_grads(False)
     if not options.inference_only:
@@ -130,7 +131,7 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     # 2. The gradient, one row block at a time.
     backend = backend_of(options, logits)
     write = implementation_of(write_gradient, backend)
-    for row_slice, block in row_blocks(logits, rows_at_once(logits, options.chunk_size, backend)):
+    for row_slice, block in row_blocks(logits, rows_per_block_of_backend(logits, options.chunk_size, backend)):
         out = block if gradient is None else rows_of(gradient, row_slice)
         normaliser = statistics.Normaliser(rows_of(row_max, row_slice), rows_of(log_row_sum, row_slice))
         cotangents_of_rows = (None if x is None else x.rows(row_slice) for x in (at_ids, entropy))
@@ -186,30 +187,34 @@ def _dense_gradient(
 ) -> Float[Tensor, "n v"]:
     """p (g_h (log p - h) - g) / temperature: the gradient at a column that is no id; in `out` where that can hold it.
 
-    With b = (z - m) / temperature it is exp(b) (g_h (b - d) - g) / denominator. What is the same for a whole row is
-    multiplied in once per row.
+    With b = (z - m) / temperature and log p - h = b - d it is exp(b) times a linear function of b, whose slope and
+    intercept are computed once per row:
+
+        exp(b) (slope b + intercept),   slope = g_h / denominator,   intercept = -(g + g_h d) / denominator
     """
     row_max = normaliser.row_max.unsqueeze(-1)
-    # 1. The factors of a row. p = exp(b) / exp(log_row_sum), and the temperature divides all; b is in base 2.
-    denominator, row_scale = normaliser.log_row_sum.exp().mul_(temperature), None
+    # 1. p = exp(b) / exp(log_row_sum), and the temperature divides all. Step 2 has b in base 2, log2(e) b, so that the
+    #    slope is divided by log2(e).
+    denominator, row_slope = normaliser.log_row_sum.exp().mul_(temperature), None
     if entropy is not None:
-        row_scale = (entropy.g / (statistics.LOG2_E * denominator)).unsqueeze(-1)
-        offset = entropy.shifted_mean * entropy.g if g is None else torch.addcmul(g, entropy.shifted_mean, entropy.g)
+        row_slope = (entropy.g / (statistics.LOG2_E * denominator)).unsqueeze(-1)
+        d, g_h = entropy
+        minus_intercept = d * g_h if g is None else torch.addcmul(g, d, g_h)
     elif g is not None:
-        offset = g
+        minus_intercept = g
     else:
         return torch.zeros(block.shape, dtype=row_max.dtype, device=block.device)
-    row_offset = (offset / denominator).neg_().unsqueeze(-1)
-    # 2. exp(b) (row_offset + row_scale b).
+    row_intercept = (minus_intercept / denominator).neg_().unsqueeze(-1)
+    # 2. exp(b) (slope b + intercept).
     if long_rows.applies_to(block):
-        long_rows.write_terms(out, block, row_max, temperature, row_offset, row_scale)
+        long_rows.write_terms(out, block, row_max, temperature, row_intercept, row_slope)
         return out
-    buffer = out if out.dtype == row_max.dtype and row_scale is None else None
+    buffer = out if out.dtype == row_max.dtype and row_slope is None else None
     shifted = statistics.shifted_logits_base_2(block, row_max, temperature, buffer)
-    if row_scale is None:
-        return shifted.exp2_().mul_(row_offset)
+    if row_slope is None:
+        return shifted.exp2_().mul_(row_intercept)
     terms = shifted.exp2()
-    return statistics.with_floor(shifted).mul_(row_scale).add_(row_offset).mul_(terms)
+    return statistics.with_floor(shifted).mul_(row_slope).add_(row_intercept).mul_(terms)
 
 
 def _score(z_t: Float[Tensor, "*a"], normaliser: statistics.Normaliser, options: LogprobOptions) -> Float[Tensor, "*a"]:
@@ -276,7 +281,7 @@ def id_cotangents(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> IdCota
     after = F.pad(sorted_g.flip(-1).cumsum(-1).flip(-1), (0, 1)).gather(-1, past)
     g_same = torch.zeros_like(g).scatter_add_(-1, first, g).gather(-1, first)
     # 3. One scatter writes the gradient at all k, so an id of another rank must not overwrite what one of this rank
-    #    writes: the largest id of this rank, the last in order, stands in its place.
+    #    writes: it is replaced by the largest id of this rank, the last in order.
     index = torch.arange(column.shape[-1], device=column.device)
     source = torch.where(column >= 0, index, order[:, -1:])
     g_other = (before + after).gather(-1, source)
@@ -344,7 +349,7 @@ def row_statistics(logits: Tensor, column: Tensor | None, options: LogprobOption
     """Statistics of this rank's columns of every row, one row block at a time."""
     backend, blocks = backend_of(options, logits), []
     local = implementation_of(statistics.local_statistics, backend)
-    for row_slice, block in row_blocks(logits, rows_at_once(logits, options.chunk_size, backend)):
+    for row_slice, block in row_blocks(logits, rows_per_block_of_backend(logits, options.chunk_size, backend)):
         block_column = None if column is None else rows_of(column, row_slice)
         blocks.append(local(block, block_column, options.temperature, options.with_entropy))
     if blocks:
@@ -353,18 +358,19 @@ def row_statistics(logits: Tensor, column: Tensor | None, options: LogprobOption
     return torch.empty(count, 0, dtype=accumulator(logits.dtype), device=logits.device)
 
 
-def rows_at_once(logits: Tensor, chunk_size: int | None, backend: str) -> int:
-    """Number of rows of one block.
+def rows_per_block_of_backend(logits: Tensor, chunk_size: int | None, backend: str) -> int:
+    """Rows of one block, by what bounds its size.
 
-    All for a Triton kernel, which has no working set to bound; 64 MiB of them for `compile`, whose fused code has no
-    intermediates to keep in a cache; of long rows on a CPU as `long_rows.rows_per_tiled_block` says.
+    A Triton kernel has no working set in memory: all rows. `compile` fuses the operations, which leave no intermediates
+    to fit a cache: BLOCK_BYTES_ELSEWHERE on every device. Eager, long rows on a CPU are read in tiles, see
+    `long_rows.rows_per_block`; all else as `statistics.rows_per_block` says.
     """
     if backend == "triton":
         return max(1, math.prod(logits.shape[:-1]))
     if backend == "compile" and chunk_size is None:
         return max(1, statistics.BLOCK_BYTES_ELSEWHERE // max(1, logits.shape[-1] * accumulator(logits.dtype).itemsize))
     if backend == "eager" and chunk_size is None and long_rows.applies_to(logits):
-        return long_rows.rows_per_tiled_block(logits.shape[-1], accumulator(logits.dtype))
+        return long_rows.rows_per_block(logits.shape[-1], accumulator(logits.dtype))
     return rows_per_block(logits, chunk_size)
 
 

@@ -1,8 +1,9 @@
 """Log-probability of a target token, of k tokens, and the negative entropy, of logits sharded by vocabulary.
 
 Rank r of the group has columns [vocab_start_index, vocab_end_index) of the logits of every token, and every
-rank has every target. Shards are in rank order; they may differ in width and be empty. `vocab_parallel_logprob` is the
-function to call; the autograd Functions below it have the names and arguments of NeMo-RL. All of them call
+rank has every target. Shards are in rank order; they may differ in width and be empty. Columns of a shard beyond the
+range, as where a vocabulary is padded, are in the softmax and never a target. `vocab_parallel_logprob` is the function
+to call; the autograd Functions below it have the names and arguments of NeMo-RL. All of them call
 `fused_logprob.forward` and `fused_logprob.backward`.
 """
 
@@ -56,8 +57,9 @@ def vocab_parallel_logprob(
     backward, autograd raises an error there.
     `backend`: "auto" is Triton on CUDA and eager elsewhere; "eager", "compile" and "triton" force one.
 
-    Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 4 * b*s);
-            backward none. Saves the logits by reference and 12 bytes per token (with entropy 16).
+    Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 4 * b*s), none in a
+            group of one; backward none. Saves the logits by reference and 12 bytes per token (with entropy 16), of
+            float64 logits 20 (28).
     Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating;
             ValueError if target and logits disagree in shape, the range does not fit the shard, chunk_size,
             temperature or backend are out of range, or inplace_gradient=True for logits whose elements may share
@@ -110,7 +112,7 @@ class DistributedLogprob(torch.autograd.Function):
 
     out = z[target] / temperature - lse. Value, gradient and dtypes are those of `vocab_parallel_logprob`.
 
-    Cost:   forward 1 all_gather of 3 * b*s numbers over `group`; backward none.
+    Cost:   that of `vocab_parallel_logprob`.
     Errors: those of `vocab_parallel_logprob`.
     """
 
@@ -193,7 +195,7 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
     differ by rank.
 
     Cost:   forward 1 all_gather, (k + 2) * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves
-            the logits by reference and 8 + 4 k bytes per token.
+            the logits by reference and 8 + 4 k bytes per token, of float64 logits 16 + 4 k.
     Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating;
             ValueError if global_indices and logits disagree in shape, or the range or chunk_size do not fit;
             RuntimeError in backward after inference_only=True.
@@ -242,7 +244,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
     Together with a log-probability: `vocab_parallel_logprob(..., with_entropy=True)`, without another read.
 
     Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves the
-            logits by reference and 12 bytes per token.
+            logits by reference and 12 bytes per token, of float64 logits 24.
     Errors: TypeError if tp_group is None or no ProcessGroup, or the logits are not floating; ValueError if
             chunk_size is below 1; RuntimeError in backward after inference_only=True.
     """

@@ -23,20 +23,24 @@ from torch_impl.collectives import accumulator
 MIN_COLUMNS = 4096  # of a long row
 SPAN = 256  # columns
 TILE_BYTES = 2 << 20  # the buffers of a tile
-BLOCK_ROWS = 64  # at least: what is computed once for a block takes 8 KiB a row
+MIN_BLOCK_ROWS = 64  # what is computed once for a block takes 8 KiB a row
 
 LOG2_E = math.log2(math.e)
 LOWEST_SHIFTED = -(2.0**14)  # 2 ** LOWEST_SHIFTED is 0 in float64, and products with LOWEST_SHIFTED are finite
 
 
 def applies_to(block: Float[Tensor, "*n v"]) -> bool:
-    """Whether these rows are computed here: on a CPU, of MIN_COLUMNS or more, and not compiled."""
+    """Whether these rows are computed here: on a CPU, of MIN_COLUMNS columns or more, and not compiled."""
     return block.is_cpu and block.shape[-1] >= MIN_COLUMNS and not torch.compiler.is_compiling()
 
 
-def rows_per_tiled_block(width: int, dtype: torch.dtype) -> int:
-    """Rows of a block: one tile, or so many that the operations on a block cost little beside those on its tiles."""
-    return max(BLOCK_ROWS, _rows_per_tile(width, dtype, buffer_count=1))
+def rows_per_block(width: int, dtype: torch.dtype) -> int:
+    """Rows of a block of long rows: those of one tile, but MIN_BLOCK_ROWS at least.
+
+    The tiles bound the working set, not the block, as in `statistics.rows_per_block`. So a block has enough rows that
+    the operations on it cost little beside those on its tiles.
+    """
+    return max(MIN_BLOCK_ROWS, _rows_per_tile(width, dtype, buffer_count=1))
 
 
 def row_sums(
@@ -51,7 +55,7 @@ def row_sums(
     for rows, tile, buffers in _tiles(block, dtype, 1 + with_entropy):
         wide = tile if tile.dtype == dtype else buffers[0].copy_(tile)
         _reduce_spans(torch.amax, wide, span_max[rows])
-        shift = finite(span_max[rows].amax(-1, keepdim=True))
+        shift = finite_shift(span_max[rows].amax(-1, keepdim=True))
         shifted = torch.sub(wide, shift, out=buffers[0]).mul_(scale)
         terms = torch.exp2(shifted, out=buffers[-1])
         _reduce_spans(torch.sum, terms, span_sum[rows])
@@ -62,7 +66,7 @@ def row_sums(
     columns = torch.add(torch.arange(SPAN, device=block.device), span, alpha=SPAN)
     logits = block.gather(-1, columns.clamp_max(width - 1)).to(dtype).masked_fill_(columns >= width, -math.inf)
     largest = logits.argmax(-1, keepdim=True)
-    terms = logits.sub_(finite(row_max)).mul_(scale).exp2_().scatter_(-1, largest, 0.0)
+    terms = logits.sub_(finite_shift(row_max)).mul_(scale).exp2_().scatter_(-1, largest, 0.0)
     row_sum_m1 = span_sum.scatter_(-1, span, terms.sum(-1, keepdim=True)).sum(-1, keepdim=True)
     return row_max, row_sum_m1, weighted_sum
 
@@ -72,30 +76,30 @@ def write_terms(
     block: Float[Tensor, "n v"],
     row_max: Float[Tensor, "n 1"],
     temperature: float,
-    row_offset: Float[Tensor, "n 1"],
-    row_scale: Float[Tensor, "n 1"] | None,
+    row_intercept: Float[Tensor, "n 1"],
+    row_slope: Float[Tensor, "n 1"] | None,
 ) -> None:
-    """out = exp(b) (row_offset + row_scale b log2(e)), b = (block - row_max) / temperature; rounded once.
+    """out = exp(b) (row_slope b_2 + row_intercept), b = (block - row_max) / temperature, b_2 = log2(e) b; rounded once.
 
-    `out` may be the block. Without `row_scale` it is exp(b) row_offset.
+    `out` may be the block. Without `row_slope` it is exp(b) row_intercept.
     """
     dtype, scale = row_max.dtype, LOG2_E / temperature
-    for rows, tile, buffers in _tiles(block, dtype, 1 if row_scale is None else 2):
+    for rows, tile, buffers in _tiles(block, dtype, 1 if row_slope is None else 2):
         gradient = out[rows]
         shifted = gradient if gradient.dtype == dtype else buffers[0]
         wide = tile if tile.dtype == dtype else shifted.copy_(tile)
         torch.sub(wide, row_max[rows], out=shifted).mul_(scale)
-        if row_scale is None:
-            shifted.exp2_().mul_(row_offset[rows])
+        if row_slope is None:
+            shifted.exp2_().mul_(row_intercept[rows])
         else:
             terms = torch.exp2(shifted, out=buffers[1])
-            shifted.clamp_min_(LOWEST_SHIFTED).mul_(row_scale[rows]).add_(row_offset[rows]).mul_(terms)
+            shifted.clamp_min_(LOWEST_SHIFTED).mul_(row_slope[rows]).add_(row_intercept[rows]).mul_(terms)
         if shifted is not gradient:
             gradient.copy_(shifted)
 
 
-def finite(row_max: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
-    """What a row is shifted by: 0 where its maximum is infinite or NaN, since -inf - -inf is NaN."""
+def finite_shift(row_max: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
+    """What a row is shifted by: its maximum, or 0 where that is infinite or NaN, since -inf - -inf is NaN."""
     return row_max.nan_to_num(0.0, 0.0, 0.0)
 
 

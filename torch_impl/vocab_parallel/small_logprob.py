@@ -52,11 +52,11 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor, options: Any) -> tuple[Tensor
     wide = logits.to(accumulator(logits.dtype))
     row_max, row_max_column = wide.max(-1, keepdim=True)
     shift = row_max.clamp_min(torch.finfo(wide.dtype).min)
-    zero_or_nan = shift - shift
-    terms = _over_temperature(wide - shift, options).exp_()
+    zero_or_nan = shift - shift  # at the largest logit, whose term is left out; NaN if that is NaN or +inf
+    terms = _divide_by_temperature(wide - shift, options).exp_()
     log_row_sum = terms.scatter_(-1, row_max_column, zero_or_nan).sum(-1, keepdim=True).log1p_()
     # 3. The score; that of an id outside the vocabulary is 0.
-    score = _over_temperature(wide.gather(-1, index) - row_max, options).sub_(log_row_sum)
+    score = _divide_by_temperature(wide.gather(-1, index) - row_max, options).sub_(log_row_sum)
     score = score.masked_fill_(is_outside, 0.0).squeeze(-1)
     ctx.options = options
     ctx.set_materialize_grads(False)
@@ -73,12 +73,13 @@ def backward(ctx: Any, g: Tensor | None) -> Tensor:
     minus_g = g.unsqueeze(-1).neg()
     index, is_outside = column.clamp_min(0).long(), column < 0
     # 1. log p of every column; at the id -expm1(log p), not 1 - p, which loses all digits where p is almost 1.
-    log_p = _over_temperature(logits.to(row_max.dtype) - row_max, ctx.options).sub_(log_row_sum)
+    log_p = _divide_by_temperature(logits.to(row_max.dtype) - row_max, ctx.options).sub_(log_row_sum)
     at_id = log_p.gather(-1, index).expm1_().mul_(minus_g)
     gradient = log_p.exp_().mul_(minus_g).scatter_(-1, index, at_id)
     # 2. The row of an id outside the vocabulary is set to 0, not multiplied by 0, since 0 * NaN is NaN.
-    return _over_temperature(gradient.masked_fill_(is_outside, 0.0), ctx.options).to(logits.dtype)
+    return _divide_by_temperature(gradient.masked_fill_(is_outside, 0.0), ctx.options).to(logits.dtype)
 
 
-def _over_temperature(x: Tensor, options: Any) -> Tensor:
+def _divide_by_temperature(x: Tensor, options: Any) -> Tensor:
+    """x / temperature, in place."""
     return x if options.temperature == 1.0 else x.div_(options.temperature)

@@ -47,7 +47,11 @@ BLOCK_BYTES_ELSEWHERE = 1 << 26
 
 
 def rows_per_block(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
-    """Rows of one block: as many as `chunk_size` positions of the last dim but one have, or what suits the device.
+    """Rows of one block: as many as `chunk_size` positions of the last dim but one have, else BLOCK_BYTES of them.
+
+    This is the rule of eager operations, which read a block several times, so that it must fit a cache. Long rows on a
+    CPU have their own (`long_rows.rows_per_block`), since they are read in tiles; and so have other backends
+    (`fused_logprob.rows_per_block_of_backend`).
 
     A position of the sequence is one row for every index of the leading dims: logits [b, s, v] have `chunk_size * b`
     rows in a block. These are consecutive among the b * s rows, not the same positions of each entry of the batch.
@@ -111,7 +115,7 @@ class RankStatistics(NamedTuple):
 
 
 def has_full_rows(group: ProcessGroup | None) -> bool:
-    """Whether one rank has the whole vocabulary: without a group, or in a group of one."""
+    """Whether this rank has the full vocabulary: without a group, or in a group of one."""
     return group is None or group.size() == 1
 
 
@@ -199,7 +203,7 @@ def _row_sums(
 def _eager_terms(wide: Float[Tensor, "n v"], temperature: float, keeps_shifted: bool) -> tuple[Tensor, ...]:
     """m_r, R_r, shifted logits in base 2 and terms of a block; the term of one largest logit is set to 0."""
     row_max, row_max_column = wide.max(-1, keepdim=True)
-    shifted = shifted_logits_base_2(wide, long_rows.finite(row_max), temperature)
+    shifted = shifted_logits_base_2(wide, long_rows.finite_shift(row_max), temperature)
     del wide  # frees a block before the next one is allocated
     terms = shifted.exp2() if keeps_shifted else shifted.exp2_()
     return row_max, terms.scatter_(-1, row_max_column, 0.0).sum(-1, keepdim=True), shifted, terms
@@ -212,7 +216,7 @@ def _compiled_terms(wide: Float[Tensor, "n v"], temperature: float, keeps_shifte
     """
     row_max = wide.amax(-1, keepdim=True)
     is_row_max = wide == row_max
-    shifted = shifted_logits_base_2(wide, long_rows.finite(row_max), temperature)
+    shifted = shifted_logits_base_2(wide, long_rows.finite_shift(row_max), temperature)
     terms = shifted.exp2().masked_fill(is_row_max, 0.0)
     tie_count = (is_row_max.to(terms.dtype).sum(-1, keepdim=True) - 1.0).masked_fill(row_max == -math.inf, 0.0)
     return row_max, terms.sum(-1, keepdim=True) + tie_count, shifted, terms
@@ -252,7 +256,7 @@ def global_normaliser(
     """m and log(1 + R)."""
     if len(row_max_r) == 1:
         row_max = row_max_r[0]
-        return Normaliser(row_max, _nan_of_broken(row_max).add_(row_sum_m1_r[0]).log1p_())
+        return Normaliser(row_max, _zero_or_nan(row_max).add_(row_sum_m1_r[0]).log1p_())
     row_max, row_sum_m1, _ = global_row_sum_m1(row_max_r, row_sum_m1_r, temperature)
     return Normaliser(row_max, row_sum_m1.log1p())
 
@@ -315,7 +319,7 @@ def zero_outside_vocabulary(z_t: Float[Tensor, "*a"], score: Float[Tensor, "*a"]
     return score.masked_fill_(z_t == math.inf, 0.0)
 
 
-def _nan_of_broken(row_max: Float[Tensor, "*a"]) -> Float[Tensor, "*a"]:
+def _zero_or_nan(row_max: Float[Tensor, "*a"]) -> Float[Tensor, "*a"]:
     """0, or NaN for a row whose largest logit is NaN or +inf, which has no softmax."""
     return row_max.clamp_min(0.0).mul_(0.0)
 

@@ -108,8 +108,8 @@ BUGS = (
         name="entropy of masked columns counts",
         kind="border",
         at="vocab_parallel:_dense_gradient",
-        old="statistics.with_floor(shifted).mul_(row_scale)",
-        new="shifted.mul_(row_scale)",
+        old="statistics.with_floor(shifted).mul_(row_slope)",
+        new="shifted.mul_(row_slope)",
         expect="gradient: not finite",
     ),
     InjectedBug(

@@ -39,8 +39,8 @@ BUGS = (
         name="long rows: temperature missing from the span that is summed again",
         kind="scale",
         at="vocab_parallel:row_sums",
-        old="logits.sub_(finite(row_max)).mul_(scale).exp2_()",
-        new="logits.sub_(finite(row_max)).mul_(LOG2_E).exp2_()",
+        old="logits.sub_(finite_shift(row_max)).mul_(scale).exp2_()",
+        new="logits.sub_(finite_shift(row_max)).mul_(LOG2_E).exp2_()",
         expect="value: ",
     ),
     InjectedBug(
@@ -63,8 +63,8 @@ BUGS = (
         name="long rows: gradient with the row's scale before the floor",
         kind="border",
         at="vocab_parallel:write_terms",
-        old="shifted.clamp_min_(LOWEST_SHIFTED).mul_(row_scale[rows])",
-        new="shifted.mul_(row_scale[rows])",
+        old="shifted.clamp_min_(LOWEST_SHIFTED).mul_(row_slope[rows])",
+        new="shifted.mul_(row_slope[rows])",
         expect="gradient: not finite",
     ),
     InjectedBug(
