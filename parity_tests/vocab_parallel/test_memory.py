@@ -1,4 +1,5 @@
-"""Memory beside the logits, at its worst: live tensors of forward and backward, in units of one rank's logits.
+"""Memory beside the logits, at its worst: live tensors of forward and backward, in units of one rank's logits. And
+what is saved for backward, to the byte.
 
 The first of two ranks has 64 MiB of logits, of which a block of rows, of one size whatever the logits', is a part;
 the second has next to none, for the sake of time.
@@ -165,3 +166,36 @@ def test_the_largest_logits_take_a_block_and_their_pairs(dtype):
     forward, _ = peaks(call, dtype)
     pairs = 2 * K * 12  # of both ranks, for each row: a float32 and an int64
     assert forward <= SHARE + pairs / (COLUMNS * dtype.itemsize)
+
+
+def saved_bytes(call, dtype):
+    """Bytes per token that the first of two ranks saves for backward beside the logits."""
+
+    def body(mesh, case):
+        start, end = (0, COLUMNS) if mesh.rank("tp") == 0 else (COLUMNS, COLUMNS + OTHERS)
+        logits = torch.ones(1, 3, end - start, dtype=dtype, requires_grad=True)
+        rank = Rank(mesh, logits, torch.tensor([[0, 1, COLUMNS]]), start, end)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            call(rank)
+        beside = [x for x in saved if x.data_ptr() != rank.logits.data_ptr()]
+        return sum(x.nbytes for x in beside) / rank.target.numel()
+
+    return run(body, CaseSpec(scheme="memory", mesh={"tp": 2})).results[0]
+
+
+# For each token two numbers, and an int32 for each id; with entropy one number more.
+SAVED_NUMBERS_AND_IDS = {
+    "logprob": (2, 1),
+    "logprob with entropy": (3, 1),
+    "logprobs at ids": (2, K),
+    "entropy": (3, 0),
+    "cross entropy": (4, 0),
+}
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.bfloat16, 4), (torch.float32, 4), (torch.float64, 8)], ids=str)
+@pytest.mark.parametrize("name", SAVED_NUMBERS_AND_IDS)
+def test_numbers_saved_for_each_token(name, dtype, itemsize):
+    numbers, ids = SAVED_NUMBERS_AND_IDS[name]
+    assert saved_bytes(WITH_GRADIENT[name], dtype) == numbers * itemsize + ids * 4

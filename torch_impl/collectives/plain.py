@@ -1,7 +1,8 @@
 """Collectives without autograd: sum, gather, scattered sum and exchange.
 
 The differentiable collectives call these in forward and in backward. Each takes a tensor of any strides, leaves it
-unchanged and returns a contiguous one. Arguments are not validated again: the public functions do that.
+unchanged and returns a contiguous one in new memory; only `all_gather_stack` returns a view in a group of one.
+`start_messages` takes buffers of the caller instead. Arguments are not validated again: the public functions do that.
 """
 
 from __future__ import annotations

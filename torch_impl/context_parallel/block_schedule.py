@@ -1,10 +1,10 @@
 """The block schedule of attention: which rows of queries attend to which rows of keys, for each source rank.
 
-It consists of index arrays alone; `blockwise_attention` computes with them. Every layout keeps the tokens of a sequence
-in order on each rank, so a rank's shard of a sequence is one run of consecutive rows, real tokens first. Between the
-queries of one rank and the keys of another, all pairs count, or those below a diagonal, or none. So no mask is needed,
-except at the edges of a window, where the queries are split into short runs, *segments*. Of a prefix that a sequence
-continues, its queries see all keys.
+It consists of slices, index arrays and masks; `blockwise_attention` computes with them. Every layout keeps the tokens
+of a sequence in order on each rank, so a rank's shard of a sequence is one run of consecutive rows, real tokens first.
+Between the queries of one rank and the keys of another, all pairs count, or those below a diagonal, or none. So no mask
+is needed, except over fill (below) and at the edges of a window, where the queries are split into short runs,
+*segments*. Of a prefix that a sequence continues, its queries see all keys in the window.
 
 A block is what one call of an attention kernel computes: runs of queries, each with its run of keys. Runs of different
 lengths in one block are filled up to the longest by repeating their last row; *fill* are these repeated rows.
@@ -45,8 +45,9 @@ def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockS
     """The block schedule of this rank, cached with the layout: layers that share a layout share the schedule.
 
     Cost:   one copy of four numbers per rank and sequence to the host. With a window shorter than the longest
-            sequence the positions too; work grows with tokens times window + MAX_SEGMENT_QUERIES, and only the runs at
-            a window's edges have masks, of at most 2 * MAX_SEGMENT_QUERIES keys each, equal ones shared.
+            sequence the positions too; work grows with tokens times window + MAX_SEGMENT_QUERIES, and besides blocks
+            with fill only the runs at a window's edges have masks, of at most 2 * MAX_SEGMENT_QUERIES keys each. Equal
+            masks are shared.
     """
     return layout.derived(("schedule", causal, window), lambda: _schedule(layout, causal, window))
 
@@ -115,7 +116,7 @@ class _Overlap:
     shift: Int64[Tensor, " q"] | None = None
 
     def subset(self, is_member: Bool[Tensor, " q"]) -> _Overlap:
-        """Those of some runs."""
+        """The overlap of those runs that `is_member` selects."""
         shift = None if self.shift is None else self.shift[is_member]
         fields = self.first_query, self.query_count, self.first_key, self.key_count
         return replace(_Overlap(*(x[is_member] for x in fields)), shift=shift)

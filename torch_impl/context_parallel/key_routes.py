@@ -156,7 +156,7 @@ class KeyTransfer:
 def key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyTransfer:
     """How keys travel from and to this rank, cached with the layout.
 
-    Cost: that of `schedule_of`, one copy of n + 1 numbers per rank, and of one bit per position, to the host.
+    Cost: that of `schedule_of`; and two copies to the host, of n + 1 numbers per rank and of one byte per position.
     """
     return layout.derived(("route", causal, window), lambda: _key_transfer(layout, causal, window))
 

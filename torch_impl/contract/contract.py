@@ -71,10 +71,10 @@ def contract(function: Callable[P, R] | str, /) -> Any:
     """Execute the contract that a signature states, once for each call of the function.
 
     `@contract` begins messages with the component and the name of the function or class; `@contract("layouts.shard")`
-    names another beginning. On an autograd Function it stands below `@staticmethod`, over `forward`.
+    names another beginning. On an autograd Function it decorates `forward`, below `@staticmethod`.
 
     Cost:   about a microsecond an argument in eager; nothing in a compiled graph.
-    Errors: of the function it makes: TypeError for an argument of another type, ValueError for another value.
+    Errors: of the decorated function: TypeError for an argument of another type, ValueError for another value.
     """
     if isinstance(function, str):
         return lambda body: _with_contract(body, function)
@@ -228,7 +228,7 @@ class _Unresolved:
 
 
 def _meaning(annotation: Any, function: Callable[..., Any]) -> Any:
-    """The object that an annotation stands for, written as a string or not."""
+    """The object that an annotation means, written as a string or not."""
     if annotation is inspect.Parameter.empty:
         return Any
     if not isinstance(annotation, str):
