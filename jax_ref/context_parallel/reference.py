@@ -8,7 +8,7 @@ Query i sees key j if both are real tokens of one sequence and the causal and wi
 Query head i uses KV head i * hk // h. A query that is padding, or sees no key, gives 0.
 
 In a batch of packed rows, row b has sequence j in a slot of `seq_lens_padded[b][j]` tokens, `seq_lens[b][j]` of them
-real; lengths equal to `fill` stand for no sequence.
+real; lengths equal to `fill` are no sequences.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def packed_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Float[Array, "b h s p"]:
-    """Sequence j stands at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are no padding."""
+    """Sequence j is at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are no padding."""
     token = jnp.arange(q.shape[2])
     sequence = (token[:, None] >= padded[None, 1:]).sum(1)
     position = token - padded[sequence]
@@ -160,7 +160,7 @@ def stream(slots: Sequence[tuple[int, int]]) -> dict[str, list]:
 def tables(size: int, padded: Int[Array, " q"], real: Int[Array, " q"]) -> tuple[Int[Array, " t"], Bool[Array, " t"]]:
     """Place in its sequence, and whether it is padding, of each of `size` positions.
 
-    A position stands in the sequence that as many slots end at or before.
+    A position is in the sequence whose index is the number of slots that end at or before it.
     """
     position, ends = jnp.arange(size), jnp.cumsum(padded)
     sequence = (ends[None, :] <= position[:, None]).sum(1)

@@ -1,6 +1,6 @@
 """A hybrid language model on unsharded packed streams, the loss of a step, and the optimiser.
 
-Document j of a stream stands at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are real.
+Document j of a stream is at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are real.
 
 Source: arXiv 2104.09864 (rotary positions), 1711.05101 (AdamW).
 """

@@ -3,7 +3,7 @@
     x = E[ids];   x = x + attention(norm(x));   x = x + mlp(norm(x));   logits = norm(x) H^T,  H = E where tied
     loss = -(1/N) sum log p[target],   N tokens with a target;   w = w - lr * (m / (sqrt(v) + eps) + decay * w)
 
-Parameters have the names of the Hugging Face model; what a family does differently stands in its traits. A target
+Parameters have the names of the Hugging Face model; what a family does differently is in its traits. A target
 outside the vocabulary, such as -100, is none. m and v are the bias-corrected means of g and g^2.
 Source: arXiv 2104.09864 (rotary), 2305.13245 (KV groups), 1711.05101 (AdamW).
 """

@@ -60,7 +60,7 @@ def test_a_wrong_file_is_reported_with_its_cell(shardproof):
     Path("mine.csv").write_text("0F0,0B0\n1B0,1F0\n")
     status, out, err = shardproof("schedule", "mine.csv", "--pp", "2")
     assert (status, out) == (2, "")
-    assert err == "shardproof: schedule 'mine.csv' row 2, column 1: '1B0' stands before '1F0'\n"
+    assert err == "shardproof: schedule 'mine.csv' row 2, column 1: '1B0' comes before '1F0'\n"
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_what_is_not_the_stages_of_one_pipeline_is_rejected(given_as, words):
 
 
 FILES = [
-    (SINGLE, "0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1", "row 2, column 3: '1B1' stands before '1F1'"),
+    (SINGLE, "0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1", "row 2, column 3: '1B1' comes before '1F1'"),
     (SINGLE, "0F0,0B0\n1F0,1B0", "row 1, column 3: the rank ends without '0F1'"),
     (SINGLE, "0F0,0B0,0F1,0B1", "row 2, column 1: is missing"),
     (LOOP, "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1", "has 2 stages, the model 4; split the model into as many"),

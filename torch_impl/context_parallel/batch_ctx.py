@@ -358,7 +358,7 @@ def restarts(position_ids: Tensor) -> bool:
 def _mask_problems(facts: Tensor, size: int) -> Iterator[str]:
     """What is wrong with a mask, by the facts of its rows, with the most specific reason first.
 
-    `facts` are, by row: the number of ones, the number of leading zeros, whether a zero stands before a one, whether an
+    `facts` are, by row: the number of ones, the number of leading zeros, whether a zero comes before a one, whether an
     entry is negative, the largest entry, and whether an entry is not a finite integer.
     """
     leading, is_odd, is_additive, largest, is_fraction = facts[1:]

@@ -184,7 +184,7 @@ def _shard_tokens(tokens: Mapping[str, Tensor], layout: TokenLayout) -> dict[str
     derived = {name: getattr(layout, name) for name in ("position_ids", "padding_mask") if name not in tokens}
     shards = {}
     for name, x in {**tokens, **derived}.items():
-        # Positions of several kinds are [k, 1, t]. Embeddings may stand under input_ids, and stay floating.
+        # Positions of several kinds are [k, 1, t]. Embeddings may be passed as input_ids, and stay floating.
         share = rows_at(x, index, 2 if name == "position_ids" and x.ndim == 3 else 0)
         shards[name] = share.long() if name in IDS and not share.is_floating_point() else share
     return shards

@@ -218,7 +218,7 @@ def local_attention() -> Iterator[None]:
 
     It is for tokens that the context does not shard: a vision tower, a bidirectional encoder, cross attention to what
     each rank has in full. It takes masks, dropout and weights as torch does, holds for the calling thread alone, and
-    can be nested. It can stand over a function too, `@local_attention()`, which activation checkpoints then enter
+    can be nested. It can decorate a function too, `@local_attention()`, which activation checkpoints then enter
     again when they recompute it: a scope around the checkpoint itself is left by then.
 
     Gradients of what each rank has in full are its own queries' addends (`cp=R`): sum them over cp.

@@ -168,7 +168,7 @@ class SequenceContext:
 
     A buffer remains the same object and gets other memory, so its original values are untouched. `stays` says for each
     buffer whether it stays a shard on leaving. `full_tensors` are sharded instead of the buffers' values, where
-    these differ (by padding). `exchange` None stands for torch's rotate method.
+    these differ (by padding). `exchange` None means torch's rotate method.
     """
 
     def __init__(

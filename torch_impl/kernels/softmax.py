@@ -176,7 +176,7 @@ def write_gradient(
     n, v = block.shape
     if not n or not v:  # a grid of no programs
         return
-    # A kernel takes every pointer: `unread` stands for absent tensors, which the constexpr flags exclude.
+    # A kernel takes every pointer: `unread` is passed for absent tensors, which the constexpr flags exclude.
     unread = row_max = normaliser.row_max
     k = 0 if at_ids is None else at_ids.column.shape[-1]
     column, g_same, g_total = (unread,) * 3 if at_ids is None else (at_ids.column, at_ids.g_same, at_ids.g_total)

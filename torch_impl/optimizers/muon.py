@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
 class _Block:
     """Some of the matrices of an update, as a view of it, [..., s, k]; shape is that of each full matrix.
 
-    With `lengths`, the rows of every rank of `group`, s is one of them; without, the matrices stand on this rank.
+    With `lengths`, the rows of every rank of `group`, s is one of them; without, the matrices are on this rank.
     """
 
     view: Tensor

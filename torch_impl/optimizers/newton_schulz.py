@@ -1,4 +1,4 @@
-"""Newton-Schulz on matrices that stand on one rank, or whose rows or columns are sharded over a group.
+"""Newton-Schulz on matrices that are on one rank, or whose rows or columns are sharded over a group.
 
     X <- X / ||X||,   then `steps` times   X <- a X + X (b G + c G^2),   G = X^T X
 
@@ -87,7 +87,7 @@ class ShardedMatrix:
 
 
 def orthogonalized(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Matrices [..., m, n] that stand on this rank, computed in `dtype` and returned in that of x."""
+    """Matrices [..., m, n] that are on this rank, computed in `dtype` and returned in that of x."""
     is_wide = x.shape[-2] < x.shape[-1]
     [result] = _iterated([(x.mT if is_wide else x).to(dtype)], steps, None)
     return (result.mT if is_wide else result).to(x.dtype)

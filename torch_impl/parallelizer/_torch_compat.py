@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, placement_types
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """All axes of a mesh as one axis called `name`; an axis of that name with the same ranks is reused.
 
-    Errors: ValueError where the name stands for other ranks.
+    Errors: ValueError where the name means other ranks.
     """
     return _private_function(DeviceMesh, "_flatten")(mesh, name)
 

@@ -61,7 +61,7 @@ def fsdp2_strategy_parallelize(
         experts "e f d"   ->   "e/ep f d/dp", and f over tp
 
     Axes are identified by name: see `mesh_axes`. With replicas (`dp_replicate`) parameters are sharded inside one.
-    Ranks of `ep` have other tokens and, of the stacks of experts, other experts: see `shard_experts`, which then stands
+    Ranks of `ep` have other tokens and, of the stacks of experts, other experts: then `shard_experts` is used
     in place of the plan's entries for them. The gradient is the mean over dp_replicate x dp_shard x cp x ep, that of
     experts too, so a rank's loss must be dp * cp * ep * sum(its token losses) / N, with N the tokens of the full step;
     accumulation needs no division either.

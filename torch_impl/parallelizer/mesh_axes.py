@@ -153,12 +153,12 @@ def roles_of(axes: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
     # Axes that both generations name alike, as pp, do not tell them apart: then the newer names apply.
     generation = OLDER if older else NEWER
     roles = {role: name if name in axes else None for role, name in generation.items()}
-    # 2. A flattened axis stands in place of the axes that it contains, not next to them.
+    # 2. A flattened axis is named in place of the axes that it contains, not next to them.
     shard = "dp_cp" if "dp_cp" in axes else roles["shard"]
     contained = [roles[role] for role in ("shard", "data", "cp") if roles[role] not in (None, shard)]
     if shard is not None and contained:
         raise ValueError(
-            f"device_mesh: axis {shard!r} of {axes} stands next to {contained[0]!r}, which it contains; keep one"
+            f"device_mesh: axis {shard!r} of {axes} is next to {contained[0]!r}, which it contains; keep one"
         )
     roles["shard"] = shard
     roles["ep"] = "ep" if "ep" in axes else None

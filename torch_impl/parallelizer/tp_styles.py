@@ -199,7 +199,7 @@ def _with_full_width(mesh: DeviceMesh, module: nn.Linear, args: tuple[Any, ...])
 
 
 def shard_of_halves(dim: int) -> Placement:
-    """Both halves of a dim sharded over the ranks; a rank's shards of the two stand one after the other."""
+    """Both halves of a dim sharded over the ranks; a rank's shards of the two are one after the other."""
     return strided_shard(dim, HALVES)
 
 

@@ -131,17 +131,15 @@ def check_last_forwards(order: Order, last_stage: int) -> None:
     for expected, (rank, position, action) in enumerate(locations):
         if action.microbatch != expected:
             earlier = action._replace(microbatch=expected)
-            raise InvalidOrder(
-                rank, position, f"'{action}' stands before '{earlier}' on the last stage; put that first"
-            )
+            raise InvalidOrder(rank, position, f"'{action}' comes before '{earlier}' on the last stage; put that first")
 
 
 def _placement_problem(action: Action, rank: int, ranks: Mapping[int, int], n_microbatches: int) -> str | None:
-    """Why an action cannot stand on a rank at all, or None."""
+    """Why an action cannot be on a rank at all, or None."""
     if action.stage not in ranks:
         return f"'{action}' is of stage {action.stage}; there are {len(ranks)}"
     if ranks[action.stage] != rank:
-        return f"'{action}' stands on rank {rank}, but stage {action.stage} is on rank {ranks[action.stage]}"
+        return f"'{action}' is on rank {rank}, but stage {action.stage} is on rank {ranks[action.stage]}"
     if action.microbatch is not None and not 0 <= action.microbatch < n_microbatches:
         return f"'{action}' is of micro-batch {action.microbatch}; there are {n_microbatches}"
     return None
@@ -150,14 +148,14 @@ def _placement_problem(action: Action, rank: int, ranks: Mapping[int, int], n_mi
 def _out_of_turn(action: Action, seen: set[Action]) -> str | None:
     """Why an action cannot follow those seen before it, or None. What is not computed is never seen."""
     if action in seen:
-        return f"'{action}' stands for the second time"
+        return f"'{action}' occurs a second time"
     for kind in BEFORE.get(action.kind, ()):
         if action._replace(kind=kind) not in seen:
-            return f"'{action}' stands before '{action._replace(kind=kind)}'"
+            return f"'{action}' comes before '{action._replace(kind=kind)}'"
     # A backward is full or in two halves, never both.
     for kind in {"B": "IW", "I": "B", "W": "B"}.get(action.kind, ""):
         if action._replace(kind=kind) in seen:
-            return f"'{action}' stands beside '{action._replace(kind=kind)}'; write B, or I and W"
+            return f"'{action}' occurs beside '{action._replace(kind=kind)}'; write B, or I and W"
     return None
 
 
@@ -208,7 +206,7 @@ def _communication_problems(order: Order, ranks: Sequence[int], n_microbatches: 
     locations: dict[Action, Location] = {}
     for rank, position, action in _positions(order):
         if action in locations and action.microbatch is not None:
-            yield InvalidOrder(rank, position, f"'{action}' stands for the second time")
+            yield InvalidOrder(rank, position, f"'{action}' occurs a second time")
         locations[action] = (rank, position)
     # 2. Every message between two ranks has both ends, after what computes it and before what uses it.
     for stage, rank in enumerate(ranks):
@@ -245,9 +243,9 @@ def _message_problems(
             yield InvalidOrder(rank, len(order[rank]), f"the rank ends without '{action}'")
     source, use = (_computation_of(locations, each, sent, microbatch) for each in (stage, to))
     if locations[send][1] < locations[source][1]:
-        yield InvalidOrder(*locations[send], f"'{send}' stands before '{source}'")
+        yield InvalidOrder(*locations[send], f"'{send}' comes before '{source}'")
     if locations[use][1] < locations[receive][1]:
-        yield InvalidOrder(*locations[use], f"'{use}' stands before '{receive}'")
+        yield InvalidOrder(*locations[use], f"'{use}' comes before '{receive}'")
 
 
 def _computation_of(locations: dict[Action, Location], stage: int, sent: str, microbatch: int) -> Action:
@@ -283,7 +281,7 @@ def _crossing_messages(order: Order, ranks: Sequence[int]) -> Iterator[InvalidOr
     for pair, messages in sent.items():
         for (rank, position, action), expected in zip(received[pair], messages, strict=True):
             if action != expected:
-                cross = f"'{action}' stands where rank {pair[0]} sends what '{expected}' receives; put that first"
+                cross = f"'{action}' comes where rank {pair[0]} sends what '{expected}' receives; put that first"
                 yield InvalidOrder(rank, position, cross)
 
 
@@ -294,11 +292,11 @@ def _sharding_problems(rank: int, actions: Sequence[Action | None], uses_shardin
     for _, position, action in _positions([actions]):
         stage, kind = action.stage, action.kind
         rules = (
-            (kind in COMPUTED and stage in uses_sharding - gathered, f"stands where '{stage}UNSHARD' has not been"),
-            (kind in ("B", "W") and stage in reduced, f"stands after '{stage}REDUCE_GRAD'"),
-            (kind == "UNSHARD" and stage in gathered, f"stands where stage {stage} is gathered already"),
-            (kind == "RESHARD" and stage not in gathered, f"stands where stage {stage} is not gathered"),
-            (kind == "REDUCE_GRAD" and stage in reduced, "stands for the second time"),
+            (kind in COMPUTED and stage in uses_sharding - gathered, f"comes where '{stage}UNSHARD' has not been"),
+            (kind in ("B", "W") and stage in reduced, f"comes after '{stage}REDUCE_GRAD'"),
+            (kind == "UNSHARD" and stage in gathered, f"comes where stage {stage} is gathered already"),
+            (kind == "RESHARD" and stage not in gathered, f"comes where stage {stage} is not gathered"),
+            (kind == "REDUCE_GRAD" and stage in reduced, "occurs a second time"),
         )
         for is_broken, problem in rules:
             if is_broken:

@@ -57,9 +57,8 @@ def vocab_parallel_logprob(
     backward, autograd raises an error there.
     `backend`: "auto" is Triton on CUDA and eager elsewhere; "eager", "compile" and "triton" force one.
 
-    Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 4 * b*s), none in a
-            group of one; backward none. Saves the logits by reference and 12 bytes per token (with entropy 16), of
-            float64 logits 20 (28).
+    Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 4 * b*s); backward
+            none. Saves the logits by reference and 12 bytes per token (with entropy 16), of float64 logits 20 (28).
     Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating;
             ValueError if target and logits disagree in shape, the range does not fit the shard, chunk_size,
             temperature or backend are out of range, or inplace_gradient=True for logits whose elements may share

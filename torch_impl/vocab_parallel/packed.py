@@ -2,7 +2,7 @@
 
 The stream has sequences one after another, each sharded over cp by DualChunkSwap inside itself: rank r has its share of
 sequence 0, then of sequence 1, ...; rank r of tp has its columns. No score depends on another sequence. `PackedSlots`
-says which sequence each token belongs to, where it stands, and whether it has a next: index arrays for the full batch,
+says which sequence each token belongs to, where it is, and whether it has a next: index arrays for the full batch,
 whatever the number of sequences.
 """
 
@@ -52,7 +52,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     out[i, j] = log p(id[j + 1] | logits[j]) of sequence i;   u = unpacked_seqlen - 1
 
     Row i is 0.0 from its last position on and truncated at u. `cu_seqlens_padded` [b + 1] are offsets into the
-    full stream; tokens past the last are padding. Between a sequence's real and padded end stand scores of
+    full stream; tokens past the last are padding. Between a sequence's real and padded end are scores of
     padding ids, with `cu_seqlens` (real lengths) 0.0 without gradient. With `target_is_pre_rolled` the target is
     "1 t/cp:packed", shifted inside each sequence and sharded. `with_entropy` returns the pair (log-probability, sum
     p log p of its position), both 0.0 where there is no next token.

@@ -99,7 +99,7 @@ def _above_each(bins: Float[Tensor, "n bins"]) -> Float[Tensor, "n bins"]:
 def _bounds(
     prefix: Int[Tensor, " n"], shift: int, dtype: torch.dtype, low: Float[Tensor, " n"]
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """The floats between which all have these leading digits; bit patterns beyond infinity stand for it."""
+    """The floats between which all have these leading digits; bit patterns beyond infinity count as infinity."""
     smallest = float_of(prefix << shift, dtype).to(low.dtype)
     largest = float_of(((prefix + 1) << shift) - 1, dtype).to(low.dtype)
     return torch.where(smallest > low, smallest, low), torch.where(largest.isnan(), math.inf, largest)

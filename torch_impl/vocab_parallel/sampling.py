@@ -77,7 +77,7 @@ class _SamplingKind:
 
 @runtime_checkable
 class SamplingParams(Protocol):
-    """What may stand where `sampling_params` does: any object with these three attributes; `min_p` may be a fourth."""
+    """What may be passed as `sampling_params`: any object with these three attributes; `min_p` may be a fourth."""
 
     @property
     def top_k(self) -> int | None: ...
@@ -106,7 +106,7 @@ class TrainingSamplingParams:
 
     min-p keeps a token whose probability is at least `min_p` times that of the likeliest. Off are `top_k` None or below
     1, `top_p` None or 1.0, `temperature` 1.0, and `min_p` None or 0.0. Any object with the first three attributes may
-    stand where `sampling_params` does; without `min_p` that one is off.
+    be passed as `sampling_params`; without `min_p` that one is off.
 
     Errors: ValueError if top_p or min_p lies outside [0, 1] or temperature is not positive; TypeError if top_k is no
             integer.

@@ -61,7 +61,7 @@ def from_parallel_logits_to_logprobs(
             With entropy 4 numbers for 3 over tp, and twice as many over cp. Saves what the core does.
     Errors: TypeError for what is no group, ids that are not integers, logits not floating; ValueError if
             shapes disagree, target covers more positions than the logits, s cannot be sharded over cp, the
-            range, chunk_size or sampling parameters are out of range, or with_entropy stands beside a filter.
+            range, chunk_size or sampling parameters are out of range, or with_entropy is combined with a filter.
     """
     validate_entropy("vocab_parallel.from_parallel_logits_to_logprobs", with_entropy, sampling_params)
     local, cp = vocab_parallel_logits.shape[1], rank_and_size(cp_group)[1]
