@@ -44,10 +44,10 @@ class BlockSchedule:
 def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockSchedule:
     """The block schedule of this rank, cached with the layout: layers that share a layout share the schedule.
 
-    Cost:   one copy of four numbers per rank and sequence to the host. With a window shorter than the longest
-            sequence the positions too; work grows with tokens times window + MAX_SEGMENT_QUERIES, and besides blocks
-            with fill only the runs at a window's edges have masks, of at most 2 * MAX_SEGMENT_QUERIES keys each. Equal
-            masks are shared.
+    Cost:   one copy of four numbers per rank and sequence to the host, and of the positions where masks are computed:
+            over fill of a causal block, and with a window shorter than the longest sequence. Work with a window grows
+            with tokens times window + MAX_SEGMENT_QUERIES; besides fill only its edges have masks, of at most
+            2 * MAX_SEGMENT_QUERIES keys a run. Equal masks are shared.
     """
     return layout.derived(("schedule", causal, window), lambda: _schedule(layout, causal, window))
 

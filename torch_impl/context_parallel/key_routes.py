@@ -70,13 +70,15 @@ def key_traffic(layout: BuiltLayout, *, causal: bool = True, window: Window | No
     Cost:   no collective; for each rank a search of all positions, cached with the layout.
     Errors: TypeError for another layout, causal or window; ValueError for a window below 1.
     """
-    needs = layout.derived(("needs", causal, window), lambda: _needs(needed_rows(layout, causal, window)))
-    ring, halo = needs.ring_traffic(), needs.halo_traffic()
-    return [ring, halo] if needs.suits_ring() else [halo, ring]
+    counts = layout.derived(
+        ("needed_counts", causal, window), lambda: _needed_counts(needed_rows(layout, causal, window))
+    )
+    ring, halo = counts.ring_traffic(), counts.halo_traffic()
+    return [ring, halo] if counts.prefers_ring() else [halo, ring]
 
 
 @dataclass(frozen=True)
-class Needs:
+class NeededCounts:
     """The numbers of rows that ranks need: `rows[r][s]` of s by r, `union[s]` of s by at least one rank."""
 
     rows: list[list[int]]
@@ -100,7 +102,8 @@ class Needs:
     def halo_traffic(self) -> KeyTraffic:
         return KeyTraffic("halo", tuple(map(sum, zip(*self.rows, strict=True))), tuple(map(sum, self.rows)))
 
-    def suits_ring(self) -> bool:
+    def prefers_ring(self) -> bool:
+        """Whether keys travel around the ring and not as a halo, by the rule of `key_traffic`."""
         reach = self.reach
         # The first call over a group must include every rank, since NCCL connects all of them in it.
         starts_on_all = all(reach[r] or reach[r - 1] for r in range(len(reach))) or not any(reach)
@@ -108,10 +111,10 @@ class Needs:
         return starts_on_all and (halo > MAX_HALO_SHARE * ring or not ring)
 
 
-def _needs(needed: Bool[Tensor, "n n rows"]) -> Needs:
+def _needed_counts(needed: Bool[Tensor, "n n rows"]) -> NeededCounts:
     """The numbers of needed rows, by one copy to the host."""
     *rows, union = torch.cat([needed.sum(2), needed.any(0).sum(1)[None]]).tolist()
-    return Needs(rows, union)
+    return NeededCounts(rows, union)
 
 
 @dataclass(frozen=True)
@@ -164,16 +167,16 @@ def key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyTr
 def _key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyTransfer:
     schedule, rank = schedule_of(layout, causal, window), layout.cp_rank
     needed = needed_rows(layout, causal, window)
-    needs = _needs(needed)
-    if needs.suits_ring():
-        # 1. All ranks on the way receive what any of them needs.
+    counts = _needed_counts(needed)
+    if counts.prefers_ring():
+        # 1. All ranks on the way receive what at least one rank needs.
         arrived = needed.any(0).cpu()
-        route = RingRoute(rank, needs.reach, tuple(needs.union), _as_rows(arrived[rank], layout.index.device))
+        route = RingRoute(rank, counts.reach, tuple(counts.union), _as_rows(arrived[rank], layout.index.device))
     else:
         # 2. Or each receives its own rows: `nonzero` lists those that this rank sends, by the rank that needs them.
         arrived = needed[rank].cpu()
-        sent = tuple(of_rank[rank] for of_rank in needs.rows)
-        route = HaloRoute(rank, sent, tuple(needs.rows[rank]), needed[:, rank].nonzero()[:, 1])
+        sent = tuple(of_rank[rank] for of_rank in counts.rows)
+        route = HaloRoute(rank, sent, tuple(counts.rows[rank]), needed[:, rank].nonzero()[:, 1])
     # 3. Keys are indexed by their rows of the received buffer, but for this rank's own, which do not travel.
     blocks = [
         of_source if source == rank else tuple(_block_of_arrived(block, arrived[source]) for block in of_source)
@@ -197,7 +200,7 @@ def _block_of_arrived(block: Block, is_arrived: Bool[Tensor, " rows"]) -> Block:
         return block
     number = is_arrived.cumsum(0) - is_arrived.long()
     if isinstance(block.keys, Tensor):
-        # Hidden keys become any that is there: the mask hides them still.
+        # A key that does not arrive is hidden from all queries: its index becomes any valid one, and the mask hides it.
         keys = number.to(block.keys.device)[block.keys].clamp(max=int(is_arrived.sum()) - 1)
         return replace(block, keys=keys)
     is_needed = is_arrived[block.keys]

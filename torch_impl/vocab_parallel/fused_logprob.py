@@ -105,7 +105,7 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOption
     # 4. What backward needs: the logits by reference, two numbers per token, with entropy three, of 4 bytes (float64
     #    logits: 8), and an int32 column of 4 bytes per id.
     ctx.options = options
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # the cotangent of an unused output is None, not zeros that cost a pass
     if not options.inference_only:
         ctx.save_for_backward(logits, *normaliser, column, shifted_mean)
     return tuple(outputs)

@@ -290,6 +290,7 @@ def global_shifted_mean(
     """d = sum_v p_v b_v = sum_r w_r (d_r + a_r),   a_r = (m_r - m) / temperature,   w_r = the share of rank r."""
     shifted_max_r = shifted_logits(row_max_r, normaliser.row_max, temperature)
     weight = (shifted_max_r + (row_sum_m1_r.log1p() - normaliser.log_row_sum)).exp()
+    # Selected, not multiplied: a rank without weight, as one whose columns are all -inf, would give 0 * -inf = NaN.
     return torch.where(weight == 0, 0.0, weight * (shifted_mean_r + shifted_max_r)).sum(0)
 
 
@@ -304,6 +305,7 @@ def global_cross_mean(
     """x = sum_v p_v b^q_v = sum_r w_r (x_r + m^q_r - m^q),   w_r = the share of rank r in p; -inf stays."""
     shifted_mean = cross_mean_r + (row_max_q - q.row_max)
     weight = ((row_max_p - p.row_max) + (row_sum_m1_p.log1p() - p.log_row_sum)).exp()
+    # A rank whose p underflows to 0 still makes the mean -inf if it has a column with p > 0 and q = 0.
     of_no_weight = torch.where((shifted_mean == -math.inf) & (row_max_p > -math.inf), -math.inf, 0.0)
     return torch.where(weight == 0, of_no_weight, weight * shifted_mean).sum(0)
 

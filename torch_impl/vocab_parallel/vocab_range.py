@@ -126,7 +126,7 @@ def why_not_sharded_over_tp(name: str, logits: DTensor) -> str | None:
         )
     placement = logits.placements[axes.index("tp")]
     if not placement.is_shard(vocab):
-        return f"{name} is {_text(placement)} over tp; redistribute to Shard(-1)"
+        return f"{name} is {_placement_text(placement)} over tp; redistribute to Shard(-1)"
     return why_not_sharded_by(name, logits, {"cp": 1, "tp": vocab})
 
 
@@ -139,7 +139,7 @@ def why_not_sharded_by(name: str, x: DTensor, dims: dict[str, int]) -> str | Non
         dim = dims.get(axis, 0)
         if not (placement.is_replicate() or placement.is_shard(dim)):
             remedy = "redistribute" if names else "pass mesh_dim_names to the mesh, or redistribute"
-            return f"{name} is {_text(placement)} over {axis}; {remedy} to Shard({dim}) or Replicate"
+            return f"{name} is {_placement_text(placement)} over {axis}; {remedy} to Shard({dim}) or Replicate"
     return None
 
 
@@ -155,5 +155,5 @@ def why_not_rank(rank: int | None, group: ProcessGroup | None) -> str | None:
     return None
 
 
-def _text(placement: Any) -> str:
+def _placement_text(placement: Any) -> str:
     return repr(placement).removesuffix("()")

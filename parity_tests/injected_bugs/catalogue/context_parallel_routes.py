@@ -63,7 +63,7 @@ BUGS = (
     InjectedBug(
         name="a ring where a halo sends less",
         kind="schedule",
-        at="context_parallel:Needs.suits_ring",
+        at="context_parallel:NeededCounts.prefers_ring",
         old="return starts_on_all and (halo > MAX_HALO_SHARE * ring or not ring)",
         new="return starts_on_all",
         expect="cost: ",
@@ -71,7 +71,7 @@ BUGS = (
     InjectedBug(
         name="a halo where a ring computes meanwhile",
         kind="schedule",
-        at="context_parallel:Needs.suits_ring",
+        at="context_parallel:NeededCounts.prefers_ring",
         old="halo > MAX_HALO_SHARE * ring",
         new="halo > ring",
         expect="cost: ",
@@ -79,7 +79,7 @@ BUGS = (
     InjectedBug(
         name="keys of every source sent around the ring",
         kind="schedule",
-        at="context_parallel:Needs.reach",
+        at="context_parallel:NeededCounts.reach",
         old="default=0",
         new="default=1",
         expect="raised: ",
