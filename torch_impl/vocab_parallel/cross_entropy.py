@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import accumulator
 from torch_impl.contract import Group, Sharded, contract
 from torch_impl.contract.derivatives import first_derivative_only
+from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.fused_logprob import NOTHING_SAVED, LogprobOptions, block_function
 from torch_impl.vocab_parallel.statistics import aligned_row_blocks, rows_per_block
@@ -65,7 +66,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
         if ctx.inference_only:
             raise RuntimeError(NOTHING_SAVED)
         student, target, *per_row = ctx.saved_tensors
-        gradient = student.new_empty(per_row[0].numel(), student.shape[-1])
+        gradient = large_tensors.empty((per_row[0].numel(), student.shape[-1]), student.dtype, student.device)
         per_row = [x.reshape(-1, 1) for x in (*per_row, *grad_outputs)]
         for row_slice, (student_block, target_block) in aligned_row_blocks(
             (student, target), rows_per_block(student, None)

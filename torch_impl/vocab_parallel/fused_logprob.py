@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from torch_impl import kernels
 from torch_impl.collectives import accumulator
 from torch_impl.contract.derivatives import first_derivative_only
+from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel import long_rows, small_logprob, statistics
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_of, rows_per_block
 
@@ -120,7 +121,11 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
         return small_logprob.backward(ctx, *cotangents)
     logits, row_max, log_row_sum, column, shifted_mean = ctx.saved_tensors
     logits = logits.detach()  # shares the version counter: autograd sees a gradient written over the logits
-    gradient = None if options.inplace_gradient else logits.new_empty(row_max.numel(), logits.shape[-1])
+    gradient = (
+        None
+        if options.inplace_gradient
+        else large_tensors.empty((row_max.numel(), logits.shape[-1]), logits.dtype, logits.device)
+    )
     # 1. The cotangents of the outputs, row by row; None where an output was not used.
     g_logprob = None if column is None else cotangents[0]
     g_entropy = cotangents[-1] if options.with_entropy else None

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import accumulator
 from torch_impl.contract import Group, Positive, Sharded, contract
 from torch_impl.contract.derivatives import first_derivative_only
+from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.cross_entropy import difference_of_probabilities, no_narrower
 from torch_impl.vocab_parallel.fused_logprob import NOTHING_SAVED, LogprobOptions, block_function
@@ -108,7 +109,7 @@ class _KlDivergence(torch.autograd.Function):
             raise RuntimeError(NOTHING_SAVED)
         a, b, *per_row = ctx.saved_tensors
         student = a if options.reverse else b
-        gradient = torch.empty(student.shape, dtype=student.dtype, device=student.device)
+        gradient = large_tensors.empty(student.shape, student.dtype, student.device)
         flat = gradient.view(per_row[0].numel(), student.shape[-1])
         columns = [x.reshape(-1, 1) for x in (*per_row, cotangent)]
         for row_slice, (a_block, b_block) in aligned_row_blocks((a, b), rows_per_block(a, options.chunk_size)):

@@ -22,6 +22,7 @@ from torch_impl.collectives import accumulator, no_autocast
 from torch_impl.collectives.plain import all_gather_concat, all_reduce_sum, reduce_scatter_sum
 from torch_impl.contract import Group, Positive, Sharded, ShardedIds, ShardedInt, contract, dtype_name
 from torch_impl.contract.derivatives import first_derivative_only
+from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.fused_logprob import (
     NOTHING_SAVED,
@@ -347,10 +348,10 @@ def gradients(
 ) -> tuple[Float[Tensor, "s b d"] | None, Float[Tensor, "v d"] | None]:
     """(this rank's term of d hidden, d weight), None where not needed; of the same chunks as the forward."""
     of_hidden, of_weight = needs_gradient
-    d_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if of_hidden else None
+    d_hidden = large_tensors.empty(hidden.shape, hidden.dtype, hidden.device) if of_hidden else None
     # A sum over chunks: in float32, so that many small chunks are as good as one. One chunk is no sum.
     dtype = weight.dtype if positions >= len(hidden) else accumulator(weight.dtype)
-    total = torch.empty(weight.shape, dtype=dtype, device=weight.device) if of_weight else None
+    total = large_tensors.empty(weight.shape, dtype, weight.device) if of_weight else None
     for row_slice, rows in _chunks(hidden, positions):
         d_logits = rows @ weight.T
         _turn_into_gradient(d_logits, of_rows, row_slice)

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.contract import Group, Number, Positive, Sharded, ShardedIds, contract
 from torch_impl.contract.derivatives import first_derivative_only
+from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel import fused_logprob, statistics
 from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, limits_of, ordinals
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, id_cotangents, write_gradient
@@ -221,7 +222,7 @@ def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
     if options.inference_only or not ctx.is_filtered:
         return fused_logprob.backward(ctx, cotangent)
     logits, row_max, log_row_sum, column, threshold, last_tie = ctx.saved_tensors
-    gradient = logits.new_empty(len(column), logits.shape[-1])
+    gradient = large_tensors.empty((len(column), logits.shape[-1]), logits.dtype, logits.device)
     at_ids = id_cotangents(column.unsqueeze(-1), cotangent.reshape(-1, 1))
     write = block_function(write_gradient, options, logits)
     for row_slice, block in row_blocks(logits.detach(), rows_per_block(logits, options.chunk_size)):

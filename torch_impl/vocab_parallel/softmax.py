@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives.plain import all_reduce_sum
 from torch_impl.contract import Group, Sharded, contract
 from torch_impl.contract.derivatives import first_derivative_only
+from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, row_statistics
 from torch_impl.vocab_parallel.statistics import (
     Normaliser,
@@ -84,7 +85,7 @@ def _compute_distributed_softmax(
     Errors: TypeError if group is None or no ProcessGroup, or the logits are not floating.
     """
     logits, normaliser = vocab_parallel_logits, _normaliser(vocab_parallel_logits, group)
-    result = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    result = large_tensors.empty(logits.shape, logits.dtype, logits.device)
     rows = result.view(len(normaliser.row_max), logits.shape[-1])
     for row_slice, block in row_blocks(logits, rows_per_block(logits, None)):
         rows[row_slice] = _log_p(block, normaliser, row_slice).exp().to(result.dtype)
@@ -115,7 +116,7 @@ class _LogSoftmax(torch.autograd.Function):
             sums[1, row_slice] = torch.where(is_likely, g, 0.0).sum(-1)
         others, of_likely = sums if ctx.group.size() == 1 else all_reduce_sum(sums, ctx.group)
         # 2. The gradient, one row block at a time.
-        gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        gradient = large_tensors.empty(logits.shape, logits.dtype, logits.device)
         flat = gradient.view(sums.shape[1], logits.shape[-1])
         for row_slice, (block, g) in aligned_row_blocks((logits, cotangent), rows):
             log_p = _log_p(block, normaliser, row_slice)
@@ -136,7 +137,7 @@ def _log_softmax_gradient(
 
 def _log_softmax(logits: Float[Tensor, "*a v"], normaliser: Normaliser) -> Float[Tensor, "*a v"]:
     """Log-probabilities in the logits' dtype, one row block at a time."""
-    result = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    result = large_tensors.empty(logits.shape, logits.dtype, logits.device)
     rows = result.view(len(normaliser.row_max), logits.shape[-1])
     for row_slice, block in row_blocks(logits, rows_per_block(logits, None)):
         rows[row_slice] = _log_p(block, normaliser, row_slice).to(result.dtype)

@@ -20,6 +20,7 @@ from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import all_gather_stack, all_reduce_sum
 from torch_impl.collectives.reductions import as_replicated
 from torch_impl.contract import Group, NonNegativeInt, Sharded, ShardedIds, contract
+from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_covered
 from torch_impl.vocab_parallel.statistics import index_of, local_column, row_blocks, rows_per_block
 from torch_impl.vocab_parallel.vocab_range import IGNORED_ID, ChunkSize, VocabEnd, VocabStart
@@ -184,7 +185,7 @@ class LogitsAt(torch.autograd.Function):
         rows = column.shape[:-1].numel(), column.shape[-1]
         g = torch.where(column >= 0, cotangent, 0.0).reshape(rows)
         index = index_of(column).reshape(rows)
-        gradient = torch.empty(shape, dtype=dtype, device=cotangent.device)
+        gradient = large_tensors.empty(shape, dtype, cotangent.device)
         for row_slice, block in row_blocks(gradient, rows_per_block(gradient, ctx.chunk_size)):
             if block.shape[-1]:
                 total = torch.zeros(block.shape, dtype=g.dtype, device=g.device)

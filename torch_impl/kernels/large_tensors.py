@@ -1,0 +1,48 @@
+"""Allocate a large tensor of which every element is written next.
+
+On a CPU, the first write to memory that a process has just received costs more than computing what is written: the
+system maps and clears one page of 4 KiB after another. Linux maps 2 MiB at a time where a process asks for it, which is
+the default of most distributions ("madvise" in `/sys/kernel/mm/transparent_hugepage/enabled`). torch asks only if
+THP_MEM_ALLOC_ENABLE=1 was in the environment when the process started. Here one tensor is allocated so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+MIN_BYTES = 8 * 2**20  # of smaller tensors the allocator often has memory that is mapped already
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty(shape, dtype=dtype, device=device)`, in huge pages if it is large and on a CPU."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if device.type != "cpu" or torch.compiler.is_compiling() or type(tensor) is not Tensor:
+        return tensor
+    if tensor.nbytes < MIN_BYTES or (madvise := _madvise()) is None:
+        return tensor
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # inside torch.func.grad, where a tensor is a wrapper of another
+        return tensor
+    # Full pages only. Where the system has no huge pages it returns an error, and nothing changes.
+    start, stop = -(-address // mmap.PAGESIZE), (address + tensor.nbytes) // mmap.PAGESIZE
+    madvise(start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The C library's function of that name; None on a system without huge pages."""
+    if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise.restype = ctypes.c_int
+    return madvise
