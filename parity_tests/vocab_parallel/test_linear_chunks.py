@@ -11,7 +11,7 @@ from parity_tests.harness.verdict import verify_case
 from parity_tests.vocab_parallel.test_linear_logprob import SCHEMES, linear_logprobs
 from shardproof import CaseSpec
 from torch_impl import vocab_parallel as vp
-from torch_impl.vocab_parallel.linear_logprob import chunk_positions
+from torch_impl.vocab_parallel.linear_chunks import chunk_positions
 
 
 def on_ranks(body, tp=2):
@@ -73,6 +73,50 @@ def test_one_chunk_of_logits_is_alive_and_no_more():
     ((forward, backward),) = on_ranks(body, tp=1)
     assert chunk * v <= forward <= 2 * chunk * v
     assert chunk * v <= backward <= 2 * chunk * v
+
+
+class Products(TorchDispatchMode):
+    """The number of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("s", "b", "d", "chunk_size", "products"),
+    [(3, 2, 6, None, (1, 2)), (3, 2, 6, 3, (1, 3)), (3, 2, 5, None, (1, 3)), (4, 1, 9, 2, (2, 6))],
+    ids=["saved", "a chunk size", "more logits than weights", "two chunks"],
+)
+def test_logits_that_take_no_more_than_the_weight_are_not_computed_again(s, b, d, chunk_size, products):
+    def body(mesh, case):
+        hidden, weight, target = tensors(s, b, 7, d)
+        with Products() as forward:
+            y = scored(mesh, hidden, weight, target, chunk_size)
+        with Products() as backward:
+            y.sum().backward()
+        return forward.count, backward.count
+
+    assert on_ranks(body) == (products, products)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_second_backward_computes_saved_logits_again(frozen):
+    """The first one overwrites them."""
+
+    def body(mesh, case):
+        leaves = list(tensors(3, 2, 7, 8, torch.float64))
+        leaves[frozen] = leaves[frozen].detach()
+        y = scored(mesh, *[leaves[i] for i in (0, 1, 2)])
+        g = torch.linspace(-1, 2, 6, dtype=y.dtype).view(2, 3)
+        first, second = (torch.autograd.grad(y, leaves[1 - frozen], g, retain_graph=True)[0] for _ in range(2))
+        return torch.equal(first, second), bool(first.abs().sum() > 0)
+
+    assert on_ranks(body) == ((True, True),) * 2
 
 
 def test_a_frozen_weight_or_frozen_states_make_no_buffer():

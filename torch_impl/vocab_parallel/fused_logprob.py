@@ -121,11 +121,8 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
         return small_logprob.backward(ctx, *cotangents)
     logits, row_max, log_row_sum, column, shifted_mean = ctx.saved_tensors
     logits = logits.detach()  # shares the version counter: autograd sees a gradient written over the logits
-    gradient = (
-        None
-        if options.inplace_gradient
-        else large_tensors.empty((row_max.numel(), logits.shape[-1]), logits.dtype, logits.device)
-    )
+    shape = row_max.numel(), logits.shape[-1]
+    gradient = None if options.inplace_gradient else large_tensors.empty(shape, logits.dtype, logits.device)
     # 1. The cotangents of the outputs, row by row; None where an output was not used.
     g_logprob = None if column is None else cotangents[0]
     g_entropy = cotangents[-1] if options.with_entropy else None

@@ -2,15 +2,14 @@
 
 Rank r of tp has rows [vocab_start_index, vocab_end_index) of the weight, and of the hidden states either all
 positions (replicated) or its block of them (sequence-parallel); their length says which. Logits are computed and used
-one chunk of positions at a time; all of them never exist. Matrix products run in the input dtype, the softmax in
-float32 or wider. Rows of logits are in the order of the hidden states, position by position.
+one chunk of positions at a time; those of a short sequence at once, and saved. Matrix products run in the input dtype,
+the softmax in float32 or wider. Rows of logits are in the order of the hidden states, position by position.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,37 +17,31 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import accumulator, no_autocast
+from torch_impl.collectives import no_autocast
 from torch_impl.collectives.plain import all_gather_concat, all_reduce_sum, reduce_scatter_sum
 from torch_impl.contract import Group, Positive, Sharded, ShardedIds, ShardedInt, contract, dtype_name
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.fused_logprob import (
     NOTHING_SAVED,
     EntropyCotangent,
-    IdCotangents,
-    LogprobOptions,
-    backend_of,
-    block_function,
     id_cotangents,
-    rows_per_block_of_backend,
-    write_gradient,
+)
+from torch_impl.vocab_parallel.linear_chunks import (
+    RowGradients,
+    all_logits,
+    chunk_positions,
+    chunk_statistics,
+    fit_beside,
+    gradients,
 )
 from torch_impl.vocab_parallel.next_token import apart, next_ids
 from torch_impl.vocab_parallel.packed import PackedSlots, offsets_on_host, packed_slots, why_not_offsets
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_over_cp
-from torch_impl.vocab_parallel.statistics import row_blocks
 from torch_impl.vocab_parallel.vocab_range import IGNORED_ID, ChunkSize, VocabEnd, VocabStart
 
 HIDDEN, WEIGHT = "tensor_parallel_hidden_states", "output_weight_layer"
 NO_WEIGHT = "output_weight_layer and output_weight are both None; pass the [v, d] weight"
-# Logits of an automatic chunk; it has so many rows at least, for the sake of the products.
-CHUNK_BYTES = {"cpu": 32 << 20}
-CHUNK_BYTES_ELSEWHERE = 256 << 20
-MIN_CHUNK_ROWS = 128
-# One chunk is scored as full rows are: the ranks' statistics are exchanged once, after all chunks.
-FULL_ROWS = LogprobOptions(None)
 
 
 class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
@@ -61,14 +54,14 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
 
     Matrix products run in the input dtype, whatever autocast says; d logits are rounded to it once, and d W is
     summed over the chunks in float32 or wider and rounded once. The result is float32, for float64 float64.
-    `chunk_size` counts positions of s and bounds the logits that exist at a time; None chooses a size for which
-    they take 256 MiB (on a CPU 32 MiB). It may not differ between forward and backward, and does not.
+    `chunk_size` counts positions of s and bounds the logits that exist at a time. None chooses a size for which
+    they take 256 MiB (on a CPU 32 MiB), or saves them all where they take no more than the weight and 256 MiB.
     A target outside the vocabulary gives 0.0 and no gradient. A frozen weight, or frozen hidden states, cost nothing.
 
     Cost:   forward 1 all_gather of 3 * b*s numbers of 4 bytes (float64: 8); backward 1 all_reduce of s*b*d of
             them. Sequence-parallel: forward 1 all_gather of the hidden states more; backward the same again,
             and for the all_reduce 1 reduce_scatter. Saves hidden states and weight by reference and 12 bytes per
-            token, of float64 20. One product forward, three backward.
+            token, of float64 20. One product forward; backward three, of saved logits two.
     Errors: TypeError for what is no group, ids that are not integers, tensors that are not floating; ValueError
             if hidden states and weight differ in d or dtype, hidden states and target in length or batch, or the
             range or chunk_size does not fit; RuntimeError in backward after inference_only=True.
@@ -254,8 +247,11 @@ def _forward(
     column = statistics.local_column(target.T.reshape(-1, 1), *vocab_range)
     with no_autocast(hidden.device):
         states = _all_positions(ctx, hidden)
-        positions = chunk_positions(states, len(weight), chunk_size)
-        local = chunk_statistics(states, weight, column, positions, temperature, with_entropy)
+        saves_logits = any(ctx.needs_input_grad) and not inference_only and chunk_size is None
+        ctx.is_one_chunk = ctx.has_logits = saves_logits and fit_beside(weight, states)
+        logits = all_logits(states, weight) if ctx.has_logits else None
+        positions = len(states) if ctx.is_one_chunk else chunk_positions(states, len(weight), chunk_size)
+        local = chunk_statistics(states, weight, logits, column, positions, temperature, with_entropy)
     # 2. Those of all ranks.
     row_max_r, row_sum_m1_r, z_r, *shifted_mean_r = statistics.gather_statistics(local, group).unbind(1)
     normaliser = statistics.global_normaliser(row_max_r, row_sum_m1_r, temperature)
@@ -270,15 +266,21 @@ def _forward(
         entropy = (shifted_mean - normaliser.log_row_sum).view(target.T.shape).T
         logprob = torch.stack([logprob, entropy], -1)
     if not inference_only:
-        ctx.save_for_backward(hidden, weight, column, *normaliser, shifted_mean)
+        ctx.save_for_backward(hidden, weight, logits, column, *normaliser, shifted_mean)
     return logprob
 
 
 def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(d hidden, d weight), None for a frozen one; the logits are computed again, in the same chunks."""
+    """(d hidden, d weight), None for a frozen one. Logits that were not saved are computed again, in the same chunks.
+
+    Saved ones are overwritten by their gradient; a second backward of the same graph computes them again.
+    """
     if ctx.inference_only:
         raise RuntimeError(NOTHING_SAVED)
-    hidden, weight, column, *normaliser, shifted_mean = ctx.saved_tensors
+    hidden, weight, logits, column, *normaliser, shifted_mean = ctx.saved_tensors
+    # `.data`, which is not counted as a change of the saved tensor: autograd would refuse the second backward.
+    logits = logits.data if ctx.has_logits else None
+    ctx.has_logits = False
     g, entropy = grad_outputs[0], None
     if ctx.with_entropy:
         g, g_entropy = g.unbind(-1)
@@ -286,11 +288,11 @@ def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | 
     of_hidden, _, of_weight, *_ = ctx.needs_input_grad
     with no_autocast(hidden.device):
         states = _all_positions(ctx, hidden)
-        positions = chunk_positions(states, len(weight), ctx.chunk_size)
+        positions = len(states) if ctx.is_one_chunk else chunk_positions(states, len(weight), ctx.chunk_size)
         of_rows = RowGradients(
             id_cotangents(column, g.T.reshape(-1, 1)), entropy, statistics.Normaliser(*normaliser), ctx.temperature
         )
-        d_hidden, d_weight = gradients(states, weight, of_rows, positions, (of_hidden, of_weight))
+        d_hidden, d_weight = gradients(states, weight, logits, of_rows, positions, (of_hidden, of_weight))
     if d_hidden is not None:  # each rank's term covers its own columns of the logits
         lengths = [len(hidden)] * ctx.group.size()
         if ctx.is_sharded:
@@ -303,122 +305,3 @@ def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | 
 def _all_positions(ctx: Any, hidden: Float[Tensor, "l b d"]) -> Float[Tensor, "s b d"]:
     """All positions: "s/tp b d" -> "s b d" where the hidden states are sequence-parallel."""
     return all_gather_concat(hidden, ctx.group, 0, [len(hidden)] * ctx.group.size()) if ctx.is_sharded else hidden
-
-
-def chunk_positions(hidden: Float[Tensor, "s b d"], width: int, chunk_size: int | None) -> int:
-    """Positions of one chunk: `chunk_size`, or the largest power of two whose logits stay within the limit."""
-    s, b = hidden.shape[:2]
-    if chunk_size is None:
-        rows = _limit(hidden.device) // (hidden.itemsize * max(width, 1))
-        fitting = max(rows // max(b, 1), 1)
-        chunk_size = max(1 << (fitting.bit_length() - 1), -(-MIN_CHUNK_ROWS // max(b, 1)))
-    return max(min(chunk_size, s), 1)
-
-
-def chunk_statistics(
-    hidden: Float[Tensor, "s b d"],
-    weight: Float[Tensor, "v d"],
-    column: Int[Tensor, "n 1"],
-    positions: int,
-    temperature: float,
-    with_entropy: bool,
-) -> Float[Tensor, "f n"]:
-    """This rank's statistics of each row: m_r, R_r, the target's logit, with entropy the mean shifted logit."""
-    rank_statistics = torch.empty(3 + with_entropy, len(column), dtype=accumulator(hidden.dtype), device=hidden.device)
-    for row_slice, rows in _chunks(hidden, positions):
-        _put_statistics(rank_statistics, rows @ weight.T, column, row_slice, temperature)
-    return rank_statistics
-
-
-class RowGradients(NamedTuple):
-    """What the gradient of a row of logits is computed from, besides the row."""
-
-    at_ids: IdCotangents
-    entropy: EntropyCotangent | None
-    normaliser: statistics.Normaliser
-    temperature: float
-
-
-def gradients(
-    hidden: Float[Tensor, "s b d"],
-    weight: Float[Tensor, "v d"],
-    of_rows: RowGradients,
-    positions: int,
-    needs_gradient: tuple[bool, bool],
-) -> tuple[Float[Tensor, "s b d"] | None, Float[Tensor, "v d"] | None]:
-    """(this rank's term of d hidden, d weight), None where not needed; of the same chunks as the forward."""
-    of_hidden, of_weight = needs_gradient
-    d_hidden = large_tensors.empty(hidden.shape, hidden.dtype, hidden.device) if of_hidden else None
-    # A sum over chunks: in float32, so that many small chunks are as good as one. One chunk is no sum.
-    dtype = weight.dtype if positions >= len(hidden) else accumulator(weight.dtype)
-    total = large_tensors.empty(weight.shape, dtype, weight.device) if of_weight else None
-    for row_slice, rows in _chunks(hidden, positions):
-        d_logits = rows @ weight.T
-        _turn_into_gradient(d_logits, of_rows, row_slice)
-        if d_hidden is not None:
-            torch.mm(d_logits, weight, out=d_hidden.view(-1, hidden.shape[-1])[row_slice])
-        if total is not None:
-            _add_product(total, d_logits, rows, is_first=row_slice.start == 0)
-        del d_logits  # before those of the next chunk exist
-    return d_hidden, None if total is None else total.to(weight.dtype)
-
-
-# Functions of their own, so that no block outlives its chunk: two chunks of logits would be alive.
-def _put_statistics(
-    rank_statistics: Float[Tensor, "f n"],
-    logits: Float[Tensor, "m v"],
-    column: Int[Tensor, "n 1"],
-    row_slice: slice,
-    temperature: float,
-) -> None:
-    """Statistics of a chunk's rows."""
-    with_entropy = len(rank_statistics) > 3
-    local = block_function(statistics.local_statistics, FULL_ROWS, logits)
-    for rows, block in _blocks(logits, row_slice):
-        rank_statistics[:, rows] = local(block, column[rows], temperature, with_entropy)
-
-
-def _turn_into_gradient(logits: Float[Tensor, "m v"], row_gradients: RowGradients, row_slice: slice) -> None:
-    """Logits of a chunk, overwritten by their gradient, which is rounded once."""
-    at_ids, entropy, normaliser, temperature = row_gradients
-    write = block_function(write_gradient, FULL_ROWS, logits)
-    for rows, block in _blocks(logits, row_slice):
-        of_rows = statistics.Normaliser(normaliser.row_max[rows], normaliser.log_row_sum[rows])
-        of_entropy = None if entropy is None else entropy.rows(rows)
-        write(block, block, of_rows, at_ids.rows(rows), of_entropy, temperature, True)
-
-
-def _add_product(
-    total: Float[Tensor, "v d"], d_logits: Float[Tensor, "m v"], rows: Float[Tensor, "m d"], is_first: bool
-) -> None:
-    """total += d_logits^T rows, the product in its own dtype and of bounded size; the first one is written."""
-    if total.dtype == rows.dtype:
-        total.addmm_(d_logits.T, rows, beta=0 if is_first else 1)  # times 0 is not read
-        return
-    # addmm_ takes one dtype, so the product is a temporary; computed for some rows at a time it stays small.
-    step = max(1, _limit(total.device) // (4 * max(total.shape[1], 1)))
-    for total_rows, columns in zip(total.split(step), d_logits.split(step, dim=1), strict=True):
-        product = columns.T @ rows
-        if is_first:
-            total_rows.copy_(product)
-        else:
-            total_rows += product
-
-
-def _chunks(hidden: Float[Tensor, "s b d"], positions: int) -> Iterator[tuple[slice, Float[Tensor, "m d"]]]:
-    """Rows of so many positions, each chunk with the slice of all rows that it is."""
-    done = 0
-    for chunk in hidden.split(positions):
-        rows = chunk.reshape(-1, hidden.shape[-1])
-        yield slice(done, done + len(rows)), rows
-        done += len(rows)
-
-
-def _blocks(logits: Float[Tensor, "m v"], row_slice: slice) -> Iterator[tuple[slice, Float[Tensor, "n v"]]]:
-    """Row blocks of a chunk's logits, each with the slice of all rows that it is."""
-    for rows, block in row_blocks(logits, rows_per_block_of_backend(logits, None, backend_of(FULL_ROWS, logits))):
-        yield slice(row_slice.start + rows.start, row_slice.start + rows.stop), block
-
-
-def _limit(device: torch.device) -> int:
-    return CHUNK_BYTES.get(device.type, CHUNK_BYTES_ELSEWHERE)

@@ -203,9 +203,9 @@ OTHER_CALLS = (
             ),
             (
                 "normaliser of hidden states' logits", "vocab_parallel:_forward",
-                "ctx.save_for_backward(hidden, weight, column, *normaliser, shifted_mean)",
+                "ctx.save_for_backward(hidden, weight, logits, column, *normaliser, shifted_mean)",
                 "largest, total = normaliser\n        "
-                "ctx.save_for_backward(hidden, weight, column, largest, "
+                "ctx.save_for_backward(hidden, weight, logits, column, largest, "
                 f"{in_a_workspace('_forward', 'total')}, shifted_mean)",
             ),
             (
@@ -254,10 +254,10 @@ OTHER_CALLS = (
             ),
             (
                 "normaliser of hidden states' logits", "vocab_parallel:_forward",
-                "ctx.save_for_backward(hidden, weight, column, *normaliser, shifted_mean)",
+                "ctx.save_for_backward(hidden, weight, logits, column, *normaliser, shifted_mean)",
                 "largest, total = normaliser\n        "
                 f"total = {in_a_buffer_of_its_shape('_forward', 'total')}\n        "
-                "ctx.save_for_backward(hidden, weight, column, largest, total, shifted_mean)",
+                "ctx.save_for_backward(hidden, weight, logits, column, largest, total, shifted_mean)",
             ),
             (
                 "log-sum-exp of the attention", "context_parallel:_BlockwiseAttention.forward",

@@ -70,6 +70,22 @@ BUGS = (
         survives="a few chunks' roundings to bfloat16 stay within what rounding the inputs to bfloat16 may do",
     ),
     InjectedBug(
+        name="saved logits taken again after they were overwritten",
+        kind="buffer",
+        at="vocab_parallel:_backward",
+        old="ctx.has_logits = False",
+        new="ctx.has_logits = ctx.is_one_chunk",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="chunked statistics of logits that were all computed",
+        kind="border",
+        at="vocab_parallel:_forward",
+        old="positions = len(states) if ctx.is_one_chunk else",
+        new="positions = (len(states) + 1) // 2 if ctx.is_one_chunk else",
+        expect="raised: ",
+    ),
+    InjectedBug(
         name="d hidden of the first chunk for all",
         kind="border",
         at="vocab_parallel:gradients",
