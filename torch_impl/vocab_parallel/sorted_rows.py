@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
@@ -25,6 +25,7 @@ from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
 SHORT, SHARE = 512, 64
 # A sorted copy of a block is as large as the block.
 FINER = 2
+MOST = 0.6  # of a row: to select more candidates takes longer than to sort all columns
 
 
 class Ascending(NamedTuple):
@@ -55,7 +56,7 @@ class SortedRows:
         """Some rows at a time: their slice, and at least their candidates with low <= z <= high."""
         long, short = [], []
         for row_slice, block in self._blocks:
-            rows = self._sorted(block, low[row_slice])
+            rows = self._sorted(block, low[row_slice, None], high[row_slice, None])
             start, end = rows.below(low[row_slice, None]), rows.below(high[row_slice, None], or_equal=True)
             counts = (end - start).clamp_min(0)
             width = int(counts.max()) if len(counts) else 0
@@ -68,22 +69,43 @@ class SortedRows:
         self._short += _joined(short)
         yield from self._short
 
-    def _sorted(self, block: Float[Tensor, "n v"], low: Float[Tensor, " n"]) -> Ascending:
-        """The candidates that are not below `low`, and of other rows of the block as many."""
-        count = block.shape[-1]
-        if self._at_most < count or not (low == -math.inf).all():
-            counts = (block >= low.unsqueeze(-1)).sum(-1)
-            count = min(int(counts.max()), self._at_most) if len(counts) else 0
-        largest = _largest(block, count)
-        if not largest[:, -1:].isnan().any():  # NumPy's sort puts NaN last
-            return Ascending(largest, torch.full((len(block), 1), count))
-        rows = _largest(block, block.shape[-1])
-        is_nan = rows.isnan()
-        return Ascending(rows.masked_fill_(is_nan, math.inf), rows.shape[-1] - is_nan.sum(-1, keepdim=True))
+    def _sorted(self, block: Float[Tensor, "n v"], low: Float[Tensor, "n 1"], high: Float[Tensor, "n 1"]) -> Ascending:
+        """The candidates with low <= z <= high, and perhaps others."""
+        count = min(self._at_most, block.shape[-1])
+        if count == block.shape[-1] and (low == -math.inf).all():
+            return _largest(block, count)
+        is_candidate = block >= low
+        if not (high == math.inf).all():
+            is_candidate &= block <= high
+        counts = is_candidate.sum(-1, keepdim=True)
+        longest = int(counts.max()) if len(counts) else 0
+        if longest > min(count, MOST * block.shape[-1]):
+            return _largest(block, count)
+        return Ascending(_selected(block, is_candidate, counts, longest), counts)
 
 
-def _largest(block: Float[Tensor, "n v"], count: int) -> Float[Tensor, "n count"]:
-    """The largest of each row, ascending."""
+def _largest(block: Float[Tensor, "n v"], count: int) -> Ascending:
+    """The `count` largest of each row."""
+    largest = _largest_with_nan(block, count)
+    if not largest[:, -1:].isnan().any():  # NumPy's sort puts NaN last
+        return Ascending(largest, torch.full((len(block), 1), count))
+    rows = _largest_with_nan(block, block.shape[-1])
+    is_nan = rows.isnan()
+    return Ascending(rows.masked_fill_(is_nan, math.inf), rows.shape[-1] - is_nan.sum(-1, keepdim=True))
+
+
+def _selected(
+    block: Float[Tensor, "n v"], is_selected: Bool[Tensor, "n v"], counts: Int[Tensor, "n 1"], longest: int
+) -> Float[Tensor, "n c"]:
+    """The selected logits of each row, ascending, then +inf."""
+    rows = torch.full((len(block), longest), math.inf, dtype=accumulator(block.dtype))
+    rows.masked_scatter_(torch.arange(longest) < counts, block.detach().masked_select(is_selected).to(rows.dtype))
+    rows.numpy().sort(axis=-1)
+    return rows
+
+
+def _largest_with_nan(block: Float[Tensor, "n v"], count: int) -> Float[Tensor, "n count"]:
+    """The largest of each row, ascending, NaN behind all others."""
     values = torch.empty(block.shape, dtype=accumulator(block.dtype)).copy_(block.detach())
     first = block.shape[-1] - count
     if first and count:
