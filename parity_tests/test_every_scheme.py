@@ -57,7 +57,7 @@ def on_gloo(key):
 def in_inference_mode(key):
     """It is not drawn by default, since other projects' functions need not allow it; ours do."""
     trials = trials_of(key)
-    verify_case(trials.scheme, trials.cases[-1].replace(calls={"inference_mode": True})).raise_if_failed()
+    verify_case(trials.scheme, trials.cases[-1].replace(conditions={"inference_mode": True})).raise_if_failed()
 
 
 def is_of_a_module(key):

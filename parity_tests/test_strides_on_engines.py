@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parity_tests.harness.declare.calls import COTANGENT
+from parity_tests.harness.declare.conditions import COTANGENT
 from parity_tests.harness.declare.discover import built_in
 from parity_tests.harness.draw.calling_conditions import may_be_expanded
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
@@ -19,14 +19,14 @@ STORED = ("transposed", "stepped", "expanded")
 
 def may_be_strided(declared):
     engines = {"lockstep", "gloo"} <= set(declared.engines)
-    return engines and any(arg.spec.dims for arg in declared.inputs) and "strided" not in declared.excluded_calls
+    return engines and any(arg.spec.dims for arg in declared.inputs) and "strided" not in declared.excluded_conditions
 
 
 SAMPLE = {declared.key: declared for declared in [d for d in built_in() if may_be_strided(d)][::EACH]}
 
 
 def stored(declared, kind):
-    """What `CaseSpec.calls` says of tensors that are all stored so; an expanded input is one row."""
+    """What `CaseSpec.conditions` says of tensors that are all stored so; an expanded input is one row."""
     inputs = [arg.name for arg in declared.inputs if arg.spec.dims]
     cotangents = [COTANGENT + arg.name for arg in declared.outputs if arg.differentiable]
     if kind != "expanded":
@@ -40,7 +40,7 @@ def case_of(declared, kind):
         (mesh for mesh in meshes(declared, {}, None)), key=lambda mesh: (min(mesh.values()), -sum(mesh.values()))
     )
     case = draw_case(declared, seeded_chooser(3), mesh, seed=3, limit=1)
-    return case.replace(calls=stored(declared, kind))
+    return case.replace(conditions=stored(declared, kind))
 
 
 @pytest.mark.parametrize("kind", STORED)
@@ -70,4 +70,6 @@ def test_what_reads_a_tensor_as_if_it_were_dense_is_wrong_on_both(kind):
     case = declared.case(b=3, v=6, tp=2)
     for engine in ("lockstep", "gloo"):
         assert verify_case(declared, case.replace(engine=engine)).verdict == "equal"
-        assert verify_case(declared, case.replace(engine=engine, calls=stored(declared, kind))).verdict == "mismatch"
+        assert (
+            verify_case(declared, case.replace(engine=engine, conditions=stored(declared, kind))).verdict == "mismatch"
+        )

@@ -44,7 +44,9 @@ def false_alarms(seconds: float) -> Iterator[Figure]:
         if time.perf_counter() - start > seconds:
             break
         for dtype in sorted(set(DTYPES) & set(scheme.dtypes)):
-            case = draw_case(scheme, seeded_chooser(seed), {}, dtype=dtype, seed=seed, limit=SHAPES, any_call=True)
+            case = draw_case(
+                scheme, seeded_chooser(seed), {}, dtype=dtype, seed=seed, limit=SHAPES, with_conditions=True
+            )
             report = verify_case(scheme, case)
             counts[dtype] += 1
             worst[dtype] = max([worst[dtype], *(row.ratio for row in report.rows)])

@@ -11,7 +11,7 @@ REPORTS = """
    "engine": "lockstep",
    "case": {"format": 1, "scheme": "my_scheme_41f0ab:sharded_logprob", "mesh": {"cp": 1, "tp": 2}, "dims": {"b": 2},
             "dtype": "float32", "layouts": {}, "lengths": {}, "values": {}, "options": {}, "seed": 0,
-            "engine": "lockstep", "schedule": 0, "calls": {"strided": {"hidden": "transposed"}}},
+            "engine": "lockstep", "schedule": 0, "conditions": {"strided": {"hidden": "transposed"}}},
    "rows": [{"tensor": "d/d hidden", "error": 0.7, "budget": 2e-06, "ratio": 350000.0, "where": [0, 0, 0],
              "dtype": "float32", "ok": false, "notes": ["gradient missing a sum over tp"]}],
    "protocol": [], "cost": [], "hygiene": [], "failure": null, "replay": "replay_f9a714ca.py",

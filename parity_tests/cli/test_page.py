@@ -37,7 +37,7 @@ BY_NAME = {
     "not_judged",
     "caught",
 }
-BY_NAME |= {"layouts", "lengths", "values", "options", "left_out", "calls"}
+BY_NAME |= {"layouts", "lengths", "values", "options", "left_out", "conditions"}
 
 
 def test_the_page_is_that_of_the_command():

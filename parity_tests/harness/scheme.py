@@ -111,7 +111,7 @@ def scheme(
     module: str | None = None,
     assume: Callable[[CaseSpec], Any] | None = None,
     isolate: tuple[str, ...] = (),
-    excluded_calls: tuple[str, ...] | None = None,
+    excluded_conditions: tuple[str, ...] | None = None,
 ) -> Callable[[Callable[..., Any]], Scheme]:
     """Declare that the decorated per-rank function means `reference`.
 
@@ -133,7 +133,7 @@ def scheme(
     function draws random numbers. `setup(mesh)` runs once per rank and mesh before the function, on every engine;
     `around(mesh)` returns a context manager, which each rank enters for forward and backward. `isolate` names further
     modules and packages whose globals each rank of lockstep has for itself, as those of the scheme's file and of what
-    it imports are. `excluded_calls` names the calling conditions that the function does not promise; by default
+    it imports are. `excluded_conditions` names the calling conditions that the function does not promise; by default
     `inference_mode` and `overwritten`.
 
     Errors: ValueError at declaration, `scheme '<name>': ...`, for whatever can be known to be wrong.
@@ -154,7 +154,7 @@ def scheme(
         all_read = not rejection.texts
         rejection.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
         rejection.of(validation.check_surroundings, setup, around, assume, isolate, cost, in_specs)
-        excluded = rejection.of(validation.excluded_calls, fn.__module__ or "", excluded_calls) or ()
+        excluded = rejection.of(validation.excluded_conditions, fn.__module__ or "", excluded_conditions) or ()
         # 3. What refers to dims and tensors, if all of them could be read.
         if all_read:
             results += rejection.of(validation.modified_arguments, modifies, leaves, results) or ()
@@ -190,7 +190,7 @@ def scheme(
             module=module,
             assume=assume,
             isolate=tuple(isolate),
-            excluded_calls=excluded,
+            excluded_conditions=excluded,
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from parity_tests.harness.declare.calls import OTHER_CALLS, record_of
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.conditions import OTHER_CALLS, record_of
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.draw.drawing import another, seeded_chooser
@@ -119,9 +119,11 @@ def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:
 
 def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | None) -> Iterator[CaseSpec]:
     """The case after a call that comes before it: the one it had before it was shrunk, or one of each kind."""
-    if set(OTHER_CALLS) & set(case.calls) or scheme.module is not None:
+    if set(OTHER_CALLS) & set(case.conditions) or scheme.module is not None:
         return
-    records = [] if earlier is None else [earlier.calls[name] for name in OTHER_CALLS if name in earlier.calls]
+    records = (
+        [] if earlier is None else [earlier.conditions[name] for name in OTHER_CALLS if name in earlier.conditions]
+    )
     if earlier is None or earlier.mesh != case.mesh:
         records.clear()
     for is_of_the_same_shapes in (True, False):
@@ -129,13 +131,13 @@ def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | No
         other = another(scheme, case, case.scheme_mesh, choose, same_shapes=is_of_the_same_shapes)
         records.append(record_of(other))
     for record in records:
-        yield case.replace(calls={**case.calls, "call_before": record})
+        yield case.replace(conditions={**case.conditions, "call_before": record})
 
 
 def _with_state_between_calls(scheme: Declared, report: Report, after: Report, engine: str) -> Report:
     """What the failing case of fresh processes shows, of the engine that was verified."""
     case = after.case.replace(engine=engine)
-    if "call_before" in scheme.excluded_calls:
+    if "call_before" in scheme.excluded_conditions:
         return _without_verdict(report, f"{STATE_BETWEEN_CALLS}, which the scheme excludes")
     of_all_examples = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
     return replace(

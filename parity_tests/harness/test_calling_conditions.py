@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from parity_tests.harness import verdict
-from parity_tests.harness.declare.calls import CONDITIONS, OTHER_CALLS, plainer
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.conditions import CONDITIONS, OTHER_CALLS, with_one_less
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.verdict import verify_case
 from shardproof import check, scheme, values
@@ -165,7 +165,7 @@ def declared(name, *excluded):
         reference=(lambda a, b: (2.0 * a, b)) if name == "overwritten" else (lambda a, b: (2.0 * a, 2.0 * b)),
         mesh={"tp": (1, 2)}, inputs={"a": "b v/tp", "b": "b v/tp"}, outputs=("b v/tp", "b v/tp"),
         draw={"a": values("normal", "ones"), "b": values("normal", "ones")}, dtypes=("float32",), engines=("lockstep",),
-        excluded_calls=(*others, *excluded),
+        excluded_conditions=(*others, *excluded),
     )(wrong)  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def of_the_same_shapes(name):
     return scheme(
         reference=reference, mesh={"tp": (1, 2)}, inputs={"a": "b v/tp", "b": "b v/tp"}, outputs=("b v/tp", "b v/tp"),
         draw={"a": values("normal"), "b": values("normal")}, dtypes=("float32",), engines=("lockstep",),
-        excluded_calls=("inference_mode", "overwritten", excluded),
+        excluded_conditions=("inference_mode", "overwritten", excluded),
     )(function)  # fmt: skip
 
 
@@ -205,14 +205,16 @@ def test_there_is_one_for_each_condition():
 @pytest.mark.parametrize("name", WRONG)
 def test_the_condition_finds_what_is_wrong_under_it_alone(name):
     report = declared(name).verify(examples=MANY)
-    assert list(report.case.calls) == [name], str(report)
+    assert list(report.case.conditions) == [name], str(report)
     assert "\n  only when " in str(report) and WRONG[name][2] in str(report), str(report)
 
 
 @pytest.mark.parametrize("name", OF_THE_SAME_SHAPES)
 def test_another_call_of_the_same_shapes_finds_state_that_is_indexed_by_shape(name):
     report = of_the_same_shapes(name).verify(examples=MANY)
-    assert list(report.case.calls) == [name] and report.case.calls[name]["dims"] == report.case.dims, str(report)
+    assert list(report.case.conditions) == [name] and report.case.conditions[name]["dims"] == report.case.dims, str(
+        report
+    )
     assert report.smallest and dict(report.case.dims) == {"b": 1, "v": 1}
     when = {"call_before": "was called with other values before", "call_between": "is called again with other values"}
     assert f"\n  only when the function {when[name]}" in str(report)
@@ -222,8 +224,8 @@ def test_another_call_of_the_same_shapes_finds_state_that_is_indexed_by_shape(na
 def test_it_is_missed_where_the_other_call_has_other_sizes(name):
     declaration = of_the_same_shapes(name)
     for seed in range(EXAMPLES):
-        case = draw_case(declaration, seeded_chooser(seed), {}, seed=seed, any_call=True)
-        if all(case.calls[other]["dims"] != case.dims for other in OTHER_CALLS if other in case.calls):
+        case = draw_case(declaration, seeded_chooser(seed), {}, seed=seed, with_conditions=True)
+        if all(case.conditions[other]["dims"] != case.dims for other in OTHER_CALLS if other in case.conditions):
             assert verify_case(declaration, case).ok
 
 
@@ -231,8 +233,8 @@ def test_other_calls_have_the_same_shapes_or_other_sizes():
     declaration = declared("unused")
     same = []
     for seed in range(200):
-        case = draw_case(declaration, seeded_chooser(seed), {}, seed=seed, any_call=True)
-        records = [case.calls[name] for name in OTHER_CALLS if name in case.calls]
+        case = draw_case(declaration, seeded_chooser(seed), {}, seed=seed, with_conditions=True)
+        records = [case.conditions[name] for name in OTHER_CALLS if name in case.conditions]
         assert all((record["seed"], record["values"]) != (case.seed, case.values) for record in records)
         same += [record["dims"] == case.dims for record in records]
     assert len(same) > 30 and 0.3 < sum(same) / len(same) < 0.7
@@ -244,34 +246,35 @@ def test_without_the_condition_it_is_missed(name):
     assert report.ok, str(report)
 
 
-def test_half_of_the_cases_are_plain_and_no_condition_is_rare():
+def test_half_of_the_cases_have_no_condition_and_no_condition_is_rare():
     right = declared("unused")
-    cases = [draw_case(right, seeded_chooser(seed), {}, seed=seed, any_call=True) for seed in range(400)]
-    called_plainly = [case for case in cases if not set(case.calls) - {"overwritten"}]
-    assert 0.4 < len(called_plainly) / len(cases) < 0.6
-    counts = {name: sum(name in case.calls for case in cases) for name in CONDITIONS}
+    cases = [draw_case(right, seeded_chooser(seed), {}, seed=seed, with_conditions=True) for seed in range(400)]
+    without_conditions = [case for case in cases if not set(case.conditions) - {"overwritten"}]
+    assert 0.4 < len(without_conditions) / len(cases) < 0.6
+    counts = {name: sum(name in case.conditions for case in cases) for name in CONDITIONS}
     assert min(counts.values()) > 8, counts
-    assert not any(draw_case(right, seeded_chooser(seed), {}, seed=seed).calls for seed in range(20))
+    assert not any(draw_case(right, seeded_chooser(seed), {}, seed=seed).conditions for seed in range(20))
 
 
 def test_a_case_travels_with_its_conditions():
     declaration = declared("call_between")
     case = next(
         case
-        for case in (draw_case(declaration, seeded_chooser(n), {}, seed=n, any_call=True) for n in range(99))
-        if "call_between" in case.calls and case.dims != case.calls["call_between"]["dims"]
+        for case in (draw_case(declaration, seeded_chooser(n), {}, seed=n, with_conditions=True) for n in range(99))
+        if "call_between" in case.conditions and case.dims != case.conditions["call_between"]["dims"]
     )
     assert CaseSpec.from_json(case.json) == case
     assert verify_case(declaration, CaseSpec.from_json(case.json)).verdict == "mismatch"
-    plain = case.replace(calls={})
-    assert "calls" not in plain.json and CaseSpec.from_json(plain.json) == plain and verify_case(declaration, plain).ok
+    without = case.replace(conditions={})
+    assert '"conditions"' not in without.json and CaseSpec.from_json(without.json) == without
+    assert verify_case(declaration, without).ok
 
 
 def test_conditions_are_removed_one_at_a_time():
     case = declared("strided").case(b=3, tp=2).replace(
-        calls={"strided": {"a": "stepped", "b": "stepped"}, "second_backward": True}
+        conditions={"strided": {"a": "stepped", "b": "stepped"}, "second_backward": True}
     )  # fmt: skip
-    assert [fewer.calls for fewer in plainer(case)] == [
+    assert [fewer.conditions for fewer in with_one_less(case)] == [
         {"second_backward": True},
         {"strided": {"a": "stepped", "b": "stepped"}},
         {"strided": {"b": "stepped"}, "second_backward": True},
@@ -281,7 +284,7 @@ def test_conditions_are_removed_one_at_a_time():
 
 def test_check_names_the_conditions_that_it_was_called_under():
     declaration = declared("second_backward")
-    case = declaration.case(b=3, v=4, tp=2).replace(calls={"second_backward": True, "expanded": ["a"]})
+    case = declaration.case(b=3, v=4, tp=2).replace(conditions={"second_backward": True, "expanded": ["a"]})
     with pytest.raises(AssertionError, match="seen when backward runs a second time and a is an expanded view"):
         check(case)
 
@@ -306,12 +309,12 @@ def test_an_error_that_torch_gives_at_a_second_backward_is_no_finding():
     declaration = scheme(
         reference=lambda x: 2.0 * x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", dtypes=("float32",)
     )(doubled)  # fmt: skip
-    assert verify_case(declaration, declaration.case(b=4).replace(calls={"second_backward": True})).ok
+    assert verify_case(declaration, declaration.case(b=4).replace(conditions={"second_backward": True})).ok
 
 
 @pytest.mark.parametrize("excluded", ["strided", ("strides",)])
 def test_an_unknown_condition_is_rejected(excluded):
-    with pytest.raises(ValueError, match="excluded_calls has 'stride"):
-        scheme(reference=lambda x: x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", excluded_calls=excluded)(
-            lambda mesh, x: x
-        )
+    with pytest.raises(ValueError, match="excluded_conditions has 'stride"):
+        scheme(
+            reference=lambda x: x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", excluded_conditions=excluded
+        )(lambda mesh, x: x)

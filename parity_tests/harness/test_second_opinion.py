@@ -106,7 +106,9 @@ def test_state_that_the_function_keeps_between_calls_is_named_and_replayed(funct
 
 
 def test_a_scheme_may_exclude_that_it_is_called_before(first):
-    file = written("excluding.py", CACHING, "declare(caching, dtypes=('float32',), excluded_calls=('call_before',))\n")
+    file = written(
+        "excluding.py", CACHING, "declare(caching, dtypes=('float32',), excluded_conditions=('call_before',))\n"
+    )
     (scheme,) = schemes_of_file(file)
     report = scheme.verify(tp=2, seed=3)
     assert report.verdict == "engines disagree"
@@ -180,5 +182,5 @@ def test_one_case_alone_is_judged_once(monkeypatch):
 def test_state_that_gloo_keeps_between_calls_is_named_too(first):
     (scheme,) = schemes_of_file(written("on_gloo.py", CACHING, "declare(caching, dtypes=('float32',))\n"))
     report = scheme.verify("gloo", tp=2, seed=3, examples=12)
-    assert (report.verdict, report.case.engine) == ("mismatch", "gloo") and "call_before" in report.case.calls
+    assert (report.verdict, report.case.engine) == ("mismatch", "gloo") and "call_before" in report.case.conditions
     assert f"  {second_opinion.STATE_BETWEEN_CALLS}" in str(report).splitlines()

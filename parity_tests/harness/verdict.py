@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from parity_tests.harness.declare import calls
+from parity_tests.harness.declare import conditions
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.draw import inputs
@@ -54,7 +54,7 @@ def verify_case(
     """
     # 1. A user's own layouts must be partitions before anything is sharded by them, in the other call of the case too.
     try:
-        for call in (case, *calls.other_cases(case)):
+        for call in (case, *conditions.other_cases(case)):
             inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), call, scheme.layouts)
     except ValueError as error:
         raise DeclarationFailure(f"scheme '{scheme.name}': {error}") from error

@@ -92,7 +92,9 @@ def drawn_cases(scheme: Declared, examples: int, engine: str) -> list[CaseSpec]:
 
     Not Hypothesis's own choices: these follow what happens to be imported, and a count should repeat.
     """
-    return [draw_case(scheme, even_chooser(number), {}, engine=engine, any_call=True) for number in range(examples)]
+    return [
+        draw_case(scheme, even_chooser(number), {}, engine=engine, with_conditions=True) for number in range(examples)
+    ]
 
 
 def even_chooser(number: int) -> Chooser:

@@ -46,7 +46,7 @@ def test_parity(declared, engine):
 
 @pytest.mark.parametrize("declared", [columns_for_tokens, tokens_for_columns], ids=lambda declared: declared.name)
 def test_a_group_of_one_gets_a_copy(declared):
-    check(declared.case(cp=1).replace(calls={"overwritten": True}))
+    check(declared.case(cp=1).replace(conditions={"overwritten": True}))
 
 
 def on_ranks(body, cp=2):

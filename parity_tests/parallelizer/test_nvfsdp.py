@@ -64,7 +64,7 @@ def trained(x, up_0, down_0, up_1, down_1, head, cotangent):
     draw=dict.fromkeys(("x", *WEIGHTS, "cotangent"), ORDINARY),
     dtypes=("float64", "float32"),
     roundings=6,
-    excluded_calls=("strided",),  # FSDP takes contiguous parameters alone
+    excluded_conditions=("strided",),  # FSDP takes contiguous parameters alone
 )
 def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, has_units, switch, recomputes):
     """Two microbatches, reduced after the second; a step of plain gradient descent."""

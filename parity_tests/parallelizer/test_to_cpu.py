@@ -26,7 +26,7 @@ def whole_array(x):
     rank_options={"over_a": tuple(PLACEMENTS), "over_b": tuple(PLACEMENTS)},
     nograd=("x",),
     dtypes=("float32", "float64"),
-    excluded_calls=("inference_mode", "overwritten"),  # what is full and on the CPU already is returned as it is
+    excluded_conditions=("inference_mode", "overwritten"),  # what is full and on the CPU already is returned as it is
 )
 def full_value_on_the_cpu(mesh, x, over_a, over_b):
     """Uneven and empty shards; of addends one rank has the value and the others have nothing."""

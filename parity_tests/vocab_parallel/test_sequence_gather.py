@@ -45,7 +45,7 @@ def gathered_sequence(mesh, x, seq_dim, applies):
     rank_options=SEQ_DIMS,
     dtypes=DTYPES,
     cost=lambda case: Cost(),
-    excluded_calls=("overwritten",),  # over one rank it is x itself, as its page says
+    excluded_conditions=("overwritten",),  # over one rank it is x itself, as its page says
 )
 def sharded_sequence(mesh, x, seq_dim):
     moved = x.movedim(1, seq_dim)

@@ -25,8 +25,8 @@ class CaseSpec:
     """One example of a scheme: mesh, dims, dtype, layouts, values, options and seeds.
 
     `case.b`, `case.tp`, `case.chunk_size` read a dim, a mesh axis or an option by its name, which is what a
-    declared cost is written with. `schedule` seeds the interleaving of ranks; 0 is round robin. `calls` has the calling
-    conditions, see calls.py; a plain call has none.
+    declared cost is written with. `schedule` seeds the interleaving of ranks; 0 is round robin. `conditions`
+    are the calling conditions, see conditions.py.
     """
 
     scheme: str
@@ -40,7 +40,7 @@ class CaseSpec:
     seed: int = 0
     engine: str = "lockstep"
     schedule: int = 0
-    calls: Mapping[str, Any] = field(default_factory=dict)
+    conditions: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -99,8 +99,8 @@ class CaseSpec:
         """Canonical JSON: no blanks, keys sorted except the mesh's, whose order is that of the DeviceMesh."""
         record = json.loads(json.dumps(asdict(self), sort_keys=True))
         record["mesh"] = dict(self.mesh)
-        if not self.calls:
-            del record["calls"]
+        if not self.conditions:
+            del record["conditions"]
         return json.dumps(record, separators=(",", ":"))
 
     @property

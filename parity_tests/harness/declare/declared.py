@@ -158,7 +158,7 @@ class Declared:
     around: Callable[[Any], AbstractContextManager[Any]] | None = None  # of the mesh; entered for forward and backward
     module: str | None = None  # the input tree that is the parameters of the module returned last
     assume: Callable[[CaseSpec], Any] | None = None  # of a case's sizes: whether it is drawn
-    excluded_calls: tuple[str, ...] = ()  # calling conditions that the function does not promise
+    excluded_conditions: tuple[str, ...] = ()  # calling conditions that the function does not promise
     isolate: tuple[str, ...] = ()  # further modules whose globals each rank of lockstep has for itself
     implementation: Implementation | None = None  # another's functions that it is judged on, see harness/implementation
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args, get_origin
 
-from parity_tests.harness.declare.calls import CONDITIONS, excluded_by_default
 from parity_tests.harness.declare.case import DTYPES, ENGINES
+from parity_tests.harness.declare.conditions import CONDITIONS, excluded_by_default
 from parity_tests.harness.declare.declared import Argument
 from parity_tests.harness.declare.dim_formulas import names_of
 from parity_tests.harness.declare.draws import Draw
@@ -309,13 +309,13 @@ def check_choices(
                 raise rejection(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")
 
 
-def excluded_calls(module: str, names: Any, rejection: Mistakes) -> tuple[str, ...]:
+def excluded_conditions(module: str, names: Any, rejection: Mistakes) -> tuple[str, ...]:
     """The calling conditions that are not drawn for a scheme of this module."""
     if names is None:
         return excluded_by_default(module)
     unknown = [names] if isinstance(names, str) else [name for name in names if name not in CONDITIONS]
     if unknown:
-        raise rejection(f"excluded_calls has {unknown[0]!r}; give a tuple of {', '.join(CONDITIONS)}")
+        raise rejection(f"excluded_conditions has {unknown[0]!r}; give a tuple of {', '.join(CONDITIONS)}")
     return tuple(names)
 
 

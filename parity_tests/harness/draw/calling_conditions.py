@@ -10,8 +10,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from parity_tests.harness.declare import calls
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.conditions import (
+    CONDITIONS,
+    COTANGENT,
+    OTHER_CALLS,
+    WITHOUT_GRADIENTS,
+    record_of,
+)
 from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.declare.draws import Chooser
 from parity_tests.harness.draw.inputs import addend_axes
@@ -26,8 +32,8 @@ OF_EQUAL_FLOATS = ("zeros", "ones")
 OF_THE_BACKWARD = ("frozen", "unused", "call_between", "second_backward")
 
 
-def conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Any]:
-    """What `CaseSpec.calls` holds; `other` draws the case of a second call."""
+def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Any]:
+    """The value of `CaseSpec.conditions`; `other` draws the case of a second call."""
     conditions: dict[str, Any] = {}
     count = choose(HOW_MANY)
     makers = _applicable(scheme, choose, other) if count else {}
@@ -36,18 +42,18 @@ def conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec])
         if names:
             name = choose([name for name in names for _ in range(SHARES.get(name, 1))])
             conditions[name] = makers[name]()
-    if "overwritten" not in scheme.excluded_calls and choose((False, True)):
+    if "overwritten" not in scheme.excluded_conditions and choose((False, True)):
         conditions["overwritten"] = True
-    return {name: conditions[name] for name in calls.CONDITIONS if name in conditions}
+    return {name: conditions[name] for name in CONDITIONS if name in conditions}
 
 
 def _compatible(name: str, conditions: Mapping[str, Any]) -> bool:
-    if name in calls.OTHER_CALLS and set(calls.OTHER_CALLS) & set(conditions):
+    if name in OTHER_CALLS and set(OTHER_CALLS) & set(conditions):
         return False  # one more run is enough
     if name in OF_THE_BACKWARD:
-        return not set(calls.WITHOUT_GRADIENTS) & set(conditions)
-    if name in calls.WITHOUT_GRADIENTS:
-        return not {*OF_THE_BACKWARD, *calls.WITHOUT_GRADIENTS} & set(conditions)
+        return not set(WITHOUT_GRADIENTS) & set(conditions)
+    if name in WITHOUT_GRADIENTS:
+        return not {*OF_THE_BACKWARD, *WITHOUT_GRADIENTS} & set(conditions)
     storage = {"strided", "expanded", "one_storage", "same_tensor"}  # a tensor is stored in one way
     return name not in storage or not storage & set(conditions)
 
@@ -58,14 +64,14 @@ def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]
     with_gradient = [arg for arg in scheme.outputs if arg.differentiable] if active else []
     floating = [arg for arg in scheme.inputs if not arg.is_integer]
     viewed = [arg.name for arg in scheme.inputs if arg.spec.dims]
-    viewed += [calls.COTANGENT + arg.name for arg in with_gradient if arg.spec.dims]
+    viewed += [COTANGENT + arg.name for arg in with_gradient if arg.spec.dims]
     equal = [arg.name for arg in scheme.inputs if may_be_expanded(scheme, arg)]
-    equal += [calls.COTANGENT + arg.name for arg in with_gradient if not addend_axes(arg, "cotangent")]
+    equal += [COTANGENT + arg.name for arg in with_gradient if not addend_axes(arg, "cotangent")]
     outputs = [arg.name for arg in with_gradient]
     pairs = [[a.name, b.name] for a, b in itertools.combinations(floating, 2) if _may_be_one(scheme, a, b)]
 
     def other_call() -> dict[str, Any]:
-        return calls.record_of(other())
+        return record_of(other())
 
     makers: dict[str, tuple[Any, Callable[[], Any]]] = {
         "strided": (viewed, lambda: _views(viewed, choose)),
@@ -80,7 +86,9 @@ def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]
         "no_grad": (active, lambda: True),
         "inference_mode": (active, lambda: True),
     }
-    return {name: make for name, (allowed, make) in makers.items() if allowed and name not in scheme.excluded_calls}
+    return {
+        name: make for name, (allowed, make) in makers.items() if allowed and name not in scheme.excluded_conditions
+    }
 
 
 def may_be_expanded(scheme: Declared, arg: Argument) -> bool:

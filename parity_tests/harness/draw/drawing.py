@@ -91,10 +91,10 @@ def draw_case(
     world: int | None = None,
     limit: int = DEFAULT_LIMIT,
     inside_subgroup: bool | None = False,
-    any_call: bool = False,
+    with_conditions: bool = False,
 ) -> CaseSpec:
     """Draw what is not given; inside a sub-group, the mesh has an axis more that the scheme does not see. With
-    `any_call`, calling conditions are drawn too; else it is a plain call.
+    `with_conditions`, calling conditions are drawn too; else the case has none.
 
     `inside_subgroup=None` draws that too, for every fourth case of lockstep: other engines would start ranks for it.
     Errors: ValueError for an unknown name, an indivisible size, or where nothing is left to choose from."""
@@ -129,11 +129,11 @@ def draw_case(
     if inside_subgroup is None:
         inside_subgroup = engine == "lockstep" and 2 * case.world <= LARGEST_WORLD and choose(INSIDE)
     case = case.replace(mesh={SPARE: 2, **mesh}) if inside_subgroup else case
-    if not any_call or scheme.module is not None:  # a module runs its own backward
+    if not with_conditions or scheme.module is not None:  # a module runs its own backward
         return case
     fixed = {**sizes, **mesh}
     return case.replace(
-        calls=calling_conditions.conditions(scheme, choose, lambda: another(scheme, case, fixed, choose))
+        conditions=calling_conditions.draw_conditions(scheme, choose, lambda: another(scheme, case, fixed, choose))
     )
 
 

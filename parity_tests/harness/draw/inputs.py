@@ -17,8 +17,8 @@ from numpy.random import Generator, Philox
 
 import jax_ref.layouts as trusted_layouts
 import torch_impl.layouts as production_layouts
-from parity_tests.harness.declare.calls import COTANGENT
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.conditions import COTANGENT
 from parity_tests.harness.declare.draws import Draw, with_border
 from parity_tests.harness.declare.spec import Sharding
 from parity_tests.harness.draw import custom_layout
@@ -49,16 +49,16 @@ def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
         array = with_border(array, value["border"], arg.spec.dim_names, case, draw.full_rows)
     if array.shape != arg.shape(case):
         raise ValueError(f"case: input '{arg.name}' is {array.shape}, '{arg.spec}' says {arg.shape(case)}")
-    if arg.name in case.calls.get("expanded", ()):
+    if arg.name in case.conditions.get("expanded", ()):
         array = np.broadcast_to(array[:1], array.shape).copy()
     return array if arg.is_integer else rounded(array, case.dtype)
 
 
 def cotangent(arg: Argument, case: CaseSpec) -> np.ndarray:
     """A random cotangent for an output, in values of the tested dtype: one number if expanded, zeros if unused."""
-    if arg.name in case.calls.get("unused", ()):
+    if arg.name in case.conditions.get("unused", ()):
         return np.zeros(arg.shape(case))
-    if COTANGENT + arg.name in case.calls.get("expanded", ()):
+    if COTANGENT + arg.name in case.conditions.get("expanded", ()):
         one = generator(case, f"cotangent {arg.name}").standard_normal(())
         return np.full(arg.shape(case), rounded(np.asarray(one), case.dtype))
     return rounded(generator(case, f"cotangent {arg.name}").standard_normal(arg.shape(case)), case.dtype)
@@ -86,7 +86,7 @@ def once_for_case(case: CaseSpec, key: Any, source: Any, build: Callable[[], np.
 
 def _source(name: str, case: CaseSpec) -> str:
     """The input that an input's values are drawn for: itself, or the one that it is the same tensor as."""
-    first, second = case.calls.get("same_tensor", (None, None))
+    first, second = case.conditions.get("same_tensor", (None, None))
     return first if first is not None and name == second else name
 
 

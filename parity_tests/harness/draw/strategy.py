@@ -57,7 +57,7 @@ def every_case(
             world=world,
             limit=limit,
             inside_subgroup=inside_subgroup,
-            any_call=True,
+            with_conditions=True,
         )
 
     return cases()

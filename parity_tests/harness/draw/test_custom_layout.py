@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.harness.declare.calls import record_of
+from parity_tests.harness.declare.conditions import record_of
 from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.verdict import verify_case
@@ -199,7 +199,7 @@ def test_a_layout_that_is_no_partition_of_another_call_is_reported_with_the_sche
 
     declaration = declared(lost, dims={"t": (2, 4)})
     other = declaration.case(ring=2, t=4, b=1)
-    case = declaration.case(ring=2, t=2, b=1).replace(calls={name: record_of(other)})
+    case = declaration.case(ring=2, t=2, b=1).replace(conditions={name: record_of(other)})
     assert message_of(verify_case, declaration, case).startswith(
         "scheme 'doubled': layout 'mine' is not a partition of 4 positions over 2 ranks: missing [1, 2, 3]"
     )

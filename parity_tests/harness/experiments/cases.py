@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from parity_tests.harness.declare.calls import without_other_calls
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.conditions import without_other_calls
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
@@ -75,7 +75,7 @@ def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSp
     except ValueError:  # a size that follows from these, or a layout, does not allow it
         return None
     ids = {arg.name: {**new_case.values[arg.name], "picks": [[shard, "middle"]]} for arg in by_ids}
-    return new_case.replace(mesh=case.mesh, values={**plain(scheme, new_case), **ids}, calls=case.calls)
+    return new_case.replace(mesh=case.mesh, values={**plain(scheme, new_case), **ids}, conditions=case.conditions)
 
 
 def plain(scheme: Declared, case: CaseSpec) -> dict[str, object]:
@@ -98,4 +98,6 @@ def _larger_case(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed
     fixed = {**mesh, **shape, **case.options}
     new_case = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
     source = case if mesh == case.scheme_mesh else without_other_calls(case)
-    return new_case.replace(mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()}, calls=source.calls)
+    return new_case.replace(
+        mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()}, conditions=source.conditions
+    )

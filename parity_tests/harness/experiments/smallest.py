@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from parity_tests.harness.declare.calls import OTHER_CALLS, plainer, record_of
 from parity_tests.harness.declare.case import SPARE, CaseSpec
+from parity_tests.harness.declare.conditions import OTHER_CALLS, record_of, with_one_less
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.dim_formulas import complete_dims
 from parity_tests.harness.draw import size_choices
@@ -41,11 +41,11 @@ def shrink(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report
 
 def with_fewest_conditions(scheme: Declared, report: Report) -> Report:
     """The report of the case without the calling conditions that the failure does not need."""
-    for case in plainer(report.case):
+    for case in with_one_less(report.case):
         other = verdict_of(scheme, case)
         if _fails_alike(other, report):
             return with_fewest_conditions(scheme, replace(other, smallest=report.smallest))
-    return replace(report, conditions_needed=bool(report.case.calls))
+    return replace(report, conditions_needed=bool(report.case.conditions))
 
 
 def _of_smallest_sizes(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
@@ -129,12 +129,12 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
         values=case.values,
         schedule=case.schedule,
     )
-    yield resized.replace(calls={**case.calls, **_resized_calls(scheme, case, resized)})
+    yield resized.replace(conditions={**case.conditions, **_resized_other_calls(scheme, case, resized)})
 
 
-def _resized_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) -> dict[str, Any]:
+def _resized_other_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) -> dict[str, Any]:
     """Another call of the same shapes as the judged one stays so; one of other sizes is drawn for the new mesh."""
-    records = {name: record for name, record in case.calls.items() if name in OTHER_CALLS}
+    records = {name: record for name, record in case.conditions.items() if name in OTHER_CALLS}
     for name, record in records.items():
         if record["dims"] == case.dims:
             records[name] = {**record_of(resized), "values": record["values"], "seed": record["seed"]}

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parity_tests.harness.declare.calls import excluded_by_default
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.conditions import excluded_by_default
 from parity_tests.harness.declare.declared import Declared, Implementation
 from parity_tests.harness.declare.validation import SHARED
 from parity_tests.harness.draw.drawing import one_case
@@ -32,7 +32,7 @@ def on_implementation(scheme: Declared, target: str) -> Declared:
     """The scheme on the functions of `target`, a module's name or FILE.py. Errors: NotOffered, UnusableTarget.
 
     Ours are called by the names that the module lacks. Costs are those of our functions, so none is declared, and
-    what other people's functions need not promise is not drawn: see `excluded_calls` of @scheme.
+    what other people's functions need not promise is not drawn: see `excluded_conditions` of @scheme.
     """
     module = module_of(target)
     target = str(Path(target).resolve()) if target.endswith(".py") else target
@@ -55,7 +55,7 @@ def on_implementation(scheme: Declared, target: str) -> Declared:
         fn=rebound(scheme.fn, offered),
         cost=None,
         isolate=(*scheme.isolate, *({package} - set(SHARED))),
-        excluded_calls=tuple(dict.fromkeys([*scheme.excluded_calls, *excluded_by_default(module.__name__)])),
+        excluded_conditions=tuple(dict.fromkeys([*scheme.excluded_conditions, *excluded_by_default(module.__name__)])),
         implementation=record,
     )
 

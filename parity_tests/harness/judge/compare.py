@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from parity_tests.harness.declare.calls import has_gradients
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.conditions import has_gradients
 from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.declare.spec import size_of
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, accumulator_roundoff
@@ -127,7 +127,7 @@ def compare(
         want, spread = reference.gradients[arg.name], reference.gradient_spread[arg.name]
         # Without a cotangent of some output an input can be unreachable: None is then as good as zeros.
         absent = None
-        if "unused" not in case.calls and any(result.gradients[arg.name] is None for result in results):
+        if "unused" not in case.conditions and any(result.gradients[arg.name] is None for result in results):
             reached = [
                 np.full(piece.shape, float(result.gradients[arg.name] is not None))
                 for piece, result in zip(pieces, results, strict=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests.harness.declare.calls import OF_ANOTHER_COST
 from parity_tests.harness.declare.case import ENGINES, SPARE, CaseSpec
+from parity_tests.harness.declare.conditions import OF_ANOTHER_COST
 from parity_tests.harness.declare.declaration_failure import raised_by
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.draw import inputs
@@ -70,7 +70,7 @@ def declared_costs(scheme: Declared, case: CaseSpec, program: Program) -> tuple[
 
     Errors: DeclarationFailure where the declared cost raises.
     """
-    if scheme.cost is None or set(OF_ANOTHER_COST) & set(case.calls):
+    if scheme.cost is None or set(OF_ANOTHER_COST) & set(case.conditions):
         return ()
     return tuple(costs_of_ranks(scheme, case, program))
 

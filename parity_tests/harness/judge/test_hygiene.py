@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parity_tests.harness.declare import calls
+from parity_tests.harness.declare import conditions
 from parity_tests.harness.verdict import verify_case
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import integers, values
@@ -81,8 +81,8 @@ def in_a_buffer(mesh, x):
 def test_an_output_that_the_next_call_overwrites():
     declaration = declared(in_a_buffer, nograd=("x",))
     case = declaration.case(tp=2, b=4)
-    next_call = calls.record_of(case.replace(seed=case.seed + 1))
-    report = verify_case(declaration, case.replace(calls={"call_between": next_call}))
+    next_call = conditions.record_of(case.replace(seed=case.seed + 1))
+    report = verify_case(declaration, case.replace(conditions={"call_between": next_call}))
     assert report.hygiene == tuple(
         f"rank {rank}: output 'out' was modified by the next call, first at (0,)" for rank in (0, 1)
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from xml.etree.ElementTree import Element
 
-from parity_tests.harness.declare.calls import phrases
+from parity_tests.harness.declare.conditions import phrases
 from parity_tests.harness.report.bytes_table import bytes_table
 from parity_tests.harness.report.convicted import convicted
 from parity_tests.harness.report.markup import as_text, tag
@@ -164,8 +164,8 @@ def _kind(report: Report) -> str:
 
 
 def _case(report: Report) -> str:
-    calls = phrases(report.case)
-    return sizes(report.case) + (f", when {' and '.join(calls)}" if calls else "")
+    conditions = phrases(report.case)
+    return sizes(report.case) + (f", when {' and '.join(conditions)}" if conditions else "")
 
 
 def _exchanges(report: Report, blamed: Sequence[LedgerRow] = ()) -> list[Element]:

@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from parity_tests.harness.declare import calls
+from parity_tests.harness.declare import conditions
 from parity_tests.harness.report import colours, picture
 from parity_tests.harness.report.markup import Child, svg, tag
 from parity_tests.harness.report.movement_picture import movement
@@ -52,7 +52,7 @@ def of_case(case: CaseSpec) -> str:
         "dims": _sizes(case.dims),
         "options": _sizes(case.options),
         "values": "; ".join(f"{name}: {value.get('kind', value)}" for name, value in case.values.items()),
-        "called": " and ".join(calls.phrases(case)),
+        "called": " and ".join(conditions.phrases(case)),
         "engine": f"{case.engine}, {case.dtype}, seed {case.seed}",
     }
     lines = [tag("tr", tag("th", name), tag("td", text)) for name, text in rows.items() if text]

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from parity_tests.harness.declare.calls import phrases
 from parity_tests.harness.declare.case import SPARE, CaseSpec
+from parity_tests.harness.declare.conditions import phrases
 from parity_tests.harness.declare.declared import Cost, Implementation
 from parity_tests.harness.declare.draws import RARE
 from parity_tests.harness.explain.note import Note
@@ -242,7 +242,7 @@ class Report:
                     + (f"      replay: python {self.replay}" if self.replay else "")
                 )
             )
-            if self.case.calls:
+            if self.case.conditions:
                 only = "only when" if self.conditions_needed else "seen when"
                 parts.append(Text(f"  {only} {' and '.join(phrases(self.case))}"))
             if self.state_between_calls is not None:
@@ -387,4 +387,4 @@ def number(value: float) -> float | str:
 def _json_case(case: CaseSpec) -> Mapping[str, Any]:
     import json
 
-    return {"calls": {}, **json.loads(case.json)}  # also of a plain call
+    return {"conditions": {}, **json.loads(case.json)}  # there too where the case has none

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from parity_tests.harness.declare.calls import COTANGENT
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.conditions import COTANGENT
 
 AGAIN = "backward through the graph a second time"  # torch's words where a graph was not retained
 
 
 def stored(tensor: torch.Tensor, label: str, case: CaseSpec) -> torch.Tensor:
     """The same numbers as the view that the case asks for."""
-    kind = case.calls.get("strided", {}).get(label)
+    kind = case.conditions.get("strided", {}).get(label)
     if kind is not None and tensor.ndim:
         return _transposed(tensor) if kind == "transposed" and tensor.ndim > 1 else _stepped(tensor)
-    if label in case.calls.get("expanded", ()):
+    if label in case.conditions.get("expanded", ()):
         return _expanded(tensor, every_dim=label.startswith(COTANGENT))
     return tensor
 
@@ -48,12 +48,12 @@ def in_one_storage(leaves: Mapping[str, torch.Tensor], case: CaseSpec) -> dict[s
     """The leaves, as slices of one buffer or two of them as one tensor where the case asks for that."""
     shared = dict(leaves)
     floating = {name: leaf for name, leaf in leaves.items() if leaf.is_floating_point()}
-    if case.calls.get("one_storage") and floating:
+    if case.conditions.get("one_storage") and floating:
         buffer = torch.cat([leaf.detach().reshape(-1) for leaf in floating.values()])
         pieces = buffer.split([leaf.numel() for leaf in floating.values()])
         for (name, leaf), piece in zip(floating.items(), pieces, strict=True):
             shared[name] = piece.view(leaf.shape).requires_grad_(leaf.requires_grad)
-    first, second = case.calls.get("same_tensor", (None, None))
+    first, second = case.conditions.get("same_tensor", (None, None))
     if first is not None and second is not None and torch.equal(leaves[first], leaves[second]):
         shared[second] = leaves[first].detach().requires_grad_(leaves[second].requires_grad)
     return shared
@@ -61,9 +61,9 @@ def in_one_storage(leaves: Mapping[str, torch.Tensor], case: CaseSpec) -> dict[s
 
 def grad_mode(case: CaseSpec) -> AbstractContextManager[Any]:
     """The context of a forward without gradients."""
-    if case.calls.get("inference_mode"):
+    if case.conditions.get("inference_mode"):
         return torch.inference_mode()
-    return torch.no_grad() if case.calls.get("no_grad") else nullcontext()
+    return torch.no_grad() if case.conditions.get("no_grad") else nullcontext()
 
 
 def gradients(
@@ -73,7 +73,7 @@ def gradients(
 
     Where the function does not allow a second backward and raises what torch does, those of the first.
     """
-    again = bool(case.calls.get("second_backward"))
+    again = bool(case.conditions.get("second_backward"))
     first = torch.autograd.grad(outputs, variables, cotangents, retain_graph=again, allow_unused=True)
     if not again:
         return first
@@ -89,7 +89,7 @@ def shared_with_inputs(
     outputs: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor], case: CaseSpec
 ) -> list[str]:
     """Sentences on outputs in the storage of an input, where the case says that the caller overwrites its inputs."""
-    if not case.calls.get("overwritten"):
+    if not case.conditions.get("overwritten"):
         return []
     inputs_at = {leaf.untyped_storage().data_ptr(): name for name, leaf in leaves.items() if leaf.numel()}
     return [

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from parity_tests.harness.declare import calls
+from parity_tests.harness.declare import conditions
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared, nested, outputs_by_name
 from parity_tests.harness.declare.draws import Draw
@@ -95,7 +95,7 @@ class Program:
             raise RankFault(f"{who} raised {type(error).__name__}: {error}{at_users_line(error)}") from error
 
     def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
-        earlier, between = calls.other_case(case, "call_before"), calls.other_case(case, "call_between")
+        earlier, between = conditions.other_case(case, "call_before"), conditions.other_case(case, "call_between")
         generator = torch.get_rng_state()
         if earlier is not None:
             self._complete_call(mesh, earlier)
@@ -192,13 +192,13 @@ class Program:
         addend = inputs.addend_of_rank(arg, self.addends(arg, case, "input"), case, coords, role="input")
         local = inputs.piece(arg, addend, case, coords, self.layouts)
         leaf = calling.stored(torch.from_numpy(local.copy()).to(device, getattr(torch, case.dtype)), arg.name, case)
-        return leaf.requires_grad_(arg.differentiable and arg.name not in case.calls.get("frozen", ()))
+        return leaf.requires_grad_(arg.differentiable and arg.name not in case.conditions.get("frozen", ()))
 
     def _cotangent(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], like: torch.Tensor) -> torch.Tensor:
         """One of the dtype of the output and on its device."""
         addend = inputs.addend_of_rank(arg, self.addends(arg, case, "cotangent"), case, coords, role="cotangent")
         local = inputs.piece(arg, addend, case, coords, self.layouts)
-        return calling.stored(torch.from_numpy(local.copy()).to(like), calls.COTANGENT + arg.name, case)
+        return calling.stored(torch.from_numpy(local.copy()).to(like), conditions.COTANGENT + arg.name, case)
 
     def _module_of(self, returned: Any) -> tuple[torch.nn.Module | None, Any]:
         """The module that has the gradients, and the outputs before it; None where the harness runs the backward."""
@@ -284,7 +284,7 @@ class ProgramCall:
         """The gradient of each input that requires one; None where no output depends on it."""
         if self.module is not None:
             return modules.gradients(self.module, self.program.module or "", self.leaves)
-        unused = self.case.calls.get("unused", ())
+        unused = self.case.conditions.get("unused", ())
         differentiable = [
             arg
             for arg in self.program.outputs
@@ -297,7 +297,7 @@ class ProgramCall:
         self.cotangents_before = {name: cotangent.clone() for name, cotangent in self.cotangents.items()}
         variables = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
         # An input that is returned as it is requires grad, whatever it was called under.
-        if not variables or not differentiable or set(calls.WITHOUT_GRADIENTS) & set(self.case.calls):
+        if not variables or not differentiable or set(conditions.WITHOUT_GRADIENTS) & set(self.case.conditions):
             return dict.fromkeys(variables)
         outputs = [self.outputs[name] for name in self.cotangents]
         results = calling.gradients(outputs, list(variables.values()), list(self.cotangents.values()), self.case)

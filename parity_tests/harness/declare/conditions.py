@@ -1,18 +1,18 @@
-"""Calling conditions: how a function is called besides with what, recorded in `CaseSpec.calls` by name.
+"""Calling conditions: how a function is called, apart from the values of its inputs; see `CaseSpec.conditions`.
 
-A plain call has none: contiguous inputs, a gradient for every one that has one, a cotangent for every output, one
-forward and one backward. What a condition holds:
+A case without conditions has contiguous inputs, a gradient for every input that has one, a cotangent for every output,
+one forward and one backward. The conditions by name, each with its value:
 
     strided          {tensor: "transposed" | "stepped"}: views whose elements do not lie side by side
     expanded         [tensors]: views of stride 0, an input along its first dim, a cotangent along all of its dims
     frozen           [inputs] that require no gradient
     unused           [outputs] that get no cotangent
     call_before      dims, layouts, lengths, values and seed of another call, forward and backward, that comes first
-    call_between     the same of a call whose forward comes before the backward of the one that is judged
-    second_backward  true: the graph is retained, and the gradients of the second backward are judged
+    call_between     the same of a call whose forward comes before the backward of the one that is compared
+    second_backward  true: the graph is retained, and the gradients of the second backward are compared
     one_storage      true: the inputs are views of one buffer
     same_tensor      [a, b]: two inputs of equal values and one storage
-    no_grad          true: the forward alone, under torch.no_grad()
+    no_grad          true: only the forward, under torch.no_grad()
     inference_mode   true: the same under torch.inference_mode()
     overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage
 
@@ -57,7 +57,7 @@ def excluded_by_default(module: str) -> tuple[str, ...]:
 
 def phrases(case: CaseSpec) -> list[str]:
     """Each condition of the case as a clause that follows `when`: `logits is a transposed view`."""
-    return [phrase for name, value in case.calls.items() for phrase in _phrases(name, value, case)]
+    return [phrase for name, value in case.conditions.items() for phrase in _phrases(name, value, case)]
 
 
 def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
@@ -92,31 +92,31 @@ def _tensor(label: str) -> str:
     return f"the cotangent of {label.removeprefix(COTANGENT)}" if label.startswith(COTANGENT) else label
 
 
-def plainer(case: CaseSpec) -> Iterator[CaseSpec]:
+def with_one_less(case: CaseSpec) -> Iterator[CaseSpec]:
     """The case without one of its conditions, for each, then without one tensor of a condition that has several."""
-    for name in case.calls:
-        yield case.replace(calls=_without(case.calls, name))
-    for name, value in case.calls.items():
+    for name in case.conditions:
+        yield case.replace(conditions=_without(case.conditions, name))
+    for name, value in case.conditions.items():
         if name in ("strided", "expanded", "frozen", "unused") and len(value) > 1:
             for tensor in value:
                 rest = {k: v for k, v in value.items() if k != tensor} if isinstance(value, Mapping) else None
                 rest = [other for other in value if other != tensor] if rest is None else rest
-                yield case.replace(calls={**case.calls, name: rest})
+                yield case.replace(conditions={**case.conditions, name: rest})
 
 
 def without_other_calls(case: CaseSpec) -> CaseSpec:
-    """The case without the calls that are recorded for its mesh."""
-    return case.replace(calls={name: value for name, value in case.calls.items() if name not in OTHER_CALLS})
+    """The case without its other calls, which are recorded for its mesh."""
+    return case.replace(conditions={name: value for name, value in case.conditions.items() if name not in OTHER_CALLS})
 
 
 def other_case(case: CaseSpec, name: str) -> CaseSpec | None:
-    """The plain case of the call that comes before or between, on the same mesh and with the same options."""
-    record = case.calls.get(name)
-    return None if record is None else case.replace(**record, calls={})
+    """The case, without conditions, of the call before or between, on the same mesh with the same options."""
+    record = case.conditions.get(name)
+    return None if record is None else case.replace(**record, conditions={})
 
 
 def other_cases(case: CaseSpec) -> list[CaseSpec]:
-    """The plain cases of all calls besides the one that is judged."""
+    """The cases, without conditions, of all calls besides the one that is compared."""
     return [other for name in OTHER_CALLS if (other := other_case(case, name)) is not None]
 
 
@@ -127,8 +127,8 @@ def record_of(case: CaseSpec) -> dict[str, Any]:
 
 def has_gradients(case: CaseSpec, name: str) -> bool:
     """Whether the case asks for the gradient of an input that has one."""
-    return not set(WITHOUT_GRADIENTS) & set(case.calls) and name not in case.calls.get("frozen", ())
+    return not set(WITHOUT_GRADIENTS) & set(case.conditions) and name not in case.conditions.get("frozen", ())
 
 
-def _without(calls: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {other: value for other, value in calls.items() if other != name}
+def _without(conditions: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {other: value for other, value in conditions.items() if other != name}
