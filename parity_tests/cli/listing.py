@@ -71,7 +71,7 @@ def replay_file(
         outcome.reports.append(report)
         print(f"{report.scheme.rpartition(':')[2]}: {report.verdict}" if quiet else report, file=aside)
         if verbose:
-            print(report.trace(), file=aside)
+            print(report.ledger_text(), file=aside)
         if traceback and report.failure is not None and report.failure.traceback:
             print(report.failure.traceback, file=aside)
     if html:

@@ -49,10 +49,10 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
     # 3. The line of a collective, where repairing it makes the tensor right.
     notes = name_lines(scheme, report, failing, notes)
-    return replace(report, notes=notes, explaining=_explaining(report, notes, failing))
+    return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
 
 
-def _explaining(report: Report, notes: Mapping[str, Sequence[Note]], failing: Sequence[Report]) -> Report | None:
+def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing: Sequence[Report]) -> Report | None:
     """The case to look at where the smallest has too little to see: one that a note names, or a larger one of its mesh.
 
     Of several that show the same wrong tensors it is the smallest that has MIN_ELEMENTS elements of each.

@@ -12,8 +12,8 @@ from importlib.metadata import version
 from xml.etree.ElementTree import Element
 
 from parity_tests.harness.declare.conditions import phrases
+from parity_tests.harness.report.blamed_rows import blamed_rows
 from parity_tests.harness.report.bytes_table import bytes_table
-from parity_tests.harness.report.convicted import convicted
 from parity_tests.harness.report.markup import as_text, tag
 from parity_tests.harness.report.movement_picture import movement
 from parity_tests.harness.report.page_style import in_notebook, style
@@ -118,8 +118,8 @@ def _headline(report: Report) -> str:
 
 
 def _blamed(report: Report) -> Element | None:
-    """The lines that the report blames, of the case that shows it."""
-    rows = convicted(report.explaining or report, report)
+    """The lines that the report blames, of the clearest case."""
+    rows = blamed_rows(report.clearer_report or report, report)
     lines = list(dict.fromkeys(f"{row.op} at {row.source}" for row in rows))
     return tag("p", tag("span", "blamed", class_="badge"), " ", tag("code", ", ".join(lines))) if lines else None
 
@@ -145,15 +145,15 @@ def _notes(report: Report) -> list[Element]:
 
 
 def _pictures(report: Report) -> list[Element]:
-    """The case that explains, in full; where it is not the smallest, that one too."""
-    example = report.explaining or report
-    blamed = convicted(example, report)
-    what = "The case that explains" if report.explaining else _kind(report)
+    """The clearest case, in full; where it is not the smallest, that one too."""
+    example = report.clearer_report or report
+    blamed = blamed_rows(example, report)
+    what = "The clearest case" if report.clearer_report else _kind(report)
     parts = [tag("h2", f"{what}: {_case(example)}"), *_exchanges(example, blamed)]
     parts += [tag("h2", "Tensors"), maps(example)] if example.rows else []
-    if report.explaining:
+    if report.clearer_report:
         summary = tag("summary", f"{_kind(report)}: {_case(report)}")
-        parts.append(tag("details", summary, *_exchanges(report, convicted(report)), maps(report)))
+        parts.append(tag("details", summary, *_exchanges(report, blamed_rows(report)), maps(report)))
     return parts
 
 
@@ -183,8 +183,8 @@ def _replay(report: Report) -> list[Element]:
     parts = [tag("h2", "Run it again")]
     if report.replay:
         parts.append(tag("pre", f"python {report.replay}\nshardproof replay {report.replay} --engine gloo"))
-    example = report.explaining or report
+    example = report.clearer_report or report
     call = f"verify_case({_name(report)}, CaseSpec.from_json({example.case.json!r}))"
     lines = f"from shardproof import CaseSpec, verify_case\n\n{call}"
-    which = "The case that explains, in Python:" if report.explaining else "In Python:"
+    which = "The clearest case, in Python:" if report.clearer_report else "In Python:"
     return [*parts, tag("p", which), tag("pre", lines)]

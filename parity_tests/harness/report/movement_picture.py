@@ -80,7 +80,7 @@ def _marks(step: Step, marked: Collection[int]) -> bool:
 
 def _step(step: Step, grid: Grid, marked: Collection[int]) -> Element:
     is_marked = _marks(step, marked)
-    classes = ["step", step.phase, *(["convicted"] if is_marked else [])]
+    classes = ["step", step.phase, *(["blamed"] if is_marked else [])]
     hubs = _hubs(step, grid)
     gap = GAP + 18.0 * max(len(set(hubs.values())) - 2, 0)
     height = 2 * BOX + gap + 16.0

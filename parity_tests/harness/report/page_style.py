@@ -50,7 +50,7 @@ html { background: #ffffff; }
 .shardproof .step { display: grid; grid-template-columns: minmax(0, 22rem) max-content; min-width: max-content; }
 .shardproof .step > p { margin: 0; padding: .5rem .8rem; position: sticky; left: 0; box-sizing: border-box; }
 .shardproof .step.bwd { background: var(--panel); }
-.shardproof .step.convicted { background: var(--blame); box-shadow: inset 5px 0 0 var(--wrong); }
+.shardproof .step.blamed { background: var(--blame); box-shadow: inset 5px 0 0 var(--wrong); }
 .shardproof .step code { display: block; }
 .shardproof .lifeline { stroke: var(--line); stroke-width: 1; stroke-dasharray: 2 3; }
 .shardproof .under { stroke: var(--ink); opacity: .45; fill: none; }

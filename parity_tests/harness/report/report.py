@@ -107,7 +107,7 @@ class Report:
     shards: str | None = None  # the shard of each input on the rank that raised
     implementation: Implementation | None = None  # whose functions were judged, if not ours
     source: str = ""  # file:line of the function
-    explaining: Report | None = None  # a larger case that fails alike, which shows more of the mistake
+    clearer_report: Report | None = None  # of a larger case that fails alike, which shows more of the mistake
 
     @property
     def ok(self) -> bool:
@@ -158,7 +158,7 @@ class Report:
         ]
         raise next(kind for holds, kind in mistakes if holds)("\n" + str(self))
 
-    def trace(self) -> str:
+    def ledger_text(self) -> str:
         """The ledger as text: every collective of every rank in order of issue."""
         return "\n".join(f"rank {row.rank}: {row}" for row in self.ledger.rows)
 

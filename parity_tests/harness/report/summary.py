@@ -116,7 +116,7 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
             if options.traceback and report.failure is not None and report.failure.traceback:
                 console.print(report.failure.traceback, markup=False, highlight=False, soft_wrap=one_line)
         if options.verbose:
-            console.print(report.trace(), markup=False, highlight=False, soft_wrap=one_line)
+            console.print(report.ledger_text(), markup=False, highlight=False, soft_wrap=one_line)
         elif report.ok and not single and not options.quiet:
             for omission in report.omissions():
                 console.print(

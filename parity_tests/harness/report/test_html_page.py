@@ -147,13 +147,13 @@ def test_another_cost_than_declared_is_said_beside_it(equal):
         ["forward", "broadcast", "0-3", "0", "0", "\N{BALLOT X} 1 calls of 4 bytes"],
         ["backward", "reduce_scatter", "0-3", "1", "64", "\N{CHECK MARK} the same"],
     ]
-    assert len(tree.all("div", "convicted")) == 1
+    assert len(tree.all("div", "blamed")) == 1
 
 
 def test_the_line_that_is_blamed_is_marked():
     note = Note("forward equal, gradient not", sites=(CallSite("all_reduce", "my.py:28"),))
     tree = read(page([report_by_hand(notes={"d/d x": (note,)}, protocol=(Finding("x"),))]))
-    (step,) = tree.all("div", "convicted")
+    (step,) = tree.all("div", "blamed")
     assert "my.py:28" in step.text and len(step.all("rect", "culprit")) == 2
     assert [badge.text for badge in tree.all("span", "badge")] == ["blamed", "blamed"]
 
@@ -167,10 +167,10 @@ def test_a_rank_that_is_missing_has_an_empty_box():
 
 
 def test_the_case_that_explains_is_drawn_before_the_smallest(wrong):
-    small = report_by_hand(notes=wrong.notes, protocol=(Finding("x"),), explaining=wrong, smallest=True)
+    small = report_by_hand(notes=wrong.notes, protocol=(Finding("x"),), clearer_report=wrong, smallest=True)
     tree = read(page([small]))
     titles = [heading.text for heading in tree.all("h2")]
-    assert "The case that explains: tp=4 b=8 float64 seed=0" in titles
+    assert "The clearest case: tp=4 b=8 float64 seed=0" in titles
     assert tree.all("summary")[0].text == "The smallest case: tp=2 b=2 float32 seed=0"
     assert len(tree.all("div", "movement")) == 2 and wrong.case.json in tree.text
 

@@ -157,10 +157,10 @@ def test_trace_has_a_line_for_each_collective():
         return y
 
     report = report_of(total, inputs={"x": "b tp=P"}, outputs="b tp=I")
-    ranks = sorted(line.partition(":")[0] for line in report.trace().splitlines())
+    ranks = sorted(line.partition(":")[0] for line in report.ledger_text().splitlines())
     assert ranks == ["rank 0", "rank 1"]
-    assert "all_reduce float32[4] SUM (group tp, #0) at test_report.py:" in report.trace()
-    assert report_of(unharmed).trace() == ""
+    assert "all_reduce float32[4] SUM (group tp, #0) at test_report.py:" in report.ledger_text()
+    assert report_of(unharmed).ledger_text() == ""
 
 
 def test_json():

@@ -1,4 +1,4 @@
-"""The collectives that a report blames, of those in its ledger: the calls that its notes and findings carry."""
+"""The ledger rows that a report blames: those at the call sites that its notes and findings carry."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from parity_tests.harness.report.report import Report
 
 
-def convicted(report: Report, blamed: Report | None = None) -> list[LedgerRow]:
-    """The rows of a report's ledger that it blames, or that another report of the same scheme does.
+def blamed_rows(report: Report, by: Report | None = None) -> list[LedgerRow]:
+    """The rows of a report's ledger that it blames, or that are blamed `by` another report of the same scheme.
 
-    These are the rows that a failure was raised in, those that a note on a tensor or the protocol blames, and those of
-    an op whose calls or bytes are not as declared.
+    Of a failed rank it is the last row of that rank at the line of the failure. Otherwise these are the rows at the
+    call sites of the notes and of the protocol's findings, and those of an op whose calls or bytes are not as declared.
     """
-    blamed = blamed or report
-    failed = blamed.failure
-    if failed is not None:
-        of_rank = [row for row in report.ledger.of(failed.rank) if (row.op, row.source) == (failed.op, failed.source)]
-        return of_rank[-1:]
-    findings = [*(note for notes in blamed.notes.values() for note in notes), *blamed.protocol]
+    by = by or report
+    failure = by.failure
+    if failure is not None:
+        here = (failure.op, failure.source)
+        return [row for row in report.ledger.of(failure.rank) if (row.op, row.source) == here][-1:]
+    findings = [*(note for notes in by.notes.values() for note in notes), *by.protocol]
     sites = [site for finding in findings for site in finding.sites]
-    miscounted = set(_miscounted(report)) if blamed.cost else set()
+    miscounted = set(_miscounted(report)) if by.cost else set()
     return [
         row
         for row in report.ledger.rows

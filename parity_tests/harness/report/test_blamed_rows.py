@@ -1,4 +1,4 @@
-"""Which rows of a ledger a report blames: by the calls that its sentences carry, each typed by hand."""
+"""Which rows of a ledger a report blames: by the call sites of its notes and findings, each written by hand."""
 
 import pickle
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Cost
 from parity_tests.harness.explain.note import Note
-from parity_tests.harness.report.convicted import convicted
+from parity_tests.harness.report.blamed_rows import blamed_rows
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Deadlock
 from parity_tests.harness.run.ledger import CallSite, Finding, Ledger, LedgerRow
@@ -29,7 +29,7 @@ ROWS = [
 
 
 def blamed(**fields):
-    return [ROWS.index(each) for each in convicted(Report("m:f", CASE, ledger=Ledger(ROWS), **fields))]
+    return [ROWS.index(each) for each in blamed_rows(Report("m:f", CASE, ledger=Ledger(ROWS), **fields))]
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def blamed(**fields):
         (CallSite("reduce", "my.py:28", group=(0,)), []),
     ],
 )
-def test_a_note_blames_the_calls_of_its_sites(site, rows):
+def test_a_note_blames_the_rows_of_its_sites(site, rows):
     assert blamed(notes={"out": (Note("a sentence", sites=(site,)),)}) == rows
     assert blamed(notes={"out": (Note("a sentence").extended(", of which more is known", (site,)),)}) == rows
 
 
-def test_a_sentence_without_a_site_blames_nothing():
+def test_a_note_without_a_site_blames_nothing():
     assert blamed(notes={"out": (Note("all_reduce at my.py:28 is over all 2 ranks"),)}) == []
 
 
