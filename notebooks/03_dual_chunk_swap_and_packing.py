@@ -186,11 +186,15 @@ print(wrong)
 # part sequences:
 
 # %%
-row = wrong.rows[0]
+tensor = wrong.tensors[0]
 figure, panel = plt.subplots(figsize=(8, 2.2), layout="constrained")
-owners = row.owners["cp"]
+owners = tensor.owners["cp"]
 panel.bar(
-    range(32), abs(row.got - row.want), color=[colours.of_rank(rank) for rank in owners], edgecolor="0.4", linewidth=0.5
+    range(32),
+    abs(tensor.got - tensor.want),
+    color=[colours.of_rank(rank) for rank in owners],
+    edgecolor="0.4",
+    linewidth=0.5,
 )
 panel.set(xlabel="slot of the stream", ylabel="error of the next value", xlim=(-0.6, 31.6))
 for border in np.cumsum(wrong.case.lengths["t"]["padded"])[:-1]:

@@ -182,7 +182,7 @@ display(broken)
 # state.
 
 # %%
-out = broken.rows[0]
+out = broken.tensors[0]
 figure, panel = plt.subplots(figsize=(7.5, 2.2), layout="constrained")
 owners = out.owners["cp"][0, :, 0]
 panel.bar(range(TOKENS), abs(out.got - out.want).max((0, 2)), color=[colours.of_rank(rank) for rank in owners])

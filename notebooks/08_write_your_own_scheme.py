@@ -116,8 +116,8 @@ for number, tp in enumerate((2, 4)):
     distances = []
     for width in WIDTHS:
         case = norm_of_the_shard.case(tp=tp, b=1, s=64, d=width, o=4, dtype="float32")
-        row = verify_case(norm_of_the_shard, case).worst("output")  # of this case alone: no smaller one is looked for
-        distances.append(np.linalg.norm(row.got - row.want) / np.linalg.norm(row.want))
+        tensor = verify_case(norm_of_the_shard, case).worst("output")  # of this case: no smaller one is searched
+        distances.append(np.linalg.norm(tensor.got - tensor.want) / np.linalg.norm(tensor.want))
     panel.loglog(WIDTHS, distances, **colours.line(number), label=f"tp={tp}")
 panel.set(xlabel="width d of a row", ylabel="relative error of the output", title="norm_of_the_shard")
 panel.set_xticks(WIDTHS, WIDTHS)

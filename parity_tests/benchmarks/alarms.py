@@ -49,7 +49,7 @@ def false_alarms(seconds: float) -> Iterator[Figure]:
             )
             report = verify_case(scheme, case)
             counts[dtype] += 1
-            worst[dtype] = max([worst[dtype], *(row.ratio for row in report.rows)])
+            worst[dtype] = max([worst[dtype], *(tensor.ratio for tensor in report.tensors)])
             priced += scheme.cost is not None
             mispriced += bool(report.cost)
             if not report.ok:
@@ -83,6 +83,6 @@ def false_alarms(seconds: float) -> Iterator[Figure]:
 
 
 def _said(report: Report) -> str:
-    row = max(report.rows, key=lambda row: row.ratio, default=None)
-    ratio = f" {row.label} at {row.ratio:.2g} budgets" if row else ""
+    tensor = max(report.tensors, key=lambda tensor: tensor.ratio, default=None)
+    ratio = f" {tensor.label} at {tensor.ratio:.2g} budgets" if tensor else ""
     return f"{report.scheme.rpartition(':')[2]} {report.case.id} {report.verdict}{ratio}"

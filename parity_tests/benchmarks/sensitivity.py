@@ -108,7 +108,7 @@ def in_one_element() -> Figure:
     )
 
 
-def _place(row: compare.TensorRow, seed: int) -> tuple[int, ...] | None:
+def _place(row: compare.TensorComparison, seed: int) -> tuple[int, ...] | None:
     """A random element that is finite and not zero."""
     places = np.argwhere(np.isfinite(row.want) & (row.want != 0))
     rng = np.random.Generator(np.random.Philox(key=[seed, 1]))
@@ -119,7 +119,7 @@ def _with_error(
     scheme: Declared,
     case: CaseSpec,
     results: Sequence[RankResult],
-    row: compare.TensorRow,
+    row: compare.TensorComparison,
     place: tuple[int, ...],
     error: float,
 ) -> list[RankResult]:

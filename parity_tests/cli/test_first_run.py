@@ -121,7 +121,7 @@ def test_integers_alone_and_no_gradient_at_all():
     )(largest)
     report = declaration.verify(examples=5)
     assert report.ok, str(report)
-    assert [row.label for row in report.rows] == ["out"]
+    assert [tensor.label for tensor in report.tensors] == ["out"]
 
 
 def test_a_tree_of_parameters_and_outputs_by_name():
@@ -140,9 +140,15 @@ def test_a_tree_of_parameters_and_outputs_by_name():
         cost=lambda c: Cost(),
     )(linear)
     report = declaration.verify(tp=2, b=2, d=3, f=4)
-    assert [row.label for row in report.rows] == ["y", "half", "d/d params.inner.w", "d/d params.bias", "d/d x"]
+    assert [tensor.label for tensor in report.tensors] == [
+        "y",
+        "half",
+        "d/d params.inner.w",
+        "d/d params.bias",
+        "d/d x",
+    ]
     # Each rank returned all of the half where their sum was promised: twice too much, forward and back.
-    assert [row.label for row in report.rows if not row.ok] == ["half", "d/d x"]
+    assert [tensor.label for tensor in report.tensors if not tensor.ok] == ["half", "d/d x"]
 
 
 def test_scalars_in_and_out():
@@ -158,4 +164,8 @@ def test_scalars_in_and_out():
     )(scaled_loss)
     report = declaration.verify(examples=6)
     assert report.ok, str(report)
-    assert [(row.label, row.want.ndim) for row in report.rows] == [("out", 0), ("d/d x", 1), ("d/d scale", 0)]
+    assert [(tensor.label, tensor.want.ndim) for tensor in report.tensors] == [
+        ("out", 0),
+        ("d/d x", 1),
+        ("d/d scale", 0),
+    ]

@@ -128,7 +128,7 @@ def test_replays_are_deterministic():
     _, scheme = declared(file="again.py")
     first, second = (scheme.verify(tp=2, b=4, seed=3) for _ in range(2))
     assert first.replay == second.replay
-    assert [row.ratio for row in first.rows] == [row.ratio for row in second.rows]
+    assert [tensor.ratio for tensor in first.tensors] == [tensor.ratio for tensor in second.tensors]
     assert str(first) == str(second)
 
 

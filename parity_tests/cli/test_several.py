@@ -41,9 +41,9 @@ def test_a_report_travels_without_the_functions_of_its_scheme():
     report = verify_case(doubled, doubled.case(cp=2, s=4))
     again = pickle.loads(pickle.dumps(report))
     assert str(again) == str(report)
-    for row, travelled in zip(report.rows, again.rows, strict=True):
-        assert travelled.owners["cp"].tolist() == row.owners["cp"].tolist() == [1, 1, 0, 0]
-        assert travelled.coarse_budgets.tolist() == row.coarse_budgets.tolist()
+    for tensor, travelled in zip(report.tensors, again.tensors, strict=True):
+        assert travelled.owners["cp"].tolist() == tensor.owners["cp"].tolist() == [1, 1, 0, 0]
+        assert travelled.coarse_budgets.tolist() == tensor.coarse_budgets.tolist()
 
 
 def test_no_scheme_is_no_outcome():

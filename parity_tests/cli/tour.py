@@ -106,7 +106,9 @@ def _text(tour: Tour) -> None:
         is_equal = exact.ok and single.report.ok
         tour.examples += 2
         tour.verified.append(tour_figure.line_of(f"real text, tp={tp}", single.report))
-        ratios = [f"{max((row.ratio for row in r.report.rows), default=float('nan')):.2g}" for r in (exact, single)]
+        ratios = [
+            f"{max((tensor.ratio for tensor in r.report.tensors), default=float('nan')):.2g}" for r in (exact, single)
+        ]
         grid.add_row(str(tp), exact.perplexity, exact.reference, *ratios, "equal" if is_equal else "mismatch")
         if not is_equal:
             tour.wrong.append(f"the text over tp={tp} is not equal")

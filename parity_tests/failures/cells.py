@@ -126,7 +126,11 @@ def _verdict(engine: str, world: int, name: str) -> tuple[str, str]:
     report = verify_case(declared, case, quiet_s=QUIET_S)
     if report.failure is not None:
         return report.failure.cause, str(report.failure)
-    wrong = [f"{row.label} differs at {row.where}: {report.notes[row.label][0]}" for row in report.rows if not row.ok]
+    wrong = [
+        f"{tensor.label} differs at {tensor.where}: {report.notes[tensor.label][0]}"
+        for tensor in report.tensors
+        if not tensor.ok
+    ]
     return report.verdict, "\n".join([*wrong, *report.protocol, *report.hygiene])
 
 

@@ -97,8 +97,8 @@ def _could_fail_on_gloo(report: Report) -> bool:
         return False
     if report.failure is not None:
         return True
-    wrong = [row for row in report.rows if not row.ok]
-    is_poisoned = any((np.isnan(row.got) & ~np.isnan(row.want)).any() for row in wrong)
+    wrong = [tensor for tensor in report.tensors if not tensor.ok]
+    is_poisoned = any((np.isnan(tensor.got) & ~np.isnan(tensor.want)).any() for tensor in wrong)
     if is_poisoned and any(row.is_async for row in report.ledger.rows):
         return False
     is_rejected_alone = bool(report.protocol) and disagreement(report.ledger) is None
@@ -145,7 +145,7 @@ def _with_state_between_calls(scheme: Declared, report: Report, after: Report, e
         case=case,
         **of_all_examples,
         meshes=report.meshes,
-        row_cases={row.label: case for row in after.rows},
+        case_of_tensor={tensor.label: case for tensor in after.tensors},
         conditions_needed=True,
         state_between_calls=STATE_BETWEEN_CALLS,
         confirmed_on="gloo",

@@ -201,14 +201,14 @@ def test_dims_that_are_one():
     given = declared(projected, grouped, **specs).verify(tp=4, g=2, q=6, b=1, d=2)
     assert given.ok and given.case.dims["g*q"] == 12
     wrong = declared(lambda mesh, x, w: x @ w * mesh.size("tp"), grouped, **specs).verify(examples=12)
-    assert wrong.verdict == "mismatch" and str(wrong.rows[0].argument.spec) == "b (g q)/tp"
+    assert wrong.verdict == "mismatch" and str(wrong.tensors[0].argument.spec) == "b (g q)/tp"
 
 
 def test_sizes_that_are_written_out_and_leading_dims():
     specs = {"inputs": {"x": "... 3 8/tp"}, "outputs": "... 8/tp", "mesh": {"tp": (1, 2, 4)}}
     right = declared(lambda mesh, x: x.sum(2), lambda x: x.sum(2), **specs).verify(examples=12)
     assert right.ok, str(right)
-    assert sorted(right.case.dims) == ["b", "s"] and right.rows[0].want.shape[2] == 8
+    assert sorted(right.case.dims) == ["b", "s"] and right.tensors[0].want.shape[2] == 8
     wrong = declared(lambda mesh, x: x[:, :, :2].sum(2), lambda x: x.sum(2), **specs).verify(examples=12)
     assert wrong.verdict == "mismatch"
 
@@ -267,7 +267,7 @@ def test_an_input_that_is_overwritten_may_have_no_gradient():
         decoded, lambda x, cache: (x + cache, cache + x), **specs, nograd=("cache",), modifies=("cache",)
     )
     report = caching.verify(examples=6)
-    assert report.ok and [row.label for row in report.rows] == ["out", "cache after", "d/d x"]
+    assert report.ok and [tensor.label for tensor in report.tensors] == ["out", "cache after", "d/d x"]
 
 
 @pytest.mark.parametrize("modifies", [("logits",), ()])
@@ -281,7 +281,7 @@ def test_an_input_that_is_overwritten_on_purpose(modifies):
     report = declared(first_logprob, reference, **specs).verify(examples=6)
     assert report.ok, str(report)
     labels = ["out", "logits after", "d/d logits"] if modifies else ["out", "d/d logits"]
-    assert [row.label for row in report.rows] == labels
+    assert [tensor.label for tensor in report.tensors] == labels
 
 
 def test_a_wrong_value_in_an_overwritten_input():
@@ -293,9 +293,9 @@ def test_a_wrong_value_in_an_overwritten_input():
     specs = {"modifies": ("x",), "mesh": {"tp": (1, 2)}}
     assert declared(halves, lambda x: (x * 2.0, x * 0.5), **specs).verify(examples=4).ok
     wrong = declared(halves, lambda x: (x * 2.0, x * 0.25), **specs).verify(examples=4)
-    assert wrong.verdict == "mismatch" and [row.label for row in wrong.rows if not row.ok] == ["x after"]
+    assert wrong.verdict == "mismatch" and [tensor.label for tensor in wrong.tensors if not tensor.ok] == ["x after"]
     untouched = declared(lambda mesh, x: x * 2, lambda x: (x * 2.0, x * 0.5), **specs).verify(examples=4)
-    assert [row.label for row in untouched.rows if not row.ok] == ["x after"]
+    assert [tensor.label for tensor in untouched.tensors if not tensor.ok] == ["x after"]
 
 
 def test_an_input_that_is_overwritten_without_a_word_is_reported():

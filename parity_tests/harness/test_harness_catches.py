@@ -48,24 +48,30 @@ def dropped_cotangent(patch):
 
 
 def skipped_gradients(patch):
-    rows = compare.compare
-    patch.setattr(compare, "compare", lambda *arguments: [row for row in rows(*arguments) if row.role == "output"])
+    compared = compare.compare
+    patch.setattr(
+        compare, "compare", lambda *arguments: [tensor for tensor in compared(*arguments) if tensor.role == "output"]
+    )
 
 
 def skipped_second_output(patch):
-    rows = compare.compare
-    patch.setattr(compare, "compare", lambda *arguments: [row for row in rows(*arguments) if row.name != "out[1]"])
+    compared = compare.compare
+    patch.setattr(
+        compare, "compare", lambda *arguments: [tensor for tensor in compared(*arguments) if tensor.name != "out[1]"]
+    )
 
 
 def missing_gradient_accepted(patch):
     """A None becomes whatever the reference says."""
-    judged = compare._compare_elements
+    compare_elements = compare._compare_elements
 
-    def lenient(scheme, case, arg, role, stitched, want, *rest, absent=None, **more):
-        if absent is not None and absent.all():
+    def lenient(scheme, case, arg, role, stitched, want, *rest, gradient_is_none=None, **more):
+        if gradient_is_none is not None and gradient_is_none.all():
             stitched = replace(stitched, copies=np.broadcast_to(want, stitched.copies.shape))
-            absent = None
-        return judged(scheme, case, arg, role, stitched, want, *rest, absent=absent, **more)
+            gradient_is_none = None
+        return compare_elements(
+            scheme, case, arg, role, stitched, want, *rest, gradient_is_none=gradient_is_none, **more
+        )
 
     patch.setattr(compare, "_compare_elements", lenient)
 
@@ -111,7 +117,7 @@ def cost_of_nothing(patch):
 
 
 def replicas_are_never_compared(patch):
-    patch.setattr(side_checks, "_replicas", lambda row: [])
+    patch.setattr(side_checks, "_replicas", lambda tensor: [])
 
 
 def nan_is_close(patch):

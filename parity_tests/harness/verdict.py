@@ -74,21 +74,21 @@ def verify_case(
             **origin,
         )
     # 3. Compare values and gradients, then the ledgers.
-    rows = compare.compare(scheme, case, ranks.results, reference)
-    if not all(row.ok for row in rows if row.role == "gradient"):
+    tensors = compare.compare(scheme, case, ranks.results, reference)
+    if not all(tensor.ok for tensor in tensors if tensor.role == "gradient"):
         undefined = undefined_gradients(scheme, program, case, reference)
-        rows = compare.compare(scheme, case, ranks.results, reference, undefined)
+        tensors = compare.compare(scheme, case, ranks.results, reference, undefined)
     protocol = side_checks.protocol(ranks.ledger, scheme.engines)
     declared = side_checks.declared_costs(scheme, case, program)
     # 4. Explain each tensor that failed.
-    notes = _notes(scheme, program, case, ranks, rows, protocol)
+    notes = _notes(scheme, program, case, ranks, tensors, protocol)
     return Report(
         scheme.key,
         case,
-        rows=tuple(rows),
+        tensors=tuple(tensors),
         protocol=protocol,
         cost=side_checks.cost(case, ranks.ledger, declared),
-        hygiene=side_checks.hygiene(scheme, case, ranks.results, rows, ranks.ledger),
+        hygiene=side_checks.hygiene(scheme, case, ranks.results, tensors, ranks.ledger),
         notes=notes,
         ledger=ranks.ledger,
         cost_declared=scheme.cost is not None,
@@ -111,23 +111,23 @@ def _notes(
     program: Program,
     case: CaseSpec,
     ranks: RunResult,
-    rows: Sequence[compare.TensorRow],
+    tensors: Sequence[compare.TensorComparison],
     protocol: Sequence[Finding],
 ) -> dict[str, tuple[Note, ...]]:
     """What kind of mistake it is, for each tensor that failed."""
-    failed = [row for row in rows if not row.ok]
-    outputs_pass = all(row.ok for row in rows if row.role == "output")
-    budgets_by_roundings = _stored_budgets(scheme, program, case, ranks.results) if failed else {}
+    wrong = [tensor for tensor in tensors if not tensor.ok]
+    outputs_pass = all(tensor.ok for tensor in tensors if tensor.role == "output")
+    budgets_by_roundings = _budgets_by_roundings(scheme, program, case, ranks.results) if wrong else {}
     notes = {}
-    for row in failed:
-        stored = {count: budgets[row.label] for count, budgets in budgets_by_roundings.items()}
-        notes[row.label] = explain(
-            collect_evidence(scheme, program, case, row, outputs_pass, ranks.ledger, protocol, stored)
+    for tensor in wrong:
+        budgets_of_tensor = {count: budgets[tensor.label] for count, budgets in budgets_by_roundings.items()}
+        notes[tensor.label] = explain(
+            collect_evidence(scheme, program, case, tensor, outputs_pass, ranks.ledger, protocol, budgets_of_tensor)
         )
     return notes
 
 
-def _stored_budgets(
+def _budgets_by_roundings(
     scheme: Declared, program: Program, case: CaseSpec, results: Sequence[RankResult]
 ) -> dict[int, dict[str, np.ndarray]]:
     """The budgets of every tensor had the scheme declared some more roundings to its narrow dtype."""
@@ -136,6 +136,6 @@ def _stored_budgets(
     by_count = {}
     for count in (times * max(scheme.roundings, 1) for times in MORE_ROUNDINGS):
         more_roundings = replace(scheme, roundings=count)
-        rows = compare.compare(more_roundings, case, results, evaluate(more_roundings, program, case))
-        by_count[count] = {row.label: row.element_budgets for row in rows}
+        tensors = compare.compare(more_roundings, case, results, evaluate(more_roundings, program, case))
+        by_count[count] = {tensor.label: tensor.element_budgets for tensor in tensors}
     return by_count

@@ -109,7 +109,7 @@ def _with_smallest_case(scheme: Declared, report: Report, fixed: Mapping[str, An
     small = shrink(scheme, report, fixed)
     meshes = (mesh_text(small.case.mesh),)
     rest = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
-    return replace(small, **rest, meshes=meshes, row_cases={row.label: small.case for row in small.rows})
+    return replace(small, **rest, meshes=meshes, case_of_tensor={tensor.label: small.case for tensor in small.tensors})
 
 
 def _is_open(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
@@ -169,16 +169,16 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
 
     NaN in the reference equals NaN, which is evidence only where infinities were drawn.
     """
-    if not any(row.want.size for report in reports for row in report.rows):
+    if not any(tensor.want.size for report in reports for tensor in report.tensors):
         raise NothingCompared(
             f"scheme '{scheme.name}': every tensor is empty at {sizes(reports[-1].case)}; nothing was compared"
         )
     wants: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}
     for report in reports:
         if not any(has_infinities(value) for value in report.case.values.values()):
-            for row in report.rows:
-                if row.want.size:
-                    wants.setdefault(row.label, []).append((row.want, report.case))
+            for tensor in report.tensors:
+                if tensor.want.size:
+                    wants.setdefault(tensor.label, []).append((tensor.want, report.case))
     for label, references in wants.items():
         if all(np.isnan(want).all() for want, _ in references):
             raise NothingCompared(

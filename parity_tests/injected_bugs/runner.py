@@ -128,7 +128,7 @@ class BugRunner:
                 judged += more
             baseline = [trial for trials in nearest for trial in trials.fixed] if self.with_baseline else []
             fixed = [trial.on(patched[trial.scheme.key]) for trial in baseline]
-        values = any(report.failure or not all(row.ok for row in report.rows) for report in fixed)
+        values = any(report.failure or not all(tensor.ok for tensor in report.tensors) for report in fixed)
         all_oracles = any(not report.ok for report in fixed)
         return Outcome(bug, len(affected), judged, tuple(catches), values, all_oracles, time.perf_counter() - start)
 
@@ -182,8 +182,8 @@ def oracles(report: Report) -> tuple[str, ...]:
     if report.failure is not None:
         return (report.failure.cause,)
     reported = {
-        "value": any(not row.ok for row in report.rows if row.role == "output"),
-        "gradient": any(not row.ok for row in report.rows if row.role == "gradient"),
+        "value": any(not tensor.ok for tensor in report.tensors if tensor.role == "output"),
+        "gradient": any(not tensor.ok for tensor in report.tensors if tensor.role == "gradient"),
         "protocol": report.protocol,
         "cost": report.cost,
         "hygiene": report.hygiene,

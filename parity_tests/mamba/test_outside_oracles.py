@@ -137,8 +137,8 @@ def agrees(scheme, case, function, has_gradients=True):
         sums = [inputs.addends(arg, inputs.cotangent(arg, case), case, "cotangent").sum(0) for arg in scheme.outputs]
         cotangents = [torch.from_numpy(x).to(y) for x, y in zip(sums, outputs, strict=True)]
         results += torch.autograd.grad(outputs, leaves, cotangents)
-    rows = [row for row in report.rows if row.role == "output"][: len(outputs)]
-    rows += [row for row in report.rows if row.role == "gradient"] if has_gradients else []
+    rows = [tensor for tensor in report.tensors if tensor.role == "output"][: len(outputs)]
+    rows += [tensor for tensor in report.tensors if tensor.role == "gradient"] if has_gradients else []
     for row, theirs in zip(rows, results, strict=True):
         error = np.abs(row.got - theirs.detach().double().numpy())
         assert (error <= row.element_budgets).all(), (row.label, float(error.max()))

@@ -68,7 +68,7 @@ def outcome(scheme: Declared, file: Path, engine: str, examples: int) -> Outcome
         return Outcome(name, engine, f"not judged: {type(error).__name__}: {error}", expected_verdict)
     if report.ok:
         return Outcome(name, engine, RIGHT, expected_verdict)
-    wrong = tuple(row.label for row in report.rows if not row.ok)
+    wrong = tuple(tensor.label for tensor in report.tensors if not tensor.ok)
     return Outcome(
         name,
         engine,

@@ -100,8 +100,8 @@ def test_columns_masked_in_both(mask, tp):
     student[..., MASKS[mask]] = target[..., MASKS[mask]] = -np.inf
     report = judged(student, target, tp)
     report.raise_if_failed()
-    for row in report.rows:
-        assert np.isfinite(row.got).all()
+    for tensor in report.tensors:
+        assert np.isfinite(tensor.got).all()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -111,8 +111,8 @@ def test_columns_masked_in_the_target_alone(mask, tp):
     target[..., MASKS[mask]] = -np.inf
     report = judged(student, target, tp)
     report.raise_if_failed()
-    for row in report.rows:
-        assert np.isfinite(row.got).all()
+    for tensor in report.tensors:
+        assert np.isfinite(tensor.got).all()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -123,8 +123,8 @@ def test_columns_masked_in_the_student_alone_are_infinitely_surprising(mask, tp)
     target[:, 1, MASKS[mask]] -= 200.0  # so improbable that float32 takes it for 0
     report = judged(student, target, tp)
     report.raise_if_failed()
-    for row in report.rows:
-        assert (row.got == np.inf).all() if row.role == "output" else np.isfinite(row.got).all()
+    for tensor in report.tensors:
+        assert (tensor.got == np.inf).all() if tensor.role == "output" else np.isfinite(tensor.got).all()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -152,7 +152,7 @@ def test_of_itself_it_is_the_entropy():
 def test_gradients_of_a_row_cancel():
     report = judged(normal(2, 5, 8), normal(2, 5, 8, key=14), tp=4)
     report.raise_if_failed()
-    gradient = next(row for row in report.rows if row.role == "gradient")
+    gradient = next(tensor for tensor in report.tensors if tensor.role == "gradient")
     assert (np.abs(gradient.got.sum(-1)) <= gradient.element_budgets.sum(-1)).all()
 
 

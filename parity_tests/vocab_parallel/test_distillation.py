@@ -192,9 +192,9 @@ def test_masked_columns_and_out_of_vocabulary_ids(route, zero_outside_topk):
     case = route.case(**cuts, **sizes, zero_outside_topk=zero_outside_topk)
     report = verify_case(route, case, arrays={"student": student, "teacher": teacher, "ids": ids})
     report.raise_if_failed()
-    for row in report.rows:
-        assert not np.isnan(row.got).any()
-    scores = next(row for row in report.rows if row.name == "out[0]")
+    for tensor in report.tensors:
+        assert not np.isnan(tensor.got).any()
+    scores = next(tensor for tensor in report.tensors if tensor.name == "out[0]")
     np.testing.assert_array_equal(scores.got[..., 2], np.zeros((1, 7)))
 
 

@@ -77,8 +77,8 @@ def test_masked_columns(mask, tp):
     logits[..., MASKS[mask]] = -np.inf
     report = judged(logits, tp)
     report.raise_if_failed()
-    for row in report.rows:
-        assert not np.isnan(row.got).any()
+    for tensor in report.tensors:
+        assert not np.isnan(tensor.got).any()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -101,8 +101,9 @@ def test_equal_logits_have_the_largest_entropy_and_no_slope(tp):
 @settings(max_examples=15)
 def test_lies_between_minus_log_v_and_zero(case):
     report = verify_case(chunked_distributed_entropy, case)
-    (row,) = (row for row in report.rows if row.role == "output")
-    assert (row.got <= row.element_budgets).all() and (row.got >= -np.log(case.v) - row.element_budgets).all()
+    (tensor,) = (tensor for tensor in report.tensors if tensor.role == "output")
+    got, budgets = tensor.got, tensor.element_budgets
+    assert (got <= budgets).all() and (got >= -np.log(case.v) - budgets).all()
 
 
 def test_a_row_constant_changes_nothing():

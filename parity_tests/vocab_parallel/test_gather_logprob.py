@@ -92,8 +92,8 @@ def test_masked_columns_do_not_leak(mask, tp):
     logits[..., MASKS[mask]] = -np.inf
     report = judged(logits, ids, tp)
     report.raise_if_failed()
-    for row in report.rows:
-        assert not np.isnan(row.got).any()
+    for tensor in report.tensors:
+        assert not np.isnan(tensor.got).any()
 
 
 def test_all_ids_give_the_full_log_softmax():

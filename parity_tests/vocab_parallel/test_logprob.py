@@ -188,8 +188,8 @@ def test_masked_columns(mask, tp):
     logits[..., MASKS[mask]] = -np.inf
     report = judged(logits, target, tp)
     report.raise_if_failed()
-    for row in report.rows:
-        assert not np.isnan(row.got).any()
+    for tensor in report.tensors:
+        assert not np.isnan(tensor.got).any()
 
 
 def test_a_row_constant_changes_nothing():
@@ -219,7 +219,7 @@ def test_a_row_constant_changes_nothing():
 def test_gradients_of_a_row_cancel():
     report = judged(normal(2, 5, 8), np.arange(10).reshape(2, 5) % 8, tp=4)
     report.raise_if_failed()
-    gradient = next(row for row in report.rows if row.role == "gradient")
+    gradient = next(tensor for tensor in report.tensors if tensor.role == "gradient")
     assert (np.abs(gradient.got.sum(-1)) <= gradient.element_budgets.sum(-1)).all()
 
 

@@ -150,8 +150,8 @@ def test_agrees_with(scheme, oracles, sizes, library, dtype):
     differentiable = [arg.name for arg in scheme.inputs if arg.differentiable]
     cotangents = [inputs.addends(arg, inputs.cotangent(arg, case), case, "cotangent").sum(0) for arg in scheme.outputs]
     evaluated = (with_jax if library == "jax" else with_torch)(oracles[library], arrays, differentiable, cotangents)
-    outputs = [row for row in report.rows if row.role == "output"][: len(evaluated) - len(differentiable)]
-    gradients = [row for row in report.rows if row.role == "gradient"]
+    outputs = [tensor for tensor in report.tensors if tensor.role == "output"][: len(evaluated) - len(differentiable)]
+    gradients = [tensor for tensor in report.tensors if tensor.role == "gradient"]
     for row, want in zip([*outputs, *gradients], evaluated, strict=True):
         assert want.dtype == np.float64
         assert (np.abs(row.got - want) <= row.element_budgets).all(), (row.label, float(np.abs(row.got - want).max()))
@@ -160,7 +160,7 @@ def test_agrees_with(scheme, oracles, sizes, library, dtype):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_topk_agrees_to_the_bit(dtype):
     case = fixed(vocab_topk, dtype, dict(tp=2, b=2, s=5, k=3, e=9))
-    values, ids = (row.got for row in verify_case(vocab_topk, case).rows)
+    values, ids = (tensor.got for tensor in verify_case(vocab_topk, case).tensors)
     logits = inputs.full_array(vocab_topk.inputs[0], vocab_topk.draws["logits"], case)
     if dtype == "float64":  # no ties, which torch.topk leaves open
         for got, want in zip((values, ids), torch.from_numpy(logits).topk(3), strict=True):

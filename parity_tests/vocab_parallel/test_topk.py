@@ -73,22 +73,22 @@ def gathered_logits(mesh, logits, ids, chunk_size):
 
 @given(every_case(vocab_topk))
 def test_parity_of_topk_to_the_bit(case):
-    for row in check(case).rows:
-        np.testing.assert_array_equal(row.got, row.want)
+    for tensor in check(case).tensors:
+        np.testing.assert_array_equal(tensor.got, tensor.want)
 
 
 @given(every_case(vocab_topk, engine="gloo"))
 @settings(max_examples=5)
 def test_parity_of_topk_on_gloo(case):
-    for row in check(case).rows:
-        np.testing.assert_array_equal(row.got, row.want)
+    for tensor in check(case).tensors:
+        np.testing.assert_array_equal(tensor.got, tensor.want)
 
 
 @given(every_case(gathered_logits))
 def test_parity_of_gathered_logits(case):
     report = check(case)
-    (row,) = (row for row in report.rows if row.role == "output")
-    np.testing.assert_array_equal(row.got, row.want)
+    (tensor,) = (tensor for tensor in report.tensors if tensor.role == "output")
+    np.testing.assert_array_equal(tensor.got, tensor.want)
 
 
 @given(every_case(gathered_logits, engine="gloo"))

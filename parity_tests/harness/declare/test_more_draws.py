@@ -142,7 +142,7 @@ def test_a_replay_repeats_the_numbers_of_a_function(tmp_path, monkeypatch):
     tripled = runpy.run_path(str(file))["tripled"]
     report = tripled.verify(seed=3)
     again = tripled.verify(seed=3)
-    assert report.replay and report.rows[0].error == again.rows[0].error and report.case == again.case
+    assert report.replay and report.tensors[0].error == again.tensors[0].error and report.case == again.case
 
 
 def at_will(generator, shape):

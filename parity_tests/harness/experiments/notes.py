@@ -19,9 +19,9 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.experiments import cases
 from parity_tests.harness.experiments.repaired_lines import name_lines
-from parity_tests.harness.explain.evidence import THIN, Evidence
+from parity_tests.harness.explain.evidence import SINGLE_ELEMENT, Evidence
 from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, OBSERVED, ROUNDING, Note
-from parity_tests.harness.explain.places import NO_PATTERN, worst
+from parity_tests.harness.explain.places import NO_PATTERN, worst_element
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.harness.report.report import Report, sizes
 from parity_tests.harness.run.program import Program
@@ -60,8 +60,10 @@ def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing
     sentences = [note for notes_of_tensor in notes.values() for note in notes_of_tensor]
     named = [other for other in failing if any(f"(at {sizes(other.case)})" in note for note in sentences)]
     alike = [other for other in failing if other.case.mesh == report.case.mesh and other.notes.keys() == notes.keys()]
-    large = [other for other in alike if all(row.want.size >= MIN_ELEMENTS for row in other.rows if not row.ok)]
-    is_clear = all(row.want.size >= MIN_ELEMENTS for row in report.rows if not row.ok)
+    large = [
+        other for other in alike if all(tensor.want.size >= MIN_ELEMENTS for tensor in other.tensors if not tensor.ok)
+    ]
+    is_clear = all(tensor.want.size >= MIN_ELEMENTS for tensor in report.tensors if not tensor.ok)
     return next(iter([*named, *([] if is_clear else [*reversed(large), *alike])]), None)
 
 
@@ -81,7 +83,7 @@ def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:
 
 
 def _elements(report: Report) -> int:
-    return sum(row.want.size for row in report.rows)
+    return sum(tensor.want.size for tensor in report.tensors)
 
 
 def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[Report]) -> Iterator[Note]:
@@ -96,13 +98,13 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
                 survivors += [] if survivor is None else [survivor]
     observed = [n for n in report.notes[label] if n.scope == OBSERVED and not n.startswith(NO_PATTERN)]
     context = [note for note in report.notes[label] if note.scope == CONTEXT]
-    yield from [*observed, *survivors, *context] or [worst(_evidence(report, label))]
+    yield from [*observed, *survivors, *context] or [worst_element(_evidence(report, label))]
 
 
 def _evidence(report: Report, label: str) -> Evidence:
     """What the report itself says about a tensor."""
-    row = next(row for row in report.rows if row.label == label)
-    return Evidence(row.name, row.role, row.got, row.want, row.element_budgets, owners=row.owners)
+    tensor = next(tensor for tensor in report.tensors if tensor.label == label)
+    return Evidence(tensor.name, tensor.role, tensor.got, tensor.want, tensor.element_budgets, owners=tensor.owners)
 
 
 def _tested_hypothesis(
@@ -133,21 +135,21 @@ def _tested_hypothesis(
         return supported.extended(f" (at {sizes(origin.case)})")
     if not relevant:
         return _untried(note)
-    return _clearer(supported, label, relevant) if supported.endswith(THIN) else supported
+    return _clearer(supported, label, relevant) if supported.endswith(SINGLE_ELEMENT) else supported
 
 
 def _clearer(thin: Note, label: str, relevant: Sequence[Report]) -> Note:
     """A note that rests on one element, in the words of a larger case that has more."""
     for other in relevant:
         for note in other.notes[label]:
-            if not note.endswith(THIN) and note.supported_by([thin]):
+            if not note.endswith(SINGLE_ELEMENT) and note.supported_by([thin]):
                 return note.extended(f" (at {sizes(other.case)})")
     return thin
 
 
 def _untried(note: Note) -> Note:
     """The note, worded as what one case suggests."""
-    is_fact = note.scope in (OBSERVED, CONTEXT) or note.endswith(THIN)
+    is_fact = note.scope in (OBSERVED, CONTEXT) or note.endswith(SINGLE_ELEMENT)
     return note if is_fact else note.extended(UNTRIED)
 
 
@@ -188,7 +190,9 @@ def _is_erratic(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
     if other.failure is not None:
         return None
     with np.errstate(invalid="ignore"):
-        first, second = (next(row.got - row.want for row in r.rows if row.label == label) for r in (report, other))
+        first, second = (
+            next(tensor.got - tensor.want for tensor in r.tensors if tensor.label == label) for r in (report, other)
+        )
     finite = np.isfinite(first) & np.isfinite(second)
     first, second = first[finite], second[finite]
     size = float(np.linalg.norm(first) * np.linalg.norm(second))

@@ -16,7 +16,7 @@ from parity_tests.harness.experiments import cases
 from parity_tests.harness.explain.clues import FORWARD_EQUAL
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.explain.places import NOT_FINITE
-from parity_tests.harness.judge.compare import TensorRow
+from parity_tests.harness.judge.compare import TensorComparison
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.ledger import CallSite, LedgerRow
 from parity_tests.harness.run.lockstep.repair import (
@@ -57,7 +57,7 @@ def _extended(notes: Iterable[Note], start: str, words: str, site: CallSite) -> 
 def _clearest_failure(report: Report, other_reports: Sequence[Report], labels: Sequence[str]) -> Report:
     """The failing case with most elements in which all these tensors are wrong and the outputs are right."""
     for other in other_reports:
-        outputs_pass = all(row.ok for row in other.rows if row.role == "output")
+        outputs_pass = all(tensor.ok for tensor in other.tensors if tensor.role == "output")
         if outputs_pass and other.case.mesh == report.case.mesh and all(label in other.notes for label in labels):
             return other
     return report
@@ -75,13 +75,13 @@ def _fails_alone(scheme: Declared, report: Report, labels: Sequence[str]) -> boo
 def _in_backward(scheme: Declared, report: Report, labels: Sequence[str]) -> dict[str, Repair]:
     """For each gradient, the repair that makes it right and no other tensor wrong."""
     repairs = list(_repairs(report.ledger.rows))
-    wrong = {row.label for row in report.rows if not row.ok}
+    wrong = {tensor.label for tensor in report.tensors if not tensor.ok}
     repair_of_label: dict[str, Repair] = {}
     for repair in repairs[:MAX_REPAIRS]:
         if all(label in repair_of_label for label in labels):
             break
         repaired = verify_case(scheme, report.case, wrap_program=under(repair))
-        still = {row.label for row in repaired.rows if not row.ok}
+        still = {tensor.label for tensor in repaired.tensors if not tensor.ok}
         if repaired.failure is None and still < wrong:
             for label in sorted(wrong - still):
                 repair_of_label.setdefault(label, repair)
@@ -114,15 +114,15 @@ def _read_too_early(scheme: Declared, report: Report) -> dict[str, CallSite]:
     """For each tensor, the asynchronous collective without whose poison it has no NaN that the reference lacks."""
     lines = {(row.op, row.source, row.phase): None for row in report.ledger.rows if row.is_async or row.op == "recv"}
     site_of_label: dict[str, CallSite] = {}
-    before = {row.label: _unexpected_nans(row) for row in report.rows}
+    before = {tensor.label: _unexpected_nans(tensor) for tensor in report.tensors}
     for op, source, phase in list(lines)[:MAX_REPAIRS]:
         repaired = verify_case(scheme, report.case, wrap_program=under(Repair(op, source, phase, NO_POISON)))
-        for row in repaired.rows if repaired.failure is None else ():
-            if _unexpected_nans(row) < before[row.label]:
-                site_of_label.setdefault(row.label, CallSite(op, source, phase))
+        for tensor in repaired.tensors if repaired.failure is None else ():
+            if _unexpected_nans(tensor) < before[tensor.label]:
+                site_of_label.setdefault(tensor.label, CallSite(op, source, phase))
     return site_of_label
 
 
-def _unexpected_nans(row: TensorRow) -> int:
+def _unexpected_nans(tensor: TensorComparison) -> int:
     """How many NaN a tensor has where the reference has none."""
-    return int((np.isnan(row.stitched.copies) & ~np.isnan(row.want)).sum())
+    return int((np.isnan(tensor.stitched.copies) & ~np.isnan(tensor.want)).sum())

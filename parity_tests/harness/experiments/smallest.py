@@ -69,9 +69,10 @@ def _fails_alike(report: Report, other: Report) -> bool:
         return False
     if report.failure is not None and other.failure is not None:
         return (report.failure.op, report.failure.source) == (other.failure.op, other.failure.source)
-    return bool({row.label for row in other.rows if not row.ok} & {row.label for row in report.rows if not row.ok}) or (
-        all(row.ok for row in report.rows) and all(row.ok for row in other.rows)
-    )
+    return bool(
+        {tensor.label for tensor in other.tensors if not tensor.ok}
+        & {tensor.label for tensor in report.tensors if not tensor.ok}
+    ) or (all(tensor.ok for tensor in report.tensors) and all(tensor.ok for tensor in other.tensors))
 
 
 def _smaller(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> Iterator[CaseSpec]:

@@ -142,7 +142,7 @@ def test_a_gradient_of_what_is_nan_in_the_reference_is_not_judged():
         assert verdict_of(declaration, case).verdict == "equal"
         report = verdict_of(wrong, case)
         assert report.verdict == "mismatch"
-        assert not np.isnan(report.rows[0].want[report.rows[1].where])
+        assert not np.isnan(report.tensors[0].want[report.tensors[1].where])
 
 
 def test_a_hint_names_the_values_that_would_avoid_the_point():

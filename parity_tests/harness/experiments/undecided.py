@@ -47,7 +47,7 @@ def verdict_of(scheme: Declared, case: CaseSpec) -> Report:
 
 def mark_undecided(scheme: Declared, report: Report) -> Report:
     """The report, undecided if the reference jumps as far as every wrong element and nothing else is wrong."""
-    wrong = [row for row in report.rows if not row.ok]
+    wrong = [tensor for tensor in report.tensors if not tensor.ok]
     if report.failure is not None or report.protocol or report.cost or report.hygiene or not wrong:
         return report
     if not _jumps_as_far(scheme, report.case, wrong):
@@ -68,17 +68,17 @@ def _is_tie(scheme: Declared, case: CaseSpec) -> bool:
     return verify_case(scheme, case, arrays=apart).ok
 
 
-def _is_at_poles(row: compare.TensorRow) -> bool:
-    return row.role == "gradient" and not np.isfinite(row.want[compare.wrong_elements(row)]).any()
+def _is_at_poles(tensor: compare.TensorComparison) -> bool:
+    return tensor.role == "gradient" and not np.isfinite(tensor.want[compare.wrong_elements(tensor)]).any()
 
 
-def _jumps_as_far(scheme: Declared, case: CaseSpec, rows: Sequence[compare.TensorRow]) -> bool:
+def _jumps_as_far(scheme: Declared, case: CaseSpec, tensors: Sequence[compare.TensorComparison]) -> bool:
     """Whether each wrong element of these tensors lies within the range of the reference's values at neighbours."""
-    ranges = [_Range(row, scheme, case) for row in rows]
+    ranges = [_Range(tensor, scheme, case) for tensor in tensors]
     if _is_explained(ranges, scheme, case, neighbours(scheme, case)):
         return True
     # What an infinity is worth is no rounding: of equal ones only the gradient is a matter of convention.
-    of_gradients = [each for each in ranges if each.row.role == "gradient"]
+    of_gradients = [each for each in ranges if each.tensor.role == "gradient"]
     if any(each.unexplained().any() for each in ranges if each not in of_gradients):
         return False
     if not has_equal_infinities(scheme, case):
@@ -106,23 +106,23 @@ def _is_explained(
 class _Range:
     """The range of the reference's values for one tensor, element by element, with their budgets."""
 
-    def __init__(self, row: compare.TensorRow, scheme: Declared, case: CaseSpec) -> None:
-        self.row, self._scheme, self._case = row, scheme, case
-        self.wrong = compare.wrong_elements(row)
-        self._lowest, self._highest = np.full(row.want.shape, np.inf), np.full(row.want.shape, -np.inf)
-        self._not_finite = {value: np.zeros(row.want.shape, bool) for value in (np.nan, np.inf, -np.inf)}
-        self._extend(row.want, row.element_budgets)
-        self._has_pole = ~np.isfinite(row.want) & (row.role == "gradient")
+    def __init__(self, tensor: compare.TensorComparison, scheme: Declared, case: CaseSpec) -> None:
+        self.tensor, self._scheme, self._case = tensor, scheme, case
+        self.wrong = compare.wrong_elements(tensor)
+        self._lowest, self._highest = np.full(tensor.want.shape, np.inf), np.full(tensor.want.shape, -np.inf)
+        self._not_finite = {value: np.zeros(tensor.want.shape, bool) for value in (np.nan, np.inf, -np.inf)}
+        self._extend(tensor.want, tensor.element_budgets)
+        self._has_pole = ~np.isfinite(tensor.want) & (tensor.role == "gradient")
 
     def include(self, reference: Reference, is_near: bool) -> None:
         """Extend the range by the values of one more reference; one that is near has a budget of its own."""
         of_role = (reference.outputs, reference.output_spread)
-        if self.row.role == "gradient":
+        if self.tensor.role == "gradient":
             of_role = (reference.gradients, reference.gradient_spread)
-        values, spread = (np.asarray(each.get(self.row.name, 0.0)) for each in of_role)
-        budgets = self.row.element_budgets
-        if is_near and not self.row.argument.is_integer:
-            budgets = compare.element_budgets_at(self._scheme, self._case, self.row, values, spread)
+        values, spread = (np.asarray(each.get(self.tensor.name, 0.0)) for each in of_role)
+        budgets = self.tensor.element_budgets
+        if is_near and not self.tensor.argument.is_integer:
+            budgets = compare.element_budgets_at(self._scheme, self._case, self.tensor, values, spread)
         self._extend(values, budgets)
 
     def _extend(self, values: np.ndarray, budgets: np.ndarray) -> None:
@@ -137,8 +137,10 @@ class _Range:
 
         At a pole of the gradient any value that is not finite is as good as another.
         """
-        unexplained = np.zeros(self.wrong.shape, bool) if self.row.absent is None else self.row.absent
-        for copy in self.row.stitched.copies:
+        unexplained = (
+            np.zeros(self.wrong.shape, bool) if self.tensor.gradient_is_none is None else self.tensor.gradient_is_none
+        )
+        for copy in self.tensor.stitched.copies:
             unexplained = unexplained | np.where(np.isfinite(copy), self._is_outside(copy), self._is_new(copy))
         return self.wrong & unexplained
 
@@ -147,7 +149,7 @@ class _Range:
 
     def _is_new(self, copy: np.ndarray) -> np.ndarray:
         """Where what is not finite is so in no reference, and none overflows the dtype there."""
-        limit = compare.max_finite(self.row.dtype)
+        limit = compare.max_finite(self.tensor.dtype)
         is_expected = (np.isposinf(copy) & (self._highest > limit)) | (np.isneginf(copy) & (self._lowest < -limit))
         for value, mask in self._not_finite.items():
             is_expected = is_expected | (mask & compare.same_number(copy, value))

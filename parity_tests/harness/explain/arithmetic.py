@@ -42,7 +42,7 @@ def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[Nam
         value = math.prod(float(sizes[n]) for n in above) / math.prod(float(sizes[n]) for n in below)
         parts = len(above) + len(below)
         if value != 1 and parts == by_value.setdefault(value, (parts, []))[0]:
-            by_value[value][1].append(_written(above, below))
+            by_value[value][1].append(_quotient_text(above, below))
     return [NamedNumber(value, tuple(names)) for value, (_, names) in by_value.items()]
 
 
@@ -57,7 +57,7 @@ def _simplicity(exponents: Iterable[int]) -> tuple[bool, int, int, list[int]]:
     return (len(set(used)) > 1, sum(e < 0 for e in used) > 0, len(used), [-abs(e) for e in exponents])
 
 
-def _written(above: list[str], below: list[str]) -> str:
+def _quotient_text(above: list[str], below: list[str]) -> str:
     bottom = "*".join(below)
     if not below:
         return "*".join(above)
@@ -65,45 +65,46 @@ def _written(above: list[str], below: list[str]) -> str:
 
 
 MAX_LISTED = 8
-OF_A_NAME = "a reduction is missing or repeated, or a mean divides by a local count"
+MEANING_OF_NAMED_FACTOR = "a reduction is missing or repeated, or a mean divides by a local count"
 _FACTOR, _CONSTANT = "a constant factor", "an added constant"
 _SOME_FACTOR, _SOME_CONSTANT = "off by some factor", "off by some constant"
-OF_A_RANK = {
+MEANING_ON_EACH_RANK = {
     _FACTOR: "a local count or sum stands for the global one",
     _CONSTANT: "a local statistic stands for the global one",
 }
-OF_AN_INDEX = {
+MEANING_AT_EACH_INDEX = {
     _FACTOR: "a count or sum there is over other elements than the reference's",
     _CONSTANT: "a statistic there is of other elements than the reference's",
 }
-_REACH = {"gradient": "backward does not reach this input", "output": "nothing was written to it"}
+_MEANING_OF_ZERO = {"gradient": "backward does not reach this input", "output": "nothing was written to it"}
 
 
-def known_number(evidence: Evidence) -> Iterator[Note]:
+def named_change(evidence: Evidence) -> Iterator[Note]:
     """The simplest change that fits every element and whose number has a name, such as a mesh size."""
-    sentences = (clue(evidence) for clue in (_zero, _named_factor, _opposite, _named_constant))
-    yield from islice(filter(None, sentences), 1)
+    notes = (clue(evidence) for clue in (_zero, _named_factor, _opposite_sign, _named_constant))
+    yield from islice(filter(None, notes), 1)
 
 
-def fitted_number(evidence: Evidence) -> Iterator[Note]:
+def fitted_change(evidence: Evidence) -> Iterator[Note]:
     """A change by a number fitted to the tensor, where none with a name fits: one for all, or one a rank.
 
     Zeros have a clue of their own, and an input that is added too often is a constant at each index of its dims.
     """
-    if evidence.got.any() and not any(known_number(evidence)) and not any(added(evidence)):
-        for_all = (clue(evidence) for clue in (_plain_factor, _plain_constant))
+    if evidence.got.any() and not any(named_change(evidence)) and not any(miscounted_input(evidence)):
+        for_all = (clue(evidence) for clue in (_fitted_factor_note, _fitted_constant_note))
         yield from islice(filter(None, chain(for_all, _part_by_part(evidence))), 1)
 
 
 def _zero(evidence: Evidence) -> Note | None:
-    lacks = evidence.lacks_gradient
-    if evidence.got.any() or (
-        lacks.any() and np.array_equal(lacks, evidence.want != 0.0)
-    ):  # None has a clue of its own
+    misses_gradient = evidence.misses_gradient
+    is_none_throughout = misses_gradient.any() and np.array_equal(misses_gradient, evidence.want != 0.0)
+    if evidence.got.any() or is_none_throughout:  # None has a clue of its own, `missing_gradient`
         return None
     zero = f"{evidence.role} is zero"
     return Note(
-        f"{zero}: {_REACH[evidence.role]}{evidence.thin if evidence.got.size == 1 else ''}", ACROSS_MESHES, zero
+        f"{zero}: {_MEANING_OF_ZERO[evidence.role]}{evidence.caveat if evidence.got.size == 1 else ''}",
+        ACROSS_MESHES,
+        zero,
     )
 
 
@@ -113,17 +114,17 @@ def _named_factor(evidence: Evidence) -> Note | None:
         return None
     number, value = best
     names = {f"factor {name}": f"-{name}" if value < 0 else name for name in number.names}
-    meaning = f"the sign is opposite, and {OF_A_NAME}" if value < 0 else OF_A_NAME
+    meaning = f"the sign is opposite, and {MEANING_OF_NAMED_FACTOR}" if value < 0 else MEANING_OF_NAMED_FACTOR
     text = (
-        f"off by the constant factor {number_text(value)} (= {' or '.join(names.values())}): {meaning}{evidence.thin}"
+        f"off by the constant factor {number_text(value)} (= {' or '.join(names.values())}): {meaning}{evidence.caveat}"
     )
     return Note(text, ACROSS_MESHES, names, {_SOME_FACTOR})
 
 
-def _opposite(evidence: Evidence) -> Note | None:
+def _opposite_sign(evidence: Evidence) -> Note | None:
     if not evidence.fits(-evidence.want):
         return None
-    return Note("opposite sign" + evidence.thin, ACROSS_MESHES, "opposite sign", {_SOME_FACTOR})
+    return Note("opposite sign" + evidence.caveat, ACROSS_MESHES, "opposite sign", {_SOME_FACTOR})
 
 
 def _named_constant(evidence: Evidence) -> Note | None:
@@ -138,11 +139,11 @@ def _named_constant(evidence: Evidence) -> Note | None:
         for name in number.names
     }
     constant = f"{sign}log {number_text(number.value)} (= {' or '.join(logs.values())})"
-    text = f"off by the added constant {constant}{evidence.thin}"
+    text = f"off by the added constant {constant}{evidence.caveat}"
     return Note(text, ACROSS_MESHES, logs, {_SOME_CONSTANT})
 
 
-def _plain_factor(evidence: Evidence) -> Note | None:
+def _fitted_factor_note(evidence: Evidence) -> Note | None:
     factor = fitted_factor(evidence)
     if factor is None:
         return None
@@ -151,7 +152,7 @@ def _plain_factor(evidence: Evidence) -> Note | None:
     )
 
 
-def _plain_constant(evidence: Evidence) -> Note | None:
+def _fitted_constant_note(evidence: Evidence) -> Note | None:
     constant = fitted_constant(evidence)
     if constant is None:
         return None
@@ -191,18 +192,18 @@ def _number_of_each_part(
 def _divisions(evidence: Evidence) -> Iterator[tuple[str, np.ndarray, Mapping[str, str]]]:
     """Ways to divide a tensor into parts: in words, the part of each element, and what different numbers mean."""
     for axis, owner in evidence.owners.items():
-        yield f"on each {axis} rank", owner, OF_A_RANK
+        yield f"on each {axis} rank", owner, MEANING_ON_EACH_RANK
     for number, dim in enumerate(evidence.dims):
-        yield f"at each index of {dim}", np.indices(evidence.got.shape)[number], OF_AN_INDEX
+        yield f"at each index of {dim}", np.indices(evidence.got.shape)[number], MEANING_AT_EACH_INDEX
 
 
 def fitted_factor(evidence: Evidence) -> float | None:
     """f with got = f * want on every element; None unless there are two different values to support it."""
-    clear = _informative(evidence)
-    if len(np.unique(np.abs(evidence.want[clear]))) < 2:
+    informative = _informative(evidence)
+    if len(np.unique(np.abs(evidence.want[informative]))) < 2:
         return None
-    weight = _weights(evidence, clear)
-    want, got = evidence.want[clear] * weight, evidence.got[clear] * weight
+    weight = _weights(evidence, informative)
+    want, got = evidence.want[informative] * weight, evidence.got[informative] * weight
     largest = np.abs(want).max()
     factor = float((want / largest) @ (got / largest) / ((want / largest) @ (want / largest)))
     return factor if _explains(evidence, _times, factor) else None
@@ -210,15 +211,15 @@ def fitted_factor(evidence: Evidence) -> float | None:
 
 def fitted_constant(evidence: Evidence) -> float | None:
     """c with got = want + c on every element; None unless there are two different values to support it."""
-    clear = _informative(evidence)
-    if len(np.unique(evidence.want[clear])) < 2:
+    informative = _informative(evidence)
+    if len(np.unique(evidence.want[informative])) < 2:
         return None
-    weight = _weights(evidence, clear) ** 2
-    constant = float(weight @ (evidence.got[clear] - evidence.want[clear]) / weight.sum())
+    weight = _weights(evidence, informative) ** 2
+    constant = float(weight @ (evidence.got[informative] - evidence.want[informative]) / weight.sum())
     return constant if _explains(evidence, _plus, constant) else None
 
 
-CLEARLY = 4.0  # the factor by which a number that explains an error must reduce it
+MIN_REDUCTION = 4.0  # the factor by which a fitted number must reduce the largest error
 Change = Callable[[np.ndarray, float], np.ndarray]  # what a number does to the right values: `_times` or `_plus`
 
 
@@ -238,26 +239,26 @@ def _fits(evidence: Evidence, change: Change, number: float) -> bool:
 
 
 def _explains(evidence: Evidence, change: Change, number: float) -> bool:
-    """Whether a fitted number explains the error: any fit reduces an error a little, this must reduce it clearly."""
+    """Whether a fitted number explains the error: any fit reduces an error a little, this by MIN_REDUCTION at least."""
     if not (math.isfinite(number) and _fits(evidence, change, number)):
         return False
-    clear = _informative(evidence)
-    budget, got, want = evidence.budgets[clear], evidence.got[clear], evidence.want[clear]
+    informative = _informative(evidence)
+    budget, got, want = evidence.budgets[informative], evidence.got[informative], evidence.want[informative]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         before = np.nan_to_num(np.abs(got - want) / budget, posinf=np.inf).max(initial=0.0)
         after = np.nan_to_num(np.abs(got - change(want, number)) / budget, posinf=np.inf).max(initial=0.0)
-    return bool(before >= CLEARLY * after) and before >= CLEARLY
+    return bool(before >= MIN_REDUCTION * after) and before >= MIN_REDUCTION
 
 
 def _best(
     evidence: Evidence, tried: list[tuple[NamedNumber, float]], change: Change
 ) -> tuple[NamedNumber, float] | None:
     """Of the numbers that fit, the one that leaves least; the simplest of those that leave the same."""
-    clear = _informative(evidence)
-    if not clear.any():
+    informative = _informative(evidence)
+    if not informative.any():
         return None
-    weight = _weights(evidence, clear)
-    want, got = evidence.want[clear], evidence.got[clear]
+    weight = _weights(evidence, informative)
+    want, got = evidence.want[informative], evidence.got[informative]
     fitting = [(number, value) for number, value in tried if _fits(evidence, change, value)]
     with np.errstate(over="ignore"):
         residuals = [float(np.abs((got - change(want, value)) * weight).max()) for _, value in fitting]
@@ -275,47 +276,45 @@ def _informative(evidence: Evidence) -> np.ndarray:
     return finite & (evidence.is_wrong | (np.abs(evidence.want) > evidence.budgets))
 
 
-def _weights(evidence: Evidence, clear: np.ndarray) -> np.ndarray:
-    """How much each telling element counts, at most 1: the finer its budget, the more."""
-    budget = np.maximum(evidence.budgets[clear], np.finfo(np.float64).tiny)
+def _weights(evidence: Evidence, informative: np.ndarray) -> np.ndarray:
+    """The weight of each informative element, at most 1: the smaller its budget, the greater."""
+    budget = np.maximum(evidence.budgets[informative], np.finfo(np.float64).tiny)
     return budget.min() / budget
 
 
-STORED = "within what "
-
-
-def stored(evidence: Evidence) -> Iterator[Note]:
-    """The error is what some more intermediates in the tested dtype would bring."""
-    for count, budgets in sorted(evidence.stored_budgets.items()):
+def extra_roundings(evidence: Evidence) -> Iterator[Note]:
+    """The error is within the budgets that some more intermediates in the tested dtype would have."""
+    for count, budgets in sorted(evidence.budgets_by_roundings.items()):
         if replace(evidence, budgets=budgets).wrong_count == 0:
-            what = f"{STORED}{count} roundings to {evidence.coarse_dtype} may do"
+            what = f"within what {count} roundings to {evidence.coarse_dtype} may do"
             yield Note(f"{what}: declare roundings={count} if they are meant", ROUNDING, what)
             return
 
 
 def narrow_sums(evidence: Evidence) -> Iterator[Note]:
-    """The error is what sums in a coarser dtype would bring."""
+    """The error is within the budgets that sums in a coarser dtype would have."""
     if evidence.coarse_budgets is not None and replace(evidence, budgets=evidence.coarse_budgets).wrong_count == 0:
-        what = f"{STORED}{evidence.coarse_dtype} accumulation may do"
-        yield Note(f"{what}{evidence.thin if evidence.got.size == 1 else ''}", ROUNDING, what)
+        what = f"within what {evidence.coarse_dtype} accumulation may do"
+        yield Note(f"{what}{evidence.caveat if evidence.got.size == 1 else ''}", ROUNDING, what)
 
 
-def added(evidence: Evidence) -> Iterator[Note]:
+def miscounted_input(evidence: Evidence) -> Iterator[Note]:
     """The result is right but for an input that was added too often or left out; a named number would say more."""
-    if any(known_number(evidence)):
+    if any(named_change(evidence)):
         return
     for name, x in evidence.inputs.items():
         if not x.any():
             continue
-        for times, sentence in _tried(evidence, name):
+        for times, note in _input_counts(evidence, name):
             with np.errstate(invalid="ignore", over="ignore"):
                 expected = evidence.want + times * x
             if evidence.fits(expected):
-                yield sentence.extended(evidence.thin)
+                yield note.extended(evidence.caveat)
                 return
 
 
-def _tried(evidence: Evidence, name: str) -> Iterator[tuple[int, Note]]:
+def _input_counts(evidence: Evidence, name: str) -> Iterator[tuple[int, Note]]:
+    """How many times too many the input may be in the result, each with the note that says so."""
     for axis, ranks in evidence.axes.items():
         if ranks > 1:
             text = f"{name} is counted {ranks} times (= {axis}): each rank adds it before the sum"

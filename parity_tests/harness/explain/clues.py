@@ -1,8 +1,8 @@
-"""What kind of mistake: from the evidence on one failing tensor to sentences, the best explanation first.
+"""What kind of mistake: from the evidence on one wrong tensor to notes, the best explanation first.
 
 A pure function. Each clue claims a pattern only if the full tensor fits it within its budget. Clues that explain more
-come first: a factor of the whole tensor before a wrong place in it. Experiments on other cases then drop what they
-refute (`experiments.notes`).
+come first: a factor of the full tensor before a wrong place in it. Experiments on other cases then drop the notes that
+they refute (`experiments.notes`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ FORWARD_EQUAL = "forward equal, gradient not"
 
 def explain(evidence: Evidence) -> tuple[Note, ...]:
     """Notes on one tensor, the best explanation first; none if nothing is wrong with it."""
-    missing = tuple(sums.absent(evidence))
+    missing = tuple(sums.missing_gradient(evidence))
     if not evidence.is_wrong.any():
         return missing
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # results may overflow
-        notes = [sentence for clue in CLUES for sentence in clue(evidence)]
-    return (*missing, *notes) or (places.worst(evidence),)
+        notes = [note for clue in CLUES for note in clue(evidence)]
+    return (*missing, *notes) or (places.worst_element(evidence),)
 
 
-def _backward(evidence: Evidence) -> Iterator[Note]:
+def _right_forward(evidence: Evidence) -> Iterator[Note]:
     if evidence.role == "gradient" and evidence.outputs_pass:
         yield Note(FORWARD_EQUAL, CONTEXT)
 
@@ -39,36 +39,36 @@ def _narrow_result(evidence: Evidence) -> Iterator[Note]:
         yield Note(f"returned in {evidence.narrow_dtype}, which rounds more than the dtype of the inputs")
 
 
-def _over_all(evidence: Evidence) -> Iterator[Note]:
-    if evidence.over_all is not None:
+def _full_mesh_collective(evidence: Evidence) -> Iterator[Note]:
+    if evidence.full_mesh_collective is not None:
         size = math.prod(evidence.axes.values())
-        text = f"{evidence.over_all} is over all {size} ranks, which is no one axis: pass group=mesh[axis]"
-        yield Note(text, CONTEXT, sites=(evidence.over_all,))
+        text = f"{evidence.full_mesh_collective} is over all {size} ranks, which is no one axis: pass group=mesh[axis]"
+        yield Note(text, CONTEXT, sites=(evidence.full_mesh_collective,))
 
 
-def _divergence(evidence: Evidence) -> Iterator[Note]:
+def _first_divergence(evidence: Evidence) -> Iterator[Note]:
     if evidence.first_divergence is not None:
         text = f"first diverging collective: {evidence.first_divergence}"
         yield Note(text, CONTEXT, sites=evidence.first_divergence.sites)
 
 
-# `stored` is early: what more declared roundings would cover may be meant. `narrow_sums` comes before `fitted_number`
-# and `narrowest`, since rounding errors may by chance lie near a fitted number, or in one place only.
+# `extra_roundings` is early: an error that a larger `roundings` allows may be intended. `narrow_sums` comes before
+# `fitted_change` and `wrong_region`, since rounding errors may by chance be near a fitted number, or in one place.
 CLUES = (
     _narrow_result,
-    places.not_finite,
-    arithmetic.stored,
-    arithmetic.known_number,
-    sums.sums,
-    arithmetic.added,
-    places.displaced,
+    places.non_finite_elements,
+    arithmetic.extra_roundings,
+    arithmetic.named_change,
+    sums.missing_or_repeated_sum,
+    arithmetic.miscounted_input,
+    places.wrong_offset,
     places.another_order,
     arithmetic.narrow_sums,
-    arithmetic.fitted_number,
-    sums.copies,
-    places.narrowest,
-    sums.silent,
-    _backward,
-    _over_all,
-    _divergence,
+    arithmetic.fitted_change,
+    sums.unequal_copies,
+    places.wrong_region,
+    sums.zero_addend,
+    _right_forward,
+    _full_mesh_collective,
+    _first_divergence,
 )

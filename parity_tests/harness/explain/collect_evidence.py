@@ -1,4 +1,4 @@
-"""Collects what is known about a failing tensor for `explain`: owners, layouts, borders, shards, collectives."""
+"""Collect the evidence on a wrong tensor for `explain`: owners, layouts, borders, shards, collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.declare.spec import Spec
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.explain.evidence import Evidence, ShardedDim
-from parity_tests.harness.judge.compare import COARSER, TensorRow, max_finite
+from parity_tests.harness.judge.compare import COARSER, TensorComparison, max_finite
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.harness.run.ledger import CallSite, Finding, Ledger
 from parity_tests.harness.run.program import Program
@@ -22,42 +22,42 @@ def collect_evidence(
     scheme: Declared,
     program: Program,
     case: CaseSpec,
-    row: TensorRow,
+    tensor: TensorComparison,
     outputs_pass: bool,
     ledger: Ledger,
     protocol: Sequence[Finding],
-    stored_budgets: Mapping[int, np.ndarray],
+    budgets_by_roundings: Mapping[int, np.ndarray],
 ) -> Evidence:
-    """All that one run says about one tensor."""
-    at = row.stitched.coordinates[row.copy]
+    """The evidence of one run on one tensor."""
+    at = tensor.stitched.coordinates[tensor.copy]
     return Evidence(
-        name=row.name,
-        role=row.role,
-        got=row.got,
-        want=row.want,
-        budgets=row.element_budgets,
+        name=tensor.name,
+        role=tensor.role,
+        got=tensor.got,
+        want=tensor.want,
+        budgets=tensor.element_budgets,
         axes=dict(case.mesh),
-        dims=row.argument.spec.dim_names,
-        owners=row.owners,
+        dims=tensor.argument.spec.dim_names,
+        owners=tensor.owners,
         at=at,
-        layouts=_sharded_dims(scheme, case, row),
-        candidates=scheme.layouts,
-        borders={**_borders(case, row), **id_marks(scheme, program, case, row)},
-        inputs=_addable(scheme, program, case, row),
-        pieces={axis: row.stitched.pieces(axis, at) for axis in row.stitched.part_axes if case.mesh[axis] > 1},
-        absent=row.absent,
+        layouts=_sharded_dims(scheme, case, tensor),
+        custom_layouts=scheme.layouts,
+        borders={**_borders(case, tensor), **id_marks(scheme, program, case, tensor)},
+        inputs=_addable(scheme, program, case, tensor),
+        by_rank={axis: tensor.stitched.by_rank(axis, at) for axis in tensor.stitched.part_axes if case.mesh[axis] > 1},
+        gradient_is_none=tensor.gradient_is_none,
         outputs_pass=outputs_pass,
-        coarse_budgets=row.coarse_budgets,
-        stored_budgets=stored_budgets,
+        coarse_budgets=tensor.coarse_budgets,
+        budgets_by_roundings=budgets_by_roundings,
         coarse_dtype=COARSER[case.dtype],
-        narrow_dtype=row.dtype if UNIT_ROUNDOFF.get(row.dtype, 0.0) > UNIT_ROUNDOFF[case.dtype] else None,
+        narrow_dtype=tensor.dtype if UNIT_ROUNDOFF.get(tensor.dtype, 0.0) > UNIT_ROUNDOFF[case.dtype] else None,
         max_finite=max_finite(case.dtype),
-        over_all=_over_all(case, ledger),
+        full_mesh_collective=_full_mesh_collective(case, ledger),
         first_divergence=protocol[0] if protocol else None,
     )
 
 
-def _over_all(case: CaseSpec, ledger: Ledger) -> CallSite | None:
+def _full_mesh_collective(case: CaseSpec, ledger: Ledger) -> CallSite | None:
     """A collective of the full mesh, where no one axis is all of it."""
     everyone = tuple(range(case.world))
     if case.world in case.mesh.values():
@@ -65,10 +65,10 @@ def _over_all(case: CaseSpec, ledger: Ledger) -> CallSite | None:
     return next((CallSite(r.op, r.source, r.phase) for r in ledger.rows if r.group == everyone), None)
 
 
-def _addable(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
+def _addable(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
     """Floating inputs with no dim that an output lacks, in the output's shape."""
-    names = row.argument.spec.dim_names
-    if row.role != "output" or len(set(names)) < len(names):
+    names = tensor.argument.spec.dim_names
+    if tensor.role != "output" or len(set(names)) < len(names):
         return {}
     by_name = {}
     for arg in scheme.inputs:
@@ -81,20 +81,20 @@ def _addable(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow)
         ):
             x = program.full_array(arg, case)
             ordered = x.transpose(sorted(range(x.ndim), key=lambda index: names.index(arg_dims[index])))
-            shape = [row.want.shape[index] if name in arg_dims else 1 for index, name in enumerate(names)]
-            by_name[arg.name] = np.broadcast_to(ordered.reshape(shape), row.want.shape)
+            shape = [tensor.want.shape[index] if name in arg_dims else 1 for index, name in enumerate(names)]
+            by_name[arg.name] = np.broadcast_to(ordered.reshape(shape), tensor.want.shape)
     return by_name
 
 
-def _sharded_dims(scheme: Declared, case: CaseSpec, row: TensorRow) -> tuple[ShardedDim, ...]:
+def _sharded_dims(scheme: Declared, case: CaseSpec, tensor: TensorComparison) -> tuple[ShardedDim, ...]:
     """The shardings of dims that are sharded once: of a second one, the positions are not a layout of the full dim."""
     placed = []
-    for index, dim in enumerate(row.argument.spec.dims):
+    for index, dim in enumerate(tensor.argument.spec.dims):
         if len(dim.shardings) == 1:
             sharding = dim.shardings[0]
             lengths = inputs.shard_lengths(case, dim.name, sharding)
             layout = inputs.layout_function(sharding.layout, lengths, scheme.layouts, trusted=True)
-            size = row.want.shape[index]
+            size = tensor.want.shape[index]
             positions = [
                 np.asarray(rank_positions, dtype=np.int64) for rank_positions in layout(size, case.mesh[sharding.axis])
             ]
@@ -102,10 +102,10 @@ def _sharded_dims(scheme: Declared, case: CaseSpec, row: TensorRow) -> tuple[Sha
     return tuple(placed)
 
 
-def _borders(case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
+def _borders(case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
     """Masks of the places where mistakes are common: borders of sequences, padding, borders of shards."""
-    shape = row.want.shape
-    names = row.argument.spec.dim_names
+    shape = tensor.want.shape
+    names = tensor.argument.spec.dim_names
     masks: dict[str, np.ndarray] = {}
     for index, name in enumerate(names):
         if name in case.lengths:
@@ -113,7 +113,7 @@ def _borders(case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
                 masks[text] = masks.get(text, False) | _along(mask, index, shape)
     edges = np.zeros(shape, dtype=bool)
     for index in range(len(shape)):
-        for owner in row.owners.values():
+        for owner in tensor.owners.values():
             changes = np.diff(owner, axis=index) != 0
             if shape[index] > 1:
                 edges |= np.insert(changes, 0, False, axis=index) | np.insert(
@@ -140,17 +140,17 @@ def _along(mask: np.ndarray, index: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(mask.reshape([-1 if i == index else 1 for i in range(len(shape))]), shape)
 
 
-def id_marks(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
+def id_marks(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
     """Name -> mask, for every id input whose dims lead this tensor's."""
     masks: dict[str, np.ndarray] = {}
     for arg in scheme.inputs:
         how = scheme.draws[arg.name]
         names = arg.spec.dim_names
-        if how.kind != "ids" or how.dim is None or row.argument.spec.dim_names[: len(names)] != names:
+        if how.kind != "ids" or how.dim is None or tensor.argument.spec.dim_names[: len(names)] != names:
             continue
         for text, mask in _marked(scheme, case, how.dim, program.full_array(arg, case)).items():
-            padded = mask.reshape(mask.shape + (1,) * (row.want.ndim - mask.ndim))
-            masks[f"positions whose {arg.name} {text}"] = np.broadcast_to(padded, row.want.shape)
+            padded = mask.reshape(mask.shape + (1,) * (tensor.want.ndim - mask.ndim))
+            masks[f"positions whose {arg.name} {text}"] = np.broadcast_to(padded, tensor.want.shape)
     return masks
 
 

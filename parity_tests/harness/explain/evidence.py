@@ -1,6 +1,6 @@
-"""Evidence: what is known about one tensor that failed, in NumPy arrays alone.
+"""Evidence: what one run shows of one wrong tensor, in NumPy arrays only.
 
-The explaining functions take it and nothing else, so each can be tried on a mistake built by hand.
+Clues take it and nothing else, so each can be tested on evidence written by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from parity_tests.harness.judge.compare import same_number
 from parity_tests.harness.run.ledger import CallSite, Finding
 
-THIN = "; only one element tells"
+SINGLE_ELEMENT = "; rests on a single element"
 Layout = Callable[[int, int], Sequence[np.ndarray]]
 
 
@@ -30,10 +30,10 @@ class ShardedDim(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """One failing tensor. Required are name, role and the first three arrays, which have one shape.
+    """One wrong tensor. Required are name, role and the first three arrays, which have one shape.
 
     `got` is one stitched copy; `at` says which, by the coordinates of the axes that repeat the tensor. `owners` gives,
-    for each axis that shards it, the coordinate that holds each element. `pieces` gives, for an axis that does not
+    for each axis that shards it, the coordinate that holds each element. `by_rank` gives, for an axis that does not
     shard it, what each rank of the axis returned, stacked: copies if the axis is in `at`, else addends.
     `inputs` are those that could be added to this tensor, in its shape.
     """
@@ -48,19 +48,20 @@ class Evidence:
     owners: Mapping[str, np.ndarray] = field(default_factory=dict)
     at: Mapping[str, int] = field(default_factory=dict)
     layouts: tuple[ShardedDim, ...] = ()
-    candidates: Mapping[str, Layout] = field(default_factory=dict)  # tried besides the built-in layouts
+    custom_layouts: Mapping[str, Layout] = field(default_factory=dict)  # tried besides the built-in layouts
     borders: Mapping[str, np.ndarray] = field(default_factory=dict)  # "sequence boundaries", "padding", ...
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # full, in the shape of `got`
-    pieces: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
+    by_rank: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
     outputs_pass: bool = False
-    absent: np.ndarray | None = None  # where the gradient is None, and zero was put in its place
-    coarse_budgets: np.ndarray | None = None  # had sums been accumulated in `coarse_dtype`
-    stored_budgets: Mapping[int, np.ndarray] = field(default_factory=dict)  # had so many roundings been declared
+    gradient_is_none: np.ndarray | None = None  # where None was returned, for which `got` has zeros
+    coarse_budgets: np.ndarray | None = None  # if sums had been accumulated in `coarse_dtype`
+    # The budgets if so many roundings had been declared.
+    budgets_by_roundings: Mapping[int, np.ndarray] = field(default_factory=dict)
     coarse_dtype: str = "bfloat16"  # COARSER[tested dtype], which a narrow dtype is itself
     narrow_dtype: str | None = None  # of the result, if it rounds more than the tested dtype
     max_finite: float = np.inf  # of the tested dtype: beyond it an infinity of the same sign is right
-    over_all: CallSite | None = None  # a collective of all ranks of a mesh of several axes
-    first_divergence: Finding | None = None  # where the ranks' ledgers part
+    full_mesh_collective: CallSite | None = None  # a collective of all ranks of a mesh of several axes
+    first_divergence: Finding | None = None  # of the ranks' ledgers
 
     def __post_init__(self) -> None:
         if not np.shape(self.got) == np.shape(self.want) == np.shape(self.budgets):
@@ -73,18 +74,20 @@ class Evidence:
         return self.differs(self.want)
 
     @property
-    def lacks_gradient(self) -> np.ndarray:
-        """Where None came back although zero is not the gradient."""
-        return np.zeros(self.want.shape, bool) if self.absent is None else self.absent & (self.want != 0.0)
+    def misses_gradient(self) -> np.ndarray:
+        """Where None was returned although the gradient is not zero."""
+        if self.gradient_is_none is None:
+            return np.zeros(self.want.shape, bool)
+        return self.gradient_is_none & (self.want != 0.0)
 
     @property
     def wrong_count(self) -> int:
         return int(self.is_wrong.sum())
 
     @property
-    def thin(self) -> str:
-        """The words that end a claim that rests on one element, which fits many patterns; empty otherwise."""
-        return THIN if self.got.size == 1 or self.wrong_count == 1 else ""
+    def caveat(self) -> str:
+        """The words that end a note which rests on one element, since one fits many patterns; empty otherwise."""
+        return SINGLE_ELEMENT if self.got.size == 1 or self.wrong_count == 1 else ""
 
     def differs(self, expected: np.ndarray, slack: float = 1.0, *, got: np.ndarray | None = None) -> np.ndarray:
         """Where `got` is not `expected` within `slack` budgets; a NaN equals a NaN, an infinity its like."""
@@ -97,7 +100,7 @@ class Evidence:
         return not self.differs(expected, slack).any()
 
     def restricted_to(self, mask: np.ndarray) -> Evidence:
-        """The same evidence for the elements of `mask` alone, as one row; fields that need the shape are empty."""
+        """The same evidence for the elements of `mask` only, flattened; fields that need the shape are empty."""
         return replace(
             self,
             got=self.got[mask],
@@ -108,10 +111,10 @@ class Evidence:
             layouts=(),
             borders={},
             inputs={},
-            pieces={},
-            absent=None if self.absent is None else self.absent[mask],
+            by_rank={},
+            gradient_is_none=None if self.gradient_is_none is None else self.gradient_is_none[mask],
             coarse_budgets=None,
-            stored_budgets={},
+            budgets_by_roundings={},
         )
 
     def dim(self, number: int) -> str:

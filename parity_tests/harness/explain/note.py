@@ -1,8 +1,9 @@
-"""A note: a sentence on one failing tensor, and what of it must be seen in other cases if it is true.
+"""A note: a finding on one wrong tensor, and what of it other cases must show if it is true.
 
-Most sentences are hypotheses. They fit the numbers of one case, and often several fit: one element is any multiple of
-another. So a note carries its claims, which name what is the same in every case (a mesh axis, a dim, a layout) and
-leave out what is not (the number, the places), and its scope, which says in what other cases they must hold.
+Most notes are hypotheses: other cases could refute them. They fit the numbers of one case, and often several fit, since
+one element is any multiple of another. So a note has claims, which name what is the same in every case (a mesh axis, a
+dim, a layout) and leave out what is not (the number, the places), and a scope, which says in what other cases they must
+hold.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ from typing import Any, Self
 
 from parity_tests.harness.run.ledger import CallSite, Finding
 
-OBSERVED = "observed"  # states what this one case shows; there is nothing to refute
-CONTEXT = "context"  # a fact of this case, printed after the other notes
+# Scopes of facts of this one case, which no other case refutes.
+OBSERVED = "observed"
+CONTEXT = "context"  # printed after the other notes
+# Scopes of hypotheses: the cases in which the claims must hold.
 ACROSS_SIZES = "across sizes"  # holds at other sizes and values, on the same mesh
 ACROSS_MESHES = "across meshes"  # holds on other meshes too
-ROUNDING = "rounding"  # the error is one of rounding: it vanishes in a wider dtype
+ROUNDING = "rounding"  # in a wider dtype the error vanishes
+HYPOTHESES = (ACROSS_SIZES, ACROSS_MESHES, ROUNDING)
 
 
 class Note(Finding):
-    """A sentence with its scope and claims, and the calls that it blames.
+    """A finding on a tensor, with its scope and claims.
 
-    `claims` are alternatives, of which one is true: each with its words, which stand in the sentence joined by `or`.
+    `claims` are alternatives, of which one is true: each with its words, which the text of the note joins by `or`.
     `implied` are weaker claims, that a case supports too if it supports this one. `applies` says of the evidence of
-    another case whether it could show the pattern at all; by default each can.
+    another case whether it could show the pattern at all; without it, each can. `sites` are the call sites that it
+    blames.
     """
 
     claims: Mapping[str, str]
@@ -66,5 +71,5 @@ class Note(Finding):
         return Note(text, self.scope, claims, self.implied, self.applies, self.sites)
 
     def extended(self, words: str, sites: Iterable[CallSite] = ()) -> Note:
-        """The same claims, with words after them, and the calls that these blame."""
+        """The note with words after it, and the call sites that these blame."""
         return Note(f"{self}{words}", self.scope, self.claims, self.implied, self.applies, (*self.sites, *sites))

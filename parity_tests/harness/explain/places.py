@@ -1,4 +1,4 @@
-"""Clues in the places: which elements are wrong and who holds them; the right values in the wrong places."""
+"""Clues in the places: which elements are wrong and on which rank; the right values in the wrong places."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from jax_ref.layouts import contiguous, dual_chunk_swap, indivisible, striped
-from parity_tests.harness.explain.arithmetic import fitted_number, known_number
+from parity_tests.harness.explain.arithmetic import fitted_change, named_change
 from parity_tests.harness.explain.evidence import Evidence
 from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, Note
 from parity_tests.harness.judge.compare import index_text
@@ -18,27 +18,27 @@ NO_PATTERN = "no pattern"
 NOT_FINITE = "not finite first at "
 
 
-def not_finite(evidence: Evidence) -> Iterator[Note]:
-    """A NaN or infinity that the reference lacks, or lacks here what the reference has."""
+def non_finite_elements(evidence: Evidence) -> Iterator[Note]:
+    """NaN or infinity where the reference is finite, or finite numbers where the reference is not."""
     unexpected = evidence.is_wrong & ~np.isfinite(evidence.got)
     if unexpected.any():
-        yield Note(f"{NOT_FINITE}{_first(evidence, unexpected)}")
+        yield Note(f"{NOT_FINITE}{_first_place(evidence, unexpected)}")
     finite = evidence.is_wrong & np.isfinite(evidence.got) & ~np.isfinite(evidence.want)
     if finite.any():
         reference = evidence.want[finite].flat[0]
-        yield Note(f"finite where the reference is {reference}, first at {_first(evidence, finite)}")
+        yield Note(f"finite where the reference is {reference}, first at {_first_place(evidence, finite)}")
 
 
-def narrowest(evidence: Evidence) -> Iterator[Note]:
-    """All wrong elements belong to one rank, or lie at borders of one kind.
+def wrong_region(evidence: Evidence) -> Iterator[Note]:
+    """All wrong elements belong to one rank, or are at borders of one kind; all right ones belong to one rank.
 
     A region is named only if it is smaller than those named before.
     """
-    smallest = evidence.got.size
-    for words, region in chain(_owned(evidence), _at_borders(evidence)):
-        if region.sum() < smallest:
-            smallest = int(region.sum())
-            yield _there(evidence, words, region)
+    smallest_size = evidence.got.size
+    for words, region in chain(_owned_regions(evidence), _border_regions(evidence)):
+        if region.sum() < smallest_size:
+            smallest_size = int(region.sum())
+            yield _region_note(evidence, words, region)
     for axis, ranks in evidence.owners.items():
         wrong, right = np.unique(ranks[evidence.is_wrong]), np.unique(ranks[~evidence.is_wrong])
         if len(right) == 1 and len(wrong) > 1 and right[0] not in wrong:
@@ -46,7 +46,7 @@ def narrowest(evidence: Evidence) -> Iterator[Note]:
             yield Note(text, ACROSS_SIZES, text)
 
 
-def _owned(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
+def _owned_regions(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
     single_owners = []
     for axis, ranks in evidence.owners.items():
         wrong = np.unique(ranks[evidence.is_wrong])
@@ -58,14 +58,14 @@ def _owned(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
         yield f"wrong only where {who} {'owns' if len(single_owners) == 1 else 'own'}", region
 
 
-def _at_borders(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
+def _border_regions(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
     for name, mask in evidence.borders.items():
         if not (evidence.is_wrong & ~mask).any():
             yield f"wrong only at {name}", mask
 
 
-def worst(evidence: Evidence) -> Note:
-    """Where the error is the most budgets."""
+def worst_element(evidence: Evidence) -> Note:
+    """The element with the largest error, in budgets."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         budgets = np.abs(evidence.got - evidence.want) / evidence.budgets
     ratio = np.where(evidence.is_wrong, np.nan_to_num(budgets, nan=np.inf, posinf=np.inf), -np.inf)
@@ -74,11 +74,11 @@ def worst(evidence: Evidence) -> Note:
     return Note(f"{NO_PATTERN}; worst at {index_text(index)}" + (f", owner {', '.join(holders)}" if holders else ""))
 
 
-def _there(evidence: Evidence, where: str, region: np.ndarray) -> Note:
+def _region_note(evidence: Evidence, where: str, region: np.ndarray) -> Note:
     """How many are wrong in the region, and the number that explains them."""
     inside = evidence.restricted_to(region)
     count = "all of its" if inside.wrong_count == inside.got.size else f"{inside.wrong_count} of its {inside.got.size}"
-    number_note = next(chain(known_number(inside), fitted_number(inside)), None)
+    number_note = next(chain(named_change(inside), fitted_change(inside)), None)
     text = f"{where} ({count} elements)"
     if number_note is None:
         return Note(text, ACROSS_SIZES, where)
@@ -87,12 +87,12 @@ def _there(evidence: Evidence, where: str, region: np.ndarray) -> Note:
     return Note(f"{text}; there {number_note}", ACROSS_SIZES, claims, {where, *weaker})
 
 
-def _first(evidence: Evidence, mask: np.ndarray) -> str:
+def _first_place(evidence: Evidence, mask: np.ndarray) -> str:
     index = tuple(int(i) for i in np.argwhere(mask)[0])
-    return index_text(index) + _rank(evidence, index)
+    return index_text(index) + _rank_text(evidence, index)
 
 
-def _rank(evidence: Evidence, index: tuple[int, ...]) -> str:
+def _rank_text(evidence: Evidence, index: tuple[int, ...]) -> str:
     """The global rank that holds an element where all its coordinates are known, else those that are."""
     at = {axis: int(ranks[index]) for axis, ranks in evidence.owners.items()} | dict(evidence.at)
     coordinate = {axis: at[axis] for axis in evidence.axes if axis in at}
@@ -102,53 +102,54 @@ def _rank(evidence: Evidence, index: tuple[int, ...]) -> str:
     return "".join(f", {axis} rank {rank}" for axis, rank in coordinate.items())
 
 
-_HEADLINE = "same values in another order: a layout is not undone, or applied twice"
-_TRIED = {"contiguous": contiguous, "dual_chunk_swap": dual_chunk_swap, "striped": striped}
+_SAME_VALUES = "same values in another order: a layout is not undone, or applied twice"
+_BUILT_IN_LAYOUTS = {"contiguous": contiguous, "dual_chunk_swap": dual_chunk_swap, "striped": striped}
 
 
 def another_order(evidence: Evidence) -> Iterator[Note]:
-    """A layout that mends it, by name; else only that the values are the same."""
+    """The layout in whose order the values are, by name; else only that they are the same values."""
     if evidence.got.size < 2:
         return
     for dim in range(evidence.got.ndim):
         for axis, world in evidence.axes.items():
-            for permutation, words in _permutations(evidence, dim, axis, world):
+            for permutation, words in _candidate_orders(evidence, dim, axis, world):
                 if _is_permuted(evidence, dim, permutation):
-                    yield Note(f"{_HEADLINE}; {words}", ACROSS_MESHES, words, {_HEADLINE})
+                    yield Note(f"{_SAME_VALUES}; {words}", ACROSS_MESHES, words, {_SAME_VALUES})
                     return
     if _same_values(evidence):
-        yield Note(_HEADLINE, ACROSS_MESHES, _HEADLINE)
+        yield Note(_SAME_VALUES, ACROSS_MESHES, _SAME_VALUES)
 
 
-def _permutations(evidence: Evidence, dim: int, axis: str, world: int) -> Iterator[tuple[np.ndarray, str]]:
-    """Orders in which the positions of a dim may stand, `got = want[order]`, and what each would mean."""
+def _candidate_orders(evidence: Evidence, dim: int, axis: str, world: int) -> Iterator[tuple[np.ndarray, str]]:
+    """Orders that the positions of a dim may have, `got = want[order]`, and what each would mean."""
     size, name = evidence.got.shape[dim], evidence.dim(dim)
     of_dim = [placed for placed in evidence.layouts if placed.dim == dim]
     declared = of_dim[0] if len(of_dim) == 1 and of_dim[0].axis == axis else None
-    straight = np.arange(size)
-    stands = np.concatenate(declared.positions) if declared else straight
-    for layout, stream in _streams(evidence, size, axis, world).items():
+    declared_order = np.concatenate(declared.positions) if declared else np.arange(size)
+    for layout, stream in _layout_orders(evidence, size, axis, world).items():
         if declared is None:
             yield stream, f"{name} is still in {layout} order over {axis}"
             yield np.argsort(stream), f"{name} is in the inverse of {layout} order over {axis}"
             yield stream[stream], f"{name} went through {layout} twice over {axis}"
-        elif not np.array_equal(stream, stands):
+        elif not np.array_equal(stream, declared_order):
             words = f"{name} is in {layout} order over {axis}, not in {declared.layout} order"
-            yield stream[np.argsort(stands)], words
+            yield stream[np.argsort(declared_order)], words
     if declared is not None:
-        yield stands, f"{name} went through {declared.layout} twice over {axis}"
+        yield declared_order, f"{name} went through {declared.layout} twice over {axis}"
 
 
-def _streams(evidence: Evidence, size: int, axis: str, world: int) -> dict[str, np.ndarray]:
+def _layout_orders(evidence: Evidence, size: int, axis: str, world: int) -> dict[str, np.ndarray]:
     """Layout to the positions of rank 0, rank 1, ... end to end, for each layout that can shard this size."""
     if world < 2:
         return {}
-    pieces = {p.layout: p.positions for p in evidence.layouts if p.axis == axis}
-    for name, layout in {**evidence.candidates, **_TRIED}.items():
-        if name not in pieces and indivisible("size", size, axis, world, name) is None:
-            with suppress(Exception):  # a custom layout may reject a size in its own way; then it explains nothing
-                pieces[name] = layout(size, world)
-    streams = {name: np.concatenate([np.asarray(h, np.int64) for h in positions]) for name, positions in pieces.items()}
+    positions_of = {sharded.layout: sharded.positions for sharded in evidence.layouts if sharded.axis == axis}
+    for name, layout in {**evidence.custom_layouts, **_BUILT_IN_LAYOUTS}.items():
+        if name not in positions_of and indivisible("size", size, axis, world, name) is None:
+            with suppress(Exception):  # a custom layout may reject a size by any exception; it is then no candidate
+                positions_of[name] = layout(size, world)
+    streams = {
+        name: np.concatenate([np.asarray(h, np.int64) for h in positions]) for name, positions in positions_of.items()
+    }
     return {name: stream for name, stream in streams.items() if np.array_equal(np.sort(stream), np.arange(size))}
 
 
@@ -159,7 +160,7 @@ def _is_permuted(evidence: Evidence, dim: int, permutation: np.ndarray) -> bool:
 
 
 def _same_values(evidence: Evidence) -> bool:
-    """Sorted values agree, and most wrong elements differ enough from other values for that to mean something."""
+    """Sorted values agree, and most wrong elements are too far from other values for that to be chance."""
     got, want = np.sort(evidence.got, axis=None), evidence.want.ravel()
     order = np.argsort(want)
     budget = evidence.budgets.ravel()[order]
@@ -167,20 +168,20 @@ def _same_values(evidence: Evidence) -> bool:
         return False
     values = np.unique(want[np.isfinite(want)])
     finite = evidence.is_wrong & np.isfinite(evidence.want)
-    wrong, room = evidence.want[finite], evidence.budgets[finite]
+    wrong, budget = evidence.want[finite], evidence.budgets[finite]
     place = np.searchsorted(values, wrong)
     padded = np.concatenate([[-np.inf], values, [np.inf]])
-    apart = np.minimum(wrong - padded[place], padded[place + 2] - wrong) >= 2 * room
+    apart = np.minimum(wrong - padded[place], padded[place + 2] - wrong) >= 2 * budget
     return 2 * int(apart.sum()) >= len(wrong)
 
 
-MIN_ROWS = 2  # a single row with two errors always shows some distance
+MIN_ROWS = 2  # with two errors: a single one always has some distance between them
 
 
-def displaced(evidence: Evidence) -> Iterator[Note]:
-    """Pairs of opposite errors at one distance; a row with a single error has lost its term at a border.
+def wrong_offset(evidence: Evidence) -> Iterator[Note]:
+    """Rows along the last dim each have two opposite errors, at one distance; a single one lost its term at a border.
 
-    In rows of two, such as a softmax of two, every error that leaves their sum as it is looks so.
+    Rows of two elements, such as a softmax of two, are left out: every error that keeps their sum is such a pair.
     """
     if not _is_sparse(evidence):
         return
@@ -203,7 +204,7 @@ def displaced(evidence: Evidence) -> Iterator[Note]:
 
 
 def _is_sparse(evidence: Evidence) -> bool:
-    """Whether a pair of errors in a row would be one term that moved: rows of more than two, with two errors or one."""
+    """Whether pairs of errors could be moved terms: rows of more than two elements, none with more than two errors."""
     if (
         evidence.want.ndim == 0
         or evidence.want.shape[-1] <= 2

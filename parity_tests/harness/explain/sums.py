@@ -1,4 +1,4 @@
-"""Clues in what each rank returned: a sum is missing or repeated, copies differ, a gradient is None."""
+"""Clues in what each rank returned: a missing or repeated sum, unequal copies, an addend of zeros, no gradient."""
 
 from __future__ import annotations
 
@@ -10,75 +10,77 @@ from parity_tests.harness.explain.evidence import Evidence
 from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, Note
 
 
-def sums(evidence: Evidence) -> Iterator[Note]:
-    """The copies add up to what each should be, or the addends of a sum are already what only their sum should be."""
-    for axis, pieces in _shared(evidence):
+def missing_or_repeated_sum(evidence: Evidence) -> Iterator[Note]:
+    """The copies add up to the value of each, or each addend of a sum is already the value of the sum."""
+    for axis, values in _unsharded_axes(evidence):
         if axis not in evidence.at:
-            if all(_is_right(evidence, piece) for piece in pieces):
-                often = f"{evidence.role} summed over {axis} once too often"
-                yield Note(f"{often}: each rank already has the reference{evidence.thin}", ACROSS_MESHES, often)
-        elif _adds_up(evidence, pieces):
+            if all(_is_right(evidence, value) for value in values):
+                repeated = f"{evidence.role} summed over {axis} once too often"
+                yield Note(f"{repeated}: each rank already has the reference{evidence.caveat}", ACROSS_MESHES, repeated)
+        elif _adds_up(evidence, values):
             missing = f"{evidence.role} missing a sum over {axis}"
             what = f"the ranks' {evidence.role}s add up to the reference"
-            yield Note(f"{missing}: {what}{evidence.thin}", ACROSS_MESHES, missing)
+            yield Note(f"{missing}: {what}{evidence.caveat}", ACROSS_MESHES, missing)
 
 
-def copies(evidence: Evidence) -> Iterator[Note]:
-    """Ranks that should hold the same value and do not; copies that add up are reported by `sums`."""
-    for axis, pieces in _shared(evidence):
-        if axis not in evidence.at or _adds_up(evidence, pieces):
+def unequal_copies(evidence: Evidence) -> Iterator[Note]:
+    """Ranks that should have one value and do not; copies that add up are left to `missing_or_repeated_sum`."""
+    for axis, values in _unsharded_axes(evidence):
+        if axis not in evidence.at or _adds_up(evidence, values):
             continue
-        wrong = [rank for rank, piece in enumerate(pieces) if not _is_right(evidence, piece)]
-        if 0 < len(wrong) < len(pieces):
+        wrong = [rank for rank, value in enumerate(values) if not _is_right(evidence, value)]
+        if 0 < len(wrong) < len(values):
             ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
             text = f"wrong only on {axis} {ranks}"
             yield Note(f"{text}: the copies of the other ranks are right", ACROSS_SIZES, text)
-        elif any(evidence.differs(pieces[0], got=piece).any() for piece in pieces[1:]):
+        elif any(evidence.differs(values[0], got=value).any() for value in values[1:]):
             yield Note(f"{axis} ranks hold different copies of what should be one value", CONTEXT)
 
 
-def silent(evidence: Evidence) -> Iterator[Note]:
-    """Of the ranks whose addends are summed, one contributed only zeros."""
-    for axis, pieces in _shared(evidence):
-        nothing = [rank for rank, piece in enumerate(pieces) if not piece.any()]
-        if axis not in evidence.at and len(nothing) == 1:
-            text = f"{axis} rank {nothing[0]} gave only zeros to the sum"
+def zero_addend(evidence: Evidence) -> Iterator[Note]:
+    """Of the ranks whose addends are summed, exactly one contributed only zeros."""
+    for axis, values in _unsharded_axes(evidence):
+        zero_ranks = [rank for rank, value in enumerate(values) if not value.any()]
+        if axis not in evidence.at and len(zero_ranks) == 1:
+            text = f"{axis} rank {zero_ranks[0]} gave only zeros to the sum"
             yield Note(text, ACROSS_SIZES, text)
 
 
-def _shared(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
-    return ((axis, pieces) for axis, pieces in evidence.pieces.items() if len(pieces) > 1)
+def _unsharded_axes(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
+    """Axes of several ranks that do not shard the tensor, each with what its ranks returned."""
+    return ((axis, values) for axis, values in evidence.by_rank.items() if len(values) > 1)
 
 
-def _is_right(evidence: Evidence, piece: np.ndarray) -> bool:
-    return not evidence.differs(evidence.want, got=piece).any()
+def _is_right(evidence: Evidence, value: np.ndarray) -> bool:
+    return not evidence.differs(evidence.want, got=value).any()
 
 
-def _adds_up(evidence: Evidence, pieces: np.ndarray) -> bool:
+def _adds_up(evidence: Evidence, values: np.ndarray) -> bool:
     with np.errstate(invalid="ignore", over="ignore"):
-        total = pieces.sum(axis=0)
+        total = values.sum(axis=0)
     # n terms, each within its budget, add up to n budgets.
-    return not evidence.differs(evidence.want, len(pieces), got=total).any()
+    return not evidence.differs(evidence.want, len(values), got=total).any()
 
 
-def absent(evidence: Evidence) -> Iterator[Note]:
-    """None came back, on every rank or on some ranks of an axis; also where zeros would have been near enough."""
-    missing = evidence.absent
-    if missing is None or not evidence.lacks_gradient.any():
+def missing_gradient(evidence: Evidence) -> Iterator[Note]:
+    """None was returned by every rank or by some ranks of an axis, even if zeros would be within the budget."""
+    is_none = evidence.gradient_is_none
+    if is_none is None or not evidence.misses_gradient.any():
         return
-    if missing.all():
+    if is_none.all():
         yield Note("no gradient was returned (None): backward does not reach this input")
     else:
-        yield Note(f"no gradient was returned (None){_by(evidence, missing)}: backward does not reach this input there")
+        text = f"no gradient was returned (None){_ranks_with_none(evidence, is_none)}"
+        yield Note(f"{text}: backward does not reach this input there")
     if not evidence.is_wrong.any():
         hint = "the reference's is not zero, although too small for its budget"
         yield Note(f"{hint}: return zeros, or let backward reach it")
 
 
-def _by(evidence: Evidence, missing: np.ndarray) -> str:
-    """The ranks of the axis that holds just what is missing, where one does."""
+def _ranks_with_none(evidence: Evidence, is_none: np.ndarray) -> str:
+    """` by tp rank 1`: the ranks of an axis that have exactly the elements without a gradient, if there are any."""
     for axis, owner in evidence.owners.items():
-        ranks = np.unique(owner[missing])
-        if missing[np.isin(owner, ranks)].all():
+        ranks = np.unique(owner[is_none])
+        if is_none[np.isin(owner, ranks)].all():
             return f" by {axis} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     return ""

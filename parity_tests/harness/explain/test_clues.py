@@ -52,7 +52,7 @@ def test_the_report_of_the_manual():
 
 def test_a_collective_over_the_full_mesh():
     want, other = numbers(5), numbers(5, seed=1)
-    fields = {"axes": {"dp": 2, "tp": 4}, "over_all": CallSite("all_reduce", "my_scheme.py:9")}
+    fields = {"axes": {"dp": 2, "tp": 4}, "full_mesh_collective": CallSite("all_reduce", "my_scheme.py:9")}
     clue = "all_reduce at my_scheme.py:9 is over all 8 ranks, which is no one axis: pass group=mesh[axis]"
     assert clue in explain(evidence(other, want, **fields))
 
@@ -111,7 +111,7 @@ def anything(draw):
         owners=owners,
         layouts=(ShardedDim(0, "tp", "ragged", ragged(shape[0], 4)),) if shape else (),
         borders={"padding": tensor(st.booleans()).astype(bool)},
-        pieces={"cp": tensor()[None], "tp": np.stack([tensor(), tensor(), tensor(), tensor()])},
+        by_rank={"cp": tensor()[None], "tp": np.stack([tensor(), tensor(), tensor(), tensor()])},
         at=draw(st.sampled_from([{}, {"tp": 1}, {"cp": 0}])),
         outputs_pass=draw(st.booleans()),
         coarse_budgets=tensor(st.just(1.0)),

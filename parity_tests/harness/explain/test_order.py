@@ -55,9 +55,9 @@ def test_a_layout_of_the_callers():
 
     fields = {"axes": {"cp": 2}}
     assert headline(got, want, **fields) == ORDER
-    assert headline(got, want, candidates={"mine": mine}, **fields).endswith("dim 0 is still in mine order over cp")
+    assert headline(got, want, custom_layouts={"mine": mine}, **fields).endswith("dim 0 is still in mine order over cp")
     ragged_now = (ShardedDim(0, "cp", "ragged", ragged(12, 2)),)
-    clue = headline(got, want, candidates={"mine": mine}, layouts=ragged_now, **fields)
+    clue = headline(got, want, custom_layouts={"mine": mine}, layouts=ragged_now, **fields)
     assert "in mine order over cp, not in ragged order" in clue
 
 
@@ -67,8 +67,8 @@ def test_a_layout_that_does_not_divide_this_size_explains_nothing():
     def stubborn(size, world):
         raise RuntimeError("not today")
 
-    candidates = {"stubborn": stubborn, "torn": lambda size, world: [np.zeros(3, int), np.full(3, 9)]}
-    assert headline(want[::-1], want, candidates=candidates, axes={"cp": 2}) == ORDER
+    custom_layouts = {"stubborn": stubborn, "torn": lambda size, world: [np.zeros(3, int), np.full(3, 9)]}
+    assert headline(want[::-1], want, custom_layouts=custom_layouts, axes={"cp": 2}) == ORDER
 
 
 def test_any_other_order():

@@ -13,7 +13,7 @@ def test_a_few_roundings_more():
     want = numbers(9)
     got = want + np.linspace(1e-2, 2e-2, 9)
     budgets = {2: np.full(9, 1e-2), 3: np.full(9, 3e-2), 4: np.full(9, 5e-2)}
-    fields = {"stored_budgets": budgets, "coarse_budgets": np.full(9, 5e-2)}
+    fields = {"budgets_by_roundings": budgets, "coarse_budgets": np.full(9, 5e-2)}
     assert explain(evidence(got, want, **fields))[:2] == (
         "within what 3 roundings to bfloat16 may do: declare roundings=3 if they are meant",
         "within what bfloat16 accumulation may do",
@@ -23,7 +23,7 @@ def test_a_few_roundings_more():
 
 def test_one_element_is_reported_as_such():
     clue = headline([2.01], [2.0], coarse_budgets=np.array([0.1]))
-    assert clue == "within what bfloat16 accumulation may do; only one element tells"
+    assert clue == "within what bfloat16 accumulation may do; rests on a single element"
 
 
 def test_a_norm_whose_input_is_cast_twice():

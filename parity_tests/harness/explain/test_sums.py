@@ -10,7 +10,7 @@ def test_missing_sum():
     pieces = numbers(4, 3, 5)
     want = pieces.sum(0)
     for role in ("gradient", "output"):
-        assert headline(pieces[1], want, role=role, pieces={"tp": pieces}, at={"tp": 1}) == (
+        assert headline(pieces[1], want, role=role, by_rank={"tp": pieces}, at={"tp": 1}) == (
             f"{role} missing a sum over tp: the ranks' {role}s add up to the reference"
         )
 
@@ -20,13 +20,13 @@ def test_missing_sum_through_noise():
     pieces = numbers(4, 6, seed=1)
     pieces[3] = want - pieces[:3].sum(0)
     noise = 0.9 * (np.abs(want) * 2.0**-8 + 1e-12)
-    fields = {"relative": 2.0**-8, "pieces": {"tp": pieces + noise}, "at": {"tp": 0}}
+    fields = {"relative": 2.0**-8, "by_rank": {"tp": pieces + noise}, "at": {"tp": 0}}
     assert headline(pieces[0] + noise, want, **fields).startswith("output missing a sum over tp")
 
 
 def test_missing_sum_of_equal_shares_is_a_factor_too():
     want = numbers(6)
-    notes = explain(evidence(want / 4, want, role="gradient", pieces={"tp": np.stack([want / 4] * 4)}, at={"tp": 0}))
+    notes = explain(evidence(want / 4, want, role="gradient", by_rank={"tp": np.stack([want / 4] * 4)}, at={"tp": 0}))
     assert notes == (
         "off by the constant factor 0.25 (= 1/tp): "
         "a reduction is missing or repeated, or a mean divides by a local count",
@@ -36,7 +36,7 @@ def test_missing_sum_of_equal_shares_is_a_factor_too():
 
 def test_summed_once_too_often():
     want = numbers(6)
-    notes = explain(evidence(4 * want, want, role="gradient", pieces={"tp": np.stack([want] * 4)}))
+    notes = explain(evidence(4 * want, want, role="gradient", by_rank={"tp": np.stack([want] * 4)}))
     assert notes == (
         "off by the constant factor 4 (= tp): a reduction is missing or repeated, or a mean divides by a local count",
         "gradient summed over tp once too often: each rank already has the reference",
@@ -46,15 +46,15 @@ def test_summed_once_too_often():
 def test_copies_that_differ():
     want = numbers(6)
     copies = np.stack([want, want, want + numbers(6, seed=1), want])
-    assert headline(copies[2], want, pieces={"tp": copies}, at={"tp": 2}) == (
+    assert headline(copies[2], want, by_rank={"tp": copies}, at={"tp": 2}) == (
         "wrong only on tp rank 2: the copies of the other ranks are right"
     )
     copies[0] = numbers(6, seed=2)
-    assert headline(copies[2], want, pieces={"tp": copies}, at={"tp": 2}) == (
+    assert headline(copies[2], want, by_rank={"tp": copies}, at={"tp": 2}) == (
         "wrong only on tp ranks 0, 2: the copies of the other ranks are right"
     )
     copies = numbers(2, 6, seed=3)
-    assert headline(copies[0], want, pieces={"cp": copies}, at={"cp": 0}) == (
+    assert headline(copies[0], want, by_rank={"cp": copies}, at={"cp": 0}) == (
         "cp ranks hold different copies of what should be one value"
     )
 
@@ -62,14 +62,14 @@ def test_copies_that_differ():
 def test_an_axis_of_one_rank_has_no_sum():
     want = numbers(4)
     pieces = {"tp": numbers(1, 4, seed=1)}
-    assert headline(pieces["tp"][0], want, pieces=pieces, axes={"tp": 1}) == "no pattern; worst at " + (
+    assert headline(pieces["tp"][0], want, by_rank=pieces, axes={"tp": 1}) == "no pattern; worst at " + (
         f"({int(np.argmax(np.abs(pieces['tp'][0] - want) / np.abs(want)))})"
     )
 
 
 def test_copies_that_add_up_are_not_reported_twice():
     pieces = numbers(2, 3)
-    notes = explain(evidence(pieces[0], pieces.sum(0), pieces={"cp": pieces}, at={"cp": 0}))
+    notes = explain(evidence(pieces[0], pieces.sum(0), by_rank={"cp": pieces}, at={"cp": 0}))
     assert notes == ("output missing a sum over cp: the ranks' outputs add up to the reference",)
 
 
@@ -77,6 +77,6 @@ def test_a_rank_that_gave_nothing():
     pieces = numbers(4, 6)
     want = pieces.sum(0)
     pieces[2] = 0.0
-    assert headline(pieces.sum(0), want, role="gradient", pieces={"tp": pieces}) == (
+    assert headline(pieces.sum(0), want, role="gradient", by_rank={"tp": pieces}) == (
         "tp rank 2 gave only zeros to the sum"
     )

@@ -1,14 +1,18 @@
 """The value oracle: compare every element of what the ranks returned with its computed budget.
 
-    err_i    = | torch_i - ref_i |
-    S_i      = max( |ref_i| , D_i / u )                  size of the terms that made element i
-    A_i      = C * u_acc * sqrt(n) * S_i + u_out * |ref_i|   a sum of n terms, and the final rounding
-    budget_i = max( A_i , K * sqrt(roundings) * D_i ) + n * underflow
+The numbers of one element, under the names that `element_budgets` gives them:
 
-u is the unit roundoff of the tested dtype, u_acc that of float32 or of a wider tested dtype, u_out that of the output,
-but no more than u: a narrower output was not declared. D_i is the root mean square of what random rounding does to
-element i, but at least the median over the tensor: of inputs and cotangents in the tested dtype,
-and of every operation of the reference in the dtype that intermediates are kept in (see rounding.py).
+    error         = | got - want |                 want: of the reference, in float64
+    scale         = max( |want| , spread / u )     the size of the terms that were summed into the element
+    last_rounding = u_out * |want|                 of the result
+    summation     = C * u_accumulator * sqrt(terms) * scale + last_rounding
+    budget        = max( summation , K * sqrt(roundings) * spread ) + terms * lost_below
+
+u is the unit roundoff of the tested dtype, u_accumulator that of float32 or of a wider tested dtype, u_out that of the
+output, but no more than u: a narrower output was not declared. `spread` is the root mean square of the changes of the
+element under random rounding, but at least the median over the tensor: rounding of inputs and cotangents to the tested
+dtype, and of every operation of the reference to the dtype that intermediates have (see rounding.py). `lost_below` is
+what underflow takes of one term at most.
 """
 
 from __future__ import annotations
@@ -29,18 +33,18 @@ from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.declare.spec import size_of
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, accumulator_roundoff
 from parity_tests.harness.run.program import RankResult
-from parity_tests.harness.run.stitch import Stitched, gradient_pieces, owners, stitch
+from parity_tests.harness.run.stitch import Stitched, gradient_shards, owners, stitch
 
 # The two constants of every budget. They change only together with the figures of false alarms and of injected bugs.
 C = 4.0
 K = 8.0
-# What a sum may have been accumulated in by mistake.
+# The dtype that a sum may have been accumulated in by mistake.
 COARSER = {"float64": "float32", "float32": "bfloat16", "bfloat16": "bfloat16", "float16": "float16"}
 
 
 @dataclass(frozen=True)
-class TensorRow:
-    """The verdict on one tensor of one case."""
+class TensorComparison:
+    """One output or gradient of one case beside its reference: errors, budgets, and whether it is within them."""
 
     name: str
     role: str  # output | gradient
@@ -50,19 +54,19 @@ class TensorRow:
     budget: float
     ratio: float
     where: tuple[int, ...]
-    copy: int  # which of the stitched copies is worst
+    copy: int  # the number of the stitched copy with the worst element
     stitched: Stitched
     want: np.ndarray
     element_budgets: np.ndarray
     coarse_budgets_of: Callable[[], np.ndarray]
     owners_of: Callable[[], Mapping[str, np.ndarray]]
-    absent: np.ndarray | None = None  # where no rank returned a gradient of this copy
+    gradient_is_none: np.ndarray | None = None  # where no rank returned a gradient of this copy
 
-    # What explains a tensor that failed, and is computed for no other.
+    # Evidence on a wrong tensor, computed on first use.
 
     @cached_property
     def coarse_budgets(self) -> np.ndarray:
-        """The budgets, had sums been accumulated in COARSER[tested dtype]."""
+        """The budgets if sums had been accumulated in COARSER[tested dtype]."""
         return self.coarse_budgets_of()
 
     @cached_property
@@ -71,7 +75,7 @@ class TensorRow:
         return self.owners_of()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A row travels with what these two return: a layout of the user's may be a lambda, which cannot."""
+        """Pickled with the arrays that the two functions return, since a user's layout in them may be a lambda."""
         arrays = {
             "coarse_budgets_of": partial(np.asarray, self.coarse_budgets),
             "owners_of": partial(dict, self.owners),
@@ -104,40 +108,50 @@ def compare(
     results: Sequence[RankResult],
     reference: Reference,
     undefined: Mapping[str, np.ndarray] = MappingProxyType({}),
-) -> list[TensorRow]:
-    """One row for each output and each gradient, whose `undefined` elements may be anything."""
-    rows = []
+) -> list[TensorComparison]:
+    """A comparison of each output and of each gradient, whose `undefined` elements may be anything."""
+    tensors = []
     for arg in scheme.outputs:
-        pieces = [result.outputs[arg.name] for result in results]
-        stitched = stitch(arg, pieces, case, scheme.layouts, "output")
+        shards = [result.outputs[arg.name] for result in results]
+        stitched = stitch(arg, shards, case, scheme.layouts, "output")
         want = reference.outputs[arg.name]
         if arg.is_integer:
-            rows.append(_exact(arg, stitched, want, partial(owners, arg, case, scheme.layouts)))
+            tensors.append(_exact(arg, stitched, want, partial(owners, arg, case, scheme.layouts)))
             continue
         spread = reference.output_spread[arg.name]
         count = _terms(scheme, case, arg, "output") * stitched.summed_ranks
         dtype = results[0].dtypes[arg.name]
-        rows.append(_compare_elements(scheme, case, arg, "output", stitched, want, spread, count, dtype))
+        tensors.append(_compare_elements(scheme, case, arg, "output", stitched, want, spread, count, dtype))
     for arg in scheme.inputs:
         if not arg.differentiable or not has_gradients(case, arg.name):
             continue
-        pieces = gradient_pieces(scheme, arg, case, results)
-        stitched = stitch(arg, pieces, case, scheme.layouts, "gradient")
+        shards = gradient_shards(scheme, arg, case, results)
+        stitched = stitch(arg, shards, case, scheme.layouts, "gradient")
         count = _terms(scheme, case, arg, "gradient") * stitched.summed_ranks
         want, spread = reference.gradients[arg.name], reference.gradient_spread[arg.name]
-        # Without a cotangent of some output an input can be unreachable: None is then as good as zeros.
-        absent = None
+        # Without a cotangent of some output no path may lead back to an input: None is then as good as zeros.
+        gradient_is_none = None
         if "unused" not in case.conditions and any(result.gradients[arg.name] is None for result in results):
-            reached = [
-                np.full(piece.shape, float(result.gradients[arg.name] is not None))
-                for piece, result in zip(pieces, results, strict=True)
+            is_there = [
+                np.full(shard.shape, float(result.gradients[arg.name] is not None))
+                for shard, result in zip(shards, results, strict=True)
             ]
-            absent = stitch(arg, reached, case, scheme.layouts, "gradient").copies == 0.0
-        exempt = {"absent": absent, "undefined": undefined.get(arg.name)}
-        rows.append(
-            _compare_elements(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, **exempt)
+            gradient_is_none = stitch(arg, is_there, case, scheme.layouts, "gradient").copies == 0.0
+        comparison = _compare_elements(
+            scheme,
+            case,
+            arg,
+            "gradient",
+            stitched,
+            want,
+            spread,
+            count,
+            case.dtype,
+            gradient_is_none=gradient_is_none,
+            undefined=undefined.get(arg.name),
         )
-    return rows
+        tensors.append(comparison)
+    return tensors
 
 
 def element_budgets(
@@ -149,7 +163,7 @@ def element_budgets(
     roundings: int,
     u_accumulator: float,
 ) -> np.ndarray:
-    """The largest error each element may have, from dtype, number of terms and conditioning."""
+    """The largest error each element may have, from dtype, number of terms and conditioning, by the formula above."""
     u = UNIT_ROUNDOFF[dtype]
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
     spread = np.maximum(spread, float(np.median(spread)) if spread.size else 0.0)
@@ -161,12 +175,12 @@ def element_budgets(
 
 
 def element_budgets_at(
-    scheme: Declared, case: CaseSpec, row: TensorRow, want: np.ndarray, spread: np.ndarray
+    scheme: Declared, case: CaseSpec, tensor: TensorComparison, want: np.ndarray, spread: np.ndarray
 ) -> np.ndarray:
-    """The budget that a tensor has where its reference has these values, as at other inputs."""
-    count = _terms(scheme, case, row.argument, row.role) * row.stitched.summed_ranks
+    """The budgets of a tensor if its reference had these values, as at other inputs."""
+    count = _terms(scheme, case, tensor.argument, tensor.role) * tensor.stitched.summed_ranks
     u_accumulator = accumulator_roundoff(case.dtype)
-    return element_budgets(want, spread, count, case.dtype, row.dtype, scheme.roundings, u_accumulator)
+    return element_budgets(want, spread, count, case.dtype, tensor.dtype, scheme.roundings, u_accumulator)
 
 
 def lost_below(dtype: str) -> float:
@@ -175,8 +189,8 @@ def lost_below(dtype: str) -> float:
     float32 and its like may be flushed to zero below the least normal number, bfloat16 too, which is computed in it.
     float16 keeps its subnormal numbers wherever it is computed, and their spacing is what a term is rounded to.
     """
-    about = torch.finfo(getattr(torch, dtype))
-    return about.tiny * about.eps if dtype == "float16" else about.tiny
+    info = torch.finfo(getattr(torch, dtype))
+    return info.tiny * info.eps if dtype == "float16" else info.tiny
 
 
 def max_finite(dtype: str) -> float:
@@ -199,17 +213,17 @@ def same_number(got: np.ndarray, want: np.ndarray | float, max_finite: float = n
     return (got == want) | (np.isnan(got) & np.isnan(want)) | overflowed
 
 
-def beyond_budget(row: TensorRow, values: np.ndarray) -> np.ndarray:
+def beyond_budget(tensor: TensorComparison, values: np.ndarray) -> np.ndarray:
     """Where these values, or any of these copies, are further from the reference than the budget allows."""
-    if row.argument.is_integer:
-        return np.not_equal(values, row.want)
-    return np.greater(errors(values, row.want, row.dtype), row.element_budgets)
+    if tensor.argument.is_integer:
+        return np.not_equal(values, tensor.want)
+    return np.greater(errors(values, tensor.want, tensor.dtype), tensor.element_budgets)
 
 
-def wrong_elements(row: TensorRow) -> np.ndarray:
+def wrong_elements(tensor: TensorComparison) -> np.ndarray:
     """Where some copy of a tensor is wrong."""
-    wrong = np.logical_or.reduce(beyond_budget(row, row.stitched.copies), axis=0)
-    return wrong if row.absent is None else wrong | (row.absent & (row.want != 0.0))
+    wrong = np.logical_or.reduce(beyond_budget(tensor, tensor.stitched.copies), axis=0)
+    return wrong if tensor.gradient_is_none is None else wrong | (tensor.gradient_is_none & (tensor.want != 0.0))
 
 
 def _compare_elements(
@@ -222,74 +236,75 @@ def _compare_elements(
     spread: np.ndarray,
     terms: int,
     out_dtype: str,
-    absent: np.ndarray | None = None,  # where no rank returned a gradient
+    gradient_is_none: np.ndarray | None = None,  # where no rank returned a gradient
     undefined: np.ndarray | None = None,  # where any gradient is as good as another
-) -> TensorRow:
-    """Compare every element with its budget. A gradient that no rank returned is right only where exactly zero."""
-    # 1. What each element may be off by, and what it might be had sums been accumulated in a coarser dtype.
+) -> TensorComparison:
+    """Compare every element with its budget. A gradient that no rank returned is right only where zero is exact."""
+    # 1. The budget of each element, and the arguments of that of sums in a coarser dtype, for the evidence.
     u, u_accumulator = UNIT_ROUNDOFF[case.dtype], accumulator_roundoff(case.dtype)
-    allowed = element_budgets(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator)
+    budgets = element_budgets(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator)
     if undefined is not None:
-        allowed = np.where(undefined, np.inf, allowed)
+        budgets = np.where(undefined, np.inf, budgets)
     coarse = COARSER[case.dtype]
     u_coarse = UNIT_ROUNDOFF[coarse]
     in_coarse = spread * (u_coarse / u), terms, coarse, coarse, max(scheme.roundings, 1), u_coarse
     # 2. Errors in budgets, of every copy.
-    wrong = errors(stitched.copies, want[None], out_dtype)
+    all_errors = errors(stitched.copies, want[None], out_dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # a ratio that overflows is infinite
-        ratios = np.where(np.isinf(allowed[None]), 0.0, wrong / allowed[None])
-    if absent is not None:  # zeros may be within the budget, but None is wrong where the gradient is not 0
-        ratios = np.where(absent & (want[None] != 0.0) & (ratios <= 1.0), np.inf, ratios)
-    # 3. The worst element of all copies is the tensor's verdict.
-    copy, where, ratio, error, limit = 0, (), 0.0, 0.0, float(allowed.max(initial=0.0))
+        ratios = np.where(np.isinf(budgets[None]), 0.0, all_errors / budgets[None])
+    if gradient_is_none is not None:  # zeros may be within the budget, but None is wrong where the gradient is not 0
+        ratios = np.where(gradient_is_none & (want[None] != 0.0) & (ratios <= 1.0), np.inf, ratios)
+    # 3. The worst element of all copies decides.
+    copy, where, ratio, error, budget = 0, (), 0.0, 0.0, float(budgets.max(initial=0.0))
     if ratios.size:
         worst = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
         copy, where = int(worst[0]), tuple(int(i) for i in worst[1:])
-        ratio, error, limit = float(ratios[worst]), float(wrong[worst]), float(allowed[where])
-    return TensorRow(
+        ratio, error, budget = float(ratios[worst]), float(all_errors[worst]), float(budgets[where])
+    return TensorComparison(
         name=arg.name,
         role=role,
         argument=arg,
         dtype=out_dtype,
         error=error,
-        budget=limit,
+        budget=budget,
         ratio=ratio,
         where=where,
         copy=copy,
         stitched=stitched,
         want=want,
-        element_budgets=allowed,
+        element_budgets=budgets,
         coarse_budgets_of=partial(element_budgets, want, *in_coarse),
         owners_of=partial(owners, arg, case, scheme.layouts),
-        absent=None if absent is None else absent[copy],
+        gradient_is_none=None if gradient_is_none is None else gradient_is_none[copy],
     )
 
 
 def _exact(
     arg: Argument, stitched: Stitched, want: np.ndarray, owners_of: Callable[[], Mapping[str, np.ndarray]]
-) -> TensorRow:
+) -> TensorComparison:
     """Integers and booleans: equal or not."""
     wrong = (stitched.copies != want[None]).astype(np.float64)
     worst = np.unravel_index(int(np.argmax(wrong)), wrong.shape) if wrong.size else (0,)
     ratio = math.inf if wrong.any() else 0.0
     where = tuple(int(i) for i in worst[1:])
-    off = np.abs(stitched.copies[worst].astype(np.float64) - float(want[where])) if wrong.any() else 0.0
-    allowed = np.full(want.shape, 0.5)
+    error = np.abs(stitched.copies[worst].astype(np.float64) - float(want[where])) if wrong.any() else 0.0
+    # Unequal integers differ by 1 or more, so that clues, which compare with `<=`, take 0.5 as "equal".
+    budgets = np.full(want.shape, 0.5)
     floats = replace(stitched, copies=stitched.copies.astype(np.float64), parts=stitched.parts.astype(np.float64))
-    return TensorRow(
+    return TensorComparison(
         name=arg.name,
         role="output",
         argument=arg,
         dtype=str(want.dtype),
-        error=float(off),
+        error=float(error),
         budget=0.0,
         ratio=ratio,
         where=where,
         copy=int(worst[0]),
         stitched=floats,
         want=want.astype(np.float64),
-        element_budgets=allowed,
-        coarse_budgets_of=partial(np.asarray, allowed),
+        element_budgets=budgets,
+        coarse_budgets_of=partial(np.asarray, budgets),
         owners_of=owners_of,
     )
 
@@ -297,12 +312,12 @@ def _exact(
 def _terms(scheme: Declared, case: CaseSpec, arg: Argument, role: str) -> int:
     """How many terms are summed into one element: the declared reduction, else what the shapes allow.
 
-    That is every dim which is absent here, or one which is present, summed over and put back, as in a softmax.
+    That is all dims that this tensor lacks, or one that it has, summed over and put back, as in a softmax.
     """
     if scheme.reduction is not None and role == "output":
         return math.prod(size_of(name, case.dims) for name in scheme.reduction)
     tensors = scheme.inputs if role == "output" else (*scheme.inputs, *scheme.outputs)
     names = {name for other in tensors for name in other.spec.dim_names}
     names |= set(scheme.reduction or ())
-    absent = math.prod(size_of(name, case.dims) for name in names - set(arg.spec.dim_names))
-    return max([absent, *(size_of(name, case.dims) for name in names & set(arg.spec.dim_names))])
+    lacking = math.prod(size_of(name, case.dims) for name in names - set(arg.spec.dim_names))
+    return max([lacking, *(size_of(name, case.dims) for name in names & set(arg.spec.dim_names))])

@@ -17,7 +17,7 @@ from parity_tests.harness.declare.conditions import OF_ANOTHER_COST
 from parity_tests.harness.declare.declaration_failure import raised_by
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.judge.compare import TensorRow
+from parity_tests.harness.judge.compare import TensorComparison
 from parity_tests.harness.run.ledger import PHASES, CallSite, Finding, Ledger
 from parity_tests.harness.run.lockstep.backends import UNEVEN
 from parity_tests.harness.run.program import Program, RankResult
@@ -129,13 +129,13 @@ def _by_group(declared: Cost, phase: str, case: CaseSpec, rank: int) -> dict[str
 
 
 def hygiene(
-    scheme: Declared, case: CaseSpec, results: Sequence[RankResult], rows: Iterable[TensorRow], ledger: Ledger
+    scheme: Declared, case: CaseSpec, results: Sequence[RankResult], tensors: Iterable[TensorComparison], ledger: Ledger
 ) -> tuple[str, ...]:
     """Inputs and cotangents untouched, replicas bit-equal, one dtype, no group used that is none of the mesh's."""
     findings = [f"rank {rank}: {text}" for rank, result in enumerate(results) for text in result.findings]
     findings += _unlike_dtypes(results)
     if scheme.replicas == "bitwise":
-        findings += [text for row in rows for text in _replicas(row)]
+        findings += [text for tensor in tensors for text in _replicas(tensor)]
     return tuple(findings + _foreign_groups(case, ledger))
 
 
@@ -149,14 +149,14 @@ def _unlike_dtypes(results: Sequence[RankResult]) -> list[str]:
     ]
 
 
-def _replicas(row: TensorRow) -> list[str]:
-    copies = row.stitched.copies
+def _replicas(tensor: TensorComparison) -> list[str]:
+    copies = tensor.stitched.copies
     same = (copies == copies[:1]) | ((copies != copies) & (copies[:1] != copies[:1]))
     if bool(same.all()):
         return []
     copy, *where = (int(i) for i in np.argwhere(~same)[0])
-    at = ", ".join(f"{axis}={i}" for axis, i in row.stitched.coordinates[copy].items())
-    return [f"{row.label} differs between replicas: at {at} from the first, at {tuple(where)}"]
+    at = ", ".join(f"{axis}={i}" for axis, i in tensor.stitched.coordinates[copy].items())
+    return [f"{tensor.label} differs between replicas: at {at} from the first, at {tuple(where)}"]
 
 
 def _foreign_groups(case: CaseSpec, ledger: Ledger) -> list[str]:

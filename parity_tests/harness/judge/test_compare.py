@@ -69,7 +69,7 @@ def test_a_small_float16_sum_without_one_shard_is_caught():
     report = verify_case(
         declaration, declaration.case(b=1, v=66, dtype="float16"), arrays={"x": np.full((1, 66), 2.0**-14)}
     )
-    assert not report.ok and report.rows[0].error == 33 * 2.0**-14
+    assert not report.ok and report.tensors[0].error == 33 * 2.0**-14
 
 
 def test_a_lucky_direction_cannot_tighten_one_element():
@@ -116,7 +116,7 @@ def test_overflow_depends_on_the_dtype():
     assert compare.errors(got, want, "bfloat16").tolist() == [np.inf]
 
 
-# Full rows, from what ranks returned
+# All tensors, from what ranks returned
 
 
 @scheme(
@@ -130,8 +130,8 @@ def product_and_sum(mesh, x, w):
     return x * w, (x if x.dtype == torch.float64 else x.float()).sum(-1)
 
 
-def rows_of(declaration, case, spoil=None):
-    """The rows of a case, and of the same results after `spoil(results)`."""
+def tensors_of(declaration, case, spoil=None):
+    """The comparisons of a case, or of the same results after `spoil(results)`."""
     program = Program.of(declaration)
     reference = evaluate(declaration, program, case)
     from parity_tests.harness.run.engines import run
@@ -139,16 +139,16 @@ def rows_of(declaration, case, spoil=None):
     results = list(run(program, case, "lockstep").results)
     if spoil:
         spoil(results)
-    return {row.label: row for row in compare.compare(declaration, case, results, reference)}
+    return {tensor.label: tensor for tensor in compare.compare(declaration, case, results, reference)}
 
 
 CASE = product_and_sum.case(tp=4, b=3, v=8, dtype="float32")
 
 
-def test_every_output_and_gradient_has_a_row():
-    rows = rows_of(product_and_sum, CASE)
-    assert list(rows) == ["out[0]", "out[1]", "d/d x", "d/d w"]
-    assert all(row.ok for row in rows.values())
+def test_every_output_and_gradient_is_compared():
+    tensors = tensors_of(product_and_sum, CASE)
+    assert list(tensors) == ["out[0]", "out[1]", "d/d x", "d/d w"]
+    assert all(tensor.ok for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("label", ["out[0]", "out[1]", "d/d x", "d/d w"])
@@ -156,7 +156,7 @@ def test_every_output_and_gradient_has_a_row():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_error_beyond_its_budget_is_caught_wherever_it_is(label, times, dtype):
     case = CASE.replace(dtype=dtype)
-    clean = rows_of(product_and_sum, case)[label]
+    clean = tensors_of(product_and_sum, case)[label]
     rng = np.random.default_rng(0)
     for _ in range(3):
         at = tuple(int(rng.integers(n)) for n in clean.want.shape)
@@ -169,10 +169,10 @@ def test_an_error_beyond_its_budget_is_caught_wherever_it_is(label, times, dtype
             table = results[rank].gradients if clean.role == "gradient" else results[rank].outputs
             table[name][(row, local)[: len(at)]] += wrong
 
-        by_label = rows_of(product_and_sum, case, spoil)
+        by_label = tensors_of(product_and_sum, case, spoil)
         assert not by_label[label].ok and by_label[label].where == at
         assert by_label[label].ratio > 0.9 * times
-        assert all(row.ok for other, row in by_label.items() if other != label)
+        assert all(tensor.ok for other, tensor in by_label.items() if other != label)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -181,16 +181,16 @@ def test_one_number_that_is_not_finite_is_caught(value, rank):
     def spoil(results):
         results[rank].outputs["out[0]"][2, 1] = value
 
-    row = rows_of(product_and_sum, CASE, spoil)["out[0]"]
-    assert row.ratio == np.inf and row.where == (2, 2 * rank + 1)
+    tensor = tensors_of(product_and_sum, CASE, spoil)["out[0]"]
+    assert tensor.ratio == np.inf and tensor.where == (2, 2 * rank + 1)
 
 
 def test_an_error_beyond_all_measure_is_an_infinite_number_of_budgets():
     def spoil(results):
         results[0].outputs["out[0]"][0, 0] = 1e305
 
-    row = rows_of(product_and_sum, CASE, spoil)["out[0]"]
-    assert row.ratio == np.inf and row.where == (0, 0)
+    tensor = tensors_of(product_and_sum, CASE, spoil)["out[0]"]
+    assert tensor.ratio == np.inf and tensor.where == (0, 0)
 
 
 def test_the_worst_copy_of_a_replicated_tensor_is_reported():
@@ -201,9 +201,9 @@ def test_the_worst_copy_of_a_replicated_tensor_is_reported():
     def spoil(results):
         results[2].outputs["out"][1] += 1.0
 
-    row = rows_of(doubled, doubled.case(b=3), spoil)["out"]
-    assert not row.ok
-    assert (row.copy, row.where, row.stitched.coordinates[row.copy]) == (2, (1,), {"tp": 2})
+    tensor = tensors_of(doubled, doubled.case(b=3), spoil)["out"]
+    assert not tensor.ok
+    assert (tensor.copy, tensor.where, tensor.stitched.coordinates[tensor.copy]) == (2, (1,), {"tp": 2})
 
 
 # Gradients that are missing
@@ -221,22 +221,26 @@ def unused_scheme(reference, function=unused):
 
 
 def test_none_is_zero_where_the_gradient_is_zero():
-    rows = rows_of(*(lambda declaration: (declaration, declaration.case(b=4)))(unused_scheme(lambda x, y, w: x * 1.0)))
-    assert all(row.ok for row in rows.values()) and rows["d/d y"].ratio == 0.0
+    tensors = tensors_of(
+        *(lambda declaration: (declaration, declaration.case(b=4)))(unused_scheme(lambda x, y, w: x * 1.0))
+    )
+    assert all(tensor.ok for tensor in tensors.values()) and tensors["d/d y"].ratio == 0.0
 
 
 def test_none_is_wrong_where_the_gradient_is_not_zero_however_small():
     declaration = unused_scheme(lambda x, y, w: x + 1e-42 * y + 1e-30 * w)
-    rows = rows_of(declaration, declaration.case(b=4))
-    assert rows["out"].ok and rows["d/d x"].ok and not rows["d/d y"].ok and not rows["d/d w"].ok
-    assert rows["d/d y"].error < rows["d/d y"].budget and rows["d/d y"].ratio == np.inf  # zeros would be near enough
+    tensors = tensors_of(declaration, declaration.case(b=4))
+    assert tensors["out"].ok and tensors["d/d x"].ok and not tensors["d/d y"].ok and not tensors["d/d w"].ok
+    assert (
+        tensors["d/d y"].error < tensors["d/d y"].budget and tensors["d/d y"].ratio == np.inf
+    )  # zeros would be near enough
 
 
 def test_the_ratio_of_a_missing_gradient_is_its_error_over_its_budget():
-    row = rows_of(
+    tensor = tensors_of(
         *(lambda declaration: (declaration, declaration.case(b=4)))(unused_scheme(lambda x, y, w: x + y + w))
     )["d/d w"]
-    assert row.ratio == row.error / row.budget > 1
+    assert tensor.ratio == tensor.error / tensor.budget > 1
 
 
 def test_one_rank_of_a_sum_may_have_no_gradient():
@@ -247,15 +251,15 @@ def test_one_rank_of_a_sum_may_have_no_gradient():
         results[1].outputs["out"][:] = results[0].outputs["out"]
 
     declaration = unused_scheme(lambda x, y, w: x + w, only_rank_0)
-    assert rows_of(declaration, declaration.case(b=4), spoil)["d/d w"].ok
+    assert tensors_of(declaration, declaration.case(b=4), spoil)["d/d w"].ok
 
 
 def test_one_shard_without_a_gradient_is_caught():
     def spoil(results):
         results[1].gradients["w"] = None
 
-    row = rows_of(product_and_sum, CASE, spoil)["d/d w"]
-    assert row.ratio == row.error / row.budget > 1 and row.where[1] in (2, 3)
+    tensor = tensors_of(product_and_sum, CASE, spoil)["d/d w"]
+    assert tensor.ratio == tensor.error / tensor.budget > 1 and tensor.where[1] in (2, 3)
 
 
 # Integers
@@ -267,13 +271,13 @@ def test_integers_are_equal_or_not():
         return x.argmax(-1)
 
     case = best.case(b=3, v=5)
-    assert rows_of(best, case)["out"].ratio == 0.0
+    assert tensors_of(best, case)["out"].ratio == 0.0
 
     def spoil(results: list[RankResult]) -> None:
         results[1].outputs["out"][2] += 1
 
-    row = rows_of(best, case, spoil)["out"]
-    assert (row.ratio, row.error, row.where, row.copy) == (np.inf, 1.0, (2,), 1)
+    tensor = tensors_of(best, case, spoil)["out"]
+    assert (tensor.ratio, tensor.error, tensor.where, tensor.copy) == (np.inf, 1.0, (2,), 1)
 
 
 # Terms

@@ -13,7 +13,7 @@ from shardproof import integers, values
 def findings(function, tp=2, b=4, **more):
     """The one oracle's sentences; the values are right."""
     report = declared(function, **more).verify(tp=tp, b=b)
-    assert report.failure is None and all(row.ok for row in report.rows), str(report)
+    assert report.failure is None and all(tensor.ok for tensor in report.tensors), str(report)
     return report
 
 
@@ -130,7 +130,7 @@ def test_replicas_that_differ_in_the_last_bit():
         doubled, inputs={"x": "b tp=R"}, outputs="b tp=I", draw={"x": values("ones")}, mesh={"tp": (2,)}
     )
     report = declaration.verify(tp=2, b=3)
-    assert all(row.ok for row in report.rows if row.role == "output")
+    assert all(tensor.ok for tensor in report.tensors if tensor.role == "output")
     assert report.hygiene == ("out differs between replicas: at tp=1 from the first, at (0,)",)
     loose = declared(
         doubled, inputs={"x": "b tp=R"}, outputs="b tp=I", draw={"x": values("ones")}, replicas="budget"

@@ -150,7 +150,7 @@ def _pictures(report: Report) -> list[Element]:
     blamed = blamed_rows(example, report)
     what = "The clearest case" if report.clearer_report else _kind(report)
     parts = [tag("h2", f"{what}: {_case(example)}"), *_exchanges(example, blamed)]
-    parts += [tag("h2", "Tensors"), maps(example)] if example.rows else []
+    parts += [tag("h2", "Tensors"), maps(example)] if example.tensors else []
     if report.clearer_report:
         summary = tag("summary", f"{_kind(report)}: {_case(report)}")
         parts.append(tag("details", summary, *_exchanges(report, blamed_rows(report)), maps(report)))

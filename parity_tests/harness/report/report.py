@@ -16,7 +16,7 @@ from parity_tests.harness.declare.conditions import phrases
 from parity_tests.harness.declare.declared import Cost, Implementation
 from parity_tests.harness.declare.draws import RARE
 from parity_tests.harness.explain.note import Note
-from parity_tests.harness.judge.compare import TensorRow, index_text
+from parity_tests.harness.judge.compare import TensorComparison, index_text
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.ledger import Finding, Ledger
 
@@ -70,11 +70,11 @@ class EnginesDisagree(VerdictError):
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What one scheme's verification found: `rows` is the worst of each tensor, `notes` what kind of mistake it is."""
+    """The outcome of verifying one scheme: the worst comparison of each tensor, and notes on the kind of mistake."""
 
     scheme: str
     case: CaseSpec
-    rows: tuple[TensorRow, ...] = ()
+    tensors: tuple[TensorComparison, ...] = ()
     protocol: tuple[Finding, ...] = ()
     cost: tuple[str, ...] = ()
     hygiene: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Report:
     left_out: Mapping[str, str] = field(
         default_factory=dict
     )  # meshes that cannot shard the sizes given, with the reason
-    row_cases: Mapping[str, CaseSpec] = field(default_factory=dict)
+    case_of_tensor: Mapping[str, CaseSpec] = field(default_factory=dict)
     trace_seconds: float = 0.0
     is_undecided: bool = False  # there is no verdict
     undecided_reason: str | None = None  # of the last example that has none, which may be left out of the verdict
@@ -112,7 +112,7 @@ class Report:
     @property
     def ok(self) -> bool:
         findings = self.protocol or self.cost or self.hygiene or self.is_undecided
-        return self.failure is None and not findings and all(row.ok for row in self.rows)
+        return self.failure is None and not findings and all(tensor.ok for tensor in self.tensors)
 
     @property
     def failed(self) -> bool:
@@ -128,14 +128,16 @@ class Report:
             return self.failure.cause
         if self.is_undecided:
             return "undecided"
-        if not all(row.ok for row in self.rows):
+        if not all(tensor.ok for tensor in self.tensors):
             return "mismatch"
         named = {"protocol": self.protocol, "cost": self.cost, "hygiene": self.hygiene}
         return next((name for name, messages in named.items() if messages), "equal")
 
-    def worst(self, role: str) -> TensorRow | None:
-        """The row nearest to or furthest over its budget among outputs or gradients."""
-        return max((row for row in self.rows if row.role == role), key=lambda row: row.ratio, default=None)
+    def worst(self, role: str) -> TensorComparison | None:
+        """The tensor nearest to or furthest over its budget among outputs or gradients."""
+        return max(
+            (tensor for tensor in self.tensors if tensor.role == role), key=lambda tensor: tensor.ratio, default=None
+        )
 
     def raise_if_failed(self) -> None:
         """Raise the failure, one exception type for each cause; the message is the full report."""
@@ -147,8 +149,8 @@ class Report:
             raise self.failure
         if self.is_undecided:
             raise Undecided("\n" + str(self))
-        outputs = all(row.ok for row in self.rows if row.role == "output")
-        gradients = all(row.ok for row in self.rows if row.role == "gradient")
+        outputs = all(tensor.ok for tensor in self.tensors if tensor.role == "output")
+        gradients = all(tensor.ok for tensor in self.tensors if tensor.role == "gradient")
         mistakes: list[tuple[bool, type[VerdictError]]] = [
             (not outputs, ValueMismatch),
             (not gradients, GradientMismatch),
@@ -179,7 +181,7 @@ class Report:
             "shrinking_steps": self.shrinking_steps,
             "engine": self.case.engine,
             "case": dict(_json_case(self.case)),
-            "rows": [
+            "tensors": [
                 {
                     "tensor": r.label,
                     "error": number(r.error),
@@ -190,7 +192,7 @@ class Report:
                     "ok": r.ok,
                     "notes": list(self.notes.get(r.label, ())),
                 }
-                for r in self.rows
+                for r in self.tensors
             ],
             "protocol": list(self.protocol),
             "cost": list(self.cost),
@@ -266,7 +268,7 @@ class Report:
     def _hints(self) -> list[str]:
         """What the failing case shows by itself: that it needs no sharding, or that its values are rare ones."""
         hints = []
-        if self.case.world == 1 and not all(row.ok for row in self.rows):
+        if self.case.world == 1 and not all(tensor.ok for tensor in self.tensors):
             hints.append("one rank is enough for it: the function and its reference differ before anything is sharded")
         # Values do not let a rank hang or end its process; what a function raises may depend on them.
         rare = drawn_kinds(self.case, RARE) if self.failure is None or self.failure.cause == "raised" else {}
@@ -289,28 +291,37 @@ class Report:
 
     def _table(self) -> list[Text]:
         """One line for each tensor, its notes under it."""
-        cells = [COLUMNS, *(self._cells(row) for row in self.rows)]
+        cells = [COLUMNS, *(self._cells(tensor) for tensor in self.tensors)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
         table = [Text(lines[0], style="dim")]
-        for row, line in zip(self.rows, lines[1:], strict=True):
-            table.append(Text(line, style="" if row.ok else "red"))
-            table += [Text(f"    {note}") for note in self.notes.get(row.label, ())]
+        for tensor, line in zip(self.tensors, lines[1:], strict=True):
+            table.append(Text(line, style="" if tensor.ok else "red"))
+            table += [Text(f"    {note}") for note in self.notes.get(tensor.label, ())]
         return table
 
-    def _cells(self, row: TensorRow) -> tuple[str, ...]:
+    def _cells(self, tensor: TensorComparison) -> tuple[str, ...]:
         """What stands in each of COLUMNS; the verdict is first, so that a narrow terminal cannot wrap it away."""
-        case = self.row_cases.get(row.label, self.case)
-        where = f"{index_text(row.where)} {case.dtype}"
-        if not row.ok:
+        case = self.case_of_tensor.get(tensor.label, self.case)
+        where = f"{index_text(tensor.where)} {case.dtype}"
+        if not tensor.ok:
             owner = [
-                f"{axis} {coordinate[row.where]}" for axis, coordinate in row.owners.items() if case.mesh[axis] > 1
+                f"{axis} {coordinate[tensor.where]}"
+                for axis, coordinate in tensor.owners.items()
+                if case.mesh[axis] > 1
             ]
             where += f", owner {' '.join(owner)}" if owner else ""
-        return self._row_verdict(row), row.label, f"{row.error:.1e}", f"{row.budget:.1e}", _short(row.ratio), where
+        return (
+            self._verdict_of_tensor(tensor),
+            tensor.label,
+            f"{tensor.error:.1e}",
+            f"{tensor.budget:.1e}",
+            _short(tensor.ratio),
+            where,
+        )
 
-    def _row_verdict(self, row: TensorRow) -> str:
-        if row.ok:
+    def _verdict_of_tensor(self, tensor: TensorComparison) -> str:
+        if tensor.ok:
             return "equal"
         if self.engines_disagree is not None:
             return f"differs on {self.case.engine}"
@@ -328,7 +339,7 @@ class Report:
 
 
 def merge_reports(reports: Iterable[Report]) -> Report:
-    """One report of many examples of a scheme: the worst row of each tensor; the last example's case if it failed."""
+    """One report of many examples of a scheme, with the worst comparison of each tensor; if one failed, its own."""
     of_all_examples = list(reports)
     failed = [report for report in of_all_examples if report.failed]
     undecided = [report for report in of_all_examples if report.is_undecided]
@@ -336,15 +347,15 @@ def merge_reports(reports: Iterable[Report]) -> Report:
     plain = [report for report in equal if SPARE not in report.case.mesh]
     example = (failed or plain or equal or undecided)[-1]
     too_many = len(undecided) > MAX_UNDECIDED_SHARE * len(of_all_examples)
-    worst: dict[str, tuple[TensorRow, CaseSpec]] = {}
+    worst: dict[str, tuple[TensorComparison, CaseSpec]] = {}
     for report in [example] if failed else equal or undecided:
-        for row in report.rows:
-            if row.label not in worst or row.ratio >= worst[row.label][0].ratio:
-                worst[row.label] = row, report.case
+        for tensor in report.tensors:
+            if tensor.label not in worst or tensor.ratio >= worst[tensor.label][0].ratio:
+                worst[tensor.label] = tensor, report.case
     return replace(
         example,
-        rows=tuple(row for row, _ in worst.values()),
-        row_cases={label: case for label, (_, case) in worst.items()},
+        tensors=tuple(tensor for tensor, _ in worst.values()),
+        case_of_tensor={label: case for label, (_, case) in worst.items()},
         examples=len(of_all_examples),
         dtypes=tuple(dict.fromkeys(report.case.dtype for report in of_all_examples)),
         meshes=(mesh_text(example.case.mesh),)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parity_tests.harness.judge.compare import TensorRow
+from parity_tests.harness.judge.compare import TensorComparison
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH, NOTHING, USAGE
 
@@ -190,12 +190,12 @@ def table(outcome: Outcome, width: int | None = None) -> Table:
 
 
 def _row(report: Report) -> dict[str, str]:
-    ratio = max((row.ratio for row in report.rows), default=float("nan"))
+    ratio = max((tensor.ratio for tensor in report.tensors), default=float("nan"))
     undecided = f", {report.undecided_examples} undecided" if report.ok and report.undecided_reason else ""
     return {
         "verdict": report.verdict + undecided,
         "scheme": name_of(report),
-        "error/budget": f"{ratio:.2g}" if report.rows else "-",
+        "error/budget": f"{ratio:.2g}" if report.tensors else "-",
         "examples": str(report.examples),
         "bytes/rank": str(_bytes(report)),
         "forward error": _error(report.worst("output")),
@@ -274,7 +274,7 @@ def as_junit(outcome: Outcome) -> str:
         name = name_of(report)
         item = _testcase(suite, outcome, name)
         properties = ElementTree.SubElement(item, "properties")
-        worst = max((row.ratio for row in report.rows), default=float("nan"))
+        worst = max((tensor.ratio for tensor in report.tensors), default=float("nan"))
         for key, value in (
             ("ratio", f"{worst:.3g}"),
             ("examples", report.examples),
@@ -322,8 +322,8 @@ def _meshes(meshes: Sequence[str]) -> str:
     return " ".join(f"{axis}={','.join(map(str, sorted(tried)))}" for axis, tried in sizes.items())
 
 
-def _error(row: TensorRow | None) -> str:
-    return "-" if row is None else f"{row.error:.1e} of {row.budget:.1e}"
+def _error(tensor: TensorComparison | None) -> str:
+    return "-" if tensor is None else f"{tensor.error:.1e} of {tensor.budget:.1e}"
 
 
 def _bytes(report: Report) -> int:

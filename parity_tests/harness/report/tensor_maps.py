@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from parity_tests.harness.judge.compare import TensorRow, errors
+from parity_tests.harness.judge.compare import TensorComparison, errors
 from parity_tests.harness.report.markup import Child, svg, tag
 from parity_tests.harness.report.owner_map import cell_size, figure, owner_map, reduced
 
@@ -25,20 +25,24 @@ LEVELS = (0.0, 1e-2, 1e-1, 1.0, 1e1, 1e3)
 LEGEND = ("exact", "below 0.01 budgets", "below 0.1", "up to 1", "up to 10: wrong", "up to 1000", "more, or not finite")
 
 
-def ratios(row: TensorRow) -> np.ndarray:
+def ratios(tensor: TensorComparison) -> np.ndarray:
     """Error over budget of each element of the worst copy."""
-    wrong = errors(row.got, row.want, row.dtype if "float" in row.dtype else "float64")
+    wrong = errors(tensor.got, tensor.want, tensor.dtype if "float" in tensor.dtype else "float64")
     with np.errstate(over="ignore", invalid="ignore"):
-        error_ratios = np.where(np.isinf(row.element_budgets), 0.0, wrong / row.element_budgets)
-    return error_ratios if row.absent is None else np.where(row.absent & (row.want != 0.0), np.inf, error_ratios)
+        error_ratios = np.where(np.isinf(tensor.element_budgets), 0.0, wrong / tensor.element_budgets)
+    return (
+        error_ratios
+        if tensor.gradient_is_none is None
+        else np.where(tensor.gradient_is_none & (tensor.want != 0.0), np.inf, error_ratios)
+    )
 
 
-def holders(row: TensorRow, mesh: Mapping[str, int]) -> np.ndarray:
+def holders(tensor: TensorComparison, mesh: Mapping[str, int]) -> np.ndarray:
     """The global rank that holds each element of the worst copy; of a sum over ranks, the first of them."""
-    copy = row.stitched.coordinates[row.copy]
-    ranks = np.zeros(row.want.shape, dtype=np.int64)
+    copy = tensor.stitched.coordinates[tensor.copy]
+    ranks = np.zeros(tensor.want.shape, dtype=np.int64)
     for axis, size in mesh.items():
-        ranks = ranks * size + row.owners.get(axis, copy.get(axis, 0))
+        ranks = ranks * size + tensor.owners.get(axis, copy.get(axis, 0))
     return ranks
 
 
@@ -49,32 +53,32 @@ def level(ratio: float) -> int:
 
 def maps(report: Report) -> Element:
     """The two maps of each tensor of a report that has elements, and what the colours of errors mean."""
-    visible_rows = [row for row in report.rows if row.want.size]
-    if not visible_rows:
+    visible_tensors = [tensor for tensor in report.tensors if tensor.want.size]
+    if not visible_tensors:
         return tag("p", "No tensor was compared.", class_="quiet")
     keys = [
         tag("span", svg(14, 12, tag("rect", width=14, height=12, class_=f"cell e{number}"), label=""), text)
         for number, text in enumerate(LEGEND)
     ]
-    tensors = [_tensor(report, row) for row in visible_rows]
+    tensors = [_tensor(report, tensor) for tensor in visible_tensors]
     return tag("div", tag("div", *keys, class_="legend"), tag("div", *tensors, class_="tensors"))
 
 
-def _tensor(report: Report, row: TensorRow) -> Element:
-    case = report.row_cases.get(row.label, report.case)
-    name = tag("span", row.label, " ", tag("code", str(row.argument.spec)), " ")
-    verdict = tag("span", "equal", class_="right") if row.ok else tag("span", "wrong", class_="badge")
-    summed = [axis for axis in row.stitched.part_axes if axis not in row.stitched.coordinates[row.copy]]
+def _tensor(report: Report, tensor: TensorComparison) -> Element:
+    case = report.case_of_tensor.get(tensor.label, report.case)
+    name = tag("span", tensor.label, " ", tag("code", str(tensor.argument.spec)), " ")
+    verdict = tag("span", "equal", class_="right") if tensor.ok else tag("span", "wrong", class_="badge")
+    summed = [axis for axis in tensor.stitched.part_axes if axis not in tensor.stitched.coordinates[tensor.copy]]
     holder = "rank that holds it" + (f"; a sum over {', '.join(summed)}" if summed else "")
-    wrong = int((ratios(row) > 1.0).sum())
-    off = f"error over budget: {wrong} of {row.want.size} wrong" if wrong else "error over budget"
-    both = tag("div", owner_map(holders(row, case.mesh), holder), _error_map(row, off), class_="maps")
+    wrong = int((ratios(tensor) > 1.0).sum())
+    off = f"error over budget: {wrong} of {tensor.want.size} wrong" if wrong else "error over budget"
+    both = tag("div", owner_map(holders(tensor, case.mesh), holder), _error_map(tensor, off), class_="maps")
     return tag("div", tag("h3", name, verdict), both, class_="tensor")
 
 
-def _error_map(row: TensorRow, caption: str) -> Element:
+def _error_map(tensor: TensorComparison, caption: str) -> Element:
     """A rectangle for each run of errors of one size, and a cross on each element that is wrong."""
-    error_ratios = ratios(row)
+    error_ratios = ratios(tensor)
     cells, step = reduced(error_ratios, first=False)
     wide, high = cell_size(cells)
     titled = step == 1 and cells.size <= MAX_TITLED
@@ -87,7 +91,7 @@ def _error_map(row: TensorRow, caption: str) -> Element:
             spans = _runs([level(ratio) for ratio in line])
         for x, length, number in spans:
             at = {"x": x * wide, "y": y * high, "width": length * wide, "height": high}
-            title = tag("title", _numbers(row, error_ratios, y * len(line) + x)) if titled else None
+            title = tag("title", _numbers(tensor, error_ratios, y * len(line) + x)) if titled else None
             parts.append(tag("rect", title, **at, class_=f"cell e{number}"))
         for x in np.flatnonzero(line > 1.0):
             left, top, arm = (x + 0.5) * wide - 2.5, (y + 0.5) * high - 2.5, 5
@@ -106,8 +110,8 @@ def _runs(levels: list[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _numbers(row: TensorRow, error_ratios: np.ndarray, flat: int) -> str:
-    index = np.unravel_index(flat, row.want.shape) if row.want.ndim else ()
+def _numbers(tensor: TensorComparison, error_ratios: np.ndarray, flat: int) -> str:
+    index = np.unravel_index(flat, tensor.want.shape) if tensor.want.ndim else ()
     place = "(" + ",".join(str(int(i)) for i in index) + ")"
-    got, want, ratio = (float(array[index]) for array in (row.got, row.want, error_ratios))
+    got, want, ratio = (float(array[index]) for array in (tensor.got, tensor.want, error_ratios))
     return f"{place}: {got:.6g}, reference {want:.6g}, {ratio:.2g} budgets"

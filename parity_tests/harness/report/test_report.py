@@ -126,10 +126,10 @@ def test_verdicts_and_exceptions():
 
 
 def test_short_numbers():
-    row = report_of(doubled).rows[0]
-    assert (row.error, row.where, row.label, row.dtype) == (1.0, (0,), "out", "float32")
-    assert row.ratio == row.error / row.budget
-    assert row.budget == 9 * 2.0**-24 + 4 * 2.0**-126
+    tensor = report_of(doubled).tensors[0]
+    assert (tensor.error, tensor.where, tensor.label, tensor.dtype) == (1.0, (0,), "out", "float32")
+    assert tensor.ratio == tensor.error / tensor.budget
+    assert tensor.budget == 9 * 2.0**-24 + 4 * 2.0**-126
 
 
 def test_html():
@@ -167,9 +167,9 @@ def test_json():
     record = json.loads(json.dumps(report_of(doubled).to_dict()))
     assert record["verdict"] == "mismatch" and record["ok"] is False
     assert record["case"]["mesh"] == {"tp": 2}
-    [row] = record["rows"]
-    assert (row["tensor"], row["error"], row["where"], row["ok"]) == ("out", 1.0, [0], False)
-    assert row["notes"] == [
+    [tensor] = record["tensors"]
+    assert (tensor["tensor"], tensor["error"], tensor["where"], tensor["ok"]) == ("out", 1.0, [0], False)
+    assert tensor["notes"] == [
         "off by the constant factor 2 (= tp): a reduction is missing or repeated, or a mean divides by a local count"
     ]
     assert json.loads(json.dumps(report_of(broken).to_dict()))["failure"].startswith("raised: rank ")
@@ -213,7 +213,7 @@ def test_many_examples_become_one_report():
     reports = [verify_case(declaration, declaration.case(seed=seed, dtype="float32")) for seed in range(5)]
     report = merge_reports(reports)
     assert report.ok and report.examples == 5 and report.meshes == ("tp=1", "tp=2")
-    assert report.rows[0].ratio == max(r.rows[0].ratio for r in reports)
+    assert report.tensors[0].ratio == max(r.tensors[0].ratio for r in reports)
     failing = merge_reports([*reports, report_of(doubled)])
     assert failing.examples == 6 and failing.meshes == ("tp=2",)
-    assert failing.rows[0].error == 1.0 and not failing.ok
+    assert failing.tensors[0].error == 1.0 and not failing.ok

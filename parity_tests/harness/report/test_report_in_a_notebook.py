@@ -23,7 +23,7 @@ def test_the_page_has_text_and_figure(report):
     page = report._repr_html_()
     assert WRONG_SCHEMES[2].expect in page
     assert page.count("<pre>") == 1
-    assert page.count("<figure>") == 2 * len(report.rows)
+    assert page.count("<figure>") == 2 * len(report.tensors)
 
 
 def test_the_representation_is_one_line(report):

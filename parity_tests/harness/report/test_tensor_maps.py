@@ -38,7 +38,7 @@ def test_a_cross_and_a_colour_for_each_wrong_element():
 
 def test_owners_are_ranks_of_the_world():
     report = report_of(third_off, {"tp": 2, "cp": 2}, "b/tp s/cp", b=2, s=4)
-    assert holders(report.rows[0], report.case.mesh).tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    assert holders(report.tensors[0], report.case.mesh).tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
     tree = read(as_text(maps(report)))
     owners = tree.all("figure")[0]
     assert [text.text for text in owners.all("text")] == ["0", "1", "2", "3"]
@@ -47,7 +47,7 @@ def test_owners_are_ranks_of_the_world():
 
 def test_of_copies_the_worst_is_drawn():
     report = report_of(lambda mesh, x: x + mesh.rank("tp"), {"tp": 2, "cp": 2}, "b s/cp tp=I", b=1, s=4)
-    assert holders(report.rows[0], report.case.mesh).tolist() == [[2, 2, 3, 3]]
+    assert holders(report.tensors[0], report.case.mesh).tolist() == [[2, 2, 3, 3]]
 
 
 def test_every_error_has_one_colour_and_one_meaning():

@@ -12,7 +12,7 @@ from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.program import Program, RankResult
-from parity_tests.harness.run.stitch import gradient_pieces, stitch
+from parity_tests.harness.run.stitch import gradient_shards, stitch
 
 
 def run_unsharded(
@@ -41,7 +41,7 @@ def run_unsharded(
 
 
 def _gradient(scheme: Declared, arg: Argument, results: Sequence[RankResult], case: CaseSpec) -> np.ndarray:
-    return stitch(arg, gradient_pieces(scheme, arg, case, results), case, scheme.layouts, "gradient").copies[0]
+    return stitch(arg, gradient_shards(scheme, arg, case, results), case, scheme.layouts, "gradient").copies[0]
 
 
 def _full_arrays(scheme: Declared, arrays: tuple[Any, ...]) -> tuple[dict[str, np.ndarray], str]:

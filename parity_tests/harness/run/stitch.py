@@ -26,8 +26,8 @@ class Stitched:
     parts: np.ndarray  # [*sizes of part_axes, *global shape]: before any sum
     part_axes: tuple[str, ...]  # repeating axes, then summed ones
 
-    def pieces(self, axis: str, at: Mapping[str, int]) -> np.ndarray:
-        """[ranks of the axis, *global shape]: what each of its ranks holds, the other repeating axes held at `at`."""
+    def by_rank(self, axis: str, at: Mapping[str, int]) -> np.ndarray:
+        """[ranks of the axis, *global shape]: what each of its ranks has, the other repeating axes at `at`."""
         parts, names = self.parts, list(self.part_axes)
         for name in self.part_axes:
             if name != axis:
@@ -37,23 +37,23 @@ class Stitched:
         return parts
 
 
-def gradient_pieces(scheme: Declared, arg: Argument, case: CaseSpec, results: Sequence[RankResult]) -> list[np.ndarray]:
+def gradient_shards(scheme: Declared, arg: Argument, case: CaseSpec, results: Sequence[RankResult]) -> list[np.ndarray]:
     """Each rank's gradient of one input; zeros where it has none."""
-    pieces = []
+    shards = []
     for at, result in zip(_ranks(case), results, strict=True):
-        piece = result.gradients[arg.name]
-        pieces.append(np.zeros(inputs.local_shape(arg, case, at, scheme.layouts)) if piece is None else piece)
-    return pieces
+        shard = result.gradients[arg.name]
+        shards.append(np.zeros(inputs.local_shape(arg, case, at, scheme.layouts)) if shard is None else shard)
+    return shards
 
 
-def stitch(arg: Argument, pieces: Sequence[np.ndarray], case: CaseSpec, custom: inputs.Layouts, role: str) -> Stitched:
+def stitch(arg: Argument, shards: Sequence[np.ndarray], case: CaseSpec, custom: inputs.Layouts, role: str) -> Stitched:
     """Put shards back by the reference's layouts; sum over P axes of an output, over R axes of a gradient."""
     summed = [axis for axis, letter in arg.spec.types if letter == SUMMED[role]]
     repeating = [axis for axis in case.mesh if axis not in arg.spec.axes and axis not in summed]
     names = (*repeating, *summed)
     sizes = tuple(case.mesh[axis] for axis in names)
-    parts = np.zeros((*sizes, *arg.shape(case)), dtype=np.asarray(pieces[0]).dtype)
-    for at, local in zip(_ranks(case), pieces, strict=True):
+    parts = np.zeros((*sizes, *arg.shape(case)), dtype=np.asarray(shards[0]).dtype)
+    for at, local in zip(_ranks(case), shards, strict=True):
         target = parts[(*(at[axis] for axis in names), ...)]  # a view, of a scalar too
         local_positions = inputs.positions(arg, case, at, custom)
         target[np.ix_(*local_positions) if local_positions else ...] = local

@@ -68,7 +68,11 @@ def with_fsdp2(mesh, x, parameters):
 def test_ddp_with_micro_batches():
     report = declared(with_ddp, "f d dp=I", "d f dp=I").verify(examples=8)
     assert report.ok, str(report)
-    assert [row.label for row in report.rows] == ["out", "d/d parameters.up.weight", "d/d parameters.down.weight"]
+    assert [tensor.label for tensor in report.tensors] == [
+        "out",
+        "d/d parameters.up.weight",
+        "d/d parameters.down.weight",
+    ]
 
 
 def test_ddp_that_never_synchronises():

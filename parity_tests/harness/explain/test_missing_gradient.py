@@ -7,7 +7,7 @@ from parity_tests.specimens.evidence_by_hand import columns_of, evidence, number
 
 
 def notes(got, want, absent, **fields):
-    return explain(evidence(got, want, role="gradient", absent=np.broadcast_to(absent, want.shape), **fields))
+    return explain(evidence(got, want, role="gradient", gradient_is_none=np.broadcast_to(absent, want.shape), **fields))
 
 
 def test_none_where_the_gradient_is_zero_is_no_mistake():
