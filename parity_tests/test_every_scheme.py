@@ -12,7 +12,7 @@ from parity_tests.harness.declare.discover import built_in
 from parity_tests.harness.experiments.undecided import mark_undecided
 from parity_tests.harness.judge.reference import evaluate
 from parity_tests.harness.run.program import Program
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.injected_bugs.trials import drawn_cases
 
 SCHEMES = {scheme.key: scheme for scheme in built_in()}

@@ -10,7 +10,7 @@ from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.draw.size_choices import meshes
 from parity_tests.harness.judge.reference import evaluate
 from parity_tests.harness.run.program import Program
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from shardproof import scheme, values
 
 EACH = 5  # of the built-in schemes

@@ -14,7 +14,7 @@ from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.judge.reference import CLOCK
 from parity_tests.harness.report.report import Report
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.injected_bugs.runner import NOT_TRIED
 
 DTYPES = ("float32", "bfloat16")

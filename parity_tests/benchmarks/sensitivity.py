@@ -20,7 +20,7 @@ from parity_tests.harness.judge import bridge, compare
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, evaluate
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.program import Program, RankResult
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 
 DTYPES = ("float32", "bfloat16")
 HOME = "parity_tests.vocab_parallel.test_logprob"

@@ -22,7 +22,7 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.ledger import Ledger
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 
 
 def pictures(target: str, sizes: Mapping[str, Any], figure: str | None, json: str | None = None) -> None:
@@ -64,16 +64,16 @@ def replay_file(
 ) -> int:
     """Run the case of a replay file so often and print each report, its first line if `quiet`; returns the status."""
     check_writable(html=html, json=json)
-    aside = sys.stderr if "-" in (html, json) else sys.stdout
+    text_stream = sys.stderr if "-" in (html, json) else sys.stdout
     outcome = Outcome()
     case, scheme = _recorded(file)
     for report in reruns(scheme, case, engine, repeat):
         outcome.reports.append(report)
-        print(f"{report.scheme.rpartition(':')[2]}: {report.verdict}" if quiet else report, file=aside)
+        print(f"{report.scheme.rpartition(':')[2]}: {report.verdict}" if quiet else report, file=text_stream)
         if verbose:
-            print(report.ledger_text(), file=aside)
+            print(report.ledger_text(), file=text_stream)
         if traceback and report.failure is not None and report.failure.traceback:
-            print(report.failure.traceback, file=aside)
+            print(report.failure.traceback, file=text_stream)
     if html:
         write_text(html, page([replace(outcome.reports[-1], replay=file)]))
     if json:

@@ -17,7 +17,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.draw.inputs import rounded
 from parity_tests.harness.report.report import Report
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 
 BYTES = 256
 ROWS, LENGTH = 4, 64  # passages, and bytes of each

@@ -42,12 +42,12 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
 
         if not launch.is_rank_zero():
             return launch.serve()
-    aside = "-" in options.files.values()  # standard output is for machines
-    with _prints_on_stderr() if aside else contextlib.nullcontext():
+    text_to_stderr = "-" in options.files.values()  # standard output is for machines
+    with _prints_on_stderr() if text_to_stderr else contextlib.nullcontext():
         outcome = run(discover.find(targets), options)
     outcome.not_run |= {} if targets else discover.left_out()
-    console = Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else PLAIN_WIDTH)
-    if not outcome.is_mistake_alone:
+    console = Console(stderr=text_to_stderr, width=None if Console(stderr=text_to_stderr).is_terminal else PLAIN_WIDTH)
+    if not outcome.is_one_unusable_scheme:
         summary.show(console, outcome, options)
     if options.html:
         write_text(options.html, page(outcome.reports, summary.closing(outcome)))
@@ -59,7 +59,7 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
         from parity_tests.harness.run.processes import launch
 
         launch.finish(outcome.status)
-    if outcome.is_mistake_alone:
+    if outcome.is_one_unusable_scheme:
         raise ReferenceFailure(next(iter(outcome.not_judged.values())))
     return outcome.status
 
@@ -151,8 +151,8 @@ def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> None:
     except NotRun as reason:
         outcome.not_run[scheme.name] = str(reason)
         return
-    except (ReferenceFailure, NothingCompared, DeclarationFailure) as mistake:
-        outcome.not_judged[scheme.name] = str(mistake)
+    except (ReferenceFailure, NothingCompared, DeclarationFailure) as unusable:
+        outcome.not_judged[scheme.name] = str(unusable)
         return
     outcome.reports.append(report)
     outcome.seconds[scheme.name] = time.perf_counter() - start

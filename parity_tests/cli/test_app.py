@@ -41,7 +41,7 @@ def test_3_a_rank_that_fails_is_worse_than_a_mismatch(shardproof):
     status, out, _ = shardproof("verify", written("raises.py", RAISING, WRONG, RIGHT), "--examples", "2")
     assert status == 3
     assert "RuntimeError: no such thing" in out
-    assert closing(out) == "3 schemes, 1 mismatch, 1 failed, 0 not run."
+    assert closing(out) == "3 schemes, 1 mismatch, 1 with a failed rank, 0 not run."
 
 
 def test_4_nothing_ran(shardproof):

@@ -21,7 +21,7 @@ from parity_tests.harness.report import summary
 from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.exit_status import EQUAL, MISMATCH
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 
 READER = "vocab_parallel_logprob"  # the scheme that reads the text
 READERS_TP = (1, 2, 4)
@@ -47,9 +47,9 @@ class Tour:
 def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = False) -> int:
     """Run the tour; returns the exit status. If `quiet`, only the closing sentence is printed."""
     check_writable(figure=figure_path, json=json)
-    start, aside = time.perf_counter(), json == "-"
-    width = None if Console(stderr=aside).is_terminal else WIDTH
-    tour = Tour(Console(stderr=aside, width=width, quiet=quiet))
+    start, text_to_stderr = time.perf_counter(), json == "-"
+    width = None if Console(stderr=text_to_stderr).is_terminal else WIDTH
+    tour = Tour(Console(stderr=text_to_stderr, width=width, quiet=quiet))
     status = _schemes(tour, examples)
     _text(tour)
     _bugs(tour)
@@ -61,7 +61,7 @@ def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = 
     status = status or (MISMATCH if tour.wrong else EQUAL)
     tour.console.print()
     closing = _closing(tour, time.perf_counter() - start)
-    Console(stderr=aside, width=width).print(closing, style="bold", highlight=False)
+    Console(stderr=text_to_stderr, width=width).print(closing, style="bold", highlight=False)
     tour.console.print(f"figure: {figure_path}", highlight=False)
     if json:
         fields = {"caught": tour.caught, "wrong": tour.wrong, "figure": figure_path}

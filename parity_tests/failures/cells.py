@@ -21,7 +21,7 @@ from typing import Any
 
 from parity_tests.failures import kinds
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.exit_status import FAILED
+from parity_tests.harness.run.exit_status import RANK_FAILED
 from parity_tests.harness.run.failure import NotRun, RankFailure
 
 ENGINES = ("gloo", "lockstep", "torchrun")
@@ -119,7 +119,7 @@ def _verdict(engine: str, world: int, name: str) -> tuple[str, str]:
     """Of a function that returns something wrong: the first thing that its report names."""
     from parity_tests.failures import returned
     from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-    from parity_tests.harness.verdict import verify_case
+    from parity_tests.harness.verify_one_case import verify_case
 
     declared = getattr(returned, name)
     case = draw_case(declared, seeded_chooser(0), {"tp": world}, seed=0, engine=engine)
@@ -154,7 +154,7 @@ def main(engine: str, world: str, output: str, *names: str) -> int:
         from parity_tests.harness.run.processes import launch
 
         launch.finish(0)
-    os._exit(0 if engine != "torchrun" else FAILED)  # whatever thread of lockstep still loops
+    os._exit(0 if engine != "torchrun" else RANK_FAILED)  # whatever thread of lockstep still loops
 
 
 if __name__ == "__main__":

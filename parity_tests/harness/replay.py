@@ -1,4 +1,4 @@
-"""Replay files: one failing case, alone, on any engine, without Hypothesis."""
+"""Replay files: one failing case, to run by itself on any engine, without Hypothesis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.report.guard import guarded
 from parity_tests.harness.report.out_path import naming
-from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH
+from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, RANK_FAILED
 
 if TYPE_CHECKING:
     from parity_tests.harness.declare.declared import Declared
@@ -81,7 +81,7 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: 
 
 
 def load_scheme(case: CaseSpec, source: str, replay_path: str, implementation: str | None = None) -> Declared:
-    """The scheme of a replay: from its pickle, or from the file that declares it; on the functions that it judged."""
+    """The scheme of a replay, from its pickle or from the file that declares it, with its implementation."""
     scheme = _declared(case, source, replay_path)
     if implementation is None:
         return scheme
@@ -142,21 +142,21 @@ def replay(
 def rerun(
     case: CaseSpec, source: str, file: str, engine: str | None, repeat: int, implementation: str | None = None
 ) -> int:
-    """Judge a recorded case so many times and print each report; returns the worst status."""
+    """Verify a recorded case so many times and print each report; returns the worst status."""
     status = EQUAL
     for report in reruns(load_scheme(case, source, file, implementation), case, engine, repeat):
         print(report)
-        status = max(status, FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
+        status = max(status, RANK_FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
     return status
 
 
 def reruns(scheme: Declared, case: CaseSpec, engine: str | None, repeat: int) -> Iterator[Report]:
-    """The reports of a recorded case that is judged so many times."""
+    """The reports of a recorded case, verified so many times."""
     from parity_tests.harness.experiments.notes import from_one_case
-    from parity_tests.harness.experiments.undecided import verdict_of
+    from parity_tests.harness.experiments.undecided import verify_or_undecided
 
     chosen = engine or case.engine
     if chosen not in scheme.engines:
         raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {chosen}")
     for _ in range(repeat):
-        yield from_one_case(verdict_of(scheme, case.replace(engine=chosen)))
+        yield from_one_case(verify_or_undecided(scheme, case.replace(engine=chosen)))

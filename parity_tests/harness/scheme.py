@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from parity_tests.harness.declare import dim_formulas, discover, from_contract, validation
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declaration_errors import DeclarationErrors
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.declare.draws import Draw, values
-from parity_tests.harness.declare.mistakes import Mistakes
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -141,30 +141,30 @@ def scheme(
 
     def declare(fn: Callable[..., Any]) -> Scheme:
         name = getattr(fn, "__name__", "?")
-        rejection = Mistakes(name)
-        # 1. What everything else reads: without it there is one mistake, and no more to be said.
-        signature = validation.function_names(fn, rejection)
-        validation.check_mesh(mesh, rejection)
+        errors = DeclarationErrors(name)
+        # 1. What every later check reads: an error here ends the declaration.
+        signature = validation.function_names(fn, errors)
+        validation.check_mesh(mesh, errors)
         custom, choices = dict(layouts or {}), (dict(options or {}), dict(rank_options or {}))
-        in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, rejection)
+        in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, errors)
         # 2. Each tensor, and what stands beside them.
-        user_draws = validation.user_draws(fn, draw or {}, rejection)
-        leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, user_draws, nograd, rejection)
-        results = validation.output_arguments(fn, out_specs, mesh, custom, rejection)
-        all_read = not rejection.texts
-        rejection.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
-        rejection.of(validation.check_surroundings, setup, around, assume, isolate, cost, in_specs)
-        excluded = rejection.of(validation.excluded_conditions, fn.__module__ or "", excluded_conditions) or ()
+        user_draws = validation.user_draws(fn, draw or {}, errors)
+        leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, user_draws, nograd, errors)
+        results = validation.output_arguments(fn, out_specs, mesh, custom, errors)
+        all_read = not errors.texts
+        errors.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
+        errors.of(validation.check_surroundings, setup, around, assume, isolate, cost, in_specs)
+        excluded = errors.of(validation.excluded_conditions, fn.__module__ or "", excluded_conditions) or ()
         # 3. What refers to dims and tensors, if all of them could be read.
         if all_read:
-            results += rejection.of(validation.modified_arguments, modifies, leaves, results) or ()
-            rejection.of(validation.check_axes_used, mesh, leaves, results)
-            rejection.of(validation.check_module, module, in_specs, results, out_specs)
-            validation.check_draws(leaves, user_draws, dims or {}, rejection)
-            rejection.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)
+            results += errors.of(validation.modified_arguments, modifies, leaves, results) or ()
+            errors.of(validation.check_axes_used, mesh, leaves, results)
+            errors.of(validation.check_module, module, in_specs, results, out_specs)
+            validation.check_draws(leaves, user_draws, dims or {}, errors)
+            errors.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)
         reduced = reduction if all_read else ()
-        validation.check_choices(dtypes, engines, replicas, reduced, roundings, leaves, results, rejection)
-        rejection.raise_all()
+        validation.check_choices(dtypes, engines, replicas, reduced, roundings, leaves, results, errors)
+        errors.raise_all()
         declared = Scheme(
             name=name,
             fn=fn,
@@ -195,7 +195,7 @@ def scheme(
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),
         )
-        discover.enter(declared, rejection)
+        discover.enter(declared, errors)
         return declared
 
     return declare

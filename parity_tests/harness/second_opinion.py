@@ -1,12 +1,12 @@
-"""A failure is judged once more before it is reported: in fresh processes, which share nothing with this one.
+"""A failing case is verified once more before it is reported: in fresh processes, which share nothing with this one.
 
 Ranks of lockstep are threads of one process, so state that a library keeps for its process is shared by ranks, and by
-the schemes of one run. A failing case is run on gloo; where it passes there, lockstep's verdict is no verdict on the
-function, and the report says what else it may come from.
+the schemes of one run. A failing case is run on gloo; where it passes there, the failure may not be the function's,
+and the report says what else it may come from.
 
-One cause is the function's own: what it has kept from an earlier call. This process has made many calls, so a case can
-fail here even with no calling condition drawn. It is judged again in fresh processes after a call with other values or
-other sizes; where that fails, the case with this call before it is what the report and its replay have.
+One cause is in the function: state that it keeps from an earlier call. This process has made many calls, so a case can
+fail here even with no calling condition drawn. It is verified again in fresh processes after a call with other values
+or other sizes; where that fails, the report and its replay have the case with this call before it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report
 from parity_tests.harness.run.failure import Deadlock, NotRun, Unwaited
 from parity_tests.harness.run.protocol import disagreement
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 
 MAX_RANKS = 16
-ALONE_TIMEOUT_S = 180.0  # for a fresh interpreter, which imports torch and JAX and compiles the reference
+FRESH_PROCESS_TIMEOUT_S = 180.0  # for a fresh interpreter, which imports torch and JAX and compiles the reference
 REMEDY = "bind it in setup=, name its module in isolate=, or verify with --engine gloo"
 PASSES_ON_GLOO = (
     "gloo passes this case in fresh processes, so lockstep's result is no verdict on the function. Ranks of lockstep "
@@ -53,10 +53,10 @@ VERIFIED: set[str] = set()  # keys of the schemes that this process has verified
 
 
 def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = None) -> Report:
-    """The report of a failing case, with the verdict of fresh processes on it where they can be started.
+    """The report of a failing case, with the verdict of fresh processes if they can be started.
 
     `earlier` is the case that it was shrunk from, whose other call may be the one that it needs. Processes of gloo
-    serve one case after another, so that a case which fails in them is judged in fresh ones too.
+    serve one case after another, so that a case which fails in them is verified in fresh ones too.
     """
     files = {other.file for other in TABLE.values()}
     has_other_schemes = bool(VERIFIED - {scheme.key} or files - {scheme.file})
@@ -78,12 +78,12 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
             return _with_state_between_calls(scheme, report, after, engine)
     if engine == "gloo" and not has_other_schemes:
         return report
-    is_process_changed = engine == "gloo" or (has_other_schemes and _passes_alone(scheme, report))
+    is_process_changed = engine == "gloo" or (has_other_schemes and _passes_in_fresh_process(scheme, report))
     return _without_verdict(report, PROCESS_CHANGED if is_process_changed else PASSES_ON_GLOO)
 
 
 def _without_verdict(report: Report, reason: str) -> Report:
-    """The report as engines that disagree; what was said of a mismatch is taken back."""
+    """The report with the verdict `engines disagree`, without the notes on a mismatch."""
     return replace(report, engines_disagree=reason, notes={}, values_to_avoid=())
 
 
@@ -101,8 +101,8 @@ def _could_fail_on_gloo(report: Report) -> bool:
     is_poisoned = any((np.isnan(tensor.got) & ~np.isnan(tensor.want)).any() for tensor in wrong)
     if is_poisoned and any(row.is_async for row in report.ledger.rows):
         return False
-    is_rejected_alone = bool(report.protocol) and disagreement(report.ledger) is None
-    return bool(wrong or report.cost or report.hygiene) or not is_rejected_alone
+    is_rejection_only = bool(report.protocol) and disagreement(report.ledger) is None
+    return bool(wrong or report.cost or report.hygiene) or not is_rejection_only
 
 
 def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:
@@ -152,7 +152,7 @@ def _with_state_between_calls(scheme: Declared, report: Report, after: Report, e
     )
 
 
-def _passes_alone(scheme: Declared, report: Report) -> bool:
+def _passes_in_fresh_process(scheme: Declared, report: Report) -> bool:
     """Whether the case passes on its own engine in a fresh interpreter that imports the scheme's file alone."""
     with tempfile.TemporaryDirectory() as folder:
         file = write_replay(scheme, report, folder)
@@ -160,7 +160,11 @@ def _passes_alone(scheme: Declared, report: Report) -> bool:
         command = [sys.executable, "-m", "parity_tests.cli.app", "replay", file, "--quiet", "--json", "-"]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=ALONE_TIMEOUT_S, env=os.environ | {"PYTHONPATH": path}
+                command,
+                capture_output=True,
+                text=True,
+                timeout=FRESH_PROCESS_TIMEOUT_S,
+                env=os.environ | {"PYTHONPATH": path},
             )
             return json.loads(done.stdout)["status"] == 0
         except (OSError, subprocess.TimeoutExpired, ValueError):

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from parity_tests.harness import verdict
+from parity_tests.harness import verify_one_case
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import CONDITIONS, OTHER_CALLS, with_one_less
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from shardproof import check, scheme, values
 
 EXAMPLES = 80  # without the condition
@@ -188,14 +188,14 @@ def of_the_same_shapes(name):
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch):
     """No state is left from one case to the next, as where each runs in processes of its own."""
-    run = verdict.run
+    run = verify_one_case.run
 
     def run_afresh(*arguments, **more):
         for state in (SIZES, BUFFERS, FIRST):
             state.clear()
         return run(*arguments, **more)
 
-    monkeypatch.setattr(verdict, "run", run_afresh)
+    monkeypatch.setattr(verify_one_case, "run", run_afresh)
 
 
 def test_there_is_one_for_each_condition():

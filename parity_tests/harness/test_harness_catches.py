@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parity_tests.harness import verdict
+from parity_tests.harness import verify_one_case
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge import compare, side_checks
 from parity_tests.harness.run import program, stitch
@@ -20,7 +20,7 @@ VERDICTS = {"cotangent": "hygiene", "input": "hygiene", "last bit": "hygiene", "
 
 def report_of(name):
     sentinel = SENTINELS[name]
-    return verdict.verify_case(sentinel, sentinel.case(b=4, seed=7))
+    return verify_one_case.verify_case(sentinel, sentinel.case(b=4, seed=7))
 
 
 @pytest.mark.parametrize("name", SENTINELS)
@@ -127,18 +127,18 @@ def nan_is_close(patch):
 
 def reference_that_echoes_the_ranks(patch):
     """The output of the ranks replaces that of the reference: a test of a thing against itself."""
-    evaluated = verdict.evaluate
+    evaluated = verify_one_case.evaluate
 
     def echo(scheme, program, case):
         evaluation = evaluated(scheme, program, case)
-        results = verdict.run(program, case, case.engine).results
+        results = verify_one_case.run(program, case, case.engine).results
         outputs = {
             arg.name: compare.stitch(arg, [r.outputs[arg.name] for r in results], case, {}, "output").copies[0]
             for arg in scheme.outputs
         }
         return replace(evaluation, outputs=outputs)
 
-    patch.setattr(verdict, "evaluate", echo)
+    patch.setattr(verify_one_case, "evaluate", echo)
 
 
 INJECTED = [

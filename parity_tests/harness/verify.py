@@ -2,18 +2,20 @@
 
 How a mismatch comes to be printed, from a drawn case to the lines under a red row:
 
-1. `verdict.verify_case` evaluates the reference, runs the ranks and compares every tensor. For each that differs,
-   `explain.clues` makes notes from its numbers, each with the scope of the cases that could refute it.
-2. `undecided.mark_undecided` takes the verdict back where the reference itself jumps within the rounding of its inputs.
+1. `verify_one_case.verify_case` evaluates the reference, runs the ranks and compares every tensor. For each wrong one,
+   `explain.clues` makes notes from its numbers, each with its scope: the cases that could refute it.
+2. `undecided.mark_undecided` replaces the mismatch by the verdict `undecided` where the reference itself jumps within
+   the rounding of its inputs. `verify_or_undecided` is steps 1 and 2.
 3. Hypothesis shrinks the case; `smallest.shrink` goes on to the smallest that fails alike.
-4. `plain_values.name_values_to_avoid` tries the case with normal values, to name the inputs whose ties or zeros the
-   failure needs.
-5. `second_opinion` judges it on gloo, in fresh processes.
-6. `notes.check_notes` judges other cases and keeps the notes that hold in each that fails too.
+4. `special_values.name_values_to_avoid` verifies the case with normal values, to name the inputs whose ties or zeros
+   the failure needs.
+5. `second_opinion` verifies it on gloo, in fresh processes.
+6. `notes.check_notes` verifies other cases and keeps the notes that hold in each that fails too.
 7. `repaired_lines.name_lines` adds the line of a collective whose repair makes the tensor right.
-8. A replay file is written, and the report prints the notes that are left, the best explanation first.
+8. A replay file is written, and the report prints the notes that remain, the best explanation first.
 
-`check` is the same for one case, and raises; it is the body of a parity test.
+`check` is the body of a parity test: steps 1, 2 and 8 for one case, and raises. Hypothesis shrinks a failing test, and
+no other case tests the notes.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_
 from parity_tests.harness.draw.reproducible import reproducible_draws
 from parity_tests.harness.draw.strategy import EXAMPLES, SHAPES, every_case, profile
 from parity_tests.harness.experiments.notes import check_notes, from_one_case
-from parity_tests.harness.experiments.plain_values import name_values_to_avoid
 from parity_tests.harness.experiments.smallest import shrink
-from parity_tests.harness.experiments.undecided import verdict_of
+from parity_tests.harness.experiments.special_values import name_values_to_avoid
+from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.judge.reference import CLOCK, ReferenceFailure
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merge_reports, mesh_text, sizes
@@ -105,7 +107,7 @@ def verify(
 
 
 def _with_smallest_case(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
-    """The report with what its smallest case shows in place of the failing one."""
+    """The report of its smallest case in place of the failing one, with the counts of all examples."""
     small = shrink(scheme, report, fixed)
     meshes = (mesh_text(small.case.mesh),)
     rest = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
@@ -113,7 +115,7 @@ def _with_smallest_case(scheme: Declared, report: Report, fixed: Mapping[str, An
 
 
 def _is_open(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
-    """Whether a dim, a mesh axis or an option is left to the draw, and not values alone."""
+    """Whether a dim, a mesh axis or an option is drawn, and not only values."""
     chosen = {**scheme.mesh, **scheme.options, **scheme.rank_options}
     return not _has_all_dims(scheme, fixed) or any(
         len(choices) > 1 and name not in fixed for name, choices in chosen.items()
@@ -132,9 +134,9 @@ def _first_cases(
     For one example it is the case of the seed. With all dims fixed there is one case for each mesh and dtype and, where
     the caller chose neither a number of examples nor the world, one inside a larger world.
     """
-    by_default = {**draw_options, "inside_subgroup": bool(draw_options["inside_subgroup"])}
-    seeded_case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **by_default)
-    cases = _case_of_each_mesh_and_dtype(scheme, fixed, by_default, seed)
+    default_options = {**draw_options, "inside_subgroup": bool(draw_options["inside_subgroup"])}
+    seeded_case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **default_options)
+    cases = _case_of_each_mesh_and_dtype(scheme, fixed, default_options, seed)
     total = examples or (EXAMPLES[profile()] if _is_open(scheme, fixed) else len(cases))
     if examples == 1:
         return [seeded_case], total
@@ -152,7 +154,7 @@ def _case_of_each_mesh_and_dtype(
 ) -> list[CaseSpec]:
     """Where all dims are fixed: one case on each mesh that can shard them, in each dtype.
 
-    A mistake on one mesh or in one dtype alone is common, such as a sum in bfloat16.
+    A mistake on one mesh or in one dtype only is common, such as a sum in bfloat16.
     """
     if not _has_all_dims(scheme, fixed):
         return []
@@ -165,7 +167,7 @@ def _case_of_each_mesh_and_dtype(
 
 
 def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
-    """No verdict on what no example compared: tensors all empty, or one whose reference is NaN throughout.
+    """Errors: NothingCompared if every tensor is empty, or if the reference of one is NaN throughout.
 
     NaN in the reference equals NaN, which is evidence only where infinities were drawn.
     """
@@ -191,7 +193,7 @@ def _until_one_fails(scheme: Declared, cases: Sequence[CaseSpec]) -> list[Report
     reports: list[Report] = []
     for case in cases:
         if not reports or not reports[-1].failed:
-            reports.append(verdict_of(scheme, case))
+            reports.append(verify_or_undecided(scheme, case))
     return reports
 
 
@@ -227,7 +229,7 @@ def _search(
     def example(case: CaseSpec) -> None:
         if failing and isinstance(failing[-1].failure, Stalled):
             return  # every further example would wait as long; the search ends without a smaller case
-        report = verdict_of(scheme, case)
+        report = verify_or_undecided(scheme, case)
         nonlocal shrinking_steps
         if failing:
             shrinking_steps += 1
@@ -254,9 +256,9 @@ _LAST_REPLAY: dict[str, str] = {}
 
 
 def check(case: CaseSpec) -> Report:
-    """Judge one case and raise unless all four oracles pass; for a failing case a replay file is written."""
+    """Verify one case and raise unless all four oracles pass; for a failing case a replay file is written."""
     scheme = lookup(case.scheme)
-    report = verdict_of(scheme, case)
+    report = verify_or_undecided(scheme, case)
     if report.is_undecided and currently_in_test_context():
         reject()  # another example is drawn in its place; where there is none, the test does not pass
     if not report.ok:
@@ -268,7 +270,7 @@ def check(case: CaseSpec) -> Report:
 
 
 def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = "lockstep", **fixed: Any) -> None:
-    """Draw cases of a scheme and `check` each: the body of a parity test that stands for several schemes or engines.
+    """Draw cases of a scheme and `check` each: the body of a parity test of several schemes or engines.
 
     `examples` is their number, by default that of Hypothesis's profile in force; `fixed` are mesh axes, dims and
     options that are not drawn. Raises what `check` raises, at the smallest failing case.
@@ -284,7 +286,7 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
 
 
 def _with_replay_file(scheme: Declared, report: Report, folder: str, replaces: str | None = None) -> Report:
-    """The report with its replay file; where the folder takes none it says why, since the verdict matters more."""
+    """The report with its replay file, or with the reason why none could be written."""
     try:
         return replace(report, replay=write_replay(scheme, report, folder, replaces))
     except OSError as error:

@@ -25,7 +25,7 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.run.speed_advice import without_advice
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
 
 TRACED = 8  # drawn cases that tell which lines a scheme runs

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.mamba.outside import outside
 from parity_tests.mamba.test_scan import DECLARED
 from shardproof import scheme

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.mamba.outside import NEEDS, is_installed, outside
 from parity_tests.mamba.test_hidden_parallel import hidden_parallel_packed
 from parity_tests.mamba.test_mix import convolved

@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import skip_init
 
 from jax_ref.models import Config, next_ids, normalised, token_losses
-from parity_tests.harness.experiments.undecided import CHOICE, verdict_of
+from parity_tests.harness.experiments.undecided import CHOICE, verify_or_undecided
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import (
     DTYPES,
@@ -130,7 +130,7 @@ def test_a_norm_that_comes_near_to_0_by_rounding_is_undecided_in_bfloat16(seed):
     """The mixer's norm divides by it: the gradient grows by more than any derivative says, from one float64 too."""
     case = tied_hybrid_in_stages.case(seed=seed, dtype="bfloat16")
     assert verify_case(tied_hybrid_in_stages, case).verdict == "mismatch"
-    assert verdict_of(tied_hybrid_in_stages, case).undecided_reason == CHOICE
+    assert verify_or_undecided(tied_hybrid_in_stages, case).undecided_reason == CHOICE
 
 
 class Tied(nn.Module):

@@ -20,7 +20,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.experiments.smallest import shrink
-from parity_tests.harness.experiments.undecided import verdict_of
+from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.report.report import Report, sizes
 from parity_tests.harness.verify import verify
 from parity_tests.peers.findings import Contract, Finding, expected
@@ -85,7 +85,7 @@ def known(scheme: Declared, engine: str, examples: int) -> Report:
     Notes and second opinions are for what is new. Where no case fails, the report of the last.
     """
     for seed in range(2 * examples):
-        report = verdict_of(scheme, one_case(scheme, seed=seed, engine=engine))
+        report = verify_or_undecided(scheme, one_case(scheme, seed=seed, engine=engine))
         if report.failed:
             return shrink(scheme, report, {}) if engine == "lockstep" else report
     return report

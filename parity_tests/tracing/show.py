@@ -12,7 +12,7 @@ from rich.table import Table
 
 from parity_tests.harness.report.out_path import write_text
 from parity_tests.harness.report.report import number
-from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH
+from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, RANK_FAILED
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.tracing.lines import Line, first
 
@@ -41,7 +41,7 @@ class TraceReport:
     @property
     def status(self) -> int:
         if self.failure is not None:
-            return FAILED
+            return RANK_FAILED
         return EQUAL if first(self.lines) is None else MISMATCH
 
 
@@ -62,8 +62,8 @@ def print_report(console: Console, report: TraceReport, is_whole: bool, quiet: b
 
 def console(json: str | None) -> Console:
     """Where the table goes: to standard error where standard output is for JSON alone."""
-    aside = json == "-"
-    return Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else WIDTH)
+    text_to_stderr = json == "-"
+    return Console(stderr=text_to_stderr, width=None if Console(stderr=text_to_stderr).is_terminal else WIDTH)
 
 
 def write(reports: Sequence[TraceReport], json: str | None) -> int:

@@ -13,7 +13,7 @@ from parity_tests.harness.declare.case import ENGINES, CaseSpec
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.harness.run.engines import run as on_ranks
-from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH
+from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, RANK_FAILED
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.training import checkpoint, page, show
 from parity_tests.training.body import train as body
@@ -63,15 +63,15 @@ def _check_world(runs: Sequence[Run], world: int) -> None:
 
 
 def _all(runs: Sequence[Run], options: TrainOptions) -> int:
-    aside = options.json == "-"  # standard output is for JSON alone
-    console = Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else show.WIDTH)
+    text_to_stderr = options.json == "-"  # standard output is for JSON alone
+    console = Console(stderr=text_to_stderr, width=None if Console(stderr=text_to_stderr).is_terminal else show.WIDTH)
     reference_steps, status, done, reports = ReferenceSteps(), EQUAL, [], []
     for run in runs:
         try:
             steps = followed(run, reference_steps, options.engine, options.quiet)
         except RankFailure as failure:
             console.print(f"{show.named(run)}: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
-            status = FAILED
+            status = RANK_FAILED
             reports.append((run, failure))
             continue
         done.append((run, steps))

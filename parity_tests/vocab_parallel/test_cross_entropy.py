@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import cross_entropy
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from shardproof import CaseSpec, Cost, check, every_case, scheme, values
 from torch_impl import vocab_parallel as vp

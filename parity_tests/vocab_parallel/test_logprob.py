@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, values

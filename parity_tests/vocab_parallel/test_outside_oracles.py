@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.test_cross_entropy import distributed_cross_entropy
 from parity_tests.vocab_parallel.test_distillation import distillation_over_tp_and_cp
 from parity_tests.vocab_parallel.test_entropy import chunked_distributed_entropy

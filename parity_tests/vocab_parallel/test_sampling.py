@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import sampled_logprob
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import owned_range

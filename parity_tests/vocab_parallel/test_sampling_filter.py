@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jax_ref.vocab_parallel import sampling_mask as reference
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from shardproof import CaseSpec, check, every_case, scheme
 from torch_impl.vocab_parallel.filter_bounds import limits_of

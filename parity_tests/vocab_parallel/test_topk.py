@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jax_ref.vocab_parallel import logits_at, topk
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, integers, scheme, values

@@ -1,4 +1,4 @@
-"""What a scheme declares beside its function and its reference, a layout or the cost, cannot be used."""
+"""A declaration that is found unusable when a case runs: a layout or the cost of a scheme."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from traceback import extract_tb
 
 
 class DeclarationFailure(ValueError):
-    """A layout or the cost of a scheme raised, or returned what it must not. It is that scheme's mistake alone."""
+    """A layout or the cost of a scheme raised, or returned what it must not. Other schemes are not affected."""
 
 
 def raised_by(what: str, error: Exception) -> DeclarationFailure:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parity_tests.harness.declare.declaration_errors import DeclarationErrors
     from parity_tests.harness.declare.declared import Argument
     from parity_tests.harness.declare.draws import Draw
-    from parity_tests.harness.declare.mistakes import Mistakes
 
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
@@ -25,29 +25,29 @@ def check_dims(
     dims: Mapping[str, Any],
     mesh: Mapping[str, Any],
     draws: Mapping[str, Draw],
-    rejection: Mistakes,
+    errors: DeclarationErrors,
 ) -> None:
     input_dims = {name for arg in leaves for name in names_of(arg)}
     all_dims = input_dims | {name for arg in results for name in names_of(arg)}
     formulas = {name: formula for name, formula in dims.items() if isinstance(formula, str)}
     used = {how.dim for how in draws.values() if how.dim}
     for name, formula in formulas.items():
-        used |= set(formula_names(formula, name, rejection))
+        used |= set(formula_names(formula, name, errors))
     for name, choices in dims.items():
-        with rejection.collected():
+        with errors.collected():
             if name in mesh:
-                raise rejection(f"dims has {name!r}, which is an axis of the mesh; its sizes are mesh[{name!r}]")
+                raise errors(f"dims has {name!r}, which is an axis of the mesh; its sizes are mesh[{name!r}]")
             if name not in all_dims | used:
-                raise rejection(f"dims has {name!r}, the dims are ({', '.join(sorted(all_dims))})")
+                raise errors(f"dims has {name!r}, the dims are ({', '.join(sorted(all_dims))})")
             unknown = [n for n in names_in(formulas.get(name, "0")) if n not in (*input_dims, *dims, *mesh)]
             if unknown:
                 nor = f"no input has dim {unknown[0]}, nor is it an axis ({', '.join(mesh)})"
-                raise rejection(f"dims[{name!r}] = {choices!r}: {nor}")
+                raise errors(f"dims[{name!r}] = {choices!r}: {nor}")
             sizes = () if name in formulas else choices
             if not choices or not all(isinstance(size, int) and size >= 0 for size in sizes):
-                raise rejection(f"dims[{name!r}] is {choices!r}; give a tuple of sizes or a formula such as '2*g'")
+                raise errors(f"dims[{name!r}] is {choices!r}; give a tuple of sizes or a formula such as '2*g'")
     for name in dims:
-        _check_no_cycle([name], dims, rejection)
+        _check_no_cycle([name], dims, errors)
 
 
 def names_of(arg: Argument) -> set[str]:
@@ -61,25 +61,25 @@ def groups(arguments: Sequence[Argument]) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], rejection: Mistakes) -> None:
+def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], errors: DeclarationErrors) -> None:
     """Follow every formula from the last dim of a path of formulas."""
     formula = dims.get(path[-1])
-    for name in formula_names(formula, path[-1], rejection) if isinstance(formula, str) else ():
+    for name in formula_names(formula, path[-1], errors) if isinstance(formula, str) else ():
         if name in path:
-            raise rejection(f"dims: {' -> '.join([*path[path.index(name) :], name])} is a cycle")
-        _check_no_cycle([*path, name], dims, rejection)
+            raise errors(f"dims: {' -> '.join([*path[path.index(name) :], name])} is a cycle")
+        _check_no_cycle([*path, name], dims, errors)
 
 
-def formula_names(text: str, name: str, rejection: Mistakes) -> list[str]:
+def formula_names(text: str, name: str, errors: DeclarationErrors) -> list[str]:
     """Dims and axes that a formula refers to; rejects anything but +, -, *, // of them and integers."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
-        raise rejection(f"dims[{name!r}] = {text!r} is no formula; write one such as '2*g'") from None
+        raise errors(f"dims[{name!r}] = {text!r} is no formula; write one such as '2*g'") from None
     allowed = (ast.BinOp, ast.Name, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Load)
     numbers = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     if not all(isinstance(node, allowed) for node in ast.walk(tree)) or any(type(n) is not int for n in numbers):
-        raise rejection(f"dims[{name!r}] = {text!r}: a formula has dims, integers and + - * //")
+        raise errors(f"dims[{name!r}] = {text!r}: a formula has dims, integers and + - * //")
     return names_in(text)
 
 

@@ -22,7 +22,7 @@ from parity_tests.harness.declare.declared import Declared
 TABLE: dict[str, Declared] = {}
 
 
-def enter(scheme: Declared, rejection: Callable[[str], ValueError]) -> None:
+def enter(scheme: Declared, errors: Callable[[str], ValueError]) -> None:
     """Put a scheme in the table; the same file, or a notebook cell run again, replaces its own entry.
 
     One run of a file that declares a name twice is rejected: a case knows its scheme by the name alone.
@@ -30,11 +30,11 @@ def enter(scheme: Declared, rejection: Callable[[str], ValueError]) -> None:
     old = TABLE.get(scheme.key)
     if old is not None and not _is_cell(old.file):
         if old.file != scheme.file:
-            raise rejection(f"is already declared in {old.file}:{old.line}")
+            raise errors(f"is already declared in {old.file}:{old.line}")
         if old.line != scheme.line and (_is_of_one_import(old, scheme) or _is_defined_twice(scheme)):
-            raise rejection(f"is defined in line {old.line} and again in line {scheme.line}; give one another name")
+            raise errors(f"is defined in line {old.line} and again in line {scheme.line}; give one another name")
         if _is_of_one_import(old, scheme):
-            raise rejection(
+            raise errors(
                 f"is declared twice by line {scheme.line}, as in a loop; "
                 "give each function another __name__ before scheme(...) takes it"
             )

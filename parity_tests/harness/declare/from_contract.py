@@ -14,7 +14,7 @@ def specs(
     contract: Callable[..., Any] | None,
     inputs: Mapping[str, Any] | None,
     outputs: Any,
-    rejection: Callable[[str], ValueError],
+    errors: Callable[[str], ValueError],
 ) -> tuple[Any, Any]:
     """The specs of the inputs and outputs of `fn`: as declared, else those of the contract.
 
@@ -26,17 +26,17 @@ def specs(
     stated = contract_of(contract or fn) or (read_contract(fn) if contract is None else None)
     if stated is None or not (stated.inputs or stated.outputs):
         missing = "inputs" if inputs is None else "outputs"
-        raise rejection(f"has no {missing}, and the signature of {name} states no contract; pass {missing}")
+        raise errors(f"has no {missing}, and the signature of {name} states no contract; pass {missing}")
     if inputs is None:
         inputs = {key: spec for key, spec in stated.inputs.items() if key in signature}
         if not inputs:
-            raise rejection(
+            raise errors(
                 f"takes ({', '.join(signature)}), of which the contract of {name} has none "
                 f"({', '.join(stated.inputs)}); name the arguments alike, or pass inputs"
             )
     if outputs is None:
         if not stated.outputs:
-            raise rejection(f"has no outputs, and the signature of {name} states none; pass outputs")
+            raise errors(f"has no outputs, and the signature of {name} states none; pass outputs")
         form = tuple(stated.outputs[0])
         outputs = form[0] if len(form) == 1 else form
     return inputs, outputs

@@ -8,7 +8,7 @@ import torch
 from parity_tests.harness.declare.conditions import record_of
 from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from shardproof import check, scheme
 
 MESH = (1, 2, 4)

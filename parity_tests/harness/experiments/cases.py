@@ -22,11 +22,11 @@ def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> Case
     new_case = _larger_case(scheme, case, case.scheme_mesh, seed)
     if new_case is None:
         return None
-    return new_case.replace(values=case.values if values else plain(scheme, new_case))
+    return new_case.replace(values=case.values if values else normal_values(scheme, new_case))
 
 
 def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | None:
-    """Plain values at larger sizes on another declared mesh, each of its axes of two ranks or more if one is."""
+    """Normal values at larger sizes on another declared mesh, each of its axes of two ranks or more if one is."""
     scheme_mesh = case.scheme_mesh
     meshes = [
         mesh for mesh in size_choices.meshes(scheme, {}, None) if mesh != scheme_mesh and math.prod(mesh.values()) > 1
@@ -42,7 +42,7 @@ def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | N
 
     for mesh in sorted(meshes, key=alike)[:1]:
         new_case = _larger_case(scheme, case, mesh, seed)
-        return None if new_case is None else new_case.replace(values=plain(scheme, new_case))
+        return None if new_case is None else new_case.replace(values=normal_values(scheme, new_case))
     return None
 
 
@@ -59,7 +59,7 @@ def on_one_rank(scheme: Declared, case: CaseSpec) -> CaseSpec | None:
 
 
 def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSpec | None:
-    """All ids the same, in the middle of a shard, and wide tensors: what belongs to one id stands by itself."""
+    """All ids the same, in the middle of a shard, and wide tensors, so that what belongs to one id is a region."""
     by_ids = [arg for arg in scheme.inputs if scheme.draws[arg.name].kind == "ids"]
     if not by_ids:
         return None
@@ -75,11 +75,13 @@ def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSp
     except ValueError:  # a size that follows from these, or a layout, does not allow it
         return None
     ids = {arg.name: {**new_case.values[arg.name], "picks": [[shard, "middle"]]} for arg in by_ids}
-    return new_case.replace(mesh=case.mesh, values={**plain(scheme, new_case), **ids}, conditions=case.conditions)
+    return new_case.replace(
+        mesh=case.mesh, values={**normal_values(scheme, new_case), **ids}, conditions=case.conditions
+    )
 
 
-def plain(scheme: Declared, case: CaseSpec) -> dict[str, object]:
-    """The values of a case with all floating inputs normal, so that none are equal or extreme."""
+def normal_values(scheme: Declared, case: CaseSpec) -> dict[str, object]:
+    """The values of a case with all floating inputs of kind `normal`, so that none are equal or extreme."""
     return {
         name: {"kind": "normal"} if scheme.draws[name].kind == "float" else value for name, value in case.values.items()
     }

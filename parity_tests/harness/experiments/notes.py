@@ -2,9 +2,9 @@
 
 `harness.verify` says how a mismatch comes to be printed; these are its sixth and seventh steps.
 
-What one case suggests is tried on other cases: larger ones with the same values and with plain ones, another mesh, a
+What one case suggests is tried on other cases: larger ones with the same values and with normal ones, another mesh, a
 wider dtype, inputs a little off. A claim must hold in each that fails on the same tensor, and be of a kind that the
-experiment can refute. What no other case could try says so; what one refutes is left out.
+experiment can refute. A note that no other case could test says so; one that a case refutes is left out.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from parity_tests.harness.draw import inputs
 from parity_tests.harness.experiments import cases
 from parity_tests.harness.experiments.repaired_lines import name_lines
 from parity_tests.harness.explain.evidence import SINGLE_ELEMENT, Evidence
-from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, OBSERVED, ROUNDING, Note
+from parity_tests.harness.explain.note import ACROSS_MESHES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
 from parity_tests.harness.explain.places import NO_PATTERN, worst_element
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.harness.report.report import Report, sizes
 from parity_tests.harness.run.program import Program
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 
-UNTRIED = "; from one case"
+UNTESTED = "; from one case"
 
 
 def from_one_case(report: Report) -> Report:
-    """The report with its hypotheses worded as such: no other case has tried them."""
-    notes = {label: tuple(_untried(note) for note in notes) for label, notes in report.notes.items()}
+    """The report, whose hypotheses say that no other case has tested them."""
+    notes = {label: tuple(_untested(note) for note in notes) for label, notes in report.notes.items()}
     return replace(report, notes=notes)
 
 
 def check_notes(scheme: Declared, report: Report) -> Report:
-    """The report of a failing case with the notes that survive, which some 6 to 40 more cases decide."""
+    """The report of a failing case with the notes that no other case refutes; 6 to 40 more cases are run for it."""
     if report.failure is not None or not report.notes:
         return report
-    # Other cases are not tried where each would start processes, or begin from a state that calls have left.
+    # No other cases where each would start processes, or begin from state that earlier calls left in the function.
     if report.case.engine != "lockstep" or report.state_between_calls is not None:
         return from_one_case(report)
-    # 1. Other cases, those that fail too.
+    # 1. The derived cases that fail too.
     failing = _failing_cases(scheme, report.case)
     # 2. For each tensor, the notes that none of them refutes.
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
@@ -53,12 +53,12 @@ def check_notes(scheme: Declared, report: Report) -> Report:
 
 
 def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing: Sequence[Report]) -> Report | None:
-    """The case to look at where the smallest has too little to see: one that a note names, or a larger one of its mesh.
+    """The clearest case where the smallest has too few elements: one that a note names, or a larger one of its mesh.
 
     Of several that show the same wrong tensors it is the smallest that has MIN_ELEMENTS elements of each.
     """
-    sentences = [note for notes_of_tensor in notes.values() for note in notes_of_tensor]
-    named = [other for other in failing if any(f"(at {sizes(other.case)})" in note for note in sentences)]
+    all_notes = [note for notes_of_tensor in notes.values() for note in notes_of_tensor]
+    named = [other for other in failing if any(f"(at {sizes(other.case)})" in note for note in all_notes)]
     alike = [other for other in failing if other.case.mesh == report.case.mesh and other.notes.keys() == notes.keys()]
     large = [
         other for other in alike if all(tensor.want.size >= MIN_ELEMENTS for tensor in other.tensors if not tensor.ok)
@@ -68,7 +68,7 @@ def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing
 
 
 def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:
-    """Failing reports of derived cases, the one with most elements first."""
+    """Reports of derived cases that have wrong tensors, the one with most elements first."""
     derived = (
         cases.larger(scheme, case, 1, values=True),
         cases.larger(scheme, case, 2, values=False),
@@ -93,7 +93,7 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
     for origin in (report, *same_tensor):
         for note in origin.notes[label]:
             is_repeated = any(claim in earlier.claims for earlier in survivors for claim in note.claims)
-            if note.scope in (ACROSS_SIZES, ACROSS_MESHES, ROUNDING) and not is_repeated:
+            if note.scope in HYPOTHESES and not is_repeated:
                 survivor = _tested_hypothesis(scheme, report, origin, label, note, same_tensor)
                 survivors += [] if survivor is None else [survivor]
     observed = [n for n in report.notes[label] if n.scope == OBSERVED and not n.startswith(NO_PATTERN)]
@@ -102,7 +102,7 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
 
 
 def _evidence(report: Report, label: str) -> Evidence:
-    """What the report itself says about a tensor."""
+    """The part of the evidence on a tensor that its report has."""
     tensor = next(tensor for tensor in report.tensors if tensor.label == label)
     return Evidence(tensor.name, tensor.role, tensor.got, tensor.want, tensor.element_budgets, owners=tensor.owners)
 
@@ -110,14 +110,14 @@ def _evidence(report: Report, label: str) -> Evidence:
 def _tested_hypothesis(
     scheme: Declared, report: Report, origin: Report, label: str, note: Note, same_tensor: Sequence[Report]
 ) -> Note | None:
-    """A hypothesis of one of the cases, worded by what the other cases say of it; None if one refutes it."""
+    """A hypothesis of one of the cases with the claims that the others support; None if one refutes it."""
     is_of_this_case = origin is report
     if note.scope == ROUNDING:
         if not is_of_this_case:
             return None
         vanishes = _vanishes(scheme, origin.case, label)
         if vanishes is None:
-            return _untried(note)
+            return _untested(note)
         return note if vanishes else None
     relevant = [
         other
@@ -134,23 +134,23 @@ def _tested_hypothesis(
     if not is_of_this_case:
         return supported.extended(f" (at {sizes(origin.case)})")
     if not relevant:
-        return _untried(note)
+        return _untested(note)
     return _clearer(supported, label, relevant) if supported.endswith(SINGLE_ELEMENT) else supported
 
 
-def _clearer(thin: Note, label: str, relevant: Sequence[Report]) -> Note:
+def _clearer(note_on_one_element: Note, label: str, relevant: Sequence[Report]) -> Note:
     """A note that rests on one element, in the words of a larger case that has more."""
     for other in relevant:
         for note in other.notes[label]:
-            if not note.endswith(SINGLE_ELEMENT) and note.supported_by([thin]):
+            if not note.endswith(SINGLE_ELEMENT) and note.supported_by([note_on_one_element]):
                 return note.extended(f" (at {sizes(other.case)})")
-    return thin
+    return note_on_one_element
 
 
-def _untried(note: Note) -> Note:
-    """The note, worded as what one case suggests."""
-    is_fact = note.scope in (OBSERVED, CONTEXT) or note.endswith(SINGLE_ELEMENT)
-    return note if is_fact else note.extended(UNTRIED)
+def _untested(note: Note) -> Note:
+    """The note, which says that it is from one case if it is a hypothesis."""
+    says_so = note.endswith(SINGLE_ELEMENT)
+    return note if note.scope not in HYPOTHESES or says_so else note.extended(UNTESTED)
 
 
 WIDER = ("float64", "float32")
@@ -172,12 +172,12 @@ def _vanishes(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
         return None
     wide = reports[0].case
     larger = [cases.larger(scheme, wide, seed, values=seed == 1) for seed in (1, 2)]
-    verdicts = (_is_erratic(scheme, other, label) for other in (*larger, wide) if other is not None)
-    return next((verdict for verdict in verdicts if verdict is not None), False)
+    answers = (_is_erratic(scheme, other, label) for other in (*larger, wide) if other is not None)
+    return next((answer for answer in answers if answer is not None), False)
 
 
 def _is_erratic(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
-    """Whether inputs a little off change the error beyond recognition; None without one, or of too few elements."""
+    """Whether inputs a little off change the error completely; None without an error, or with too few elements."""
     report, program = verify_case(scheme, case), Program.of(scheme)
     if report.failure is not None or label not in report.notes:
         return None

@@ -1,7 +1,7 @@
 """A collective is named only if the tensor is right once that one line is repaired.
 
-A gradient may be wrong for reasons that no collective has a part in, and the first collective of the backward is not
-to blame for being first. So the case is run again with one line repaired at a time (see run/lockstep/repair.py), and
+A gradient may be wrong though every collective is right, and the first collective of the backward is not to blame for
+being first. So the case is run again with one line repaired at a time (see run/lockstep/repair.py), and
 the line whose repair makes the tensor right is named.
 """
 
@@ -23,12 +23,12 @@ from parity_tests.harness.run.lockstep.repair import (
     NO_POISON,
     OF_THE_BACKWARD,
     OMIT,
-    OTHER_MEAN,
     SUM_GRADIENT,
+    SWAP_SUM_AND_MEAN,
     Repair,
     under,
 )
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 
 MAX_REPAIRS = 16  # runs for each question
 Notes = Mapping[str, tuple[Note, ...]]
@@ -39,10 +39,10 @@ def name_lines(
 ) -> dict[str, tuple[Note, ...]]:
     """The notes with the lines whose repair makes a tensor right, of this case or a larger one of its mesh."""
     by_label = dict(notes)
-    in_backward = [label for label in notes if any(note.startswith(FORWARD_EQUAL) for note in notes[label])]
-    if in_backward and report.case.world > 1 and not _fails_alone(scheme, report, in_backward):
-        clearest = _clearest_failure(report, other_reports, in_backward)
-        for label, repair in _in_backward(scheme, clearest, in_backward).items():
+    gradients = [label for label in notes if any(note.startswith(FORWARD_EQUAL) for note in notes[label])]
+    if gradients and report.case.world > 1 and not _fails_on_one_rank(scheme, report, gradients):
+        clearest = _clearest_failure(report, other_reports, gradients)
+        for label, repair in _repairs_of_gradients(scheme, clearest, gradients).items():
             by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {_words(repair)}", repair.site)
     if any(note.startswith(NOT_FINITE) for notes_of_tensor in notes.values() for note in notes_of_tensor):
         for label, site in _read_too_early(scheme, report).items():
@@ -63,16 +63,16 @@ def _clearest_failure(report: Report, other_reports: Sequence[Report], labels: S
     return report
 
 
-def _fails_alone(scheme: Declared, report: Report, labels: Sequence[str]) -> bool:
-    """Whether one rank, which has nobody to talk to, makes the same mistake."""
-    alone = cases.on_one_rank(scheme, report.case)
-    if alone is None:
+def _fails_on_one_rank(scheme: Declared, report: Report, labels: Sequence[str]) -> bool:
+    """Whether a tensor is wrong on one rank too, where no collective can be to blame."""
+    case = cases.on_one_rank(scheme, report.case)
+    if case is None:
         return False
-    of_one = verify_case(scheme, alone)
-    return of_one.failure is None and any(label in of_one.notes for label in labels)
+    report_of_one_rank = verify_case(scheme, case)
+    return report_of_one_rank.failure is None and any(label in report_of_one_rank.notes for label in labels)
 
 
-def _in_backward(scheme: Declared, report: Report, labels: Sequence[str]) -> dict[str, Repair]:
+def _repairs_of_gradients(scheme: Declared, report: Report, labels: Sequence[str]) -> dict[str, Repair]:
     """For each gradient, the repair that makes it right and no other tensor wrong."""
     repairs = list(_repairs(report.ledger.rows))
     wrong = {tensor.label for tensor in report.tensors if not tensor.ok}
@@ -81,21 +81,21 @@ def _in_backward(scheme: Declared, report: Report, labels: Sequence[str]) -> dic
         if all(label in repair_of_label for label in labels):
             break
         repaired = verify_case(scheme, report.case, wrap_program=under(repair))
-        still = {tensor.label for tensor in repaired.tensors if not tensor.ok}
-        if repaired.failure is None and still < wrong:
-            for label in sorted(wrong - still):
+        still_wrong = {tensor.label for tensor in repaired.tensors if not tensor.ok}
+        if repaired.failure is None and still_wrong < wrong:
+            for label in sorted(wrong - still_wrong):
                 repair_of_label.setdefault(label, repair)
     return {label: repair for label, repair in repair_of_label.items() if label in labels}
 
 
 def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:
-    """Of each line of the backward and then of the forward; then of single calls of lines that issue several."""
-    calls: dict[tuple[str, str, str], dict[int, None]] = {}
+    """Of each line of the backward and then of the forward; then of single collectives of lines that issue several."""
+    numbers: dict[tuple[str, str, str], dict[int, None]] = {}
     for row in rows:
         if len(row.group) > 1 and row.source != "?" and row.op not in ("send", "recv", "barrier"):
-            calls.setdefault((row.phase, row.op, row.source), {})[row.seq] = None
-    lines = sorted(calls, key=lambda line: line[0] != "bwd")
-    for seqs_of in (lambda line: [None], lambda line: list(calls[line]) if len(calls[line]) > 1 else []):
+            numbers.setdefault((row.phase, row.op, row.source), {})[row.seq] = None
+    lines = sorted(numbers, key=lambda line: line[0] != "bwd")
+    for seqs_of in (lambda line: [None], lambda line: list(numbers[line]) if len(numbers[line]) > 1 else []):
         for phase, op, source in lines:
             actions = OF_THE_BACKWARD.get(op, ()) if phase == "bwd" else (SUM_GRADIENT,)
             for seq in seqs_of((phase, op, source)):
@@ -105,13 +105,13 @@ def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:
 def _words(repair: Repair) -> str:
     return {
         OMIT: f"{repair.site} [bwd] is one too many",
-        OTHER_MEAN: f"{repair.site} [bwd] takes a sum for a mean, or a mean for a sum",
+        SWAP_SUM_AND_MEAN: f"{repair.site} [bwd] takes a sum for a mean, or a mean for a sum",
         SUM_GRADIENT: f"the backward of {repair.site} lacks a sum of the ranks' gradients",
     }[repair.action]
 
 
 def _read_too_early(scheme: Declared, report: Report) -> dict[str, CallSite]:
-    """For each tensor, the asynchronous collective without whose poison it has no NaN that the reference lacks."""
+    """For each tensor, the asynchronous collective without whose poison it has fewer NaN that the reference lacks."""
     lines = {(row.op, row.source, row.phase): None for row in report.ledger.rows if row.is_async or row.op == "recv"}
     site_of_label: dict[str, CallSite] = {}
     before = {tensor.label: _unexpected_nans(tensor) for tensor in report.tensors}

@@ -16,7 +16,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.dim_formulas import complete_dims
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import another, draw_case, simplest
-from parity_tests.harness.experiments.undecided import verdict_of
+from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Stalled
 
@@ -26,8 +26,8 @@ MAX_RUNS = 40
 def shrink(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
     """The report of the smallest case found that fails as this one does; `fixed` sizes stay as they are.
 
-    `smallest` is true in it where every size was tried one step smaller and none of these cases fails so; it is false
-    where the number of runs did not suffice for that.
+    Its `smallest` is true if every size was tried one step smaller and no such case fails so; it is false if MAX_RUNS
+    runs were not enough for that.
     """
     if isinstance(report.failure, Stalled):  # each run would be as slow
         return report
@@ -42,7 +42,7 @@ def shrink(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report
 def with_fewest_conditions(scheme: Declared, report: Report) -> Report:
     """The report of the case without the calling conditions that the failure does not need."""
     for case in with_one_less(report.case):
-        other = verdict_of(scheme, case)
+        other = verify_or_undecided(scheme, case)
         if _fails_alike(other, report):
             return with_fewest_conditions(scheme, replace(other, smallest=report.smallest))
     return replace(report, conditions_needed=bool(report.case.conditions))
@@ -55,7 +55,7 @@ def _of_smallest_sizes(scheme: Declared, report: Report, fixed: Mapping[str, Any
             if runs == MAX_RUNS:
                 return report
             runs += 1
-            other = verdict_of(scheme, case)
+            other = verify_or_undecided(scheme, case)
             if _fails_alike(other, report):
                 report = replace(other, smallest=False, conditions_needed=report.conditions_needed)
                 break
@@ -111,7 +111,7 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
         simplest_case = draw_case(
             scheme, simplest, {**mesh, **dims, **case.options}, dtype=case.dtype, engine=case.engine, seed=case.seed
         )
-    except ValueError:  # no mesh or shape of the menus leads there
+    except ValueError:  # no declared mesh or shape has these sizes
         return
     layouts = {
         key: case.layouts[key] if _same_dim(key, case, simplest_case, mesh) else simplest_case.layouts[key]
@@ -120,8 +120,8 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
     lengths = {
         dim: case.lengths[dim]
         if sum(case.lengths[dim]["padded"]) == simplest_case.dims[dim] and mesh == case.scheme_mesh
-        else its
-        for dim, its in simplest_case.lengths.items()
+        else simplest_lengths
+        for dim, simplest_lengths in simplest_case.lengths.items()
     }
     resized = simplest_case.replace(
         mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()},
@@ -134,7 +134,7 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
 
 
 def _resized_other_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) -> dict[str, Any]:
-    """Another call of the same shapes as the judged one stays so; one of other sizes is drawn for the new mesh."""
+    """Another call of the same shapes as the case keeps its shapes; one of other sizes is drawn for the new mesh."""
     records = {name: record for name, record in case.conditions.items() if name in OTHER_CALLS}
     for name, record in records.items():
         if record["dims"] == case.dims:

@@ -3,7 +3,7 @@
 import pytest
 
 from parity_tests.harness.experiments.smallest import MAX_RUNS, shrink
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from shardproof import scheme, values
 
 

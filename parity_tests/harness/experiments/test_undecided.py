@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 
 from parity_tests.harness.draw.strategy import every_case
-from parity_tests.harness.experiments.undecided import CHOICE, POLE, TIE, mark_undecided, verdict_of
+from parity_tests.harness.experiments.undecided import CHOICE, POLE, TIE, mark_undecided, verify_or_undecided
 from parity_tests.harness.report.report import Undecided
 from parity_tests.harness.report.summary import Outcome, as_junit, closing
-from parity_tests.harness.verdict import verify_case
 from parity_tests.harness.verify import check
+from parity_tests.harness.verify_one_case import verify_case
 from shardproof import scheme, values
 
 
@@ -58,7 +58,7 @@ def test_equal_numbers_are_a_tie_wherever_they_were_drawn(value, seed):
     """Rows of zeros alone, and rows that are masked throughout, have several greatest numbers."""
     declaration = greatest(draw={"x": values("normal", "zeros", "ties", "neg_inf_mask", full_rows=True)})
     case = declaration.case(tp=2, b=4, v=6, seed=seed).replace(values={"x": value})
-    assert verdict_of(declaration, case).undecided_reason in (None, TIE)
+    assert verify_or_undecided(declaration, case).undecided_reason in (None, TIE)
 
 
 def of_one(function, reference, *kinds, full_rows=False, **more):
@@ -93,20 +93,20 @@ def test_where_the_reference_has_no_finite_gradient_there_is_no_right_one():
     """Torch has NaN at 0, JAX an infinity."""
     root = of_one(lambda x: x.abs().sqrt(), lambda x: jnp.sqrt(jnp.abs(x)), "normal", "zeros")
     case = root.case(b=2, v=3).replace(values={"x": {"kind": "zeros"}})
-    assert verdict_of(root, case).undecided_reason == POLE
-    assert verdict_of(root, case.replace(values={"x": {"kind": "normal"}})).ok
+    assert verify_or_undecided(root, case).undecided_reason == POLE
+    assert verify_or_undecided(root, case.replace(values={"x": {"kind": "normal"}})).ok
 
 
 @pytest.mark.parametrize("gradient", [1e30, float("nan"), float("inf")])
 def test_a_gradient_at_zeros_beyond_the_range_of_the_reference_is_a_mismatch(gradient):
     """At 0 the gradient of |x| is any from -1 to 1; that of sqrt |x| is any that neighbours of 0 have."""
     size = of_one(absolute(gradient), jax_absolute, "zeros")
-    assert verdict_of(size, size.case(b=2, v=3)).verdict == "mismatch"
+    assert verify_or_undecided(size, size.case(b=2, v=3)).verdict == "mismatch"
     root = of_one(
         lambda x: WithGradient.apply(x, x.detach().abs().sqrt(), gradient), lambda x: jnp.sqrt(jnp.abs(x)), "zeros"
     )
     expected = "mismatch" if gradient == 1e30 else "undecided" if gradient != gradient else "equal"
-    assert verdict_of(root, root.case(b=2, v=3)).verdict == expected
+    assert verify_or_undecided(root, root.case(b=2, v=3)).verdict == expected
 
 
 def test_infinities_excuse_no_output_and_no_gradient_that_is_nan():
@@ -121,7 +121,7 @@ def test_infinities_excuse_no_output_and_no_gradient_that_is_nan():
     for function in (torch.exp, *wrong):
         declaration = of_one(function, reference, *kinds, full_rows=True)
         case = declaration.case(b=3, v=4, seed=1).replace(values={"x": {"kind": "neg_inf_mask"}})
-        assert verdict_of(declaration, case).verdict == ("equal" if function is torch.exp else "mismatch")
+        assert verify_or_undecided(declaration, case).verdict == ("equal" if function is torch.exp else "mismatch")
 
 
 def centred(x, xp):
@@ -139,8 +139,8 @@ def test_a_gradient_of_what_is_nan_in_the_reference_is_not_judged():
     )  # fmt: skip
     for seed in range(4):
         case = declaration.case(b=6, v=2, seed=seed).replace(values={"x": {"kind": "neg_inf_mask"}})
-        assert verdict_of(declaration, case).verdict == "equal"
-        report = verdict_of(wrong, case)
+        assert verify_or_undecided(declaration, case).verdict == "equal"
+        report = verify_or_undecided(wrong, case)
         assert report.verdict == "mismatch"
         assert not np.isnan(report.tensors[0].want[report.tensors[1].where])
 

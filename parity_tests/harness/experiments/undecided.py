@@ -3,9 +3,9 @@
 A budget is of first order. Where rounding changes which expert a token goes to, which of two equal numbers is the
 greatest, what is sorted before what, or how near to 0 a number comes that is divided by, results differ by far more
 than any derivative says, and both are right. So before a mismatch is reported the reference is evaluated again at
-neighbours of the case, with real steps. The case says nothing if every wrong element lies within the range of the
-reference's own values there, each with the budget that it has there; one that the reference never comes near is a
-mistake, however the reference jumps.
+neighbours of the case, with real steps. The case is undecided if every wrong element lies within the range of the
+reference's own values there, each with the budget that it has there; one that the reference never comes near is
+wrong, however the reference jumps.
 
 Gradients also have conventions: what a library returns where there is no gradient, as of a root at 0, differs.
 """
@@ -30,23 +30,23 @@ from parity_tests.harness.judge import compare
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.program import Program
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 
-MIN_NEIGHBOURS = 4  # after which a case where no wrong element has jumped is called a mismatch
+MIN_NEIGHBOURS = 4  # after which a case of which no wrong element is explained is a mismatch
 MIN_REPEATS = 4  # of each number in a narrow dtype, on average, for equal ones to count as intended ties
 TIE = "tied inputs have no defined order or gradient; without ties the scheme passes"
 POLE = "the reference has no finite gradient at these inputs, and libraries differ in what they put there"
 CHOICE = "the reference jumps as far within the rounding of its inputs"
 
 
-def verdict_of(scheme: Declared, case: CaseSpec) -> Report:
-    """The report of a case; one that fails is looked at again, and may be undecided."""
+def verify_or_undecided(scheme: Declared, case: CaseSpec) -> Report:
+    """The report of `verify_case`; if it fails, `mark_undecided` decides whether it is undecided."""
     report = verify_case(scheme, case)
     return report if report.ok else mark_undecided(scheme, report)
 
 
 def mark_undecided(scheme: Declared, report: Report) -> Report:
-    """The report, undecided if the reference jumps as far as every wrong element and nothing else is wrong."""
+    """The report, as undecided if the reference jumps as far as every wrong element and nothing else is wrong."""
     wrong = [tensor for tensor in report.tensors if not tensor.ok]
     if report.failure is not None or report.protocol or report.cost or report.hygiene or not wrong:
         return report
@@ -64,8 +64,8 @@ def _is_tie(scheme: Declared, case: CaseSpec) -> bool:
     by_chance = 1 if UNIT_ROUNDOFF[case.dtype] <= UNIT_ROUNDOFF["float32"] else MIN_REPEATS
     if not any(np.unique(full[name]).size * by_chance < full[name].size for name in floating):
         return False
-    apart = {name: distinct(x, case) if name in floating else x for name, x in full.items()}
-    return verify_case(scheme, case, arrays=apart).ok
+    distinct_values = {name: distinct(x, case) if name in floating else x for name, x in full.items()}
+    return verify_case(scheme, case, arrays=distinct_values).ok
 
 
 def _is_at_poles(tensor: compare.TensorComparison) -> bool:

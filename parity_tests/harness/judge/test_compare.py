@@ -14,7 +14,7 @@ from parity_tests.harness.judge import compare
 from parity_tests.harness.judge.compare import C, K
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, evaluate
 from parity_tests.harness.run.program import Program, RankResult
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 
 U32, U16 = 2.0**-24, 2.0**-8
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from parity_tests.harness.declare import conditions
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import integers, values
 

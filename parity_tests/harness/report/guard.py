@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from parity_tests.harness.run.exit_status import EQUAL, FAILED, INTERRUPTED, NOTHING, UNREAD, USAGE
+from parity_tests.harness.run.exit_status import EQUAL, INTERRUPTED, NOTHING, RANK_FAILED, UNREAD, USAGE
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _sentence(error: Exception) -> tuple[int, str] | None:
     if isinstance(error, NotRun):
         return NOTHING, f"not run: {error}"
     if isinstance(error, ServerGone):
-        return FAILED, str(error)
+        return RANK_FAILED, str(error)
     return (USAGE, str(error)) if isinstance(error, (UnusableTarget, ReferenceFailure)) else None
 
 

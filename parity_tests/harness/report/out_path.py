@@ -17,9 +17,9 @@ def check_writable(**paths: str | None) -> None:
     Errors: ValueError for a folder that does not exist, for a path that is a folder or may not be written, and for
     standard output more than once.
     """
-    aside = [f"--{option} -" for option, path in paths.items() if path == "-" and option not in ALWAYS_FILES]
-    if len(aside) > 1:
-        raise ValueError(f"{' '.join(aside)}: standard output takes one of them; give the other a file")
+    to_stdout = [f"--{option} -" for option, path in paths.items() if path == "-" and option not in ALWAYS_FILES]
+    if len(to_stdout) > 1:
+        raise ValueError(f"{' '.join(to_stdout)}: standard output takes one of them; give the other a file")
     for option, path in paths.items():
         if path is None or (path == "-" and option not in ALWAYS_FILES):
             continue

@@ -37,7 +37,7 @@ COLUMNS = ("verdict", "tensor", "error", "budget", "ratio", "where")
 
 
 class VerdictError(AssertionError):
-    """A scheme does not mean its reference. One subclass for each oracle that says so."""
+    """The verdict is not `equal`. One subclass for each reason."""
 
 
 class ValueMismatch(VerdictError):
@@ -93,10 +93,10 @@ class Report:
     )  # meshes that cannot shard the sizes given, with the reason
     case_of_tensor: Mapping[str, CaseSpec] = field(default_factory=dict)
     trace_seconds: float = 0.0
-    is_undecided: bool = False  # there is no verdict
-    undecided_reason: str | None = None  # of the last example that has none, which may be left out of the verdict
+    is_undecided: bool = False  # neither equal nor a mismatch
+    undecided_reason: str | None = None  # of the last undecided example, also where the scheme is equal
     undecided_examples: int = 0
-    smallest: bool = False  # each size of the case was tried one step smaller, and none of these fails as it does
+    smallest: bool = False  # with any one size of the case one step smaller, it no longer fails so
     conditions_needed: bool = False  # the case passes if any one calling condition is left out
     values_to_avoid: tuple[str, ...] = ()  # inputs whose equal numbers, as zeros, cause the failure
     state_between_calls: str | None = None  # where fresh processes show that the function has one
@@ -151,14 +151,14 @@ class Report:
             raise Undecided("\n" + str(self))
         outputs = all(tensor.ok for tensor in self.tensors if tensor.role == "output")
         gradients = all(tensor.ok for tensor in self.tensors if tensor.role == "gradient")
-        mistakes: list[tuple[bool, type[VerdictError]]] = [
+        failing_oracles: list[tuple[bool, type[VerdictError]]] = [
             (not outputs, ValueMismatch),
             (not gradients, GradientMismatch),
             (bool(self.protocol), ProtocolMismatch),
             (bool(self.cost), CostMismatch),
             (bool(self.hygiene), HygieneViolation),
         ]
-        raise next(kind for holds, kind in mistakes if holds)("\n" + str(self))
+        raise next(kind for fails, kind in failing_oracles if fails)("\n" + str(self))
 
     def ledger_text(self) -> str:
         """The ledger as text: every collective of every rank in order of issue."""
@@ -167,9 +167,8 @@ class Report:
     def omissions(self) -> list[str]:
         """The meshes that were left out, those of one reason together: `tp=2 tp=4: v=7 cannot be sharded ...`."""
         reasons = dict.fromkeys(self.left_out.values())
-        return [
-            f"{' '.join(mesh for mesh, its in self.left_out.items() if its == reason)}: {reason}" for reason in reasons
-        ]
+        meshes_of = {reason: [mesh for mesh, other in self.left_out.items() if other == reason] for reason in reasons}
+        return [f"{' '.join(meshes)}: {reason}" for reason, meshes in meshes_of.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what `--json` writes."""
@@ -211,8 +210,8 @@ class Report:
     def __str__(self) -> str:
         out = io.StringIO()
         # In a notebook, rich would display the table at once instead of writing it.
-        plain = Console(file=out, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, force_jupyter=False)
-        plain.print(self.__rich__())
+        console = Console(file=out, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, force_jupyter=False)
+        console.print(self.__rich__())
         return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
     def __repr__(self) -> str:
@@ -301,7 +300,7 @@ class Report:
         return table
 
     def _cells(self, tensor: TensorComparison) -> tuple[str, ...]:
-        """What stands in each of COLUMNS; the verdict is first, so that a narrow terminal cannot wrap it away."""
+        """The text of each of COLUMNS; the verdict is first, so that a narrow terminal cannot wrap it away."""
         case = self.case_of_tensor.get(tensor.label, self.case)
         where = f"{index_text(tensor.where)} {case.dtype}"
         if not tensor.ok:
@@ -344,8 +343,8 @@ def merge_reports(reports: Iterable[Report]) -> Report:
     failed = [report for report in of_all_examples if report.failed]
     undecided = [report for report in of_all_examples if report.is_undecided]
     equal = [report for report in of_all_examples if report.ok]
-    plain = [report for report in equal if SPARE not in report.case.mesh]
-    example = (failed or plain or equal or undecided)[-1]
+    in_own_world = [report for report in equal if SPARE not in report.case.mesh]
+    example = (failed or in_own_world or equal or undecided)[-1]
     too_many = len(undecided) > MAX_UNDECIDED_SHARE * len(of_all_examples)
     worst: dict[str, tuple[TensorComparison, CaseSpec]] = {}
     for report in [example] if failed else equal or undecided:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from parity_tests.harness.judge.compare import TensorComparison
 from parity_tests.harness.report.report import Report
-from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH, NOTHING, USAGE
+from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, NOTHING, RANK_FAILED, USAGE
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Outcome:
     def status(self) -> int:
         unexpected = [report for report in self.reports if not self.is_expected(report)]
         if any(report.failure is not None for report in unexpected):
-            return FAILED
+            return RANK_FAILED
         if self.unexpected_passes or any(not report.ok for report in unexpected):
             return MISMATCH
         if self.not_judged:
@@ -79,8 +79,8 @@ class Outcome:
         return EQUAL if self.reports else NOTHING
 
     @property
-    def is_mistake_alone(self) -> bool:
-        """Whether a single scheme was to be judged and cannot be: then one sentence says all."""
+    def is_one_unusable_scheme(self) -> bool:
+        """Whether a single scheme was to be verified and is unusable, of which one sentence says all."""
         return len(self.not_judged) == 1 and not (self.reports or self.not_run or self.not_offered)
 
     def is_expected(self, report: Report) -> bool:
@@ -157,8 +157,8 @@ def _expectations(outcome: Outcome) -> list[str]:
     return lines
 
 
-# The order in which columns are left out of a terminal that is too narrow for all; before that the mesh is cut.
-WHERE_THERE_IS_ROOM = ("mesh", "gradient error", "forward error", "bytes/rank", "examples", "error/budget")
+# Columns that are left out, the first one first, where a terminal is too narrow; before that meshes are abbreviated.
+OPTIONAL_COLUMNS = ("mesh", "gradient error", "forward error", "bytes/rank", "examples", "error/budget")
 TEXTS = ("verdict", "scheme", "mesh")
 LEAST_MESH = 12  # columns of a mesh that is cut
 GAP = 2  # columns between columns
@@ -174,7 +174,7 @@ def table(outcome: Outcome, width: int | None = None) -> Table:
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) + GAP for name in names}
     if width is not None and rows:
         widths["mesh"] = min(widths["mesh"], max(width - sum(widths.values()) + widths["mesh"], LEAST_MESH) + GAP)
-        for name in WHERE_THERE_IS_ROOM:
+        for name in OPTIONAL_COLUMNS:
             if sum(widths.values()) - GAP > width:
                 del widths[name]
     total = max(sum(widths.values()) - GAP, 0) or None
@@ -213,7 +213,7 @@ def closing(outcome: Outcome) -> str:
     disagreements = sum(report.engines_disagree is not None for report in unexpected)
     without_verdict = sum(report.is_undecided for report in unexpected)
     undecided = f", {without_verdict} undecided" if without_verdict else ""
-    failed = f", {failures} failed" if failures else ""
+    failed = f", {failures} with a failed rank" if failures else ""
     failed += f", {disagreements} on which engines disagree" if disagreements else ""
     expected, passes = schemes - len(unexpected), len(outcome.unexpected_passes)
     failed += f", {expected} expected failure{'s' if expected != 1 else ''}" if expected else ""

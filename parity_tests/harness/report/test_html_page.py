@@ -14,7 +14,7 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Deadlock, Raised
 from parity_tests.harness.run.ledger import CallSite, Finding, Ledger, LedgerRow
 from parity_tests.harness.run.movement import steps
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.specimens.page_reader import read
 from torch_impl.collectives import all_gather, all_reduce
 

@@ -12,7 +12,7 @@ from parity_tests.harness.report import summary
 from parity_tests.harness.report.report import GradientMismatch, ValueMismatch, merge_reports
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.failure import Raised
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 
 
 def identity(x):

@@ -3,7 +3,7 @@
 import pytest
 import rich.console
 
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.injected_bugs.wrong_schemes import WRONG_SCHEMES, gather_that_keeps_the_layout
 
 

@@ -7,7 +7,7 @@ from parity_tests.harness.report.colours import ERRORS, RANKS
 from parity_tests.harness.report.markup import as_text
 from parity_tests.harness.report.owner_map import MAX_COLUMNS, MAX_ROWS, owner_map
 from parity_tests.harness.report.tensor_maps import LEGEND, LEVELS, holders, level, maps
-from parity_tests.harness.verdict import verify_case
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.specimens.page_reader import read
 
 

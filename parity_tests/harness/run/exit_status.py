@@ -4,4 +4,4 @@
 be used; 3 a rank failed; 4 nothing ran; 130 interrupted; 141 standard output has no reader any more.
 """
 
-EQUAL, MISMATCH, USAGE, FAILED, NOTHING, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 130, 141
+EQUAL, MISMATCH, USAGE, RANK_FAILED, NOTHING, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 130, 141

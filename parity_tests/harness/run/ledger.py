@@ -97,7 +97,7 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class CallSite:
-    """Calls of a ledger: what a line issues of one op in one phase, or the call of one number, group or rank there."""
+    """A line that issues one op in one phase; with `seq`, `group` or `rank`, only the ledger rows that have these."""
 
     op: str
     source: str
@@ -108,14 +108,15 @@ class CallSite:
 
     @classmethod
     def of(cls, row: LedgerRow) -> CallSite:
-        """The site of this row alone."""
+        """The site that has this row and no other."""
         return cls(row.op, row.source, row.phase, row.seq, row.group, row.rank)
 
     def has(self, row: LedgerRow) -> bool:
-        """Whether the row is one of these calls."""
+        """Whether the row was issued at this site."""
         is_there = (self.op, self.source, self.phase) == (row.op, row.source, row.phase)
         return is_there and all(
-            mine in (None, its) for mine, its in ((self.seq, row.seq), (self.group, row.group), (self.rank, row.rank))
+            at_site in (None, of_row)
+            for at_site, of_row in ((self.seq, row.seq), (self.group, row.group), (self.rank, row.rank))
         )
 
     def __str__(self) -> str:
@@ -124,7 +125,7 @@ class CallSite:
 
 
 class Finding(str):
-    """A sentence on a run, with the sites of the calls that it blames."""
+    """A sentence on what is wrong in a run, with the call sites that it blames."""
 
     sites: tuple[CallSite, ...]
 

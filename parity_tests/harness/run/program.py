@@ -55,12 +55,17 @@ class Program:
     around: Callable[[Any], AbstractContextManager[Any]] | None = None
     isolate: tuple[str, ...] = ()
     module: str | None = None
-    arrays: Mapping[str, np.ndarray] | None = None  # given by hand instead of drawn
+    arrays: Mapping[str, np.ndarray] | None = None  # full inputs in place of drawn ones
     cotangents: Mapping[str, np.ndarray] | None = None
 
     @classmethod
-    def of(cls, scheme: Declared, **arrays: Any) -> Program:
-        """The part of a scheme that is sent; `arrays` and `cotangents` replace those that would be drawn."""
+    def of(
+        cls,
+        scheme: Declared,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        cotangents: Mapping[str, np.ndarray] | None = None,
+    ) -> Program:
+        """The part of a scheme that is sent to the ranks; `arrays` and `cotangents` replace the drawn ones."""
         return cls(
             scheme.name,
             without_annotations(scheme.fn),
@@ -75,7 +80,8 @@ class Program:
             scheme.around,
             scheme.isolate,
             scheme.module,
-            **arrays,
+            arrays,
+            cotangents,
         )
 
     @property
@@ -121,7 +127,7 @@ class Program:
         )
 
     def _complete_call(self, mesh: Any, case: CaseSpec) -> None:
-        """A call of which nothing is judged but that it does not fail."""
+        """A call whose results are not compared; it only must not raise."""
         call = ProgramCall(self._without_arrays(), mesh, case)
         with self._surroundings(call.view):
             call.forward()

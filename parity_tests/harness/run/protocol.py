@@ -20,7 +20,7 @@ _P2P = ("send", "recv")
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What does not fit; `row` is the one that differs, `others` a sentence for each other rank that is involved."""
+    """Rows that do not fit together: the `row` that differs, and a sentence for each other rank that is involved."""
 
     what: str
     row: LedgerRow
@@ -49,8 +49,8 @@ class Disagreement:
 def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | None:
     """The first rows that do not fit together, or None.
 
-    `complete=False` is for ranks that were stopped before their end: that a rank has not issued a row is then no
-    mistake, and only rows that all sides have issued are compared.
+    `complete=False` is for ranks that were stopped before their end: that a rank has not issued a row is then
+    accepted, and only rows that all sides have issued are compared.
     """
     place = {id(row): index for rank in {r.rank for r in ledger.rows} for index, row in enumerate(ledger.of(rank))}
     differences = [*_collectives(ledger, complete), *_messages(ledger, complete)]
@@ -65,9 +65,9 @@ def crossed(waiting: Mapping[int, LedgerRow], ledger: Ledger) -> Disagreement | 
         return row.op not in _P2P and rank in row.group and issued[rank, row.group, row.group_name] <= row.seq
 
     for rank, row in waiting.items():
-        for other, its in waiting.items():
-            if lacks(other, row) and lacks(rank, its):
-                return _against("group differs", its, [row, its])
+        for other, other_row in waiting.items():
+            if lacks(other, row) and lacks(rank, other_row):
+                return _against("group differs", other_row, [row, other_row])
     return None
 
 
@@ -168,11 +168,11 @@ def _messages(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
                 break
         else:
             if complete and len(sends) != len(recvs):
-                alone = max(sends, recvs, key=len)[min(len(sends), len(recvs))]
-                quiet = {target: f"rank {target} posted no recv for it"}
-                if alone.op == "recv":
-                    quiet = {source: f"rank {source} sent nothing for it"}
-                yield Disagreement("message without its other half", alone, quiet)
+                unmatched = max(sends, recvs, key=len)[min(len(sends), len(recvs))]
+                missing_half = {target: f"rank {target} posted no recv for it"}
+                if unmatched.op == "recv":
+                    missing_half = {source: f"rank {source} sent nothing for it"}
+                yield Disagreement("message without its other half", unmatched, missing_half)
 
 
 def _against(what: str, odd: LedgerRow, rows: Sequence[LedgerRow]) -> Disagreement:

@@ -65,10 +65,10 @@ if TYPE_CHECKING:
     from parity_tests.harness.run.watched import watch as watch
     from parity_tests.harness.scheme import Scheme as Scheme
     from parity_tests.harness.scheme import scheme as scheme
-    from parity_tests.harness.verdict import verify_case as verify_case
     from parity_tests.harness.verify import check as check
     from parity_tests.harness.verify import check_cases as check_cases
     from parity_tests.harness.verify import verify as verify
+    from parity_tests.harness.verify_one_case import verify_case as verify_case
     from parity_tests.tracing.pair import Pair as Pair
     from parity_tests.tracing.pair import trace_pair as trace  # noqa: F401
 
@@ -100,7 +100,7 @@ _HOMES = {
     "verify": "parity_tests.harness.verify:verify",
     "check": "parity_tests.harness.verify:check",
     "check_cases": "parity_tests.harness.verify:check_cases",
-    "verify_case": "parity_tests.harness.verdict:verify_case",
+    "verify_case": "parity_tests.harness.verify_one_case:verify_case",
     "Report": "parity_tests.harness.report.report:Report",
     "replay": "parity_tests.harness.replay:replay",
     "trace": "parity_tests.tracing.pair:trace_pair",

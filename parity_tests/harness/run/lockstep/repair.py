@@ -1,4 +1,4 @@
-"""A repair: what the exchange does otherwise at one line, to see whether that line is to blame for a wrong result.
+"""A repair: the exchange carries out one collective in another way, to see whether its line is to blame.
 
 Where the result is right with a collective left out of the backward, that collective was one too many; where it is
 right once the gradient is summed over the group first, the backward lacked the sum; where a NaN is gone once a buffer
@@ -22,11 +22,11 @@ from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.operations import combined
 
 OMIT = "omit"  # each rank gets what it handed in
-OTHER_MEAN = "other mean"  # the mean of the ranks' addends where their sum was taken, or the sum for the mean
+SWAP_SUM_AND_MEAN = "swap sum and mean"  # of the ranks' addends
 SUM_GRADIENT = "sum gradient"  # of what a forward collective returns, over its group, before its backward
 NO_POISON = "no poison"  # in the output of an asynchronous collective, until its wait
-OF_THE_BACKWARD = {"all_reduce": (OMIT, OTHER_MEAN), "reduce_scatter": (OMIT, OTHER_MEAN)}
-_OTHER = {"SUM": "AVG", "AVG": "SUM"}
+OF_THE_BACKWARD = {"all_reduce": (OMIT, SWAP_SUM_AND_MEAN), "reduce_scatter": (OMIT, SWAP_SUM_AND_MEAN)}
+_SWAPPED = {"SUM": "AVG", "AVG": "SUM"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Repair:
 
     @property
     def site(self) -> CallSite:
-        """The calls that are repaired."""
+        """The call site that is repaired."""
         return CallSite(self.op, self.source, self.phase, self.seq)
 
     def concerns(self, row: LedgerRow, action: str) -> bool:
@@ -56,8 +56,8 @@ class Repair:
         if self.concerns(row, OMIT):
             for call in calls:
                 call.results = _of_place(call, call.place, len(calls))
-        elif self.concerns(row, OTHER_MEAN) and row.reduce_op in _OTHER:
-            other = _OTHER[row.reduce_op]
+        elif self.concerns(row, SWAP_SUM_AND_MEAN) and row.reduce_op in _SWAPPED:
+            other = _SWAPPED[row.reduce_op]
             for call in calls:
                 addends = zip(*(_of_place(each, call.place, len(calls)) for each in calls), strict=True)
                 call.results = [combined(other, each) for each in addends]

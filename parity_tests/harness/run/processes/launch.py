@@ -35,7 +35,7 @@ import torch.distributed as dist
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
-from parity_tests.harness.run.exit_status import FAILED, USAGE
+from parity_tests.harness.run.exit_status import RANK_FAILED, USAGE
 from parity_tests.harness.run.failure import NotRun, RankFailure
 from parity_tests.harness.run.ledger import Ledger, RunResult
 from parity_tests.harness.run.processes.member import Follower, Leader, Member, place
@@ -71,7 +71,7 @@ def leave(reason: str) -> NoReturn:
     """At once, whatever hangs in native code."""
     sys.stderr.write(f"shardproof: rank {os.environ.get('RANK', '?')}: {reason}\n")
     sys.stderr.flush()
-    os._exit(FAILED)
+    os._exit(RANK_FAILED)
 
 
 T = TypeVar("T")

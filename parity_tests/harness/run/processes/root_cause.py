@@ -125,7 +125,7 @@ def _in_place_of(row: LedgerRow, other: Outcome) -> LedgerRow | None:
             return None
         return last if (last.peer, row.peer, last.tag) == (row.rank, last.rank, row.tag) else None
     place = (row.group, row.group_name, row.seq)
-    same = (its for its in other.rows if its.peer is None and (its.group, its.group_name, its.seq) == place)
+    same = (row for row in other.rows if row.peer is None and (row.group, row.group_name, row.seq) == place)
     return next(same, None)
 
 

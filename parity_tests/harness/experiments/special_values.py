@@ -1,4 +1,7 @@
-"""Whether a failing case needs the equal numbers that were drawn for it: it is judged again with normal ones."""
+"""Whether a failing case needs the special values that were drawn for it: it is verified again with normal ones.
+
+Special are the kinds of EQUAL_NUMBERS, such as zeros and ties; normal is the kind `normal`.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from typing import Any
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.experiments.undecided import verdict_of
+from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.report.report import EQUAL_NUMBERS, Report, drawn_kinds
 
 
 def name_values_to_avoid(scheme: Declared, report: Report) -> Report:
-    """The report with the inputs whose equal numbers, drawn for it, are the only ones that it fails at."""
+    """The report, with the inputs that must have special values for the case to fail in `values_to_avoid`."""
     if report.failure is not None:
         return report
     special = list(drawn_kinds(report.case, EQUAL_NUMBERS))
     each = [[name] for name in special]
     for names in [*each, special] if len(special) > 1 else each:
-        if verdict_of(scheme, _with_normal(report.case, names)).ok:
+        if verify_or_undecided(scheme, _with_normal(report.case, names)).ok:
             return replace(report, values_to_avoid=tuple(names))
     return report
 

@@ -1,4 +1,4 @@
-"""Verify one case: evaluate the reference, run the ranks, apply the four oracles, and say what kind of mistake it is.
+"""Verify one case: evaluate the reference, run the ranks, apply the four oracles, and explain wrong tensors by notes.
 
 An oracle, as in papers on testing, decides whether a run was right. The four are value (outputs and gradients against
 the reference), protocol (the ranks' collectives fit together), cost (calls and bytes are as declared) and hygiene (no
@@ -7,9 +7,11 @@ input was modified, replicas are equal to the bit, the random state did not move
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from parity_tests.harness.declare import conditions
 from parity_tests.harness.declare.case import CaseSpec
@@ -27,8 +29,6 @@ from parity_tests.harness.run.ledger import Finding, Ledger, RunResult, base
 from parity_tests.harness.run.program import Program
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from parity_tests.harness.declare.declared import Declared
     from parity_tests.harness.run.program import RankResult
 
@@ -43,14 +43,17 @@ def verify_case(
     quiet_s: float | None = None,
     reference: Reference | None = None,
     wrap_program: Callable[[Program], Callable[..., Any]] | None = None,
-    **arrays: Any,
+    arrays: Mapping[str, np.ndarray] | None = None,
+    cotangents: Mapping[str, np.ndarray] | None = None,
 ) -> Report:
-    """The report of one case; keywords `arrays` and `cotangents` replace those that would be drawn.
+    """The report of one case, which is not shrunk; its notes are not tested on other cases.
 
-    `reference` is an evaluated one, so that it is not evaluated again; `wrap_program` wraps what is sent to the ranks.
-    A failed rank is in the report, not raised. Errors: ReferenceFailure where the reference cannot be
-    evaluated; DeclarationFailure for a layout of the user's that is no partition or cannot shard a size of the case,
-    and for a cost that raises.
+    `arrays`, the full inputs by name, and `cotangents`, those of outputs, replace the drawn ones. `reference` is an
+    evaluated one, so that it is not evaluated again; `wrap_program` wraps the function that each rank runs. A failed
+    rank is in the report, not raised.
+
+    Errors: ReferenceFailure where the reference cannot be evaluated; DeclarationFailure for a layout of the user's that
+    is no partition or cannot shard a size of the case, and for a cost that raises.
     """
     # 1. A user's own layouts must be partitions before anything is sharded by them, in the other call of the case too.
     try:
@@ -59,8 +62,8 @@ def verify_case(
     except ValueError as error:
         raise DeclarationFailure(f"scheme '{scheme.name}': {error}") from error
     # 2. Evaluate the reference on one device, run the program on every rank.
-    program = Program.of(scheme, **arrays)
-    origin: dict[str, Any] = {"implementation": scheme.implementation, "source": f"{base(scheme.file)}:{scheme.line}"}
+    program = Program.of(scheme, arrays=arrays, cotangents=cotangents)
+    source: dict[str, Any] = {"implementation": scheme.implementation, "source": f"{base(scheme.file)}:{scheme.line}"}
     reference = reference or evaluate(scheme, program, case)
     try:
         ranks = run(wrap_program(program) if wrap_program else program, case, case.engine, quiet_s=quiet_s)
@@ -71,7 +74,7 @@ def verify_case(
             failure=failure,
             ledger=failure.ledger or Ledger(),
             shards=_shards(scheme, case, failure.rank) if isinstance(failure, Raised) else None,
-            **origin,
+            **source,
         )
     # 3. Compare values and gradients, then the ledgers.
     tensors = compare.compare(scheme, case, ranks.results, reference)
@@ -80,7 +83,7 @@ def verify_case(
         tensors = compare.compare(scheme, case, ranks.results, reference, undefined)
     protocol = side_checks.protocol(ranks.ledger, scheme.engines)
     declared = side_checks.declared_costs(scheme, case, program)
-    # 4. Explain each tensor that failed.
+    # 4. Explain each wrong tensor.
     notes = _notes(scheme, program, case, ranks, tensors, protocol)
     return Report(
         scheme.key,
@@ -94,12 +97,12 @@ def verify_case(
         cost_declared=scheme.cost is not None,
         declared_costs=declared,
         seconds=ranks.seconds,
-        **origin,
+        **source,
     )
 
 
 def _shards(scheme: Declared, case: CaseSpec, rank: int) -> str:
-    """`rank 1 has x (2,4) of 'b i/tp'`: a mistake in a spec hands the function a tensor of another shape."""
+    """`rank 1 has x (2,4) of 'b i/tp'`: a mistake in a spec gives the function a tensor of another shape."""
     coords = inputs.coordinates(case.mesh)[rank]
     shapes = {arg: inputs.local_shape(arg, case, coords, scheme.layouts) for arg in scheme.inputs}
     each = (f"{arg.name} ({','.join(map(str, shape))}) of '{arg.spec}'" for arg, shape in shapes.items())
@@ -114,7 +117,7 @@ def _notes(
     tensors: Sequence[compare.TensorComparison],
     protocol: Sequence[Finding],
 ) -> dict[str, tuple[Note, ...]]:
-    """What kind of mistake it is, for each tensor that failed."""
+    """Notes on the kind of mistake, for each wrong tensor."""
     wrong = [tensor for tensor in tensors if not tensor.ok]
     outputs_pass = all(tensor.ok for tensor in tensors if tensor.role == "output")
     budgets_by_roundings = _budgets_by_roundings(scheme, program, case, ranks.results) if wrong else {}
@@ -130,7 +133,7 @@ def _notes(
 def _budgets_by_roundings(
     scheme: Declared, program: Program, case: CaseSpec, results: Sequence[RankResult]
 ) -> dict[int, dict[str, np.ndarray]]:
-    """The budgets of every tensor had the scheme declared some more roundings to its narrow dtype."""
+    """{roundings: {tensor: budgets}}, if the scheme had declared so many roundings to its narrow dtype."""
     if case.dtype not in NARROW:
         return {}
     by_count = {}

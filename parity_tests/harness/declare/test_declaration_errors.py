@@ -1,19 +1,19 @@
-"""All mistakes of a declaration at once, each in its own sentence and none that only follows from another."""
+"""All errors of a declaration at once, each in its own sentence and none that only follows from another."""
 
 import pytest
 
-from parity_tests.harness.declare.mistakes import Mistakes
+from parity_tests.harness.declare.declaration_errors import DeclarationErrors
 from parity_tests.specimens.small_scheme import declared
 
 
-def test_several_mistakes_are_one_list():
+def test_several_errors_are_one_list():
     with pytest.raises(ValueError) as caught:
         declared(
             lambda mesh, x, y: x, lambda x, z: x, {"x": "b/tq", "y": "b"}, "b/tp tp=I", draw={"x": 3},
             dtypes=("float31",), replicas="near", dims={"c": (1,)}, nograd=("w",),
         )  # fmt: skip
     nothing_follows = str(caught.value).splitlines()
-    assert nothing_follows[0] == "scheme '<lambda>': 8 mistakes"
+    assert nothing_follows[0] == "scheme '<lambda>': 8 errors"
     starts = [
         "draw['x'] is int; use ",
         "nograd has 'w', the inputs are (x, y)",
@@ -33,7 +33,7 @@ def test_what_refers_to_dims_once_all_tensors_can_be_read():
         declared(lambda mesh, x: x, mesh={"tp": (2,), "cp": (2,)}, inputs={"x": "b/tp cp=I"}, outputs="b/tp cp=I",
                  dims={"c": (1,), "b": ()}, modifies=("z",), draw={"z": lambda g, shape: g.random(shape)})  # fmt: skip
     assert str(caught.value) == (
-        "scheme '<lambda>': 4 mistakes\n"
+        "scheme '<lambda>': 4 errors\n"
         "  1. modifies has 'z', the inputs are (x)\n"
         "  2. draw has 'z', the inputs are (x)\n"
         "  3. dims has 'c', the dims are (b)\n"
@@ -41,14 +41,14 @@ def test_what_refers_to_dims_once_all_tensors_can_be_read():
     )
 
 
-def test_one_mistake_is_a_sentence():
-    mistakes = Mistakes("f")
-    with mistakes.collected():
-        raise mistakes("has no name")
+def test_one_error_is_a_sentence():
+    errors = DeclarationErrors("f")
+    with errors.collected():
+        raise errors("has no name")
     with pytest.raises(ValueError) as caught:
-        mistakes.raise_all()
+        errors.raise_all()
     assert str(caught.value) == "scheme 'f': has no name"
 
 
-def test_no_mistake():
-    Mistakes("f").raise_all()
+def test_no_error():
+    DeclarationErrors("f").raise_all()

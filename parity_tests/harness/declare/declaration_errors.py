@@ -1,4 +1,4 @@
-"""The mistakes of one declaration, all of them in one error."""
+"""The errors of one declaration, all of them in one exception."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Mistakes:
-    """`mistakes(text)` makes the exception of one mistake; those raised in `with mistakes.collected()` are collected.
+class DeclarationErrors:
+    """`errors(text)` makes the exception of one error; those raised in `with errors.collected()` are collected.
 
-    What cannot go on after a mistake raises it outside of such a block, which ends the declaration.
+    An error raised outside of such a block ends the declaration: nothing more can be checked after it.
     """
 
     def __init__(self, scheme: str) -> None:
@@ -22,21 +22,21 @@ class Mistakes:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """A mistake in the block is noted, and ends the block."""
+        """An error in the block is collected, and ends the block."""
         try:
             yield
         except ValueError as error:
             self.texts.append(str(error).removeprefix(self.title))
 
     def of(self, check: Callable[..., Any], *arguments: Any) -> Any:
-        """What a check returns that takes the mistakes last; None after the first mistake that it raises."""
+        """What `check(*arguments, self)` returns; None if it raises an error, which is collected."""
         with self.collected():
             return check(*arguments, self)
 
     def raise_all(self) -> None:
-        """Errors: ValueError, of one mistake as it is, of several as a list."""
+        """Errors: ValueError, with the text of one error as it is, with several as a list."""
         texts = list(dict.fromkeys(self.texts))
         if len(texts) == 1:
             raise self(texts[0])
         if texts:
-            raise self("".join([f"{len(texts)} mistakes", *(f"\n  {i}. {text}" for i, text in enumerate(texts, 1))]))
+            raise self("".join([f"{len(texts)} errors", *(f"\n  {i}. {text}" for i, text in enumerate(texts, 1))]))
