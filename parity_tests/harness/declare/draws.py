@@ -16,8 +16,8 @@ from numpy.random import Generator
 
 from parity_tests.harness.declare.case import CaseSpec
 
-RARE = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never meet
-FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", *RARE)
+EXTREME = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never meet
+FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", *EXTREME)
 BY_NAME = ("positive", "uniform", "sorted", "probabilities")  # drawn where they are named, for functions of such alone
 # What is put at the border of a shard, and how often beside nothing: a border of a mask is as likely as one of an id.
 EXTREMES = ("neg_inf_mask", "neg_inf_mask", "neg_inf_mask", "large", "zeros")

@@ -34,7 +34,7 @@ def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[Nam
     """
     usable = [name for name, size in sizes.items() if math.isfinite(size) and size > 0 and size != 1][:MAX_NAMES]
     by_value: dict[float, tuple[int, list[str]]] = {}
-    for exponents in sorted(product((0, 1, -1), repeat=len(usable)), key=_simplicity):
+    for exponents in sorted(product((0, 1, -1), repeat=len(usable)), key=_complexity):
         above = [name for name, e in zip(usable, exponents, strict=True) if e > 0]
         below = [name for name, e in zip(usable, exponents, strict=True) if e < 0]
         if (above and below and not mixed) or not (above or below):
@@ -51,7 +51,7 @@ def number_text(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _simplicity(exponents: Iterable[int]) -> tuple[bool, int, int, list[int]]:
+def _complexity(exponents: Iterable[int]) -> tuple[bool, int, int, list[int]]:
     exponents = list(exponents)
     used = [e for e in exponents if e]
     return (len(set(used)) > 1, sum(e < 0 for e in used) > 0, len(used), [-abs(e) for e in exponents])
@@ -92,7 +92,7 @@ def fitted_change(evidence: Evidence) -> Iterator[Note]:
     """
     if evidence.got.any() and not any(named_change(evidence)) and not any(miscounted_input(evidence)):
         for_all = (clue(evidence) for clue in (_fitted_factor_note, _fitted_constant_note))
-        yield from islice(filter(None, chain(for_all, _part_by_part(evidence))), 1)
+        yield from islice(filter(None, chain(for_all, _change_of_each_part(evidence))), 1)
 
 
 def _zero(evidence: Evidence) -> Note | None:
@@ -109,7 +109,9 @@ def _zero(evidence: Evidence) -> Note | None:
 
 
 def _named_factor(evidence: Evidence) -> Note | None:
-    best = _best(evidence, [(number, sign * number.value) for number in _names(evidence) for sign in (1, -1)], _times)
+    best = _best_fit(
+        evidence, [(number, sign * number.value) for number in _named_sizes(evidence) for sign in (1, -1)], _times
+    )
     if best is None:
         return None
     number, value = best
@@ -128,8 +130,8 @@ def _opposite_sign(evidence: Evidence) -> Note | None:
 
 
 def _named_constant(evidence: Evidence) -> Note | None:
-    above_one = [number for number in _names(evidence) if number.value > 1]
-    best = _best(evidence, [(n, sign * math.log(n.value)) for n in above_one for sign in (1, -1)], _plus)
+    above_one = [number for number in _named_sizes(evidence) if number.value > 1]
+    best = _best_fit(evidence, [(n, sign * math.log(n.value)) for n in above_one for sign in (1, -1)], _plus)
     if best is None:
         return None
     number, value = best
@@ -159,25 +161,27 @@ def _fitted_constant_note(evidence: Evidence) -> Note | None:
     return Note(f"off by the added constant {number_text(constant)}", ACROSS_MESHES, _SOME_CONSTANT)
 
 
-def _part_by_part(evidence: Evidence) -> Iterator[Note]:
+def _change_of_each_part(evidence: Evidence) -> Iterator[Note]:
     """One kind of change, but by another number on each rank of a sharding axis, or at each index of a dim."""
-    for where, owner, meaning in _divisions(evidence):
+    for where, owner, meaning in _parts(evidence):
         for what, fitted, neutral in ((_FACTOR, fitted_factor, 1.0), (_CONSTANT, fitted_constant, 0.0)):
-            numbers = _number_of_each_part(evidence, owner, fitted, neutral)
-            written = [number_text(number) for number in numbers]
-            if len(set(written)) > 1:
-                listed = ", ".join(written[:MAX_LISTED]) + (", ..." if len(written) > MAX_LISTED else "")
+            numbers = _numbers_of_parts(evidence, owner, fitted, neutral)
+            texts = [number_text(number) for number in numbers]
+            if len(set(texts)) > 1:
+                text_of_parts = ", ".join(texts[:MAX_LISTED]) + (", ..." if len(texts) > MAX_LISTED else "")
                 # A count is positive, and so is a quotient of two.
                 are_counts = what != _FACTOR or all(number > 0 for number in numbers)
-                means = f": {meaning[what]}" if are_counts else ""
-                yield Note(f"off by {what} {where} ({listed}){means}", ACROSS_SIZES, f"off by {what} {where}")
+                meaning_text = f": {meaning[what]}" if are_counts else ""
+                yield Note(
+                    f"off by {what} {where} ({text_of_parts}){meaning_text}", ACROSS_SIZES, f"off by {what} {where}"
+                )
                 return
 
 
-def _number_of_each_part(
+def _numbers_of_parts(
     evidence: Evidence, owner: np.ndarray, fitted: Callable[[Evidence], float | None], neutral: float
 ) -> list[float]:
-    """The number fitted to each part; nothing if one part has none, at which the search ends, or only one is wrong."""
+    """The number fitted to each part; an empty list if one part has none, or if only one part is wrong."""
     numbers, wrong = [], 0
     for value in np.unique(owner):
         part = evidence.restricted_to(owner == value)
@@ -189,7 +193,7 @@ def _number_of_each_part(
     return numbers if wrong > 1 else []
 
 
-def _divisions(evidence: Evidence) -> Iterator[tuple[str, np.ndarray, Mapping[str, str]]]:
+def _parts(evidence: Evidence) -> Iterator[tuple[str, np.ndarray, Mapping[str, str]]]:
     """Ways to divide a tensor into parts: in words, the part of each element, and what different numbers mean."""
     for axis, owner in evidence.owners.items():
         yield f"on each {axis} rank", owner, MEANING_ON_EACH_RANK
@@ -250,10 +254,10 @@ def _explains(evidence: Evidence, change: Change, number: float) -> bool:
     return bool(before >= MIN_REDUCTION * after) and before >= MIN_REDUCTION
 
 
-def _best(
+def _best_fit(
     evidence: Evidence, tried: list[tuple[NamedNumber, float]], change: Change
 ) -> tuple[NamedNumber, float] | None:
-    """Of the numbers that fit, the one that leaves least; the simplest of those that leave the same."""
+    """Of the numbers that fit, the one with the smallest remaining error; of equal ones the simplest."""
     informative = _informative(evidence)
     if not informative.any():
         return None
@@ -265,7 +269,7 @@ def _best(
     return fitting[int(np.argmin(residuals))] if fitting else None
 
 
-def _names(evidence: Evidence) -> list[NamedNumber]:
+def _named_sizes(evidence: Evidence) -> list[NamedNumber]:
     # A single element always fits some quotient of sizes, so it is recognised only by products and inverses.
     return named_numbers(evidence.axes, mixed=evidence.wrong_count > 1)
 

@@ -64,14 +64,14 @@ _PROGRAMS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class ReferenceInput:
-    """What the reference is given for one tensor: the sum of the addends, and the size that rounding is relative to."""
+    """An input of the reference: the sum of the addends, and the size that rounding is relative to."""
 
     total: np.ndarray
     magnitude: np.ndarray
 
 
 def reference_input(addends: np.ndarray) -> ReferenceInput:
-    """Of the addends of one tensor."""
+    """The input of the reference for a tensor with these addends, one for a tensor that is no sum."""
     with np.errstate(invalid="ignore"):
         total, magnitude = addends.sum(0), np.abs(addends).sum(0)
     # A masked (infinite) entry is exact: rounding does not change it.
@@ -110,7 +110,7 @@ def undefined_gradients(
 ) -> dict[str, np.ndarray]:
     """For each input the elements of which an output is NaN in the reference: their gradient has no meaning.
 
-    Which elements a NaN depends on is seen at ordinary inputs, from cotangents of these outputs alone.
+    Which elements a NaN depends on is seen at ordinary inputs, from cotangents of these outputs only.
     """
     is_nan = {arg.name: np.isnan(reference.outputs[arg.name]) for arg in scheme.outputs if arg.differentiable}
     if not any(mask.any() for mask in is_nan.values()):
@@ -131,7 +131,7 @@ def undefined_gradients(
 
 
 def _cotangent(arg: Argument, program: Program, case: CaseSpec) -> ReferenceInput:
-    """The one drawn or given; zeros for what is judged by its value alone, one for the loss of a module."""
+    """The cotangent of an output; zeros for one whose gradient is not compared, one for the loss of a module."""
     if arg.modified or program.module:
         is_loss = not arg.modified and arg.name == program.outputs[0].name
         return ReferenceInput(np.full(arg.shape(case), float(is_loss)), np.zeros(arg.shape(case)))

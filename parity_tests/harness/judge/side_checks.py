@@ -1,7 +1,8 @@
 """The three oracles besides the values: protocol, cost, hygiene.
 
 The ranks' collectives fit together; calls and bytes are as declared; no input was modified, replicas are equal to the
-bit, the random state did not move, and no foreign group was used. Each returns sentences; none means that it passes.
+bit, the random state did not move, and no foreign group was used. Each returns what it found as sentences; an empty
+tuple is a pass.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from parity_tests.harness.run.protocol import disagreement
 def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[Finding, ...]:
     """Ranks of a group issue the same sequence: op, dtype, shape, reduce op, root, splits; gloo and NCCL accept it.
 
-    What gloo alone rejects is no finding where the scheme is declared for other `engines`.
+    What only gloo rejects is no finding where the scheme is not declared for gloo.
     """
     difference = disagreement(ledger)
     accepted = (None,) if "gloo" in engines else (None, UNEVEN)
@@ -105,17 +106,17 @@ def _differences(phase: str, expected: Sums, measured: Sums, rank: int) -> list[
 
 
 def _by_group(declared: Cost, phase: str, case: CaseSpec, rank: int) -> dict[str, Sums]:
-    """What each op of one rank sends in each of its groups, of the ops whose axes are declared throughout.
+    """Calls and bytes of one rank in each of its groups, of the ops that are declared with their axes.
 
     Errors: ValueError for an axis that the mesh lacks.
     """
-    promised = declared.by_axis(phase)
-    unnamed = {op for op, axis in promised if axis is None}
+    by_axis = declared.by_axis(phase)
+    without_axis = {op for op, axis in by_axis if axis is None}
     axes, sizes = list(case.mesh), tuple(case.mesh.values())
     ranks = np.arange(case.world).reshape(sizes)
     by_op: dict[str, Sums] = {}
-    for (op, axis), (calls, size) in promised.items():
-        if op in unnamed:
+    for (op, axis), (calls, size) in by_axis.items():
+        if op in without_axis:
             continue
         if axis not in axes:
             raise ValueError(f"cost of {case.scheme} names {op}/{axis}; the axes are {', '.join(axes)}")

@@ -14,14 +14,14 @@ from rich.text import Text
 from parity_tests.harness.declare.case import SPARE, CaseSpec
 from parity_tests.harness.declare.conditions import phrases
 from parity_tests.harness.declare.declared import Cost, Implementation
-from parity_tests.harness.declare.draws import RARE
+from parity_tests.harness.declare.draws import EXTREME
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge.compare import TensorComparison, index_text
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.ledger import Finding, Ledger
 
 PLAIN_WIDTH = 132
-EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds of values of which some are equal
+EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds in which numbers repeat
 MAX_UNDECIDED_SHARE = 0.25  # of the examples of a scheme that passes
 # Fields that a report of one case takes over from that of all examples.
 OF_ALL_EXAMPLES = (
@@ -265,12 +265,12 @@ class Report:
         return f"{name}    {meshes}   {self.case.engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
 
     def _hints(self) -> list[str]:
-        """What the failing case shows by itself: that it needs no sharding, or that its values are rare ones."""
+        """What the failing case shows by itself: that it needs no sharding, or which special values it has."""
         hints = []
         if self.case.world == 1 and not all(tensor.ok for tensor in self.tensors):
             hints.append("one rank is enough for it: the function and its reference differ before anything is sharded")
         # Values do not let a rank hang or end its process; what a function raises may depend on them.
-        rare = drawn_kinds(self.case, RARE) if self.failure is None or self.failure.cause == "raised" else {}
+        extreme = drawn_kinds(self.case, EXTREME) if self.failure is None or self.failure.cause == "raised" else {}
         if self.values_to_avoid:
             kind_by_name = drawn_kinds(self.case, EQUAL_NUMBERS)
             kinds = ", ".join(f"{name} {kind_by_name[name]}" for name in self.values_to_avoid)
@@ -278,9 +278,9 @@ class Report:
             hints.append(
                 f"equal with normal values, drawn for it: {kinds}; if they never occur, declare draw={{{normal}}}"
             )
-        elif rare:
-            kinds = ", ".join(f"{name} {kind}" for name, kind in rare.items())
-            other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in rare)
+        elif extreme:
+            kinds = ", ".join(f"{name} {kind}" for name, kind in extreme.items())
+            other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in extreme)
             hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
         if SPARE in self.case.mesh:
             hints.append(f"inside a larger world: {SPARE} is no axis of the scheme, whose mesh is half of the ranks")
