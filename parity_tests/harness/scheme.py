@@ -46,8 +46,8 @@ class Scheme(Declared):
         profile's number, and where all dims are given at least one of each dtype on each mesh that shards them; where
         mesh and options are given as well, one of each dtype. Meshes that cannot shard the sizes given are left out and
         named in the report. Errors: ValueError for an unknown name, or for sizes that no mesh can shard.
-        A quarter of the cases of lockstep, and one where all sizes are given, stand inside a world twice as large, with
-        the scheme in each half of it, which finds what speaks to the default group; `inside_subgroup` is for all of
+        A quarter of the cases of lockstep, and one where all sizes are given, run inside a world twice as large, with
+        the scheme in each half of it, which finds a use of the default group; `inside_subgroup` is for all of
         them or for none. A mismatch is in the report, not raised; see Report.raise_if_failed.
         """
         from parity_tests.harness.verify import verify
@@ -125,7 +125,7 @@ def scheme(
     states them for arguments of the same names, or else those of the decorated function's own annotations. `dims`
     narrows a dim to some sizes or ties it to dims and axes ("2*g", "3*ep"), `assume(case)` says which sizes are drawn
     together: `lambda case: case.b * case.s % case.tp == 0`. A reference with an argument `mesh` gets the sizes of the
-    axes. `options` go to both sides, `rank_options` to the ranks alone. `reduction` names the dims that are summed
+    axes. `options` go to both sides, `rank_options` only to the ranks. `reduction` names the dims that are summed
     over, `roundings` how often a value is stored in the tested dtype on its way: 1 where sums and intermediates are in
     float32 or wider, more where a softmax, a product or a norm is stored in bfloat16 and used again. `modifies` names
     inputs that the function overwrites, whose new value the reference returns after the outputs. `module` names the
@@ -147,7 +147,7 @@ def scheme(
         validation.check_mesh(mesh, errors)
         custom, choices = dict(layouts or {}), (dict(options or {}), dict(rank_options or {}))
         in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, errors)
-        # 2. Each tensor, and what stands beside them.
+        # 2. Each tensor, and the other arguments.
         user_draws = validation.user_draws(fn, draw or {}, errors)
         leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, user_draws, nograd, errors)
         results = validation.output_arguments(fn, out_specs, mesh, custom, errors)

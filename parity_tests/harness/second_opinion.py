@@ -42,7 +42,7 @@ PASSES_ON_GLOO = (
     "which gloo does not see"
 )
 PROCESS_CHANGED = (
-    "the case passes in a fresh process where its scheme is verified alone: one that was imported or verified before "
+    "the case passes in a fresh process where no other scheme is verified: one that was imported or verified before "
     "has left something changed in this process (a handler, a patched function, a default)"
 )
 STATE_BETWEEN_CALLS = (
@@ -153,7 +153,7 @@ def _with_state_between_calls(scheme: Declared, report: Report, after: Report, e
 
 
 def _passes_in_fresh_process(scheme: Declared, report: Report) -> bool:
-    """Whether the case passes on its own engine in a fresh interpreter that imports the scheme's file alone."""
+    """Whether the case passes on its own engine in a fresh interpreter that imports only the scheme's file."""
     with tempfile.TemporaryDirectory() as folder:
         file = write_replay(scheme, report, folder)
         path = os.pathsep.join(str(Path(entry or ".").resolve()) for entry in sys.path)

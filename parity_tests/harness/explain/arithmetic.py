@@ -69,8 +69,8 @@ MEANING_OF_NAMED_FACTOR = "a reduction is missing or repeated, or a mean divides
 _FACTOR, _CONSTANT = "a constant factor", "an added constant"
 _SOME_FACTOR, _SOME_CONSTANT = "off by some factor", "off by some constant"
 MEANING_ON_EACH_RANK = {
-    _FACTOR: "a local count or sum stands for the global one",
-    _CONSTANT: "a local statistic stands for the global one",
+    _FACTOR: "a local count or sum is in place of the global one",
+    _CONSTANT: "a local statistic is in place of the global one",
 }
 MEANING_AT_EACH_INDEX = {
     _FACTOR: "a count or sum there is over other elements than the reference's",

@@ -121,7 +121,7 @@ def test_another_factor_on_each_rank():
     owners = columns_of((3, 8), 4)
     got = want * np.array([2.0, 1.0, 0.5, 3.0])[owners]
     assert headline(got, want, owners={"tp": owners}) == (
-        "off by a constant factor on each tp rank (2, 1, 0.5, 3): a local count or sum stands for the global one"
+        "off by a constant factor on each tp rank (2, 1, 0.5, 3): a local count or sum is in place of the global one"
     )
 
 
@@ -130,7 +130,7 @@ def test_another_constant_on_each_rank():
     owners = columns_of((3, 8), 2)
     got = want + np.array([0.5, -1.25])[owners]
     assert headline(got, want, owners={"cp": owners}) == (
-        "off by an added constant on each cp rank (0.5, -1.25): a local statistic stands for the global one"
+        "off by an added constant on each cp rank (0.5, -1.25): a local statistic is in place of the global one"
     )
 
 

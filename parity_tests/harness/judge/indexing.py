@@ -199,7 +199,7 @@ def gather(equation: Any, lead: Lead) -> Callable[..., Any]:
 
 
 def scatter(combine: np.ufunc | None) -> Callable[..., Callable[..., Any]]:
-    """Updates replace, or are combined with, what stands where they go; those that do not fit are left out."""
+    """Updates replace the operand's elements or are combined with them; those out of bounds are left out."""
 
     def build(equation: Any, lead: Lead = ()) -> Callable[..., Any]:
         numbers, updates_shape = equation.params["dimension_numbers"], _shape(equation, 2)

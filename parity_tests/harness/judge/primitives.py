@@ -202,7 +202,7 @@ def reordered(order: Callable[..., Any], count: int, with_index: bool, axis: int
 
 
 def sort(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """By the first keys, nan last, and as they stand where those are equal."""
+    """By the first keys, nan last; equal ones keep their order."""
     axis, keys = equation.params["dimension"], equation.params["num_keys"]
     order = lambda *values: np.lexsort(values[:keys][::-1], axis=axis)  # noqa: E731
     return reordered(order, equation.invars[0].aval.shape[axis], False, axis), tuple(has_tangent)

@@ -333,7 +333,7 @@ def _rms(derivatives: Any) -> np.ndarray:
     finite = np.isfinite(array)
     array = np.where(finite, array, 0.0)
     largest = np.abs(array).max(axis=0, initial=0.0)
-    scale = np.where(largest > 0, largest, 1.0)  # squares would overflow, or vanish, of each element alone
+    scale = np.where(largest > 0, largest, 1.0)  # without it squares of large or small elements overflow or vanish
     return scale * np.sqrt(((array / scale) ** 2).sum(0) / np.maximum(finite.sum(0), 1))
 
 

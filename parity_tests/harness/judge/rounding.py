@@ -1,6 +1,6 @@
 """How far rounding perturbs a reference: its derivative, with a new rounding error at every step of the arithmetic.
 
-Rounding of inputs alone does not tell how well a result can be computed: rounding leaves a row of zeros as it is, yet
+Rounding of inputs only does not tell how well a result can be computed: rounding leaves a row of zeros as it is, yet
 the gradient of its log p is a difference of two equal numbers, which finite arithmetic does not compute exactly. So
 each operation of the traced reference adds an error of its own, half a unit in the last place with a random sign (the
 first order of Monte Carlo arithmetic, Parker 1997), and the chain rule propagates all of them to the results, in

@@ -23,7 +23,7 @@ from parity_tests.harness.run.ledger import LedgerRow
 
 
 def page(reports: Sequence[Report], closing: str = "") -> str:
-    """A whole page of the verdicts of one scheme or of several; of several, those that are equal are folded."""
+    """A full page of the verdicts of one scheme or of several; of several, those that are equal are folded."""
     if len(reports) == 1:
         title, parts = f"{_name(reports[0])}: {reports[0].verdict}", [_section(reports[0])]
     else:
@@ -70,7 +70,7 @@ def _table(reports: Sequence[Report]) -> Element:
 
 
 def _folded(report: Report) -> Element:
-    """A scheme among several: in full where it is not equal, else its ledger alone, folded."""
+    """A scheme among several: in full where it is not equal, else only its ledger, folded."""
     if not report.ok:
         return tag("section", _section(report))
     summary = tag("summary", _name(report), " ", _verdict(report))

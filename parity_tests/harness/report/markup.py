@@ -1,4 +1,4 @@
-"""HTML and SVG as trees of elements, so that whatever stands in them is escaped and each element is closed."""
+"""HTML and SVG as trees of elements, so that all text in them is escaped and each element is closed."""
 
 from __future__ import annotations
 

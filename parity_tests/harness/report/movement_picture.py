@@ -1,6 +1,6 @@
 """A drawing of a ledger: ranks are columns, a step of collectives or messages is a row, time runs down.
 
-Above each step stand the blocks that the ranks hand in, below it what they have then; lines between them are as wide as
+Above each step are the blocks that the ranks hand in, below it what they have then; lines between them are as wide as
 their bytes and have the colour of the rank that they come from. Steps of the backward have another ground, and those
 that a report blames are marked.
 """
@@ -28,7 +28,7 @@ SUMS = {"all_reduce", "reduce_scatter", "reduce"}
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the ranks stand, and how many bytes the widest line is."""
+    """The columns of the ranks, and how many bytes the widest line is."""
 
     ranks: tuple[int, ...]
     largest: int

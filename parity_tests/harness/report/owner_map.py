@@ -33,7 +33,7 @@ def owner_map(ranks: np.ndarray, caption: str) -> Element:
 
 
 def reduced(array: np.ndarray, *, first: bool) -> tuple[np.ndarray, int]:
-    """A matrix of at most so many cells, and how many elements each stands for: by its first, or by its worst."""
+    """A matrix of at most so many cells, and how many elements each shows: by its first, or by its worst."""
     matrix = array.reshape(-1, array.shape[-1] if array.ndim else 1)
     down, across = (-(-size // most) for size, most in zip(matrix.shape, (MAX_ROWS, MAX_COLUMNS), strict=True))
     if down * across == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from parity_tests.harness.report import colours
 from parity_tests.harness.report.markup import Child, as_text, tag
 
-# Everything stands below `.shardproof`, so that a notebook around it stays as it is.
+# Every rule is below `.shardproof`, so that a notebook around it stays as it is.
 _STYLE = """
 .shardproof {
   --ground: #ffffff; --ink: #1c1e21; --quiet: #59616a; --line: #cfd4da; --panel: #f4f5f7;

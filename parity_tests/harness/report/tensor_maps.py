@@ -1,6 +1,6 @@
 """Each tensor twice, side by side: which rank holds each element, and how far it is off.
 
-Of a large tensor each cell stands for several elements: its owner is that of the first, its error the worst.
+Of a large tensor each cell shows several elements: its owner is that of the first, its error the worst.
 """
 
 from __future__ import annotations

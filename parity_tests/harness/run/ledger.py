@@ -176,8 +176,8 @@ def phase() -> str:
 def call_site() -> str:
     """file:line of the first frame outside torch, Python's library, the harness, the collectives and their contracts.
 
-    The backward of a collective, ours or torch's, is called by autograd alone; its node remembers who called the
-    forward.
+    The backward of a collective, ours or torch's, is called by autograd and not by a line of the user's; its node
+    remembers the line that called the forward.
     """
     inner, node = "?", None
     frame = sys._getframe(1)
