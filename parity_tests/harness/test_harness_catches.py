@@ -85,10 +85,10 @@ def addends_replaced_by_the_sum(patch):
 def addends_not_summed(patch):
     """A partial output is judged by the addend of its first rank."""
     patch.setattr(stitch, "SUMMED", {"output": "none", "gradient": "R"})
-    first_copy_alone(patch)
+    only_first_copy(patch)
 
 
-def first_copy_alone(patch):
+def only_first_copy(patch):
     stitched = compare.stitch
 
     def first(*arguments):
@@ -151,7 +151,7 @@ INJECTED = [
     (missing_gradient_accepted, "no gradient"),
     (addends_replaced_by_the_sum, "sum"),
     (addends_not_summed, "doubled sum"),
-    (first_copy_alone, "copy"),
+    (only_first_copy, "copy"),
     (stitch_with_the_wrong_layout, "order"),
     (modifications_are_ignored, "cotangent"),
     (modifications_are_ignored, "input"),
