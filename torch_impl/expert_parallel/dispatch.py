@@ -17,11 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import embedding_bag
 
 from torch_impl.collectives import accumulator, all_gather, all_to_all, reduce_scatter
 from torch_impl.collectives.plain import all_gather_stack, all_to_all_equal
+from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.layouts.index_arrays import inverse_permutation
 from torch_impl.layouts.reorder import _permute
+
+PARTS = 16  # of a product that is summed along rows, so that it takes so much less memory
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,14 @@ class SortedChoices:
         """The row of the token of each choice. Gradients of a token's rows are summed in float32 or wider."""
         return _Rows.apply(x, self.order, self.slots)
 
-    def sums(self, rows: Tensor, tokens: int) -> Tensor:
-        """The sum of the rows of each token, in the dtype of the rows; zeros for a token without choices."""
-        return _Sums.apply(rows, self.order, self.slots, tokens)
+    def weighed_sums(self, rows: Tensor, gates: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum of the rows of each token times their gates, [tokens, d]; zeros for a token without choices.
 
-    def weighed(self, rows: Tensor, gates: Tensor) -> Tensor:
-        """Each row times the gate of its choice, in float32 or wider."""
-        wide = accumulator(rows.dtype)
-        return rows * gates.to(wide).flatten().index_select(0, self.order)[:, None]
+        Products and sums are in float32 or wider and are rounded to `dtype` once.
+        """
+        # Rows that have another dtype than gates or sums are widened first; else they are read where they are.
+        wide = dtype if rows.dtype == gates.dtype == dtype else accumulator(rows.dtype)
+        return _WeighedSums.apply(rows.to(wide), gates.to(wide), self.order).to(dtype)
 
 
 def sorted_choices(experts: Tensor, size: int, first: int = 0, kept: Tensor | None = None) -> SortedChoices:
@@ -150,11 +154,55 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, order: Tensor, slots: int, tokens: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.slots = slots
-        # Each choice has a place of its own, so that sums run in one order on every device.
-        places = rows.new_zeros(tokens * slots, rows.shape[1]).index_copy_(0, order, rows)
-        return places.view(tokens, slots, rows.shape[1]).sum(1, dtype=accumulator(rows.dtype)).to(rows.dtype)
+        return _sums_by_token(rows, *_rows_of_tokens(order, slots, tokens))
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
         return _Rows.apply(cotangent, order, ctx.slots), None, None, None
+
+
+class _WeighedSums(torch.autograd.Function):
+    """y[t] = sum_j gates[t, j] * (the row of choice j of t), from rows in the order of choices `order`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gates: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, gates, order)
+        row_of_place, starts = _rows_of_tokens(order, gates.shape[1], len(gates))
+        gates_of_rows = gates.flatten().index_select(0, order)
+        return _sums_by_token(rows, row_of_place, starts, gates_of_rows.index_select(0, row_of_place))
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        rows, gates, order = ctx.saved_tensors
+        needs_rows, needs_gates, _ = ctx.needs_input_grad
+        of_rows, of_gates = cotangent.index_select(0, order // gates.shape[1]), None
+        if needs_gates:
+            # 1. <row, cotangent of its token>, in parts, so that the products take a fraction of the memory.
+            wide = accumulator(rows.dtype)
+            pairs = zip(rows.chunk(PARTS), of_rows.chunk(PARTS), strict=True)
+            products = torch.cat([(row.to(wide) * of_row).sum(1) for row, of_row in pairs])
+            flat = gates.new_zeros(gates.numel()).index_copy_(0, order, products.to(gates.dtype))
+            of_gates = flat.view(gates.shape)
+        # 2. The cotangents themselves are no longer needed: they are scaled in place.
+        if needs_rows:
+            of_rows.mul_(gates.flatten().index_select(0, order)[:, None])
+        return of_rows if needs_rows else None, of_gates, None
+
+
+def _sums_by_token(rows: Tensor, row_of_place: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The sum of each token's rows, times their weights, in one pass, in float32 or wider and rounded once."""
+    return embedding_bag(row_of_place, rows, starts, mode="sum", per_sample_weights=weights)
+
+
+def _rows_of_tokens(order: Tensor, slots: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """(the row of each choice that has one, token by token; how many rows the tokens before each have).
+
+    Row i is of choice order[i]; sums run in the order of a token's choices on every device.
+    """
+    has_row = order.new_zeros(tokens * slots).index_fill_(0, order, 1)
+    ends = has_row.cumsum(0)
+    row_of_place = torch.empty_like(order)
+    row_of_place[ends.index_select(0, order) - 1] = torch.arange(len(order), device=order.device)
+    return row_of_place, (ends - has_row)[::slots]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import all_gather, reduce_scatter
+from torch_impl.collectives import accumulator, all_gather, reduce_scatter
 from torch_impl.collectives.plain import all_gather_concat, all_gather_stack
 from torch_impl.contract import Group, OneOf, Sharded, ShardedBool, ShardedInt, contract
 from torch_impl.expert_parallel.dispatch import exchange_of, sorted_choices
@@ -114,8 +114,7 @@ def _by_all_to_all(
     choices = choices.first(sum(exchange.to_ranks))
     rows = exchange.dispatched(choices.rows(x), ep, tp)
     returned = exchange.returned(weights.outputs(rows, exchange.counts), ep, tp)
-    weighed = choices.weighed(returned, gates)
-    return choices.sums(weighed, len(x)).to(x.dtype)
+    return choices.weighed_sums(returned, gates, x.dtype)
 
 
 def _by_all_gather(
@@ -143,7 +142,7 @@ def _by_all_gather(
     choices = sorted_choices(chosen, local, first=ep.rank() * local)
     choices = choices.first(int(choices.counts.sum()))
     outputs = weights.outputs(choices.rows(full_x), choices.counts)
-    y = choices.sums(choices.weighed(outputs, full_gates), len(full_x))
+    y = choices.weighed_sums(outputs, full_gates, accumulator(x.dtype))
     # 3. Sum over the ranks, to the rank of each token, in the reverse order.
     for group, lengths in reversed(shards):
         y = reduce_scatter(y, group, lengths=lengths)
