@@ -31,6 +31,7 @@ SECTIONS = {
     "thd_batch": "A packed batch beside its plain preparation",
     "layouts": "Index arrays of packed batches",
     "attention": "Ring attention beside one process",
+    "dispatch": "Dispatch and combine of tokens beside their messages",
     "mamba": "Mamba2 on packed sequences beside a loop",
     "kernels": "Kernels on a GPU",
 }
@@ -105,6 +106,10 @@ def _figures(name: str, alarm_seconds: float, stall_seconds: float) -> Callable[
         from parity_tests.benchmarks import attention
 
         return attention.figures
+    if name == "dispatch":
+        from parity_tests.benchmarks import dispatch
+
+        return dispatch.figures
     if name == "mamba":
         from parity_tests.benchmarks import mamba
 
