@@ -30,7 +30,7 @@ from parity_tests.parallelizer.training import (
 )
 from torch_impl.collectives.mesh import MeshView
 from torch_impl.expert_parallel import global_balance_loss, softmax_top_k, z_loss
-from torch_impl.optimizers import clip_grad_norm_
+from torch_impl.optimizers import Muon, clip_grad_norm_, parameter_kinds
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 K = 2
@@ -59,6 +59,7 @@ BALANCE_LOSSES = {  # transformers' own; DeepSeek-V3 balances by a bias and has 
 }
 ROWS, LENGTH, MICROBATCHES = 12, 5, 3
 BALANCE, Z = 0.5, 0.25  # large, so that a wrong gradient of either shows
+MUON: dict[str, Any] = {"lr": 2e-2, "weight_decay": 0.1}
 MAX_NORM = 0.5  # below every norm here, so that gradients are scaled
 
 
@@ -94,12 +95,32 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), **ADAMW, foreach=False)
 
 
+@dataclass(frozen=True)
+class Together:
+    """Optimizers of different parameters, stepped as one."""
+
+    parts: Sequence[torch.optim.Optimizer]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
+def muon(model: nn.Module) -> Together:
+    """Muon of all matrices, those of gate and up each for itself; AdamW of the rest."""
+    kinds = parameter_kinds(model)
+    fused = [p for name, p in kinds.matrices.items() if name.endswith("gate_up_proj")]
+    height = fused[0].shape[-2] // 2
+    single = [p for p in kinds.matrices.values() if all(p is not other for other in fused)]
+    others = [*kinds.embeddings.values(), *kinds.vectors.values()]
+    groups = [{"params": single}, {"params": fused, "rows": (height, height)}]
+    return Together([Muon(groups, **MUON), torch.optim.AdamW(others, **ADAMW, foreach=False)])
+
+
 @cache
-def alone(family: str, optimizer: Optimizer = adamw) -> Step:
+def alone(family: str) -> Step:
     """The step of the unsharded model."""
-    return _step(
-        mixture(family), family, slice(None), 1, lambda logits: _router_losses_alone(logits, family), optimizer
-    )
+    return _step(mixture(family), family, slice(None), 1, lambda logits: _router_losses_alone(logits, family), adamw)
 
 
 def on_rank(view: MeshView, family: str, optimizer: Optimizer = adamw, **switches: Any) -> Step:
@@ -157,9 +178,9 @@ def _router_losses(logits: Sequence[Tensor], family: str, data: ProcessGroup) ->
     return BALANCE * K * global_balance_loss(probabilities, experts, data) + z
 
 
-def mistakes(family: str, mesh: Mapping[str, int], ranks: Sequence[Step], optimizer: Optimizer = adamw) -> list[str]:
-    """What is not as in one process, a sentence each: losses, norms, gradients, clipped ones, weights."""
-    want, tp = alone(family, optimizer), mesh.get("tp", 1)
+def mistakes(want: Step, mesh: Mapping[str, int], ranks: Sequence[Step]) -> list[str]:
+    """What is not as it should be, a sentence each: losses, norms, gradients, clipped ones, weights."""
+    tp = mesh.get("tp", 1)
     sentences = broken({"loss": sum(rank.loss for rank in ranks) / tp}, {"loss": want.loss})
     sentences += [each for rank in ranks for each in broken({"norm": rank.norm}, {"norm": want.norm})]
     for part in ("gradients", "clipped", "weights"):
