@@ -7,6 +7,7 @@ Source: arXiv 2104.09864 (rotary positions), 1711.05101 (AdamW).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_ref.context_parallel import packed_attention
+from jax_ref.expert_parallel import mixture, softmax_top_k
 from jax_ref.mamba import Mamba2
 
 
 @dataclass(frozen=True)
 class Config:
-    """`layers` names the kind of each layer, attention or mamba. The chunk size of a scan changes no value."""
+    """`layers` names the kind of each layer, attention, mamba or moe. The chunk size of a scan changes no value."""
 
     vocab_size: int
     hidden_size: int
@@ -38,6 +40,9 @@ class Config:
     norm_eps: float
     is_tied: bool
     chunk_size: int | None = None
+    num_experts: int = 1
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int = 1
 
 
 def rotated(x: Float[Array, "b h s p"], position: Int[Array, " s"], base: float) -> Float[Array, "b h s p"]:
@@ -116,14 +121,45 @@ class Mlp(nnx.Module):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Experts(nnx.Module):
+    """sum_e g[t, e] * expert_e(x[t]); the first f rows of gate_up_proj[e] are the gate's, the others those of up."""
+
+    def __init__(self, config: Config):
+        e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj, self.down_proj = nnx.Param(jnp.zeros((e, 2 * f, d))), nnx.Param(jnp.zeros((e, d, f)))
+
+    def __call__(
+        self, x: Float[Array, "t d"], gates: Float[Array, "t k"], experts: Int[Array, "t k"]
+    ) -> Float[Array, "t d"]:
+        gate_up, down = self.gate_up_proj[...], self.down_proj[...]
+        e, rows, d = gate_up.shape
+        # [e, gate|up, f, d] -> [e, d, gate|up, f]
+        columns = gate_up.reshape(e, 2, rows // 2, d).transpose(0, 3, 1, 2)
+        return mixture(x, gates, experts, columns, down.transpose(0, 2, 1))
+
+
+class Moe(nnx.Module):
+    """The experts of each token are the k largest of p = softmax(router(x)); its gates are these over their sum."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.k = config.num_experts_per_tok
+        self.router = nnx.Linear(config.hidden_size, config.num_experts, use_bias=False, rngs=rngs)
+        self.experts = Experts(config)
+
+    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        tokens = x.reshape(-1, x.shape[-1])
+        gates, experts, _ = softmax_top_k(self.router(tokens), self.k, norm_topk_prob=True)
+        return self.experts(tokens, gates, experts).reshape(x.shape)
+
+
 class AttentionLayer(nnx.Module):
     """x + attention(norm(x)), then that + mlp(norm(that))."""
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, mlp: type[Mlp] | type[Moe] = Mlp, *, rngs: nnx.Rngs):
         self.input_layernorm = Norm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config, rngs=rngs)
         self.post_attention_layernorm = Norm(config.hidden_size, config.norm_eps)
-        self.mlp = Mlp(config, rngs=rngs)
+        self.mlp = mlp(config, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "b s d"], padded: Int[Array, " n"], real: Int[Array, " n"]
@@ -154,7 +190,7 @@ class MambaLayer(nnx.Module):
         return x + self.mixer(self.input_layernorm(x), padded)
 
 
-LAYERS = {"attention": AttentionLayer, "mamba": MambaLayer}
+LAYERS = {"attention": AttentionLayer, "mamba": MambaLayer, "moe": partial(AttentionLayer, mlp=Moe)}
 
 
 class HybridLM(nnx.Module):

@@ -62,7 +62,7 @@ def train(
     mesh: Annotated[
         list[str] | None,
         typer.Option(
-            help="A mesh: dp=2,cp=2 of pp, dp_replicate, dp_shard (or dp), cp, tp. Again for a further run.",
+            help="A mesh: dp=2,cp=2 of pp, dp_replicate, dp_shard (or dp), cp, ep, tp. Again for a further run.",
             metavar="AXIS=N",
             autocompletion=complete.training_meshes,
         ),
@@ -73,6 +73,7 @@ def train(
     attention: Attention = "ring",
     schedule: Schedule = "1f1b",
     tied: Tied = False,
+    experts: Annotated[bool, typer.Option("--experts", help="A mixture of experts in place of the last MLP.")] = False,
     optimizer: Annotated[
         str,
         typer.Option(
@@ -106,7 +107,7 @@ def train(
     if checkpoint is None and _is_on_command_line(context, "every"):
         raise ValueError(f"--every {every} needs --checkpoint DIR, where the state goes")
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
-    settings |= {"schedule": schedule, "optimizer": optimizer, "clip": clip}
+    settings |= {"schedule": schedule, "optimizer": optimizer, "clip": clip, "has_experts": experts}
     settings |= {"checkpoint": checkpoint, "every": every, "resume": resume}
     mesh_sizes = [sizes([text] if text else [], "--mesh") for text in mesh or [""]]
     runs = meshes.runs(steps=steps, seed=seed) if page else [Run.on(each, **settings) for each in mesh_sizes]

@@ -17,7 +17,7 @@ def flax_name(name: str) -> str:
     if name == "embed_tokens.weight":
         return "embed_tokens.embedding"
     owner = name.removesuffix(".weight")
-    return f"{owner}.kernel" if owner != name and owner.endswith(("_proj", "lm_head", "conv1d")) else name
+    return f"{owner}.kernel" if owner != name and owner.endswith(("_proj", "lm_head", "conv1d", "router")) else name
 
 
 def flax_value(name: str, x: Any) -> Any:

@@ -11,8 +11,9 @@ from torch_impl.models import HybridConfig, Placement
 
 REJECTED_SIZES = [
     ({"hidden_size": 0}, "hidden_size=0 is not a size; it is 1 or more"),
-    ({"layers": ("attention", "rnn")}, "layers has 'rnn'; a layer is one of attention, mamba"),
+    ({"layers": ("attention", "rnn")}, "layers has 'rnn'; a layer is one of attention, mamba, moe"),
     ({"head_dim": 3}, "head_dim=3 must be even, since rotation pairs columns"),
+    ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be at most num_experts=4"),
     ({"num_key_value_heads": 3}, "num_attention_heads=4 must be divisible by num_key_value_heads=3"),
     ({"mamba_groups": 3}, "mamba_heads=4 must be divisible by mamba_groups=3"),
 ]

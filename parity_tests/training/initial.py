@@ -24,14 +24,26 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     d, vocab = config["hidden_size"], config["vocab_size"]
     by_name: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab, d)}
     for index, kind in enumerate(config["layers"]):
-        layer = _attention(config) if kind == "attention" else _mamba(config)
+        layer = {"attention": _attention, "mamba": _mamba, "moe": _moe}[kind](config)
         by_name |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     by_name["norm.weight"] = (d,)
     return by_name if config["is_tied"] else {**by_name, "lm_head.weight": (vocab, d)}
 
 
 def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    d, f, p = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    d, f = config["hidden_size"], config["intermediate_size"]
+    mlp = {"mlp.gate_proj.weight": (f, d), "mlp.up_proj.weight": (f, d), "mlp.down_proj.weight": (d, f)}
+    return _attention_alone(config) | mlp
+
+
+def _moe(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    e, d, f = config["num_experts"], config["hidden_size"], config["moe_intermediate_size"]
+    experts = {"mlp.experts.gate_up_proj": (e, 2 * f, d), "mlp.experts.down_proj": (e, d, f)}
+    return _attention_alone(config) | {"mlp.router.weight": (e, d)} | experts
+
+
+def _attention_alone(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, p = config["hidden_size"], config["head_dim"]
     wide, narrow = config["num_attention_heads"] * p, config["num_key_value_heads"] * p
     return {
         "input_layernorm.weight": (d,),
@@ -40,9 +52,6 @@ def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.v_proj.weight": (narrow, d),
         "self_attn.o_proj.weight": (d, wide),
         "post_attention_layernorm.weight": (d,),
-        "mlp.gate_proj.weight": (f, d),
-        "mlp.up_proj.weight": (f, d),
-        "mlp.down_proj.weight": (d, f),
     }
 
 
@@ -70,5 +79,5 @@ def _drawn(name: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
     if name.endswith("dt_bias"):
         dt = np.exp(rng.uniform(math.log(1e-3), math.log(1e-1), shape))
         return dt + np.log(-np.expm1(-dt))  # so that softplus gives dt
-    fan_in = 50 if name.startswith("embed") else int(np.prod(shape[1:])) or shape[0]
+    fan_in = 50 if name.startswith("embed") else shape[-1] if len(shape) > 1 else 1
     return rng.standard_normal(shape) / math.sqrt(fan_in)

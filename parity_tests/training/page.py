@@ -11,9 +11,11 @@ from typing import Any
 
 from parity_tests.training.judged import Judged, Row
 from parity_tests.training.record import GRADIENT, WEIGHT
-from parity_tests.training.run import Run
+from parity_tests.training.run import OPTIMIZERS, Run
 
 DTYPES = ("float64", "float32")  # for which every mesh is promised equal
+# Which experts a token goes to may hang on the last digit, so that runs of experts are promised equal in float64 alone.
+OF_EXPERTS = ("float64",)
 STATE_ULYSSES = {"mamba": "state", "attention": "ulysses"}
 # Meshes, each with what is not as it is if nothing is said.
 MESHES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
@@ -48,6 +50,15 @@ MESHES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     ({"pp": 2}, {"is_tied": True}),
     ({"pp": 2, "dp_shard": 2}, {"is_tied": True, "schedule": "zbv"}),
 )
+MESHES_OF_EXPERTS: tuple[dict[str, int], ...] = (
+    {"ep": 1},
+    {"ep": 2},
+    {"ep": 4},
+    {"dp_shard": 2, "ep": 2},
+    {"ep": 2, "tp": 2},
+    {"pp": 2, "ep": 2},
+    {"cp": 2, "ep": 2},
+)
 HEAD = """# Training on {count} meshes
 
 {steps} steps of the same run on every mesh, each step compared with one device; see [how to train](how-to/train.md).
@@ -56,14 +67,22 @@ that any number took.
 
 Written by `shardproof train --page docs/training.md`{stamp}.
 
-| mesh | schedule | Mamba2 | attention | head | dtype | loss | norm | gradients | weights | of budget | verdict |
-|---|---|---|---|---|---|---|---|---|---|---|---|
 """
+COLUMNS = (
+    *("mesh", "schedule", "Mamba2", "attention", "MLP", "head", "optimizer", "dtype"),
+    *("loss", "norm", "gradients", "weights", "of budget", "verdict"),
+)
 
 
 def runs(**settings: Any) -> list[Run]:
-    """Every mesh in each dtype, the widest first."""
-    return [Run(mesh=mesh, **{**settings, **how, "dtype": dtype}) for dtype in DTYPES for mesh, how in MESHES]
+    """Every mesh in each dtype, the widest first; then those of experts, with each optimizer."""
+    dense = [Run(mesh=mesh, **{**settings, **how, "dtype": dtype}) for dtype in DTYPES for mesh, how in MESHES]
+    return dense + [
+        Run(mesh=mesh, **{**settings, "has_experts": True, "optimizer": optimizer, "dtype": dtype})
+        for dtype in OF_EXPERTS
+        for optimizer in OPTIMIZERS
+        for mesh in MESHES_OF_EXPERTS
+    ]
 
 
 def write(done: Sequence[tuple[Run, Sequence[Judged]]], path: str) -> None:
@@ -72,6 +91,7 @@ def write(done: Sequence[tuple[Run, Sequence[Judged]]], path: str) -> None:
     stamp = f" on {date.today().isoformat()} with Python {platform.python_version()}, {versions}"
     count = len({tuple(run.mesh.items()) for run, _ in done})
     head = HEAD.format(count=count, steps=max(run.steps for run, _ in done), stamp=stamp)
+    head += f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
     Path(path).write_text(head + "".join(_line(run, steps) for run, steps in done))
 
 
@@ -81,7 +101,8 @@ def _line(run: Run, steps: Sequence[Judged]) -> str:
     share = max(step.worst_ratio for step in steps)
     verdict = "equal" if all(step.ok for step in steps) else "**mismatch**"
     schedule = run.rule.name if run.is_staged else ""
-    setting = [schedule, run.mamba, run.attention, "tied" if run.is_tied else "own", run.dtype]
+    mlp, head = "experts" if run.has_experts else "dense", "tied" if run.is_tied else "own"
+    setting = [schedule, run.mamba, run.attention, mlp, head, run.optimizer, run.dtype]
     cells = [axes, *setting, *(f"{error:.1e}" for error in errors), f"{share:.2g}", verdict]
     return f"| {' | '.join(cells)} |\n"
 

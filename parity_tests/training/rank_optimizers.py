@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity_tests.training.fused import has_halves
 from parity_tests.training.parts import Parts
 from parity_tests.training.run import Run
 from torch_impl.optimizers import Muon, parameter_kinds
@@ -37,10 +38,13 @@ class RankOptimizers:
 def rank_optimizers(run: Run, model: Parts) -> RankOptimizers:
     """The run's, over all parameters of this rank; every one of them is decayed, vectors too."""
     settings: dict[str, Any] = {"lr": run.learning_rate, "weight_decay": run.weight_decay}
-    matrices = []
+    matrices: dict[str, Tensor] = {}
     if run.optimizer == "muon":
-        matrices = [p for stage in model.stages for p in parameter_kinds(stage.submod).matrices.values()]
-    stepped_by_muon = {id(p) for p in matrices}
+        matrices = {name: p for stage in model.stages for name, p in parameter_kinds(stage.submod).matrices.items()}
+    stepped_by_muon = {id(p) for p in matrices.values()}
     other_parameters = [p for p in model.parameters() if id(p) not in stepped_by_muon]
     adamw = torch.optim.AdamW(other_parameters, betas=(0.9, 0.999), eps=1e-8, **settings)
-    return RankOptimizers([adamw, Muon(matrices, **settings)] if matrices else [adamw])
+    # The stacks of experts have gate and up one above the other, two matrices each.
+    of_halves = [{"params": [p], "rows": (p.shape[-2] // 2,) * 2} for name, p in matrices.items() if has_halves(name)]
+    groups = [{"params": [p for name, p in matrices.items() if not has_halves(name)]}, *of_halves]
+    return RankOptimizers([adamw, Muon(groups, **settings)] if matrices else [adamw])

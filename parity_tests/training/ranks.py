@@ -33,7 +33,7 @@ from torch_impl.models import (
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 from torch_impl.pipelining.functional import pipeline_model
 
-CUTTING = ("dp_replicate", "dp_shard", "cp")  # axes whose ranks have tokens of their own
+CUTTING = ("dp_replicate", "dp_shard", "ep", "cp")  # axes whose ranks have tokens of their own
 
 
 def train(mesh: Any, case: Any) -> list[float]:
@@ -100,6 +100,7 @@ def parallel_model(mesh: Any, run: Run) -> Parts:
         dp_axis_names=("dp_replicate", "dp_shard"),
         cp_axis_name="cp",
         tp_axis_name="tp",
+        ep_axis_name="ep",
         layers_per_stage=None,
         pipeline_parallel_schedule_csv=None,
         pipeline_parallel_schedule=run.rule.name,
@@ -139,4 +140,5 @@ def rank_batch(mesh: Any, run: Run, batch: list[Packed]) -> list[RankStream]:
 
 def dp_rank(mesh: Any) -> int:
     """This rank's place among those with streams of their own."""
-    return mesh.rank("dp_replicate") * mesh.size("dp_shard") + mesh.rank("dp_shard")
+    data = mesh.rank("dp_replicate") * mesh.size("dp_shard") + mesh.rank("dp_shard")
+    return data * mesh.size("ep") + mesh.rank("ep")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from parity_tests.training.fused import has_halves
 from parity_tests.training.run import Run
 
 OF_ADAMW = ("embed_tokens.weight", "lm_head.weight")
@@ -37,8 +38,16 @@ def reference_optimizer(run: Run) -> tuple[Callable[..., Any], Callable[..., Any
                 {name: gradients[name] for name in other_weights}, of_adamw, other_weights
             )
         settings = {"lr": run.learning_rate, "weight_decay": run.weight_decay}
-        matrices = {name: muon(weights[name], gradients[name], x, **settings) for name, x in buffers.items()}
+        matrices = {
+            name: muon(weights[name], gradients[name], x, rows=_rows(name, x), **settings)
+            for name, x in buffers.items()
+        }
         new = jax.tree.map(jnp.add, other_weights, updates) | {name: after for name, (after, _) in matrices.items()}
         return {name: new[name] for name in weights}, (of_adamw, {name: x for name, (_, x) in matrices.items()})
 
     return initial, step
+
+
+def _rows(name: str, x: Any) -> tuple[int, int] | None:
+    """Heights of the two matrices that stand one above the other."""
+    return (x.shape[-2] // 2,) * 2 if has_halves(name) else None

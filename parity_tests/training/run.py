@@ -11,7 +11,7 @@ from parity_tests.training.ring_and_heads import smallest_factor
 from parity_tests.training.schedule_name import rule_by_name
 from torch_impl.pipelining.named_schedules import RULES, Rule, microbatches_problem
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 DTYPES = ("float64", "float32", "bfloat16")
 MAMBA = ("hidden", "state")
 ATTENTION = ("ring", "all_gather", "ulysses", "usp")
@@ -27,6 +27,9 @@ SIZES = {
     "num_key_value_heads": 12,
     "head_dim": 4,
     "intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
     "mamba_heads": 12,
     "mamba_head_dim": 2,
     "mamba_groups": 1,
@@ -49,6 +52,7 @@ class Run:
     streams: int = 4
     length: int = 96
     is_tied: bool = False
+    has_experts: bool = False  # in the last layer of attention, in place of its MLP
     sizes: Mapping[str, Any] = field(default_factory=lambda: dict(SIZES))
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
@@ -78,17 +82,26 @@ class Run:
             raise ValueError(
                 f"--clip {self.clip:g} must be positive and finite; leave it out for gradients as they are"
             )
+        self._check_experts()
         if self.streams % self.dp:
             able = ", ".join(str(n) for n in range(1, self.streams + 1) if self.streams % n == 0)
-            raise ValueError(
-                f"--mesh dp={self.dp}: cannot share the {self.streams} streams of a step; use one of {able}"
-            )
+            axes = f"dp={self.dp}" if self.size("ep") == 1 else f"dp={self.dp // self.size('ep')},ep={self.size('ep')}"
+            raise ValueError(f"--mesh {axes}: cannot share the {self.streams} streams of a step; use one of {able}")
         if BLOCK % (2 * self.size("cp")):
             raise ValueError(f"--mesh cp={self.size('cp')}: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp")
         self._check_heads()
         self._check_stages()
         if self.resume and self.checkpoint is None:
             raise ValueError("--resume needs --checkpoint DIR, where the state is")
+
+    def _check_experts(self) -> None:
+        """Ranks of ep share the experts, which a model may not have."""
+        ep, experts = self.size("ep"), self.sizes["num_experts"]
+        if ep > 1 and not self.has_experts:
+            raise ValueError(f"--mesh ep={ep}: the model has no experts; add --experts, or use dp in place of ep")
+        if experts % ep:
+            able = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+            raise ValueError(f"--mesh ep={ep}: cannot share the {experts} experts; use one of {able}")
 
     def _check_heads(self) -> None:
         """Ranks of tp share the heads of attention, and those that exchange heads what each of these has."""
@@ -134,7 +147,17 @@ class Run:
 
     @property
     def dp(self) -> int:
-        return self.size("dp_replicate") * self.size("dp_shard")
+        """Ranks that have streams of their own; those of ep have."""
+        return self.size("dp_replicate") * self.size("dp_shard") * self.size("ep")
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The kind of each layer."""
+        kinds = list(self.sizes["layers"])
+        if self.has_experts:
+            last = len(kinds) - 1 - kinds[::-1].index("attention")
+            kinds[last] = "moe"
+        return tuple(kinds)
 
     @property
     def rule(self) -> Rule:
@@ -156,7 +179,7 @@ class Run:
         """What the model's config is made with, on either side."""
         return {
             **self.sizes,
-            "layers": tuple(self.sizes["layers"]),
+            "layers": self.layers,
             "vocab_size": 256,
             "rope_base": 1000.0,
             "norm_eps": 1e-5,

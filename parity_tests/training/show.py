@@ -52,7 +52,8 @@ def named(run: Run) -> str:
     """`dp_shard=2 cp=2  hidden  ring  float64`; with several stages also their schedule."""
     axes = " ".join(f"{axis}={size}" for axis, size in run.mesh.items()) or "one rank"
     schedule = f"  {run.rule.name}" if run.is_staged else ""
-    more = ("  tied" if run.is_tied else "") + ("" if run.optimizer == "adamw" else f"  {run.optimizer}")
+    more = ("  experts" if run.has_experts else "") + ("  tied" if run.is_tied else "")
+    more += "" if run.optimizer == "adamw" else f"  {run.optimizer}"
     more += "" if run.clip is None else f"  clip {run.clip:g}"
     return f"{axes}{schedule}  {run.mamba}  {run.attention}  {run.dtype}{more}"
 

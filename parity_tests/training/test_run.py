@@ -9,7 +9,7 @@ from parity_tests.training.run import Run
 REJECTED = [
     (
         {"mesh": {"xp": 2}},
-        "--mesh xp: no such axis; the axes are pp, dp_replicate, dp_shard, cp, tp, and dp for dp_shard",
+        "--mesh xp: no such axis; the axes are pp, dp_replicate, dp_shard, cp, ep, tp, and dp for dp_shard",
     ),
     (
         {"mesh": {"pp": 4}, "schedule": "zbv"},
@@ -44,6 +44,15 @@ REJECTED = [
         {"mesh": {"cp": 4, "tp": 4}, "attention": "usp"},
         "--attention usp: cannot shard the 6 query heads and 3 KV heads of each rank of tp=4 over 2 ranks; use ring or "
         "all_gather, or another --mesh",
+    ),
+    ({"mesh": {"ep": 2}}, "--mesh ep=2: the model has no experts; add --experts, or use dp in place of ep"),
+    (
+        {"mesh": {"ep": 3}, "has_experts": True},
+        "--mesh ep=3: cannot share the 8 experts; use one of 1, 2, 4, 8",
+    ),
+    (
+        {"mesh": {"dp": 4, "ep": 2}, "has_experts": True},
+        "--mesh dp=4,ep=2: cannot share the 4 streams of a step; use one of 1, 2, 4",
     ),
     ({"optimizer": "sgd"}, "--optimizer 'sgd' is not one of adamw, muon"),
     ({"clip": 0.0}, "--clip 0 must be positive and finite; leave it out for gradients as they are"),

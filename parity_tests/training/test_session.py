@@ -16,6 +16,7 @@ from parity_tests.training.parts import Parts
 from parity_tests.training.run import SIZES, Run
 from torch_impl.mamba import MambaContextParallel
 from torch_impl.models import staged
+from torch_impl.parallelizer import expert_sharding
 
 SMALL = {"steps": 2, "streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("mamba", "attention")}}
 KNOWN = ReferenceSteps()  # one compiled reference for all runs of the same numbers
@@ -68,6 +69,31 @@ MUON = {"optimizer": "muon", "clip": CLIP}
 def test_muon_is_that_of_one_device(mesh, how):
     steps = session.followed(small(mesh, **MUON, **how), KNOWN, "lockstep")
     assert [step.wrong for step in steps] == [[], []]
+
+
+WITH_EXPERTS = [
+    ({"ep": 1}, {}),
+    ({"ep": 2}, {"optimizer": "muon"}),
+    ({"ep": 2, "tp": 2}, {"optimizer": "muon"}),
+    ({"cp": 2, "ep": 2}, {"clip": CLIP}),
+    ({"pp": 2, "ep": 2}, {"streams": 4}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "how"), WITH_EXPERTS, ids=str)
+def test_experts_are_those_of_one_device(mesh, how):
+    steps = session.followed(small(mesh, has_experts=True, **how), KNOWN, "lockstep")
+    assert [step.wrong for step in steps] == [[], []]
+    assert "weight/layers.1.mlp.experts.gate_up_proj" in steps[0].rows
+
+
+def test_an_expert_averaged_as_its_router_is_seen(monkeypatch):
+    """Over ep an expert has the rows of all ranks already: its gradient is not to be divided by less than all."""
+    original = expert_sharding._local_stack
+    monkeypatch.setattr(expert_sharding, "_local_stack", lambda stack, ep: original(stack, 1))
+    steps = session.followed(small({"ep": 2}, has_experts=True), KNOWN, "lockstep")
+    experts = {f"gradient/layers.1.mlp.experts.{stack}" for stack in ("gate_up_proj", "down_proj")}
+    assert {name for name in steps[0].wrong if name.startswith("gradient/")} == experts
 
 
 def test_muon_goes_on_from_a_checkpoint_on_another_mesh(tmp_path):
@@ -216,11 +242,15 @@ def test_the_command(monkeypatch, capsys):
         (entry,) = json.load(file)
         assert entry["mesh"] == {"dp_shard": 2} and entry["verdict"] == "equal" and picture.read(4) == b"\x89PNG"
     monkeypatch.setattr(page, "MESHES", (({"cp": 2}, {"mamba": "state"}),))
+    monkeypatch.setattr(page, "MESHES_OF_EXPERTS", ({"ep": 2},))
     monkeypatch.setattr(page, "DTYPES", ("float64",))
     assert call("--page", "page.md")[0] == 0
     with open("page.md") as file:
-        rows = [line.split(" | ") for line in file if line.startswith("| cp=2")]
-        assert [(row[5], row[-1]) for row in rows] == [("float64", "equal |\n")]
+        rows = [line.split(" | ") for line in file if line.startswith(("| cp=2", "| ep=2"))]
+    (of_cp, *cp), *of_ep = [[row[0], row[4], row[6], row[7], row[-1]] for row in rows]
+    assert of_cp == "| cp=2" and cp == ["dense", "adamw", "float64", "equal |\n"]
+    assert of_ep == [["| ep=2", "experts", each, "float64", "equal |\n"] for each in ("adamw", "muon")]
+    assert call("--experts", "--mesh", "ep=2", "-q")[0] == 0 and call("--mesh", "ep=2")[0] == 2
     assert call("--mesh", "pp=2", "--schedule", "1f1c")[0] == 2
     status, _, err = call("--every", "2")
     assert status == 2 and "--every 2 needs --checkpoint DIR" in err

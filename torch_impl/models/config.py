@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_impl.context_parallel.kinds import EXCHANGES
 from torch_impl.contract.tensor_kinds import GroupKind
 
-KINDS = ("attention", "mamba")
+KINDS = ("attention", "mamba", "moe")
 MAMBA = ("hidden", "state")
 ORDERS = ("dual_chunk_swap", "contiguous")
 
@@ -19,8 +19,10 @@ ORDERS = ("dual_chunk_swap", "contiguous")
 class HybridConfig:
     """`layers` names the kind of each layer; names that Hugging Face configs have mean the same here.
 
-    Errors: ValueError for an unknown kind, a size below 1, an odd head_dim, and a number of query heads or of Mamba
-            heads that does not divide by the number of KV heads or of groups.
+    A "moe" layer is one of attention whose MLP is a mixture of experts.
+
+    Errors: ValueError for an unknown kind, a size below 1, an odd head_dim, a number of query heads or of Mamba heads
+            that does not divide by the number of KV heads or of groups, and more experts of a token than there are.
     """
 
     vocab_size: int = 256
@@ -30,6 +32,9 @@ class HybridConfig:
     num_key_value_heads: int = 2
     head_dim: int = 8
     intermediate_size: int = 48
+    num_experts: int = 4
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 16
     mamba_heads: int = 4
     mamba_head_dim: int = 8
     mamba_groups: int = 2
@@ -54,6 +59,11 @@ class HybridConfig:
             )
         self._check_divides("num_attention_heads", "num_key_value_heads")
         self._check_divides("mamba_heads", "mamba_groups")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"models.HybridConfig: num_experts_per_tok={self.num_experts_per_tok} must be at most "
+                f"num_experts={self.num_experts}"
+            )
 
     def _check_divides(self, heads: str, groups: str) -> None:
         if getattr(self, heads) % getattr(self, groups):

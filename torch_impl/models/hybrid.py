@@ -86,8 +86,10 @@ class HybridLM(nn.Module):
 
 
 Style = RowwiseParallel | ColwiseParallel | SequenceParallel
-COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-ROWS = ("self_attn.o_proj", "mlp.down_proj")
+QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+# By the kind of a layer. The stacks of experts are no linear layers: an axis ep of the mesh shards them, over tp too.
+COLUMNS = {"attention": (*QUERY_KEY_VALUE, "mlp.gate_proj", "mlp.up_proj"), "moe": QUERY_KEY_VALUE}
+ROWS = {"attention": ("self_attn.o_proj", "mlp.down_proj"), "moe": ("self_attn.o_proj",)}
 
 
 def tensor_parallel_plan(layers: tuple[str, ...]) -> dict[str, Style]:
@@ -108,7 +110,6 @@ def tensor_parallel_plan(layers: tuple[str, ...]) -> dict[str, Style]:
     }
     for index, kind in enumerate(layers):
         # Columns of the first product, rows of the second: between the two a rank needs no other rank.
-        if kind == "attention":
-            plan |= {f"layers.{index}.{name}": ColwiseParallel() for name in COLUMNS}
-            plan |= {f"layers.{index}.{name}": RowwiseParallel() for name in ROWS}
+        plan |= {f"layers.{index}.{name}": ColwiseParallel() for name in COLUMNS.get(kind, ())}
+        plan |= {f"layers.{index}.{name}": RowwiseParallel() for name in ROWS.get(kind, ())}
     return plan

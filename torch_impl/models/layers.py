@@ -1,7 +1,9 @@
-"""The two kinds of layers: attention followed by an MLP, and Mamba2, each with a norm before it and a residual."""
+"""The kinds of layers: attention, then an MLP or a mixture of experts; Mamba2. Each with a norm and a residual."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel import context_parallel_attention
+from torch_impl.expert_parallel import softmax_top_k
+from torch_impl.expert_parallel.dispatch import sorted_choices
+from torch_impl.expert_parallel.experts import checked_weights
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel, MambaStatePassing
 from torch_impl.models.config import HybridConfig, Placement
@@ -88,15 +93,60 @@ class Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Experts(nn.Module):
+    """The sum of what each token's experts make of it, times their gates; stacks and arguments as in transformers.
+
+        hidden_states "t d", top_k_index and top_k_weights "t k"   ->   "t d"
+        gate_up_proj "e 2f d", gate and up one after the other; down_proj "e d f"
+
+    Here all experts are on this rank; `fsdp2_strategy_parallelize` shards them over an axis `ep`.
+    """
+
+    def __init__(self, config: HybridConfig, **factory: Any) -> None:
+        super().__init__()
+        e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * f, d, **factory))
+        self.down_proj = nn.Parameter(torch.empty(e, d, f, **factory))
+        self.act_fn = nn.SiLU()
+        for stack in (self.gate_up_proj, self.down_proj):
+            nn.init.normal_(stack, std=stack.shape[-1] ** -0.5)
+
+    def forward(
+        self, hidden_states: Float[Tensor, "t d"], top_k_index: Int[Tensor, "t k"], top_k_weights: Float[Tensor, "t k"]
+    ) -> Float[Tensor, "t d"]:
+        gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
+        weights = checked_weights("models.Experts", hidden_states, gate_up, down, "auto")
+        choices = sorted_choices(top_k_index, len(down))
+        outputs = weights.outputs(choices.rows(hidden_states), choices.counts)
+        return choices.weighed_sums(outputs, top_k_weights, hidden_states.dtype)
+
+
+class Moe(nn.Module):
+    """Of each token the gates are the largest of softmax(router(x)), over their sum."""
+
+    def __init__(self, config: HybridConfig, **factory: Any) -> None:
+        super().__init__()
+        self.k = config.num_experts_per_tok
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False, **factory)
+        self.experts = Experts(config, **factory)
+
+    def forward(self, x: Float[Tensor, "b s d"]) -> Float[Tensor, "b s d"]:
+        tokens = x.flatten(0, 1)
+        gates, experts, _ = softmax_top_k(self.router(tokens), self.k, norm_topk_prob=True)
+        return self.experts(tokens, experts, gates).view(x.shape)
+
+
 class AttentionLayer(nn.Module):
     """x + attention(norm(x)), then that + mlp(norm(that))."""
 
-    def __init__(self, config: HybridConfig, placement: Placement, **factory: Any) -> None:
+    def __init__(
+        self, config: HybridConfig, placement: Placement, mlp: Callable[..., nn.Module] = Mlp, **factory: Any
+    ) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps, **factory)
         self.self_attn = Attention(config, placement, **factory)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps, **factory)
-        self.mlp = Mlp(config, **factory)
+        self.mlp = mlp(config, **factory)
 
     def forward(self, x: Float[Tensor, "b s d"], layout: TokenLayout) -> Float[Tensor, "b s d"]:
         x = x + self.self_attn(self.input_layernorm(x), layout)
@@ -152,7 +202,7 @@ def _check_layout(layout: TokenLayout, order: str, rows: int) -> None:
         )
 
 
-LAYERS = {"attention": AttentionLayer, "mamba": MambaLayer}
+LAYERS = {"attention": AttentionLayer, "mamba": MambaLayer, "moe": partial(AttentionLayer, mlp=Moe)}
 
 
 def layer_of(kind: str, config: HybridConfig, placement: Placement, **factory: Any) -> nn.Module:

@@ -43,8 +43,10 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if all(_is_stack(module, leaf) for leaf in STACKS)}
 
 
-def validate_experts(model: nn.Module, ep: int | None) -> dict[str, nn.Module]:
+def validate_experts(model: nn.Module, ep: int | None, is_stage: bool = False) -> dict[str, nn.Module]:
     """The modules of experts that `ep` ranks share, which need not exist; none where the mesh has no ep.
+
+    A stage of a pipeline, `is_stage`, may be one without experts: over it ep is an axis of data alone.
 
     Errors: ValueError for a model without experts over several ranks of ep, a number of experts that ep does not
             divide, and for experts that `routed_experts` does not compute: other stacks, arguments or activations.
@@ -52,7 +54,7 @@ def validate_experts(model: nn.Module, ep: int | None) -> dict[str, nn.Module]:
     if ep is None:
         return {}
     modules = expert_modules(model)
-    if not modules and ep > 1:
+    if not modules and ep > 1 and not is_stage:
         raise ValueError(
             f"device_mesh: ep={ep}, and {type(model).__name__} has no experts in stacks {' and '.join(STACKS)}; "
             "use dp_shard in place of ep"

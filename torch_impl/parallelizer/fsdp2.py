@@ -85,7 +85,7 @@ def fsdp2_strategy_parallelize(
     """
     # 1. Validate everything, before anything is changed or sent.
     axes, styles = validate_target(model, device_mesh, tp_shard_plan)
-    experts = validate_experts(model, None if axes.ep is None else axes.size(axes.ep))
+    experts = validate_experts(model, None if axes.ep is None else axes.size(axes.ep), is_stage=axes.has_stages)
     styles = {name: entry for name, entry in styles.items() if name not in experts}
     policy, offload = _policy(model, mp_policy), _offload(device_mesh, offload_policy)
     mesh = axes.fsdp_mesh

@@ -50,6 +50,11 @@ class MeshAxes:
         return math.prod(self.mesh.size(axes.index(name)) for name in names if name is not None)
 
     @property
+    def has_stages(self) -> bool:
+        """Whether a rank has a stage of the model alone."""
+        return "pp" in (self.mesh.mesh_dim_names or ()) and self.size("pp") > 1
+
+    @property
     def data_size(self) -> int:
         """Ranks whose tokens differ, over which FSDP averages gradients."""
         return self.size(self.replicate, self.shard, self.data, self.cp, self.ep)
