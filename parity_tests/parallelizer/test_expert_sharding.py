@@ -246,3 +246,13 @@ def test_experts_that_share_a_stack_are_rejected():
         return True
 
     assert on_mesh({"ep": 2}, body).results == (True, True)
+
+
+def test_a_stage_of_a_pipeline_may_have_no_experts():
+    """Over ep it is sharded as over data: each rank has half of the rows."""
+
+    def body(view):
+        model = fsdp2_strategy_parallelize(nn.Linear(2, 4, bias=False), view.device_mesh, MixedPrecisionPolicy())
+        return tuple(model.weight.to_local().shape)
+
+    assert on_mesh({"pp": 2, "ep": 2}, body).results == ((2, 2),) * 4
