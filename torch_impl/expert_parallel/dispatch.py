@@ -180,15 +180,22 @@ class _WeighedSums(torch.autograd.Function):
         of_rows, of_gates = cotangent.index_select(0, order // gates.shape[1]), None
         if needs_gates:
             # 1. <row, cotangent of its token>, in parts, so that the products take a fraction of the memory.
-            wide = accumulator(rows.dtype)
             pairs = zip(rows.chunk(PARTS), of_rows.chunk(PARTS), strict=True)
-            products = torch.cat([(row.to(wide) * of_row).sum(1) for row, of_row in pairs])
+            products = torch.cat([_row_products(x, y) for x, y in pairs])
             flat = gates.new_zeros(gates.numel()).index_copy_(0, order, products.to(gates.dtype))
             of_gates = flat.view(gates.shape)
         # 2. The cotangents themselves are no longer needed: they are scaled in place.
         if needs_rows:
             of_rows.mul_(gates.flatten().index_select(0, order)[:, None])
         return of_rows if needs_rows else None, of_gates, None
+
+
+def _row_products(x: Tensor, y: Tensor) -> Tensor:
+    """<x[i], y[i]> of each row, in float32 or wider."""
+    wide = accumulator(x.dtype)
+    if x.dtype == wide:
+        return (x * y).sum(1)
+    return x.to(wide).mul_(y).sum(1)  # into the copy that is needed anyway
 
 
 def _sums_by_token(rows: Tensor, row_of_place: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
