@@ -82,7 +82,7 @@ BUGS = (
         at="expert_parallel:_rows_of_tokens",
         old="return row_of_place, (ends - has_row)[::slots]",
         new="return row_of_place, ends[::slots]",
-        expect="value: ",
+        expect="raised: ",
     ),
     InjectedBug(
         name="a row's gradient without its gate",
