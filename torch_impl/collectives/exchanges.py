@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
+from torch_impl.collectives import large_tensors
 from torch_impl.collectives.lengths import dim_from_front, lengths_of_ranks, lengths_to_gather, lengths_to_scatter
 from torch_impl.contract import Group, ShardedAny, contract
 
@@ -91,7 +92,7 @@ def _exchange(
     # 2. Pack, exchange. Shards along dim 0 are adjacent in memory: split there, x itself is the message. Flat views of
     #    some strides are not contiguous, which backends reject.
     message = x.reshape(-1).contiguous() if split_dim == 0 else torch.cat([shard.reshape(-1) for shard in shards])
-    received_message = message.new_empty(sum(sizes))
+    received_message = large_tensors.empty((sum(sizes),), x.dtype, x.device)
     dist.all_to_all_single(received_message, message, sizes, [shard.numel() for shard in shards], group=group)
     # 3. Unpack. Concatenated along dim 0, the received message is the result.
     if concat_dim == 0:
@@ -143,7 +144,7 @@ def _start(tensors: Sequence[Tensor], group: ProcessGroup, shift: int) -> tuple[
         return [x.clone(memory_format=torch.contiguous_format) for x in tensors], []
     to, source = (rank + shift) % world, (rank - shift) % world
     sent = [x.contiguous() for x in tensors]
-    received = [torch.empty_like(x) for x in sent]
+    received = [large_tensors.empty(x.shape, x.dtype, x.device) for x in sent]
     # One batch of sends and receives: if every rank of a ring blocked in its send, none would reach its receive.
     messages = [P2POp(dist.isend, x, group=group, group_peer=to) for x in sent]
     messages += [P2POp(dist.irecv, x, group=group, group_peer=source) for x in received]

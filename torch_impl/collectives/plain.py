@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
+from torch_impl.collectives import large_tensors
+
 # torch 2.13 renames the single-tensor forms and deprecates the old names; 2.11 knows only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -51,7 +53,7 @@ def all_gather_concat(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequenc
     # No backend gathers unequal shapes in one message: every shard is padded to the longest.
     longest = max(lengths)
     shard = _pad_rows(x.movedim(dim, 0), longest)
-    full = shard.new_empty(longest * group.size(), *shard.shape[1:])
+    full = large_tensors.empty((longest * group.size(), *shard.shape[1:]), x.dtype, x.device)
     _all_gather(full, shard, group=group)
     return _drop_padding(full, lengths).movedim(0, dim).contiguous()
 
@@ -71,7 +73,7 @@ def reduce_scatter_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequen
     shards = x.to(accumulator(x.dtype)).movedim(dim, 0).split(list(lengths))
     # reduce_scatter gives every rank the same length: pad to the longest, and drop the padding after the sum.
     addends = torch.cat([_pad_rows(shard, longest) for shard in shards])
-    total = addends.new_empty(longest, *addends.shape[1:])
+    total = large_tensors.empty((longest, *addends.shape[1:]), addends.dtype, x.device)
     _reduce_scatter(total, addends, op=dist.ReduceOp.SUM, group=group)
     return total[: lengths[group.rank()]].to(x.dtype).movedim(0, dim).contiguous()
 
@@ -81,7 +83,7 @@ def all_to_all_equal(x: Tensor, group: ProcessGroup) -> Tensor:
     if group.size() == 1:  # a copy here too, so that the result never aliases the argument
         return x.clone(memory_format=torch.contiguous_format)
     x = x.contiguous()
-    received = torch.empty_like(x)
+    received = large_tensors.empty(x.shape, x.dtype, x.device)
     dist.all_to_all_single(received, x, group=group)
     return received
 
@@ -94,7 +96,7 @@ def start_all_to_all(
     Read no received row and write to none of `x` before every work has been waited for.
     """
     x = x.contiguous()
-    arriving = x.new_empty(sum(received), *x.shape[1:])
+    arriving = large_tensors.empty((sum(received), *x.shape[1:]), x.dtype, x.device)
     work = dist.all_to_all_single(arriving, x, list(received), list(sent), group=group, async_op=True)
     return arriving, [work] if work is not None else []
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import embedding_bag
 
-from torch_impl.collectives import accumulator, all_gather, all_to_all, reduce_scatter
+from torch_impl.collectives import accumulator, all_gather, all_to_all, large_tensors, reduce_scatter
 from torch_impl.collectives.plain import all_gather_stack, all_to_all_equal
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.layouts.index_arrays import inverse_permutation
@@ -139,7 +139,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, slots: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.slots, ctx.tokens = slots, len(x)
-        return x.index_select(0, order // slots)
+        return large_tensors.index_select(x, order // slots)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
@@ -177,7 +177,7 @@ class _WeighedSums(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         rows, gates, order = ctx.saved_tensors
         needs_rows, needs_gates, _ = ctx.needs_input_grad
-        of_rows, of_gates = cotangent.index_select(0, order // gates.shape[1]), None
+        of_rows, of_gates = large_tensors.index_select(cotangent, order // gates.shape[1]), None
         if needs_gates:
             # 1. <row, cotangent of its token>, in parts, so that the products take a fraction of the memory.
             pairs = zip(rows.chunk(PARTS), of_rows.chunk(PARTS), strict=True)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from torch_impl.collectives import large_tensors
 from torch_impl.kernels.backend import checked_backend, compiled
 
 
@@ -32,7 +33,7 @@ def rows_at(
 
 def _index_select(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """The eager equivalent of the kernel."""
-    return x.index_select(dim, index)
+    return large_tensors.index_select(x, index, dim % x.ndim)
 
 
 class _RowsAt(torch.autograd.Function):

@@ -12,10 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import accumulator
+from torch_impl.collectives import accumulator, large_tensors
 from torch_impl.contract import Group, Sharded, contract
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.fused_logprob import NOTHING_SAVED, LogprobOptions, block_function
 from torch_impl.vocab_parallel.statistics import aligned_row_blocks, rows_per_block

@@ -30,9 +30,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl import kernels
-from torch_impl.collectives import accumulator
+from torch_impl.collectives import accumulator, large_tensors
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel import long_rows, small_logprob, statistics
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_of, rows_per_block
 

@@ -20,10 +20,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import accumulator
+from torch_impl.collectives import accumulator, large_tensors
 from torch_impl.contract import Group, Positive, Sharded, contract
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.cross_entropy import difference_of_probabilities, no_narrower
 from torch_impl.vocab_parallel.fused_logprob import NOTHING_SAVED, LogprobOptions, block_function

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_impl.collectives import accumulator
-from torch_impl.kernels import large_tensors
+from torch_impl.collectives import accumulator, large_tensors
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.fused_logprob import (
     EntropyCotangent,

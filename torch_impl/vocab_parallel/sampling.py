@@ -19,9 +19,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torch_impl.collectives import large_tensors
 from torch_impl.contract import Group, Number, Positive, Sharded, ShardedIds, contract
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel import fused_logprob, statistics
 from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, limits_of, ordinals
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, id_cotangents, write_gradient

@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torch_impl.collectives import large_tensors
 from torch_impl.collectives.plain import all_reduce_sum
 from torch_impl.contract import Group, Sharded, contract
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, row_statistics
 from torch_impl.vocab_parallel.statistics import (
     Normaliser,

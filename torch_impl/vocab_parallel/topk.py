@@ -16,11 +16,10 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import accumulator
+from torch_impl.collectives import accumulator, large_tensors
 from torch_impl.collectives.plain import all_gather_stack, all_reduce_sum
 from torch_impl.collectives.reductions import as_replicated
 from torch_impl.contract import Group, NonNegativeInt, Sharded, ShardedIds, contract
-from torch_impl.kernels import large_tensors
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_covered
 from torch_impl.vocab_parallel.statistics import index_of, local_column, row_blocks, rows_per_block
 from torch_impl.vocab_parallel.vocab_range import IGNORED_ID, ChunkSize, VocabEnd, VocabStart

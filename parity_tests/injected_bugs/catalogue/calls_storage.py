@@ -226,7 +226,7 @@ STRIDES = (
             ("addend to be scattered", "collectives:reduce_scatter_sum", "shards = x.to(", "x", "value: "),
             ("tensor to be exchanged", "collectives:_exchange", "x.split(sent", "x", "value: "),
             ("cotangent of permuted rows", "layouts:_Permute.backward", "apply(cotangent", "cotangent", "gradient: "),
-            ("tensor to select rows from", "kernels:_index_select", "return x", "x", "value: "),
+            ("tensor to select rows from", "kernels:_index_select", "select(x,", "x", "value: "),
             (
                 "cotangent of an attention", "context_parallel:_BlockwiseAttention.backward",
                 "pending_dkv, cotangent,", "cotangent", "gradient: ",
@@ -286,7 +286,7 @@ STORAGE = (
         name="rows in order without a copy",
         kind="call",
         at="kernels:_index_select",
-        old="return x.index_select(dim, index)",
+        old="return large_tensors.index_select(x, index, dim % x.ndim)",
         new=(
             "in_order = torch.arange(x.shape[dim], device=x.device)\n"
             "    return x if torch.equal(index.long(), in_order) else x.index_select(dim, index)"

@@ -96,7 +96,7 @@ BUGS = (
         name="gather over the default group",
         kind="group",
         at="collectives:all_gather_concat",
-        old="full = shard.new_empty(longest * group.size(), *shard.shape[1:])\n"
+        old="full = large_tensors.empty((longest * group.size(), *shard.shape[1:]), x.dtype, x.device)\n"
         "    _all_gather(full, shard, group=group)",
         new="full = shard.new_empty(longest * dist.get_world_size(), *shard.shape[1:])\n"
         "    _all_gather(full, shard)\n    full = full[: longest * group.size()]",

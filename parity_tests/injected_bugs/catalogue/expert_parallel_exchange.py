@@ -48,8 +48,8 @@ BUGS = (
         name="rows of the token that has the number of the choice",
         kind="order",
         at="expert_parallel:_Rows.forward",
-        old="x.index_select(0, order // slots)",
-        new="x.index_select(0, order % len(x))",
+        old="index_select(x, order // slots)",
+        new="index_select(x, order % len(x))",
         expect="value: ",
     ),
     InjectedBug(

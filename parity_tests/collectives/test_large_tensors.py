@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_impl.kernels import large_tensors
+from torch_impl.collectives import large_tensors
 
 CPU = torch.device("cpu")
 LARGE = (3, large_tensors.MIN_BYTES // 4)
@@ -43,6 +43,24 @@ def test_shape_and_dtype_are_those_of_torch_empty() -> None:
     for shape in ((0,), (2, 0, 3), (2, 3), LARGE):
         x = large_tensors.empty(shape, torch.float64, CPU)
         assert (x.shape, x.dtype, x.device, x.is_contiguous()) == (shape, torch.float64, CPU, True)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", [3, 2 * large_tensors.MIN_BYTES // 8], ids=["small", "large"])
+def test_selected_rows_are_those_of_torch(dim: int, size: int) -> None:
+    x = torch.arange(4.0 * size).view((4, size) if dim == 0 else (size, 4))
+    index = torch.tensor([2, 0, 2])
+    assert torch.equal(large_tensors.index_select(x, index, dim), x.index_select(dim, index))
+    needs_gradient = x.clone().requires_grad_()
+    large_tensors.index_select(needs_gradient, index, dim).sum().backward()
+    counts = torch.tensor([1.0, 0.0, 2.0, 0.0])
+    assert torch.equal(needs_gradient.grad, counts.unsqueeze(1 - dim).expand_as(x))
+
+
+def test_rows_selected_under_vmap_are_those_of_torch() -> None:
+    x, index = torch.arange(4.0 * large_tensors.MIN_BYTES // 8).view(2, 2, -1), torch.tensor([1, 1, 0])
+    selected = torch.vmap(lambda each: large_tensors.index_select(each, index))(x)
+    assert torch.equal(selected, x.index_select(1, index))
 
 
 def test_tensors_without_memory_of_their_own_are_left_alone() -> None:

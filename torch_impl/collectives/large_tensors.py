@@ -23,18 +23,35 @@ MIN_BYTES = 8 * 2**20  # of smaller tensors the allocator often has memory that 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty(shape, dtype=dtype, device=device)`, in huge pages if it is large and on a CPU."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    if device.type != "cpu" or torch.compiler.is_compiling() or type(tensor) is not Tensor:
+    if torch.compiler.is_compiling() or tensor.nbytes < MIN_BYTES or not _has_memory(tensor):
         return tensor
-    if tensor.nbytes < MIN_BYTES or (madvise := _madvise()) is None:
-        return tensor
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError:  # inside torch.func.grad, where a tensor is a wrapper of another
+    if (madvise := _madvise()) is None:
         return tensor
     # Full pages only. Where the system has no huge pages it returns an error, and nothing changes.
-    start, stop = -(-address // mmap.PAGESIZE), (address + tensor.nbytes) // mmap.PAGESIZE
-    madvise(start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+    address, page = tensor.data_ptr(), mmap.PAGESIZE
+    start, stop = -(-address // page), (address + tensor.nbytes) // page
+    madvise(start * page, (stop - start) * page, mmap.MADV_HUGEPAGE)
     return tensor
+
+
+def index_select(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+    """`x.index_select(dim, index)`, in huge pages if it is large and on a CPU."""
+    shape = (*x.shape[:dim], len(index), *x.shape[dim:][1:])
+    is_large = x.nbytes // max(x.shape[dim], 1) * len(index) >= MIN_BYTES
+    if not is_large or (x.requires_grad and torch.is_grad_enabled()) or not _has_memory(x):
+        return x.index_select(dim, index)
+    return torch.index_select(x, dim, index, out=empty(shape, x.dtype, x.device))
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Whether a tensor has memory of a CPU: not what is compiled, a fake tensor, or one of torch.func's wrappers."""
+    if torch.compiler.is_compiling() or not x.is_cpu or type(x) is not Tensor:
+        return False
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 @functools.cache
