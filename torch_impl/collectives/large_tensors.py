@@ -23,9 +23,7 @@ MIN_BYTES = 8 * 2**20  # of smaller tensors the allocator often has memory that 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty(shape, dtype=dtype, device=device)`, in huge pages if it is large and on a CPU."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    if torch.compiler.is_compiling() or tensor.nbytes < MIN_BYTES or not _has_memory(tensor):
-        return tensor
-    if (madvise := _madvise()) is None:
+    if not _has_memory(tensor) or tensor.nbytes < MIN_BYTES or (madvise := _madvise()) is None:
         return tensor
     # Full pages only. Where the system has no huge pages it returns an error, and nothing changes.
     address, page = tensor.data_ptr(), mmap.PAGESIZE
@@ -36,10 +34,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 def index_select(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     """`x.index_select(dim, index)`, in huge pages if it is large and on a CPU."""
-    shape = (*x.shape[:dim], len(index), *x.shape[dim:][1:])
-    is_large = x.nbytes // max(x.shape[dim], 1) * len(index) >= MIN_BYTES
-    if not is_large or (x.requires_grad and torch.is_grad_enabled()) or not _has_memory(x):
+    is_differentiated = x.requires_grad and torch.is_grad_enabled()
+    if is_differentiated or not _has_memory(x) or x.nbytes // max(x.shape[dim], 1) * len(index) < MIN_BYTES:
         return x.index_select(dim, index)
+    shape = (*x.shape[:dim], len(index), *x.shape[dim:][1:])
     return torch.index_select(x, dim, index, out=empty(shape, x.dtype, x.device))
 
 
