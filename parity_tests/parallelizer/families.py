@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-NARROWING = ("RMSNorm", "RotaryEmbedding", "TopKRouter", "TopkRouter")
+NARROWING = ("RMSNorm", "CohereLayerNorm", "Cohere2LayerNorm", "RotaryEmbedding", "TopKRouter", "TopkRouter")
 
 
 class Float64Throughout(TorchFunctionMode):
@@ -73,6 +73,10 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+WITHOUT_DROPOUT: dict[str, tuple[str, ...]] = {
+    "gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "seed_oss": ("attention_dropout", "residual_dropout"),
+}
 OWN: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {},
@@ -93,7 +97,8 @@ class Chosen:
 
     @property
     def config(self) -> Any:
-        passed = {**SIZES, **OWN.get(self.family, {}), **dict(self.changes), "tie_word_embeddings": self.tied}
+        of_family = dict.fromkeys(WITHOUT_DROPOUT.get(self.family, ()), 0.0) | OWN.get(self.family, {})
+        passed = {**SIZES, **of_family, **dict(self.changes), "tie_word_embeddings": self.tied}
         return AutoConfig.for_model(self.family, **passed)
 
 

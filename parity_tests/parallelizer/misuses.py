@@ -16,7 +16,7 @@ from torch_impl.parallelizer.tp_plan import check_plan
 QWEN3 = Chosen("qwen3")
 TIED = Chosen("llama", tied=True)
 NORM_OF_HEADS = Chosen("cohere", changes=(("use_qk_norm", True), ("num_key_value_heads", 4)))
-ONE_KV_HEAD = Chosen("llama", changes=(("num_key_value_heads", 1),))
+FIVE_KV_HEADS = Chosen("llama", changes=(("hidden_size", 20), ("num_attention_heads", 20), ("num_key_value_heads", 5)))
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ MISUSES = {
     "no plan": Misuse("tp_shard_plan: has no entry for tp={tp}", lambda model: None),
     "an empty plan": Misuse("tp_shard_plan: has no entry for tp={tp}", lambda model: {}),
     "heads that do not divide": Misuse(
-        "tp_shard_plan: key 'model.layers.*.self_attn.k_proj' shards heads, and num_key_value_heads=1 does not divide "
+        "tp_shard_plan: key 'model.layers.*.self_attn.k_proj' shards heads, and num_key_value_heads=5 does not divide "
         "by tp={tp}",
         get_hf_tp_shard_plan,
-        ONE_KV_HEAD,
+        FIVE_KV_HEADS,
     ),
     "queries cut and values whole": Misuse(
         "tp_shard_plan: key 'model.layers.*.self_attn.q_proj' shards heads, and its sibling "

@@ -27,8 +27,9 @@ MESHES = [
 
 
 RUNS = [("llama", mesh) for mesh in MESHES] + [
-    (family, {"dp_shard": 2, "tp": 2}) for family in OWN if family != "llama"
+    (family, {"dp_shard": 2, "tp": 2}) for family in (*OWN, "gpt2") if family != "llama"
 ]
+RUNS.append(("qwen2", {"tp": 4}))  # more ranks than heads of keys and values
 
 
 # Every token has all experts, so that their loads are equal.
@@ -204,7 +205,7 @@ def test_keys_that_match_nothing_are_reported():
         ({"dp": 2}, 1, "device_mesh: axis 'dp' of"),
         ({"dp_shard": 0}, 1, r"parallelizer.dry_run: mesh\['dp_shard'\]=0 is not a size; it is 1 or more"),
         ({"dp_shard": 1}, 0, "parallelizer.dry_run: tokens=0 must be at least 1"),
-        ({"tp": 4}, 1, "num_key_value_heads=2 does not divide by tp=4"),
+        ({"tp": 3}, 1, "num_attention_heads=4 does not divide by tp=3"),
     ],
 )
 def test_what_would_be_rejected(mesh, tokens, message):

@@ -350,10 +350,10 @@ MISUSES = [
         "but they share one parameter; give both the same placement",
     ),
     (
-        {"dp_shard": 1, "tp": 4},
+        {"dp_shard": 1, "tp": 3},
         dict(tp_shard_plan=get_hf_tp_shard_plan),
         ValueError,
-        "num_key_value_heads=2 does not divide by tp=4",
+        "num_attention_heads=4 does not divide by tp=3",
     ),
     (
         {"dp_shard": 2, "tp": 2},

@@ -11,7 +11,7 @@ from torch_impl.parallelizer.tp_plan import names_of
 from torch_impl.parallelizer.tp_styles import Experts, ReplicatedOnShards
 
 MOE = Chosen("qwen3_moe", changes=(("num_experts", 4), ("moe_intermediate_size", 10), ("num_experts_per_tok", 2)))
-MODELS = [*map(Chosen, OWN), MOE, Chosen("gemma3_text"), Chosen("mixtral"), Chosen("olmo2")]
+MODELS = [*map(Chosen, OWN), MOE, *map(Chosen, ("gemma3_text", "mixtral", "olmo2"))]
 
 
 def model_of(chosen):
@@ -142,11 +142,11 @@ def test_an_input_embedding_of_another_kind_is_left_replicated(says_which):
 
 
 def test_a_model_without_a_plan_is_reported():
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import BloomConfig, BloomForCausalLM
 
-    config = GPT2Config(n_layer=1, n_embd=4, n_head=2, vocab_size=5, bos_token_id=None, eos_token_id=None)
-    with pytest.warns(UserWarning, match=r"GPT2LMHeadModel has no tensor-parallel plan"):
-        assert get_hf_tp_shard_plan(GPT2LMHeadModel(config)) == {}
+    config = BloomConfig(n_layer=1, hidden_size=4, n_head=2, vocab_size=5)
+    with torch.device("meta"), pytest.warns(UserWarning, match=r"BloomForCausalLM has no tensor-parallel plan"):
+        assert get_hf_tp_shard_plan(BloomForCausalLM(config)) == {}
 
 
 @pytest.mark.parametrize("model", [None, "llama", {"lm_head": "colwise"}])

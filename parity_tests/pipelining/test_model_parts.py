@@ -110,10 +110,6 @@ def test_what_every_stage_would_do_again_is_rejected(kind):
     ("model", "words"),
     [
         (
-            lambda: model_of("gpt2", n_head=4, n_embd=12),
-            "GPT2LMHeadModel has its layers in 'transformer.h'; what comes",
-        ),
-        (
             lambda: model_of("bloom"),
             "BloomForCausalLM has its layers in 'transformer.h'; what comes before and after",
         ),

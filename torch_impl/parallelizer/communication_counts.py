@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from torch_impl.parallelizer.blocks import units
+from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise, ReplicatedHeads
 from torch_impl.parallelizer.tp_styles import (
     DividedInput,
     PackedColwise,
@@ -150,7 +151,11 @@ def style_counts(
         return []
     if isinstance(style, ReplicatedOnShards):
         sizes = [p.numel() * _itemsizes(p.dtype, keeps_dtype)[0] for p in module.parameters() if p.requires_grad]
+        if isinstance(style, ReplicatedHeads) and isinstance(module, nn.Linear):
+            sizes.append(tokens * module.in_features * _itemsizes(module.weight.dtype, keeps_dtype)[0])
         return [CollectiveCount("backward", "all_reduce", axis, len(sizes), sum(sizes))] if sizes else []
+    if isinstance(style, Conv1DColwise | Conv1DRowwise):
+        return _conv1d_counts(module, style, axis, tokens, keeps_dtype)
     # What other modules receive and return, as experts do, does not follow from the sizes of their parameters.
     if not isinstance(module, nn.Linear | nn.Embedding):
         return None
@@ -173,6 +178,19 @@ def style_counts(
         by_layouts[Replicate(), Shard(-1)] = sum_input_grad
         by_layouts[Replicate(), Replicate()] = [*sum_input_grad, gather_output]
     return by_layouts.get((style.input_layouts[0], style.output_layouts[0]))
+
+
+def _conv1d_counts(
+    module: nn.Module, style: ParallelStyle, axis: str, tokens: int, keeps_dtype: bool
+) -> list[CollectiveCount]:
+    weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
+    itemsize = _itemsizes(weight.dtype, keeps_dtype)[0]
+    if isinstance(style, Conv1DRowwise):
+        return [CollectiveCount("forward", "all_reduce", axis, 1, tokens * weight.shape[1] * itemsize)]
+    sizes = [tokens * weight.shape[0] * itemsize]
+    if isinstance(style, Conv1DPackedColwise) and bias.requires_grad:
+        sizes.append(bias.numel() * itemsize)
+    return [CollectiveCount("backward", "all_reduce", axis, len(sizes), sum(sizes))]
 
 
 def keeps_dtypes(model: nn.Module) -> bool:

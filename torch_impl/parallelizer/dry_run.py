@@ -26,6 +26,8 @@ from torch_impl.parallelizer.mesh_axes import roles_of
 from torch_impl.parallelizer.tp_plan import Plan, generic, names_of, validate_styles
 from torch_impl.parallelizer.tp_styles import placements_of, sharded_dim
 
+OF_PARTS = {1: "", 2: " of each half", 3: " of each third"}
+
 
 @dataclass(frozen=True)
 class ParameterShards:
@@ -182,7 +184,7 @@ def _parameter_shards(
         fsdp_dim = stacks.get(name, 0)
         local = _local_shape(shapes[id(parameter)], Shard(fsdp_dim), axes.shards)
         dim, parts = sharded_dim(placement)
-        on_tp = "Replicate()" if dim is None else f"Shard({dim})" + (" of each half" if parts > 1 else "")
+        on_tp = "Replicate()" if dim is None else f"Shard({dim})" + OF_PARTS.get(parts, f" of each of {parts} parts")
         placed = [f"{axes.replicate} Replicate()"] if axes.replicas > 1 else []
         placed += [f"{axes.shard} Shard({fsdp_dim})"] + ["ep Shard(0)"] * (name in stacks)
         placements = ", ".join(placed + [f"{tp_axis} {on_tp}"] * (tp_axis is not None))

@@ -15,6 +15,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from torch_impl.contract import Module, contract
+from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise
+from torch_impl.parallelizer.registry import Entry, registered_tp_plan
 from torch_impl.parallelizer.tp_plan import generic, names_of
 from torch_impl.parallelizer.tp_styles import (
     DividedInput,
@@ -54,6 +56,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "packed_rowwise": PackedRowwise,
     "moe_tp_experts": Experts,
     "moe_identity_expert": DividedInput,
+    # Names of no release, for families without a plan.
+    "conv1d_colwise": Conv1DColwise,
+    "conv1d_packed_colwise": Conv1DPackedColwise,
+    "conv1d_rowwise": Conv1DRowwise,
 }
 
 EXPERT_PARALLEL = (
@@ -79,14 +85,15 @@ REJECTED = {
     "gather": "is a style of transformers 4; write all_reduce, or moe_tp_experts for experts",
 }
 # Names under which a model has the inner model that has the layers.
-INNER_MODELS = ("", "model", "language_model", "model.language_model")
+INNER_MODELS = ("", "model", "language_model", "model.language_model", "transformer")
 
 
 @contract
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     """The style of a name, a new object at each call.
 
-    Names are those of transformers' tensor-parallel plans, exact and case-sensitive. The class of a style documents
+    Names are those of transformers' tensor-parallel plans, exact and case-sensitive, and those for a Conv1D, of which
+    transformers has no plan. The class of a style documents
     what it does with its module's input, output and parameters; `colwise`, `rowwise` and `sequence_parallel` are
     torch's. Names that mean expert parallelism, or the parameter of another module, are rejected with the reason.
 
@@ -106,7 +113,8 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
 def get_hf_tp_shard_plan(model: Module) -> dict[str, ParallelStyle]:
     """Module name -> style, for every module of this model that its tensor-parallel plan shards.
 
-    The plan is read from the class, from the instance, and from the base model or its config; the later wins. Keys
+    The plan is read from the class, from the instance, from the base model or its config, and from what is registered
+    for either class (`register_tp_plan`, and this package's own entries, as those of GPT-2); the later wins. Keys
     that match nothing in this model are dropped, as most of them are in a pipeline stage. The entry of a bare parameter
     is folded into the style of its module. The input embedding is sharded over the vocabulary where layers are sharded
     and the plan does not mention it. Logits are gathered: replace the head's entry for a vocabulary-parallel loss.
@@ -134,27 +142,33 @@ def get_hf_tp_shard_plan(model: Module) -> dict[str, ParallelStyle]:
     return plan
 
 
-def style_names(model: nn.Module) -> dict[str, str]:
-    """The name of a style by key, also for keys that match nothing in this model."""
+def style_names(model: nn.Module) -> dict[str, Any]:
+    """The entry of each key, also of keys that match nothing in this model: the name of a style, or what makes one."""
     return _with_embedding(model, _entries(model))
 
 
-def _entries(model: nn.Module) -> dict[str, str]:
+def _entries(model: nn.Module) -> dict[str, Entry]:
     """The entries of all sources under the module names of this model; a later source wins."""
-    entries: dict[str, str] = {}
+    entries: dict[str, Entry] = {}
     # `vars`, since an attribute lookup would return the plan of the class where the instance has none.
     instance_plan = vars(model).get("_tp_plan")
     entries |= getattr(type(model), "_tp_plan", None) or {}
     entries |= instance_plan or {}
-    for prefix in INNER_MODELS:
-        base = _submodule(model, prefix)
-        if base is None:
-            continue
+    bases = {prefix: _submodule(model, prefix) for prefix in INNER_MODELS}
+    for prefix, base in bases.items():
         config = getattr(base, "config", None)
         # The model's attribute was read above; a base model inside it has one too, or a plan in its config.
         plan = (getattr(base, "_tp_plan", None) if prefix else None) or getattr(config, "base_model_tp_plan", None)
-        entries |= {f"{prefix}.{key}" if prefix else key: style for key, style in (plan or {}).items()}
+        entries |= _prefixed(prefix, plan or {})
+    for prefix, base in bases.items():
+        registered = _prefixed(prefix, {} if base is None else registered_tp_plan(base))
+        # An entry of None leaves the key out, whatever the model's own plan says of it.
+        entries = {key: entry for key, entry in (entries | registered).items() if registered.get(key, "") is not None}
     return entries
+
+
+def _prefixed(prefix: str, plan: Mapping[str, Entry]) -> dict[str, Entry]:
+    return {f"{prefix}.{key}" if prefix else key: entry for key, entry in plan.items()}
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:
@@ -164,7 +178,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-def _with_embedding(model: nn.Module, names: Mapping[str, str]) -> dict[str, str]:
+def _with_embedding(model: nn.Module, names: Mapping[str, Entry]) -> dict[str, Entry]:
     """The same entries, with one for the input embedding."""
     shards_layers = any("*" in key for key in names)
     embedding = _input_embedding(model)
@@ -185,14 +199,14 @@ def _input_embedding(model: nn.Module) -> str | None:
     return None
 
 
-def _style(key: str, style: str) -> ParallelStyle:
+def _style(key: str, style: Any) -> ParallelStyle:
     try:
-        return translate_to_torch_parallel_style(style)
+        return style() if callable(style) else translate_to_torch_parallel_style(style)
     except (TypeError, ValueError) as error:
         raise type(error)(f"parallelizer.get_hf_tp_shard_plan: key {key!r}: {error}") from None
 
 
-def _fold_into_owner(plan: dict[str, ParallelStyle], key: str, style: str) -> None:
+def _fold_into_owner(plan: dict[str, ParallelStyle], key: str, style: Any) -> None:
     """Put the entry of a parameter into the style of its module."""
     path, _, leaf = key.rpartition(".")
     # A key names one layer by its number, or all of them by *; the module's entry may be written either way.

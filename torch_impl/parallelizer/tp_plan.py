@@ -20,16 +20,23 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from torch_impl.contract import Mesh, Module, PositiveInt, contract, type_name
+from torch_impl.parallelizer.head_styles import GROUPS, Conv1DPackedColwise, ReplicatedHeads
 from torch_impl.parallelizer.tp_styles import (
+    LocalForward,
     Replicated,
-    is_shard_of_halves,
+    is_shard_of_parts,
     owner_of,
     placements_of,
     sharded_dim,
 )
 
 # The projections that make heads, and the setting that counts the heads of each.
-HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
+HEADS = {
+    "q_proj": "num_attention_heads",
+    "k_proj": "num_key_value_heads",
+    "v_proj": "num_key_value_heads",
+    "c_attn": "num_attention_heads",
+}
 NORMS = {  # the projection before each norm of heads
     **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "q_proj"),
     **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "k_proj"),
@@ -162,7 +169,7 @@ def validate_styles(
             f"tp_shard_plan: has no entry for tp={tp}, so that each rank would compute the same; "
             "pass get_hf_tp_shard_plan(model), or a mesh without tp"
         )
-    styles = styles_by_module(model, plan)
+    styles = with_replicated_heads(model, styles_by_module(model, plan), tp)
     placements: dict[str, Placement] = {}
     for name, (key, style) in styles.items():
         placements |= _module_placements(model, name, key, style)
@@ -171,6 +178,31 @@ def validate_styles(
     for problem in chain(_head_problems(model, styles, tp), _parameter_problems(model, placements, fsdp_size)):
         raise ValueError(f"tp_shard_plan: {problem}")
     return styles
+
+
+def with_replicated_heads(model: nn.Module, styles: Mapping[str, PlanEntry], tp: int) -> dict[str, PlanEntry]:
+    """The same styles, with `ReplicatedHeads` for keys and values that have fewer heads than there are ranks.
+
+    Only where the ranks divide the query heads and the heads of keys and values divide the ranks, so that each rank's
+    queries attend to one head, and where attention says how many queries share a head.
+    """
+    text, replaced = _text_config(model), dict(styles)
+    queries = getattr(text, "num_attention_heads", None)
+    for name, (key, style) in styles.items():
+        path, _, leaf = name.rpartition(".")
+        heads = getattr(text, HEADS.get(leaf, ""), None)
+        if leaf not in ("k_proj", "v_proj") or type(style) is not ColwiseParallel or not _leaves_heads_sharded(style):
+            continue
+        if not (isinstance(heads, int) and isinstance(queries, int) and heads < tp):
+            continue
+        if tp % heads == 0 and queries % tp == 0 and hasattr(model.get_submodule(path), GROUPS):
+            replaced[name] = PlanEntry(key, ReplicatedHeads(heads, queries // tp))
+    return replaced
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return getattr(config, "get_text_config", lambda: config)()
 
 
 def warn_of_norms(model: nn.Module, styles: Styles, tp: int) -> None:
@@ -205,18 +237,19 @@ def _module_placements(model: nn.Module, name: str, key: str, style: ParallelSty
 
 def _head_problems(model: nn.Module, styles: Styles, tp: int) -> Iterator[str]:
     """Heads that ranks cannot share, or that would meet projections or norms of other heads."""
-    config = getattr(model, "config", None)
-    text: Any = getattr(config, "get_text_config", lambda: config)()
+    text = _text_config(model)
     leaves = {name: name.rpartition(".") for name, entry in styles.items() if _leaves_heads_sharded(entry.style)}
     heads = {name: (path, leaf) for name, (path, _, leaf) in leaves.items() if leaf in HEADS}
     # 1. The ranks divide the heads.
     for name, (_, leaf) in heads.items():
+        if isinstance(styles[name].style, ReplicatedHeads):
+            continue
         counts = getattr(text, HEADS[leaf], None) or getattr(text, "num_attention_heads", None)
         for count in counts if isinstance(counts, list | tuple) else [counts]:
             if isinstance(count, int) and count % tp:
                 yield (
                     f"key {styles[name].key!r} shards heads, and {HEADS[leaf]}={count} does not divide by tp={tp}; "
-                    "use a tp that divides it, or leave attention out of the plan"
+                    f"{_remedy(leaf)}, or leave attention out of the plan"
                 )
     if tp == 1:
         return
@@ -241,7 +274,15 @@ def _head_problems(model: nn.Module, styles: Styles, tp: int) -> Iterator[str]:
             )
 
 
+def _remedy(leaf: str) -> str:
+    if leaf not in ("k_proj", "v_proj"):
+        return "use a tp that divides it"
+    return f"use a tp that divides it, or of which it is a divisor where attention has {GROUPS}"
+
+
 def _leaves_heads_sharded(style: Any) -> bool:
+    if isinstance(style, Conv1DPackedColwise | ReplicatedHeads):
+        return True
     return isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),)
 
 
@@ -255,7 +296,7 @@ def _parameter_problems(model: nn.Module, placements: Mapping[str, Placement], f
             both = f"{first!r} is {one or 'not in the plan'} and {name!r} is {two or 'not in the plan'}"
             yield f"{both}, but they share one parameter; give both the same placement"
     # FSDP shards the first dim. Halves of another dim, as those of experts in a stack, it leaves as they are.
-    packed = [name for name, placement in placements.items() if _shards_halves_of_rows(placement)]
+    packed = [name for name, placement in placements.items() if _shards_parts_of_rows(placement)]
     if packed and fsdp_size > 1:
         yield (
             f"{packed[0]!r} is packed and FSDP would shard it over {fsdp_size} ranks, from which torch puts its rows "
@@ -263,9 +304,9 @@ def _parameter_problems(model: nn.Module, placements: Mapping[str, Placement], f
         )
 
 
-def _shards_halves_of_rows(placement: Placement) -> bool:
+def _shards_parts_of_rows(placement: Placement) -> bool:
     dim, _ = sharded_dim(placement)
-    return is_shard_of_halves(placement) and dim == 0
+    return is_shard_of_parts(placement) and dim == 0
 
 
 def _unsummed_norms(model: nn.Module, styles: Styles) -> Iterator[tuple[str, nn.Module, str]]:
@@ -290,6 +331,9 @@ def shard_modules(model: nn.Module, styles: Styles, tp_mesh: DeviceMesh) -> None
     # 1. torch makes a new parameter for each name of a module.
     for name, (_, style) in styles.items():
         parallelize_module(model.get_submodule(name), tp_mesh, style)
+        if isinstance(style, LocalForward) and name:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            vars(parent).update(style.local_sizes(parent, tp_mesh.size()))
     # 2. The new ones are trainable: freeze those whose parameter was frozen.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in frozen and parameter.requires_grad:

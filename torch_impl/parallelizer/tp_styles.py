@@ -61,6 +61,10 @@ class LocalForward(ParallelStyle):
         """The module's output, from that of the forward."""
         return output
 
+    def local_sizes(self, parent: nn.Module, ranks: int) -> dict[str, int]:
+        """Sizes that the module around this one reads from its own attributes, as they are on a rank."""
+        return {}
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
@@ -198,13 +202,18 @@ def _with_full_width(mesh: DeviceMesh, module: nn.Linear, args: tuple[Any, ...])
     return (DTensor.from_local(x, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride), *rest)
 
 
+def shard_of_parts(dim: int, parts: int) -> Placement:
+    """Each of the equal parts of a dim sharded over the ranks; a rank's shards of them are one after the other."""
+    return strided_shard(dim, parts)
+
+
 def shard_of_halves(dim: int) -> Placement:
-    """Both halves of a dim sharded over the ranks; a rank's shards of the two are one after the other."""
-    return strided_shard(dim, HALVES)
+    """Both halves of a dim sharded over the ranks."""
+    return shard_of_parts(dim, HALVES)
 
 
-def is_shard_of_halves(placement: Placement) -> bool:
-    """Whether a placement was made by `shard_of_halves`."""
+def is_shard_of_parts(placement: Placement) -> bool:
+    """Whether a placement was made by `shard_of_parts`."""
     return type(placement) is type(shard_of_halves(0))
 
 
@@ -352,6 +361,6 @@ def placements_of(style: ParallelStyle, module: nn.Module) -> dict[str, Placemen
 
 def sharded_dim(placement: Placement | None) -> tuple[int | None, int]:
     """The dim that a placement shards (None if it shards none), and the number of equal parts sharded separately."""
-    if placement is not None and is_shard_of_halves(placement):
-        return placement.dim, HALVES  # pyright: ignore[reportAttributeAccessIssue]
+    if placement is not None and is_shard_of_parts(placement):
+        return placement.dim, placement.split_factor  # pyright: ignore[reportAttributeAccessIssue]
     return (placement.dim, 1) if isinstance(placement, Shard) else (None, 1)

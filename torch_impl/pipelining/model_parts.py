@@ -22,7 +22,8 @@ class ModelParts:
     """Names of modules. The module `inner` has the `count` layers, in the list `layers`.
 
     `first` come before them, `last` after them. `shared` have no parameters and go to every stage. `parameterless` are
-    those of `first` that have no parameters, as dropout; they too are on the first stage alone.
+    those of `first` that have no parameters, as dropout; they too are on the first stage alone. `summands` are those of
+    `first`, by their names in `inner`, whose output is added to that of the embedding, as learned positions.
     """
 
     inner: str
@@ -32,6 +33,7 @@ class ModelParts:
     last: tuple[str, ...]
     shared: tuple[str, ...]
     parameterless: tuple[str, ...]
+    summands: tuple[str, ...] = ()
 
     @property
     def skippable(self) -> tuple[str, ...]:
@@ -60,6 +62,12 @@ class ModelParts:
         stages[0] = [*self.first, *stages[0]]
         stages[-1] += self.last
         return [[*stage, *self.shared] for stage in stages]
+
+
+# Children in the order in which a forward runs them, of families for which transformers has no plan for pipelines, and
+# those of them whose output is a summand; by the class of the module with the layers.
+PP_PLANS = {"GPT2Model": ("wte", "wpe", "drop", "h", "ln_f")}
+SUMMANDS = {"GPT2Model": ("wpe",)}
 
 
 def model_parts(model: nn.Module) -> ModelParts:
@@ -102,6 +110,7 @@ def model_parts(model: nn.Module) -> ModelParts:
         parameterless=tuple(
             f"{prefix}{name}" for name in before if name in children and not _has_parameters(children[name])
         ),
+        summands=SUMMANDS.get(type(module).__name__, ()),
     )
 
 
@@ -119,8 +128,9 @@ def _inner(model: nn.Module) -> str:
 
 
 def _plan(module: nn.Module) -> list[str]:
-    """Children in the order in which a forward runs them, from the plan of transformers."""
-    plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
+    """Children in the order in which a forward runs them, from the plan of transformers or ours."""
+    plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or ()
+    plan = plan or PP_PLANS.get(type(module).__name__, ())
     return [name for name in plan if "." not in name]
 
 

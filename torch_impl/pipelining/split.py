@@ -171,6 +171,6 @@ def _part(model: nn.Module, names: Sequence[Sequence[str]], stage: int, local_st
 def _patch(module: nn.Module, parts: ModelParts, patch_inner: bool, patch_outer: bool) -> None:
     inner = module.get_submodule(parts.inner)
     if patch_inner:
-        run_as_family(inner, parts.layers.rpartition(".")[2], parts.count, parts.skippable)
+        run_as_family(inner, parts.layers.rpartition(".")[2], parts.count, parts.skippable, parts.summands)
     if parts.inner and patch_outer:
         run_head(module, inner, parts.heads)

@@ -53,22 +53,27 @@ def _removed_names(children: Mapping[str, nn.Module | None]) -> Iterator[str]:
             yield from (f"{name}.{inside}" for inside in getattr(child, "removed_modules", ()))
 
 
-def run_as_family(inner: nn.Module, layers: str, count: int, skippable: tuple[str, ...]) -> None:
+def run_as_family(
+    inner: nn.Module, layers: str, count: int, skippable: tuple[str, ...], summands: tuple[str, ...] = ()
+) -> None:
     """Make the module with the layers take ids or hidden states and return a tensor; in place.
 
-    `skippable` are the modules that become the identity where the stage lacks them.
+    `skippable` are the modules that become the identity where the stage lacks them, `summands` those whose output then
+    is nothing to be added.
     """
     family = type(inner).forward
     has_last = bool(skippable) and getattr(inner, skippable[-1]) is not None
 
     def full_output(*args: Any, **kwargs: Any) -> Any:
-        with _all_layers(inner, layers, count, skippable, kwargs.get("inputs_embeds")):
+        with _all_layers(inner, layers, count, skippable, summands, kwargs.get("inputs_embeds")):
             return family(inner, *args, **kwargs)
 
     def forward(x: Tensor, **kwargs: Any) -> Tensor:
-        with _all_layers(inner, layers, count, skippable, _by_name(x).get("inputs_embeds")) as other_layers:
+        entering = _by_name(x).get("inputs_embeds")
+        with _all_layers(inner, layers, count, skippable, summands, entering) as other_layers:
             output = family(inner, **_by_name(x), use_cache=False, **kwargs)
             hidden = output if isinstance(output, Tensor) else output[0]
+            hidden = _not_a_view(hidden)
             # Without the norm, the family must return what its last layer returned.
             if not has_last:
                 other_layers.check(count, hidden)
@@ -107,7 +112,12 @@ def _by_name(x: Tensor) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _all_layers(
-    inner: nn.Module, layers: str, count: int, skippable: tuple[str, ...], entering: Tensor | None
+    inner: nn.Module,
+    layers: str,
+    count: int,
+    skippable: tuple[str, ...],
+    summands: tuple[str, ...],
+    entering: Tensor | None,
 ) -> Iterator[_OtherLayers]:
     """Inside, the layers are a list of all, in which those of other stages are the identity, and so are missing
     modules."""
@@ -120,6 +130,7 @@ def _all_layers(
         ]
     }
     replaced |= {name: _identity for name in skippable if getattr(inner, name) is None}
+    replaced |= {name: _NoSummand() for name in summands if getattr(inner, name) is None}
     # In __dict__ they hide the modules of the same names, which are in _modules.
     inner.__dict__.update(replaced)
     try:
@@ -152,6 +163,26 @@ class _OtherLayers:
                 f"embedding, layers and norm, before layer {layer} or instead of it; no stage can do that for all, so "
                 "use one stage, or put it into a layer"
             )
+
+
+def _not_a_view(x: Tensor) -> Tensor:
+    """What x is a view of, if it shows all of it in its own shape, as where a family reshapes its output to that."""
+    base = x._base
+    if base is None or (x.shape, x.stride(), x.storage_offset()) != (base.shape, base.stride(), base.storage_offset()):
+        return x
+    return base
+
+
+class _NoSummand:
+    """In place of a module that another stage has, and of its output: what it is added to stays the same tensor."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _NoSummand:
+        return self
+
+    to = __call__
+
+    def __radd__(self, x: Tensor) -> Tensor:
+        return x
 
 
 def _identity(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

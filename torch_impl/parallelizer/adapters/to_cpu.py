@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_impl.contract import contract
-from torch_impl.parallelizer.tp_styles import is_shard_of_halves, sharded_dim
+from torch_impl.parallelizer.tp_styles import is_shard_of_parts, sharded_dim
 
 DEVICES = ("cuda", "cpu")
 
@@ -53,7 +53,7 @@ def _with_full_halves(v: DTensor) -> DTensor:
     sharded over dp, ep and tp. What is left after the halves has an order that it knows.
     """
     dims = [sharded_dim(placement)[0] for placement in v.placements]
-    alone = [is_shard_of_halves(each) and dims.count(dim) == 1 for each, dim in zip(v.placements, dims, strict=True)]
+    alone = [is_shard_of_parts(each) and dims.count(dim) == 1 for each, dim in zip(v.placements, dims, strict=True)]
     if not any(alone) or len(dims) - dims.count(None) == 1:
         return v
     placements = [Replicate() if is_alone else each for is_alone, each in zip(alone, v.placements, strict=True)]

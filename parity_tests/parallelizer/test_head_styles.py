@@ -1,0 +1,238 @@
+"""Projections to heads beyond a Linear for each: q, k and v in one Conv1D, and fewer heads of keys than ranks."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from parity_tests.harness.run.engines import run
+from parity_tests.parallelizer.families import Chosen, empty, model_of
+from parity_tests.parallelizer.plain_modules import differentiated
+from parity_tests.parallelizer.styled import accumulated, linear_layer, styled
+from parity_tests.parallelizer.training import parallelized
+from shardproof import CaseSpec, check_cases, scheme, values
+from torch_impl.parallelizer import to_cpu
+from torch_impl.parallelizer.head_styles import GROUPS, ReplicatedHeads
+from torch_impl.parallelizer.hf_plan import translate_to_torch_parallel_style
+from torch_impl.parallelizer.tp_plan import validate_styles
+
+ORDINARY = values("normal")
+
+
+class Packed(nn.Module):
+    """Gated heads of q, k and v from one Conv1D, as GPT-2 takes its output apart, and the Conv1D behind them."""
+
+    def __init__(self, weight, bias, out, out_bias):
+        super().__init__()
+        self.split_size = weight.shape[1] // 3
+        self.c_attn, self.c_proj = conv1d(weight, bias), conv1d(out, out_bias)
+
+    def forward(self, x):
+        q, k, v = self.c_attn(x).split(self.split_size, dim=-1)
+        return self.c_proj(q * k + v)
+
+
+class Gelu(nn.Module):
+    def __init__(self, weight, bias, out, out_bias):
+        super().__init__()
+        self.c_fc, self.c_proj = conv1d(weight, bias), conv1d(out, out_bias)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+def conv1d(weight, bias):
+    with torch.device("meta"):  # it initializes itself, and a scheme draws nothing
+        layer = Conv1D(weight.shape[1], weight.shape[0])
+    layer.weight, layer.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
+    return layer
+
+
+def packed_reference(x, weight, bias, out, out_bias, cotangent, weights):
+    def forward(x, weight, bias, out, out_bias):
+        q, k, v = jnp.moveaxis(jnp.einsum("bi,ipo->bpo", x, weight) + bias[None], 1, 0)
+        return (q * k + v) @ out + out_bias[None]
+
+    return differentiated(forward, (x, weight, bias, out, out_bias), cotangent, weights)
+
+
+CONV1D = {"x": "b i tp=I", "weight": "i p o tp=I", "bias": "p o tp=I", "out": "o d tp=I", "out_bias": "d tp=I"}
+OUTPUTS = ("b d tp=I", "b i tp=I", "i p o tp=I", "p o tp=I", "o d tp=I", "d tp=I")
+DECLARED = dict(
+    mesh={"tp": (1, 2, 4)},
+    inputs={**CONV1D, "cotangent": "b d tp=I", "weights": "n tp=I"},
+    outputs=OUTPUTS,
+    rank_options={"times": (1, 2, 3)},
+    nograd=(*CONV1D, "cotangent", "weights"),
+    draw=dict.fromkeys((*CONV1D, "cotangent", "weights"), ORDINARY),
+    dtypes=("float64", "float32"),
+    roundings=4,
+)
+
+
+@scheme(
+    reference=packed_reference,
+    dims={"b": (2,), "i": (3,), "p": (3,), "o": (4, 8), "d": (5,), "n": (3,)},
+    **DECLARED,
+)
+def packed_conv1d_heads(mesh, x, weight, bias, out, out_bias, cotangent, weights, times):
+    plan = {"c_attn": "conv1d_packed_colwise", "c_proj": "conv1d_rowwise"}
+    module = styled(mesh, Packed(weight.flatten(1), bias.flatten(), out, out_bias), plan)
+    y, moved, of = accumulated(module, (x,), cotangent, weights, times)
+    packed = of["c_attn.weight"].view(weight.shape), of["c_attn.bias"].view(bias.shape)
+    return y, *moved, *packed, of["c_proj.weight"], of["c_proj.bias"]
+
+
+def gelu_reference(x, weight, bias, out, out_bias, cotangent, weights):
+    def forward(x, weight, bias, out, out_bias):
+        return jax.nn.gelu(x @ weight[:, 0] + bias, approximate=True) @ out + out_bias[None]
+
+    return differentiated(forward, (x, weight, bias, out, out_bias), cotangent, weights)
+
+
+@scheme(
+    reference=gelu_reference,
+    dims={"b": (2,), "i": (3,), "p": (1,), "o": (7, 8), "d": (5,), "n": (3,)},
+    **DECLARED,
+)
+def conv1d_mlp(mesh, x, weight, bias, out, out_bias, cotangent, weights, times):
+    plan = {"c_fc": "conv1d_colwise", "c_proj": "conv1d_rowwise"}
+    module = styled(mesh, Gelu(weight.flatten(1), bias.flatten(), out, out_bias), plan)
+    y, moved, of = accumulated(module, (x,), cotangent, weights, times)
+    first = of["c_fc.weight"].view(weight.shape), of["c_fc.bias"].view(bias.shape)
+    return y, *moved, *first, of["c_proj.weight"], of["c_proj.bias"]
+
+
+class Grouped(nn.Module):
+    """Attention whose heads of keys and values are shared by groups of queries, as transformers writes it."""
+
+    def __init__(self, heads, width, projections):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = map(linear_layer, projections)
+        self.head_dim = width
+        self.num_key_value_groups = heads // (len(projections[1]) // width)
+        self.config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=heads // self.num_key_value_groups)
+
+    def forward(self, x):
+        q, k, v = (each(x).unflatten(-1, (-1, self.head_dim)) for each in (self.q_proj, self.k_proj, self.v_proj))
+        k, v = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (k, v))
+        scores = torch.einsum("shp,Shp->hsS", q, k).softmax(-1)
+        return self.o_proj(torch.einsum("hsS,Shp->shp", scores, v).flatten(1))
+
+
+def grouped_reference(x, query, key, value, out, cotangent, weights):
+    def forward(x, query, key, value, out):
+        q = jnp.einsum("sd,hpd->shp", x, query)
+        k, v = (jnp.einsum("sd,gpd->sgp", x, each) for each in (key, value))
+        q = q.reshape(len(x), key.shape[0], -1, q.shape[-1])
+        scores = jax.nn.softmax(jnp.einsum("sgrp,Sgp->grsS", q, k), -1)
+        return jnp.einsum("grsS,Sgp->sgrp", scores, v).reshape(len(x), -1) @ out.T
+
+    return differentiated(forward, (x, query, key, value, out), cotangent, weights)
+
+
+HEADS = {"x": "s d tp=I", "query": "h p d tp=I", "key": "g p d tp=I", "value": "g p d tp=I", "out": "d c tp=I"}
+
+
+@scheme(
+    reference=grouped_reference,
+    mesh={"tp": (1, 2, 4)},
+    inputs={**HEADS, "cotangent": "s d tp=I", "weights": "n tp=I"},
+    outputs=("s d tp=I", *HEADS.values()),
+    dims={"s": (5,), "d": (3,), "h": (4, 8), "g": (1, 2, 4), "p": (2,), "c": "h*p", "n": (3,)},
+    rank_options={"times": (1, 2, 3)},
+    nograd=(*HEADS, "cotangent", "weights"),
+    draw=dict.fromkeys((*HEADS, "cotangent", "weights"), ORDINARY),
+    dtypes=("float64",),
+)
+def heads_of_keys_on_more_ranks(mesh, x, query, key, value, out, cotangent, weights, times):
+    projections = [*(each.flatten(0, 1) for each in (query, key, value)), out]
+    plan = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise"), "o_proj": "rowwise"}
+    module = styled(mesh, Grouped(len(query), query.shape[1], projections), plan)
+    y, moved, of = accumulated(module, (x,), cotangent, weights, times)
+    named = {"q_proj": query, "k_proj": key, "v_proj": value, "o_proj": out}
+    return y, *moved, *(of[f"{name}.weight"].view(full.shape) for name, full in named.items())
+
+
+@pytest.mark.parametrize("scheme", [packed_conv1d_heads, conv1d_mlp, heads_of_keys_on_more_ranks], ids=lambda s: s.name)
+def test_parity(scheme):
+    check_cases(scheme, 20)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 1)])
+def test_each_rank_has_the_head_of_its_queries(heads, groups):
+    """Four queries on four ranks; a state dict has every head once, whatever the ranks."""
+    chosen = Chosen("qwen3", changes=(("num_key_value_heads", heads),))
+
+    def body(view, case):
+        model = parallelized()(model_of(chosen), view.device_mesh)
+        attention = model.model.layers[0].self_attn
+        saved = {name: to_cpu(value) for name, value in model.state_dict().items()}
+        return getattr(attention, GROUPS), saved
+
+    results = run(body, CaseSpec("groups", {"tp": 4}, dtype="float64")).results
+    full = model_of(chosen).state_dict()
+    for of_rank, saved in results:
+        assert of_rank == groups
+        assert {name: tuple(x.shape) for name, x in saved.items()} == {n: tuple(x.shape) for n, x in full.items()}
+        assert all(torch.equal(saved[name], full[name]) for name in full)
+
+
+def styles_of(chosen, tp):
+    from torch_impl.parallelizer import get_hf_tp_shard_plan
+
+    model = empty(chosen, device="meta")
+    return validate_styles(model, get_hf_tp_shard_plan(model), tp, fsdp_size=1)
+
+
+def test_only_keys_and_values_of_fewer_heads_than_ranks_are_replicated():
+    chosen = Chosen("llama", changes=(("num_key_value_heads", 2),))
+    for tp, replicated in ((2, set()), (4, {"k_proj", "v_proj"})):
+        styles = styles_of(chosen, tp)
+        leaves = {name.rpartition(".")[2] for name, entry in styles.items() if type(entry.style) is ReplicatedHeads}
+        assert leaves == replicated
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "tp", "message"),
+    [
+        ("llama", {"num_attention_heads": 12, "num_key_value_heads": 3}, 4, "num_key_value_heads=3 does not divide by"),
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2}, 4, "num_attention_heads=6 does not divide by"),
+        (
+            "gpt2",
+            {"num_attention_heads": 3},
+            2,
+            "'transformer.h.*.attn.c_attn' shards heads, and num_attention_heads=3",
+        ),
+    ],
+)
+def test_heads_that_ranks_cannot_share(family, changes, tp, message):
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        styles_of(Chosen(family, changes=tuple(changes.items())), tp)
+
+
+def test_an_attention_without_the_number_of_its_groups():
+    module = Grouped(4, 2, [torch.zeros(8, 3), torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(3, 8)])
+    plan = {leaf: translate_to_torch_parallel_style("colwise") for leaf in ("q_proj", "k_proj", "v_proj")}
+    validate_styles(module, plan, 4, fsdp_size=1)
+    del module.num_key_value_groups
+    with pytest.raises(ValueError, match=f"or of which it is a divisor where attention has {GROUPS}"):
+        validate_styles(module, plan, 4, fsdp_size=1)
+
+
+@pytest.mark.parametrize("style", ["conv1d_colwise", "conv1d_packed_colwise", "conv1d_rowwise"])
+def test_a_layer_that_is_no_conv1d(style):
+    plan = {"0": translate_to_torch_parallel_style(style)}
+    with pytest.raises(ValueError, match=f"key '0': {style}: shards a Conv1D of transformers, not a Linear"):
+        validate_styles(nn.Sequential(nn.Linear(2, 2)), plan, 2, fsdp_size=1)
+
+
+def test_a_packed_conv1d_without_thirds():
+    plan = {"0": translate_to_torch_parallel_style("conv1d_packed_colwise")}
+    with pytest.raises(ValueError, match="nf=4 has no 3 equal parts"):
+        validate_styles(nn.Sequential(Conv1D(4, 2)), plan, 2, fsdp_size=1)

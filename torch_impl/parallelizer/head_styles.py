@@ -1,0 +1,153 @@
+"""Styles of projections that make heads in another way than a Linear for each of q, k and v.
+
+A Conv1D of transformers, as GPT-2 has it, is a linear layer with a transposed weight [in, out]; its projection to heads
+has q, k and v one after the other in one weight. Where there are fewer heads of keys and values than ranks, each rank
+computes the one head that its queries attend to, from projections that all ranks have in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torch_impl.parallelizer.tp_styles import (
+    LocalForward,
+    ReplicatedOnShards,
+    shard_of_parts,
+    sum_gradient,
+    sum_over_ranks,
+)
+
+QKV = 3
+
+
+class Conv1DColwise(LocalForward):
+    """`conv1d_colwise`: a Conv1D whose output columns are sharded.
+
+        input  "... i tp=I"   weight  "i o/tp"   bias  "o/tp"   ->   "... o/tp"
+
+    Cost: backward 1 all_reduce of the input's gradient.
+    """
+
+    parts = 1
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        _check_conv1d("conv1d_colwise", module)
+        return {"weight": Shard(1), "bias": Shard(0)}
+
+    def before_forward(
+        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        x, *rest = args
+        return (sum_gradient(x, mesh), *rest), kwargs
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        applied: Any = super()._apply(module, device_mesh)
+        # The forward of a Conv1D reads the width of its output from here, and not from its weight.
+        applied.nf = applied.weight.to_local().shape[1]
+        return applied
+
+
+class Conv1DPackedColwise(Conv1DColwise):
+    """`conv1d_packed_colwise`: q, k and v in one Conv1D; this rank has its heads of each.
+
+        input  "... i tp=I"   weight  "i o", "o" = q | k | v, each /tp   bias  "o tp=R"   ->   "... o", each part /tp
+
+    The weight's full value has the original order of columns. The bias is replicated, since FSDP shards its only dim
+    and would put thirds together in another order; each rank reads its part, and its gradient is summed.
+
+    Cost: backward 1 all_reduce of the input's gradient and 1 of the bias's.
+    """
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        _check_conv1d("conv1d_packed_colwise", module)
+        if module.get_parameter("bias").numel() % QKV:
+            raise ValueError(f"conv1d_packed_colwise: nf={module.nf} has no {QKV} equal parts")
+        return {"weight": shard_of_parts(1, QKV), "bias": Replicate()}
+
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        if name == "weight":
+            return parameter.to_local()
+        full = _with_summed_gradient(parameter).view(QKV, -1)
+        # tp=R -> o/tp: the columns of this rank in each of q, k and v
+        return full.chunk(parameter.device_mesh.size(), 1)[parameter.device_mesh.get_local_rank()].reshape(-1)
+
+    def local_sizes(self, parent: nn.Module, ranks: int) -> dict[str, int]:
+        # The width of q, of k and of v, by which the attention of GPT-2 takes the output apart.
+        return {"split_size": parent.split_size // ranks} if hasattr(parent, "split_size") else {}  # pyright: ignore
+
+
+class Conv1DRowwise(LocalForward):
+    """`conv1d_rowwise`: a Conv1D whose input is sharded; the bias is added once.
+
+        input  "... i/tp"   weight  "i/tp o"   bias  "o tp=I"   ->   "... o tp=I"
+
+    Cost: forward 1 all_reduce of the output.
+    """
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        _check_conv1d("conv1d_rowwise", module)
+        return {"weight": Shard(0), "bias": Replicate()}
+
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        local = parameter.to_local()
+        # A Conv1D cannot do without a bias: it adds zeros, and the bias is added after the sum over ranks.
+        return torch.zeros_like(local) if name == "bias" else local
+
+    def after_forward(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        return sum_over_ranks(output, mesh) + _to_local(module._parameters["bias"])
+
+
+class ReplicatedHeads(ReplicatedOnShards):
+    """`colwise` of keys or values with fewer heads than ranks: this rank computes the head that its queries attend to.
+
+        input  "... i tp=I"   weight  "g*p i tp=R"   bias  "g*p tp=R"   ->   "... p", head rank * g / tp of g
+
+    Ranks in a row have the same head, and each the gradient that its own queries give it: the sum over all ranks is the
+    gradient of every head. Parameters stay full over tp, as state dicts show them; FSDP shards them.
+
+    `heads` is g, which divides the number of ranks; `groups` is the number of a rank's query heads, over which
+    attention repeats its one head of keys and values.
+
+    Cost: backward 1 all_reduce of the input's gradient and 1 of each parameter.
+    """
+
+    def __init__(self, heads: int, groups: int) -> None:
+        super().__init__()
+        self.heads, self.groups = heads, groups
+
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        mesh = parameter.device_mesh
+        head = mesh.get_local_rank() * self.heads // mesh.size()
+        return super().local_parameter(name, parameter).chunk(self.heads)[head]
+
+    def before_forward(
+        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        x, *rest = args
+        return (sum_gradient(x, mesh), *rest), kwargs
+
+    def local_sizes(self, parent: nn.Module, ranks: int) -> dict[str, int]:
+        return {GROUPS: self.groups}
+
+
+GROUPS = "num_key_value_groups"  # of an attention of transformers: the query heads of each head of keys and values
+
+
+def _check_conv1d(style: str, module: nn.Module) -> None:
+    """ValueError unless the module is a Conv1D of transformers, which need not be installed."""
+    if type(module).__name__ != "Conv1D" or set(dict(module.named_parameters())) != {"weight", "bias"}:
+        raise ValueError(f"{style}: shards a Conv1D of transformers, not a {type(module).__name__}")
+
+
+def _with_summed_gradient(parameter: DTensor) -> Tensor:
+    return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _to_local(parameter: Tensor | None) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
