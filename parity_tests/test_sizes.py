@@ -16,7 +16,9 @@ OF_MANY_ARGUMENTS = {
     "torch_impl/vocab_parallel/linear_logprob.py from_parallel_hidden_states_to_logprobs": "14 arguments",
     "torch_impl/vocab_parallel/packed.py from_parallel_logits_to_logprobs_packed_sequences": "14 arguments",
     "torch_impl/parallelizer/adapters/nvfsdp.py nvfsdp_strategy_parallelize": "19 arguments, each explained",
-    "torch_impl/pipelining/pipeline.py pipeline_model": "24 arguments of the page",
+    "torch_impl/parallelizer/adapters/megatron_fsdp.py megatron_fsdp_strategy_parallelize": "19 arguments",
+    "torch_impl/parallelizer/fsdp2.py fsdp2_strategy_parallelize": "16 arguments, each explained",
+    "torch_impl/pipelining/pipeline.py pipeline_model": "25 arguments of the pages",
     "parity_tests/cli/verify.py verify": "21 options, each with its help",
     "parity_tests/harness/scheme.py scheme": "all that can be declared, each explained",
 }

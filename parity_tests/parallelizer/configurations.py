@@ -22,9 +22,10 @@ import torch
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import IGNORED, Chosen, batch, model_of
-from parity_tests.parallelizer.training import broken, broken_on_ranks, full_arrays, parallelized, summed_loss
+from parity_tests.parallelizer.training import broken, broken_on_ranks, full_arrays, summed_loss
 from torch_impl.collectives.mesh import MeshView
 from torch_impl.optimizers import clip_grad_norm_
+from torch_impl.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 MESHES: dict[str, dict[str, int]] = {
@@ -69,21 +70,24 @@ class Step:
 
 
 @cache
-def alone(chosen: Chosen) -> Step:
+def alone(chosen: Chosen, length: int = LENGTH) -> Step:
     """The three micro-batches of the unsharded model."""
-    model = model_of(chosen)
-    return _step(model, chosen, slice(None), 1, torch.nn.utils.clip_grad_norm_)
+    return _step(model_of(chosen), chosen, slice(None), 1, length)
 
 
-def on_rank(view: MeshView, chosen: Chosen, **switches: Any) -> Step:
-    axes = mesh_axes(view.device_mesh)
-    model = parallelized(**switches)(model_of(chosen), view.device_mesh)
+def on_rank(
+    view: MeshView, chosen: Chosen, length: int = LENGTH, own_names: Mapping[str, str] | None = None, **switches: Any
+) -> Step:
+    """The same on this rank, with its own rows of every micro-batch."""
+    axes, model = mesh_axes(view.device_mesh, own_names), model_of(chosen)
+    plan: Any = None if axes.tp_mesh is None else get_hf_tp_shard_plan(model)
+    model = fsdp2_strategy_parallelize(model, view.device_mesh, tp_shard_plan=plan, **switches)
     rows = slice(axes.loss_mesh.get_local_rank(), None, axes.data_size)
-    return _step(model, chosen, rows, axes.data_size, clip_grad_norm_)
+    return _step(model, chosen, rows, axes.data_size, length)
 
 
-def _step(model: Any, chosen: Chosen, rows: slice, ranks: int, clip: Any) -> Step:
-    ids, targets = (torch.from_numpy(x) for x in batch(chosen, ROWS, LENGTH))
+def _step(model: Any, chosen: Chosen, rows: slice, ranks: int, length: int) -> Step:
+    ids, targets = (torch.from_numpy(x) for x in batch(chosen, ROWS, length))
     tokens, total = int((targets != IGNORED).sum()), 0.0
     for number, (x, y) in enumerate(zip(ids.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)):
         if hasattr(model, "set_requires_gradient_sync"):
@@ -92,13 +96,14 @@ def _step(model: Any, chosen: Chosen, rows: slice, ranks: int, clip: Any) -> Ste
         (ranks * loss).backward()
         total += loss.item()
     gradients = full_arrays(model, gradients=True)
+    clip = clip_grad_norm_ if hasattr(model, "set_requires_gradient_sync") else torch.nn.utils.clip_grad_norm_
     norm = clip(list(model.parameters()), MAX_NORM)
     return Step(total, norm.item(), gradients, full_arrays(model, gradients=True))
 
 
-def mistakes(chosen: Chosen, mesh: Mapping[str, int], ranks: Sequence[Step]) -> list[str]:
+def mistakes(chosen: Chosen, mesh: Mapping[str, int], ranks: Sequence[Step], length: int = LENGTH) -> list[str]:
     """What is not as in one process, a sentence each."""
-    want = alone(chosen)
+    want = alone(chosen, length)
     sentences = broken({"loss": sum(rank.loss for rank in ranks) / mesh.get("tp", 1)}, {"loss": want.loss})
     sentences += [each for rank in ranks for each in broken({"norm": rank.norm}, {"norm": want.norm})]
     for part in ("gradients", "clipped"):
@@ -107,14 +112,14 @@ def mistakes(chosen: Chosen, mesh: Mapping[str, int], ranks: Sequence[Step]) -> 
     return sentences
 
 
-def judged(chosen: Chosen, mesh: Mapping[str, int], **switches: Any) -> list[str]:
+def judged(chosen: Chosen, mesh: Mapping[str, int], length: int = LENGTH, **switches: Any) -> list[str]:
     """`mistakes` of a configuration on a mesh."""
 
     def body(view: MeshView, case: CaseSpec) -> Step:
-        return on_rank(view, chosen, **switches)
+        return on_rank(view, chosen, length, **switches)
 
     ranks = run(body, CaseSpec(scheme="configurations", mesh=dict(mesh), dtype="float64"), "lockstep")
-    return mistakes(chosen, mesh, ranks.results)
+    return mistakes(chosen, mesh, ranks.results, length)
 
 
 def main(families: Sequence[str]) -> int:

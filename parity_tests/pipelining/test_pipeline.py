@@ -119,6 +119,25 @@ def test_with_fsdp_inside_stages(name, once, tmp_path):
         assert (ours - theirs).norm() <= PROMISED * theirs.norm(), parameter
 
 
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B"])
+def test_gradients_reduced_after_each_microbatch_are_the_same(name):
+    options = {
+        "sharded": True,
+        "pipeline_parallel_schedule": name,
+        "seq_len": LENGTH,
+        "reduce_grad_per_microbatch": True,
+    }
+    ranks = run(run_one, CaseSpec("pipeline", {"pp": 2, "dp": 2}, options=options))
+    gradients = {}
+    for rank, (_, _, of_rank, units) in enumerate(ranks.results):
+        gradients |= of_rank
+        assert sum(row.op == "reduce_scatter" for row in ranks.ledger.of(rank)) == N * units
+    _, expected = accumulated(OF, N, "float64", range(N))
+    for parameter, bits in expected.items():
+        ours, theirs = (torch.frombuffer(bytearray(x), dtype=torch.float64) for x in (gradients[parameter], bits))
+        assert (ours - theirs).norm() <= PROMISED * theirs.norm(), parameter
+
+
 def test_a_part_that_would_be_reduced_each_time_is_rejected():
     def body(mesh, case):
         with pytest.raises(ValueError, match="patch_stage_backward_maybe_with_nosync=True, but a part of Llama"):
@@ -158,6 +177,14 @@ def rejection(mesh, case):
             "TypeError: .*tensor_dtype='float32' is a str; pass a torch.dtype",
         ),
         ({"parallelize_fn": 3}, "TypeError: .*parallelize_fn is an int; pass a function"),
+        (
+            {"reduce_grad_per_microbatch": True, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+            "ValueError: .*reduce_grad_per_microbatch=True, and the schedule splits backward",
+        ),
+        (
+            {"reduce_grad_per_microbatch": True, "patch_stage_backward_maybe_with_nosync": True},
+            "ValueError: .*reduce_grad_per_microbatch=True and patch_stage_backward_maybe_with_nosync=True",
+        ),
     ],
 )
 def test_what_cannot_be_is_rejected_before_the_model_is_touched(options, words):

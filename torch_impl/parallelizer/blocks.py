@@ -7,11 +7,18 @@ are after a pipeline split.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -44,8 +51,19 @@ def groups_by_parameters(model: nn.Module, modules: list[nn.Module]) -> list[lis
     return [group for group in groups if not any(id(p) in outside for module in group for p in module.parameters())]
 
 
-def checkpoint_blocks(model: nn.Module) -> None:
+Policy = Callable[..., CheckpointPolicy]  # of a context, an operation and its arguments
+
+
+def save_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save what products of matrices and fused attention return; recompute everything else."""
+    return CheckpointPolicy.MUST_SAVE if operation in _products() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_blocks(model: nn.Module, every: int = 1, policy: Policy | None = None) -> None:
     """Make backward recompute each block that has a trainable parameter, in place (activation checkpointing).
+
+    With `every=n` only each n-th block, counted from the first. A `policy` says of each operation whether its result is
+    saved (`torch.utils.checkpoint.create_selective_checkpoint_contexts`); without one nothing inside a block is.
 
     Non-reentrant, with the random state of the first forward, so that gradients are bitwise the same. Key-value caches
     are switched off in the configuration and in nested ones: a recomputed block would append to them twice. Where
@@ -59,10 +77,31 @@ def checkpoint_blocks(model: nn.Module) -> None:
     for each in _configs(config):
         if hasattr(each, "use_cache"):
             each.use_cache = False
-    for block in blocks(model):
+    for block in blocks(model)[::every]:
         for module in _without_attention(block) if shares_keys else [block]:
             if any(parameter.requires_grad for parameter in module.parameters()):
-                _recompute(module)
+                _recompute(module, policy)
+
+
+def compile_blocks(model: nn.Module, backend: str) -> None:
+    """Compile the forward of each block, in place; names of modules and parameters stay as they are.
+
+    Recomputation is compiled with the block. Hooks of the block stay outside, as those of FSDP, which gathers before.
+    """
+    for block in blocks(model):
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+def prefetch_blocks(model: nn.Module, forward: int | None, backward: int | None) -> None:
+    """Have each FSDP unit gather so many units ahead, in forward and in backward; None leaves torch's own order."""
+    heads = [group[0] for group in units(model)]
+    sharded: list[FSDPModule] = [head for head in heads if isinstance(head, FSDPModule)]
+    for number, unit in enumerate(sharded):
+        if forward is not None:
+            unit.set_modules_to_forward_prefetch(sharded[number + 1 : number + 1 + forward])
+        if backward is not None:
+            # Backward runs in reverse: the unit before this one is needed first, then the one before that.
+            unit.set_modules_to_backward_prefetch(sharded[max(0, number - backward) : number][::-1])
 
 
 def _elements(module: nn.Module, is_inside: bool) -> Iterator[nn.Module]:
@@ -94,15 +133,24 @@ def _parameters_outside(model: nn.Module, modules: list[nn.Module]) -> set[int]:
     return {id(parameter) for module in rest for parameter in module.parameters(recurse=False)}
 
 
-def _recompute(module: nn.Module) -> None:
+def _recompute(module: nn.Module, policy: Policy | None) -> None:
     forward = module.forward
+    contexts = noop_context_fn if policy is None else functools.partial(create_selective_checkpoint_contexts, policy)
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts, **kwargs)
 
     # On the instance: names of parameters stay, and hooks run once, outside of what is recomputed.
     module.forward = recomputed
+
+
+@functools.cache
+def _products() -> frozenset[Any]:
+    aten = torch.ops.aten
+    names = ("mm", "addmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu")
+    names += ("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
+    return frozenset(getattr(aten, name).default for name in names if hasattr(aten, name))
 
 
 def _without_attention(block: nn.Module) -> list[nn.Module]:

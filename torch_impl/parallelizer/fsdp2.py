@@ -6,7 +6,7 @@ parameters of a block are gathered while it computes; experts are gathered over 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -18,13 +18,15 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_impl.contract import Mesh, Module, contract, type_name
+from torch_impl.contract import Mesh, Module, NonNegativeInt, contract, type_name
 from torch_impl.contract.kinds import Instance
 from torch_impl.parallelizer._torch_compat import map_tensors
-from torch_impl.parallelizer.blocks import checkpoint_blocks, units
+from torch_impl.parallelizer.blocks import checkpoint_blocks, compile_blocks, prefetch_blocks, save_products, units
 from torch_impl.parallelizer.expert_sharding import fsdp_dims, shard_experts, validate_experts
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
-from torch_impl.parallelizer.tp_plan import Plan, PlanEntry, shard_modules, validate_styles, warn_of_norms
+from torch_impl.parallelizer.registry import imported_plan, registered_strategy
+from torch_impl.parallelizer.sequence_parallel import sequence_styles, shard_sequences
+from torch_impl.parallelizer.tp_plan import PlanEntry, PlanKind, shard_modules, validate_styles, warn_of_norms
 
 
 class PolicyKind:
@@ -39,6 +41,41 @@ class PolicyKind:
                 raise TypeError(f"{function}: {name}.{field} is {dtype!r}; pass a floating dtype or None")
 
 
+class PlanOrPathKind(PlanKind):
+    """A plan, or the import path of one."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        if not isinstance(value, str):
+            super().validate(function, name, value, sizes)
+
+
+class CheckpointingKind:
+    """What of a block is recomputed: nothing, everything, or what is not saved selectively."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        if isinstance(value, bool) or value in ("full", "selective"):
+            return
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"{function}: {name}={value!r} is {type_name(value)}; pass True or False, 'full' or 'selective'")
+
+
+class SelectiveKind:
+    """What a selective checkpoint recomputes: each n-th block, operations by a policy, or those of our own."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        if is_count and value < 1:
+            raise ValueError(f"{function}: {name}={value} must be at least 1")
+        if value != "op" and not is_count and not callable(value):
+            raise TypeError(
+                f"{function}: {name}={value!r} is {type_name(value)}; pass 'op', n for each n-th block, or a policy of "
+                "torch.utils.checkpoint"
+            )
+
+
+PlanOrPath = Annotated[Mapping[str, ParallelStyle] | str, PlanOrPathKind()]
+Checkpointing = Annotated[bool | str, CheckpointingKind()]
+Selective = Annotated[str | int | Callable[..., Any], SelectiveKind()]
 Policy = Annotated[MixedPrecisionPolicy, PolicyKind()]
 Offload = Annotated[OffloadPolicy, Instance(OffloadPolicy, "pass a CPUOffloadPolicy or None", shows_value=False)]
 
@@ -48,11 +85,20 @@ def fsdp2_strategy_parallelize(
     model: Module,
     device_mesh: Mesh,
     mp_policy: Policy | None = None,
-    tp_shard_plan: Plan | None = None,
+    tp_shard_plan: PlanOrPath | None = None,
     offload_policy: Offload | None = None,
     *,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: Checkpointing = False,
     reshard_after_forward: bool | None = None,
+    sequence_parallel: bool = False,
+    selective_ac_option: Selective = "op",
+    enable_compile: bool = False,
+    compile_backend: str = "inductor",
+    fsdp2_forward_prefetch_depth: NonNegativeInt | None = None,
+    fsdp2_backward_prefetch_depth: NonNegativeInt | None = None,
+    dp_replicate_mesh_name: str | None = None,
+    dp_shard_cp_mesh_name: str | None = None,
+    tp_mesh_name: str | None = None,
 ) -> nn.Module:
     """Parallelize a model over a mesh, in place: tensor plan, activation checkpointing, FSDP. Returns the model.
 
@@ -72,6 +118,14 @@ def fsdp2_strategy_parallelize(
     between forward and backward; under a pipeline pass False, or each microbatch gathers again. `offload_policy` puts
     shards in host memory, pinned where the mesh has an accelerator. What was one parameter stays one.
 
+    tp_shard_plan          also "package.module:name", a dict or a function of no argument or of the model
+    activation_checkpointing   True or "full": backward recomputes each block. "selective": what `selective_ac_option`
+        says, "op" for all but products of matrices and attention, n for each n-th block, or a policy of torch
+    sequence_parallel      between layers a block has s/tp positions: see `sequence_parallel`
+    enable_compile         compile each block by `compile_backend`, inside FSDP and around recomputation
+    fsdp2_*_prefetch_depth   gather so many blocks ahead; None: as torch does
+    *_mesh_name            names of the mesh for the axes of replicas, of shards and of tp, in place of the tables'
+
     Cost:   for a unit of parameters w, its first dims rounded up to multiples of n:
             forward 1 all_gather of |w|/n of `param_dtype` per rank; backward the same again if it was freed, and
             1 reduce_scatter of |w| of `reduce_dtype`; with replicas 1 all_reduce of |w|/n.
@@ -84,34 +138,76 @@ def fsdp2_strategy_parallelize(
     Source: arXiv 2304.11277 (FSDP), 1909.08053 (tensor parallelism), 1604.06174 (checkpointing), 2006.16668 (experts).
     """
     # 1. Validate everything, before anything is changed or sent.
-    axes, styles = validate_target(model, device_mesh, tp_shard_plan)
+    names = {"replicate": dp_replicate_mesh_name, "shard": dp_shard_cp_mesh_name, "tp": tp_mesh_name}
+    axes, styles = validate_target(model, device_mesh, _plan_of(model, tp_shard_plan), own_names=names)
     experts = validate_experts(model, None if axes.ep is None else axes.size(axes.ep), is_stage=axes.has_stages)
     styles = {name: entry for name, entry in styles.items() if name not in experts}
     policy, offload = _policy(model, mp_policy), _offload(device_mesh, offload_policy)
     mesh = axes.fsdp_mesh
+    has_sequences = sequence_parallel and axes.tp_mesh is not None and axes.size(axes.tp) > 1
+    plan_styles, gathering = sequence_styles(model, styles) if has_sequences else (styles, [])
     # 2. Tensor and expert parallelism first: FSDP then shards the DTensors that they leave, a second time.
     if axes.tp_mesh is not None:
-        shard_modules(model, styles, axes.tp_mesh)
+        shard_modules(model, plan_styles, axes.tp_mesh)
+        if has_sequences:
+            for block in shard_sequences(model, styles, gathering, axes.tp_mesh):
+                untangle_views(block)
         untangle_views(model)
     shard_experts(experts, axes)
-    # 3. Checkpointing inside FSDP: a block that backward recomputes is gathered once for both.
+    # 3. Checkpointing inside FSDP: a block that backward recomputes is gathered once for both. Compiled around it, so
+    #    that the compiler sees both forwards.
     if activation_checkpointing:
-        checkpoint_blocks(model)
+        checkpoint_blocks(model, *_scope(activation_checkpointing, selective_ac_option))
+    if enable_compile:
+        compile_blocks(model, compile_backend)
     if experts:
         _fully_shard_experts(model, list(experts.values()), axes.edp_mesh, policy, offload, reshard_after_forward)
     _fully_shard(model, mesh, policy, offload, reshard_after_forward)
+    prefetch_blocks(model, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth)
     return model
 
 
+@contract
+def get_parallelization_strategy(model: Module) -> Callable[..., nn.Module]:
+    """The function that parallelizes models of this class: a registered one, else `fsdp2_strategy_parallelize`.
+
+    `fsdp2_strategy_parallelize` itself looks nothing up, so that a registered function can call it.
+
+    Errors: TypeError unless a Module.
+    """
+    return registered_strategy(model) or fsdp2_strategy_parallelize
+
+
+def _plan_of(model: nn.Module, plan: Mapping[str, ParallelStyle] | str | None) -> Mapping[str, ParallelStyle] | None:
+    """The plan, imported where it is a path. Errors: as `imported_plan` and the contract of a plan."""
+    if not isinstance(plan, str):
+        return plan
+    imported = imported_plan(plan, model)
+    PlanKind().validate("parallelizer.fsdp2_strategy_parallelize", f"tp_shard_plan={plan!r}", imported, {})
+    return imported
+
+
+def _scope(checkpointing: bool | str, option: Any) -> tuple[int, Any]:
+    """Each how many-th block is recomputed, and the policy of what it saves."""
+    if checkpointing != "selective":
+        return 1, None
+    return (option, None) if isinstance(option, int) else (1, save_products if option == "op" else option)
+
+
 def validate_target(
-    model: nn.Module, device_mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | None, *, is_sharded: bool = True
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    plan: Mapping[str, ParallelStyle] | None,
+    *,
+    is_sharded: bool = True,
+    own_names: Mapping[str, str | None] | None = None,
 ) -> tuple[MeshAxes, dict[str, PlanEntry]]:
     """The mesh's axes, and the style of each module that the plan names. Nothing is changed or sent.
 
     Without a tensor-parallel axis a plan shards nothing. `is_sharded` is False where data parallelism replicates
     parameters. Errors: ValueError as `mesh_axes` and `check_plan` have it, and for a model that is parallel already.
     """
-    axes = mesh_axes(device_mesh)
+    axes = mesh_axes(device_mesh, own_names)
     _check_not_parallel(model)
     if axes.tp_mesh is None:
         return axes, {}

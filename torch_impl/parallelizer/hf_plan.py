@@ -199,7 +199,7 @@ def _input_embedding(model: nn.Module) -> str | None:
     return None
 
 
-def _style(key: str, style: Any) -> ParallelStyle:
+def _style(key: str, style: Any) -> Any:
     try:
         return style() if callable(style) else translate_to_torch_parallel_style(style)
     except (TypeError, ValueError) as error:

@@ -19,6 +19,7 @@ cp alone: these, with the replicas, are edp, the ranks that have the same expert
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -123,8 +124,11 @@ class MeshAxes:
         return self.mesh[names[0]] if len(names) == 1 else _flattened_axis(self.mesh, names, flat_name)
 
 
-def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
+def mesh_axes(device_mesh: DeviceMesh, own_names: Mapping[str, str | None] | None = None) -> MeshAxes:
     """The roles of a mesh's axes, by their names. Nothing is sent.
+
+    `own_names` are a mesh's names for the roles replicate, shard and tp, in place of those of the tables. One that is
+    no axis stands for size 1; that of shard may be the name of axes that were flattened.
 
     Errors: ValueError for axes without names, with unknown names or of both generations, for a flattened axis next
             to an axis that it contains, and for ranks of ep_shard, which is an axis of another mesh.
@@ -132,7 +136,15 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
     if not device_mesh.mesh_dim_names:
         names = ", ".join(AXIS_NAMES)
         raise ValueError(f"device_mesh: its {device_mesh.ndim} axes have no names; name them ({names})")
-    roles, shard_name = roles_of(device_mesh.mesh_dim_names)
+    renamed = {name: NEWER[role] for role, name in (own_names or {}).items() if name is not None}
+    names = tuple(renamed.get(name, name) for name in device_mesh.mesh_dim_names)
+    if len(set(names)) < len(names):
+        own = ", ".join(map(repr, renamed))
+        raise ValueError(f"device_mesh: axes {device_mesh.mesh_dim_names} have one role twice, with {own}; rename one")
+    roles, shard_name = roles_of(names)
+    actual = dict(zip(names, device_mesh.mesh_dim_names, strict=True))
+    roles = {role: None if name is None else actual[name] for role, name in roles.items()}
+    shard_name = (own_names or {}).get("shard") or shard_name
     sizes = dict(zip(device_mesh.mesh_dim_names, device_mesh.shape, strict=True))
     if sizes.get("ep_shard", 1) > 1:
         raise ValueError(

@@ -60,6 +60,23 @@ def _in_separate_buffers(messages: Callable[[], Sequence[Any]], rank: int) -> Se
     return remote
 
 
+def reduce_each_time(stage: PipelineStage) -> None:
+    """Have a stage reduce the gradients of its FSDP units after the backward of each micro-batch, in place.
+
+    torch leaves all reductions to the end of a step; the one there then finds nothing to be reduced, and scales. For
+    schedules with full backwards: behind a reduction parameters are gathered anew, which torch's halves do not survive.
+    """
+    backward, reduce = of_torch(stage, "backward_maybe_with_nosync"), of_torch(stage, "perform_reduce_grad")
+
+    def backward_and_reduce(backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        result = backward(backward_type, *args, **kwargs)
+        reduce(1)
+        return result
+
+    writable: Any = stage
+    writable.backward_maybe_with_nosync = backward_and_reduce
+
+
 def set_static_shapes(
     stage: PipelineStage, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], key: Any
 ) -> None:

@@ -23,7 +23,7 @@ Actions = list[Action | None]
 class Rule:
     """What a schedule requires: `stages` on each rank (None: any number), and micro-batches that `accepts(n, p)`.
 
-    `requirement` says in words what is accepted.
+    `requirement` says in words what is accepted. `splits_backward`: gradients of inputs and of weights are two actions.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Rule:
     stages: int | None
     requirement: str = "n >= 1"
     accepts: Callable[[int, int], bool] = lambda n, p: n >= 1
+    splits_backward: bool = False
 
     @property
     def is_single(self) -> bool:
@@ -49,9 +50,9 @@ RULES = {
         Rule("1F1B", "loop", 1, "n >= pp_size", lambda n, p: n >= p),
         Rule("LoopedBFS", "loop", None),
         Rule("Interleaved1F1B", "loop", None, "n % max(1, n // pp_size) == 0", _in_rounds),
-        Rule("InterleavedZeroBubble", "loop", None, "n % max(1, n // pp_size) == 0", _in_rounds),
-        Rule("ZBVZeroBubble", "v", 2),
-        Rule("DualPipeV", "v", 2, "n >= 2 * pp_size", lambda n, p: n >= 2 * p),
+        Rule("InterleavedZeroBubble", "loop", None, "n % max(1, n // pp_size) == 0", _in_rounds, True),
+        Rule("ZBVZeroBubble", "v", 2, splits_backward=True),
+        Rule("DualPipeV", "v", 2, "n >= 2 * pp_size", lambda n, p: n >= 2 * p, True),
     )
 }
 

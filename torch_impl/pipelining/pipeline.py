@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from torch_impl.contract import Device, Dtype, Function, Instance, Mesh, Module, PositiveInt, contract, type_name
+from torch_impl.pipelining._torch_compat import reduce_each_time
 from torch_impl.pipelining.model_parts import StageNames
 from torch_impl.pipelining.partition import Rounding
 from torch_impl.pipelining.schedule import build_schedule, choose_schedule
@@ -69,6 +70,7 @@ def pipeline_model(
     patch_stage_backward_maybe_with_nosync: bool = False,
     seq_len: PositiveInt | None = None,
     tensor_dtype: Dtype | None = None,
+    reduce_grad_per_microbatch: bool = False,
 ) -> tuple[Any, list[nn.Module], bool, bool, list[PipelineStage]]:
     """(schedule, this rank's parts, whether it has the first stage, whether it has the last, its stages).
 
@@ -78,6 +80,8 @@ def pipeline_model(
 
     Gradients of sharded parts are reduced once per step, after the last micro-batch. torch does that for parts that are
     FSDP units themselves; `patch_stage_backward_maybe_with_nosync=True` rejects others, which are reduced each time.
+    With `reduce_grad_per_microbatch=True` all are reduced each time: no rank stores an unsharded gradient between
+    micro-batches, and each sends its gradients, and gathers its parameters, as often as there are micro-batches.
 
     Cost:   none but what `parallelize_fn` sends; a step's is that of `build_pipeline_schedule`.
     Errors: those of these functions, before the model is touched; ValueError for axes that world_mesh lacks; TypeError
@@ -87,6 +91,9 @@ def pipeline_model(
     axes = {"dp_axis_names": dp_axis_names, "cp_axis_name": cp_axis_name, "tp_axis_name": tp_axis_name}
     for problem in _axis_problems(world_mesh, pp_axis_name, axes):
         raise ValueError(f"{NAME}: {problem}")
+    if reduce_grad_per_microbatch and patch_stage_backward_maybe_with_nosync:
+        both = "patch_stage_backward_maybe_with_nosync=True, which reduces once per step"
+        raise ValueError(f"{NAME}: reduce_grad_per_microbatch=True and {both}; pass one of them")
     choice = choose_schedule(
         pipeline_parallel_schedule_csv,
         pipeline_parallel_schedule,
@@ -94,6 +101,9 @@ def pipeline_model(
         local_batch_size,
         world_mesh[pp_axis_name].size(),
     )
+    if reduce_grad_per_microbatch and choice.splits_backward:
+        problem = "reduce_grad_per_microbatch=True, and the schedule splits backward, whose halves need one gathering"
+        raise ValueError(f"{NAME}: {problem}; pass False, or a schedule with full backwards such as 1F1B")
     # Here, so that a config without sizes is an error before the model is split.
     sizes = None if seq_len is None else _get_hidden_and_vocab_size(getattr(model, "config", None))
     # 2. Split the model, and shard each part.
@@ -124,6 +134,9 @@ def pipeline_model(
                 problem = f"a part of {type(part).__name__} has FSDP units and is not one"
                 remedy = "fully_shard the part too, or pass False"
                 raise ValueError(f"{NAME}: patch_stage_backward_maybe_with_nosync=True, but {problem}; {remedy}")
+    if reduce_grad_per_microbatch:
+        for stage in stages:
+            reduce_each_time(stage)
     # 3. Set the shapes after sharding, whose policy decides the dtype, and build the schedule.
     if sizes is not None and seq_len is not None:
         set_shapes(stages, sizes, microbatch_size, seq_len, tensor_dtype)

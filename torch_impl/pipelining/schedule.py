@@ -83,6 +83,13 @@ class ScheduleChoice:
     n_microbatches: int
     local_batch_size: int
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are two actions anywhere."""
+        if self.file is None:
+            return self.rule is not None and self.rule.splits_backward
+        return any(action is not None and action.kind in ("I", "W") for row in self.file.order for action in row)
+
 
 def choose_schedule(
     path: str | os.PathLike | None,

@@ -78,6 +78,24 @@ BUGS = (
         new="return strided_shard(dim, 1)",
         expect="value: ",
     ),
+    # Sequence parallelism
+    InjectedBug(
+        name="norms of a shard of the sequence with the gradient of one rank",
+        kind="reduction",
+        at="parallelizer:sequence_styles",
+        old="PlanEntry(KEY, ReplicatedOnShards())",
+        new="PlanEntry(KEY, Replicated())",
+        expect="gradient: ",
+        source="plans whose SequenceParallel norms were replaced by local ones",
+    ),
+    InjectedBug(
+        name="a sequence that leaves the last block in shards",
+        kind="order",
+        at="parallelizer:_gather_after",
+        old="lambda y: gather_sequence(y, mesh)",
+        new="lambda y: y.repeat(1, mesh.size(), 1)",
+        expect="value: ",
+    ),
     # Projections to heads
     InjectedBug(
         name="q, k and v in one weight sharded as halves",

@@ -1,0 +1,207 @@
+"""Sequence parallelism beside tensor parallelism: between its layers a block has s/tp positions on each rank, not s.
+
+    norm, dropout, residual   "b s/tp d"        attention, mlp   "b s d" in, "b s d" out, of which each rank keeps s/tp
+
+The first block of a list takes its shard of the sequence, the last gathers it, so that everything outside of the
+blocks, positions and masks included, is as without. In a layer of column-wise and row-wise modules the all-reduce
+behind it becomes an all-gather before and a reduce-scatter after, of the same bytes together. A norm of a shard has a
+part of its gradient, which is summed. Source: arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from torch_impl.parallelizer.blocks import blocks
+from torch_impl.parallelizer.head_styles import ReplicatedHeads
+from torch_impl.parallelizer.tp_plan import PlanEntry
+from torch_impl.parallelizer.tp_styles import Replicated, ReplicatedOnShards, Rowwise
+
+HIDDEN = "hidden_states"  # under which transformers passes them where it passes no positional argument
+SEQUENCE = 1  # the dim of positions
+KEY = "sequence_parallel"  # in place of a plan's key
+
+
+def sequence_styles(model: nn.Module, styles: Mapping[str, PlanEntry]) -> tuple[dict[str, PlanEntry], list[str]]:
+    """The styles of a model whose blocks have shards of the sequence; and the layers that gather what enters them.
+
+    Every norm of a block gets a style; the row-wise module at the end of a layer scatters its output.
+
+    Errors: ValueError for a model without blocks, a block with parameters of its own, and a style of a block's own
+            linear layer that cannot take or return shards of the sequence.
+    """
+    changed, gathering = dict(styles), []
+    names = {id(module): name for name, module in model.named_modules()}
+    model_blocks = blocks(model)
+    if not model_blocks:
+        raise ValueError(f"sequence_parallel=True: {type(model).__name__} has no list of blocks; pass False")
+    for block in model_blocks:
+        name = names[id(block)]
+        if (leaf := next((leaf for leaf, _ in block.named_parameters(recurse=False)), None)) is not None:
+            raise ValueError(
+                f"sequence_parallel=True: {name!r} has the parameter {leaf!r} of its own, whose gradient would be that "
+                "of this rank's positions; pass False"
+            )
+        for leaf, layer in block.named_children():
+            path = f"{name}.{leaf}"
+            if path in styles:
+                changed[path] = _of_direct_layer(path, styles[path])
+            elif _is_norm(layer):
+                changed[path] = PlanEntry(KEY, ReplicatedOnShards())
+            elif next(layer.parameters(), None) is not None:
+                gathering.append(path)
+                if (last := _last_rowwise(path, layer, styles)) is not None:
+                    changed[last] = _scattered(styles[last])
+    return changed, gathering
+
+
+def shard_sequences(
+    model: nn.Module, styles: Mapping[str, PlanEntry], gathering: list[str], mesh: DeviceMesh
+) -> list[nn.Module]:
+    """Have layers gather the sequence, and the ends of each list of blocks shard and gather it, in place. Returns the
+    last blocks, whose outputs are views then.
+
+    `styles` are those before `sequence_styles` changed them. To be called when they have been applied.
+    """
+    # 1. The layers.
+    for path in gathering:
+        layer = model.get_submodule(path)
+        is_summed = _last_rowwise(path, layer, styles) is not None
+        # Before the hooks of styles, which see the full sequence.
+        layer.register_forward_pre_hook(partial(_gather_before, mesh, is_summed), with_kwargs=True, prepend=True)
+        if not is_summed:
+            layer.register_forward_hook(partial(_shard_after, mesh))
+    # 2. The ends of each list.
+    names = {id(module): name for name, module in model.named_modules()}
+    lists: dict[str, list[nn.Module]] = {}
+    for block in blocks(model):
+        lists.setdefault(names[id(block)].rpartition(".")[0], []).append(block)
+    for first, *rest in lists.values():
+        first.register_forward_pre_hook(partial(_shard_before, mesh), with_kwargs=True)
+        [first, *rest][-1].register_forward_hook(partial(_gather_after, mesh))
+    return [each[-1] for each in lists.values()]
+
+
+def shard_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's positions.
+
+        x  "b s ... tp=I"   ->   "b s/tp ..."
+
+    Cost: backward 1 all_gather.
+    """
+    # tp=I -> s/tp
+    full = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return full.redistribute(placements=[Shard(SEQUENCE)]).to_local()
+
+
+def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """All positions, whose gradient is the same on each rank.
+
+        x  "b s/tp ..."   ->   "b s ... tp=I"
+
+    Cost: forward 1 all_gather.
+    """
+    # s/tp -> tp=I
+    return _gathered(x, mesh).to_local()
+
+
+def _gathered(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """All positions, as a DTensor: parts of its gradient are summed and scattered in one collective."""
+    return DTensor.from_local(x, mesh, [Shard(SEQUENCE)], run_check=False).redistribute(placements=[Replicate()])
+
+
+# ---- What becomes of styles
+
+
+def _of_direct_layer(path: str, entry: PlanEntry) -> PlanEntry:
+    """The entry of a linear layer that belongs to a block itself."""
+    if type(entry.style) is ColwiseParallel and entry.style.input_layouts == (Replicate(),):
+        style = ColwiseParallel(input_layouts=Shard(SEQUENCE), output_layouts=entry.style.output_layouts[0])
+        return PlanEntry(entry.key, style)
+    if _is_rowwise(entry.style):
+        return _scattered(entry)
+    if isinstance(entry.style, ReplicatedOnShards):
+        return entry
+    raise ValueError(
+        f"sequence_parallel=True: {path!r} of a block is {type(entry.style).__name__}, which takes the full sequence; "
+        "pass False, or leave it out of the plan"
+    )
+
+
+def _scattered(entry: PlanEntry) -> PlanEntry:
+    style: Any = entry.style
+    scattered = type(style)(input_layouts=style.input_layouts[0], output_layouts=Shard(SEQUENCE))
+    return PlanEntry(entry.key, scattered)
+
+
+def _last_rowwise(path: str, layer: nn.Module, styles: Mapping[str, PlanEntry]) -> str | None:
+    """The row-wise module that ends a layer all of whose parameters take part in the sum; None for another layer."""
+    inside = {name: entry.style for name, entry in styles.items() if name.startswith(f"{path}.")}
+    rowwise = [name for name, style in inside.items() if _is_rowwise(style)]
+    # What a rank computes in full would be counted by every rank in the sum of the gradients.
+    is_summed = all(_takes_part(style) for style in inside.values())
+    styled = {
+        f"{name}.{leaf}" for name in inside for leaf, _ in layer.get_submodule(name[len(path) + 1 :]).named_parameters()
+    }
+    is_covered = all(f"{path}.{leaf}" in styled for leaf, _ in layer.named_parameters())
+    return rowwise[0] if is_summed and is_covered and len(rowwise) == 1 else None
+
+
+def _takes_part(style: Any) -> bool:
+    if type(style) is Replicated:
+        return False
+    return type(style) is ColwiseParallel or _is_rowwise(style) or type(style) in (ReplicatedOnShards, ReplicatedHeads)
+
+
+def _is_rowwise(style: Any) -> bool:
+    return type(style) in (RowwiseParallel, Rowwise) and style.output_layouts == (Replicate(),)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and not list(module.children()) and any(True for _ in module.parameters())
+
+
+# ---- Hooks
+
+
+def _gather_before(mesh: DeviceMesh, is_summed: bool, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _with_first(args, kwargs, lambda x: _gathered(x, mesh) if is_summed else gather_sequence(x, mesh))
+
+
+def _shard_before(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def shard(x: Tensor) -> Tensor:
+        if x.shape[SEQUENCE] % mesh.size():
+            above = -(-x.shape[SEQUENCE] // mesh.size()) * mesh.size()
+            raise ValueError(
+                f"sequence_parallel=True: a sequence of {x.shape[SEQUENCE]} positions does not divide by "
+                f"tp={mesh.size()}; pad to {above}"
+            )
+        return shard_sequence(x, mesh)
+
+    return _with_first(args, kwargs, shard)
+
+
+def _shard_after(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
+    return _of_first(output, lambda y: shard_sequence(y, mesh))
+
+
+def _gather_after(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
+    return _of_first(output, lambda y: gather_sequence(y, mesh))
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with another first one: the hidden states of a layer or block."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, HIDDEN: change(kwargs[HIDDEN])}
+
+
+def _of_first(output: Any, change: Any) -> Any:
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
