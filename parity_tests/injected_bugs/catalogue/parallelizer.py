@@ -162,9 +162,9 @@ BUGS = (
         name="FSDP before the tensor plan",
         kind="schedule",
         at="parallelizer:fsdp2_strategy_parallelize",
-        old="        shard_modules(model, styles, axes.tp_mesh)\n",
+        old="        shard_modules(model, plan_styles, axes.tp_mesh)\n",
         new="        _fully_shard(model, mesh, policy, offload, reshard_after_forward)\n"
-        "        shard_modules(model, styles, axes.tp_mesh)\n",
+        "        shard_modules(model, plan_styles, axes.tp_mesh)\n",
         expect="raised: ",
     ),
     InjectedBug(
@@ -180,7 +180,8 @@ BUGS = (
         name="a block that is given its input twice when computed again",
         kind="schedule",
         at="parallelizer:_recompute",
-        old="return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)",
+        old="return checkpoint("
+        "forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts, **kwargs)",
         new="return checkpoint(forward, *(x.detach() for x in args), use_reentrant=False, **kwargs)",
         expect="gradient: ",
     ),
@@ -188,7 +189,8 @@ BUGS = (
         name="checkpointing that keeps nothing to go back with",
         kind="schedule",
         at="parallelizer:_recompute",
-        old="return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)",
+        old="return checkpoint("
+        "forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts, **kwargs)",
         new="return checkpoint(forward, *args, use_reentrant=True, **kwargs)",
         expect="raised: ",
     ),
