@@ -123,8 +123,8 @@ def fsdp2_strategy_parallelize(
         says, "op" for all but products of matrices and attention, n for each n-th block, or a policy of torch
     sequence_parallel      between layers a block has s/tp positions: see `sequence_parallel`
     enable_compile         compile each block by `compile_backend`, inside FSDP and around recomputation
-    fsdp2_*_prefetch_depth   gather so many blocks ahead; None: as torch does
-    *_mesh_name            names of the mesh for the axes of replicas, of shards and of tp, in place of the tables'
+    fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth   gather so many blocks ahead; None: as torch does
+    dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name   the mesh's own names for the axes of these roles
 
     Cost:   for a unit of parameters w, its first dims rounded up to multiples of n:
             forward 1 all_gather of |w|/n of `param_dtype` per rank; backward the same again if it was freed, and
@@ -173,6 +173,7 @@ def get_parallelization_strategy(model: Module) -> Callable[..., nn.Module]:
 
     `fsdp2_strategy_parallelize` itself looks nothing up, so that a registered function can call it.
 
+    Cost:   no collective.
     Errors: TypeError unless a Module.
     """
     return registered_strategy(model) or fsdp2_strategy_parallelize
