@@ -49,7 +49,8 @@ def megatron_fsdp_strategy_parallelize(
 
     An optimizer whose parameters are those of the model has the sharded ones afterwards, in the same groups; it must
     not have taken a step. `megatron_fsdp_unit_modules`, `init_fsdp_with_meta_device` and `keep_fp8_transpose_cache` are
-    the older `nvfsdp_unit_modules`, `init_nvfsdp_with_meta_device` and `keep_fp8_transpose_cache_when_using_custom_fsdp`.
+    the older `nvfsdp_unit_modules`, `init_nvfsdp_with_meta_device` and
+    `keep_fp8_transpose_cache_when_using_custom_fsdp`.
     What has the same name there means the same: `grad_reduce_in_fp32`, `preserve_fp32_weights`, `overlap_grad_reduce`,
     `overlap_param_gather`, `check_for_nan_in_grad`, `average_in_collective`, `disable_bucketing`,
     `calculate_per_token_loss`, `nccl_ub`, `fsdp_double_buffer`.
