@@ -134,7 +134,7 @@ def test_imports_run_one_way(tree, forbidden):
 ROOMS = ("declare", "draw", "run", "judge", "explain", "report")
 FLOORS = (
     *ROOMS,
-    "verdict",
+    "verify_one_case",
     "experiments",
     "implementation",
     "replay",

@@ -55,12 +55,8 @@ def verify_case(
     Errors: ReferenceFailure where the reference cannot be evaluated; DeclarationFailure for a layout of the user's that
     is no partition or cannot shard a size of the case, and for a cost that raises.
     """
-    # 1. A user's own layouts must be partitions before anything is sharded by them, in the other call of the case too.
-    try:
-        for call in (case, *conditions.other_cases(case)):
-            inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), call, scheme.layouts)
-    except ValueError as error:
-        raise DeclarationFailure(f"scheme '{scheme.name}': {error}") from error
+    # 1. A user's own layouts must be partitions before anything is sharded by them.
+    _check_custom_layouts(scheme, case)
     # 2. Evaluate the reference on one device, run the program on every rank.
     program = Program.of(scheme, arrays=arrays, cotangents=cotangents)
     source: dict[str, Any] = {"implementation": scheme.implementation, "source": f"{base(scheme.file)}:{scheme.line}"}
@@ -99,6 +95,15 @@ def verify_case(
         seconds=ranks.seconds,
         **source,
     )
+
+
+def _check_custom_layouts(scheme: Declared, case: CaseSpec) -> None:
+    """Layouts of the user's are partitions in the case and in its other call. Errors: DeclarationFailure."""
+    try:
+        for call in (case, *conditions.other_cases(case)):
+            inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), call, scheme.layouts)
+    except ValueError as error:
+        raise DeclarationFailure(f"scheme '{scheme.name}': {error}") from error
 
 
 def _shards(scheme: Declared, case: CaseSpec, rank: int) -> str:
