@@ -12,7 +12,7 @@ The signature says the shape, the sharding, the kind of number, the range and th
 it follow the validation and its message, the spec line of the manual (`spec_line`) and the declaration of a scheme
 (`contract_of`). To a type checker `Sharded[Tensor, "..."]` is a Tensor and `Positive` a float.
 
-Code behind a contract does not validate again: a core takes what a public function has validated.
+Code behind a contract does not validate again: an internal function takes what a public function has validated.
 """
 
 from importlib import import_module

@@ -1,7 +1,8 @@
 """The kinds of arguments without tensors: a number in a range, one of several values, a value of a type.
 
-A kind validates one argument. No value is read from a device, so that every rank comes to the same answer before
-anything is sent. Nothing here loads torch: schedules of pipelines are built and simulated without it.
+A kind validates one argument, on every rank and before anything is sent. No value is read from a device, with one
+exception: an integer may be a tensor of one element, whose value is read, and on CUDA this waits for the device.
+Nothing here loads torch: schedules of pipelines are built and simulated without it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
-# Sizes by dim as it is written ("s", "v/tp"), each with the argument that set it; the leading dims under "...".
+# Sizes by dim as it is written ("s", "v/tp"), each with the argument that set it; the leading dims under "...". Also a
+# number that a later argument is compared with, under the argument's name ("vocab_start_index").
 Sizes = dict[str, tuple[Any, str]]
 
 
@@ -75,7 +77,7 @@ def _is_int(value: Any) -> bool:
         return True
     if isinstance(value, bool):
         return False
-    try:  # a tensor of one integer is an index too
+    try:  # a tensor of one integer is an index too; its value is read
         index(value)
     except TypeError:
         return False
@@ -110,7 +112,7 @@ class OneOf:
     def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
         """Reject a `value` that is not among the choices; `function`, `name` and `sizes` are those of `Kind.validate`.
 
-        Errors: TypeError, ValueError.
+        Errors: ValueError.
         """
         if not any(value is choice or value == choice for choice in self.choices):
             raise ValueError(f"{function}: {name}={value!r} is not one of {', '.join(map(str, self.choices))}")

@@ -9,8 +9,9 @@ which it rescales to the new maximum at each step: R is all terms but one larges
 
 Gradient, of log-probability and negative entropy together, in one read and one write: a program computes some columns
 of one row; where several ids of a row are looked up, a second, small kernel writes the gradient at those. The eager
-equivalent is `vocab_parallel.fused_logprob.write_gradient`, which also states the formula; its steps have the same
-numbers here.
+equivalent is `vocab_parallel.fused_logprob.write_gradient`, which also states the formula. Its steps have the same
+numbers here, except for the entropy and the temperature, which are in its steps 2 and 3 and here in step 5; rows that
+are set to 0 in its step 4 are so here by ids in step 4 and by the entropy in step 5.
 
 Names in the kernels, after Triton's tutorials. `x_ptr` points to the first element of a tensor; what is no pointer and
 no constexpr is an integer. n rows, v columns, k ids of each row; the dtype is float32 or float64 unless a line says so.
@@ -172,7 +173,7 @@ def write_gradient(
     normalised: bool,
     step: int = GRADIENT_STEP,
 ) -> None:
-    """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block. Steps as in the twin."""
+    """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block. Steps as above."""
     n, v = block.shape
     if not n or not v:  # a grid of no programs
         return
@@ -344,7 +345,7 @@ def _entropy_gradient(shifted, log_p, row, shifted_mean_ptr, g_entropy_ptr):
     """g_h p (log p - h), the gradient of the entropy at some logits of a row, before the temperature."""
     g = tl.load(g_entropy_ptr + row)
     relative = tl.maximum(shifted, LOWEST) - tl.load(shifted_mean_ptr + row)  # log p - h
-    return tl.where(g == 0.0, 0.0, tl.exp(log_p) * relative * g)  # step 4: selected, since 0 * NaN is NaN
+    return tl.where(g == 0.0, 0.0, tl.exp(log_p) * relative * g)  # selected, since 0 * NaN is NaN
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def get_distillation_topk_logprobs_from_logits(
             1 reduce_scatter over cp. Saves the student's logits by reference and 8 + 4 k bytes per token, with
             the entropy 4 more (float64 logits: 16 + 4 k, and 8 more). Without `zero_outside_topk` also a few numbers
             per id, and these alone if there is no entropy either.
-    Errors: TypeError for what is no group, ids that are not integers, logits not floating; ValueError for k = 0,
+    Errors: TypeError for what is no group, ids that are not int32 or int64, logits not floating; ValueError for k = 0,
             shapes that disagree, more positions than the logits cover, a sequence that cannot be sharded over cp, a
             rank that is missing or not the group's, a DTensor with groups besides or sharded otherwise.
     """

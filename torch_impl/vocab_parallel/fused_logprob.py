@@ -168,11 +168,14 @@ def write_gradient(
     if at_ids is not None and index is not None and z_t is not None:
         at_columns = _gradient_at_ids(z_t, normaliser, at_ids, entropy, temperature, normalised)
         gradient = _scatter_at_ids(gradient, index, at_columns.to(gradient.dtype))
-    # 4. Rows of which nothing is differentiated, as at ids outside the vocabulary and dropped positions, are set to 0,
-    #    not multiplied by 0, since 0 * NaN is NaN.
-    unused = [x.is_unused for x in (at_ids, entropy) if x is not None]
-    if unused:
-        gradient = zero_rows(gradient, unused[0] if len(unused) == 1 else unused[0] & unused[1])
+    # 4. Rows whose ids are all outside the vocabulary, as -100 is, and whose entropy has cotangent 0 are set to 0, not
+    #    multiplied by 0, since 0 * NaN is NaN. Without ids or without entropy the other one decides. A row with an id
+    #    in the vocabulary is never set to 0, also where the cotangent of the id is 0.
+    is_zero = None if at_ids is None else at_ids.looks_up_nothing
+    if entropy is not None:
+        is_zero = entropy.is_unused if is_zero is None else is_zero & entropy.is_unused
+    if is_zero is not None:
+        gradient = zero_rows(gradient, is_zero)
     # 5. One rounding to the dtype of the output. The temperature is in the factors of 2 and 3.
     if gradient is not out:
         out.copy_(gradient)
@@ -186,7 +189,10 @@ def _dense_gradient(
     entropy: EntropyCotangent | None,
     temperature: float,
 ) -> Float[Tensor, "n v"]:
-    """p (g_h (log p - h) - g) / temperature: the gradient at a column that is no id; in `out` where that can hold it.
+    """p (g_h (log p - h) - g) / temperature: the gradient at a column that is no id, in `out` or in a new tensor.
+
+    Step 2 writes to `out` if rows are long, whatever its dtype. It writes other rows to `out` if they are eager, have
+    the dtype of the accumulation, and there is no entropy.
 
     With b = (z - m) / temperature and log p - h = b - d it is exp(b) times a linear function of b, whose slope and
     intercept are computed once per row:
@@ -253,7 +259,7 @@ class IdCotangents(NamedTuple):
     g_same: Float[Tensor, "n k"]
     g_other: Float[Tensor, "n k"] | None  # None where k is 1
     g_total: Float[Tensor, " n"]
-    is_unused: Bool[Tensor, "n 1"]  # rows that look up out-of-vocabulary ids alone
+    looks_up_nothing: Bool[Tensor, "n 1"]  # all ids of the row are outside the vocabulary
 
     def rows(self, row_slice: slice) -> IdCotangents:
         """Some of the rows."""
@@ -261,7 +267,11 @@ class IdCotangents(NamedTuple):
             return self
         g_other = None if self.g_other is None else self.g_other[row_slice]
         return IdCotangents(
-            self.column[row_slice], self.g_same[row_slice], g_other, self.g_total[row_slice], self.is_unused[row_slice]
+            self.column[row_slice],
+            self.g_same[row_slice],
+            g_other,
+            self.g_total[row_slice],
+            self.looks_up_nothing[row_slice],
         )
 
 
@@ -271,7 +281,9 @@ def id_cotangents(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> IdCota
     g = g.masked_fill(is_outside, 0.0)
     if column.shape[-1] == 1:
         return IdCotangents(column, g, None, g.squeeze(-1), is_outside)
-    # 1. Sorted, equal ids are adjacent: from index `first` up to, not including, `past`.
+    # 1. Sorted, equal ids are adjacent: from index `first` up to, not including, `past`. All ids of other ranks are -1
+    #    and count as equal. This is correct: the gradient at a column of this rank reads only the sum of their
+    #    cotangents, as a part of g_other if the row has an id here, else as g_same + g_other at column 0.
     column = column.contiguous()
     in_order, order = column.sort(-1)
     first = torch.searchsorted(in_order, column)
@@ -286,8 +298,8 @@ def id_cotangents(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> IdCota
     index = torch.arange(column.shape[-1], device=column.device)
     source = torch.where(column >= 0, index, order[:, -1:])
     g_other = (before + after).gather(-1, source)
-    is_unused = is_outside.all(-1, keepdim=True)
-    return IdCotangents(column.gather(-1, source), g_same.gather(-1, source), g_other, g.sum(-1), is_unused)
+    looks_up_nothing = is_outside.all(-1, keepdim=True)
+    return IdCotangents(column.gather(-1, source), g_same.gather(-1, source), g_other, g.sum(-1), looks_up_nothing)
 
 
 def _gradient_at_ids(
@@ -310,7 +322,8 @@ def _gradient_at_ids(
     log_p = b - normaliser.log_row_sum.unsqueeze(-1)
     p = log_p.exp()
     if normalised:
-        # -expm1(log p), not 1 - p, which loses all digits where p is almost 1.
+        # -expm1(log p), not 1 - p, which loses all digits where p is almost 1. It overwrites all of
+        # log_p, which nothing reads any more: p has been computed.
         gradient = torch.where(is_here, log_p.expm1_(), p).neg_().mul_(at_ids.g_same)
         if at_ids.g_other is not None:
             gradient -= p * at_ids.g_other

@@ -62,7 +62,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
             them. Sequence-parallel: forward 1 all_gather of the hidden states more; backward the same again,
             and for the all_reduce 1 reduce_scatter. Saves hidden states and weight by reference and 12 bytes per
             token, of float64 20. One product forward; backward three, of saved logits two.
-    Errors: TypeError for what is no group, ids that are not integers, tensors that are not floating; ValueError
+    Errors: TypeError for what is no group, ids that are not int32 or int64, tensors that are not floating; ValueError
             if hidden states and weight differ in d or dtype, hidden states and target in length or batch, or the
             range or chunk_size does not fit; RuntimeError in backward after inference_only=True.
     """

@@ -59,7 +59,7 @@ def vocab_parallel_logprob(
 
     Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 4 * b*s); backward
             none. Saves the logits by reference and 12 bytes per token (with entropy 16), of float64 logits 20 (28).
-    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating;
+    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not int32 or int64, logits not floating;
             ValueError if target and logits disagree in shape, the range does not fit the shard, chunk_size,
             temperature or backend are out of range, or inplace_gradient=True for logits whose elements may share
             memory; ImportError if backend needs triton; RuntimeError in backward after inference_only=True.
@@ -195,7 +195,7 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
 
     Cost:   forward 1 all_gather, (k + 2) * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves
             the logits by reference and 8 + 4 k bytes per token, of float64 logits 16 + 4 k.
-    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating;
+    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not int32 or int64, logits not floating;
             ValueError if global_indices and logits disagree in shape, or the range or chunk_size do not fit;
             RuntimeError in backward after inference_only=True.
     """

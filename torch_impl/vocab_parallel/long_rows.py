@@ -37,8 +37,9 @@ def applies_to(block: Float[Tensor, "*n v"]) -> bool:
 def rows_per_block(width: int, dtype: torch.dtype) -> int:
     """Rows of a block of long rows: those of one tile, but MIN_BLOCK_ROWS at least.
 
-    The tiles bound the working set, not the block, as in `statistics.rows_per_block`. So a block has enough rows that
-    the operations on it cost little beside those on its tiles.
+    Short rows are computed a block at a time, so `statistics.rows_per_block` makes a block small enough for the cache.
+    Long rows are computed a tile at a time, so a block may be larger: it has enough rows that the operations on the
+    block cost little beside those on its tiles.
     """
     return max(MIN_BLOCK_ROWS, _rows_per_tile(width, dtype, buffer_count=1))
 

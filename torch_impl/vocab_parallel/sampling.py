@@ -258,7 +258,7 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
             as many for top_p, 1 all_gather of 3 numbers, for top_p 1 of 2 numbers and 1 of one integer, for min_p 1
             of 1 number. One integer more without a range. Backward none. Saves the logits by reference and 5 numbers
             per token.
-    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating, top_k no
+    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not int32 or int64, logits not floating, top_k no
             integer; ValueError if target and logits disagree in shape, the range does not fit the shard or lacks
             an end, or top_p or temperature is out of range; RuntimeError in backward after inference_only=True.
     Source: arXiv 1904.09751 (top-p), arXiv 1805.04833 (top-k).

@@ -179,7 +179,7 @@ def local_statistics(
     # 2. The logits at the ids.
     if column is not None:
         z_t = block.gather(-1, index_of(column)).to(row_sum_m1.dtype)
-        # +inf says that no rank has the id. A logit of +inf has no log-probability: NaN.
+        # +inf says that this rank does not have the id. A logit of +inf has no log-probability: NaN.
         numbers.append(z_t.masked_fill_(z_t == math.inf, math.nan).masked_fill_(column < 0, math.inf))
     # 3. d_r, which is in base e.
     if weighted_sum is not None:
@@ -266,7 +266,8 @@ def global_row_sum_m1(
 ) -> tuple[Float[Tensor, "*a"], Float[Tensor, "*a"], Int[Tensor, "*a"]]:
     """(m, R, rank): m = max_r m_r,   R = sum_r w_r (1 + R_r) - 1,   w_r = exp((m_r - m) / temperature).
 
-    The 1 that is left out of R is the term of that rank's largest logit.
+    `rank` is one whose m_r is m, so that its w_r is 1: this 1 is the one that R leaves out. It is set to 0 before the
+    sum, R = sum_r (w_r [r != rank] + w_r R_r); subtracted after the sum, it would cost the digits of a small R.
     """
     row_max, first = row_max_r.max(0, keepdim=True)
     # A row that is -inf on every rank has no terms: the finite shift keeps -inf - -inf = NaN out.
@@ -311,7 +312,7 @@ def global_cross_mean(
 
 
 def logprob_of(z_t: Float[Tensor, "*a"], normaliser: Normaliser, temperature: float) -> Float[Tensor, "*a"]:
-    """log p[t], NaN where the row is NaN or +inf; 0 outside the vocabulary, whatever the row is."""
+    """log p[t], NaN where the row has NaN or +inf, or only -inf; 0 outside the vocabulary, whatever the row is."""
     score = shifted_logits(z_t, normaliser.row_max, temperature).sub_(normaliser.log_row_sum)
     return zero_outside_vocabulary(z_t, score)
 

@@ -94,7 +94,7 @@ def gather_logits_at_global_indices(
 
     Cost:   forward 1 all_reduce of k * b*s/cp numbers over tp, 1 all_gather of as many over cp; backward none over
             tp, 1 reduce_scatter of k * b*s numbers over cp. Saves 4 bytes of each of this rank's ids.
-    Errors: TypeError for what is no group, ids that are not integers, logits not floating; ValueError if
+    Errors: TypeError for what is no group, ids that are not int32 or int64, logits not floating; ValueError if
             shapes disagree, the ids cover more positions than the logits, s cannot be sharded over cp, or the range or
             chunk_size do not fit.
     """

@@ -69,8 +69,8 @@ def vocab_parallel_gather_columns(
 
     Cost:   forward 1 all_reduce of k * b*s numbers of 4 bytes (float64: 8), without a range 1 all_gather of one int64
             and one host read more; backward none. Saves 4 bytes for each number of the result.
-    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, x not floating; ValueError if the
-            range does not fit the shard or lacks an end, or chunk_size is below 1.
+    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not int32 or int64, x not floating; ValueError if
+            the range does not fit the shard or lacks an end, or chunk_size is below 1.
     """
     x, name = vocab_parallel_tensor, "vocab_parallel.vocab_parallel_gather_columns"
     start, end = stated_or_counted_range(name, x, tp_group, vocab_start_index, vocab_end_index)

@@ -59,7 +59,7 @@ def from_parallel_logits_to_logprobs(
     Cost:   forward that of the core (1 all_gather of 3 * b*s/cp numbers over tp; more with a filter) and
             1 all_gather of b*s/cp numbers over cp; backward none over tp, 1 reduce_scatter of b*s numbers over cp.
             With entropy 4 numbers for 3 over tp, and twice as many over cp. Saves what the core does.
-    Errors: TypeError for what is no group, ids that are not integers, logits not floating; ValueError if
+    Errors: TypeError for what is no group, ids that are not int32 or int64, logits not floating; ValueError if
             shapes disagree, target covers more positions than the logits, s cannot be sharded over cp, the
             range, chunk_size or sampling parameters are out of range, or with_entropy is combined with a filter.
     """
