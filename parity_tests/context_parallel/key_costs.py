@@ -55,7 +55,8 @@ class Sent:
         self.keys = [{} for _ in range(n)]
         self.gradients = [{} for _ in range(n)]
 
-    def busiest(self, ops):
+    def peak_rows(self, ops):
+        """The most rows of keys that one rank sends, plus the most rows of gradients."""
         return sum(
             max(sum(table.get(op, (0, 0))[1] for op in ops) for table in of) for of in (self.keys, self.gradients)
         )
@@ -92,13 +93,13 @@ def as_a_halo(needed):
 
 
 def cheaper(needed):
-    """The ring, unless its busiest rank sends a quarter less in a halo, or a rank has no message before step 1."""
+    """The ring, unless the peak of a halo is a quarter lower, or a rank has no message before step 1."""
     n, ring, halo = len(needed), around_the_ring(needed), as_a_halo(needed)
     sources = {s for s in range(n) if any(needed[r][s] for r in range(n))}
     idle = [r for r in range(n) if r not in sources and (r - 1) % n not in sources]
     if not sources:
         return ring
-    return halo if idle or 4 * halo.busiest(["all_to_all"]) <= 3 * ring.busiest(["send"]) else ring
+    return halo if idle or 4 * halo.peak_rows(["all_to_all"]) <= 3 * ring.peak_rows(["send"]) else ring
 
 
 def key_costs(c, positions, visible, heads, products=None, axis="cp"):

@@ -107,7 +107,7 @@ def key_rows(shapes, ranks):
 
 
 def numbers_sent(shapes, kind, a):
-    """What the busiest rank sends, forward and backward: messages of keys, each one by one, and pieces of heads."""
+    """The most that one rank sends, forward; backward: messages of keys, each one by one, and pieces of heads."""
     b, h, hk, p, n = (shapes[name] for name in ("b", "h", "hk", "p", "cp_size"))
     e, rows = shapes["itemsize"], -(-shapes["s"] // n)
     gradient = e if e > 4 else 4

@@ -66,11 +66,11 @@ def test_a_layout_seen_under_fake_mode_derives_real_tensors_later():
 
 def test_what_is_derived_from_a_layout_is_computed_once_and_goes_with_it():
     layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
-    computed = layout.derived("k", lambda: torch.arange(3))
-    assert layout.derived("k", lambda: torch.arange(3)) is computed
-    assert layout.derived("another", lambda: torch.arange(3)) is not computed
+    computed = layout.cached("k", lambda: torch.arange(3))
+    assert layout.cached("k", lambda: torch.arange(3)) is computed
+    assert layout.cached("another", lambda: torch.arange(3)) is not computed
     with FakeTensorMode():
-        assert type(layout.derived("k", lambda: torch.arange(3))) is not torch.Tensor
+        assert type(layout.cached("k", lambda: torch.arange(3))) is not torch.Tensor
     alive = weakref.ref(layout)
     del layout
     assert alive() is None
@@ -80,7 +80,7 @@ def test_what_is_derived_breaks_no_graph():
     layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
 
     def shifted(x):
-        return x + layout.derived("row", lambda: torch.arange(4)) + layout.local_index
+        return x + layout.cached("row", lambda: torch.arange(4)) + layout.local_index
 
     compiled = torch.compile(shifted, backend="eager", fullgraph=True)
     for _ in range(2):
@@ -142,5 +142,5 @@ def test_attention_runs_after_it_was_tried_among_fakes(exchange):
 def test_a_copy_of_a_layout_derives_for_itself():
     """As FSDP's mixed precision copies the dataclasses among a module's arguments."""
     layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
-    layout.derived("key", lambda: 1)
-    assert dataclasses.replace(layout).derived("key", lambda: 2) == 2
+    layout.cached("key", lambda: 1)
+    assert dataclasses.replace(layout).cached("key", lambda: 2) == 2

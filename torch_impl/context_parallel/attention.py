@@ -81,8 +81,8 @@ def context_parallel_attention(
     `attention_bytes` gives the bytes. Saves q (a copy, if its last stride is not 1), a copy of k and v, the output
     and one number per query and head. Which calls a rank makes follows from the layout, whichever of q, k, v needs a
     gradient: gradients of keys are computed and sent even for q alone. Every rank must run its backward. The gradient
-    of `sinks` is summed over cp: 1 all_reduce in backward, for usp 2. A softcap is computed by plain operations on
-    every device.
+    of `sinks` is summed over cp: 1 all_reduce in backward, for usp 2 if `heads` has more than one rank. A softcap is
+    computed by plain operations on every device.
 
     Errors: TypeError if group, mesh, causal, window, scale, softcap, sinks or offsets are of another type, or dtypes
             differ or are not float16, bfloat16, float32 or float64; ValueError for shapes that do not fit, query heads
@@ -238,7 +238,7 @@ def _layout_of_name(
 
 def _on_device(layout: TokenLayout, device: torch.device) -> TokenLayout:
     """The layout on another device, copied once and cached for all layers."""
-    return layout.derived(("on", device), lambda: layout.on(device))
+    return layout.cached(("on", device), lambda: layout.on(device))
 
 
 def _check_same_offsets(layout: TokenLayout, cu_seqlens: Tensor | Sequence[int] | None) -> None:

@@ -1,7 +1,7 @@
 """The bytes that each exchange of attention sends, in closed form, and the exchange that sends the fewest.
 
 Bytes are those that one rank sends to other ranks, forward and backward. Where ranks send unlike numbers of keys, they
-are those of the rank that sends most.
+are in each of the two those of the rank that sends most there, so that forward and backward may be of two ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RULE_OF = {"packed": "dual_chunk_swap"}  # packed shards each sequence by this r
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that the busiest rank sends with one `exchange`, `forward` and `backward`.
+    """Bytes that one rank sends with one `exchange`: in `forward` and in `backward` those of the rank that sends most.
 
     `heads_size` is the number of ranks that exchange heads (usp: the mesh axis `heads`, the inner one); 1 if none do.
     """
@@ -67,7 +67,8 @@ def attention_bytes(
         ulysses     b (n-1)/n t p e (2 h + 2 max(hk, n))          the same
         usp         ulysses of a and ring of m with kv max(hk, a) / hk, over the a t rows of a group
 
-    `keys` and `gradients` are the busiest rank's rows by `key_traffic` of one sequence, at most (n-1) t of each.
+    `keys` and `gradients` are a rank's rows by `key_traffic` of one sequence, at most (n-1) t of each: forward those of
+    the rank that sends most in forward, backward those of the rank that sends most in backward.
     Ulysses needs h % a == 0 and hk % a == 0 or a % hk == 0, with a = n; usp the same for its a, and no stripes. Ragged
     rows are for ring and all_gather.
 
@@ -84,7 +85,7 @@ def attention_bytes(
     def ring_bytes(ranks: int, heads: int) -> tuple[int, int]:
         numbers = numbers_per_head * heads
         rows_sent = _ring_rows(layout, s, ranks, causal, window)
-        return _busiest_bytes(rows_sent, numbers * itemsize, numbers * gradient_itemsize)
+        return _peak_bytes(rows_sent, numbers * itemsize, numbers * gradient_itemsize)
 
     def head_bytes(a: int) -> int:  # of the two all_to_alls over a ranks, in either direction
         return (a - 1) * rows * numbers_per_head * (h + max(hk, a)) * itemsize // a
@@ -104,8 +105,8 @@ def attention_bytes(
     return traffic
 
 
-def _busiest_bytes(rows_sent: KeyTraffic, key_row: int, gradient_row: int) -> tuple[int, int]:
-    """Bytes of the busiest rank, forward and backward: `key_row` for a row of keys, `gradient_row` of gradients."""
+def _peak_bytes(rows_sent: KeyTraffic, key_row: int, gradient_row: int) -> tuple[int, int]:
+    """The most bytes that one rank sends, forward and backward, at `key_row` and `gradient_row` bytes a row."""
     keys = [count * key_row for count in rows_sent.keys]
     gradients = [count * gradient_row for count in rows_sent.gradients]
     return max(keys), max(map(add, keys, gradients))

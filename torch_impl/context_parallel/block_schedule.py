@@ -47,9 +47,10 @@ def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockS
     Cost:   one copy of four numbers per rank and sequence to the host, and of the positions where masks are computed:
             over fill of a causal block, and with a window shorter than the longest sequence. Work with a window grows
             with tokens times window + MAX_SEGMENT_QUERIES; besides fill only its edges have masks, of at most
-            2 * MAX_SEGMENT_QUERIES keys a run. Equal masks are shared.
+            2 * MAX_SEGMENT_QUERIES keys a run. Only the mask of a segment that has queries of both of
+            DualChunkSwap's chunks may have all keys of the run. Equal masks are shared.
     """
-    return layout.derived(("schedule", causal, window), lambda: _schedule(layout, causal, window))
+    return layout.cached(("schedule", causal, window), lambda: _schedule(layout, causal, window))
 
 
 def _schedule(layout: TokenLayout, causal: bool, window: int | None) -> BlockSchedule:
@@ -57,7 +58,7 @@ def _schedule(layout: TokenLayout, causal: bool, window: int | None) -> BlockSch
     runs = _Runs.of(layout)
     # 2. What this rank's queries see of each source rank, without regard to the window.
     sources = range(layout.cp_size)
-    overlap = [_overlap(layout.kind, runs, layout.cp_rank, source, causal) for source in sources]
+    visible = [_visible_runs(layout.kind, runs, layout.cp_rank, source, causal) for source in sources]
     # 3. A window as long as the longest sequence hides nothing, so it needs no masks and no short runs.
     before = layout.lengths_before.cpu() if layout.prefix_of else torch.zeros_like(runs.real[0])
     longest = max((runs.real.sum(0) + before).tolist(), default=0)
@@ -66,8 +67,8 @@ def _schedule(layout: TokenLayout, causal: bool, window: int | None) -> BlockSch
     blocks = []
     for source in sources:
         rules = _SourceRules(layout, source, causal, hiding_window)
-        of_prefixes = [_blocks(rules, prefixes, False) for prefixes in _prefix_overlaps(layout, runs, source)]
-        blocks.append(sum(of_prefixes, _blocks(rules, *overlap[source])))
+        of_prefixes = [_blocks(rules, prefixes, False) for prefixes in _visible_prefix_runs(layout, runs, source)]
+        blocks.append(sum(of_prefixes, _blocks(rules, *visible[source])))
     return BlockSchedule(layout.cp_rank, layout.counts, tuple(blocks))
 
 
@@ -102,8 +103,10 @@ class _Runs:
 
 
 @dataclass(frozen=True)
-class _Overlap:
-    """For each run (one per sequence, or several): its first query and first key, and how many of each.
+class _VisibleRuns:
+    """Runs of this rank's queries, each with the run of a source's keys that it sees: first rows, and how many.
+
+    There is one for each sequence, or several.
 
     `shift` added to the position of a query in the stream is its position in that of the keys, which are of another
     sequence if they are a prefix.
@@ -115,38 +118,38 @@ class _Overlap:
     key_count: Int64[Tensor, " q"]
     shift: Int64[Tensor, " q"] | None = None
 
-    def subset(self, is_member: Bool[Tensor, " q"]) -> _Overlap:
-        """The overlap of those runs that `is_member` selects."""
+    def subset(self, is_member: Bool[Tensor, " q"]) -> _VisibleRuns:
+        """Those runs that `is_member` selects."""
         shift = None if self.shift is None else self.shift[is_member]
         fields = self.first_query, self.query_count, self.first_key, self.key_count
-        return replace(_Overlap(*(x[is_member] for x in fields)), shift=shift)
+        return replace(_VisibleRuns(*(x[is_member] for x in fields)), shift=shift)
 
 
-def _overlap(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tuple[_Overlap, bool]:
+def _visible_runs(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tuple[_VisibleRuns, bool]:
     """The queries of `rank` and the keys of `source` that they see; and whether only those below the diagonal."""
     first_query, query_count = runs.start[rank], runs.real[rank]
     first_key, key_count = runs.start[source], runs.real[source]
     # All real queries and keys; on this rank itself the kernel applies the diagonal.
     if not causal or rank == source:
-        return _Overlap(first_query, query_count, first_key, key_count), causal
+        return _VisibleRuns(first_query, query_count, first_key, key_count), causal
     if kind == "striped":
         # Query i of a stripe sees keys 0 to i of an earlier stripe, and keys 0 to i - 1 of a later one: there the
         # first query is left out. The source has as many keys as that: a stripe is at most one token shorter than
         # another, and only if it is the later one.
         skipped_queries = (runs.first_position[source] > runs.first_position[rank]).long()
         query_count = (query_count - skipped_queries).clamp(min=0)
-        return _Overlap(first_query + skipped_queries, query_count, first_key, query_count), True
+        return _VisibleRuns(first_query + skipped_queries, query_count, first_key, query_count), True
     if kind in ("contiguous", "ragged"):
-        return _Overlap(first_query, query_count, first_key, key_count * (source < rank)), False
+        return _VisibleRuns(first_query, query_count, first_key, key_count * (source < rank)), False
     # DualChunkSwap: rank r of n holds chunks r and 2 n - 1 - r of each sequence, which are equally long.
     chunk = runs.first_chunk[rank]
     if source < rank:  # its first chunk is before both of this rank's chunks, its second one after both
-        return _Overlap(first_query, query_count, first_key, torch.minimum(key_count, chunk)), False
+        return _VisibleRuns(first_query, query_count, first_key, torch.minimum(key_count, chunk)), False
     # A source after this rank has both of its chunks between this rank's two: its keys are for the second one.
-    return _Overlap(first_query + chunk, (query_count - chunk).clamp(min=0), first_key, key_count), False
+    return _VisibleRuns(first_query + chunk, (query_count - chunk).clamp(min=0), first_key, key_count), False
 
 
-def _prefix_overlaps(layout: TokenLayout, runs: _Runs, source: int) -> Iterator[_Overlap]:
+def _visible_prefix_runs(layout: TokenLayout, runs: _Runs, source: int) -> Iterator[_VisibleRuns]:
     """The queries of each sequence and the keys of `source` that it has of what it continues.
 
     One level of prefixes at a time, parent and then grandparent, since no query may occur twice in a block.
@@ -158,7 +161,7 @@ def _prefix_overlaps(layout: TokenLayout, runs: _Runs, source: int) -> Iterator[
         continued, prefix = pairs_of(level)
         queries = runs.start[layout.cp_rank][continued], runs.real[layout.cp_rank][continued]
         keys = runs.start[source][prefix], runs.real[source][prefix]
-        yield _Overlap(*queries, *keys, begin[prefix] - begin[continued])
+        yield _VisibleRuns(*queries, *keys, begin[prefix] - begin[continued])
 
 
 def _ascending_positions(layout: TokenLayout) -> Int64[Tensor, "n local"]:
@@ -176,34 +179,40 @@ class _SourceRules:
     window: int | None
 
 
-def _blocks(rules: _SourceRules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
+def _blocks(rules: _SourceRules, visible: _VisibleRuns, is_causal: bool) -> tuple[Block, ...]:
     """All blocks of one source. With a window: those of its two edges, with masks, and those between, without."""
     if rules.window is None:
-        return _blocks_by_length(rules, overlap, is_causal)
+        return _blocks_by_length(rules, visible, is_causal)
     # Separate blocks, since no query may occur twice in one: all rows of a block are merged at once.
-    first_edge, common, last_edge = _split_by_window(rules, overlap, rules.window)
+    first_edge, common, last_edge = _split_by_window(rules, visible, rules.window)
     edges = _blocks_by_length(rules, first_edge, False) + _blocks_by_length(rules, last_edge, False)
     return edges + _blocks_by_length(replace(rules, window=None), common, False)
 
 
-def _split_by_window(rules: _SourceRules, overlap: _Overlap, window: int) -> tuple[_Overlap, _Overlap, _Overlap]:
+def _split_by_window(
+    rules: _SourceRules, visible: _VisibleRuns, window: int
+) -> tuple[_VisibleRuns, _VisibleRuns, _VisibleRuns]:
     """Split runs into segments of at most MAX_SEGMENT_QUERIES queries, each with three ranges of keys.
 
-    They are the keys that only the first queries of a segment see, the common keys that all of them see, and those that
-    only its last queries see: the window's two edges need a mask, the common keys do not.
+    They are the first edge, keys that only the first queries of a segment see; the common keys, which all of them see;
+    and the last edge, keys that only its last queries see. The two edges need a mask, the common keys do not. If no key
+    is common, the first edge takes all that any query sees. Of a segment of queries 10 to 13, causal:
+
+        window 6    first edge 5 to 7     common 8 to 10    last edge 11 to 13
+        window 3    first edge 8 to 13    common none       last edge none
     """
     rows = _ascending_positions(rules.layout).cpu()
     query_positions, key_positions = rows[rules.layout.cp_rank], rows[rules.source]
     # 1. Split each run into segments: `run` is the run of a segment, `begin` its first query within the run.
-    segments = -(-overlap.query_count // MAX_SEGMENT_QUERIES)
+    segments = -(-visible.query_count // MAX_SEGMENT_QUERIES)
     run = torch.repeat_interleave(segments)
     begin = (torch.arange(len(run)) - (segments.cumsum(0) - segments)[run]) * MAX_SEGMENT_QUERIES
-    first_query = overlap.first_query[run] + begin
-    query_count = (overlap.query_count[run] - begin).clamp(max=MAX_SEGMENT_QUERIES)
+    first_query = visible.first_query[run] + begin
+    query_count = (visible.query_count[run] - begin).clamp(max=MAX_SEGMENT_QUERIES)
     # 2. The positions of the first and last query of a segment, and the keys of its run.
-    shift = torch.zeros_like(run) if overlap.shift is None else overlap.shift[run]
+    shift = torch.zeros_like(run) if visible.shift is None else visible.shift[run]
     first, last = (query_positions[x] + shift for x in (first_query, first_query + query_count - 1))
-    first_key, end = overlap.first_key[run], (overlap.first_key + overlap.key_count)[run]
+    first_key, end = visible.first_key[run], (visible.first_key + visible.key_count)[run]
 
     def key_at(position: Tensor) -> Tensor:
         return torch.searchsorted(key_positions, position).clamp(first_key, end)
@@ -218,22 +227,22 @@ def _split_by_window(rules: _SourceRules, overlap: _Overlap, window: int) -> tup
     # 5. The same queries, three times, with each range.
     key_ranges = (start, common_start), (common_start, common_stop), (common_stop, stop)
     first_edge, common, last_edge = (
-        _Overlap(first_query, query_count, start, stop - start, shift) for start, stop in key_ranges
+        _VisibleRuns(first_query, query_count, start, stop - start, shift) for start, stop in key_ranges
     )
     return first_edge, common, last_edge
 
 
-def _blocks_by_length(rules: _SourceRules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
+def _blocks_by_length(rules: _SourceRules, visible: _VisibleRuns, is_causal: bool) -> tuple[Block, ...]:
     """One block for all runs of similar lengths; in a layout of one sequence, one block for each run."""
-    overlap = overlap.subset((overlap.query_count > 0) & (overlap.key_count > 0))
-    lengths = torch.stack([overlap.query_count, overlap.key_count], 1)
+    visible = visible.subset((visible.query_count > 0) & (visible.key_count > 0))
+    lengths = torch.stack([visible.query_count, visible.key_count], 1)
     # With one sequence the batch may have several rows. Only a block of a single run, a slice, covers all of them.
     block_of_run = torch.arange(len(lengths)) if len(rules.layout.cu_padded) == 2 else _block_of_run(lengths)
     masks: dict[Any, tuple[Tensor, Tensor | None]] = {}
     blocks = []
     for number in range(max(block_of_run.tolist(), default=-1) + 1):
         members = block_of_run == number
-        blocks.append(_block(rules, overlap.subset(members), lengths[members].amax(0).tolist(), is_causal, masks))
+        blocks.append(_block(rules, visible.subset(members), lengths[members].amax(0).tolist(), is_causal, masks))
     return tuple(block for block in blocks if block is not None)
 
 
@@ -248,20 +257,20 @@ def _block_of_run(lengths: Int64[Tensor, "m 2"]) -> Int64[Tensor, " m"]:
 
 def _block(
     rules: _SourceRules,
-    overlap: _Overlap,
+    visible: _VisibleRuns,
     shape: list[int],
     is_causal: bool,
     masks: dict[Any, tuple[Tensor, Tensor | None]],
 ) -> Block | None:
     """The block of some runs, filled up to one `shape` (queries, keys); None if the window hides all keys."""
     device = rules.layout.index.device
-    queries, is_query = _fill_runs(overlap.first_query, overlap.query_count, shape[0])
-    keys, is_key = _fill_runs(overlap.first_key, overlap.key_count, shape[1])
+    queries, is_query = _fill_runs(visible.first_query, visible.query_count, shape[0])
+    keys, is_key = _fill_runs(visible.first_key, visible.key_count, shape[1])
     # Keys that fill a run come last: the kernel's causal mask hides them, unless there are more queries than keys.
-    has_visible_fill = not is_causal or bool((overlap.key_count < overlap.query_count).any())
+    has_visible_fill = not is_causal or bool((visible.key_count < visible.query_count).any())
     mask = fully_masked = None
     if rules.window is not None or (has_visible_fill and not is_key.all()):
-        mask = _key_mask(rules, queries, keys, is_key, is_causal, overlap.shift)
+        mask = _key_mask(rules, queries, keys, is_key, is_causal, visible.shift)
         if not mask.any():
             return None
         mask, fully_masked = _shared_mask(mask, masks, device)
@@ -319,7 +328,7 @@ def _rows(rows: Int64[Tensor, "m i"], is_row: Bool[Tensor, "m i"], device: torch
 Rows = slice | Tensor
 # Where the entries of a flattened block belong: indices of those that are not fill, and the row of each.
 ScatterIndex = tuple[slice | Tensor, Tensor]
-MIN_TRIANGLE_QUERIES = 128  # queries below which a triangle is not split again
+MIN_TRIANGLE_QUERIES = 128  # and keys, of the smallest part; a triangle of fewer than twice as many is not split
 
 
 @dataclass(frozen=True)

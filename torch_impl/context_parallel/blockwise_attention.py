@@ -76,6 +76,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         transport: KVTransport,
         options: SoftmaxOptions,
     ) -> Heads:
+        # `sinks` is `options.sinks`, as an argument so that autograd differentiates it; from `options` it is not read.
         running, local_kv = RunningAttention(q, sinks), buffer_of(k, v)
         # 1. The keys of one source at a time; in a ring they are sent on while this rank attends to them.
         for source, kv in transport.fetch(local_kv):
@@ -134,6 +135,7 @@ class RunningAttention:
             self._add_block(q, kv, kernel_block, options)
 
     def _add_block(self, q: Heads, kv: KV, block: Block, options: SoftmaxOptions) -> None:
+        """Merge one kernel call. Its rows are a slice of every batch entry, or m runs that are the kernel's batch."""
         k, v = kv.unbind()
         out, lse = _forward(
             rows_of_block(q, block.queries), rows_of_block(k, block.keys), rows_of_block(v, block.keys), block, options
@@ -141,10 +143,12 @@ class RunningAttention:
         if block.fully_masked is not None:  # kernels differ in what they return for a query without a key
             out = out.masked_fill(block.fully_masked.unsqueeze(-1), 0.0)
             lse = lse.masked_fill(block.fully_masked, -torch.inf)
+        # A slice of the rows, [b, h, i, p]: merged in place, in a view of the running result.
         if block.query_scatter is None:
             _merge_softmax(self.out[:, :, block.queries], self.lse[:, :, block.queries], out, lse)
             return
-        # Runs in a batch of one: flatten them, drop the fill, and write back, since indexing by an array is a copy.
+        # Runs [m, h, i, p] of a batch of one: flattened to [h, rows, p], without the fill. Indexing by an array copies:
+        # they are merged in a copy of the running rows, which is written back.
         flat_index, rows = block.query_scatter
         out, lse = (x.transpose(0, 1).flatten(1, 2)[:, flat_index] for x in (out, lse))
         running_out, running_lse = self.out[0, :, rows], self.lse[0, :, rows]

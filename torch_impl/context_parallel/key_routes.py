@@ -1,11 +1,11 @@
 """The route of keys to the ranks that need them: around a ring, or directly, as a halo.
 
-A *source* is a rank whose keys others need. In a ring its keys go from rank to rank until the last that needs any:
-every rank on the way receives all rows that at least one rank needs. A halo is one all_to_all, in which each rank sends
-each other the rows that this one needs. A halo never sends more in total. But a ring computes while keys travel, and
-sends keys to neighbours alone, so it is used unless the halo's busiest rank sends a quarter fewer rows or a rank would
-have no message before the ring's step 1. Of packed sequences that are each sharded over all ranks, a halo saves up to
-5 % of the rows, for which waiting is not worth while.
+The *source* of some keys is the rank that has them before anything is sent. In a ring they go from rank to rank until
+the last that needs any: every rank on the way receives all rows that at least one other rank needs. A halo is one
+all_to_all, in which each rank sends each other the rows that this one needs. A halo never sends more in total. But a
+ring computes while keys travel, and sends keys to neighbours alone, so it is used unless the halo's peak
+(`KeyTraffic.peak_rows`) is a quarter lower or a rank would have no message before the ring's step 1. Of sequences
+without padding that are each sharded over all ranks by DualChunkSwap, both have the same peak if no window hides keys.
 
 All of it follows from the layout, so that every rank chooses alike.
 """
@@ -26,7 +26,7 @@ from torch_impl.contract import Instance, contract
 from torch_impl.layouts.token_layout import TokenLayout
 
 FUNCTION = "context_parallel.key_traffic"
-MAX_HALO_SHARE = 0.75  # of the rows that a ring's busiest rank sends; a halo that sends more is not used
+MAX_HALO_SHARE = 0.75  # of the ring's peak; a halo with a higher one is not used
 BuiltLayout = Annotated[TokenLayout, Instance(TokenLayout, "pass a TokenLayout", shows_value=False)]
 
 
@@ -39,8 +39,8 @@ class KeyTraffic:
     gradients: tuple[int, ...]
 
     @property
-    def busiest(self) -> int:
-        """Rows of the rank that sends most, of keys and of gradients."""
+    def peak_rows(self) -> int:
+        """The most rows of keys that one rank sends, plus the most rows of gradients, which may be another rank's."""
         return max(self.keys) + max(self.gradients)
 
 
@@ -57,8 +57,8 @@ def key_traffic(layout: BuiltLayout, *, causal: bool = True, window: Window | No
                 with reach[r - i] >= i
         halo    keys[r] = sum_q needed[q, r];   gradients[r] = sum_s needed[r, s]
 
-    The halo is taken if its busiest rank sends at most 3/4 of the rows of the ring's, or if a rank would have no
-    message before the ring's step 1. If no keys travel at all, the route is the ring.
+    The halo is taken if max(keys) + max(gradients), its `peak_rows`, is at most 3/4 of the ring's, or if a rank would
+    have no message before the ring's step 1. If no keys travel at all, the route is the ring.
 
     >>> documents = TokenLayout.packed([0, 8, 16], cp_size=2, cp_rank=0, kind="contiguous")
     >>> key_traffic(documents)[0]
@@ -70,7 +70,7 @@ def key_traffic(layout: BuiltLayout, *, causal: bool = True, window: Window | No
     Cost:   no collective; for each rank a search of all positions, cached with the layout.
     Errors: TypeError for another layout, causal or window; ValueError for a window below 1.
     """
-    counts = layout.derived(
+    counts = layout.cached(
         ("needed_counts", causal, window), lambda: _needed_counts(needed_rows(layout, causal, window))
     )
     ring, halo = counts.ring_traffic(), counts.halo_traffic()
@@ -107,7 +107,7 @@ class NeededCounts:
         reach = self.reach
         # The first call over a group must include every rank, since NCCL connects all of them in it.
         starts_on_all = all(reach[r] or reach[r - 1] for r in range(len(reach))) or not any(reach)
-        ring, halo = self.ring_traffic().busiest, self.halo_traffic().busiest
+        ring, halo = self.ring_traffic().peak_rows, self.halo_traffic().peak_rows
         return starts_on_all and (halo > MAX_HALO_SHARE * ring or not ring)
 
 
@@ -161,7 +161,7 @@ def key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyTr
 
     Cost: that of `schedule_of`; and two copies to the host, of n + 1 numbers per rank and of one byte per position.
     """
-    return layout.derived(("route", causal, window), lambda: _key_transfer(layout, causal, window))
+    return layout.cached(("route", causal, window), lambda: _key_transfer(layout, causal, window))
 
 
 def _key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyTransfer:
@@ -177,7 +177,8 @@ def _key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyT
         arrived = needed[rank].cpu()
         sent = tuple(of_rank[rank] for of_rank in counts.rows)
         route = HaloRoute(rank, sent, tuple(counts.rows[rank]), needed[:, rank].nonzero()[:, 1])
-    # 3. Keys are indexed by their rows of the received buffer, but for this rank's own, which do not travel.
+    # 3. Other ranks' keys are indexed by their rows of the received buffer. This rank reads its own keys from the
+    #    buffer that it sends from, which has all of their rows.
     blocks = [
         of_source if source == rank else tuple(_block_of_arrived(block, arrived[source]) for block in of_source)
         for source, of_source in enumerate(schedule.blocks)

@@ -17,8 +17,8 @@ gradient: each rank adds its term, and the last one sends the sum to the source.
                           its step 1; adds; sends the sum to the source, r - 2
                 step 0    computes the gradient of its own keys; waits for the sum, which r + 2 sent; adds
 
-A halo sends each rank the rows that it needs, by one all_to_all, and their gradients straight to the source by another.
-A rank attends to its own keys in the meantime.
+A halo sends each rank the rows that it needs, by one all_to_all, while the rank attends to its own keys. The gradients
+go straight to the source by another all_to_all, which is the last thing in backward and is waited for at once.
 
 An all-gather is one collective instead of a ring; in return, every rank has all keys in memory for the length of a
 call.
@@ -164,13 +164,18 @@ class _RingBackward:
     """Steps 1, 2, ... of the ring, and then step 0, since the sum for this rank's keys arrives last.
 
     `partial_sum` is of the gradient of the keys of the step that is under way, or of the next one once that is sent.
+    `returned_sum` is of the keys that this rank sent, over the ranks that they came to; None if it sent none.
+    `local_dkv` is of all keys of this rank, to which the caller adds this rank's own term. It is one of two buffers:
+
+        all keys were sent      `returned_sum` itself, so that the caller waits for it and adds to it
+        only some, or none      zeros for all keys; `local_gradient` adds `returned_sum` at the rows that were sent
     """
 
     ring: Ring
     local_kv: KVBuffer
     partial_sum: PendingBuffer
-    returned_sum: PendingBuffer | None = None  # of the keys that this rank sent, over the ranks that they came to
-    local_dkv: PendingBuffer = field(init=False)  # of all keys of this rank: `returned_sum` itself, if it sent them all
+    returned_sum: PendingBuffer | None = None
+    local_dkv: PendingBuffer = field(init=False)
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
         # 1. The keys go around again, from step 1 on.
@@ -190,19 +195,21 @@ class _RingBackward:
         yield self.ring.route.rank, self.local_kv, self.local_dkv
 
     def _post_messages(self, partial_sum: KVBuffer, step: int) -> None:
-        """Send `partial_sum`, of the keys of the step before, to the next rank if they travel on, else to their source.
+        """Send the partial sum of the step before, receive that of `step`, and receive the returned sum when it is due.
 
-        Receive that of the keys of `step`, and after the last rank that this rank's own keys come to, their sum.
+        These are up to three messages, of three sources' keys; the reach of each source says whether there is one.
         """
         ring, reach = self.ring, self.ring.route.reach
         rank, n, source = ring.route.rank, len(reach), ring.source(step - 1)
-        # 1. To the rank that adds to it next, or to the source.
+        # 1. Sent, of the keys of step - 1, if they came to this rank: to the next rank, which adds to it, if they came
+        #    there, too; else this rank was the last, and the sum goes to their source.
         target = (rank + 1) % n if reach[source] >= step else source
         sent = [(target, partial_sum)] if ring.receives(step - 1) else []
-        # 2. The partial sum that this rank adds to next.
+        # 2. Received, of the keys of `step`, if they come to this rank: from the rank before, for this one to add to.
         arriving = ring.receive_buffer(partial_sum, step)
         received = [((rank - 1) % n, arriving)] if ring.receives(step) else []
-        # 3. The sum of this rank's own keys, once the last rank that they come to has added to it.
+        # 3. Received, of this rank's own keys, after the step in which the last rank that they come to adds to it: from
+        #    that rank, reach[rank] ranks on.
         is_returning = reach[rank] == step - 1
         returning = partial_sum.new_empty(ring.route.counts[rank] * is_returning, *partial_sum.shape[1:])
         received += [((rank + reach[rank]) % n, returning)] if is_returning else []
@@ -214,6 +221,7 @@ class _RingBackward:
     def local_gradient(self) -> KVBuffer:
         self.partial_sum.wait()  # the last messages that this rank sent
         total = self.local_dkv.wait()
+        # Other ranks' terms, unless they are in `local_dkv` already.
         if self.returned_sum is not None and self.returned_sum is not self.local_dkv:
             total[self.ring.route.rows] += self.returned_sum.wait()
         return total

@@ -74,7 +74,7 @@ class _GroupRows:
 
 def _group_rows(layout: TokenLayout, heads_size: int) -> _GroupRows:
     """The rows of a heads group and their layout over the ring, cached with the layout."""
-    return layout.derived(("group_rows", heads_size), lambda: _build_group_rows(layout, heads_size))
+    return layout.cached(("group_rows", heads_size), lambda: _build_group_rows(layout, heads_size))
 
 
 def _build_group_rows(layout: TokenLayout, heads_size: int) -> _GroupRows:

@@ -71,8 +71,8 @@ class TokenLayout:
 
     def __post_init__(self) -> None:
         # Not a field: FSDP's mixed precision copies the dataclasses that it finds among a module's arguments.
-        derived: dict[Hashable, Any] = {}
-        object.__setattr__(self, "_derived", derived)
+        cache: dict[Hashable, Any] = {}
+        object.__setattr__(self, "_cache", cache)
 
     @staticmethod
     @contract("TokenLayout.dense")
@@ -139,12 +139,15 @@ class TokenLayout:
             return layout
         return replace(layout, prefix_of=validate_prefixes(prefix_of, len(layout.cu_padded) - 1))
 
-    def derived(self, key: Hashable, build: Callable[[], Value]) -> Value:
-        """The cached value of `build()` for this key, such as a block schedule or a copy on another device."""
+    def cached(self, key: Hashable, build: Callable[[], Value]) -> Value:
+        """The cached value of `build()` for this key, such as a block schedule or a copy on another device.
+
+        It is built at the first call and stored with this layout.
+        """
         # Fake tensors are neither cached nor served from the cache.
         if not has_numbers():
             return build()
-        cache: dict[Hashable, Any] = self.__dict__["_derived"]
+        cache: dict[Hashable, Any] = self.__dict__["_cache"]
         if key not in cache:
             # Dynamo cannot trace a change of inference mode, and traced code does not need one.
             cache[key] = build() if torch.compiler.is_compiling() else for_training(build)()

@@ -84,7 +84,7 @@ def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch
             "use contiguous or dual_chunk_swap"
         )
     key = "segments", d_conv, chunk_size, device
-    return layout.derived(key, lambda: _build(layout.on(device), d_conv, chunk_size))
+    return layout.cached(key, lambda: _build(layout.on(device), d_conv, chunk_size))
 
 
 def _build(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:

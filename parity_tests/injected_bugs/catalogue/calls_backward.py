@@ -307,7 +307,7 @@ OTHER_CALLS = (
             ),
             (
                 "block schedule", "context_parallel:schedule_of", "value: ",
-                "return layout.derived((\"schedule\", causal, window), lambda: _schedule(layout, causal, window))",
+                "return layout.cached((\"schedule\", causal, window), lambda: _schedule(layout, causal, window))",
                 "return " + cached_by(
                     "_schedule", "(layout.kind, layout.cp_size, layout.cp_rank, causal, window)",
                     "_schedule(layout, causal, window)",

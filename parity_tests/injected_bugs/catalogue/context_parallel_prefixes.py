@@ -23,7 +23,7 @@ BUGS = (
         name="the window of a continuation from its own start",
         kind="border",
         at="context_parallel:_split_by_window",
-        old="torch.zeros_like(run) if overlap.shift is None else overlap.shift[run]",
+        old="torch.zeros_like(run) if visible.shift is None else visible.shift[run]",
         new="torch.zeros_like(run)",
         expect="value: ",
     ),
@@ -38,7 +38,7 @@ BUGS = (
     InjectedBug(
         name="siblings seen for a prefix",
         kind="sequence",
-        at="context_parallel:_prefix_overlaps",
+        at="context_parallel:_visible_prefix_runs",
         old="keys = runs.start[source][prefix], runs.real[source][prefix]",
         new="keys = runs.start[source][continued - 1], runs.real[source][continued - 1]",
         expect="value: ",
