@@ -67,8 +67,7 @@ def attention_bytes(
         ulysses     b (n-1)/n t p e (2 h + 2 max(hk, n))          the same
         usp         ulysses of a and ring of m with kv max(hk, a) / hk, over the a t rows of a group
 
-    `keys` and `gradients` are a rank's rows by `key_traffic` of one sequence, at most (n-1) t of each: forward those of
-    the rank that sends most in forward, backward those of the rank that sends most in backward.
+    `keys` and `gradients` are rows of one rank by `key_traffic` of one sequence, at most (n-1) t each (see `Traffic`).
     Ulysses needs h % a == 0 and hk % a == 0 or a % hk == 0, with a = n; usp the same for its a, and no stripes. Ragged
     rows are for ring and all_gather.
 
