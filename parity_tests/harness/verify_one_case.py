@@ -25,7 +25,7 @@ from parity_tests.harness.judge.reference import Reference, evaluate, undefined_
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.failure import Raised, RankFailure
-from parity_tests.harness.run.ledger import Finding, Ledger, RunResult, base
+from parity_tests.harness.run.ledger import Ledger, RunResult, base
 from parity_tests.harness.run.program import Program
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def verify_case(
     protocol = side_checks.protocol(ranks.ledger, scheme.engines)
     declared = side_checks.declared_costs(scheme, case, program)
     # 4. Explain each wrong tensor.
-    notes = _notes(scheme, program, case, ranks, tensors, protocol)
+    notes = _notes(scheme, program, case, ranks, tensors)
     return Report(
         scheme.key,
         case,
@@ -120,7 +120,6 @@ def _notes(
     case: CaseSpec,
     ranks: RunResult,
     tensors: Sequence[compare.TensorComparison],
-    protocol: Sequence[Finding],
 ) -> dict[str, tuple[Note, ...]]:
     """Notes on the kind of mistake, for each wrong tensor."""
     wrong = [tensor for tensor in tensors if not tensor.ok]
@@ -130,7 +129,7 @@ def _notes(
     for tensor in wrong:
         budgets_of_tensor = {count: budgets[tensor.label] for count, budgets in budgets_by_roundings.items()}
         notes[tensor.label] = explain(
-            collect_evidence(scheme, program, case, tensor, outputs_pass, ranks.ledger, protocol, budgets_of_tensor)
+            collect_evidence(scheme, program, case, tensor, outputs_pass, ranks.ledger, budgets_of_tensor)
         )
     return notes
 

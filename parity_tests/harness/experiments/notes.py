@@ -22,6 +22,7 @@ from parity_tests.harness.experiments.repaired_lines import name_lines
 from parity_tests.harness.explain.evidence import SINGLE_ELEMENT, Evidence
 from parity_tests.harness.explain.note import ACROSS_MESHES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
 from parity_tests.harness.explain.places import NO_PATTERN, worst_element
+from parity_tests.harness.judge.compare import max_finite
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.harness.report.report import Report, sizes
 from parity_tests.harness.run.program import Program
@@ -104,7 +105,15 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
 def _evidence(report: Report, label: str) -> Evidence:
     """The part of the evidence on a tensor that its report has."""
     tensor = next(tensor for tensor in report.tensors if tensor.label == label)
-    return Evidence(tensor.name, tensor.role, tensor.got, tensor.want, tensor.element_budgets, owners=tensor.owners)
+    return Evidence(
+        tensor.name,
+        tensor.role,
+        tensor.got,
+        tensor.want,
+        tensor.element_budgets,
+        owners=tensor.owners,
+        max_finite=max_finite(tensor.dtype),
+    )
 
 
 def _tested_hypothesis(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -13,8 +13,9 @@ from parity_tests.harness.draw import inputs
 from parity_tests.harness.explain.evidence import Evidence, ShardedDim
 from parity_tests.harness.judge.compare import COARSER, TensorComparison, max_finite
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
-from parity_tests.harness.run.ledger import CallSite, Finding, Ledger
+from parity_tests.harness.run.ledger import CallSite, Ledger
 from parity_tests.harness.run.program import Program
+from parity_tests.harness.run.protocol import disagreement
 from parity_tests.harness.run.stitch import owners
 
 
@@ -25,11 +26,11 @@ def collect_evidence(
     tensor: TensorComparison,
     outputs_pass: bool,
     ledger: Ledger,
-    protocol: Sequence[Finding],
     budgets_by_roundings: Mapping[int, np.ndarray],
 ) -> Evidence:
     """The evidence of one run on one tensor."""
     at = tensor.stitched.coordinates[tensor.copy]
+    divergence = disagreement(ledger)
     return Evidence(
         name=tensor.name,
         role=tensor.role,
@@ -51,9 +52,9 @@ def collect_evidence(
         budgets_by_roundings=budgets_by_roundings,
         coarse_dtype=COARSER[case.dtype],
         narrow_dtype=tensor.dtype if UNIT_ROUNDOFF.get(tensor.dtype, 0.0) > UNIT_ROUNDOFF[case.dtype] else None,
-        max_finite=max_finite(case.dtype),
+        max_finite=max_finite(tensor.dtype),
         full_mesh_collective=_full_mesh_collective(case, ledger),
-        first_divergence=protocol[0] if protocol else None,
+        first_divergence=None if divergence is None else divergence.finding,
     )
 
 

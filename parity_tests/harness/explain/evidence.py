@@ -59,9 +59,9 @@ class Evidence:
     budgets_by_roundings: Mapping[int, np.ndarray] = field(default_factory=dict)
     coarse_dtype: str = "bfloat16"  # COARSER[tested dtype], which a narrow dtype is itself
     narrow_dtype: str | None = None  # of the result, if it rounds more than the tested dtype
-    max_finite: float = np.inf  # of the tested dtype: beyond it an infinity of the same sign is right
+    max_finite: float = np.inf  # of the tensor's dtype: beyond it an infinity of the same sign is right
     full_mesh_collective: CallSite | None = None  # a collective of all ranks of a mesh of several axes
-    first_divergence: Finding | None = None  # of the ranks' ledgers
+    first_divergence: Finding | None = None  # of the ranks' ledgers, where they disagree
 
     def __post_init__(self) -> None:
         if not np.shape(self.got) == np.shape(self.want) == np.shape(self.budgets):
@@ -70,7 +70,7 @@ class Evidence:
 
     @cached_property
     def is_wrong(self) -> np.ndarray:
-        """Where the tensor is wrong."""
+        """Where the comparison finds this copy beyond its budgets; `misses_gradient` has what else is wrong."""
         return self.differs(self.want)
 
     @property
@@ -90,11 +90,14 @@ class Evidence:
         return SINGLE_ELEMENT if self.got.size == 1 or self.wrong_count == 1 else ""
 
     def differs(self, expected: np.ndarray, slack: float = 1.0, *, got: np.ndarray | None = None) -> np.ndarray:
-        """Where `got` is not `expected` within `slack` budgets; a NaN equals a NaN, an infinity its like."""
+        """Where `got` is not `expected` within `slack` budgets; a NaN equals a NaN, an infinity its like.
+
+        Within an infinite budget is every value, as where the gradient is undefined.
+        """
         got = self.got if got is None else got
         with np.errstate(invalid="ignore", over="ignore"):
             close = np.abs(got - expected) <= slack * self.budgets
-        return ~(close | same_number(got, expected, self.max_finite))
+        return ~(close | np.isinf(self.budgets) | same_number(got, expected, self.max_finite))
 
     def fits(self, expected: np.ndarray, slack: float = 1.0) -> bool:
         return not self.differs(expected, slack).any()
