@@ -26,8 +26,9 @@ MAX_RUNS = 40
 def shrink(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
     """The report of the smallest case found that fails as this one does; `fixed` sizes stay as they are.
 
-    Its `smallest` is true if every size was tried one step smaller and no such case fails so; it is false if MAX_RUNS
-    runs were not enough for that.
+    Its `smallest` is true if every size that is not fixed was tried one step smaller and no such case fails so; it is
+    false if MAX_RUNS runs were not enough for that, or if all sizes are fixed. Its `as_given` are the fixed ones that
+    could be smaller.
     """
     if isinstance(report.failure, Stalled):  # each run would be as slow
         return report
@@ -44,7 +45,7 @@ def with_fewest_conditions(scheme: Declared, report: Report) -> Report:
     for case in with_one_less(report.case):
         other = verify_or_undecided(scheme, case)
         if _fails_alike(other, report):
-            return with_fewest_conditions(scheme, replace(other, smallest=report.smallest))
+            return with_fewest_conditions(scheme, replace(other, smallest=report.smallest, as_given=report.as_given))
     return replace(report, conditions_needed=bool(report.case.conditions))
 
 
@@ -60,7 +61,21 @@ def _of_smallest_sizes(scheme: Declared, report: Report, fixed: Mapping[str, Any
                 report = replace(other, smallest=False, conditions_needed=report.conditions_needed)
                 break
         else:
-            return replace(report, smallest=True)
+            as_given = _given_above_least(scheme, report.case, fixed)
+            return replace(report, smallest=not _all_are_fixed(scheme, fixed), as_given=as_given)
+
+
+def _all_are_fixed(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
+    """Whether every size that a case may choose is fixed."""
+    axes = [axis for axis, choices in scheme.mesh.items() if len(choices) > 1]
+    return all(name in fixed for name in (*axes, *size_choices.free_dims(scheme)))
+
+
+def _given_above_least(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fixed axes and dims of which the declaration has a smaller size."""
+    axes = [axis for axis, choices in scheme.mesh.items() if min(choices) < case.mesh[axis]]
+    dims = [dim for dim in size_choices.free_dims(scheme) if _steps(scheme, dim, case.dims[dim])]
+    return tuple(name for name in (*axes, *dims) if name in fixed)
 
 
 def _fails_alike(report: Report, other: Report) -> bool:
@@ -92,7 +107,7 @@ def _free(scheme: Declared, case: CaseSpec) -> dict[str, int]:
 
 
 def _steps(scheme: Declared, dim: str, size: int) -> list[int]:
-    """Sizes below one: of those declared if there are, else 1, the halves between, and all of the last few."""
+    """Sizes smaller than `size`: of those declared if there are, else 1, the halves between, and all of the last few."""
     declared = scheme.dims.get(dim)
     if declared is not None and not isinstance(declared, str):
         return sorted(choice for choice in declared if choice < size)

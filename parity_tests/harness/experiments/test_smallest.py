@@ -39,6 +39,23 @@ def test_what_was_given_is_not_changed():
 
     report = declared(wrong, "b v/tp").verify(v=8, tp=2)
     assert dict(report.case.dims) == {"b": 1, "v": 8} and dict(report.case.mesh) == {"tp": 2}
+    assert report.smallest and "\nsmallest case with tp, v as given: tp=2 b=1 v=8" in str(report)
+
+
+def test_where_all_sizes_are_given_no_case_is_called_the_smallest():
+    def wrong(mesh, x):
+        return x * 2
+
+    report = declared(wrong, "b v/tp").verify(b=2, v=8, tp=2)
+    assert not report.smallest and "\nfailing case: tp=2 b=2 v=8" in str(report)
+
+
+def test_a_size_that_is_given_and_least_could_not_be_smaller():
+    def wrong(mesh, x):
+        return x * 2
+
+    report = declared(wrong, "b v/tp").verify(b=1, tp=1)
+    assert report.smallest and "\nsmallest case: tp=1 b=1 v=1" in str(report)
 
 
 def test_another_mistake_at_a_smaller_size_is_not_followed():

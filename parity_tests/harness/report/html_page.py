@@ -160,7 +160,7 @@ def _pictures(report: Report) -> list[Element]:
 def _kind(report: Report) -> str:
     if report.ok:
         return "One of the cases"
-    return "The smallest case" if report.smallest else "The failing case"
+    return f"The {report.kind_of_case}"
 
 
 def _case(report: Report) -> str:

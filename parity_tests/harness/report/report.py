@@ -96,7 +96,8 @@ class Report:
     is_undecided: bool = False  # neither equal nor a mismatch
     undecided_reason: str | None = None  # of the last undecided example, also where the scheme is equal
     undecided_examples: int = 0
-    smallest: bool = False  # with any one size of the case one step smaller, it no longer fails so
+    smallest: bool = False  # with any one size but those of `as_given` one step smaller, it no longer fails so
+    as_given: tuple[str, ...] = ()  # axes and dims whose size the caller gave, so that no smaller one was tried
     conditions_needed: bool = False  # the case passes if any one calling condition is left out
     values_to_avoid: tuple[str, ...] = ()  # inputs whose equal numbers, as zeros, cause the failure
     state_between_calls: str | None = None  # where fresh processes show that the function has one
@@ -132,6 +133,12 @@ class Report:
             return "mismatch"
         named = {"protocol": self.protocol, "cost": self.cost, "hygiene": self.hygiene}
         return next((name for name, messages in named.items() if messages), "equal")
+
+    @property
+    def kind_of_case(self) -> str:
+        """Of a failure: `smallest case`, `smallest case with tp as given`, or `failing case` if no size was tried."""
+        given = f" with {', '.join(self.as_given)} as given" if self.as_given else ""
+        return f"smallest case{given}" if self.smallest else "failing case"
 
     def worst(self, role: str) -> TensorComparison | None:
         """The tensor nearest to or furthest over its budget among outputs or gradients."""
@@ -239,7 +246,7 @@ class Report:
         if not self.ok:
             parts.append(
                 Text(
-                    f"{'smallest' if self.smallest else 'failing'} case: {sizes(self.case)}"
+                    f"{self.kind_of_case}: {sizes(self.case)}"
                     + (f"      replay: python {self.replay}" if self.replay else "")
                 )
             )
