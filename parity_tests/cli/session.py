@@ -114,7 +114,7 @@ def _on_implementation(scheme: Declared, options: VerifyOptions, outcome: Outcom
     if options.implementation is None:
         return scheme
     try:
-        return narrowed(on_implementation(scheme, options.implementation), options.names)
+        return narrowed(on_implementation(scheme, options.implementation), options.fixed)
     except NotOffered as reason:
         outcome.not_offered[scheme.name] = str(reason)
     except NotApplicable as reason:
@@ -143,7 +143,7 @@ def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> None:
             options.examples,
             options.seed,
             options.dtype,
-            options.names,
+            options.fixed,
             world=_fixed_world(options.engine),
             inside_subgroup=options.inside_subgroup,
             replay_folder=options.replay_dir or ".",
@@ -169,13 +169,13 @@ def _fixed_world(engine: str) -> int | None:
 def _not_applicable(scheme: Declared, options: VerifyOptions) -> str | None:
     """Why a scheme is left out of a run of several: it lacks a name that was given, or the engine."""
     names = {*scheme.mesh, *size_choices.free_dims(scheme), *scheme.dims, *scheme.options, *scheme.rank_options}
-    foreign = [name for name in options.names if name not in names]
+    foreign = [name for name in options.fixed if name not in names]
     if foreign:
         return f"has no mesh axis, dim or option {foreign[0]!r}"
     if options.engine not in scheme.engines:
         return f"is declared for {', '.join(scheme.engines)} only"
     world = _fixed_world(options.engine)
-    if world is not None and not size_choices.meshes(scheme, options.names, world):
+    if world is not None and not size_choices.meshes(scheme, options.fixed, world):
         return f"has no mesh of {world} ranks"
     return None
 

@@ -104,7 +104,7 @@ def verify(
         examples=examples,
         profile=profile,
         seed=seed,
-        names={**sizes(mesh, "--mesh"), **sizes(dim, "--dim"), **options(option)},
+        fixed={**sizes(mesh, "--mesh"), **sizes(dim, "--dim"), **options(option)},
         dtype=dtype,
         inside_subgroup=inside_subgroup,
         fail_fast=fail_fast,

@@ -132,8 +132,8 @@ def replay(
 ) -> int:
     """Run one recorded case and print its report; returns the exit status.
 
-    The status is 0 where all is equal, 1 for a mismatch, 2 where it cannot be run, 3 where a rank failed, 4 where
-    this machine lacks what the engine needs.
+    The status is 0 where all is equal, 1 for a mismatch or an undecided case, 2 where it cannot be run, 3 where a rank
+    failed, 4 where this machine lacks what the engine needs.
     """
     engine, repeat = _arguments(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: rerun(CaseSpec.from_json(case_json), source, file, engine, repeat, implementation))

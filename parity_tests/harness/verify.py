@@ -51,7 +51,7 @@ Progress = Callable[[int, int], None]
 
 
 class NothingCompared(ValueError):
-    """In every example all tensors that were compared were empty, or NaN everywhere in the reference."""
+    """In every example all tensors were empty, or the reference of one tensor was NaN throughout."""
 
 
 def verify(
@@ -69,7 +69,8 @@ def verify(
 ) -> Report:
     """See Scheme.verify; `fixed` are mesh axes, dims and options that are not drawn, `world` the number of ranks.
 
-    `progress(done, total)` is called after each example.
+    `progress(done, total)` is called after each example that Hypothesis draws, until one fails: not for the first
+    cases, which are all where nothing but values is drawn.
     """
     fixed = dict(fixed or {})
     if engine not in ENGINES:
@@ -129,10 +130,10 @@ def _has_all_dims(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
 def _first_cases(
     scheme: Declared, fixed: Mapping[str, Any], draw_options: Mapping[str, Any], seed: int, examples: int | None
 ) -> tuple[list[CaseSpec], int]:
-    """The cases that are known before Hypothesis draws any, and the number of examples without a larger world.
+    """The cases that are known before Hypothesis draws any, and how many examples it fills up to.
 
-    For one example it is the case of the seed. With all dims fixed there is one case for each mesh and dtype and, where
-    the caller chose neither a number of examples nor the world, one inside a larger world.
+    For one example it is the case of the seed. With all dims fixed there is one case for each mesh and dtype and, on
+    lockstep and where the caller gave neither a number of examples nor `inside_subgroup`, one inside a larger world.
     """
     default_options = {**draw_options, "inside_subgroup": bool(draw_options["inside_subgroup"])}
     seeded_case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **default_options)
@@ -248,7 +249,7 @@ def _search(
     except Exception:
         if not failing:
             raise
-        return [*reports, failing[-1]], shrinking_steps
+        return [*reports, failing[-1]], shrinking_steps  # the smallest, which Hypothesis runs once more at its end
     return reports, shrinking_steps
 
 

@@ -2,7 +2,8 @@
 
 An oracle, as in papers on testing, decides whether a run was right. The four are value (outputs and gradients against
 the reference), protocol (the ranks' collectives fit together), cost (calls and bytes are as declared) and hygiene (no
-input was modified, replicas are equal to the bit, the random state did not move, no foreign group was used).
+input was modified, replicas are equal to the bit, the random state did not move, a function inside a larger
+world did not use the default group).
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def verify_case(
 
 
 def _check_custom_layouts(scheme: Declared, case: CaseSpec) -> None:
-    """Layouts of the user's are partitions in the case and in its other call. Errors: DeclarationFailure."""
+    """Layouts of the user's are partitions in the case and in the call before or between. Errors: DeclarationFailure."""
     try:
         for call in (case, *conditions.other_cases(case)):
             inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), call, scheme.layouts)

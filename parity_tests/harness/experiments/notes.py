@@ -1,10 +1,11 @@
-"""A note is printed as a fact only if it survives an experiment that could refute it.
+"""A note that other cases could refute is printed only if none of those that are run does.
 
 `harness.verify` says how a mismatch comes to be printed; these are its sixth and seventh steps.
 
 What one case suggests is tried on other cases: larger ones with the same values and with normal ones, another mesh, a
 wider dtype, inputs a little off. A claim must hold in each that fails on the same tensor, and be of a kind that the
-experiment can refute. A note that no other case could test says so; one that a case refutes is left out.
+experiment can refute. A note that no other case could test says so; one that a case refutes is left out. Notes that
+state a fact of their own case are printed as they are.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ UNTESTED = "; from one case"
 
 
 def from_one_case(report: Report) -> Report:
-    """The report, whose hypotheses say that no other case has tested them."""
+    """The report, whose hypotheses say that they are from one case; those on a single element have said enough."""
     notes = {label: tuple(_untested(note) for note in notes) for label, notes in report.notes.items()}
     return replace(report, notes=notes)
 
 
 def check_notes(scheme: Declared, report: Report) -> Report:
-    """The report of a failing case with the notes that no other case refutes; 6 to 40 more cases are run for it."""
+    """The report of a failing case with the notes that no other case refutes.
+
+    Cost: up to 6 further cases; up to 8 for each note on rounding; up to 1 + 2 * MAX_REPAIRS for lines of collectives.
+    """
     if report.failure is not None or not report.notes:
         return report
     # No other cases where each would start processes, or begin from state that earlier calls left in the function.
@@ -54,9 +58,9 @@ def check_notes(scheme: Declared, report: Report) -> Report:
 
 
 def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing: Sequence[Report]) -> Report | None:
-    """The clearest case where the smallest has too few elements: one that a note names, or a larger one of its mesh.
+    """The case that a note names; without one, if this case has too few elements, a larger one of its mesh.
 
-    Of several that show the same wrong tensors it is the smallest that has MIN_ELEMENTS elements of each.
+    Of several larger ones that show the same wrong tensors it is the smallest that has MIN_ELEMENTS elements of each.
     """
     all_notes = [note for notes_of_tensor in notes.values() for note in notes_of_tensor]
     named = [other for other in failing if any(f"(at {sizes(other.case)})" in note for note in all_notes)]
@@ -88,7 +92,10 @@ def _elements(report: Report) -> int:
 
 
 def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[Report]) -> Iterator[Note]:
-    """Notes on one tensor: those of its own case, then hypotheses that only larger cases suggest."""
+    """Notes on one tensor: facts of its own case, hypotheses of that and of other failing cases, context of its own.
+
+    Hypotheses of its own case come first; one that makes a claim of an earlier one is left out.
+    """
     same_tensor = [other for other in failing if label in other.notes]
     survivors: list[Note] = []
     for origin in (report, *same_tensor):
@@ -119,7 +126,14 @@ def _evidence(report: Report, label: str) -> Evidence:
 def _tested_hypothesis(
     scheme: Declared, report: Report, origin: Report, label: str, note: Note, same_tensor: Sequence[Report]
 ) -> Note | None:
-    """A hypothesis of one of the cases with the claims that the others support; None if one refutes it."""
+    """What is printed of a hypothesis of `origin`, which is `report` itself or that of another failing case.
+
+    1. One on rounding is tried in wider dtypes; that of another case is dropped.
+    2. Any other keeps the claims that each case supports which could show its pattern; without any left it is None.
+    3. One of another case is printed with the sizes of that case.
+    4. One of this case says so if no other case could test it, or takes the words of a larger case if it rests on one
+       element.
+    """
     is_of_this_case = origin is report
     if note.scope == ROUNDING:
         if not is_of_this_case:
@@ -135,8 +149,10 @@ def _tested_hypothesis(
         and (note.scope == ACROSS_MESHES or other.case.mesh == origin.case.mesh)
         and (note.applies is None or note.applies(_evidence(other, label)))
     ]
+    # What only another case suggests must be supported by one at least: with no other, by the failing case itself.
+    witnesses = relevant if relevant or is_of_this_case else [report]
     supported: Note | None = note
-    for other in relevant or ([] if is_of_this_case else [report]):
+    for other in witnesses:
         supported = supported and supported.supported_by(other.notes[label])
     if supported is None:
         return None
@@ -157,9 +173,9 @@ def _clearer(note_on_one_element: Note, label: str, relevant: Sequence[Report]) 
 
 
 def _untested(note: Note) -> Note:
-    """The note, which says that it is from one case if it is a hypothesis."""
-    says_so = note.endswith(SINGLE_ELEMENT)
-    return note if note.scope not in HYPOTHESES or says_so else note.extended(UNTESTED)
+    """The note; a hypothesis says that it is from one case, unless it says that it rests on a single element."""
+    says_less = note.endswith(SINGLE_ELEMENT)
+    return note if note.scope not in HYPOTHESES or says_less else note.extended(UNTESTED)
 
 
 WIDER = ("float64", "float32")

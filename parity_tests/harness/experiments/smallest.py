@@ -107,7 +107,7 @@ def _free(scheme: Declared, case: CaseSpec) -> dict[str, int]:
 
 
 def _steps(scheme: Declared, dim: str, size: int) -> list[int]:
-    """Sizes smaller than `size`: of those declared if there are, else 1, the halves between, and all of the last few."""
+    """Sizes smaller than `size`: of those declared if there are, else 1, the halves between and all of the last few."""
     declared = scheme.dims.get(dim)
     if declared is not None and not isinstance(declared, str):
         return sorted(choice for choice in declared if choice < size)

@@ -35,7 +35,7 @@ from parity_tests.harness.verify_one_case import verify_case
 MIN_NEIGHBOURS = 4  # after which a case of which no wrong element is explained is a mismatch
 MIN_REPEATS = 4  # of each number in a narrow dtype, on average, for equal ones to count as intended ties
 TIE = "tied inputs have no defined order or gradient; without ties the scheme passes"
-POLE = "the reference has no finite gradient at these inputs, and libraries differ in what they put there"
+NO_FINITE_GRADIENT = "the reference has no finite gradient at these inputs, and libraries differ in what they put there"
 CHOICE = "the reference jumps as far within the rounding of its inputs"
 
 
@@ -52,8 +52,15 @@ def mark_undecided(scheme: Declared, report: Report) -> Report:
         return report
     if not _jumps_as_far(scheme, report.case, wrong):
         return report
-    reason = TIE if _is_tie(scheme, report.case) else POLE if all(map(_is_at_poles, wrong)) else CHOICE
-    return replace(report, is_undecided=True, undecided_reason=reason, undecided_examples=1, notes={})
+    return replace(
+        report, is_undecided=True, undecided_reason=_reason(scheme, report.case, wrong), undecided_examples=1, notes={}
+    )
+
+
+def _reason(scheme: Declared, case: CaseSpec, wrong: Sequence[compare.TensorComparison]) -> str:
+    if _is_tie(scheme, case):
+        return TIE
+    return NO_FINITE_GRADIENT if all(map(_has_no_finite_gradient, wrong)) else CHOICE
 
 
 def _is_tie(scheme: Declared, case: CaseSpec) -> bool:
@@ -68,7 +75,8 @@ def _is_tie(scheme: Declared, case: CaseSpec) -> bool:
     return verify_case(scheme, case, arrays=distinct_values).ok
 
 
-def _is_at_poles(tensor: compare.TensorComparison) -> bool:
+def _has_no_finite_gradient(tensor: compare.TensorComparison) -> bool:
+    """Whether it is a gradient, and the reference is not finite wherever it is wrong."""
     return tensor.role == "gradient" and not np.isfinite(tensor.want[compare.wrong_elements(tensor)]).any()
 
 
@@ -112,7 +120,7 @@ class _Range:
         self._lowest, self._highest = np.full(tensor.want.shape, np.inf), np.full(tensor.want.shape, -np.inf)
         self._not_finite = {value: np.zeros(tensor.want.shape, bool) for value in (np.nan, np.inf, -np.inf)}
         self._extend(tensor.want, tensor.element_budgets)
-        self._has_pole = ~np.isfinite(tensor.want) & (tensor.role == "gradient")
+        self._no_finite_gradient = ~np.isfinite(tensor.want) & (tensor.role == "gradient")
 
     def include(self, reference: Reference, is_near: bool) -> None:
         """Extend the range by the values of one more reference; one that is near has a budget of its own."""
@@ -135,7 +143,7 @@ class _Range:
     def unexplained(self) -> np.ndarray:
         """The wrong elements of which some copy is none of these values, or has no gradient.
 
-        At a pole of the gradient any value that is not finite is as good as another.
+        Where the reference has no finite gradient, any value that is not finite is as good as another.
         """
         unexplained = (
             np.zeros(self.wrong.shape, bool) if self.tensor.gradient_is_none is None else self.tensor.gradient_is_none
@@ -153,4 +161,4 @@ class _Range:
         is_expected = (np.isposinf(copy) & (self._highest > limit)) | (np.isneginf(copy) & (self._lowest < -limit))
         for value, mask in self._not_finite.items():
             is_expected = is_expected | (mask & compare.same_number(copy, value))
-        return ~(is_expected | self._has_pole)
+        return ~(is_expected | self._no_finite_gradient)

@@ -86,7 +86,7 @@ def named_change(evidence: Evidence) -> Iterator[Note]:
 
 
 def fitted_change(evidence: Evidence) -> Iterator[Note]:
-    """A change by a number fitted to the tensor, where none with a name fits: one for all, or one a rank.
+    """A change by a number fitted to the tensor, where none with a name fits: one for all, one a rank, or one an index.
 
     Zeros have a clue of their own, and an input that is added too often is a constant at each index of its dims.
     """

@@ -15,7 +15,7 @@ from parity_tests.harness.run.ledger import CallSite, Finding
 
 # Scopes of facts of this one case, which no other case refutes.
 OBSERVED = "observed"
-CONTEXT = "context"  # printed after the other notes
+CONTEXT = "context"  # of the run; `check_notes` puts it after the other notes
 # Scopes of hypotheses: the cases in which the claims must hold.
 ACROSS_SIZES = "across sizes"  # holds at other sizes and values, on the same mesh
 ACROSS_MESHES = "across meshes"  # holds on other meshes too

@@ -179,8 +179,9 @@ MIN_ROWS = 2  # with two errors: a single one always has some distance between t
 
 
 def wrong_offset(evidence: Evidence) -> Iterator[Note]:
-    """Rows along the last dim each have two opposite errors, at one distance; a single one lost its term at a border.
+    """Rows along the last dim have two opposite errors each, at one distance: a term stands in another place.
 
+    Rows with one error are accepted: the place where their term belongs, or stands, is beyond the end of the row.
     Rows of two elements, such as a softmax of two, are left out: every error that keeps their sum is such a pair.
     """
     if not _is_sparse(evidence):

@@ -11,7 +11,7 @@ from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTE
 
 
 def missing_or_repeated_sum(evidence: Evidence) -> Iterator[Note]:
-    """The copies add up to the value of each, or each addend of a sum is already the value of the sum."""
+    """Copies that add up to the reference lack a sum; addends that each are the reference are summed once too often."""
     for axis, values in _unsharded_axes(evidence):
         if axis not in evidence.at:
             if all(_is_right(evidence, value) for value in values):

@@ -221,7 +221,7 @@ def beyond_budget(tensor: TensorComparison, values: np.ndarray) -> np.ndarray:
 
 
 def wrong_elements(tensor: TensorComparison) -> np.ndarray:
-    """Where some copy of a tensor is wrong."""
+    """Where some copy is beyond its budget, or the worst copy lacks a gradient that is not 0; nowhere if it is `ok`."""
     wrong = np.logical_or.reduce(beyond_budget(tensor, tensor.stitched.copies), axis=0)
     return wrong if tensor.gradient_is_none is None else wrong | (tensor.gradient_is_none & (tensor.want != 0.0))
 

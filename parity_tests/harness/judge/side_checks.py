@@ -1,8 +1,8 @@
 """The three oracles besides the values: protocol, cost, hygiene.
 
 The ranks' collectives fit together; calls and bytes are as declared; no input was modified, replicas are equal to the
-bit, the random state did not move, and no foreign group was used. Each returns what it found as sentences; an empty
-tuple is a pass.
+bit, the random state did not move, and inside a larger world the default group was not used. Each returns what is wrong
+as sentences; an empty tuple is a pass.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def declared_costs(scheme: Declared, case: CaseSpec, program: Program) -> tuple[
 
 def cost(case: CaseSpec, ledger: Ledger, declared: Sequence[Cost]) -> tuple[str, ...]:
     """Calls and bytes per op and phase equal the declared closed form, on every rank."""
-    findings = []
+    sentences = []
     for phase, short in PHASES.items():
         for rank, of_rank in enumerate(declared):
-            findings += _differences(phase, of_rank.totals(phase), ledger.cost(rank, short), rank)
+            sentences += _differences(phase, of_rank.totals(phase), ledger.cost(rank, short), rank)
             # Where each axis is declared, each of its groups sends its own share of the total.
             measured: Sums = {}
             for row in (row for row in ledger.of(rank) if row.phase == short):
@@ -90,8 +90,8 @@ def cost(case: CaseSpec, ledger: Ledger, declared: Sequence[Cost]) -> tuple[str,
                 measured[key] = (calls + 1, size + row.payload)
             for op, expected in _by_group(of_rank, phase, case, rank).items():
                 of_op = {key: value for key, value in measured.items() if key.startswith(f"{op} over")}
-                findings += _differences(phase, expected, of_op, rank)
-    return tuple(findings[:1])
+                sentences += _differences(phase, expected, of_op, rank)
+    return tuple(sentences[:1])
 
 
 Sums = dict[str, tuple[int, int]]  # calls and bytes
@@ -132,12 +132,15 @@ def _by_group(declared: Cost, phase: str, case: CaseSpec, rank: int) -> dict[str
 def hygiene(
     scheme: Declared, case: CaseSpec, results: Sequence[RankResult], tensors: Iterable[TensorComparison], ledger: Ledger
 ) -> tuple[str, ...]:
-    """Inputs and cotangents untouched, replicas bit-equal, one dtype, no group used that is none of the mesh's."""
-    findings = [f"rank {rank}: {text}" for rank, result in enumerate(results) for text in result.findings]
-    findings += _unlike_dtypes(results)
+    """Inputs and cotangents untouched, replicas bit-equal, one dtype, the default group not used inside a larger world.
+
+    Other groups that are none of the mesh's, as of `dist.new_group`, are not looked for.
+    """
+    sentences = [f"rank {rank}: {text}" for rank, result in enumerate(results) for text in result.hygiene]
+    sentences += _unlike_dtypes(results)
     if scheme.replicas == "bitwise":
-        findings += [text for tensor in tensors for text in _replicas(tensor)]
-    return tuple(findings + _foreign_groups(case, ledger))
+        sentences += [text for tensor in tensors for text in _replicas(tensor)]
+    return tuple(sentences + _default_group(case, ledger))
 
 
 def _unlike_dtypes(results: Sequence[RankResult]) -> list[str]:
@@ -160,7 +163,7 @@ def _replicas(tensor: TensorComparison) -> list[str]:
     return [f"{tensor.label} differs between replicas: at {at} from the first, at {tuple(where)}"]
 
 
-def _foreign_groups(case: CaseSpec, ledger: Ledger) -> list[str]:
+def _default_group(case: CaseSpec, ledger: Ledger) -> list[str]:
     """Rows over the full world where the scheme's own mesh is a part of it."""
     if SPARE not in case.mesh or case.mesh[SPARE] == 1:
         return []

@@ -61,7 +61,10 @@ class CostMismatch(VerdictError):
 
 
 class HygieneViolation(VerdictError):
-    """A tensor was modified, replicas or their dtypes differ, the random state moved, or a foreign group was used."""
+    """A tensor was modified, replicas or their dtypes differ, the random state moved, or the wrong group was used.
+
+    The wrong group is the default one, in a function that runs inside a larger world.
+    """
 
 
 class EnginesDisagree(VerdictError):
@@ -112,8 +115,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        findings = self.protocol or self.cost or self.hygiene or self.is_undecided
-        return self.failure is None and not findings and all(tensor.ok for tensor in self.tensors)
+        besides_values = self.protocol or self.cost or self.hygiene or self.is_undecided
+        return self.failure is None and not besides_values and all(tensor.ok for tensor in self.tensors)
 
     @property
     def failed(self) -> bool:
@@ -147,7 +150,10 @@ class Report:
         )
 
     def raise_if_failed(self) -> None:
-        """Raise the failure, one exception type for each cause; the message is the full report."""
+        """Raise unless `ok`, one exception type for each cause; also for an undecided report, whose `failed` is false.
+
+        The message is the full report; of a failed rank it is the cause, and what the other ranks were doing.
+        """
         if self.ok:
             return
         if self.engines_disagree is not None:

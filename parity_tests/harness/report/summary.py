@@ -26,7 +26,7 @@ class VerifyOptions:
     examples: int | None = None
     profile: str = "dev"
     seed: int = 0
-    names: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # mesh axes, dims and options that are not drawn
     dtype: str | None = None
     inside_subgroup: bool | None = None
     fail_fast: bool = False
@@ -57,15 +57,17 @@ class Expected:
 
 @dataclass
 class Outcome:
-    """Reports by scheme, and the schemes that were not run or that another implementation lacks, with the reason."""
+    """The report of each scheme that was verified, and the others with the reason."""
 
     reports: list[Report] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     places: dict[str, tuple[str, int]] = field(default_factory=dict)  # the file and line of each scheme
-    not_offered: dict[str, str] = field(default_factory=dict)
+    not_offered: dict[str, str] = field(default_factory=dict)  # schemes that another implementation lacks
     expected: dict[str, Expected] = field(default_factory=dict)
-    not_judged: dict[str, str] = field(default_factory=dict)  # schemes whose own reference cannot be used
+    not_judged: dict[str, str] = field(
+        default_factory=dict
+    )  # schemes of which nothing can be judged as they are declared, with the sentence on it
 
     @property
     def status(self) -> int:

@@ -30,12 +30,12 @@ from torch_impl.collectives.mesh import MeshView
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank returns: outputs and gradients by name, and the findings of the hygiene oracle."""
+    """What one rank returns: outputs and gradients by name, and the sentences of the hygiene oracle."""
 
     outputs: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray | None]
     dtypes: dict[str, str]
-    findings: tuple[str, ...] = ()
+    hygiene: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Program:
         )
 
     @property
-    def session(self) -> tuple[str, Callable[[Any], Any]] | None:
-        """What ranks that have been set up serve alone; None for a program without `setup`, which shares them."""
+    def setup_key(self) -> tuple[str, Callable[[Any], Any]] | None:
+        """Ranks on which `setup` has run serve programs of this key alone; None without `setup`: any ranks serve it."""
         return None if self.setup is None else (self.name, self.setup)
 
     def prepare(self, mesh: Any, case: CaseSpec) -> None:
@@ -109,21 +109,21 @@ class Program:
         with self._surroundings(call.view):
             outputs = {name: tensor.detach().clone() for name, tensor in call.forward().items()}
             finish = None if between is None else self._begun_call(mesh, between)
-            findings = _modified("output", outputs, call.outputs, "by the next call")
+            sentences = _modified("output", outputs, call.outputs, "by the next call")
             before = {name: tensor.detach().clone() for name, tensor in call.outputs.items()}
             gradients = call.backward()
-            findings += _modified("output", before, call.outputs, "by the backward")
+            sentences += _modified("output", before, call.outputs, "by the backward")
             if finish is not None:
                 finish()
-        findings += call.findings()
+        sentences += call.hygiene()
         draws = self.random or self.module is not None  # a module draws its first weights
         if not draws and not torch.equal(generator, torch.get_rng_state()):
-            findings.append("the random state moved; declare random=True if the scheme draws")
+            sentences.append("the random state moved; declare random=True if the scheme draws")
         return RankResult(
             {name: to_numpy(tensor) for name, tensor in outputs.items()},
             {name: None if g is None else to_numpy(g) for name, g in gradients.items()},
             {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in outputs.items()},
-            tuple(findings),
+            tuple(sentences),
         )
 
     def _complete_call(self, mesh: Any, case: CaseSpec) -> None:
@@ -309,7 +309,7 @@ class ProgramCall:
         results = calling.gradients(outputs, list(variables.values()), list(self.cotangents.values()), self.case)
         return dict(zip(variables, results, strict=True))
 
-    def findings(self) -> list[str]:
+    def hygiene(self) -> list[str]:
         """Sentences on tensors that the function has modified or shares with its caller."""
         return [
             *_modified("input", self.leaves_before, self.leaves),
@@ -336,7 +336,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 def _modified(
     role: str, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], by: str = ""
 ) -> list[str]:
-    findings = []
+    sentences = []
     for name, old in before.items():
         new = after[name].detach()
         different = new != old
@@ -344,5 +344,5 @@ def _modified(
             different = (different & ~(new.isnan() & old.isnan())) | (new.signbit() != old.signbit())
         if bool(different.any()):
             first = tuple(int(i) for i in different.nonzero()[0])
-            findings.append(f"{role} '{name}' was modified {by}".rstrip() + f", first at {first}")
-    return findings
+            sentences.append(f"{role} '{name}' was modified {by}".rstrip() + f", first at {first}")
+    return sentences

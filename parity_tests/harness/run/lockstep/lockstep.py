@@ -89,7 +89,7 @@ def _raised_exits() -> Iterator[None]:
 
 def _session(fn: Job, case: CaseSpec, quiet_s: float) -> Session:
     """The session of this mesh; a job with a `setup` of its own has one that serves it alone."""
-    key = tuple(case.mesh.items()), getattr(fn, "session", None)
+    key = tuple(case.mesh.items()), getattr(fn, "setup_key", None)
     session = _sessions.pop(key, None)
     if session is None:
         if len(_sessions) >= _MOST_SESSIONS:

@@ -57,15 +57,15 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo
     function = dumps(fn, file_is_imported=file is not None), file
     with _lock:
         try:
-            return _pool(case.world, backend).run(function, case, quiet_s, session_of(fn, case))
+            return _pool(case.world, backend).run(function, case, quiet_s, setup_key_of(fn, case))
         finally:
             _suspend_when_idle()
 
 
-def session_of(fn: Callable[..., Any], case: CaseSpec) -> object:
+def setup_key_of(fn: Callable[..., Any], case: CaseSpec) -> object:
     """What ranks with a `setup` serve alone, a function and a mesh; None for a function that shares them."""
-    session = getattr(fn, "session", None)
-    return None if session is None else (session, tuple(case.mesh.items()))
+    setup_key = getattr(fn, "setup_key", None)
+    return None if setup_key is None else (setup_key, tuple(case.mesh.items()))
 
 
 def renew(world: int, backend: str = "gloo") -> None:
@@ -147,7 +147,7 @@ class Pool:
         self._handles: list[RankHandle] = []
         self._table: StatusTable | None = None
         self._sent_keys: set[str] = set()
-        self._session: object = None
+        self._setup_key: object = None
         self._packages: frozenset[str] = frozenset()
         self._last_run, self._is_suspended = 0.0, False
 
@@ -160,15 +160,15 @@ class Pool:
         return [handle.pid for handle in self._handles]
 
     def run(
-        self, function: tuple[bytes, str | None], case: CaseSpec, quiet_s: float, session: object = None
+        self, function: tuple[bytes, str | None], case: CaseSpec, quiet_s: float, setup_key: object = None
     ) -> RunResult:
         """One job; `function` is pickled, with the file to import before it."""
         has_ended = any(self._server.exit_code(pid) is not None for pid in self.pids)
         # Ranks without a state are forked anew where each would have to import what the server can import once.
-        lacks_packages = session is None and not shared_packages() <= self._packages
-        if session != self._session or has_ended or lacks_packages:
+        lacks_packages = setup_key is None and not shared_packages() <= self._packages
+        if setup_key != self._setup_key or has_ended or lacks_packages:
             self.kill()
-        self._session = session
+        self._setup_key = setup_key
         self._resume()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.kill)

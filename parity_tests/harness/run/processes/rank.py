@@ -52,7 +52,7 @@ class Rank:
         self._functions: dict[str, Callable] = {}
         self._meshes: dict[tuple, MeshView] = {}
         self._permanent_groups = _groups()
-        self._session: object = None
+        self._setup_key: object = None
 
     def run(self, job: Job, ready: Callable[[], object]) -> Outcome:
         """One job; `ready` is called when function and mesh are there, so that a slow import counts for no rank."""
@@ -79,15 +79,15 @@ class Rank:
     def _set_up(self, function: Any, mesh: MeshView, case: CaseSpec) -> Outcome | None:
         """Run the `setup` of a function that has one, where this rank was last set up for another or on another mesh.
 
-        A pool's rank serves one session and does so once; one of torchrun cannot be started anew.
+        A pool's rank serves one setup key and does so once; one of torchrun cannot be started anew.
         """
-        session = getattr(function, "session", None)
-        key = session and (session[0], getattr(session[1], "__code__", session[1]), tuple(case.mesh.items()))
-        if key is None or key == self._session:
+        setup_key = getattr(function, "setup_key", None)
+        key = setup_key and (setup_key[0], getattr(setup_key[1], "__code__", setup_key[1]), tuple(case.mesh.items()))
+        if key is None or key == self._setup_key:
             return None
         outcome = attempt(function.prepare, mesh, case, self._slot)
         if outcome.kind == DONE:
-            self._session = key
+            self._setup_key = key
             self._permanent_groups |= _groups()
         return outcome
 
