@@ -99,7 +99,7 @@ def verify_case(
 
 
 def _check_custom_layouts(scheme: Declared, case: CaseSpec) -> None:
-    """Layouts of the user's are partitions in the case and in the call before or between. Errors: DeclarationFailure."""
+    """A user's layouts are partitions in the case and in the call before or between. Errors: DeclarationFailure."""
     try:
         for call in (case, *conditions.other_cases(case)):
             inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), call, scheme.layouts)
