@@ -6,6 +6,8 @@ import base64
 import json
 from pathlib import Path
 
+from parity_tests.harness.report import themes
+
 ROOT = Path(__file__).resolve().parents[1]
 
 HEAD = """# Gallery
@@ -14,14 +16,14 @@ Every figure of the project, with what makes it. A rank has the same colour in a
 lines and kinds of actions have colours of their own. All three sets stay apart for every kind of colour vision, which
 `parity_tests/harness/report/test_colours.py` tests.
 """
-# A file of docs/images, one line, and the command that makes it.
+# A file of docs/images, the light one of two, one line, and the command that makes it.
 PICTURES = (
-    ("layouts.png", "Four layouts of one dim over four ranks, and the causal work of each.", "python docs/images.py"),
-    ("spec.png", "Spec strings: who holds what, and how gradients come back.", "python docs/images.py"),
+    ("layouts.svg", "Four layouts of one dim over four ranks, and the causal work of each.", "python docs/images.py"),
+    ("spec.svg", "Spec strings: who holds what, and how gradients come back.", "python docs/images.py"),
     (
-        "schedule.png",
+        "schedule.svg",
         "A pipeline schedule on paper.",
-        "shardproof schedule zbv --pp 4 --microbatches 8 --figure schedule.png",
+        "shardproof schedule zbv --pp 4 --microbatches 8 --figure schedule.svg",
     ),
     (
         "training.png",
@@ -29,12 +31,12 @@ PICTURES = (
         "shardproof train --mesh dp=2,cp=2 --figure training.png",
     ),
     (
-        "crossovers.png",
+        "crossovers.svg",
         "Attention over 8 to 8,192 ranks: ring, all-gather, Ulysses and USP on a model of links.",
         "python docs/images.py",
     ),
-    ("injected_bugs.png", "How many examples it takes to catch an injected bug.", "make bugs"),
-    ("tour.png", "Error over budget of every built-in scheme, and three injected bugs.", "shardproof tour"),
+    ("injected_bugs.svg", "How many examples it takes to catch an injected bug.", "make bugs"),
+    ("tour.svg", "Error over budget of every built-in scheme, and three injected bugs.", "shardproof tour"),
 )
 # One line for each figure of a notebook, in its order.
 CAPTIONS = {
@@ -129,10 +131,16 @@ def files() -> dict[str, bytes]:
     return {f"{n.stem}-{k}.png": png for n in notebooks for k, png in enumerate(figures(n), 1)}
 
 
+def shown(name: str, caption: str) -> str:
+    """The lines that show a file of docs/images; an SVG has a dark one beside it."""
+    path = f"images/{name}"
+    return themes.directives(path, caption) if name.endswith(".svg") else f"![{caption}]({path})\n"
+
+
 def page() -> str:
     """The text of the page."""
     parts = [HEAD, "\n## Pages and commands\n"]
-    parts += [f"\n{caption} `{command}`\n\n![{caption}](images/{name})\n" for name, caption, command in PICTURES]
+    parts += [f"\n{caption} `{command}`\n\n{shown(name, caption)}" for name, caption, command in PICTURES]
     for stem, captions in CAPTIONS.items():
         number, _, words = stem.partition("_")
         title = words.replace("_", " ").capitalize()

@@ -13,8 +13,9 @@ BUILT = {"_build", "jupyter_execute"}
 GENERATED = {"docs/gallery.md"}  # `make docs` writes it
 FENCE = re.compile(r"^(?P<mark>`{3,}|:{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=mark) *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
+IMAGE = re.compile(r'<(?:img|source)\b[^>]*\bsrc(?:set)?="([^"]+)"')
 DIRECTIVE = re.compile(r"^\{(?:image|figure|literalinclude|include)\} +(\S+)")
-PATH_IN_CODE = re.compile(r"`((?:\.?\w[\w.-]*/)+[\w.-]*\.(?:py|md|ipynb|toml|txt|png))`")
+PATH_IN_CODE = re.compile(r"`((?:\.?\w[\w.-]*/)+[\w.-]*\.(?:py|md|ipynb|toml|txt|png|svg))`")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def blocks(page: str) -> list[Block]:
 def links(page: str) -> list[str]:
     """Targets of links and pictures, of directives that show a file, entries of tables of contents."""
     prose = FENCE.sub("", text_of(page))
-    targets = LINK.findall(re.sub(r"`[^`\n]*`", "", prose))
+    prose = re.sub(r"`[^`\n]*`", "", prose)
+    targets = LINK.findall(prose) + IMAGE.findall(prose)
     for match in FENCE.finditer(text_of(page)):
         language = match["language"].strip()
         targets += DIRECTIVE.findall(language)

@@ -41,7 +41,7 @@ def test_its_commands_are_targets():
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
 
-LINKS = re.findall(r"\]\(([^)#]+)\)", README)
+LINKS = re.findall(r"\]\(([^)#]+)\)", README) + re.findall(r'src(?:set)?="([^"]+)"', README)
 
 
 @pytest.mark.parametrize("link", sorted(set(LINKS)))

@@ -11,6 +11,7 @@ import textwrap
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -39,6 +40,12 @@ class Tour:
     injected: list[tour_figure.Line] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     examples: int = 0
+    status: int = EQUAL
+
+    def figure(self) -> Any:
+        """All lines as a matplotlib figure, and below them what ran."""
+        versions = f"Python {platform.python_version()}, torch {version('torch')}, jax {version('jax')}"
+        return tour_figure.figure(self.verified, self.injected, f"{self.examples} examples; {versions}")
 
     def heading(self, text: str) -> None:
         self.console.print(f"\n{text}", style="bold", highlight=False)
@@ -49,27 +56,30 @@ def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = 
     check_writable(figure=figure_path, json=json)
     start, text_to_stderr = time.perf_counter(), json == "-"
     width = None if Console(stderr=text_to_stderr).is_terminal else WIDTH
-    tour = Tour(Console(stderr=text_to_stderr, width=width, quiet=quiet))
-    status = _schemes(tour, examples)
-    _text(tour)
-    _bugs(tour)
-    caption = (
-        f"{tour.examples} examples; Python {platform.python_version()}, torch {version('torch')}, jax {version('jax')}"
-    )
+    tour = judged(Console(stderr=text_to_stderr, width=width, quiet=quiet), examples)
     with naming(figure_path):
-        tour_figure.figure(tour.verified, tour.injected, caption).savefig(figure_path, dpi=130)
-    status = status or (MISMATCH if tour.wrong else EQUAL)
+        tour.figure().savefig(figure_path, dpi=130)
     tour.console.print()
     closing = _closing(tour, time.perf_counter() - start)
     Console(stderr=text_to_stderr, width=width).print(closing, style="bold", highlight=False)
     tour.console.print(f"figure: {figure_path}", highlight=False)
     if json:
         fields = {"caught": tour.caught, "wrong": tour.wrong, "figure": figure_path}
-        write_text(json, summary.as_json(tour.outcome, status=status, **fields))
-    return status
+        write_text(json, summary.as_json(tour.outcome, status=tour.status, **fields))
+    return tour.status
 
 
-def _schemes(tour: Tour, examples: int) -> int:
+def judged(console: Console, examples: int) -> Tour:
+    """Every built-in scheme, the text and the injected bugs; results are printed as they come."""
+    tour = Tour(console)
+    _schemes(tour, examples)
+    _text(tour)
+    _bugs(tour)
+    tour.status = tour.outcome.status or (MISMATCH if tour.wrong else EQUAL)
+    return tour
+
+
+def _schemes(tour: Tour, examples: int) -> None:
     tour.heading("Every built-in scheme against its reference: forward, gradient, collectives, bytes")
     outcome = tour.outcome = several.verified(discover.built_in(), examples)
     width = tour.console.width if tour.console.is_terminal else None
@@ -89,7 +99,6 @@ def _schemes(tour: Tour, examples: int) -> int:
     if not outcome.reports:
         tour.wrong.append("there was no scheme to verify")
     tour.console.print(summary.timing(outcome), highlight=False)
-    return outcome.status
 
 
 def _text(tour: Tour) -> None:

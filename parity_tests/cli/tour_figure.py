@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parity_tests.harness.report.colours import LINES, WRONG
+from parity_tests.harness.report import colours
 from parity_tests.harness.report.report import Report
 
 LEFT, RIGHT = 1e-4, 1e8  # ratios outside are drawn at the edge
 # The marks differ in shape as well, and in height, so that neither hides the other.
-MARKS = {"output": (LINES[0], "o", 0.13), "gradient": (LINES[3], "s", -0.13)}
+MARKS = {"output": (0, "o", 0.13), "gradient": (3, "s", -0.13)}  # the line whose colour it has, shape, height
 
 
 @dataclass(frozen=True)
@@ -42,35 +42,32 @@ def figure(verified: Sequence[Line], injected: Sequence[Line], caption: str) -> 
     lines = [*verified, None, *injected]
     canvas = Figure(figsize=(9.0, 1.5 + 0.24 * len(lines)), layout="constrained")
     panel = canvas.subplots()
-    for height, line in enumerate(lines):
-        if line is not None:
-            _draw_line(panel, line, -height)
-    panel.axvline(1.0, color="black", linewidth=1.0)
+    levels = [(-height, line) for height, line in enumerate(lines) if line is not None]
+    handles = [_draw_marks(panel, role, levels) for role in MARKS]
+    for height, line in levels:
+        colour = colours.WRONG if max(line.ratios.values(), default=0.0) > 1 else colours.shade(0)
+        panel.text(RIGHT * 20, height, line.headroom, ha="right", va="center", fontsize=8, color=colour)
+    panel.axvline(1.0, color=colours.shade(0), linewidth=1.0)
     panel.text(1.0, 0.9, "budget", ha="center", fontsize=8)
     panel.text(RIGHT * 20, 0.9, "headroom", ha="right", fontsize=8)
-    panel.axhspan(-len(lines) + 0.5, -len(verified), color="0.95", zorder=0)
+    panel.axhspan(-len(lines) + 0.5, -len(verified), color=colours.shade(0.95), zorder=0)
     panel.text(LEFT * 1.3, -len(verified), "injected bugs", va="center", fontsize=8, style="italic")
     panel.set(xscale="log", xlim=(LEFT / 2, RIGHT * 30), ylim=(-len(lines) + 0.5, 0.8))
-    levels = [(-height, line) for height, line in enumerate(lines) if line is not None]
     panel.set_yticks([height for height, _ in levels], [line.name for _, line in levels], fontsize=8)
     panel.set_xlabel("largest error / budget   (left edge: none)", fontsize=9)
     panel.set_title("What was verified", loc="left", fontsize=11)
-    panel.grid(axis="x", color="0.9", linewidth=0.6)
+    panel.grid(axis="x", color=colours.shade(0.9), linewidth=0.6)
     panel.set_axisbelow(True)
-    handles = [
-        panel.scatter([], [], s=26, marker=mark, color=colour, label=role) for role, (colour, mark, _) in MARKS.items()
-    ]
     panel.legend(handles=handles, loc="upper right", fontsize=8, frameon=False, bbox_to_anchor=(0.9, 1.0))
-    canvas.supxlabel(caption, fontsize=7, color="0.35")
+    canvas.supxlabel(caption, fontsize=7, color=colours.shade(0.35))
     return canvas
 
 
-def _draw_line(panel: Any, line: Line, height: float) -> None:
-    for role, ratio in line.ratios.items():
-        colour, mark, lift = MARKS[role]
-        at = min(max(ratio, LEFT), RIGHT) if math.isfinite(ratio) else RIGHT
-        panel.scatter(
-            [at], [height + lift], s=26, marker=mark, color=colour, edgecolors="white", linewidths=0.5, zorder=3
-        )
-    over = max(line.ratios.values(), default=0.0) > 1
-    panel.text(RIGHT * 20, height, line.headroom, ha="right", va="center", fontsize=8, color=WRONG if over else "black")
+def _draw_marks(panel: Any, role: str, levels: Sequence[tuple[int, Line]]) -> Any:
+    """One mark on each line that has a ratio of this role; returns the legend's handle."""
+    number, mark, lift = MARKS[role]
+    ratios = [(line.ratios[role], height + lift) for height, line in levels if role in line.ratios]
+    at = [min(max(ratio, LEFT), RIGHT) if math.isfinite(ratio) else RIGHT for ratio, _ in ratios]
+    heights = [height for _, height in ratios]
+    style = {"color": colours.lines()[number], "edgecolors": colours.ground(), "linewidths": 0.5}
+    return panel.scatter(at, heights, s=26, marker=mark, label=role, zorder=3, **style)

@@ -35,7 +35,7 @@ def figure(comparisons: Sequence[Comparison], title: str = "") -> Any:
         ticks = sizes[:: -(-len(sizes) // MOST_TICKS)]
         panel.set_xticks(ticks, [f"{size:,}" for size in ticks])
         panel.minorticks_off()
-        panel.grid(color="0.9")
+        panel.grid(color=colours.shade(0.9))
     canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
     canvas.suptitle(title, fontsize=10)
     return canvas

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from parity_tests.harness.report.colours import LINES
+from parity_tests.harness.report import colours, themes
 from parity_tests.injected_bugs.catalogue import WITHOUT_A_COMPONENT
 from parity_tests.injected_bugs.runner import NOT_TRIED, Outcome
 
@@ -40,8 +40,7 @@ oracles of protocol, cost and hygiene. *Examples* is how many drawn examples of 
 Written by `make bugs`{stamp}.
 It also writes a line for each bug into `build/injected_bugs.md`.
 
-![Share of bugs caught by number of drawn examples](images/injected_bugs.png)
-
+{figure}
 {closing}
 
 ## By component
@@ -178,15 +177,16 @@ def as_json(outcomes: Sequence[Outcome], examples: int) -> str:
 
 
 def write_page(outcomes: Sequence[Outcome], examples: int, folder: Path) -> Path:
-    """Write injected-bugs.md, the summary, and its figure into a folder; returns the page's path."""
+    """Write injected-bugs.md, the summary, and its figures into a folder; returns the page's path."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    figure(outcomes, examples, folder / "images" / "injected_bugs.png")
+    picture = themes.write(lambda: figure(outcomes, examples), folder / "images" / "injected_bugs.svg")
+    shown = themes.directives(f"images/{picture.name}", "Share of bugs caught by number of drawn examples")
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax", "hypothesis"))
     stamp = f" on {date.today().isoformat()} with Python {platform.python_version()}, {versions}"
     lines = "\n".join(f"- {line}" for line in closing(outcomes, examples))
     rows = [(outcome.bug.component, cells(outcome)) for outcome in outcomes]
     path = folder / "injected-bugs.md"
-    path.write_text(HEAD.format(stamp=stamp, closing=lines, summary=summary(rows)))
+    path.write_text(HEAD.format(stamp=stamp, figure=shown, closing=lines, summary=summary(rows)))
     return path
 
 
@@ -220,7 +220,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (columns, ("---",) * len(columns), *rows))
 
 
-def figure(outcomes: Sequence[Outcome], examples: int, path: Path) -> None:
+def figure(outcomes: Sequence[Outcome], examples: int) -> Any:
     """The curve: share caught within so many examples, and the two baselines as lines."""
     from matplotlib.figure import Figure
 
@@ -228,9 +228,11 @@ def figure(outcomes: Sequence[Outcome], examples: int, path: Path) -> None:
     canvas = Figure(figsize=(7.0, 3.6), layout="constrained")
     axes = canvas.subplots()
     at = range(1, examples + 1)
-    axes.step(at, curve(outcomes, examples), where="post", color=LINES[0], label="drawn examples, four oracles")
+    axes.step(
+        at, curve(outcomes, examples), where="post", color=colours.lines()[0], label="drawn examples, four oracles"
+    )
     alone = curve(outcomes, examples, by_value=True)
-    axes.step(at, alone, where="post", color=LINES[1], label="drawn examples, values alone")
+    axes.step(at, alone, where="post", color=colours.lines()[1], label="drawn examples, values alone")
     for name, attribute, style in (
         ("one shape, four oracles", "baseline_all_oracles", "--"),
         ("one shape, values alone", "baseline", ":"),
@@ -239,7 +241,7 @@ def figure(outcomes: Sequence[Outcome], examples: int, path: Path) -> None:
         axes.axhline(height, linestyle=style, color="gray", label=f"{name}, three seeds")
     axes.set(xlabel="drawn examples of each scheme", ylabel="share of bugs caught", ylim=(0, 1.03), xlim=(1, examples))
     axes.legend(loc="lower right", fontsize="small")
-    canvas.savefig(path, dpi=120, metadata={"Software": None})
+    return canvas
 
 
 def _with_source(outcome: Outcome) -> tuple[str, ...]:

@@ -319,31 +319,30 @@ def draw(timeline: Timeline, title: str = "") -> Figure:
 
 def paint(ax: Axes, timeline: Timeline, title: str = "") -> None:
     """Draw a timeline into axes. Every second chunk of a rank has a dark bar on top; numbers are micro-batches."""
+    from matplotlib import rcParams
     from matplotlib.patches import Patch
 
+    # Colours of the page, white and a light grey where no style says otherwise; boxes are light on any page.
+    ground, grey = rcParams["axes.facecolor"], rcParams["legend.edgecolor"]
+    idle = {"facecolor": ground, "edgecolor": grey, "hatch": "////"}
     for rank in range(timeline.pp_size):
-        ax.broken_barh(
-            [(0, float(timeline.makespan))],
-            (rank - 0.4, 0.8),
-            facecolor="white",
-            edgecolor="0.8",
-            hatch="////",
-            linewidth=0,
-        )
+        ax.broken_barh([(0, float(timeline.makespan))], (rank - 0.4, 0.8), linewidth=0, **idle)
     for event in timeline.events:
         start, length, kind = float(event.start), float(event.stop - event.start), event.action.kind
         ax.broken_barh(
-            [(start, length)], (event.rank - 0.4, 0.8), facecolor=COLOURS[kind], edgecolor="white", linewidth=0.5
+            [(start, length)], (event.rank - 0.4, 0.8), facecolor=COLOURS[kind], edgecolor=ground, linewidth=0.5
         )
         if timeline.chunk(event.action.stage) % 2:
             ax.broken_barh([(start, length)], (event.rank - 0.4, 0.12), facecolor="0.25", linewidth=0)
         if length > SMALLEST_TEXT * float(timeline.makespan):
-            ax.text(start + length / 2, event.rank, str(event.action.microbatch), ha="center", va="center", fontsize=7)
+            centre, number = start + length / 2, str(event.action.microbatch)
+            ax.text(centre, event.rank, number, ha="center", va="center", fontsize=7, color="black")
     kinds = [kind for kind in COLOURS if any(event.action.kind == kind for event in timeline.events)]
     handles = [Patch(color=COLOURS[kind], label=KIND_NAMES[kind]) for kind in kinds]
-    handles.append(Patch(facecolor="white", edgecolor="0.8", hatch="////", label="idle"))
+    handles.append(Patch(**idle, label="idle"))
     if any(timeline.chunk(event.action.stage) % 2 for event in timeline.events):
-        handles.append(Patch(color="0.25", label="bar: second chunk"))
+        outline = rcParams["text.color"]  # without it a dark bar is not seen beside the picture of a dark page
+        handles.append(Patch(facecolor="0.25", edgecolor=outline, label="bar: second chunk"))
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=8, frameon=False)
     ax.set(
         xlabel="time units",

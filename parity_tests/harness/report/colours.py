@@ -1,4 +1,7 @@
-"""The colours of every figure: one for each rank, wherever it is drawn; and matrices of ranks as coloured cells."""
+"""The colours of every figure: one for each rank, wherever it is drawn; and matrices of ranks as coloured cells.
+
+A rank has its colour on any ground. Lines, greys and text follow matplotlib's `axes.facecolor` and `text.color`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 RANKS = ("#D55E00", "#56B4E9", "#F0E442", "#0072B2", "#E69F00", "#009E73", "#444444", "#CC79A7")
 # Of Paul Tol's, for lines and marks on white.
 LINES = ("#332288", "#EE3377", "#33BBEE", "#DDAA33", "#661100")
+LINES_ON_DARK = ("#904DFF", *LINES[1:4], "#FAF2EB")  # the two that are dark themselves made light
 MARKS = ("o", "s", "^", "D", "v")
 STYLES = ("-", "--", "-.", ":")
 RIGHT, WRONG = LINES[0], LINES[1]
@@ -40,14 +44,36 @@ def rank_map(world: int) -> dict[str, Any]:
     }
 
 
+def lines() -> tuple[str, ...]:
+    """The colours of lines and marks on the ground of the figure that is drawn now."""
+    return LINES_ON_DARK if ink(ground()) == "white" else LINES
+
+
 def line(number: int) -> dict[str, Any]:
     """Keywords for `plot` of the line of a number: its colour, its mark and its dashes."""
     return {
-        "color": LINES[number % len(LINES)],
+        "color": lines()[number % len(LINES)],
         "marker": MARKS[number % len(MARKS)],
         "linestyle": STYLES[number % len(STYLES)],
         "markersize": 5,
     }
+
+
+def ground() -> str:
+    """What panels are drawn on, as `#rrggbb`."""
+    from matplotlib import rcParams
+    from matplotlib.colors import to_hex
+
+    return to_hex(rcParams["axes.facecolor"])
+
+
+def shade(share: float) -> tuple[float, ...]:
+    """A colour between that of text (0) and the ground (1): on white, matplotlib's grey of that number."""
+    from matplotlib import rcParams
+    from matplotlib.colors import to_rgb
+
+    ends = zip(to_rgb(rcParams["text.color"]), to_rgb(rcParams["axes.facecolor"]), strict=True)
+    return tuple((1 - share) * text + share * ground for text, ground in ends)
 
 
 def ink(colour: str) -> str:

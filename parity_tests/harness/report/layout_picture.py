@@ -60,7 +60,7 @@ def _strip(panel: Any, name: str, by_rank: Positions, borders: Sequence[int]) ->
         owners[np.asarray(positions, dtype=np.int64)] = rank
     draw_strip(panel, owners, 0.0, -0.5, float(size))
     for border in borders[1:-1]:
-        panel.plot([border - 0.5] * 2, [-0.55, 0.55], color="black", linewidth=3, solid_capstyle="butt")
+        panel.plot([border - 0.5] * 2, [-0.55, 0.55], color=colours.shade(0), linewidth=3, solid_capstyle="butt")
     panel.set(xlim=(-0.5, size - 0.5), ylim=(-0.55, 0.55), yticks=[0.0], yticklabels=[name])
     panel.tick_params(axis="y", length=0, labelsize=9)
     panel.tick_params(axis="x", labelsize=8)
@@ -69,8 +69,8 @@ def _strip(panel: Any, name: str, by_rank: Positions, borders: Sequence[int]) ->
 
 def _bars(panel: Any, shares: np.ndarray, top: float) -> None:
     world = len(shares)
-    panel.bar(range(world), 100 * shares, color=colours.of_ranks(world), edgecolor="0.4", linewidth=0.5)
-    panel.axhline(100 / world, color="black", linewidth=0.8, linestyle=":")
+    panel.bar(range(world), 100 * shares, color=colours.of_ranks(world), edgecolor=colours.shade(0.4), linewidth=0.5)
+    panel.axhline(100 / world, color=colours.shade(0), linewidth=0.8, linestyle=":")
     panel.set(ylim=(0, top), xticks=range(world), yticks=[100 / world], yticklabels=[f"{100 / world:.0f} %"])
     panel.tick_params(labelsize=8)
     panel.spines[["top", "right"]].set_visible(False)

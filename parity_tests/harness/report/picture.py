@@ -137,7 +137,7 @@ def draw_strip(panel: Any, owners: np.ndarray, height: float, left: float = 0.0,
     step = width / max(len(owners), 1)
     for rank, run in groupby(owners.tolist()):
         length, paint = len(list(run)) * step, colours.of_rank(rank)
-        panel.barh(height, length, 0.8, left=left, color=paint, edgecolor="white", linewidth=0.8)
+        panel.barh(height, length, 0.8, left=left, color=paint, edgecolor=colours.ground(), linewidth=0.8)
         if length > 0.012 * width:
             ink = colours.ink(paint)
             panel.text(left + length / 2, height, digit(rank), ha="center", va="center", fontsize=8, color=ink)

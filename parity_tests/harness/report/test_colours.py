@@ -4,8 +4,23 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
+from matplotlib.colors import to_rgb
 
-from parity_tests.harness.report.colours import LINES, RANKS, ink, line, linear, luminance, of_rank, of_ranks, rank_map
+from parity_tests.harness.report.colours import (
+    LINES,
+    LINES_ON_DARK,
+    RANKS,
+    ink,
+    line,
+    linear,
+    lines,
+    luminance,
+    of_rank,
+    of_ranks,
+    rank_map,
+    shade,
+)
 from torch_impl.pipelining.simulation import COLOURS as KINDS
 
 # CIELAB's distance of two colours. 2 is just seen side by side; at 24 they are not confused across a figure.
@@ -44,7 +59,9 @@ def test_neighbouring_ranks_stay_apart_and_so_do_any_of_four(vision):
 
 
 @pytest.mark.parametrize("vision", VISIONS)
-@pytest.mark.parametrize("colours", [LINES, tuple(KINDS.values())], ids=["lines", "kinds of actions"])
+@pytest.mark.parametrize(
+    "colours", [LINES, LINES_ON_DARK, tuple(KINDS.values())], ids=["lines", "lines on dark", "kinds of actions"]
+)
 def test_lines_and_kinds_of_actions_stay_apart(colours, vision):
     assert {pair for pair in combinations(colours, 2) if apart(*pair, vision) < APART} == set()
 
@@ -72,3 +89,10 @@ def test_a_rank_has_one_colour_wherever_it_is_drawn():
 def test_each_line_has_a_distinct_colour_and_mark():
     looks = [(line(number)["color"], line(number)["marker"]) for number in range(len(LINES))]
     assert len(set(looks)) == len({colour for colour, _ in looks}) == len({mark for _, mark in looks}) == len(LINES)
+
+
+def test_lines_and_greys_follow_the_ground():
+    assert lines() == LINES and shade(0.9) == to_rgb("0.9")
+    with rc_context({"axes.facecolor": "#101010", "text.color": "#f0f0f0"}):
+        assert lines() == LINES_ON_DARK and line(4)["color"] == LINES_ON_DARK[4]
+        assert shade(1) == to_rgb("#101010") and shade(0) == to_rgb("#f0f0f0")
