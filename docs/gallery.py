@@ -36,7 +36,7 @@ PICTURES = (
         "python docs/images.py",
     ),
     ("injected_bugs.svg", "How many examples it takes to catch an injected bug.", "make bugs"),
-    ("tour.svg", "Error over budget of every built-in scheme, and three injected bugs.", "shardproof tour"),
+    ("tour.svg", "Error over budget of every built-in scheme, and three injected bugs.", "python docs/images.py tour"),
 )
 # One line for each figure of a notebook, in its order.
 CAPTIONS = {
