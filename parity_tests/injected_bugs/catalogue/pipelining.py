@@ -430,8 +430,8 @@ BUGS = (
         name="a number at the start of its box",
         kind="border",
         at="pipelining:paint",
-        old="ax.text(start + length / 2,",
-        new="ax.text(start,",
+        old="centre, number = start + length / 2,",
+        new="centre, number = start,",
         expect="value: ",
     ),
     # Advice on the number of stages
