@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Sequence
 from fnmatch import fnmatch
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from parity_tests.harness.declare import scheme_index
 from parity_tests.harness.report.out_path import check_writable, write_text
 
 WIDEST = 400  # where there is no terminal, lines are as long as they must be
+TABLE_WIDTH = 160  # columns of a terminal in which no cell of the table has to break
 
 
 def show(pattern: str, json: str | None, quiet: bool = False) -> None:
@@ -31,12 +33,37 @@ def show(pattern: str, json: str | None, quiet: bool = False) -> None:
     if quiet:
         print("\n".join(entry.name for entry in entries))
         return
+    console = Console(width=None if Console().is_terminal else WIDEST)
+    if console.width < TABLE_WIDTH:
+        text = "\n\n".join(map(_stacked, entries))
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    else:
+        console.print(_table(entries), highlight=False)
+
+
+def _stacked(entry: scheme_index.Entry) -> str:
+    """A scheme on lines of its own, for narrow terminals: no spec and no path is broken."""
+    mesh = "  ".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in entry.mesh.items())
+    indent = "\n    "
+    return indent.join([entry.name, mesh, *_specs(entry), entry.reference, f"{entry.file}:{entry.line}"])
+
+
+def _specs(entry: scheme_index.Entry) -> list[str]:
+    inputs = [f"{name}  {spec}" for name, spec in entry.inputs.items()]
+    return [*inputs, *(f"-> {spec}" for spec in entry.outputs.values())]
+
+
+def _table(entries: Sequence[scheme_index.Entry]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("scheme", "mesh", "specs", "reference and file"):
         table.add_column(column, overflow="fold", no_wrap=column == "scheme")
     for entry in entries:
         mesh = "\n".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in entry.mesh.items())
-        inputs = [f"{name}  {spec}" for name, spec in entry.inputs.items()]
-        specs = "\n".join([*inputs, *(f"-> {spec}" for spec in entry.outputs.values())])
-        table.add_row(entry.name, mesh, specs, f"{entry.reference}\n{entry.file}:{entry.line}", end_section=True)
-    Console(width=None if Console().is_terminal else WIDEST).print(table, highlight=False)
+        table.add_row(
+            entry.name,
+            mesh,
+            "\n".join(_specs(entry)),
+            f"{entry.reference}\n{entry.file}:{entry.line}",
+            end_section=True,
+        )
+    return table

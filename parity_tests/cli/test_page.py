@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 
-from parity_tests.cli import page
+from parity_tests.cli import page, scheme_list
 from parity_tests.cli.app import app
 from parity_tests.cli.help import EXAMPLES, JUDGING, STATUS
 from parity_tests.cli.shapes import SHAPES
@@ -163,6 +164,15 @@ def test_a_table_in_a_pipe_has_all_its_columns(shardproof):
     first, second = shardproof("list", "vocab_parallel_logprob")[1].splitlines()[:2]
     assert first.split() == ["scheme", "mesh", "specs", "reference", "and", "file"]
     assert "tp: 1, 2, 3, 4" in second and "jax_ref.vocab_parallel.reference.logprob" in second
+
+
+def test_a_narrow_terminal_has_each_scheme_on_lines_of_its_own(monkeypatch, capsys):
+    monkeypatch.setattr(scheme_list, "Console", lambda **_: Console(width=80))
+    scheme_list.show("vocab_parallel_log*", None)
+    blocks = [block.splitlines() for block in capsys.readouterr().out.rstrip().split("\n\n")]
+    assert {block[0] for block in blocks} >= {"vocab_parallel_logprob", "vocab_parallel_log_softmax"}
+    assert all(block[1].startswith("    tp: 1, 2") for block in blocks)
+    assert all("    jax_ref.vocab_parallel.reference." in block[-2] and ".py:" in block[-1] for block in blocks)
 
 
 def test_versions(shardproof):

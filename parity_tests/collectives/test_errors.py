@@ -124,3 +124,16 @@ def test_rejected_before_anything_is_sent(call, text):
     ranks = run(body, CaseSpec(scheme="collectives", mesh={"x": 2}))
     assert list(ranks.results) == [text.format(rank=rank) for rank in range(2)]
     assert ranks.ledger.rows == []
+
+
+@pytest.mark.parametrize(
+    ("axis", "hint"), [("tpp", "; did you mean 'tp'?"), ("stage", "")], ids=["a near one", "none is near"]
+)
+def test_an_axis_that_is_not_in_the_mesh_is_rejected_with_one_that_is_near(axis, hint):
+    def body(mesh, case):
+        for call in (mesh.__getitem__, mesh.size, mesh.rank):
+            with pytest.raises(ValueError) as caught:
+                call(axis)
+            assert str(caught.value) == f"mesh: axis {axis!r} is not in mesh (cp, tp){hint}"
+
+    run(body, CaseSpec(scheme="collectives", mesh={"cp": 1, "tp": 2}))

@@ -5,6 +5,7 @@ A thin wrapper of torch's DeviceMesh, plus the global positions of this rank's s
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -84,4 +85,6 @@ class MeshView:
 
     def _check(self, axis: str) -> None:
         if axis not in self.axes:
-            raise ValueError(f"mesh: axis {axis!r} is not in mesh ({', '.join(self.axes)})")
+            near = difflib.get_close_matches(str(axis), self.axes, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"mesh: axis {axis!r} is not in mesh ({', '.join(self.axes)}){hint}")

@@ -177,6 +177,8 @@ def _call(
             raise
         except Exception as error:
             message = f"raised {type(error).__name__}{at_users_line(error)}: {_first_line(error)}"
+            if "racer" in str(error):  # JAX's Tracer, which torch and NumPy do not take
+                message += "; JAX traces a reference: write jnp and jax there, not torch or numpy"
             raise _failure(scheme, message) from error
         _PROGRAMS.setdefault(scheme.reference, {})[signature] = program, structure
         CLOCK.seconds += time.perf_counter() - start

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from parity_tests import integers, scheme, token_below, values
 from parity_tests.harness.draw import inputs
@@ -247,6 +248,13 @@ def test_an_error_of_the_reference_is_one_sentence():
         f"scheme 'on_ranks': reference broken raised RuntimeError at {at}: no mathematics for (4,)"
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("doubled", [lambda x: torch.cat([x, x]), lambda x: np.asarray(x) * 2], ids=["torch", "numpy"])
+def test_a_reference_in_torch_or_numpy_is_rejected_with_what_to_write(doubled):
+    declaration = scheme(reference=doubled, mesh={"tp": (1,)}, inputs={"x": "b/tp"}, outputs="b/tp")(lambda mesh, x: x)
+    with pytest.raises(ReferenceFailure, match="JAX traces a reference: write jnp and jax there, not torch or numpy"):
+        evaluated(declaration, declaration.case(b=4))
 
 
 def test_a_function_of_trees_is_traced_once_for_a_signature():

@@ -21,6 +21,7 @@ from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.ledger import Finding, Ledger
 
 PLAIN_WIDTH = 132
+LINE = 80  # columns within which a command is not broken
 EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds in which numbers repeat
 MAX_UNDECIDED_SHARE = 0.25  # of the examples of a scheme that passes
 # Fields that a report of one case takes over from that of all examples.
@@ -230,6 +231,15 @@ class Report:
     def __repr__(self) -> str:
         return f"<report {self.scheme.rpartition(':')[2]}: {self.verdict}, {sizes(self.case)}>"
 
+    def _case_and_replay(self) -> list[str]:
+        """The case and the command that replays it, on one line if that is no longer than LINE."""
+        case = f"{self.kind_of_case}: {sizes(self.case)}"
+        if not self.replay:
+            return [case]
+        command = f"replay: python {self.replay}"
+        one_line = f"{case}      {command}"
+        return [one_line] if len(one_line) <= LINE else [case, command]
+
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self._heading(), style="bold")]
         if self.implementation is not None:
@@ -250,12 +260,7 @@ class Report:
         if self.confirmed_on is not None:
             parts.append(Text(f"  confirmed on {self.confirmed_on}, in fresh processes"))
         if not self.ok:
-            parts.append(
-                Text(
-                    f"{self.kind_of_case}: {sizes(self.case)}"
-                    + (f"      replay: python {self.replay}" if self.replay else "")
-                )
-            )
+            parts.append(Text("\n".join(self._case_and_replay())))
             if self.case.conditions:
                 only = "only when" if self.conditions_needed else "seen when"
                 parts.append(Text(f"  {only} {' and '.join(phrases(self.case))}"))

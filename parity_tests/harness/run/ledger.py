@@ -17,13 +17,17 @@ PHASES = {"forward": "fwd", "backward": "bwd"}  # of a declared cost, and of a r
 _PYTHON = str(Path(contextlib.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _HARNESS = str(Path(__file__).parents[1])
+_MESH_VIEW = str(Path(__file__).parents[3] / "torch_impl" / "collectives" / "mesh.py")
 _COLLECTIVES = str(Path(__file__).parents[3] / "torch_impl" / "collectives")
 
 
 @cache
 def is_plumbing(name: str) -> bool:
-    """Whether a source file is torch's, Python's or the harness's own; the harness's tests are users of it."""
-    if name.startswith((_TORCH, _HARNESS, "<frozen", "<string", "<__array")):
+    """Whether a source file is torch's, Python's or the harness's own, as is what a function takes as its mesh.
+
+    The harness's tests are users of it.
+    """
+    if name.startswith((_TORCH, _HARNESS, _MESH_VIEW, "<frozen", "<string", "<__array")):
         return not base(name).startswith("test_")
     return (name.startswith(_PYTHON) and "site-packages" not in name) or base(name) == "typing_extensions.py"
 

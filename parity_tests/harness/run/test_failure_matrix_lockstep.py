@@ -132,6 +132,12 @@ def skips(mesh: Any, case: CaseSpec) -> None:
         dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 
+def skips_the_first_of_two(mesh: Any, case: CaseSpec) -> None:
+    if mesh.rank("tp") != 1:
+        dist.all_reduce(torch.ones(3), group=mesh["tp"])
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
 def forgets_to_wait(mesh: Any, case: CaseSpec) -> None:
     dist.all_reduce(torch.ones(3), group=mesh["tp"], async_op=mesh.rank("tp") == 1)
 
@@ -208,6 +214,7 @@ MISTAKES = (
     Mistake(other_tag, failure.CollectiveMismatch, "tags differ, 5 and 6", ("send", "recv")),
     Mistake(all_send_first, failure.Deadlock, "nobody can run: rank 0 waits in send float32[4] peer=1", ("send",)),
     Mistake(skips, failure.Deadlock, "rank 1 finished", ranks=(0,)),
+    Mistake(skips_the_first_of_two, failure.Deadlock, "on rank 1: one of them may have left out a call", ranks=(0,)),
     Mistake(forgets_to_wait, failure.Unwaited, "rank 1 returned and never waited for all_reduce", ranks=(1,)),
     Mistake(forgets_a_functional, failure.Unwaited, "rank 1 returned and never waited for all_reduce", ranks=(1,)),
     Mistake(changes_an_input, failure.Modified, ": input 0 was changed at (2,) before its", ("all_gather",), (1,)),

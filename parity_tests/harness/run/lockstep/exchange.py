@@ -173,7 +173,7 @@ class Exchange:
         ]
         states = "; ".join(self._state(rank) for rank in range(self.scheduler.world))
         rank, row = waiting[0]
-        note = self._default_group_note(*(row for _, row in waiting))
+        note = self._default_group_note(*(row for _, row in waiting)) + self._call_from_two_lines()
         return self._failure(Deadlock, f"nobody can run: {states}{note}", rank, row.op, row.source)
 
     def stalled(self, stack: str, seconds: float) -> RankFailure:
@@ -197,9 +197,28 @@ class Exchange:
         if isinstance(pending, CommunicationCall):
             return f"rank {rank} waits in {pending.row}"
         if self.scheduler.finished[rank]:
-            return f"rank {rank} finished"
+            last = next(reversed(self.ledger.of(rank)), None)
+            return f"rank {rank} finished" + (f"; its last was {last}" if last else "")
         last = next(reversed(self.ledger.of(rank)), None)
         return f"rank {rank} can run, last in {last}" if last else f"rank {rank} can run, nothing issued"
+
+    def _call_from_two_lines(self) -> str:
+        """Names the first call that two ranks came to from different lines: a rank that left a call out is one ahead.
+
+        Where shapes are alike, its next call answers the others' earlier one, and they wait only at the last.
+        """
+        first: dict[tuple[Any, ...], LedgerRow] = {}
+        for row in self.ledger.rows:
+            if row.peer is not None:
+                continue
+            other = first.setdefault((row.group, row.group_name, row.seq), row)
+            if (other.source, other.phase) != (row.source, row.phase):
+                places = " and ".join(
+                    f"at {each.source}{' [bwd]' if each.phase == 'bwd' else ''} on rank {each.rank}"
+                    for each in (other, row)
+                )
+                return f"; call #{row.seq} of group {row.group_name} is {places}: one of them may have left out a call"
+        return ""
 
     def _default_group_note(self, *rows: LedgerRow) -> str:
         """Says so where ranks meet, or wait, in the default group of a mesh that has smaller ones."""
