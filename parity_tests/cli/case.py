@@ -48,7 +48,7 @@ def timeline(
         str, typer.Option(help="Where the JSON goes, - for standard output; open it in a trace viewer.", metavar="PATH")
     ] = "timeline.json",
 ) -> None:
-    """The collectives of a recorded case as a trace, one track per rank."""
+    """The collectives of a recorded case, a track for each rank."""
     from parity_tests.cli import listing
 
     raise typer.Exit(listing.timeline(file, out))

@@ -29,7 +29,7 @@ def schedule(
     figure: FigurePath = None,
     csv: Annotated[str | None, typer.Option(help="Write the order as a CSV file.", metavar="PATH")] = None,
 ) -> None:
-    """A pipeline schedule run on paper: who computes what and when, bubbles, live activations. Nothing is executed."""
+    """A pipeline schedule on paper. Who computes what and when, bubbles, live activations; nothing is executed."""
     from parity_tests.cli import schedule_picture
     from torch_impl.pipelining.simulation import Times
 
@@ -57,7 +57,7 @@ def plan(
     ] = None,
     json: JsonPath = None,
 ) -> None:
-    """What sharding a model over a mesh of any size would do: placements, bytes, collectives. Nothing runs."""
+    """What sharding a model over a mesh of any size would do. It shows placements, bytes, collectives; nothing runs."""
     from parity_tests.cli import plan as dry
 
     dry.show(model, sizes(mesh, "--mesh"), tokens, options(option), json)
@@ -107,7 +107,7 @@ def cost(
     json: JsonPath = None,
     figure: FigurePath = None,
 ) -> None:
-    """What schemes send on a mesh of any size, by their declared cost: bytes, links, modelled time. Nothing runs."""
+    """What schemes send on a mesh of any size. From declared costs: bytes, links, modelled time; nothing runs."""
     from parity_tests.cli import priced
 
     priced.show(targets, priced.Request(mesh, dim or [], options(option), dtype, seed, links), json, figure)

@@ -97,7 +97,7 @@ def train(
     json: JsonPath = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each run only.")] = False,
 ) -> None:
-    """Train a small hybrid language model over a mesh; compare every step with one device."""
+    """Train a small hybrid language model over a mesh. Every step is compared with one device."""
     from parity_tests.harness.report.out_path import check_folder
     from parity_tests.training import page as meshes
     from parity_tests.training import session
@@ -138,7 +138,7 @@ def trace(
     every_tensor: Annotated[bool, typer.Option("--whole", "--verbose", "-v", help="Print every tensor.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each trace only.")] = False,
 ) -> None:
-    """Name the first module whose tensors differ: in a sharded model from one device's, or in a pair of your own."""
+    """Name the first module whose tensors differ. A sharded model's and one device's, or a pair of your own."""
     if file is not None and "::" in file:
         foreign = [name for name in OF_OUR_MODEL if _is_on_command_line(context, name)]
         if foreign:

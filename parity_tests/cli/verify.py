@@ -139,7 +139,7 @@ def new(
         str | None, typer.Option(help="The file to write; default: scheme_FUNCTION.py beside FILE.", metavar="PATH")
     ] = None,
 ) -> None:
-    """Write the file of a scheme for a function that is there: all but the reference, and the specs where they show."""
+    """Write the file of a scheme for a function that is there. You write the reference, and specs that do not show."""
     from parity_tests.cli import skeleton
 
     raise typer.Exit(skeleton.new(target, out, inputs, sizes(mesh, "--mesh")))
@@ -162,7 +162,7 @@ def tour(
     json: JsonPath = None,
     quiet: Quiet = False,
 ) -> None:
-    """Everything at once on this CPU: all built-in schemes, real text, three injected bugs, one figure."""
+    """Everything at once on this CPU. All built-in schemes, real text, three injected bugs, one figure."""
     from parity_tests.cli import tour as first_run
 
     raise typer.Exit(first_run.run(figure or "shardproof_verify.png", examples, json, quiet))
