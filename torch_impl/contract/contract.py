@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument that a contract validates. A value of one of `other_types` needs no validation: `None`, a DTensor."""
+    """An argument that a contract validates. A value of one of `other_types`, as a DTensor, needs no validation."""
 
     name: str
     position: int  # of a keyword-only argument: beyond all positional ones

@@ -41,7 +41,8 @@ def type_name(value: object) -> str:
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a range; `remedy` ends the message. Infinity, NaN and what no float can hold are rejected.
+    """A number in a range; `remedy` ends the message. Infinity and NaN are rejected, and so is, unless
+    it is an `integer`, what no float can represent.
 
     It may be of any real type, as numpy's float32, in whose precision Python computes with it: a function computes with
     `float` of it.

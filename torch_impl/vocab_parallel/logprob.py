@@ -47,12 +47,12 @@ def vocab_parallel_logprob(
     log p[t] = y[t] - lse,   y = z / temperature,   lse = log sum_v exp(y_v)
     d z = (g_lp (1[v=t] - p) + g_h p (log p - h)) / temperature,   h = sum_v p_v log p_v, the negative entropy
 
-    Any leading dims and strides. A target outside the vocabulary (-100, padding) gives 0.0 and a zero gradient row,
-    also where the logits of its row are NaN.
+    Any leading dims and strides. A target outside the vocabulary (-100, padding) gives 0.0 and, unless the
+    entropy of its row has a cotangent, a zero gradient row, also where the logits are NaN.
     Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
     dtype. Every tp rank passes the same cotangent.
     `chunk_size` bounds the working set, b * chunk_size consecutive rows at a time (None: chosen automatically), and may
-    differ by rank.
+    differ by rank; Triton, which needs no working set, takes all rows.
     `inplace_gradient` writes the gradient into the memory of the logits. If another operation saved them for its own
     backward, autograd raises an error there.
     `backend`: "auto" is Triton on CUDA and eager elsewhere; "eager", "compile" and "triton" force one.
@@ -191,7 +191,7 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
     Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
     dtype. Every tp rank passes the same cotangent.
     `chunk_size` bounds the working set, b * chunk_size consecutive rows at a time (None: chosen automatically), and may
-    differ by rank.
+    differ by rank; Triton, which needs no working set, takes all rows.
 
     Cost:   forward 1 all_gather, (k + 2) * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves
             the logits by reference and 8 + 4 k bytes per token, of float64 logits 16 + 4 k.
@@ -239,7 +239,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
     Any leading dims and strides, and any columns on any rank. Columns of -inf are masked. Results are float32, for
     float64 logits float64; the gradient has the logits' dtype. Every tp rank passes the same cotangent.
     `chunk_size` bounds the working set, b * chunk_size consecutive rows at a time (None: chosen automatically), and may
-    differ by rank.
+    differ by rank; Triton, which needs no working set, takes all rows.
     Together with a log-probability: `vocab_parallel_logprob(..., with_entropy=True)`, without another read.
 
     Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves the

@@ -255,7 +255,7 @@ def global_normaliser(
 ) -> Normaliser:
     """m and log(1 + R)."""
     if len(row_max_r) == 1:
-        row_max = row_max_r[0]
+        row_max = row_max_r[0].clone()  # saved for backward, it must not keep the stack alive
         return Normaliser(row_max, _zero_or_nan(row_max).add_(row_sum_m1_r[0]).log1p_())
     row_max, row_sum_m1, _ = global_row_sum_m1(row_max_r, row_sum_m1_r, temperature)
     return Normaliser(row_max, row_sum_m1.log1p())
