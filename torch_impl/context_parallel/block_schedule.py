@@ -2,9 +2,10 @@
 
 It consists of slices, index arrays and masks; `blockwise_attention` computes with them. Every layout keeps the tokens
 of a sequence in order on each rank, so a rank's shard of a sequence is one run of consecutive rows, real tokens first.
-Between the queries of one rank and the keys of another, all pairs count, or those below a diagonal, or none. So no mask
-is needed, except over fill (below) and at the edges of a window, where the queries are split into short runs,
-*segments*. Of a prefix that a sequence continues, its queries see all keys in the window.
+Of the queries of one rank and the keys of another, all pairs count, or those of half of the queries or of half of the
+keys, or those below a diagonal, or none: rectangles and triangles. So no mask is needed, except over fill (below) and
+at the edges of a window, where the queries are split into short runs, *segments*. Of a prefix that a sequence
+continues, its queries see all keys in the window.
 
 A block is what one call of an attention kernel computes: runs of queries, each with its run of keys. Runs of different
 lengths in one block are filled up to the longest by repeating their last row; *fill* are these repeated rows.
@@ -44,7 +45,8 @@ class BlockSchedule:
 def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockSchedule:
     """The block schedule of this rank, cached with the layout: layers that share a layout share the schedule.
 
-    Cost:   one copy of four numbers per rank and sequence to the host, and of the positions where masks are computed:
+    Cost:   one copy of four numbers per rank and sequence to the host (with shared prefixes one more, and one for each
+            rank of cp), and of the positions where masks are computed:
             over fill of a causal block, and with a window shorter than the longest sequence. Work with a window grows
             with tokens times window + MAX_SEGMENT_QUERIES; besides fill only its edges have masks, of at most
             2 * MAX_SEGMENT_QUERIES keys a run. Only the mask of a segment that has queries of both of

@@ -159,7 +159,8 @@ class KeyTransfer:
 def key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyTransfer:
     """How keys travel from and to this rank, cached with the layout.
 
-    Cost: that of `schedule_of`; and two copies to the host, of n + 1 numbers per rank and of one byte per position.
+    Cost: that of `schedule_of`; and two copies to the host, of n + 1 numbers per rank and of one byte per position,
+    for a halo a third, of one number.
     """
     return layout.cached(("route", causal, window), lambda: _key_transfer(layout, causal, window))
 

@@ -80,7 +80,7 @@ SeqDims = Annotated[dict[str, int], _SeqDims()]
 OneTensor = Annotated[Tensor, Instance(Tensor, "pass a Tensor", shows_value=False)]
 CpMesh = Annotated[DeviceMesh, _CpMesh()]
 NamedMesh = Annotated[DeviceMesh, _NamedMesh()]
-# The number of positions that a query sees, itself included.
+# A query sees positions at a distance below this: so many if attention is causal, itself included.
 Window = Annotated[int, Number(1, integer=True, remedy=", or None to see all")]
 Scale = Annotated[float, _Scale()]
 Layout = Annotated[TokenLayout | str, _Layout()]

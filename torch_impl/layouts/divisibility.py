@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_impl.contract import contract, dtype_name, type_name
 
-# Of equal length. Layouts that are not listed take any size; packed has its rule per sequence, in `checked_offsets`.
+# Of equal length. Layouts that are not listed take any size; packed has its rule per sequence, in `validate_offsets`.
 CHUNKS_PER_RANK = {"contiguous": 1, "striped": 1, "dual_chunk_swap": 2}
 
 
