@@ -34,7 +34,7 @@ from parity_tests.harness.run.protocol import disagreement
 from parity_tests.harness.verify_one_case import verify_case
 
 MAX_RANKS = 16
-FRESH_PROCESS_TIMEOUT_S = 180.0  # for a fresh interpreter, which imports torch and JAX and compiles the reference
+FRESH_PROCESS_TIMEOUT_S = 180.0  # for a fresh interpreter, which imports torch and JAX and traces the reference
 REMEDY = "bind it in setup=, name its module in isolate=, or verify with --engine gloo"
 PASSES_ON_GLOO = (
     "gloo passes this case in fresh processes, so lockstep's result is no verdict on the function. Ranks of lockstep "
@@ -49,7 +49,7 @@ STATE_BETWEEN_CALLS = (
     "the function keeps state between calls: in fresh processes this case is equal as the first call and fails after "
     "another one"
 )
-VERIFIED: set[str] = set()  # keys of the schemes that this process has verified
+VERIFIED: set[str] = set()  # keys of the schemes of which this process has drawn cases
 
 
 def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = None) -> Report:
@@ -106,7 +106,7 @@ def _could_fail_on_gloo(report: Report) -> bool:
 
 
 def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:
-    """The report of fresh gloo processes; None where they cannot be started or the function cannot travel."""
+    """The report of fresh gloo processes; None where they cannot be started or the function cannot be pickled."""
     from parity_tests.harness.run.processes import pool
     from parity_tests.harness.run.processes.forks import ServerGone
 

@@ -70,7 +70,7 @@ def verify(
     """See Scheme.verify; `fixed` are mesh axes, dims and options that are not drawn, `world` the number of ranks.
 
     `progress(done, total)` is called after each example that Hypothesis draws, until one fails: not for the first
-    cases, which are all where nothing but values is drawn.
+    cases, which are those of a scheme of which nothing but values is drawn.
     """
     fixed = dict(fixed or {})
     if engine not in ENGINES:
@@ -208,7 +208,7 @@ def _search(
 ) -> tuple[list[Report], int]:
     """Reports of the drawn cases; on a failure, those before it and that of the smallest failing case.
 
-    Also the number of further cases that were tried to find a smaller one.
+    Also the number of runs after the first failure, which look for a smaller case and repeat the smallest.
     """
     reports: list[Report] = []
     failing: list[Report] = []

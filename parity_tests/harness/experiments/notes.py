@@ -2,9 +2,9 @@
 
 `harness.verify` says how a mismatch comes to be printed; these are its sixth and seventh steps.
 
-What one case suggests is tried on other cases: larger ones with the same values and with normal ones, another mesh, a
-wider dtype, inputs a little off. A claim must hold in each that fails on the same tensor, and be of a kind that the
-experiment can refute. A note that no other case could test says so; one that a case refutes is left out. Notes that
+What one case suggests is tried on other cases: larger ones with the same kinds of values and with normal ones, another
+mesh, a wider dtype, inputs a little off. A claim must hold in each that fails on the same tensor, and be of a kind that
+the experiment can refute. A note that no other case could test says so; one that a case refutes is left out. Notes that
 state a fact of their own case are printed as they are.
 """
 

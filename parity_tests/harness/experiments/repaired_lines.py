@@ -1,9 +1,10 @@
 """Name the line of a collective that is to blame: for a wrong gradient, the one whose repair makes it right.
 
 A gradient may be wrong though every collective is right, and the first collective of the backward is not to blame for
-being first. So the case is run again with one line repaired at a time (see run/lockstep/repair.py), and
-the line whose repair makes the tensor right is named. An asynchronous collective is named as read before its wait where
-a tensor has fewer unexpected NaN without its poison, although it may stay wrong for another reason.
+being first. So the case, or a larger one that fails alike, is run again with one line repaired at a time (see
+run/lockstep/repair.py), and the line whose repair makes the tensor right is named. An asynchronous collective is named
+as read before its wait where a tensor has fewer unexpected NaN without its poison, although it may stay wrong for
+another reason.
 """
 
 from __future__ import annotations

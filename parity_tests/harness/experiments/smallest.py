@@ -1,6 +1,6 @@
 """The smallest case: sizes shrink one at a time, outside the few shapes that are drawn, until no smaller case fails.
 
-Hypothesis shrinks a failure to the simplest of the shapes that are drawn, which are few, since a reference compiles
+Hypothesis shrinks a failure to the simplest of the shapes that are drawn, which are few, since a reference is traced
 once for each. A case of some other shape may be smaller by far.
 """
 

@@ -1,9 +1,9 @@
 """What kind of mistake: from the evidence on one wrong tensor to notes, the best explanation first.
 
 A pure function. A clue that gives the numbers a cause (a factor, a constant, a sum, an order, a precision) does so only
-if the full tensor fits it within its budget. The others say which elements, ranks or copies are wrong, or state a fact
-of the run. Clues that explain more come first: a factor of the full tensor before a wrong place in it. Experiments on
-other cases then drop the notes that they refute (`experiments.notes`).
+if the full tensor fits it within its budget, times the factor or the number of addends. The others say which elements,
+ranks or copies are wrong, or state a fact of the run. Clues that explain more come first: a factor of the full tensor
+before a wrong place in it. Experiments on other cases then drop the notes that they refute (`experiments.notes`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Most notes are hypotheses: other cases could refute them. They fit the numbers of one case, and often several fit, since
 one element is any multiple of another. So a note has claims, which name what is the same in every case (a mesh axis, a
-dim, a layout) and leave out what is not (the number, the places), and a scope, which says in what other cases they must
-hold.
+dim, a layout) and leave out what is not (most numbers and places), and a scope, which says in what other cases they
+must hold.
 """
 
 from __future__ import annotations

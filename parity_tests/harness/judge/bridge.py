@@ -1,4 +1,4 @@
-"""The bridge to JAX: float64 switched on before the first import, own copies in, no dtype narrowed either way."""
+"""The bridge to JAX: float64 switched on before the first array, own copies in, no dtype narrowed either way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STRICT = ("jax_ref", "parity_tests")  # packages whose references broadcast noth
 
 
 def start(cache: str | None = None) -> Any:
-    """Import JAX for the CPU with float64, strict promotion and a persistent compilation cache; returns jax."""
+    """Import JAX for the CPU with float64, strict promotion and a compilation cache, if given; returns jax."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 

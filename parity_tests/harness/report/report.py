@@ -54,7 +54,7 @@ class Undecided(VerdictError):
 
 
 class ProtocolMismatch(VerdictError):
-    """The ranks' ledgers disagree although every rank finished."""
+    """Every rank finished, but their ledgers disagree or a backend would reject a call."""
 
 
 class CostMismatch(VerdictError):
@@ -89,7 +89,7 @@ class Report:
     declared_costs: tuple[Cost, ...] = ()  # of each rank, where the case is one that the declared form is of
     seconds: float = 0.0
     examples: int = 1
-    shrinking_steps: int = 0  # further cases, tried by Hypothesis to find a smaller one that fails
+    shrinking_steps: int = 0  # runs after the first failure: for a smaller case, and of the smallest again
     dtypes: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(
@@ -102,7 +102,7 @@ class Report:
     undecided_examples: int = 0
     smallest: bool = False  # with any one size but those of `as_given` one step smaller, it no longer fails so
     as_given: tuple[str, ...] = ()  # axes and dims whose size the caller gave, so that no smaller one was tried
-    conditions_needed: bool = False  # the case passes if any one calling condition is left out
+    conditions_needed: bool = False  # without any one of its calling conditions the case does not fail so
     values_to_avoid: tuple[str, ...] = ()  # inputs whose equal numbers, as zeros, cause the failure
     state_between_calls: str | None = None  # where fresh processes show that the function has one
     replay: str | None = None

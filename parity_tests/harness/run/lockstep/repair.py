@@ -1,4 +1,4 @@
-"""A repair: the exchange carries out one collective in another way, to see whether its line is to blame.
+"""A repair: the calls of one line, or one of them, are carried out in another way, to see whether the line is to blame.
 
 Where the result is right with a collective left out of the backward, that collective was one too many; where it is
 right once the gradient is summed over the group first, the backward lacked the sum; where a NaN is gone once a buffer
