@@ -82,10 +82,10 @@ class _Runs:
     DualChunkSwap's two chunks, and `first_position` the position of its first row within the sequence.
     """
 
-    start: Int64[Tensor, "n q"]
-    real: Int64[Tensor, "n q"]
-    first_chunk: Int64[Tensor, "n q"]
-    first_position: Int64[Tensor, "n q"]
+    start: Int64[Tensor, "n sequences"]
+    real: Int64[Tensor, "n sequences"]
+    first_chunk: Int64[Tensor, "n sequences"]
+    first_position: Int64[Tensor, "n sequences"]
 
     @staticmethod
     def of(layout: TokenLayout) -> _Runs:
@@ -114,13 +114,13 @@ class _VisibleRuns:
     sequence if they are a prefix.
     """
 
-    first_query: Int64[Tensor, " q"]
-    query_count: Int64[Tensor, " q"]
-    first_key: Int64[Tensor, " q"]
-    key_count: Int64[Tensor, " q"]
-    shift: Int64[Tensor, " q"] | None = None
+    first_query: Int64[Tensor, " sequences"]
+    query_count: Int64[Tensor, " sequences"]
+    first_key: Int64[Tensor, " sequences"]
+    key_count: Int64[Tensor, " sequences"]
+    shift: Int64[Tensor, " sequences"] | None = None
 
-    def subset(self, is_member: Bool[Tensor, " q"]) -> _VisibleRuns:
+    def subset(self, is_member: Bool[Tensor, " sequences"]) -> _VisibleRuns:
         """Those runs that `is_member` selects."""
         shift = None if self.shift is None else self.shift[is_member]
         fields = self.first_query, self.query_count, self.first_key, self.key_count

@@ -171,7 +171,7 @@ class TokenLayout:
         return torch.searchsorted(self.cu_padded[1:].long(), self._all_positions, right=True)
 
     @cached_tensor
-    def lengths_before(self) -> Int64[Tensor, " q"]:
+    def lengths_before(self) -> Int64[Tensor, " sequences"]:
         """Number of real tokens in all that each sequence continues; 0 without `prefix_of`."""
         return lengths_before(self.prefix_of, self.cu_real.diff().long())
 

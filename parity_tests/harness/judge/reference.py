@@ -131,7 +131,8 @@ def undefined_gradients(
 
 
 def _cotangent(arg: Argument, program: Program, case: CaseSpec) -> ReferenceInput:
-    """The cotangent of an output; zeros for one whose gradient is not compared, one for the loss of a module."""
+    """The cotangent of an output; zeros for one whose gradient is not compared, 1 for
+    the loss of a scheme whose function returns a module (`scheme(module=)`)."""
     if arg.modified or program.module:
         is_loss = not arg.modified and arg.name == program.outputs[0].name
         return ReferenceInput(np.full(arg.shape(case), float(is_loss)), np.zeros(arg.shape(case)))
