@@ -207,7 +207,7 @@ class Exchange:
 
         Where shapes are alike, its next call answers the others' earlier one, and they wait only at the last.
         """
-        first: dict[tuple[Any, ...], LedgerRow] = {}
+        first: dict[tuple[tuple[int, ...], str, int], LedgerRow] = {}
         for row in self.ledger.rows:
             if row.peer is not None:
                 continue
