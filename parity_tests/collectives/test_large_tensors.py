@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from torch_impl.collectives import large_tensors
 
@@ -55,6 +56,15 @@ def test_selected_rows_are_those_of_torch(dim: int, size: int) -> None:
     large_tensors.index_select(needs_gradient, index, dim).sum().backward()
     counts = torch.tensor([1.0, 0.0, 2.0, 0.0])
     assert torch.equal(needs_gradient.grad, counts.unsqueeze(1 - dim).expand_as(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch, in make_dual
+def test_selected_rows_have_a_derivative_in_forward_mode() -> None:
+    x, index = torch.ones(4, large_tensors.MIN_BYTES // 8), torch.tensor([2, 0, 2])
+    with forward_ad.dual_level():
+        selected = large_tensors.index_select(forward_ad.make_dual(x, 3.0 * x), index)
+        tangent = forward_ad.unpack_dual(selected).tangent
+    assert tangent is not None and torch.equal(tangent, 3.0 * x[index])
 
 
 def test_rows_selected_under_vmap_are_those_of_torch() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 MIN_BYTES = 8 * 2**20  # of smaller tensors the allocator often has memory that is mapped already
 
@@ -34,8 +35,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 def index_select(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     """`x.index_select(dim, index)`, in huge pages if it is large and on a CPU."""
-    is_differentiated = x.requires_grad and torch.is_grad_enabled()
-    if is_differentiated or not _has_memory(x) or x.nbytes // max(x.shape[dim], 1) * len(index) < MIN_BYTES:
+    if not _has_memory(x) or x.nbytes // max(x.shape[dim], 1) * len(index) < MIN_BYTES:
+        return x.index_select(dim, index)
+    # `out=` below has no derivative, in reverse or in forward mode.
+    if (x.requires_grad and torch.is_grad_enabled()) or forward_ad.unpack_dual(x).tangent is not None:
         return x.index_select(dim, index)
     shape = (*x.shape[:dim], len(index), *x.shape[dim:][1:])
     return torch.index_select(x, dim, index, out=empty(shape, x.dtype, x.device))
