@@ -318,3 +318,18 @@ def test_an_unknown_condition_is_rejected(excluded):
         scheme(
             reference=lambda x: x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", excluded_conditions=excluded
         )(lambda mesh, x: x)
+
+
+def test_an_output_without_a_cotangent_has_no_part_in_the_gradient():
+    """Where its derivative is infinite, 0 times it would be NaN."""
+
+    @scheme(
+        reference=lambda a: (2.0 * a, jnp.sqrt(0.0 * a)), mesh={"tp": (1, 2)}, inputs={"a": "b v/tp"},
+        outputs=("b v/tp", "b v/tp"), draw={"a": values("normal")}, dtypes=("float32",), engines=("lockstep",),
+    )  # fmt: skip
+    def doubled_and_root_of_zero(mesh, a):
+        return 2 * a, (0 * a).sqrt()
+
+    case = draw_case(doubled_and_root_of_zero, seeded_chooser(0), {"tp": 2})
+    report = verify_case(doubled_and_root_of_zero, case.replace(conditions={"unused": ["out[1]"]}))
+    assert report.ok, str(report)

@@ -8,7 +8,7 @@ budgets are computed. Nothing is compiled, but for what NumPy has no rule for an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -158,7 +158,8 @@ def _call(
     chosen = tuple(sorted((name, repr(value)) for name, value in options.items()))
     mesh = {axis: case.mesh[axis] for axis in scheme.mesh} if takes_mesh(scheme.reference) else {}
     keywords = {**options, "mesh": mesh} if mesh else options
-    signature = roles, shapes, tuple(output_shapes.values()), chosen, tuple(mesh.items())
+    unused = tuple(case.conditions.get("unused", ()))
+    signature = roles, shapes, tuple(output_shapes.values()), chosen, tuple(mesh.items()), unused
     of_reference = _PROGRAMS.setdefault(scheme.reference, {})  # schemes of one reference share what is traced
     tangents = [*(None for _ in fixed), *jax.tree.leaves(directions)]
     flat = jax.tree.leaves(arrays), tangents, tangent_errors, value_errors
@@ -172,7 +173,7 @@ def _call(
         _make_room()
         try:
             with np.errstate(all="ignore"):
-                program, structure = _build(scheme, keywords, output_shapes, arrays)
+                program, structure = _build(scheme, keywords, output_shapes, unused, arrays)
                 results = program(*flat)
         except ReferenceFailure:
             raise
@@ -201,11 +202,16 @@ def _make_room() -> None:
 
 
 def _build(
-    scheme: Declared, keywords: Mapping[str, Any], output_shapes: Mapping[str, tuple[int, ...]], arrays: Any
+    scheme: Declared,
+    keywords: Mapping[str, Any],
+    output_shapes: Mapping[str, tuple[int, ...]],
+    unused: Sequence[str],
+    arrays: Any,
 ) -> tuple[Any, Any]:
     """The evaluator of ((outputs, gradients), integer outputs) as a function of (fixed, x, c), and their structure.
 
-    `keywords` are the options and, where the reference asks for it, the mesh.
+    `keywords` are the options and, where the reference asks for it, the mesh. `unused` outputs have no cotangent, and
+    no part in the gradient: 0 times the infinite derivative of one of them would be NaN.
     """
     import jax
 
@@ -216,12 +222,15 @@ def _build(
         parts = _checked_outputs(
             scheme, output_shapes, bridge.call_reference(scheme.reference, **nested(arguments), **keywords)
         )
-        return {n: v for n, v in parts.items() if n not in integer}, {n: v for n, v in parts.items() if n in integer}
+        without = {*integer, *unused}
+        return {n: v for n, v in parts.items() if n not in without}, {n: v for n, v in parts.items() if n in without}
 
     def value_and_gradient(fixed: Any, x: Any, c: Any) -> tuple[tuple[Any, Any], Any]:
         differentiable = {name: x[name] for name in active}
         y, pullback, aux = jax.vjp(lambda x_active: split({**fixed, **x, **x_active}), differentiable, has_aux=True)
-        return (y, pullback(c)[0]), aux
+        (gradients,) = pullback({name: c[name] for name in y})
+        y.update({name: aux.pop(name) for name in unused})
+        return (y, gradients), aux
 
     closed, shapes = jax.make_jaxpr(value_and_gradient, return_shape=True)(*arrays)
     fixed, x, c = arrays
