@@ -82,7 +82,7 @@ def sample(bugs: Sequence[InjectedBug], count: int) -> list[InjectedBug]:
 def headlines(bug: InjectedBug, component_trials: Iterable[SchemeTrials]) -> Headlines | None:
     """What is said of the first failing case of a bug that has notes; None where no case has."""
     patch = patched_text(bug)
-    running = (trials for trials in component_trials if trials.runs(patch.file, patch.first_line, patch.last_line))
+    running = (trials for trials in component_trials if trials.runs(patch.file, patch.replaced_lines))
     affected = list(islice(running, SCHEMES))
     modules, patched = patched_schemes(bug, [each.scheme for each in affected])
     with modules:

@@ -93,6 +93,10 @@ class PatchedFile:
     first_line: int
     last_line: int
 
+    @property
+    def replaced_lines(self) -> range:
+        return range(self.first_line, self.last_line + 1)
+
 
 def patched_text(bug: InjectedBug) -> PatchedFile:
     """The file that the bug changes, with the bug in it. Errors: StaleBug."""

@@ -1,12 +1,14 @@
 """Run every injected bug on drawn cases of the schemes that it affects, until an oracle catches it.
 
-A scheme is affected if it runs a line of the bug. A round is one example of each of the nearest affected schemes, those
-that run the fewest lines; the others are tried only where these see nothing. The baseline beside it is a parity
-test as it is often written: two ranks, one shape, equal shards, three seeds, the same budgets.
+A scheme is affected if it runs a line of the bug, or one that names it where the bug stands in a constant. A round is
+one example of each of the nearest affected schemes, those that run the fewest lines; the others are tried only where
+these see nothing. The baseline beside it is a parity test as it is often written: two ranks, one shape, equal shards,
+three seeds, the same budgets.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.speed_advice import without_advice
-from parity_tests.injected_bugs.injected_bug import InjectedBug, PatchedFile, patched_text
+from parity_tests.injected_bugs.injected_bug import ROOT, InjectedBug, PatchedFile, patched_text
 from parity_tests.injected_bugs.patched_modules import PatchedModules
 from parity_tests.injected_bugs.trials import TRACED, SchemeTrials, Trial
 
@@ -105,14 +107,16 @@ class BugRunner:
         self.schemes = [SchemeTrials(scheme, examples, engine, traced) for scheme in tried if engine in scheme.engines]
 
     def affected(self, bug: InjectedBug) -> list[SchemeTrials]:
-        """Trials of the schemes that run a line of the bug, the nearest first."""
+        """Trials of the schemes that run a line of the bug, the nearest first.
+
+        Where none does: of those that run a line of its file with the symbol's name, or any line of its file.
+        """
         patched = patched_text(bug)
-        lines = patched.first_line, patched.last_line
-        affected = [trials for trials in self.schemes if trials.runs(patched.file, *lines)]
-        if (
-            not affected
-        ):  # outside of functions, or not reached by the first cases: schemes that run any line of the file
-            affected = [trials for trials in self.schemes if patched.file in trials.files]
+        # No scheme runs the line of a constant, which import does; nor do its first cases run every line of a function.
+        for lines in (patched.replaced_lines, lines_that_name(bug, patched.file), None):
+            affected = [trials for trials in self.schemes if trials.runs(patched.file, lines)]
+            if affected:
+                break
         return sorted(affected, key=lambda trials: len(trials.lines))
 
     def outcome(self, bug: InjectedBug) -> Outcome:
@@ -155,6 +159,12 @@ class BugRunner:
         if not healthy.ok:
             raise FalseAlarm(f"scheme {trial.scheme.name!r} fails without any bug: {words(healthy)}\n{trial.case.json}")
         return [Catch(trial.scheme.name, example, oracles(report), words(report))]
+
+
+def lines_that_name(bug: InjectedBug, file: str) -> list[int]:
+    """The lines of a file in which the bug's symbol occurs."""
+    name = re.compile(rf"\b{re.escape(bug.at.rpartition(':')[2].rpartition('.')[2])}\b")
+    return [number for number, line in enumerate((ROOT / file).read_text().splitlines(), 1) if name.search(line)]
 
 
 def patched_schemes(bug: InjectedBug, schemes: Iterable[Declared]) -> tuple[PatchedModules, dict[str, Declared]]:

@@ -8,7 +8,9 @@ import pytest
 from parity_tests.injected_bugs import report
 from parity_tests.injected_bugs.catalogue import APPLICABLE, CATALOGUE
 from parity_tests.injected_bugs.injected_bug import InjectedBug, patched_text
-from parity_tests.injected_bugs.runner import EXAMPLES, BugRunner, Catch, Outcome, run_bugs
+from parity_tests.injected_bugs.runner import EXAMPLES, BugRunner, Catch, Outcome, lines_that_name, run_bugs
+from parity_tests.injected_bugs.trials import SchemeTrials
+from parity_tests.vocab_parallel.test_sampling_filter import filtered_by_lists
 
 COUNTED = [bug for bug in CATALOGUE if not bug.equivalent]
 PROMISED = 0.95
@@ -55,6 +57,21 @@ def test_closing_lines_compare_the_catalogue_with_the_outcome():
     assert wrong[1] in report.closing([outcome("value: ", seen, **rare)], EXAMPLES)
     for right in (outcome("gradient: forward equal", seen), outcome("value: ", **rare)):
         assert not set(wrong) & set(report.closing([right], EXAMPLES))
+
+
+def test_a_constant_affects_the_schemes_that_run_a_line_with_its_name():
+    bug = next(bug for bug in CATALOGUE if bug.at == "vocab_parallel:LONGEST_LIST")
+    file = patched_text(bug).file
+    naming = lines_that_name(bug, file)[-1]
+    runner = BugRunner(examples=1, schemes=[filtered_by_lists])
+    by_line = {}
+    for line in (naming, naming + 1):
+        by_line[line] = SchemeTrials(filtered_by_lists, examples=1)
+        by_line[line].lines = frozenset({(file, line)})
+    runner.schemes = list(by_line.values())
+    assert runner.affected(bug) == [by_line[naming]]
+    runner.schemes = [by_line[naming + 1]]
+    assert runner.affected(bug) == runner.schemes, "where none does, those that run any line of the file"
 
 
 @pytest.mark.timeout(1800)

@@ -78,13 +78,11 @@ class SchemeTrials:
         """Find its lines now; otherwise that is done at their first use."""
         _ = self.lines
 
-    @cached_property
-    def files(self) -> frozenset[str]:
-        return frozenset(file for file, _ in self.lines)
-
-    def runs(self, file: str, first: int, last: int) -> bool:
-        """Whether it runs one of the lines first to last of a file."""
-        return any((file, number) in self.lines for number in range(first, last + 1))
+    def runs(self, file: str, numbers: Iterable[int] | None = None) -> bool:
+        """Whether it runs one of these lines of a file, any line of it if none are given."""
+        if numbers is None:
+            return any(file == each for each, _ in self.lines)
+        return any((file, number) in self.lines for number in numbers)
 
 
 def drawn_cases(scheme: Declared, examples: int, engine: str) -> list[CaseSpec]:

@@ -26,7 +26,7 @@ def functions_run(run: Run) -> frozenset[CodePlace]:
 def is_reached(bug: InjectedBug, called_places: frozenset[CodePlace]) -> bool:
     """Whether a step that ran these functions can see the bug. Errors: StaleBug."""
     patched = patched_text(bug)
-    owners = {owner(patched.file, line) for line in range(patched.first_line, patched.last_line + 1)}
+    owners = {owner(patched.file, line) for line in patched.replaced_lines}
     imported = {name.replace(".", "/") for name in sys.modules if name.startswith("torch_impl.")}
     is_imported = patched.file.removesuffix(".py").removesuffix("/__init__") in imported
     return any(is_imported if begin is None else (patched.file, begin) in called_places for begin in owners)

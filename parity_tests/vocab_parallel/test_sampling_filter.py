@@ -61,7 +61,11 @@ def filtered_by_mass(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b
     mesh={"tp": (1, 2, 3, 4)},
     dims={"b": (1, 2), "s": (1, 3), "v": (2, 7, 12, 1100)},
     options={"top_k": (None, 1025), "top_p": (0.5, 0.9, 0.0), "temperature": (1.0, 2.0)},
-    **DECLARED,
+    # Often ties, so that a row's last kept logit is 0.0 for some tokens and -0.0 for others.
+    **{
+        **DECLARED,
+        "draw": {"logits": decided_rows("normal", "ties", "peaked", "ties", "neg_inf_mask", "ties", "huge")},
+    },
 )
 def filtered_by_listed_columns(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
     """As on a GPU, where columns are not sorted."""

@@ -169,7 +169,6 @@ STRIDES = (
         old="torch.where(column >= 0, cotangent, 0.0).reshape(rows)",
         new="torch.where(column >= 0, cotangent, 0.0).view(rows)",
         expect="raised: view",
-        equivalent="the ids are padded to the shards of cp first, which makes them contiguous, and with them all else",
     ),
     InjectedBug(
         name="looked-up columns that must be one view",
@@ -178,7 +177,6 @@ STRIDES = (
         old="index_of(column).reshape(rows)",
         new="index_of(column).view(rows)",
         expect="raised: view",
-        equivalent="the ids are padded to the shards of cp first, which makes them contiguous, and with them all else",
     ),
     InjectedBug(
         name="queries with strided rows",

@@ -176,7 +176,6 @@ BUGS = (
         old="            group, start, end, with_entropy=calculate_entropy, has_id_dim=True,",
         new="            None, start, end, with_entropy=calculate_entropy, has_id_dim=True,",
         expect="value: ",
-        equivalent="it says that a group may be missing; the group that is there is used all the same",
     ),
     InjectedBug(
         name="teacher without a gradient",
