@@ -29,6 +29,19 @@ def twice(mesh, x):
     return x * FACTOR
 """
 
+SUMMED = """
+import torch.distributed as dist
+from shardproof import scheme, values
+
+@scheme(reference=lambda x: x.sum(0), mesh={"tp": (1, 2)}, inputs={"x": "b/tp d"}, outputs="d tp=I", nograd=("x",),
+        draw={"x": values("normal")})
+def summed(mesh, x):
+    total = x.sum(0)
+    dist.all_reduce(total, dist.ReduceOp.AVG, group=mesh["tp"])
+    return total
+"""
+REMEDY = "shardproof verify --replay-dir DIR writes it elsewhere"
+
 
 def declared(factor="(2.0 + 1.0 * mesh.rank('tp'))", file="twice.py"):
     """The path of a file with a scheme of that factor, and the scheme."""
@@ -74,6 +87,22 @@ def test_a_replay_file_runs_alone():
     assert rows(output) == 2 * rows(str(report))
 
 
+def notes(text):
+    """What a report says under its rows, whichever lines it is broken into."""
+    table, _, _ = text.partition("\n  protocol")
+    return table.split("\n", 1)[1].split()
+
+
+def test_a_replay_prints_the_notes_of_the_failure():
+    """Notes of a larger case, and none that other cases refute: the smallest case alone fits several."""
+    Path("summed.py").write_text(SUMMED)
+    [scheme] = schemes_of_file("summed.py")
+    report = scheme.verify()
+    assert "rests on a single element" not in str(report)
+    status, again, _ = alone(report.replay)
+    assert (status, notes(again)) == (1, notes(str(report)))
+
+
 def test_a_mended_scheme_passes_its_replay():
     path, scheme = declared(file="mended.py")
     report = scheme.verify(tp=2, b=4)
@@ -93,8 +122,20 @@ def test_a_file_that_cannot_be_written_is_reported_and_leaves_nothing():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert report.verdict == "mismatch" and report.replay is None
     file = f"replay_{report.case.id}.py"
-    assert str(report).splitlines()[-1] == f"  no replay file was written: {file}: {os.strerror(errno.EFBIG)}"
+    assert report.replay_error == f"{file}: {os.strerror(errno.EFBIG)}; {REMEDY}"
     assert list(Path().glob("replay_*")) == []
+
+
+def test_a_folder_that_may_not_be_written_has_a_remedy(monkeypatch):
+    """By a path that is refused: whoever is root may write in each folder."""
+    _, scheme = declared(file="elsewhere.py")
+
+    def refused(path, *_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    report = scheme.verify(tp=2, b=4)
+    assert f"Permission denied; {REMEDY}" in " ".join(str(report).split())
 
 
 def test_no_file_is_written_where_all_is_equal():

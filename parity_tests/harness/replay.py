@@ -151,12 +151,14 @@ def rerun(
 
 
 def reruns(scheme: Declared, case: CaseSpec, engine: str | None, repeat: int) -> Iterator[Report]:
-    """The reports of a recorded case, verified so many times."""
-    from parity_tests.harness.experiments.notes import from_one_case
+    """The reports of a recorded case, verified so many times, each with its notes tested on other cases."""
+    from parity_tests.harness.experiments.notes import check_notes
+    from parity_tests.harness.experiments.special_values import name_values_to_avoid
     from parity_tests.harness.experiments.undecided import verify_or_undecided
 
     chosen = engine or case.engine
     if chosen not in scheme.engines:
         raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {chosen}")
     for _ in range(repeat):
-        yield from_one_case(verify_or_undecided(scheme, case.replace(engine=chosen)))
+        report = verify_or_undecided(scheme, case.replace(engine=chosen))
+        yield report if report.ok else check_notes(scheme, name_values_to_avoid(scheme, report))

@@ -33,6 +33,7 @@ from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.declare.draws import has_infinities
+from parity_tests.harness.declare.keywords import rejects_unknown_keywords
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out, seeded_chooser
 from parity_tests.harness.draw.reproducible import reproducible_draws
@@ -54,6 +55,7 @@ class NothingCompared(ValueError):
     """In every example all tensors were empty, or the reference of one tensor was NaN throughout."""
 
 
+@rejects_unknown_keywords
 def verify(
     scheme: Declared,
     engine: str = "lockstep",
@@ -291,4 +293,5 @@ def _with_replay_file(scheme: Declared, report: Report, folder: str, replaces: s
     try:
         return replace(report, replay=write_replay(scheme, report, folder, replaces))
     except OSError as error:
-        return replace(report, replay_error=f"{error.filename or folder}: {error.strerror or error}")
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        return replace(report, replay_error=f"{reason}; shardproof verify --replay-dir DIR writes it elsewhere")
