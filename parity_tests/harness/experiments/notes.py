@@ -41,7 +41,7 @@ def from_one_case(report: Report) -> Report:
 def check_notes(scheme: Declared, report: Report) -> Report:
     """The report of a failing case with the notes that no other case refutes.
 
-    Cost: up to 6 further cases; up to 8 for each note on rounding; up to 1 + 2 * MAX_REPAIRS for lines of collectives.
+    Cost: up to 6 further cases; up to 8 for each note on rounding; up to 9 + 3 * MAX_REPAIRS for lines of collectives.
     """
     if report.failure is not None or not report.notes:
         return report

@@ -1,8 +1,9 @@
-"""Name the line of a collective that is to blame: for a wrong gradient, the one whose repair makes it right.
+"""Name the line of a collective that is to blame: the one whose repair makes a wrong tensor right.
 
 A gradient may be wrong though every collective is right, and the first collective of the backward is not to blame for
 being first. So the case, or a larger one that fails alike, is run again with one line repaired at a time (see
-run/lockstep/repair.py), and the line whose repair makes the tensor right is named. An asynchronous collective is named
+run/lockstep/repair.py), and the line whose repair makes the tensor right is named. A wrong output is tried with SUM in
+place of AVG, or the reverse, at each line of the forward, in every failing case. An asynchronous collective is named
 as read before its wait where a tensor has fewer unexpected NaN without its poison, although it may stay wrong for
 another reason.
 """
@@ -16,7 +17,7 @@ import numpy as np
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.experiments import cases
 from parity_tests.harness.explain.clues import FORWARD_EQUAL
-from parity_tests.harness.explain.note import Note
+from parity_tests.harness.explain.note import CONTEXT, Note
 from parity_tests.harness.explain.places import NOT_FINITE
 from parity_tests.harness.judge.compare import TensorComparison
 from parity_tests.harness.report.report import Report
@@ -27,6 +28,7 @@ from parity_tests.harness.run.lockstep.repair import (
     OMIT,
     SUM_GRADIENT,
     SWAP_SUM_AND_MEAN,
+    SWAPPED,
     Repair,
     under,
 )
@@ -44,8 +46,12 @@ def name_lines(
     gradients = [label for label in notes if any(note.startswith(FORWARD_EQUAL) for note in notes[label])]
     if gradients and report.case.world > 1 and not _fails_on_one_rank(scheme, report, gradients):
         clearest = _clearest_failure(report, other_reports, gradients)
-        for label, repair in _repairs_of_gradients(scheme, clearest, gradients).items():
+        repairs = list(_repairs(clearest.ledger.rows))
+        for label, repair in _that_make_right(scheme, clearest, gradients, repairs).items():
             by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {_words(repair)}", repair.site)
+    outputs = [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
+    for label, note in _swapped_reductions(scheme, report, other_reports, outputs).items():
+        by_label[label] = (*by_label[label], note)
     if any(note.startswith(NOT_FINITE) for notes_of_tensor in notes.values() for note in notes_of_tensor):
         for label, site in _read_too_early(scheme, report).items():
             by_label[label] = _extended(by_label[label], NOT_FINITE, f"; read before its wait: {site}", site)
@@ -74,9 +80,10 @@ def _fails_on_one_rank(scheme: Declared, report: Report, labels: Sequence[str]) 
     return report_of_one_rank.failure is None and any(label in report_of_one_rank.notes for label in labels)
 
 
-def _repairs_of_gradients(scheme: Declared, report: Report, labels: Sequence[str]) -> dict[str, Repair]:
-    """For each gradient, the repair that makes it right and no other tensor wrong."""
-    repairs = list(_repairs(report.ledger.rows))
+def _that_make_right(
+    scheme: Declared, report: Report, labels: Sequence[str], repairs: Sequence[Repair]
+) -> dict[str, Repair]:
+    """For each tensor, the repair that makes it right and no other tensor wrong."""
     wrong = {tensor.label for tensor in report.tensors if not tensor.ok}
     repair_of_label: dict[str, Repair] = {}
     for repair in repairs[:MAX_REPAIRS]:
@@ -88,6 +95,36 @@ def _repairs_of_gradients(scheme: Declared, report: Report, labels: Sequence[str
             for label in sorted(wrong - still_wrong):
                 repair_of_label.setdefault(label, repair)
     return {label: repair for label, repair in repair_of_label.items() if label in labels}
+
+
+def _swapped_reductions(
+    scheme: Declared, report: Report, other_reports: Sequence[Report], labels: Sequence[str]
+) -> dict[str, Note]:
+    """For each wrong output, a note on the reduction that makes it right as a mean, or as a sum, in every failing case.
+
+    One case is not enough: on two ranks a factor of 2 anywhere looks like it.
+    """
+    op_of_line = {
+        (row.op, row.source): row.reduce_op
+        for row in report.ledger.rows
+        if row.phase == "fwd" and row.op in OF_THE_BACKWARD and row.reduce_op in SWAPPED and len(row.group) > 1
+    }
+    if not labels or not op_of_line or _fails_on_one_rank(scheme, report, labels):
+        return {}
+    repairs = [Repair(op, source, "fwd", SWAP_SUM_AND_MEAN) for op, source in op_of_line]
+    failing = [report, *(other for other in other_reports if other.case.world > 1)]
+    notes = {}
+    for label in labels:
+        in_question = repairs
+        for other in (other for other in failing if label in other.notes):
+            repair = _that_make_right(scheme, other, [label], in_question).get(label)
+            in_question = [] if repair is None else [repair]
+        for repair in in_question[:1]:
+            now = op_of_line[repair.op, repair.source]
+            notes[label] = Note(
+                f"right once {repair.site} takes {SWAPPED[now]}, not {now}", CONTEXT, sites=[repair.site]
+            )
+    return notes
 
 
 def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:

@@ -114,6 +114,37 @@ def test_a_negative_factor_is_no_count():
     assert not any("count" in note for note in notes(declaration.verify(b=8)))
 
 
+def reduced_by(op, factor=1.0):
+    def total(mesh, x):
+        local = factor * x.sum(0)
+        dist.all_reduce(local, op, group=mesh["tp"])
+        return local
+
+    return total
+
+
+@pytest.mark.parametrize(
+    ("op", "reference", "words"),
+    [
+        (dist.ReduceOp.AVG, lambda x: x.sum(0), "SUM, not AVG"),
+        (dist.ReduceOp.SUM, lambda x, mesh: x.sum(0) / mesh["tp"], "AVG, not SUM"),
+    ],
+)
+def test_a_mean_for_a_sum_is_named_by_its_line(op, reference, words):
+    wrong = reduced_by(op)
+    declaration = declared(wrong, reference, "b/tp d", "d tp=I", nograd=("x",), mesh={"tp": (1, 2, 4)})
+    note = f"right once all_reduce at {line_of(reduced_by, 'dist.all_reduce')} takes {words}"
+    assert note in notes(declaration.verify())
+
+
+def test_a_sum_is_not_blamed_for_a_factor_that_is_the_ranks_by_chance():
+    doubled = reduced_by(dist.ReduceOp.SUM, factor=2.0)
+    declaration = declared(
+        doubled, lambda x: x.sum(0), "b/tp d", "d tp=I", nograd=("x",), mesh={"tp": (2, 4)}
+    )  # on two ranks a mean is right
+    assert not any("right once" in note for note in notes(declaration.verify()))
+
+
 def test_the_first_collective_of_the_backward_is_not_named_for_being_first():
     report = two_products_scheme().verify(tp=2, b=4, d=3)
     of_backward = [row for row in report.ledger.of(0) if row.phase == "bwd"]

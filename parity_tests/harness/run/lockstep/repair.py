@@ -26,7 +26,7 @@ SWAP_SUM_AND_MEAN = "swap sum and mean"  # of the ranks' addends
 SUM_GRADIENT = "sum gradient"  # of what a forward collective returns, over its group, before its backward
 NO_POISON = "no poison"  # in the output of an asynchronous collective, until its wait
 OF_THE_BACKWARD = {"all_reduce": (OMIT, SWAP_SUM_AND_MEAN), "reduce_scatter": (OMIT, SWAP_SUM_AND_MEAN)}
-_SWAPPED = {"SUM": "AVG", "AVG": "SUM"}
+SWAPPED = {"SUM": "AVG", "AVG": "SUM"}
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Repair:
         if self.concerns(row, OMIT):
             for call in calls:
                 call.results = _of_place(call, call.place, len(calls))
-        elif self.concerns(row, SWAP_SUM_AND_MEAN) and row.reduce_op in _SWAPPED:
-            other = _SWAPPED[row.reduce_op]
+        elif self.concerns(row, SWAP_SUM_AND_MEAN) and row.reduce_op in SWAPPED:
+            other = SWAPPED[row.reduce_op]
             for call in calls:
                 addends = zip(*(_of_place(each, call.place, len(calls)) for each in calls), strict=True)
                 call.results = [combined(other, each) for each in addends]
