@@ -28,7 +28,7 @@ def verified(schemes: Sequence[Declared], examples: int) -> session.Outcome:
         for done in as_completed(waiting):
             by_key[waiting[done].key] = done.result()
             bar.update(task, advance=1, description=waiting[done].name)
-    return _joined([by_key[scheme.key] for scheme in schemes])
+    return _joined([by_key[scheme.key] for scheme in schemes], count)
 
 
 def _one(file: str, name: str, examples: int) -> session.Outcome:
@@ -36,8 +36,8 @@ def _one(file: str, name: str, examples: int) -> session.Outcome:
     return session.run([scheme], session.VerifyOptions(examples=examples, profile="quick", quiet=True))
 
 
-def _joined(outcomes: Sequence[session.Outcome]) -> session.Outcome:
-    total = session.Outcome()
+def _joined(outcomes: Sequence[session.Outcome], processes: int) -> session.Outcome:
+    total = session.Outcome(processes=processes)
     for outcome in outcomes:
         total.reports += outcome.reports
         total.not_run |= outcome.not_run

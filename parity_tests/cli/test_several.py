@@ -1,11 +1,13 @@
 """Schemes verified side by side end as they do in turn, failures included."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 
 from parity_tests.cli import several
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.report import summary
 from parity_tests.harness.run.exit_status import MISMATCH
 from parity_tests.harness.run.failure import Raised
 from parity_tests.harness.run.ledger import Ledger
@@ -23,6 +25,13 @@ def test_outcomes_come_in_the_order_of_the_schemes(tmp_path, monkeypatch):
     assert "missing a sum over tp" in str(outcome.reports[0])
     assert "a layout is not undone" in str(outcome.reports[1])
     assert set(outcome.seconds) == {scheme.name for scheme in SCHEMES}
+
+
+def test_seconds_of_several_processes_are_said_to_be_of_all():
+    """A tour prints the time on the clock as well, which is shorter."""
+    outcome = summary.Outcome(seconds={"a": 2.0, "b": 3.0}, processes=2)
+    assert summary.timing(outcome).startswith("0 examples in 5 s of 2 processes together, 0% of it")
+    assert summary.timing(replace(outcome, processes=1)).startswith("0 examples in 5 s, 0% of it")
 
 
 def test_a_report_travels_without_the_functions_of_its_scheme():

@@ -61,7 +61,8 @@ class Outcome:
 
     reports: list[Report] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # by the clock of the process that verified the scheme
+    processes: int = 1  # that verified schemes side by side
     places: dict[str, tuple[str, int]] = field(default_factory=dict)  # the file and line of each scheme
     not_offered: dict[str, str] = field(default_factory=dict)  # schemes that another implementation lacks
     expected: dict[str, Expected] = field(default_factory=dict)
@@ -237,7 +238,8 @@ def timing(outcome: Outcome) -> str:
     slowest = sorted(outcome.seconds.items(), key=lambda item: -item[1])[:SLOWEST]
     named = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest)
     share = traced / total if total else 0.0
-    return f"{examples} examples in {total:.0f} s, {share:.0%} of it tracing references; slowest: {named}"
+    of = f" of {outcome.processes} processes together" if outcome.processes > 1 else ""
+    return f"{examples} examples in {total:.0f} s{of}, {share:.0%} of it tracing references; slowest: {named}"
 
 
 def as_json(outcome: Outcome, **fields: Any) -> str:
