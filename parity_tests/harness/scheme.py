@@ -12,6 +12,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declaration_errors import DeclarationErrors
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.declare.draws import Draw, values
+from parity_tests.harness.declare.keywords import rejects_unknown_keywords
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -85,6 +86,7 @@ class Scheme(Declared):
         return f"<scheme {self.name}: {specs} -> {', '.join(repr(str(a.spec)) for a in self.outputs)}>"
 
 
+@rejects_unknown_keywords
 def scheme(
     *,
     reference: Callable[..., Any],
@@ -137,6 +139,7 @@ def scheme(
     `inference_mode` and `overwritten`.
 
     Errors: ValueError at declaration, `scheme '<name>': ...`, for whatever can be known to be wrong.
+    TypeError for a keyword that there is not, with the nearest.
     """
 
     def declare(fn: Callable[..., Any]) -> Scheme:

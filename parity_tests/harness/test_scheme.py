@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardproof import integers, mask, offsets, scheme, token_below
+from shardproof import integers, mask, offsets, scheme, token_below, verify
 
 
 def logprob(logits, target):
@@ -211,6 +211,29 @@ def test_an_integer_needs_a_draw():
     assert message == (
         "scheme 'ranks': 'x' is an integer and has no draw; give draw={'x': token_below(...)} or integers(...)"
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("output", "scheme has no keyword 'output'; did you mean outputs=?"),
+        ("refrence", "scheme has no keyword 'refrence'; did you mean reference=?"),
+        ("xyz", "scheme has no keyword 'xyz'; it has reference, mesh, inputs, outputs, contract, draw,"),
+    ],
+)
+def test_a_keyword_that_is_nearly_right_is_answered_with_the_right_one(word, sentence):
+    with pytest.raises(TypeError) as caught:
+        scheme(**{word: "b"})
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_keyword_of_verify_that_is_nearly_right():
+    with pytest.raises(TypeError) as caught:
+        verify(declare(), example=3)
+    assert str(caught.value) == "verify has no keyword 'example'; did you mean examples=?"
+    with pytest.raises(ValueError) as caught:
+        declare().verify(example=3)
+    assert str(caught.value).endswith("is no mesh axis, dim or option (cp, tp, b, s, v); did you mean examples=?")
 
 
 def test_unknown_names_of_sizes_and_axes_are_rejected():

@@ -12,11 +12,13 @@ import numpy as np
 from parity_tests.harness.declare.case import LARGEST_WORLD, SPARE, CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.draws import Chooser
+from parity_tests.harness.declare.keywords import nearest_keyword
 from parity_tests.harness.draw import calling_conditions, size_choices
 
 DEFAULT_LIMIT = 8
 INSIDE = (False, False, False, True)  # a larger world
 ASSUMED = "assume rejects"
+KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # of Scheme.verify, beside sizes and options
 OTHER_SIZES_TRIED = 3  # until a second call has other sizes
 
 
@@ -295,8 +297,11 @@ def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict
         elif name in options:
             chosen[name] = value
         else:
-            names = ", ".join([*scheme.mesh, *sorted(dims), *options])
-            raise ValueError(f"scheme '{scheme.name}': {name!r} is no mesh axis, dim or option ({names})")
+            names = [*scheme.mesh, *sorted(dims), *options]
+            hint = nearest_keyword(name, [*names, *KEYWORDS])
+            raise ValueError(
+                f"scheme '{scheme.name}': {name!r} is no mesh axis, dim or option ({', '.join(names)}){hint}"
+            )
     return sizes, chosen
 
 
