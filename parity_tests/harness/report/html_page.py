@@ -12,6 +12,7 @@ from importlib.metadata import version
 from xml.etree.ElementTree import Element
 
 from parity_tests.harness.declare.conditions import phrases
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.report.blamed_rows import blamed_rows
 from parity_tests.harness.report.bytes_table import bytes_table
 from parity_tests.harness.report.markup import as_text, tag
@@ -88,7 +89,7 @@ def _section(report: Report) -> Element:
         *_pictures(report),
         *_replay(report),
         tag("h2", "As in the terminal"),
-        tag("pre", str(report)),
+        tag("pre", str(report), class_="terminal"),
         id=_anchor(report),
     )
 
@@ -126,7 +127,7 @@ def _blamed(report: Report) -> Element | None:
 
 def _facts(report: Report) -> Element:
     """What was tried, in one line, and what else was seen."""
-    count = f"{report.examples} example{'s' if report.examples != 1 else ''}"
+    count = counted(report.examples, "example")
     meshes = " ".join(report.meshes) or mesh_text(report.case.mesh)
     dtypes = " ".join(report.dtypes or (report.case.dtype,))
     confirmed = f"; confirmed on {report.confirmed_on}, in fresh processes" if report.confirmed_on else ""

@@ -19,6 +19,7 @@ from parity_tests.harness.run.movement import Step, Transfer, steps
 MAX_STEPS = 80
 MAX_FANNED = 8  # ranks of a group whose blocks are drawn one by one; those of a larger one meet in the middle
 COLUMN, NARROW, FEW = 88.0, 64.0, 4  # the width of a column, of more than a few
+LEAST_SCALE = 0.7  # of a drawing on a narrow page
 BOX, HEAD, GAP = 20.0, 24.0, 66.0  # heights of a box, of the row of rank names, of the space that lines cross
 THINNEST, WIDEST = 1.5, 11.0
 IN_BLOCKS = ("all_to_all", "reduce_scatter")  # what is handed in has a block for each rank
@@ -40,6 +41,11 @@ class Grid:
     @property
     def width(self) -> float:
         return self.column * len(self.ranks)
+
+    @property
+    def style(self) -> str:
+        """A phone scales a drawing of up to 8 ranks to its width, and scrolls larger ones, whose text stays legible."""
+        return f"min-width: {LEAST_SCALE * self.width:.0f}px"
 
     def x(self, rank: int) -> float:
         return self.column * (self.ranks.index(rank) + 0.5)
@@ -66,7 +72,7 @@ def movement(ledger: Ledger, blamed: Collection[LedgerRow] = (), world: int = 0)
         else None
     )
     names = [tag("text", f"rank {rank}", x=grid.x(rank), y=16.0) for rank in grid.ranks]
-    head = tag("div", tag("p"), svg(grid.width, HEAD, *names, label="the ranks"), class_="step quiet")
+    head = tag("div", tag("p"), svg(grid.width, HEAD, *names, label="the ranks", style=grid.style), class_="step quiet")
     picture = tag("div", head, *(_step(step, grid, marked) for step in visible_steps), class_="movement")
     return tag("div", picture, tag("p", more, class_="quiet") if more else None)
 
@@ -100,7 +106,8 @@ def _step(step: Step, grid: Grid, marked: Collection[int]) -> Element:
         for rank in step.missing
     ]
     label = " / ".join(_texts(step))
-    return tag("div", _label(step, is_marked), svg(grid.width, height, *parts, label=label), class_=" ".join(classes))
+    drawing = svg(grid.width, height, *parts, label=label, style=grid.style)
+    return tag("div", _label(step, is_marked), drawing, class_=" ".join(classes))
 
 
 def _label(step: Step, is_marked: bool) -> Element:

@@ -69,8 +69,9 @@ html { background: #ffffff; }
 .shardproof .legend svg { display: inline-block; vertical-align: -2px; margin-right: .3em; }
 @media (max-width: 760px) {
   .shardproof { padding: .7rem; }
-  .shardproof pre { white-space: pre; overflow-wrap: normal; }
-  .shardproof .step { display: block; }
+  .shardproof pre.terminal { white-space: pre; overflow-wrap: normal; }
+  .shardproof .step { display: block; min-width: 0; }
+  .shardproof .movement svg { max-width: 100%; height: auto; }
   .shardproof .step > p { width: calc(100vw - 3rem); }
 }
 """

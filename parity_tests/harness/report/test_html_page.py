@@ -10,6 +10,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Cost
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.report.html_page import page
+from parity_tests.harness.report.movement_picture import Grid
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Deadlock, Raised
 from parity_tests.harness.run.ledger import CallSite, Finding, Ledger, LedgerRow
@@ -104,6 +105,21 @@ def test_the_drawing_names_the_reduction():
     assert titles == {f"rank {rank} to max: 12 B" for rank in (0, 1)} | {f"max to rank {rank}: 12 B" for rank in (0, 1)}
 
 
+def test_a_phone_shows_every_rank_and_wraps_python(wrong):
+    """At 420 pixels: drawings of up to 8 ranks shrink to the page, code wraps, the terminal's columns scroll."""
+    tree = read(page([wrong]))
+    narrow = tree.all("style")[0].text.partition("@media (max-width: 760px)")[2]
+    assert ".movement svg { max-width: 100%; height: auto; }" in narrow
+    assert [rule for rule in narrow.splitlines() if "white-space: pre;" in rule] == [
+        "  .shardproof pre.terminal { white-space: pre; overflow-wrap: normal; }"
+    ]
+    assert [block.text for block in tree.all("pre", "terminal")] == [str(wrong)]
+    picture = tree.all("div", "movement")[0]
+    least = [float(re.search(r"min-width: (\d+)px", drawn.attributes["style"])[1]) for drawn in picture.all("svg")]
+    assert len(least) == len(picture.all("div", "step"))
+    assert Grid(tuple(range(8)), 1).style == "min-width: 358px" and max(least) < 358  # of 420 less borders
+
+
 def test_lines_are_as_wide_as_their_bytes(wrong):
     widths = {}
     for line in read(page([wrong])).all("path", "transfer"):
@@ -143,8 +159,8 @@ def test_another_cost_than_declared_is_said_beside_it(equal):
     tree = read(page([replace(equal, declared_costs=declared, cost=("forward all_gather: ...",))]))
     lines = [[cell.text for cell in line.all("td")] for line in tree.all("table")[-1].all("tr")[1:]]
     assert lines == [
-        ["forward", "all_gather", "0-3", "1", "16", "\N{BALLOT X} 1 calls of 99 bytes"],
-        ["forward", "broadcast", "0-3", "0", "0", "\N{BALLOT X} 1 calls of 4 bytes"],
+        ["forward", "all_gather", "0-3", "1", "16", "\N{BALLOT X} 1 call of 99 bytes"],
+        ["forward", "broadcast", "0-3", "0", "0", "\N{BALLOT X} 1 call of 4 bytes"],
         ["backward", "reduce_scatter", "0-3", "1", "64", "\N{CHECK MARK} the same"],
     ]
     assert len(tree.all("div", "blamed")) == 1
