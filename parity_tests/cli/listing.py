@@ -12,6 +12,7 @@ from typing import Any
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.replay import load_scheme, reruns
@@ -19,6 +20,7 @@ from parity_tests.harness.report import picture, summary
 from parity_tests.harness.report.html_page import page
 from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.harness.report.report import Report
+from parity_tests.harness.report.sentence import print_report
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.ledger import Ledger
@@ -69,7 +71,10 @@ def replay_file(
     case, scheme = _recorded(file)
     for report in reruns(scheme, case, engine, repeat):
         outcome.reports.append(report)
-        print(f"{report.scheme.rpartition(':')[2]}: {report.verdict}" if quiet else report, file=text_stream)
+        if quiet:
+            print(f"{report.scheme.rpartition(':')[2]}: {report.verdict}", file=text_stream)
+        else:
+            print_report(report, text_stream)
         if verbose:
             print(report.ledger_text(), file=text_stream)
         if traceback and report.failure is not None and report.failure.traceback:
@@ -88,7 +93,7 @@ def timeline(file: str, out: str) -> int:
     write_text(out, json_module.dumps(trace_events(report.ledger)))
     if out == "-":
         return EQUAL
-    print(f"{len(report.ledger.rows)} collectives of {report.case.world} ranks written to {out}")
+    print(f"{counted(len(report.ledger.rows), 'collective')} of {counted(report.case.world, 'rank')} written to {out}")
     return EQUAL
 
 

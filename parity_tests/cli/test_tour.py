@@ -1,8 +1,10 @@
 """The first run ends with status 0 only where all is as it should be."""
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from parity_tests.cli import tour
 from parity_tests.harness.declare import discover
@@ -28,7 +30,19 @@ def test_all_is_well(one_scheme, tmp_path, capsys):
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert printed.count("\ncaught: ") == len(wrong_schemes.WRONG_SCHEMES) == 3
     assert all(bug.expect in printed for bug in wrong_schemes.WRONG_SCHEMES)
-    assert "All 1 schemes mean what their references mean" in printed
+    assert "The one scheme means what its reference means" in printed
+
+
+def test_the_tables_fit_a_terminal_of_80_columns(one_scheme):
+    """Each row is one line, no heading is broken."""
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    tour.judged(console, 1)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    head = next(line.split() for line in lines if line.lstrip().startswith("tp "))
+    assert head == ["tp", "perplexity", "reference", "float64", "ratio", "float32", "ratio", "verdict"]
+    assert sum(line.split()[-1:] == ["equal"] for line in lines) == len(tour.READERS_TP)
+    assert any(line.startswith("verdict ") for line in lines)
 
 
 def test_a_bug_that_is_not_named_is_not_caught(one_scheme, tmp_path, capsys, monkeypatch):

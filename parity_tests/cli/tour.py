@@ -18,8 +18,10 @@ from rich.table import Table
 
 from parity_tests.cli import real_text, several, tour_figure
 from parity_tests.harness.declare import discover
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.report import summary
 from parity_tests.harness.report.out_path import check_writable, naming, write_text
+from parity_tests.harness.report.sentence import Sentence
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.exit_status import EQUAL, MISMATCH
 from parity_tests.harness.verify_one_case import verify_case
@@ -45,7 +47,7 @@ class Tour:
     def figure(self) -> Any:
         """All lines as a matplotlib figure, and below them what ran."""
         versions = f"Python {platform.python_version()}, torch {version('torch')}, jax {version('jax')}"
-        return tour_figure.figure(self.verified, self.injected, f"{self.examples} examples; {versions}")
+        return tour_figure.figure(self.verified, self.injected, f"{counted(self.examples, 'example')}; {versions}")
 
     def heading(self, text: str) -> None:
         self.console.print(f"\n{text}", style="bold", highlight=False)
@@ -90,7 +92,7 @@ def _schemes(tour: Tour, examples: int) -> None:
         tour.examples += report.examples
         if not report.ok:
             tour.wrong.append(f"{name} is not equal ({report.verdict})")
-            tour.console.print(report, soft_wrap=True, highlight=False)
+            tour.console.print(report, soft_wrap=not tour.console.is_terminal, highlight=False)
     for name, reason in outcome.not_run.items():
         tour.wrong.append(f"{name} was not run")
         tour.console.print(f"not run: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
@@ -108,8 +110,8 @@ def _text(tour: Tour) -> None:
         tour.wrong.append(f"the scheme {READER}, which reads the text, is not there")
         return
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("tp", "perplexity", "reference", "float64 error/budget", "float32 error/budget", "verdict"):
-        grid.add_column(column, justify="left" if column == "verdict" else "right")
+    for column in ("tp", "perplexity", "reference", "float64 ratio", "float32 ratio", "verdict"):
+        grid.add_column(column, justify="left" if column == "verdict" else "right", no_wrap=True)
     for tp in READERS_TP:
         exact, single = (real_text.read_with(scheme, tp, dtype) for dtype in ("float64", "float32"))
         is_equal = exact.ok and single.report.ok
@@ -122,7 +124,7 @@ def _text(tour: Tour) -> None:
         if not is_equal:
             tour.wrong.append(f"the text over tp={tp} is not equal")
             for reading in (exact, single):
-                tour.console.print(reading.report, soft_wrap=True, highlight=False)
+                tour.console.print(reading.report, soft_wrap=not tour.console.is_terminal, highlight=False)
     tour.console.print(grid)
 
 
@@ -136,10 +138,11 @@ def _bugs(tour: Tour) -> None:
         is_caught = not report.ok and any(bug.expect in note for note in notes)
         tour.injected.append(tour_figure.line_of(bug.scheme.name, report))
         tour.caught[bug.mistake] = is_caught
-        tour.console.print(f"{'caught' if is_caught else 'NOT CAUGHT'}: {bug.mistake}", highlight=False, soft_wrap=True)
+        caught, is_file = "caught" if is_caught else "NOT CAUGHT", not tour.console.is_terminal
+        tour.console.print(Sentence(f"{caught}: {bug.mistake}"), highlight=False, soft_wrap=is_file)
         shown_notes = notes if notes else [report.verdict]
         for note in shown_notes:
-            tour.console.print(textwrap.indent(note, "    "), markup=False, highlight=False, soft_wrap=True)
+            tour.console.print(Sentence(textwrap.indent(note, "    ")), highlight=False, soft_wrap=is_file)
         if not is_caught:
             tour.wrong.append(f"{bug.scheme.name} was not caught as '{bug.expect}'")
 
@@ -148,7 +151,9 @@ def _closing(tour: Tour, seconds: float) -> str:
     if tour.wrong:
         return f"Not all is as it should be: {'; '.join(tour.wrong)}."
     schemes = len(tour.verified) - len(READERS_TP)
+    all_mean = f"All {schemes} schemes mean what their references mean"
+    meaning = "The one scheme means what its reference means" if schemes == 1 else all_mean
     return (
-        f"All {schemes} schemes mean what their references mean, the text reads alike on 1, 2 and 4 ranks, "
+        f"{meaning}, the text reads alike on 1, 2 and 4 ranks, "
         f"and {len(tour.injected)} of {len(tour.injected)} injected bugs were caught, in {seconds:.0f} s."
     )

@@ -12,6 +12,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.report.guard import guarded
 from parity_tests.harness.report.out_path import naming
+from parity_tests.harness.report.sentence import print_report
 from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, RANK_FAILED
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def rerun(
     """Verify a recorded case so many times and print each report; returns the worst status."""
     status = EQUAL
     for report in reruns(load_scheme(case, source, file, implementation), case, engine, repeat):
-        print(report)
+        print_report(report, sys.stdout)
         status = max(status, RANK_FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
     return status
 

@@ -13,15 +13,16 @@ from rich.text import Text
 
 from parity_tests.harness.declare.case import SPARE, CaseSpec
 from parity_tests.harness.declare.conditions import phrases
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declared import Cost, Implementation
 from parity_tests.harness.declare.draws import EXTREME
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge.compare import TensorComparison, index_text
+from parity_tests.harness.report.sentence import LINE, Sentence
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.ledger import Finding, Ledger
 
 PLAIN_WIDTH = 132
-LINE = 80  # columns within which a command is not broken
 EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds in which numbers repeat
 MAX_UNDECIDED_SHARE = 0.25  # of the examples of a scheme that passes
 # Fields that a report of one case takes over from that of all examples.
@@ -241,32 +242,32 @@ class Report:
         return [one_line] if len(one_line) <= LINE else [case, command]
 
     def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [Text(self._heading(), style="bold")]
+        parts: list[RenderableType] = [Sentence(self._heading(), style="bold")]
         if self.implementation is not None:
-            parts += [Text(f"  {line}") for line in self.implementation.lines]
+            parts += [Sentence(f"  {line}") for line in self.implementation.lines]
         if self.engines_disagree is not None:
-            parts.append(Text(f"  engines disagree: {self.engines_disagree}", style="yellow"))
+            parts.append(Sentence(f"  engines disagree: {self.engines_disagree}", style="yellow"))
         if self.failure is not None:
-            parts.append(Text("\n".join("  " + line for line in str(self.failure).splitlines()), style="red"))
+            parts.append(Sentence("\n".join("  " + line for line in str(self.failure).splitlines()), style="red"))
             if self.shards is not None:
-                parts.append(Text(f"  {self.shards}"))
+                parts.append(Sentence(f"  {self.shards}"))
         else:
-            parts += [*self._table(), Text("  " + self._side_check_lines())]
+            parts += [*self._table(), Sentence("  " + self._side_check_lines())]
         if self.undecided_reason is not None:
-            share = f"{self.undecided_examples} of {self.examples} example{'s' if self.examples != 1 else ''}"
+            share = f"{self.undecided_examples} of {counted(self.examples, 'example')}"
             too_many = ", too many for a pass" if self.is_undecided else ""
-            parts.append(Text(f"  undecided: {share}{too_many}: {self.undecided_reason}"))
-        parts += [Text(f"  left out: {omission}") for omission in self.omissions()]
+            parts.append(Sentence(f"  undecided: {share}{too_many}: {self.undecided_reason}"))
+        parts += [Sentence(f"  left out: {omission}") for omission in self.omissions()]
         if self.confirmed_on is not None:
-            parts.append(Text(f"  confirmed on {self.confirmed_on}, in fresh processes"))
+            parts.append(Sentence(f"  confirmed on {self.confirmed_on}, in fresh processes"))
         if not self.ok:
-            parts.append(Text("\n".join(self._case_and_replay())))
+            parts.append(Sentence("\n".join(self._case_and_replay())))
             if self.case.conditions:
                 only = "only when" if self.conditions_needed else "seen when"
-                parts.append(Text(f"  {only} {' and '.join(phrases(self.case))}"))
+                parts.append(Sentence(f"  {only} {' and '.join(phrases(self.case))}"))
             if self.state_between_calls is not None:
-                parts.append(Text(f"  {self.state_between_calls}"))
-            parts += [Text("  " + hint) for hint in self._hints()]
+                parts.append(Sentence(f"  {self.state_between_calls}"))
+            parts += [Sentence("  " + hint) for hint in self._hints()]
         return Group(*parts)
 
     def _repr_html_(self) -> str:
@@ -276,9 +277,9 @@ class Report:
 
     def _heading(self) -> str:
         name = self.scheme.rpartition(":")[2]
-        count = f"{self.examples} example{'s' if self.examples != 1 else ''}"
+        count = counted(self.examples, "example")
         if self.shrinking_steps:
-            count += f" and {self.shrinking_steps} shrinking step{'s' if self.shrinking_steps != 1 else ''}"
+            count += f" and {counted(self.shrinking_steps, 'shrinking step')}"
         meshes = " ".join(self.meshes) or mesh_text(self.case.mesh)
         return f"{name}    {meshes}   {self.case.engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
 
@@ -306,15 +307,15 @@ class Report:
             hints.append(f"no replay file was written: {self.replay_error}")
         return hints
 
-    def _table(self) -> list[Text]:
+    def _table(self) -> list[RenderableType]:
         """One line for each tensor, its notes under it."""
         cells = [COLUMNS, *(self._cells(tensor) for tensor in self.tensors)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
-        table = [Text(lines[0], style="dim")]
+        table: list[RenderableType] = [Text(lines[0], style="dim")]
         for tensor, line in zip(self.tensors, lines[1:], strict=True):
             table.append(Text(line, style="" if tensor.ok else "red"))
-            table += [Text(f"    {note}") for note in self.notes.get(tensor.label, ())]
+            table += [Sentence(f"    {note}") for note in self.notes.get(tensor.label, ())]
         return table
 
     def _cells(self, tensor: TensorComparison) -> tuple[str, ...]:

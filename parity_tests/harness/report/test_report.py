@@ -1,15 +1,18 @@
 """What a verdict looks like: as text, as HTML, as JSON and JUnit, and as an exception."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from parity_tests import scheme, values
 from parity_tests.harness.report import summary
 from parity_tests.harness.report.report import GradientMismatch, ValueMismatch, merge_reports
+from parity_tests.harness.report.sentence import Sentence
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.failure import Raised
 from parity_tests.harness.verify_one_case import verify_case
@@ -217,3 +220,16 @@ def test_many_examples_become_one_report():
     failing = merge_reports([*reports, report_of(doubled)])
     assert failing.examples == 6 and failing.meshes == ("tp=2",)
     assert failing.tensors[0].error == 1.0 and not failing.ok
+
+
+def test_a_terminal_breaks_sentences_at_80_columns_below_their_beginning():
+    note = "    off by the constant factor 0.5 (= 1/tp): a reduction is missing or repeated, or a mean divides by 2"
+    for width in (80, 200):
+        terminal = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        terminal.print(Sentence(note))
+        first, second = terminal.file.getvalue().splitlines()
+        assert len(first) <= 80 and first.startswith("    off") and second.startswith("      ")
+        assert " ".join((first + " " + second).split()) == note.strip()
+    file = Console(file=io.StringIO(), width=80, color_system=None)
+    file.print(Sentence(note), soft_wrap=True)
+    assert file.file.getvalue() == note + "\n"

@@ -1,0 +1,40 @@
+"""A line of words: on a terminal it is broken between words at LINE columns, and goes on below its beginning."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.text import Text
+
+LINE = 80  # columns
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One line or several, each with its own indentation; in a file, which is searched, none is broken here."""
+
+    text: str
+    style: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = self.text
+        if console.is_terminal:
+            text = "\n".join(_wrapped(line, min(LINE, options.max_width)) for line in text.splitlines())
+        yield Text(text, style=self.style)
+
+
+def _wrapped(line: str, width: int) -> str:
+    below = " " * (len(line) - len(line.lstrip()) + 2)
+    lines = textwrap.wrap(line, width, subsequent_indent=below, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(lines)
+
+
+def print_report(report: RenderableType, stream: TextIO) -> None:
+    """On a terminal as wide as it is; to anything else as text."""
+    if stream.isatty():
+        Console(file=stream).print(report, highlight=False)
+    else:
+        print(report, file=stream)
