@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from parity_tests.cli import expected
 from parity_tests.harness.declare import discover, scheme_index
 from parity_tests.harness.declare.case import DTYPES, ENGINES
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices, strategy
@@ -176,7 +177,7 @@ def _not_applicable(scheme: Declared, options: VerifyOptions) -> str | None:
         return f"is declared for {', '.join(scheme.engines)} only"
     world = _fixed_world(options.engine)
     if world is not None and not size_choices.meshes(scheme, options.fixed, world):
-        return f"has no mesh of {world} ranks"
+        return f"has no mesh of {counted(world, 'rank')}"
     return None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.report.out_path import write_text
 from parity_tests.harness.report.report import number
 from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, RANK_FAILED
@@ -100,8 +101,8 @@ def closing(report: TraceReport) -> str:
     if line is None:
         nearest = max(report.lines, key=lambda line: line.ratio)
         return (
-            f"{report.name}: {len(report.lines)} tensors as {report.like}, at most {nearest.ratio:.2g} of the budget "
-            f"({nearest.name})."
+            f"{report.name}: {counted(len(report.lines), 'tensor')} as {report.like}, "
+            f"at most {nearest.ratio:.2g} of the budget ({nearest.name})."
         )
     ranks = f"{'rank' if len(line.ranks) == 1 else 'ranks'} {', '.join(map(str, line.ranks))}"
     sentence = f"{report.name}: first to differ: {line.name}, {ranks}; look in {_home(report, line)}."

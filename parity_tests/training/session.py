@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from parity_tests.harness.declare.case import ENGINES, CaseSpec
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.harness.run.engines import run as on_ranks
@@ -117,7 +118,7 @@ def _followed(run: Run, reference_steps: ReferenceSteps, engine: str, quiet: boo
         follower.end()
         steps = follower.judged()
     if len(steps) < run.steps - first:
-        text = f"the ranks ended with {first + len(steps)} of {run.steps} steps told; run it again"
+        text = f"the ranks ended with {first + len(steps)} of {counted(run.steps, 'step')} told; run it again"
         raise RankFailure(text, rank=0, case=case)
     return steps
 

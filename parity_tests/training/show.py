@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.report.report import number
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.training.judged import Judged
@@ -90,7 +91,7 @@ def closing(run: Run, steps: Sequence[Judged]) -> str:
     first_wrong = next((step for step in steps if not step.ok), None)
     if first_wrong is None:
         worst = max(step.worst_ratio for step in steps)
-        return f"{named(run)}: {len(steps)} steps as on one device, at most {_share(worst)} of the budget."
+        return f"{named(run)}: {counted(len(steps), 'step')} as on one device, at most {_share(worst)} of the budget."
     forward = "the loss already differs" if "loss" in first_wrong.wrong else "the loss is equal"
     names = [name for name in first_wrong.wrong if name not in ("loss", "norm")]
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

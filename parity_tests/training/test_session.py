@@ -237,7 +237,7 @@ def test_the_command(monkeypatch, capsys):
         return left.value.code or 0, output.out, output.err
 
     status, out, _ = call("--mesh", "dp=2", "--figure", "curve.png", "--json", "run.json")
-    assert status == 0 and "1 steps as on one device" in out
+    assert status == 0 and "1 step as on one device" in out
     with open("run.json") as file, open("curve.png", "rb") as picture:
         (entry,) = json.load(file)
         assert entry["mesh"] == {"dp_shard": 2} and entry["verdict"] == "equal" and picture.read(4) == b"\x89PNG"

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from parity_tests.harness.declare.case import LARGEST_WORLD, SPARE, CaseSpec
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.draws import Chooser
 from parity_tests.harness.declare.keywords import nearest_keyword
@@ -239,7 +240,7 @@ def _mesh_choices(
 
     tried = size_choices.meshes(scheme, sizes, world)
     if not tried:
-        reason = f"has {world} ranks" if world else f"has {LARGEST_WORLD} ranks or fewer, which is the limit"
+        reason = f"has {counted(world, 'rank')}" if world else f"has {LARGEST_WORLD} ranks or fewer, which is the limit"
         raise rejection(
             f"no mesh of { ({**scheme.mesh, **{a: n for a, n in sizes.items() if a in scheme.mesh}}) } {reason}"
         )

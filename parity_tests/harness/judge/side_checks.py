@@ -15,6 +15,7 @@ import numpy as np
 
 from parity_tests.harness.declare.case import ENGINES, SPARE, CaseSpec
 from parity_tests.harness.declare.conditions import OF_ANOTHER_COST
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declaration_failure import raised_by
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.draw import inputs
@@ -99,7 +100,8 @@ Sums = dict[str, tuple[int, int]]  # calls and bytes
 
 def _differences(phase: str, expected: Sums, measured: Sums, rank: int) -> list[str]:
     return [
-        f"{phase} {key}: declared {want[0]} calls of {want[1]} bytes, rank {rank} issued {got[0]} of {got[1]}"
+        f"{phase} {key}: declared {counted(want[0], 'call')} of {counted(want[1], 'byte')}, "
+        f"rank {rank} issued {got[0]} of {got[1]}"
         for key in sorted({*expected, *measured})
         if (want := tuple(expected.get(key, (0, 0)))) != (got := measured.get(key, (0, 0)))
     ]

@@ -50,16 +50,16 @@ def costs(cost):
         ),
         (
             lambda c: Cost(forward={"all_reduce": (1, 4 * c.b + 1)}),
-            ("forward all_reduce: declared 1 calls of 13 bytes, rank 0 issued 1 of 12",),
+            ("forward all_reduce: declared 1 call of 13 bytes, rank 0 issued 1 of 12",),
         ),
         (lambda c: Cost(), ("forward all_reduce: declared 0 calls of 0 bytes, rank 0 issued 1 of 12",)),
         (
             lambda c: Cost(forward={"all_reduce": (1, 12), "barrier": (1, 0)}),
-            ("forward barrier: declared 1 calls of 0 bytes, rank 0 issued 0 of 0",),
+            ("forward barrier: declared 1 call of 0 bytes, rank 0 issued 0 of 0",),
         ),
         (
             lambda c: Cost(forward={"all_reduce": (1, 12)}, backward={"all_reduce": (1, 12)}),
-            ("backward all_reduce: declared 1 calls of 12 bytes, rank 0 issued 0 of 0",),
+            ("backward all_reduce: declared 1 call of 12 bytes, rank 0 issued 0 of 0",),
         ),
     ],
 )
@@ -79,7 +79,7 @@ def test_cost_of_one_rank():
         uneven, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I", cost=lambda c: Cost(forward={"all_reduce": (1, 4 * c.b)})
     )  # fmt: skip
     assert declaration.verify(tp=2, b=3).cost == (
-        "forward all_reduce: declared 1 calls of 12 bytes, rank 1 issued 2 of 24",
+        "forward all_reduce: declared 1 call of 12 bytes, rank 1 issued 2 of 24",
     )
 
 
@@ -140,7 +140,7 @@ def test_cost_of_values_and_of_each_rank(inside_subgroup):
 
     assert verified(of_each_rank).cost == ()
     (finding,) = verified(lambda c, count: of_each_rank(c, count + 1)).cost
-    assert finding.startswith("forward send: declared 1 calls of ") and "rank 0 issued 1 of " in finding
+    assert finding.startswith("forward send: declared 1 call of ") and "rank 0 issued 1 of " in finding
     (finding,) = verified(lambda c, count: of_each_rank(c, count)[::-1]).cost
     assert finding.endswith("rank 0 issued 0 of 0")
 

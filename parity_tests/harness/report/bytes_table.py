@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element
 
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.report.markup import tag
 from parity_tests.harness.run.ledger import PHASES
 
@@ -34,7 +35,7 @@ def bytes_table(report: Report) -> Element:
     ]
     head = tag("tr", *(tag("th", name) for name in HEADS))
     total = sum(issued[1] * len(ranks) for _, _, ranks, issued, _ in lines)
-    closing = tag("p", f"{total} bytes of all ranks together, each what a rank hands in", class_="quiet")
+    closing = tag("p", f"{counted(total, 'byte')} of all ranks together, each what a rank hands in", class_="quiet")
     return tag("div", tag("table", head, *rows), closing, class_="wide")
 
 
@@ -64,7 +65,7 @@ def _declared(report: Report, issued: Sums, declared: Sums | None) -> Element:
         return tag("td", "of another call" if report.cost_declared else "nothing", class_="quiet")
     if issued == declared:
         return tag("td", "\N{CHECK MARK} the same", class_="right")
-    return tag("td", f"\N{BALLOT X} {declared[0]} calls of {declared[1]} bytes", class_="wrong")
+    return tag("td", f"\N{BALLOT X} {counted(declared[0], 'call')} of {counted(declared[1], 'byte')}", class_="wrong")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.judge.compare import TensorComparison
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, NOTHING, RANK_FAILED, USAGE
@@ -219,14 +220,14 @@ def closing(outcome: Outcome) -> str:
     failed = f", {failures} with a failed rank" if failures else ""
     failed += f", {disagreements} on which engines disagree" if disagreements else ""
     expected, passes = schemes - len(unexpected), len(outcome.unexpected_passes)
-    failed += f", {expected} expected failure{'s' if expected != 1 else ''}" if expected else ""
-    failed += f", {passes} unexpected pass{'es' if passes != 1 else ''}" if passes else ""
+    failed += f", {counted(expected, 'expected failure')}" if expected else ""
+    failed += f", {counted(passes, 'unexpected pass')}" if passes else ""
     not_judged = f", {len(outcome.not_judged)} not judged" if outcome.not_judged else ""
     not_offered = f", {len(outcome.not_offered)} not offered" if outcome.not_offered else ""
     meshes = sum(len(report.left_out) for report in outcome.reports)
-    omitted = f", {meshes} mesh{'es' if meshes != 1 else ''} left out" if meshes else ""
+    omitted = f", {counted(meshes, 'mesh')} left out" if meshes else ""
     return (
-        f"{schemes} scheme{'s' if schemes != 1 else ''}, {mismatches} mismatch{'es' if mismatches != 1 else ''}"
+        f"{counted(schemes, 'scheme')}, {counted(mismatches, 'mismatch')}"
         f"{undecided}{failed}, {len(outcome.not_run)} not run{not_judged}{not_offered}{omitted}."
     )
 
@@ -239,7 +240,9 @@ def timing(outcome: Outcome) -> str:
     named = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest)
     share = traced / total if total else 0.0
     of = f" of {outcome.processes} processes together" if outcome.processes > 1 else ""
-    return f"{examples} examples in {total:.0f} s{of}, {share:.0%} of it tracing references; slowest: {named}"
+    return (
+        f"{counted(examples, 'example')} in {total:.0f} s{of}, {share:.0%} of it tracing references; slowest: {named}"
+    )
 
 
 def as_json(outcome: Outcome, **fields: Any) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.run.failure import CollectiveMismatch
 from parity_tests.harness.run.ledger import CallSite, Finding, Ledger, LedgerRow
 
@@ -124,7 +125,8 @@ def _splits(rows: Sequence[LedgerRow]) -> Disagreement | None:
                 continue
             sent, expected = a.splits[0][a.group.index(b.rank)], b.splits[1][b.group.index(a.rank)]
             if sent != expected:
-                what = f"splits differ: rank {a.rank} sends {sent} rows to rank {b.rank}, which expects {expected}"
+                sends = f"rank {a.rank} sends {counted(sent, 'row')} to rank {b.rank}"
+                what = f"splits differ: {sends}, which expects {expected}"
                 return _against(what, a, rows)
     return None
 
@@ -134,7 +136,9 @@ def _pieces(rows: Sequence[LedgerRow]) -> Disagreement | None:
     root = next((row for row in rows if row.rank == row.root), None)
     for row in rows:
         if root is not None and row.bytes_out != root.bytes_out:
-            return _against(f"size differs: rank {row.rank} expects {row.bytes_out} bytes of the scatter", row, rows)
+            return _against(
+                f"size differs: rank {row.rank} expects {counted(row.bytes_out, 'byte')} of the scatter", row, rows
+            )
     return None
 
 

@@ -103,7 +103,7 @@ ROWS = [
     (reduce_or_gather, {"collective mismatch"}, ["op differs", "all_reduce float32[3] SUM", "all_gather float32[3]"]),
     (kinds.other_root, {"collective mismatch"}, ["root differs", "root=0", "root=1"]),
     (uneven_gather, {"collective mismatch", "died"}, ["all_gather float32[4]", "all_gather float32[3]"]),
-    (kinds.wrong_counts, {"collective mismatch"}, ["sends 1 rows to rank 1, which expects 2", "all_to_all"]),
+    (kinds.wrong_counts, {"collective mismatch"}, ["sends 1 row to rank 1, which expects 2", "all_to_all"]),
     (short_recv, {"collective mismatch"}, ["shape differs", "recv float32[2] peer=0", "send float32[4] peer=1"]),
     (kinds.all_send_first, {"stalled"}, ["rank 0 waits in send float32[4] peer=1"]),
     (kinds.collective_missing, {"stalled"}, ["waits in all_reduce float32[5] SUM (group tp, #1)", "rank 1 finished"]),

@@ -11,7 +11,7 @@ BUGS = (
         old="else all_gather_stack(statistics, group)",
         new="else __import__('torch_impl.collectives.plain', fromlist=['all_reduce_sum'])"
         ".all_reduce_sum(statistics, group).expand(group.size(), *statistics.shape)",
-        expect="cost: all_gather: declared 1 calls",
+        expect="cost: all_gather: declared 1 call of",
         source=TRAIN_VERIFY,
     ),
     InjectedBug(

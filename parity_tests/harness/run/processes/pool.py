@@ -24,6 +24,7 @@ import torch
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.ledger import Ledger, RunResult
@@ -51,7 +52,9 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo
     for a function that cannot travel.
     """
     if backend == "nccl" and torch.cuda.device_count() < case.world:
-        raise NotRun(f"nccl needs {case.world} GPUs, {torch.cuda.device_count()} are here; not run")
+        count = torch.cuda.device_count()
+        here = f"{count} {'is' if count == 1 else 'are'} here"
+        raise NotRun(f"nccl needs {counted(case.world, 'GPU')}, {here}; not run")
     import_ahead(fn)
     file = discover.file_of(fn)
     function = dumps(fn, file_is_imported=file is not None), file
