@@ -1,5 +1,7 @@
 """Options of fsdp2_strategy_parallelize that change no number: what each does, and that gradients stay as they are."""
 
+import re
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +15,7 @@ from parity_tests.parallelizer.training import full_arrays, parallelized
 from shardproof import CaseSpec
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan
 from torch_impl.parallelizer.blocks import units
-from torch_impl.parallelizer.mesh_axes import mesh_axes
+from torch_impl.parallelizer.mesh_axes import ARGUMENTS, mesh_axes
 
 LLAMA = Chosen("llama", changes=(("num_hidden_layers", 4),))
 ONE = {"dp_shard": 1}
@@ -78,7 +80,18 @@ def test_each_scope_recomputes_its_blocks_and_changes_no_bit():
         ({"selective_ac_option": 0}, ValueError, "selective_ac_option=0 must be at least 1"),
         ({"selective_ac_option": "ops"}, TypeError, "selective_ac_option='ops' is a str; pass 'op', n for each n-th"),
         ({"fsdp2_forward_prefetch_depth": -1}, ValueError, "fsdp2_forward_prefetch_depth=-1 must be at least 0"),
-        ({"tp_shard_plan": "plan"}, ValueError, "tp_shard_plan='plan' is no import path; write 'package.module:name'"),
+        ({"tp_shard_plan": "plan"}, ValueError, "tp_shard_plan='plan' is no import path; write 'package.module:NAME'"),
+        (
+            {"tp_shard_plan": ".plans:PLAN"},
+            ValueError,
+            "tp_shard_plan='.plans:PLAN' is relative, and there is no package to begin at; write 'package.module:NAME'",
+        ),
+        (
+            {"compile_backend": "induct"},
+            ValueError,
+            "compile_backend='induct' is no backend.*; nearest: 'inductor'",
+        ),
+        ({"compile_backend": 3}, TypeError, "compile_backend=3 is an int; pass the name of a backend"),
         ({"tp_shard_plan": "no_package.x:plan"}, ValueError, "no module 'no_package'; install it or correct the path"),
         (
             {"tp_shard_plan": "parity_tests.parallelizer.small_net:plam"},
@@ -125,21 +138,44 @@ def test_a_plan_that_is_a_function_of_the_model():
     assert all(run(body, CaseSpec("function", {"dp_shard": 1, "tp": 2}, dtype="float64")).results)
 
 
-NAMES = {"dp_replicate_mesh_name": "copies", "dp_shard_cp_mesh_name": "shards", "tp_mesh_name": "tensor"}
+NAMES = {"replicate": "copies", "shard": "shards", "tp": "tensor"}
 
 
 @pytest.mark.parametrize("mesh", [{"copies": 2, "shards": 2}, {"shards": 2, "tensor": 2}, {"tensor": 2}], ids=str)
 def test_names_of_a_mesh(mesh):
     """The same gradients under a caller's own names; the rows of a rank follow from its axes of data."""
     chosen = configuration("qwen3")
-    roles = {"replicate": "copies", "shard": "shards", "tp": "tensor"}
+    roles = {role: name for role, name in NAMES.items() if name in mesh}
 
     def body(view, case):
-        return on_rank(view, chosen, own_names=roles, **NAMES)
+        return on_rank(view, chosen, own_names=roles, **{ARGUMENTS[role]: name for role, name in roles.items()})
 
     ranks = run(body, CaseSpec("names", mesh, dtype="float64")).results
     assert mistakes(chosen, {"tp" if axis == "tensor" else axis: size for axis, size in mesh.items()}, ranks) == []
     assert alone(chosen).loss > 0
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS.values())
+def test_a_name_that_is_no_axis(argument):
+    message = re.escape(
+        f"{argument}='tensr' is no axis of device_mesh, which has 'dp_replicate', 'tp'; pass the name of one, or leave "
+        f"{argument} out where the mesh has no such axis"
+    )
+
+    def body(view, case):
+        with pytest.raises(ValueError, match=message):
+            fsdp2_strategy_parallelize(Net(), view.device_mesh, tp_shard_plan=plan(), **{argument: "tensr"})
+
+    assert run(body, CaseSpec("axis", {"dp_replicate": 1, "tp": 2})).ledger.rows == []
+
+
+def test_a_name_of_axes_that_are_not_flattened_yet():
+    def body(view, case):
+        with pytest.raises(ValueError, match="dp_shard_cp_mesh_name='shards' is no axis of device_mesh"):
+            mesh_axes(view.device_mesh, {"shard": "shards"})
+        return mesh_axes(view.device_mesh, {"shard": "dp_shard_cp"}).shard_mesh.size()
+
+    assert run(body, CaseSpec("flattened", {"dp_shard": 2, "cp": 2})).results == (4,) * 4
 
 
 def test_one_role_twice():

@@ -1,5 +1,7 @@
 """What is registered by a model's class, parameters gathered for a while, and the newer name of nvfsdp's function."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
     get_parallelization_strategy,
+    hf_plan,
     megatron_fsdp_strategy_parallelize,
     nvfsdp_strategy_parallelize,
     register_parallel_strategy,
@@ -31,7 +34,7 @@ class Other(Net):
 
 @pytest.fixture(autouse=True)
 def tables(monkeypatch):
-    monkeypatch.setattr(registry, "TP_PLANS", dict(registry.TP_PLANS))
+    monkeypatch.setattr(hf_plan, "TP_PLANS", dict(hf_plan.TP_PLANS))
     monkeypatch.setattr(registry, "STRATEGIES", {})
 
 
@@ -55,16 +58,20 @@ def test_an_entry_wins_over_the_models_own_plan():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "kind", "message"),
     [
-        ((3, {}), "register_tp_plan: 3 is neither a class nor the name of one"),
-        ((Net, ["up"]), "register_tp_plan: plan is a list; pass a dict of module name -> style"),
-        ((Net, {"up": 3}), r"register_tp_plan: plan\['up'\] is 3; pass the name of a style"),
+        ((3, {}), TypeError, "model_class=3 is an int; pass a class of torch.nn.Module, or its name"),
+        ((int, {}), TypeError, "model_class=<class 'int'> is a type; pass a class of torch.nn.Module, or its name"),
+        ((Net, ["up"]), TypeError, "plan is a list; pass a dict of module name -> style"),
+        ((Net, {"up": 3}), TypeError, "plan['up'] is 3; pass the name of a style, a function that makes one, or None"),
+        ((Net, {"up": "colwize"}), ValueError, "plan['up']='colwize' is not known; nearest: 'colwise'"),
+        ((Net, {"up": "gather"}), ValueError, "plan['up']='gather' is a style of transformers 4; write all_reduce"),
     ],
 )
-def test_what_cannot_be_registered(arguments, message):
-    with pytest.raises(TypeError, match=message):
+def test_what_cannot_be_registered(arguments, kind, message):
+    with pytest.raises(kind, match=re.escape(f"parallelizer.register_tp_plan: {message}")):
         register_tp_plan(*arguments)
+    assert "Net" not in hf_plan.TP_PLANS
 
 
 def test_the_strategy_of_a_class():
@@ -77,8 +84,10 @@ def test_the_strategy_of_a_class():
     assert get_parallelization_strategy(Net()) is strategy
     assert get_parallelization_strategy(Other()) is strategy
     assert get_parallelization_strategy(nn.Linear(2, 2)) is fsdp2_strategy_parallelize
-    with pytest.raises(TypeError, match="register_parallel_strategy: 3 is no function"):
+    with pytest.raises(TypeError, match="register_parallel_strategy: strategy=3 is an int; decorate a function"):
         register_parallel_strategy(name=Other)(3)
+    with pytest.raises(TypeError, match="register_parallel_strategy: name=3 is an int; pass a class of"):
+        register_parallel_strategy(3)
 
 
 def test_parameters_are_full_inside_and_sharded_behind():
@@ -98,8 +107,12 @@ def test_parameters_are_full_inside_and_sharded_behind():
     assert ranks.results == ((True, True),) * 2
     with unshard(nn.Linear(2, 2)):
         pass
-    with pytest.raises(TypeError, match=r"unshard_fsdp2_model: model is a int; pass a torch\.nn\.Module"), unshard(3):
-        pass
+
+
+@pytest.mark.parametrize("function", [unshard, unshard_fsdp2_model])
+def test_what_cannot_be_gathered_is_rejected_at_the_call(function):
+    with pytest.raises(TypeError, match=r"unshard_fsdp2_model: model is an int; pass a torch\.nn\.Module"):
+        function(3)
 
 
 def step(parallelize):

@@ -23,6 +23,6 @@ from torch_impl.parallelizer.dry_run import dry_run as dry_run
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize as fsdp2_strategy_parallelize
 from torch_impl.parallelizer.fsdp2 import get_parallelization_strategy as get_parallelization_strategy
 from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan as get_hf_tp_shard_plan
+from torch_impl.parallelizer.hf_plan import register_tp_plan as register_tp_plan
 from torch_impl.parallelizer.hf_plan import translate_to_torch_parallel_style as translate_to_torch_parallel_style
 from torch_impl.parallelizer.registry import register_parallel_strategy as register_parallel_strategy
-from torch_impl.parallelizer.registry import register_tp_plan as register_tp_plan

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import torch
@@ -27,6 +28,8 @@ from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
 from torch_impl.parallelizer.registry import imported_plan, registered_strategy
 from torch_impl.parallelizer.sequence_parallel import sequence_styles, shard_sequences
 from torch_impl.parallelizer.tp_plan import PlanEntry, PlanKind, shard_modules, validate_styles, warn_of_norms
+
+DEFAULT_BACKEND = "inductor"
 
 
 class PolicyKind:
@@ -73,9 +76,23 @@ class SelectiveKind:
             )
 
 
+class BackendKind:
+    """The name of a backend of torch.compile."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        Instance(str, "pass the name of a backend of torch.compile").validate(function, name, value, sizes)
+        # torch's own default is not looked up: the list of names loads the compiler.
+        if value != DEFAULT_BACKEND and value not in (backends := torch.compiler.list_backends(exclude_tags=())):
+            nearest = get_close_matches(value, backends, n=1, cutoff=0.0)
+            raise ValueError(
+                f"{function}: {name}={value!r} is no backend of torch.compile; nearest: {', '.join(map(repr, nearest))}"
+            )
+
+
 PlanOrPath = Annotated[Mapping[str, ParallelStyle] | str, PlanOrPathKind()]
 Checkpointing = Annotated[bool | str, CheckpointingKind()]
 Selective = Annotated[str | int | Callable[..., Any], SelectiveKind()]
+Backend = Annotated[str, BackendKind()]
 Policy = Annotated[MixedPrecisionPolicy, PolicyKind()]
 Offload = Annotated[OffloadPolicy, Instance(OffloadPolicy, "pass a CPUOffloadPolicy or None", shows_value=False)]
 
@@ -93,7 +110,7 @@ def fsdp2_strategy_parallelize(
     sequence_parallel: bool = False,
     selective_ac_option: Selective = "op",
     enable_compile: bool = False,
-    compile_backend: str = "inductor",
+    compile_backend: Backend = DEFAULT_BACKEND,
     fsdp2_forward_prefetch_depth: NonNegativeInt | None = None,
     fsdp2_backward_prefetch_depth: NonNegativeInt | None = None,
     dp_replicate_mesh_name: str | None = None,
@@ -124,7 +141,8 @@ def fsdp2_strategy_parallelize(
     sequence_parallel      between layers a block has s/tp positions: see `sequence_parallel`
     enable_compile         compile each block by `compile_backend`, inside FSDP and around recomputation
     fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth   gather so many blocks ahead; None: as torch does
-    dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name   the mesh's own names for the axes of these roles
+    dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name   the mesh's own names for the axes of these roles;
+        None: those of the tables, and size 1 where the mesh has no such axis
 
     Cost:   for a unit of parameters w, its first dims rounded up to multiples of n:
             forward 1 all_gather of |w|/n of `param_dtype` per rank; backward the same again if it was freed, and
@@ -133,8 +151,9 @@ def fsdp2_strategy_parallelize(
             With ep n = dp_shard * cp * ep; the experts of a layer are a unit of their own with n = dp_shard * cp, and
             send what `shard_experts` says.
     Errors: before anything is changed. TypeError for a model, mesh, policy, plan or switch of another kind.
-            ValueError for a mesh whose axes are unknown, mixed or have no names; for a model that is parallel already;
-            for what `check_plan` rejects; for a model without experts that ep can shard.
+            ValueError for a mesh whose axes are unknown, mixed or have no names; for a mesh name that is no axis; for a
+            backend that torch does not have; for a model that is parallel already; for what `check_plan` rejects; for a
+            model without experts that ep can shard.
     Source: arXiv 2304.11277 (FSDP), 1909.08053 (tensor parallelism), 1604.06174 (checkpointing), 2006.16668 (experts).
     """
     # 1. Validate everything, before anything is changed or sent.

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from torch_impl.contract import Module, contract
+from torch_impl.contract import Module, contract, type_name
 from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise
-from torch_impl.parallelizer.registry import Entry, registered_tp_plan
+from torch_impl.parallelizer.registry import ModelClass, class_name_of
 from torch_impl.parallelizer.tp_plan import generic, names_of
 from torch_impl.parallelizer.tp_styles import (
     DividedInput,
@@ -28,6 +28,9 @@ from torch_impl.parallelizer.tp_styles import (
     Rowwise,
     SummedOutput,
 )
+
+Entry = str | Callable[[], Any] | None  # the name of a style, a function that makes one, or no style
+PlanEntries = Mapping[str, Entry]
 
 
 def _colwise_gathered() -> ParallelStyle:
@@ -84,6 +87,19 @@ REJECTED = {
     "local_packed_rowwise": OF_PARAMETERS.format("packed_rowwise, or moe_tp_experts for experts,"),
     "gather": "is a style of transformers 4; write all_reduce, or moe_tp_experts for experts",
 }
+# By the name of a class, so that transformers is not imported; subclasses have the same. Keys are names in that class.
+TP_PLANS: dict[str, PlanEntries] = {
+    "GPT2Model": {
+        "wte": "embedding_rowwise",
+        "h.*.attn.c_attn": "conv1d_packed_colwise",
+        "h.*.attn.c_proj": "conv1d_rowwise",
+        "h.*.mlp.c_fc": "conv1d_colwise",
+        "h.*.mlp.c_proj": "conv1d_rowwise",
+    },
+    "GPT2LMHeadModel": {"lm_head": "colwise_gather_output"},
+    # The activation between sharded layers has parameters, whose gradient is a sum over the ranks: 5.23 leaves it out.
+    "ApertusModel": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+}
 # Names under which a model has the inner model that has the layers.
 INNER_MODELS = ("", "model", "language_model", "model.language_model", "transformer")
 
@@ -100,13 +116,49 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     Errors: TypeError unless a string; ValueError for a rejected name, with what to write instead, and for an unknown
     one, with the nearest.
     """
-    if style in STYLES:
-        return STYLES[style]()
-    begin = f"parallelizer.translate_to_torch_parallel_style: style={style!r}"
+    _validate_style(f"parallelizer.translate_to_torch_parallel_style: style={style!r}", style)
+    return STYLES[style]()
+
+
+def _validate_style(begin: str, style: str) -> None:
+    """ValueError, after this beginning, for the name of a style that is rejected or not known."""
     if style in REJECTED:
         raise ValueError(f"{begin} {REJECTED[style]}")
-    nearest = get_close_matches(style, [*STYLES, *REJECTED], n=1, cutoff=0.0)[0]
-    raise ValueError(f"{begin} is not known; nearest: {nearest!r}")
+    if style not in STYLES:
+        nearest = get_close_matches(style, [*STYLES, *REJECTED], n=1, cutoff=0.0)[0]
+        raise ValueError(f"{begin} is not known; nearest: {nearest!r}")
+
+
+def register_tp_plan(model_class: ModelClass, plan: PlanEntries) -> None:
+    """Set the entries of a class's tensor-parallel plan that win over those of its model and config.
+
+    `model_class` is the class, or its name; subclasses have the entries too, and a class inside another model, as the
+    decoder of a causal model, has them under its place there. A value is the name of a style, a function that makes a
+    style, or None for an entry to be left out. A second call for a class replaces the first.
+
+    Errors: TypeError for a class, key or value of another kind; ValueError for the name of a style that is unknown or
+    rejected, as `translate_to_torch_parallel_style` says.
+    """
+    begin = "parallelizer.register_tp_plan"
+    name = class_name_of("register_tp_plan", "model_class", model_class)
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"{begin}: plan is {type_name(plan)}; pass a dict of module name -> style")
+    for key, entry in plan.items():
+        if not isinstance(key, str) or not (entry is None or isinstance(entry, str) or callable(entry)):
+            raise TypeError(
+                f"{begin}: plan[{key!r}] is {entry!r}; pass the name of a style, a function that makes one, or None"
+            )
+        if isinstance(entry, str):
+            _validate_style(f"{begin}: plan[{key!r}]={entry!r}", entry)
+    TP_PLANS[name] = dict(plan)
+
+
+def registered_tp_plan(model: nn.Module) -> dict[str, Entry]:
+    """The registered entries of a model's class and of the classes that it inherits from; the nearest wins."""
+    entries: dict[str, Entry] = {}
+    for cls in reversed(type(model).__mro__):
+        entries |= TP_PLANS.get(cls.__name__, {})
+    return entries
 
 
 @contract

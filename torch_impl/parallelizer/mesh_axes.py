@@ -29,6 +29,8 @@ from torch_impl.parallelizer._torch_compat import axis_of_one_rank, concatenate,
 OLDER = {"data": "data_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "shard": "dp_cp"}
 NEWER = {"replicate": "dp_replicate", "data": "dp_shard", "cp": "cp", "tp": "tp", "shard": "dp_shard_cp"}
 IN_BOTH = ("pp", "ep", "ep_shard", "dp_cp")
+# The argument that takes a mesh's own name for the axis of a role.
+ARGUMENTS = {"replicate": "dp_replicate_mesh_name", "shard": "dp_shard_cp_mesh_name", "tp": "tp_mesh_name"}
 AXIS_NAMES = tuple(dict.fromkeys([*OLDER.values(), *NEWER.values(), *IN_BOTH]))
 
 
@@ -127,11 +129,12 @@ class MeshAxes:
 def mesh_axes(device_mesh: DeviceMesh, own_names: Mapping[str, str | None] | None = None) -> MeshAxes:
     """The roles of a mesh's axes, by their names. Nothing is sent.
 
-    `own_names` are a mesh's names for the roles replicate, shard and tp, in place of those of the tables. One that is
-    no axis stands for size 1; that of shard may be the name of axes that were flattened.
+    `own_names` are a mesh's names for the roles replicate, shard and tp, in place of those of the tables. That of shard
+    may be the name of axes that were flattened; a role that is left out, or None, has size 1 where no axis has it.
 
     Errors: ValueError for axes without names, with unknown names or of both generations, for a flattened axis next
-            to an axis that it contains, and for ranks of ep_shard, which is an axis of another mesh.
+            to an axis that it contains, for an own name that is no axis, and for ranks of ep_shard, which is an axis of
+            another mesh.
     """
     if not device_mesh.mesh_dim_names:
         names = ", ".join(AXIS_NAMES)
@@ -142,6 +145,7 @@ def mesh_axes(device_mesh: DeviceMesh, own_names: Mapping[str, str | None] | Non
         own = ", ".join(map(repr, renamed))
         raise ValueError(f"device_mesh: axes {device_mesh.mesh_dim_names} have one role twice, with {own}; rename one")
     roles, shard_name = roles_of(names)
+    _check_own_names(device_mesh, own_names or {}, roles, shard_name)
     actual = dict(zip(names, device_mesh.mesh_dim_names, strict=True))
     roles = {role: None if name is None else actual[name] for role, name in roles.items()}
     shard_name = (own_names or {}).get("shard") or shard_name
@@ -152,6 +156,24 @@ def mesh_axes(device_mesh: DeviceMesh, own_names: Mapping[str, str | None] | Non
             f"{(NEWER if shard_name == NEWER['shard'] else OLDER)['data']!r}, over which experts are sharded beside ep"
         )
     return MeshAxes(device_mesh, **roles, shard_name=shard_name)
+
+
+def _check_own_names(
+    mesh: DeviceMesh, own_names: Mapping[str, str | None], roles: Mapping[str, str | None], shard_name: str
+) -> None:
+    """ValueError for a name that is no axis: its role would have size 1, and nobody would see the misspelling."""
+    axes = mesh.mesh_dim_names or ()
+    for role, name in own_names.items():
+        if name is None or name in axes:
+            continue
+        # Of data and cp one axis is made, by the name of the tables; or it was made before, by any name.
+        is_flattened = has_flattened(mesh, name) or (name == shard_name and (roles["data"] or roles["cp"]))
+        if not (role == "shard" and is_flattened):
+            argument = ARGUMENTS[role]
+            raise ValueError(
+                f"{argument}={name!r} is no axis of device_mesh, which has {', '.join(map(repr, axes))}; pass the name "
+                f"of one, or leave {argument} out where the mesh has no such axis"
+            )
 
 
 def roles_of(axes: tuple[str, ...]) -> tuple[dict[str, str | None], str]:

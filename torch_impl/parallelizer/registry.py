@@ -1,10 +1,10 @@
-"""What is registered for a model by its class: plans where its own is missing or wrong, strategies; plans by path."""
+"""The strategy that is registered for a model by its class, and a plan by its import path."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
@@ -12,54 +12,9 @@ from torch import nn
 
 from torch_impl.contract import type_name
 
-Entry = str | Callable[[], Any] | None  # the name of a style, a function that makes one, or no style
-PlanEntries = Mapping[str, Entry]
 ModelClass = type[nn.Module] | str
 NAME = "parallelizer"
-
-# By the name of a class, so that transformers is not imported; subclasses have the same. Keys are names in that class.
-TP_PLANS: dict[str, PlanEntries] = {
-    "GPT2Model": {
-        "wte": "embedding_rowwise",
-        "h.*.attn.c_attn": "conv1d_packed_colwise",
-        "h.*.attn.c_proj": "conv1d_rowwise",
-        "h.*.mlp.c_fc": "conv1d_colwise",
-        "h.*.mlp.c_proj": "conv1d_rowwise",
-    },
-    "GPT2LMHeadModel": {"lm_head": "colwise_gather_output"},
-    # The activation between sharded layers has parameters, whose gradient is a sum over the ranks: 5.23 leaves it out.
-    "ApertusModel": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
-}
 STRATEGIES: dict[str, Callable[..., nn.Module]] = {}
-
-
-def register_tp_plan(model_class: ModelClass, plan: PlanEntries) -> None:
-    """Set the entries of a class's tensor-parallel plan that win over those of its model and config.
-
-    `model_class` is the class, or its name; subclasses have the entries too, and a class inside another model, as the
-    decoder of a causal model, has them under its place there. A value is the name of a style, a function that makes a
-    style, or None for an entry to be left out. A second call for a class replaces the first.
-
-    Errors: TypeError for a class, key or value of another kind.
-    """
-    name = _class_name("register_tp_plan", model_class)
-    if not isinstance(plan, Mapping):
-        raise TypeError(f"{NAME}.register_tp_plan: plan is {type_name(plan)}; pass a dict of module name -> style")
-    for key, entry in plan.items():
-        if not isinstance(key, str) or not (entry is None or isinstance(entry, str) or callable(entry)):
-            raise TypeError(
-                f"{NAME}.register_tp_plan: plan[{key!r}] is {entry!r}; pass the name of a style, a function that makes "
-                "one, or None"
-            )
-    TP_PLANS[name] = dict(plan)
-
-
-def registered_tp_plan(model: nn.Module) -> dict[str, Entry]:
-    """The registered entries of a model's class and of the classes that it inherits from; the nearest wins."""
-    entries: dict[str, Entry] = {}
-    for cls in reversed(type(model).__mro__):
-        entries |= TP_PLANS.get(cls.__name__, {})
-    return entries
 
 
 def register_parallel_strategy(name: ModelClass) -> Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]:
@@ -70,13 +25,16 @@ def register_parallel_strategy(name: ModelClass) -> Callable[[Callable[..., nn.M
 
     It takes the arguments of `fsdp2_strategy_parallelize`, which it may call, and returns the model.
 
-    Errors: TypeError for what is no class, name or function.
+    Errors: TypeError for what is no class of modules, name or function.
     """
-    class_name = _class_name("register_parallel_strategy", name)
+    class_name = class_name_of("register_parallel_strategy", "name", name)
 
     def register(strategy: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         if not callable(strategy):
-            raise TypeError(f"{NAME}.register_parallel_strategy: {strategy!r} is no function of a model and a mesh")
+            raise TypeError(
+                f"{NAME}.register_parallel_strategy: strategy={strategy!r} is {type_name(strategy)}; decorate a "
+                "function of a model and a mesh"
+            )
         STRATEGIES[class_name] = strategy
         return strategy
 
@@ -96,8 +54,10 @@ def imported_plan(path: str, model: nn.Module) -> Any:
     """
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     begin = f"tp_shard_plan={path!r}"
+    if module_name.startswith("."):
+        raise ValueError(f"{begin} is relative, and there is no package to begin at; write 'package.module:NAME'")
     if not module_name or not name:
-        raise ValueError(f"{begin} is no import path; write 'package.module:name'")
+        raise ValueError(f"{begin} is no import path; write 'package.module:NAME'")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -113,8 +73,13 @@ def imported_plan(path: str, model: nn.Module) -> Any:
     return plan(model) if inspect.signature(plan).parameters else plan()
 
 
-def _class_name(function: str, model_class: ModelClass) -> str:
-    name = model_class.__name__ if isinstance(model_class, type) else model_class
-    if not isinstance(name, str):
-        raise TypeError(f"{NAME}.{function}: {model_class!r} is neither a class nor the name of one")
-    return name
+def class_name_of(function: str, argument: str, model_class: Any) -> str:
+    """The name of a class of modules, or the name itself. Errors: TypeError that begins with function and argument."""
+    if isinstance(model_class, type) and issubclass(model_class, nn.Module):
+        return model_class.__name__
+    if not isinstance(model_class, str):
+        raise TypeError(
+            f"{NAME}.{function}: {argument}={model_class!r} is {type_name(model_class)}; pass a class of "
+            "torch.nn.Module, or its name"
+        )
+    return model_class

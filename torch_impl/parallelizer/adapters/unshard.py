@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from torch_impl.contract import Module, contract
 
-@contextmanager
-def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
+
+@contract
+def unshard_fsdp2_model(model: Module) -> AbstractContextManager[None]:
     """A context in which every FSDP unit of a model has its parameters in full; behind it they are sharded again.
 
     They are in the dtype that the units compute in. A parameter that tp shards stays sharded over tp. A model without
@@ -18,10 +20,14 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
     and the next one gathers that again. `unshard` is the same function.
 
     Cost:   on entry 1 all_gather for each unit, and memory for all parameters; on exit none. All ranks enter.
-    Errors: TypeError unless a Module. What is raised inside passes through, with the parameters sharded again.
+    Errors: TypeError at the call, unless a Module. What is raised inside passes through, with the parameters sharded
+            again.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"parallelizer.unshard_fsdp2_model: model is a {type(model).__name__}; pass a torch.nn.Module")
+    return _unsharded(model)
+
+
+@contextmanager
+def _unsharded(model: nn.Module) -> Iterator[None]:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for unit in units:
