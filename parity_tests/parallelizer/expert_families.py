@@ -7,7 +7,7 @@ tokens of a micro-batch. Alone, everything is transformers' and torch's own; on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,8 +22,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from parity_tests.parallelizer.families import IGNORED, Chosen, Float64Throughout, batch, model_of
 from parity_tests.parallelizer.training import (
     ADAMW,
-    broken,
-    broken_on_ranks,
+    Step,
     full_arrays,
     parallelized,
     summed_loss,
@@ -75,17 +74,6 @@ def mixture(family: str, dtype: torch.dtype = torch.float64) -> Any:
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-1, 2, buffer.numel()).sin() / 4)
     return model
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a step leaves: the loss, on a rank its own addend; the norm of all gradients; arrays by name."""
-
-    loss: float
-    norm: float
-    gradients: dict[str, np.ndarray]
-    clipped: dict[str, np.ndarray]
-    weights: dict[str, np.ndarray]
 
 
 Optimizer = Callable[[nn.Module], Any]
@@ -176,14 +164,3 @@ def _router_losses(logits: Sequence[Tensor], family: str, data: ProcessGroup) ->
         return z
     _, experts, probabilities = softmax_top_k(together, K)
     return BALANCE * K * global_balance_loss(probabilities, experts, data) + z
-
-
-def mistakes(want: Step, mesh: Mapping[str, int], ranks: Sequence[Step]) -> list[str]:
-    """What is not as it should be, a sentence each: losses, norms, gradients, clipped ones, weights."""
-    tp = mesh.get("tp", 1)
-    sentences = broken({"loss": sum(rank.loss for rank in ranks) / tp}, {"loss": want.loss})
-    sentences += [each for rank in ranks for each in broken({"norm": rank.norm}, {"norm": want.norm})]
-    for part in ("gradients", "clipped", "weights"):
-        problems = broken_on_ranks([getattr(rank, part) for rank in ranks], getattr(want, part), mesh)
-        sentences += [f"{part}: {each}" for each in problems]
-    return sentences

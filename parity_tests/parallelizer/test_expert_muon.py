@@ -10,8 +10,8 @@ from jax_ref import optimizers as reference
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.judge.reference import evaluated
 from parity_tests.harness.run.engines import run
-from parity_tests.parallelizer.expert_families import MAX_NORM, MUON, OF_FAMILY, alone, mistakes, mixture, muon, on_rank
-from parity_tests.parallelizer.training import deviation, full_arrays
+from parity_tests.parallelizer.expert_families import MAX_NORM, MUON, OF_FAMILY, alone, mixture, muon, on_rank
+from parity_tests.parallelizer.training import broken_steps, deviation, full_arrays
 from shardproof import CaseSpec
 
 OF_ADAMW = ("model.embed_tokens.weight", "lm_head.weight")
@@ -59,18 +59,18 @@ def on_mesh(mesh, family, engine="lockstep"):
 @pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_one_step_is_that_of_one_process(family, mesh):
-    assert mistakes(stepped(family), mesh, on_mesh(mesh, family)) == []
+    assert broken_steps(stepped(family), mesh, on_mesh(mesh, family)) == []
     assert alone(family).norm > MAX_NORM
 
 
 @pytest.mark.parametrize(("family", "mesh"), OTHERS, ids=str)
 def test_one_step_on_other_meshes(family, mesh):
-    assert mistakes(stepped(family), mesh, on_mesh(mesh, family)) == []
+    assert broken_steps(stepped(family), mesh, on_mesh(mesh, family)) == []
 
 
 def test_one_step_on_processes():
     mesh = {"ep": 2, "tp": 2}
-    assert mistakes(stepped("qwen3_moe"), mesh, on_mesh(mesh, "qwen3_moe", "gloo")) == []
+    assert broken_steps(stepped("qwen3_moe"), mesh, on_mesh(mesh, "qwen3_moe", "gloo")) == []
 
 
 @pytest.mark.parametrize("family", OF_FAMILY)

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from jax_ref import expert_parallel as reference
 from parity_tests.harness.run.engines import run
-from parity_tests.parallelizer.expert_families import MAX_NORM, OF_FAMILY, alone, chosen, mistakes, mixture, on_rank
+from parity_tests.parallelizer.expert_families import MAX_NORM, OF_FAMILY, alone, chosen, mixture, on_rank
 from parity_tests.parallelizer.expert_net import BALANCE, ExpertNet, Z, plan
 from parity_tests.parallelizer.families import empty
 from parity_tests.parallelizer.steps import reduced_loss
-from parity_tests.parallelizer.training import full_arrays, parallelized
+from parity_tests.parallelizer.training import broken_steps, full_arrays, parallelized
 from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.parallelizer import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.mesh_axes import mesh_axes
@@ -108,20 +108,20 @@ def on_mesh(mesh, body, engine="lockstep"):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_one_step_is_that_of_one_process(family, mesh):
     ranks = on_mesh(mesh, lambda view: on_rank(view, family)).results
-    assert mistakes(alone(family), mesh, ranks) == []
+    assert broken_steps(alone(family), mesh, ranks) == []
     assert alone(family).norm > MAX_NORM
 
 
 @pytest.mark.parametrize(("family", "mesh"), OTHERS, ids=str)
 def test_one_step_on_other_meshes(family, mesh):
     ranks = on_mesh(mesh, lambda view: on_rank(view, family)).results
-    assert mistakes(alone(family), mesh, ranks) == []
+    assert broken_steps(alone(family), mesh, ranks) == []
 
 
 def test_one_step_on_processes():
     mesh = {"ep": 2, "tp": 2}
     ranks = on_mesh(mesh, lambda view: on_rank(view, "deepseek_v3"), "gloo").results
-    assert mistakes(alone("deepseek_v3"), mesh, ranks) == []
+    assert broken_steps(alone("deepseek_v3"), mesh, ranks) == []
 
 
 @pytest.mark.parametrize("switches", [{"activation_checkpointing": True}, {"reshard_after_forward": False}], ids=str)

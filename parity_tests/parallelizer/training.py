@@ -76,6 +76,30 @@ def _factor(got: Any, want: Any) -> str:
     return f" by the factor {factor:.6g}" if deviation(got, factor * want) <= PROMISED else ""
 
 
+@dataclass(frozen=True)
+class Step:
+    """What a step leaves: the loss, on a rank its own addend; the norm of all gradients; arrays by name.
+
+    `clipped` are the gradients after clipping. A step without an optimizer leaves no weights.
+    """
+
+    loss: float
+    norm: float
+    gradients: dict[str, np.ndarray]
+    clipped: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def broken_steps(want: Step, mesh: Mapping[str, int], ranks: Sequence[Step]) -> list[str]:
+    """What is not as in one process, a sentence each: losses, norms, gradients, clipped ones, weights."""
+    sentences = broken({"loss": sum(rank.loss for rank in ranks) / mesh.get("tp", 1)}, {"loss": want.loss})
+    sentences += [each for rank in ranks for each in broken({"norm": rank.norm}, {"norm": want.norm})]
+    for part in ("gradients", "clipped", "weights"):
+        problems = broken_on_ranks([getattr(rank, part) for rank in ranks], getattr(want, part), mesh)
+        sentences += [f"{part}: {each}" for each in problems]
+    return sentences
+
+
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
