@@ -35,7 +35,7 @@ MESHES: dict[str, dict[str, int]] = {
 WIDE_TP = {"tp": 4}  # more ranks than heads of keys and values
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3"),
-    *("gpt2", "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm"),
+    *("gpt2", "apertus", "arcee", "cohere", "cohere2", "doge", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm"),
     *("glm4", "gpt_neox", "granite", "hyperclovax", "jais2", "ministral", "ministral3", "nanochat", "nemotron", "olmo"),
     *("olmo2", "olmo3", "phi", "seed_oss", "smollm3", "starcoder2", "vaultgemma"),
 )

@@ -11,8 +11,8 @@ from parity_tests.parallelizer.configurations import MAX_NORM, MESHES, WIDE_TP, 
 from torch_impl.parallelizer.head_styles import Conv1DPackedColwise, ReplicatedHeads
 
 EVERY = cases()
-# The families without a plan, or with heads that ranks replicate, on each of their meshes; of the others one mesh each.
-OURS = [case for case in EVERY if case[0].family in ("gpt2", "apertus") or case[2] == WIDE_TP]
+# Families with a plan of ours, or heads that ranks replicate, on each of their meshes; of the others one mesh each.
+OURS = [case for case in EVERY if case[0].family in ("gpt2", "apertus", "doge") or case[2] == WIDE_TP]
 OTHERS = [case for case in EVERY if case not in OURS]
 IN_TURN = [OTHERS[start + n % len(MESHES)] for n, start in enumerate(range(0, len(OTHERS), len(MESHES)))]
 

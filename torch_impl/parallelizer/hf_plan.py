@@ -97,6 +97,12 @@ TP_PLANS: dict[str, PlanEntries] = {
         "h.*.mlp.c_proj": "conv1d_rowwise",
     },
     "GPT2LMHeadModel": {"lm_head": "colwise_gather_output"},
+    # The mask of each head is made of the values of all heads, so attention has gathered projections and all heads.
+    "DogeModel": {
+        **{f"layers.*.self_attn.{name}": "colwise_gather_output" for name in ("q_proj", "k_proj", "v_proj")},
+        "layers.*.self_attn.dt_proj": None,
+        "layers.*.self_attn.o_proj": "rowwise_split_input",
+    },
     # The activation between sharded layers has parameters, whose gradient is a sum over the ranks: 5.23 leaves it out.
     "ApertusModel": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
 }
