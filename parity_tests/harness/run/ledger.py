@@ -204,18 +204,22 @@ def call_site() -> str:
 def line_of_thread(thread: int | None) -> str | None:
     """file:line where a thread is: of the innermost frame that is the user's, and no library's if there is one.
 
-    The mesh and the collectives are a library here.
+    The mesh and the collectives are a library here. Of a thread that imports it is the line with the import: what a
+    module executes meanwhile, as its own imports, is no step of the function.
     """
-    frame, of_library = sys._current_frames().get(thread or 0), None
+    frame, users, of_library = sys._current_frames().get(thread or 0), None, None
     while frame is not None:
         name = frame.f_code.co_filename
-        if not is_plumbing(name):
+        if name.startswith("<frozen importlib"):
+            users = of_library = None
+        elif not is_plumbing(name):
             line = f"{base(name)}:{frame.f_lineno}"
-            if "site-packages" not in name and not name.startswith(_COLLECTIVES):
-                return line
-            of_library = of_library or line
+            if "site-packages" in name or name.startswith(_COLLECTIVES):
+                of_library = of_library or line
+            else:
+                users = users or line
         frame = frame.f_back
-    return of_library
+    return users or of_library
 
 
 def group_label(description: str, ranks: Sequence[int], axes: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import struct
@@ -108,3 +109,30 @@ def test_the_line_of_a_thread_is_the_users() -> None:
     stop.set()
     thread.join()
     assert line_of_thread(None) is None
+
+
+def test_the_line_of_a_thread_that_imports_is_that_of_the_import(tmp_path, monkeypatch) -> None:
+    """And not one of the package's own imports; without a line of the user's there is none."""
+    events = SimpleNamespace(entered=threading.Event(), stop=threading.Event())
+    monkeypatch.setitem(sys.modules, "import_events", events)
+    monkeypatch.syspath_prepend(tmp_path)
+    for package in ("slow_package", "slow_again"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"from {package} import inner\n")
+        (tmp_path / package / "inner.py").write_text(
+            "import import_events\nimport_events.entered.set()\nimport_events.stop.wait()\n"
+        )
+
+    def imports() -> None:
+        __import__("slow_package")
+
+    lines = []
+    for target, arguments in ((imports, ()), (importlib.import_module, ("slow_again",))):
+        events.entered.clear(), events.stop.clear()
+        thread = threading.Thread(target=target, args=arguments)
+        thread.start()
+        events.entered.wait()
+        lines.append(line_of_thread(thread.ident))
+        events.stop.set()
+        thread.join()
+    assert lines == [f"test_watch.py:{imports.__code__.co_firstlineno + 1}", None]
