@@ -171,7 +171,7 @@ def fsdp2_strategy_parallelize(
         if has_sequences:
             for block in shard_sequences(model, styles, gathering, axes.tp_mesh):
                 untangle_views(block)
-        untangle_views(model)
+    untangle_views(model)
     shard_experts(experts, axes)
     # 3. Checkpointing inside FSDP: a block that backward recomputes is gathered once for both. Compiled around it, so
     #    that the compiler sees both forwards.
@@ -240,7 +240,8 @@ def validate_target(
 def untangle_views(model: nn.Module) -> None:
     """Make the model return no views, in place; to be called before FSDP wraps the model. Nothing is copied.
 
-    The head of a tensor-parallel model ends in a view of what DTensor gathered. FSDP hangs its backward on the tensors
+    The head of a tensor-parallel model ends in a view of what DTensor gathered, and a model may return one of its own.
+    FSDP hangs its backward on the tensors
     that the root returns, and an in-place operation on a view (`logits.div_(temperature)`) would drop that silently.
     """
     model.register_forward_hook(_untangle)
