@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.pages import blocks
@@ -44,6 +45,15 @@ def comparable(text):
     """One line, without what differs between machines and folders: numbers with a point, the id of a replay."""
     text = re.sub(r"^[ ~^]+$", "", text, flags=re.MULTILINE)  # Pythons underline differently
     return re.sub(r"\d+\.\d+(e-?\d+)?|\d(\.\d)?e-?\d+|replay_\w+", "#", one_line(text))
+
+
+@pytest.fixture(autouse=True)
+def profile_of_the_page():
+    """The page is printed with the profile that a script runs with; the suite may run with another."""
+    before = settings.get_current_profile_name()
+    settings.load_profile("dev")
+    yield
+    settings.load_profile(before)
 
 
 @cache
