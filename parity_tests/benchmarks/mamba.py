@@ -12,6 +12,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
+import itertools
 import statistics
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from parity_tests.benchmarks.figure import Figure, spread
@@ -37,6 +39,7 @@ TOKENS, SEQUENCES = 4096, (1, 16, 64, 256, 1000)
 ROUNDS, WARM = 7, 2
 LAYERS = 5  # in a row, as in a model; the loop, which takes long, runs once
 FASTER = {64: 20.0, 256: 60.0}  # times a loop, by the number of sequences
+BATCHES = 7  # in turn, more than the strategy caches layouts of
 GROWTH = 1.2  # of 1,000 sequences over one
 OVER_EXCHANGE = 2.0  # times what the exchange of the same bytes takes
 
@@ -47,8 +50,8 @@ def figures(tokens: int = TOKENS, sequences: tuple[int, ...] = SEQUENCES, rounds
     sizes = " ".join(f"{name}={size}" for name, size in SIZES.items())
     how = (
         f"{tokens} tokens in unequal sequences, {sizes}, float32, cp={WORLD} on gloo, one thread a rank, {rounds} "
-        f"rounds in turn, {LAYERS} in a row but for the loop; pre_conv_ssm and post_conv_ssm with backward, the index "
-        "built each time; CPU time of both ranks; median (least to greatest)"
+        f"rounds in turn, {LAYERS} in a row but for the loop; pre_conv_ssm and post_conv_ssm with backward, each of "
+        f"the next of {BATCHES} batches, whose layout is not cached; CPU time of both ranks; median (least to greatest)"
     )
     for count in sequences:
         yield from _beside_the_loop(count, by_count[str(count)], how)
@@ -124,7 +127,7 @@ def main(rank: int, folder: Path) -> None:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(sizes["tokens"] // WORLD, strategy.sizes.width, generator=generator)
     y = torch.randn(sizes["tokens"], strategy.d_inner_local, generator=generator)
-    jobs = {count: arms(strategy, x, y, drawn_offsets(sizes["tokens"], count)) for count in sizes["sequences"]}
+    jobs = {count: arms(strategy, x, y, drawn_batches(sizes["tokens"], count)) for count in sizes["sequences"]}
     seconds: dict[int, dict[str, list[float]]] = {count: {name: [] for name in each} for count, each in jobs.items()}
     for each in jobs.values():
         check_alike(each["ours"](), each["loop"]())
@@ -145,8 +148,9 @@ def main(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def arms(strategy: MambaContextParallel, x: Tensor, y: Tensor, cu: Tensor) -> dict[str, Callable[[], Any]]:
+def arms(strategy: MambaContextParallel, x: Tensor, y: Tensor, batches: list[Tensor]) -> dict[str, Callable[[], Any]]:
     """What is timed, by name: x goes in and y out of the mixer, then their cotangents back."""
+    cu, in_turn = batches[0], itertools.cycle(batches)
     generator = torch.Generator().manual_seed(1)
     widths = strategy.local.width, strategy.d_inner_local
     shapes = (len(y), widths[0]), (len(x), strategy.d_inner)
@@ -159,7 +163,7 @@ def arms(strategy: MambaContextParallel, x: Tensor, y: Tensor, cu: Tensor) -> di
         return *(each.detach() for each in outputs), *torch.autograd.grad(outputs, leaves, cotangents)
 
     def ours() -> tuple[Tensor, ...]:
-        return both_ways(strategy.pre_conv_ssm, strategy.post_conv_ssm, cu.clone())  # as of a new batch
+        return both_ways(strategy.pre_conv_ssm, strategy.post_conv_ssm, next(in_turn))
 
     def loop() -> tuple[Tensor, ...]:
         return both_ways(loop_pre, loop_post, cu, strategy)
@@ -177,10 +181,15 @@ def arms(strategy: MambaContextParallel, x: Tensor, y: Tensor, cu: Tensor) -> di
     }
 
 
-def drawn_offsets(tokens: int, count: int) -> Tensor:
+def drawn_batches(tokens: int, count: int) -> list[Tensor]:
+    """The offsets of BATCHES batches, no two equal: where there is one sequence, they end in more or less fill."""
+    return [F.pad(drawn_offsets(tokens, count, number), (0, number), value=-1) for number in range(BATCHES)]
+
+
+def drawn_offsets(tokens: int, count: int, number: int) -> Tensor:
     """So many unequal sequences, each of one unit of 2 * cp tokens or more."""
     units = tokens // (2 * WORLD)
-    generator = torch.Generator().manual_seed(count)
+    generator = torch.Generator().manual_seed(BATCHES * count + number)
     inside = torch.randperm(units - 1, generator=generator)[: count - 1].sort().values + 1
     return 2 * WORLD * torch.cat([torch.tensor([0]), inside, torch.tensor([units])])
 

@@ -22,9 +22,11 @@ def test_figures_of_few_tokens():
 
 def test_offsets_are_unequal_and_can_be_sharded():
     for count in (1, 3, 16):
-        cu = mamba.drawn_offsets(64, count)
-        assert len(cu) == count + 1 and (cu[0], cu[-1]) == (0, 64)
-        assert (cu.diff() > 0).all() and (cu % 4 == 0).all()
+        batches = mamba.drawn_batches(64, count)
+        assert len({tuple(cu.tolist()) for cu in batches}) == mamba.BATCHES
+        for cu in (cu[cu >= 0] for cu in batches):
+            assert len(cu) == count + 1 and (cu[0], cu[-1]) == (0, 64)
+            assert (cu.diff() > 0).all() and (cu % 4 == 0).all()
 
 
 def test_a_loop_that_gives_something_else_is_not_timed():

@@ -14,7 +14,7 @@ from shardproof import CaseSpec
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.cache import cached
-from torch_impl.layouts.token_layout import dense_layout
+from torch_impl.layouts.token_layout import dense_layout, stream_layout
 
 DERIVED = ("inverse", "sequence_ids", "position_ids", "padding_mask", "local_index", "local_cu")
 
@@ -25,7 +25,7 @@ def test_one_object_for_equal_arguments():
 
 
 def test_no_fake_tensor_is_cached_and_no_cached_one_is_used_under_fake_mode():
-    @cached
+    @cached(16)
     def counted(size):
         return torch.arange(size)
 
@@ -46,7 +46,7 @@ def test_no_functionalized_tensor_is_cached():
 
 
 def test_the_cache_breaks_no_graph():
-    @cached
+    @cached(16)
     def counted(size):
         return torch.arange(size)
 
@@ -144,3 +144,18 @@ def test_a_copy_of_a_layout_derives_for_itself():
     layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
     layout.cached("key", lambda: 1)
     assert dataclasses.replace(layout).cached("key", lambda: 2) == 2
+
+
+def test_streams_of_equal_offsets_share_a_layout():
+    def layout(offsets, kind="packed", rank=0):
+        return stream_layout(kind, offsets, 12, cp_size=2, cp_rank=rank)
+
+    offsets = torch.tensor([0, 4, 12])
+    first = layout(offsets)
+    assert layout(offsets.clone()) is first
+    assert layout(offsets, rank=1) is not first and layout(offsets, "contiguous") is not first
+    offsets[1] = 8  # edited in place: a layout belongs to the values, not to the tensor
+    assert layout(offsets) is not first and layout(offsets).cu_padded.tolist() == [0, 8, 12]
+    with torch.inference_mode():
+        in_inference = layout(torch.tensor([0, 8, 8, 12]))
+    assert not in_inference.local_index.is_inference()

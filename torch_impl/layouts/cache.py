@@ -33,16 +33,20 @@ def has_numbers() -> bool:
     return type(probe) is Tensor and not torch._is_functional_tensor(probe)
 
 
-def cached(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
-    """Cache the last 16 results of a function whose arguments are all hashable."""
-    uncached = for_training(function)
-    by_arguments: Callable[..., Value] = lru_cache(maxsize=16)(uncached)
+def cached(size: int) -> Callable[[Callable[Arguments, Value]], Callable[Arguments, Value]]:
+    """Cache the last `size` results of a function whose arguments are all hashable."""
 
-    @wraps(function)
-    def entry(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
-        return by_arguments(*args, **kwargs) if has_numbers() else uncached(*args, **kwargs)
+    def with_cache(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+        uncached = for_training(function)
+        by_arguments: Callable[..., Value] = lru_cache(maxsize=size)(uncached)
 
-    return entry
+        @wraps(function)
+        def entry(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+            return by_arguments(*args, **kwargs) if has_numbers() else uncached(*args, **kwargs)
+
+        return entry
+
+    return with_cache
 
 
 def cached_tensor(function: Callable[[Any], Value]) -> property:

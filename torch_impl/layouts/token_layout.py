@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Bool, Int32, Int64, Shaped
+from jaxtyping import Bool, Int, Int32, Int64, Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
@@ -292,10 +292,27 @@ class TokenLayout:
             raise ValueError(f"TokenLayout.{function}: {difference}; pass the tensor it was made for")
 
 
-@cached
+@cached(16)
 def dense_layout(kind: str, length: int, cp_size: int, cp_rank: int, device: torch.device) -> TokenLayout:
     """One cached layout for all calls of one shape, so that what is derived from it is shared, too."""
     return TokenLayout.dense(kind, length, cp_size=cp_size, cp_rank=cp_rank, device=device)
+
+
+def stream_layout(
+    kind: PackedKind, cu_seqlens: Int[Tensor, " offsets"], total: int, cp_size: int, cp_rank: int
+) -> TokenLayout:
+    """One cached layout for all calls with equal offsets, such as those of all layers for one batch."""
+    if torch.compiler.is_compiling() or not has_numbers():
+        return TokenLayout.packed(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank, kind=kind, total=total)
+    return _stream_layout(kind, tuple(cu_seqlens.tolist()), total, cp_size, cp_rank, cu_seqlens.device)
+
+
+@cached(4)  # a batch of one step, of its validation, and of a recomputation between them
+def _stream_layout(
+    kind: PackedKind, offsets: tuple[int, ...], total: int, cp_size: int, cp_rank: int, device: torch.device
+) -> TokenLayout:
+    cu_seqlens = torch.tensor(offsets, device=device)
+    return TokenLayout.packed(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank, kind=kind, total=total)
 
 
 STREAM = {"contiguous": contiguous, "striped": striped}  # sharded as one stream, across the ends of sequences

@@ -208,13 +208,13 @@ def _row_order(
     return to_sequence.flatten(), to_ranks
 
 
-@cached
+@cached(16)
 def _columns(sizes: MambaSizes, cp: int, device: torch.device) -> tuple[Int64[Tensor, " w"], Int64[Tensor, " w"]]:
     """Columns of all ranks, rank by rank, and the inverse; with a group for each rank where there are fewer."""
     columns = projection_columns(replace(sizes, n_groups=max(sizes.n_groups, cp)), cp, device=device).flatten()
     return columns, inverse_permutation(columns)
 
 
-@cached
+@cached(16)
 def _channels(sizes: MambaSizes, cp: int, device: torch.device) -> Int64[Tensor, "n c"]:
     return conv_channels(sizes, cp, device=device)

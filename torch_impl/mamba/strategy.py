@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_impl.contract import type_name
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes
-from torch_impl.layouts.token_layout import dense_layout
+from torch_impl.layouts.token_layout import dense_layout, stream_layout
 from torch_impl.mamba.mix import SsmParameters, check_dims, check_stream, mixer_sizes
 
 PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # the kind of layout of a packed stream, by order
@@ -170,9 +170,7 @@ class MixerStrategy:
         # 3. From the name of an order: each row one sequence, or a packed stream.
         if cu_seqlens is None:
             return dense_layout(order, total, self.cp_size, self.cp_rank, x.device)
-        return TokenLayout.packed(
-            cu_seqlens, cp_size=self.cp_size, cp_rank=self.cp_rank, kind=PACKED[order], total=total
-        )
+        return stream_layout(PACKED[order], cu_seqlens, total, self.cp_size, self.cp_rank)
 
     def _layout_problem(self, layout: TokenLayout, total: int) -> str | None:
         """Why a layout is not one of this group and of `total` tokens, or gives ranks unequal shards; else None."""

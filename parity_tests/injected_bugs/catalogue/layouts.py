@@ -307,4 +307,12 @@ BUGS = (
         new="ends = self.cu_padded[1:]",
         expect="value: ",
     ),
+    InjectedBug(
+        name="streams of one length share a layout",
+        kind="buffer",
+        at="layouts:stream_layout",
+        old="tuple(cu_seqlens.tolist())",
+        new="(0, *cu_seqlens.tolist()[-1:])",
+        expect="value: ",
+    ),
 )
