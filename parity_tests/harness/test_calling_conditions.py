@@ -333,3 +333,19 @@ def test_an_output_without_a_cotangent_has_no_part_in_the_gradient():
     case = draw_case(doubled_and_root_of_zero, seeded_chooser(0), {"tp": 2})
     report = verify_case(doubled_and_root_of_zero, case.replace(conditions={"unused": ["out[1]"]}))
     assert report.ok, str(report)
+
+
+def test_an_output_that_is_nan_leaves_the_gradient_undefined_without_a_cotangent_too():
+    """Two outputs in one message: zeros come back for the one that has no cotangent, and 0 * nan is nan."""
+
+    @scheme(
+        reference=lambda a: (2.0 * a, jnp.sqrt(a)), mesh={"tp": (1, 2)}, inputs={"a": "b v/tp"},
+        outputs=("b v/tp", "b v/tp"), draw={"a": values("normal")}, dtypes=("float32",), engines=("lockstep",),
+    )  # fmt: skip
+    def doubled_and_root_in_one_message(mesh, a):
+        return torch.cat([factor * a, a.sqrt()], -1).split(a.shape[-1], -1)
+
+    for factor in (2, 3):
+        case = draw_case(doubled_and_root_in_one_message, seeded_chooser(0), {"tp": 2, "b": 4, "v": 8})
+        report = verify_case(doubled_and_root_in_one_message, case.replace(conditions={"unused": ["out[1]"]}))
+        assert report.ok == (factor == 2), str(report)

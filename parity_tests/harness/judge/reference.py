@@ -110,23 +110,34 @@ def undefined_gradients(
 ) -> dict[str, np.ndarray]:
     """For each input the elements of which an output is NaN in the reference: their gradient has no meaning.
 
-    Which elements a NaN depends on is seen at ordinary inputs, from cotangents of these outputs only.
+    Which elements a NaN depends on is seen at ordinary inputs, from cotangents of these outputs only. Where such an
+    output has no cotangent, elements count too whose gradient is NaN at the case's own inputs: a message that carries
+    the output beside others carries zeros back, and 0 * nan is nan.
     """
     is_nan = {arg.name: np.isnan(reference.outputs[arg.name]) for arg in scheme.outputs if arg.differentiable}
     if not any(mask.any() for mask in is_nan.values()):
         return {}
+    unused = case.conditions.get("unused", ())
+    case = case.replace(conditions={name: value for name, value in case.conditions.items() if name != "unused"})
     arrays = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
     floating = [arg.name for arg in scheme.inputs if not arg.is_integer]
     fixed = {name: array for name, array in arrays.items() if name not in floating}
     c = {name: mask.astype(np.float64) for name, mask in is_nan.items()}
+
+    def gradient_at(x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        zeros = tuple({name: np.zeros((DIRECTIONS, *a.shape)) for name, a in each.items()} for each in (x, c))
+        ((_, g), _), _ = _call(scheme, case, (fixed, x, c), zeros, np.zeros((DIRECTIONS, POOL)))
+        return {name: np.asarray(gradient) for name, gradient in g.items()}
+
     dependent: dict[str, np.ndarray] = {}
     for point in range(POINTS):
         rng, sign = inputs.generator(case, f"ordinary {point // 2}"), (1.0, -1.0)[point % 2]
         x = {name: sign * rng.standard_normal(arrays[name].shape) for name in floating}
-        zeros = tuple({name: np.zeros((DIRECTIONS, *a.shape)) for name, a in each.items()} for each in (x, c))
-        ((_, g), _), _ = _call(scheme, case, (fixed, x, c), zeros, np.zeros((DIRECTIONS, POOL)))
-        for name, gradient in g.items():
-            dependent[name] = dependent.get(name, False) | (np.asarray(gradient) != 0.0)
+        for name, gradient in gradient_at(x).items():
+            dependent[name] = dependent.get(name, False) | (gradient != 0.0)
+    if any(is_nan[name].any() for name in unused if name in is_nan):
+        for name, gradient in gradient_at({name: arrays[name] for name in floating}).items():
+            dependent[name] = dependent.get(name, False) | np.isnan(gradient)
     return dependent
 
 
