@@ -20,7 +20,7 @@ class Row:
     outcome: str
 
 
-OUTCOMES = ("held", "missed", "not run", "no promise")
+OUTCOMES = ("kept", "missed", "not run", "no promise")
 
 
 def rows() -> list[Row]:
@@ -33,14 +33,14 @@ def rows() -> list[Row]:
         if not line.startswith("| ") or len(cells) != 4 or cells[0] in ("figure", "---"):
             continue
         name, promised, measured, verdict = cells
-        of_verdict = {"held": "held", "MISSED": "missed"}.get(verdict.strip("| "), "no promise")
+        of_verdict = {"kept": "kept", "MISSED": "missed"}.get(verdict.strip("| "), "no promise")
         outcome = "not run" if measured.startswith("not run") and promised != "-" else of_verdict
         figures.append(Row(section, name, promised, measured, outcome))
     return figures
 
 
 def counts() -> str:
-    """A Markdown table: of each section how many promises held, were missed, were not run."""
+    """A Markdown table: of each section how many promises were kept, missed, not run."""
     figures = rows()
     sections = dict.fromkeys(row.section for row in figures)
     lines = [f"| | {' | '.join(OUTCOMES)} |", "|---" * (len(OUTCOMES) + 1) + "|"]

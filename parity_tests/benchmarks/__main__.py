@@ -10,7 +10,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from parity_tests.benchmarks.figure import Figure
 
 SECTIONS = {
     "engines": "Engines",
+    "verdict": "A verdict from the shell",
     "survivors": "Ends and stalls",
     "alarms": "False alarms, bytes, compilation",
     "sensitivity": "Sensitivity",
@@ -50,11 +52,11 @@ def main(
         raise typer.BadParameter(f"--only {only!r} is not one of {', '.join(SECTIONS)}")
     console, on, start = Console(soft_wrap=True, highlight=False), machine(), time.perf_counter()
     console.print(on, markup=False)
-    sections = []
+    seconds, sections = {"alarms": {"seconds": alarm_seconds}, "survivors": {"seconds": stall_seconds}}, []
     for name, title in SECTIONS.items():
         if only in (None, name):
             figures = []
-            for figure in _figures(name, alarm_seconds, stall_seconds)():
+            for figure in _figures(name, **seconds.get(name, {})):
                 console.print(f"{figure.verdict:6}  {figure.name}: {figure.measured}", markup=False)
                 console.print(f"        promised {figure.promised}; {figure.how}", markup=False, style="dim")
                 figures.append(figure)
@@ -64,63 +66,9 @@ def main(
         console.print(f"written: {page}")
 
 
-def _figures(name: str, alarm_seconds: float, stall_seconds: float) -> Callable[[], Iterator[Figure]]:
-    """The figures of a section, its modules imported only now: the engines are timed before JAX has threads."""
-    if name == "engines":
-        from parity_tests.benchmarks import engines
-
-        return engines.figures
-    if name == "survivors":
-        from parity_tests.benchmarks import survivors
-
-        return lambda: survivors.figures(stall_seconds)
-    if name == "alarms":
-        from parity_tests.benchmarks import alarms
-
-        return lambda: alarms.figures(alarm_seconds)
-    if name == "sensitivity":
-        from parity_tests.benchmarks import sensitivity
-
-        return sensitivity.figures
-    if name == "injected_bugs":
-        from parity_tests.benchmarks import injected_bugs
-
-        return injected_bugs.figures
-    if name == "filters":
-        from parity_tests.benchmarks import filters
-
-        return filters.figures
-    if name == "thd_batch":
-        from parity_tests.benchmarks import thd_batch
-
-        return thd_batch.figures
-    if name == "smallest_call":
-        from parity_tests.benchmarks import smallest_call
-
-        return smallest_call.figures
-    if name == "layouts":
-        from parity_tests.benchmarks import layouts
-
-        return layouts.figures
-    if name == "attention":
-        from parity_tests.benchmarks import attention
-
-        return attention.figures
-    if name == "dispatch":
-        from parity_tests.benchmarks import dispatch
-
-        return dispatch.figures
-    if name == "mamba":
-        from parity_tests.benchmarks import mamba
-
-        return mamba.figures
-    if name == "kernels":
-        from parity_tests.benchmarks import kernels
-
-        return kernels.figures
-    from parity_tests.benchmarks import peers
-
-    return peers.figures
+def _figures(name: str, **seconds: float) -> Iterator[Figure]:
+    """The figures of a section, its module imported only now: the engines are timed before JAX has threads."""
+    return import_module(f"parity_tests.benchmarks.{name}").figures(**seconds)
 
 
 if __name__ == "__main__":

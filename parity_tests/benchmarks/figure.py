@@ -1,4 +1,4 @@
-"""A figure: what was promised, what this run measured, and whether the promise held."""
+"""A figure: what was promised, what this run measured, and whether the promise was kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        return {True: "held", False: "MISSED", None: "-"}[self.is_met]
+        return {True: "kept", False: "MISSED", None: "-"}[self.is_met]
 
 
 def spread(values: Sequence[float], unit: str = "", digits: int = 3) -> str:

@@ -46,6 +46,16 @@ def text(sections: Sequence[tuple[str, Sequence[Figure]]], on: str, seconds: flo
     for title, figures in sections:
         parts.append(f"## {title}\n\n| figure | promised | measured | |\n| --- | --- | --- | --- |\n")
         parts += [f"| {f.name} | {f.promised} | {f.measured} | {f.verdict} |\n" for f in figures]
-        parts.append("\n" + "".join(f"- {f.name}: {f.how}.\n" for f in figures) + "\n")
+        parts.append("\n" + "".join(f"- {names}: {how}.\n" for how, names in _named_by_how(figures)) + "\n")
     parts.append(f"The run took {seconds:.0f} s.\n")
     return "".join(parts)
+
+
+def _named_by_how(figures: Sequence[Figure]) -> list[tuple[str, str]]:
+    """What was run, each once, and the names of the figures that it gave."""
+    names: dict[str, list[str]] = {}
+    for figure in figures:
+        names.setdefault(figure.how, []).append(figure.name)
+    if len(names) == 1:
+        return [(how, "each figure") for how in names]
+    return [(how, "; ".join(each)) for how, each in names.items()]

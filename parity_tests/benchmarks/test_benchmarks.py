@@ -44,15 +44,15 @@ def test_a_spread_is_median_least_and_greatest():
     assert spread([3.0, 1.0, 2.0], " s") == "2 s (1 to 3)"
 
 
-def test_a_page_shows_held_missed_and_unpromised_figures():
+def test_a_page_shows_kept_missed_and_unpromised_figures():
     figures = [
-        Figure("kept", "<= 2 s", "1 s", True, "once"),
+        Figure("early", "<= 2 s", "1 s", True, "once"),
         Figure("late", "<= 2 s", "3 s", False, "twice"),
-        Figure("free", "-", "4 s", None, "thrice"),
+        Figure("free", "-", "4 s", None, "twice"),
     ]
     page = text([("Times", figures)], machine(), 7.0)
-    assert "| kept | <= 2 s | 1 s | held |" in page
+    assert "| early | <= 2 s | 1 s | kept |" in page
     assert "| late | <= 2 s | 3 s | MISSED |" in page
     assert "| free | - | 4 s | - |" in page
-    assert "- late: twice.\n" in page
+    assert "- early: once.\n- late; free: twice.\n" in page
     assert page.endswith("The run took 7 s.\n")
