@@ -58,6 +58,35 @@ def sharding_problem(dim: str, size: int, axis: str, world: int, layout: str) ->
     return f"{what} (needs a multiple of {multiple}); pad to {padded}"
 
 
+def length_multiple(kind: str, cp_size: int) -> int:
+    """The number that a length must be a multiple of; a single rank takes any length."""
+    if cp_size == 1 or kind == "ragged":
+        return 1
+    return multiple_of("dual_chunk_swap" if kind == "packed" else kind, cp_size)
+
+
+def length_problem(kind: str, length: int, cp_size: int, real: int, counts: Sequence[int] | None) -> str | None:
+    """Why a sequence cannot be sharded, or has no such real tokens or counts; None if it can."""
+    # A single rank takes any length.
+    can_be_sharded = length >= 0 and length_multiple(kind, cp_size) == 1
+    if not can_be_sharded and (problem := sharding_problem("s", length, "cp", cp_size, kind)):
+        return problem
+    if not 0 <= real <= length:
+        return f"real_length={real} is outside s={length}; it counts the tokens that are no padding"
+    if counts is not None and kind != "ragged":
+        return f"counts={counts} are for ragged, the layout is {kind}; leave them out"
+    return None
+
+
+def rank_problem(cp_size: int, cp_rank: int) -> str | None:
+    """Why there is no such rank, or None if there is one."""
+    if cp_size < 1:
+        return f"cp={cp_size} is not a number of ranks; it is 1 or more"
+    if not 0 <= cp_rank < cp_size:
+        return f"cp_rank={cp_rank} is not in cp={cp_size}; ranks are 0 to {cp_size - 1}"
+    return None
+
+
 def check_divisible(layout: str, size: int, world: int, rank: int | None = None) -> None:
     """ValueError if `size` cannot be sharded or `rank` is not in the world."""
     reason = sharding_problem("size", size, "world", world, layout)

@@ -30,8 +30,10 @@ from torch_impl.layouts.divisibility import (
     check_row,
     first,
     host_offsets,
-    multiple_of,
+    length_multiple,
+    length_problem,
     offsets_of,
+    rank_problem,
     sharding_problem,
     too_short,
     validate_offsets,
@@ -330,7 +332,7 @@ def build_dense(
     """The core of `TokenLayout.dense`."""
     # 1. Validate, on the host.
     real = length if real_length is None else real_length
-    if problem := _rank_problem(cp_size, cp_rank) or _length_problem(kind, length, cp_size, real, counts):
+    if problem := rank_problem(cp_size, cp_rank) or length_problem(kind, length, cp_size, real, counts):
         raise ValueError(problem)
     # 2. Both rows of offsets in one tensor, so that a device gets one copy.
     cu = torch.tensor([[0, length], [0, real]], device=device)
@@ -354,7 +356,7 @@ def build_packed(
 ) -> TokenLayout:
     """The core of `TokenLayout.packed`."""
     # 1. What is known without the values of the offsets.
-    if problem := _rank_problem(cp_size, cp_rank):
+    if problem := rank_problem(cp_size, cp_rank):
         raise ValueError(problem)
     offsets_of("TokenLayout.packed: cu_padded", cu_padded)
     if cu_real is not None:
@@ -372,7 +374,7 @@ def build_packed(
             raise ValueError(f"cu_real: {len(real)} offsets, the padded ones are {len(padded)}; give as many")
         return _build(kind, total, cp_size, cp_rank, padded, real.to(padded.device))
     # 3. Else all is validated on the host. Packed has a rule for each sequence, the other kinds one for the stream.
-    multiple = _multiple(kind, cp_size) if kind == "packed" else 1
+    multiple = length_multiple(kind, cp_size) if kind == "packed" else 1
     padded = validate_offsets(without_fill(cu_padded), total, cp_size, axis="cp", multiple=multiple)
     size = int(padded[-1])
     if reason := sharding_problem("t", size, "cp", cp_size, kind):
@@ -401,16 +403,9 @@ def _build(kind: str, total: int, cp_size: int, cp_rank: int, padded: Tensor, re
     return TokenLayout(kind, cp_size, cp_rank, total, index, cu_padded, cu_real, (total // cp_size,) * cp_size)
 
 
-def _multiple(kind: str, cp_size: int) -> int:
-    """The number that a length must be a multiple of; a single rank takes any length."""
-    if cp_size == 1 or kind == "ragged":
-        return 1
-    return multiple_of("dual_chunk_swap" if kind == "packed" else kind, cp_size)
-
-
 def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
     """Validate a total without a copy to the host: it can be sharded, and offsets that are on the host end there."""
-    multiple = _multiple(kind, cp_size)
+    multiple = length_multiple(kind, cp_size)
     if total < 0 or total % multiple:
         what = f"total={total} cannot be sharded by {kind} over cp={cp_size} (needs a multiple of {multiple})"
         raise ValueError(f"{what}; pass where the padded offsets end")
@@ -436,24 +431,3 @@ def _validate_real(cu_real: Tensor, padded: Tensor) -> Tensor:
         length, slot = int(real.diff()[j]), int(padded.diff()[j])
         raise ValueError(f"cu_real: sequence {j}: real length {length} exceeds its padded length {slot}")
     return real
-
-
-def _rank_problem(cp_size: int, cp_rank: int) -> str | None:
-    """Why there is no such rank, or None if there is one."""
-    if cp_size < 1:
-        return f"cp={cp_size} is not a number of ranks; it is 1 or more"
-    if not 0 <= cp_rank < cp_size:
-        return f"cp_rank={cp_rank} is not in cp={cp_size}; ranks are 0 to {cp_size - 1}"
-    return None
-
-
-def _length_problem(kind: str, length: int, cp_size: int, real: int, counts: Sequence[int] | None) -> str | None:
-    """Why a sequence cannot be sharded, or has no such real tokens or counts; None if it can."""
-    # A single rank takes any length.
-    if (length < 0 or _multiple(kind, cp_size) > 1) and (problem := sharding_problem("s", length, "cp", cp_size, kind)):
-        return problem
-    if not 0 <= real <= length:
-        return f"real_length={real} is outside s={length}; it counts the tokens that are no padding"
-    if counts is not None and kind != "ragged":
-        return f"counts={counts} are for ragged, the layout is {kind}; leave them out"
-    return None
