@@ -162,7 +162,7 @@ def with_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict
         padded = require_tensor(FUNCTION, "seq_lens_padded", batch["seq_lens_padded"])
         padded = torch.where(padded < 0, NONE, padded)
         slots = slots_of_lengths(padded, padded, rows, size, NONE)
-        layout = TokenLayout.packed(slots.offsets[0], cp_size=1, cp_rank=0)
+        layout = TokenLayout.packed(torch.from_numpy(slots.sums[0]), cp_size=1, cp_rank=0)
         batch["position_ids"] = layout.position_ids.view(rows, size).to(device)
     else:
         batch["position_ids"] = torch.arange(size, device=device).repeat(rows, 1)

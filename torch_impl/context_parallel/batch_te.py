@@ -97,7 +97,8 @@ def te_batch(
     cp_size, cp_rank = _place(cp_mesh)
     # 1. All rows as one stream, in slots that cp can shard; the slots are on the host, so this waits for no device.
     full = stream(batch, num_chunks, seq_lens_padding_value)
-    validate_offsets(full.slots.offsets[0], full.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
+    offsets = torch.from_numpy(full.slots.sums[0])
+    validate_offsets(offsets, full.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
     # 2. One layout and one index for all chunks: the rank's shard of the stream is its shards of the chunks in order.
     batch_layout = full.batch_layout(cp_size, cp_rank, None if cp_mesh is None else cp_mesh.get_group())
     layout = batch_layout.tokens

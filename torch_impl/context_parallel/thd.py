@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from operator import index
 from typing import Any, Literal, overload
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -126,7 +127,7 @@ class Stream:
     def layout(self, cp_size: int, cp_rank: int) -> TokenLayout:
         """The layout of the stream over a group. No slot crosses a chunk, so it is that of the chunks, concatenated."""
         # Not validated again: `slots_of_lengths` did so on the host, and reading a device's offsets would wait for it.
-        cu_padded, cu_real = self.slots.offsets.to(self.tokens["input_ids"].device)
+        cu_padded, cu_real = torch.from_numpy(self.slots.sums).to(self.tokens["input_ids"].device)
         total = self.slots.total
         return TokenLayout.packed(cu_padded, cu_real, cp_size=cp_size, cp_rank=cp_rank, total=total, validate=False)
 
@@ -146,10 +147,7 @@ class Stream:
         """Offsets and longest slot of each chunk; for a single chunk without the dim of chunks."""
         by_chunks = self.slots.tables(self.chunks, self.fill)
         device = self.tokens["input_ids"].device
-        parts = {
-            name: torch.from_numpy(x) if self.chunks > 1 else torch.from_numpy(x)[0] for name, x in by_chunks.items()
-        }
-        return {name: x.to(device, torch.int32) for name, x in parts.items()}
+        return {name: torch.from_numpy(x if self.chunks > 1 else x[0, ...]).to(device) for name, x in by_chunks.items()}
 
     def stacked(self, name: str, value: Any) -> Any:
         """A value of the batch with the dim of chunks in front; tables have it already."""
@@ -242,32 +240,34 @@ class Slots:
     def total(self) -> int:
         return self.rows * self.size
 
-    @property
-    def offsets(self) -> Int64[Tensor, "2 offsets"]:
+    @cached_property
+    def sums(self) -> Int64[np.ndarray, "2 offsets"]:
         """Offsets of the slots in the stream of all rows, and the sums of real lengths."""
-        return torch.from_numpy(np.stack([_sums(self.padded), _sums(self.real)]))
+        sums = np.zeros((2, len(self.real) + 1), dtype=np.int64)
+        self.padded.cumsum(out=sums[0, 1:])
+        self.real.cumsum(out=sums[1, 1:])
+        return sums
 
     @property
     def padding_mask(self) -> Bool[Tensor, " total"]:
-        """True at the positions of the stream that are padding."""
-        # 1. The padding of each slot: how much, and where it starts.
-        more = self.padded - self.real
-        start = self.padded.cumsum() - more
-        # 2. Its positions: with i counting the padding of all slots, start + i - what slots before have of it.
-        index = np.repeat(start - (more.cumsum() - more), more) + np.arange(more.sum())
-        mask = np.zeros(self.total, dtype=bool)
-        mask[index] = True
-        return torch.from_numpy(mask)
+        """True at the positions of the stream that are padding: slot by slot, real tokens and then padding."""
+        runs = np.stack([self.real, self.padded - self.real], 1).ravel()
+        return torch.from_numpy(np.repeat(np.arange(len(runs)) % 2 == 1, runs))
 
-    def tables(self, chunks: int, fill: int) -> dict[str, Int64[np.ndarray, "chunks *offsets"]]:
+    def tables(self, chunks: int, fill: int) -> dict[str, Int32[np.ndarray, "chunks *offsets"]]:
         """For each chunk, the offsets within its stream, filled at their end, and the longest slot."""
+        # 1. The slots of each chunk: from one bound to the next.
         bounds = self.row.searchsorted(np.arange(chunks + 1) * (self.rows // chunks)).tolist()
-        slots_of_chunks = [slice(*pair) for pair in pairwise(bounds)]
-        real, padded = ([lengths[slots] for slots in slots_of_chunks] for lengths in (self.real, self.padded))
+        chunk_slots = list(pairwise(bounds))
+        # 2. Their offsets, from 0 in each chunk.
+        by_table = np.full((2, chunks, 1 + max(end - start for start, end in chunk_slots)), fill, dtype=np.int32)
+        for chunk, (start, end) in enumerate(chunk_slots):
+            by_table[:, chunk, : end + 1 - start] = self.sums[:, start : end + 1] - self.sums[:, start : start + 1]
+        longest = [self.padded[start:end].max(initial=0) for start, end in chunk_slots]
         return {
-            "cu_seqlens": _filled([_sums(lengths) for lengths in real], fill),
-            "cu_seqlens_padded": _filled([_sums(lengths) for lengths in padded], fill),
-            "max_seqlen": np.array([lengths.max(initial=0) for lengths in padded]),
+            "cu_seqlens": by_table[1],
+            "cu_seqlens_padded": by_table[0],
+            "max_seqlen": np.array(longest, dtype=np.int32),
         }
 
 
@@ -335,18 +335,3 @@ def _length_problems(
     # A row that is all tail has no slot to put it into.
     for b in np.flatnonzero(~is_slot.any(1) & (tail > 0))[:1]:
         yield f"row {b} has no sequence; give it seq_lens 0 and seq_lens_padded {size}"
-
-
-def _sums(lengths: Int64[np.ndarray, " q"]) -> Int64[np.ndarray, " offsets"]:
-    """[0, l0, l0 + l1, ...]."""
-    sums = np.zeros(len(lengths) + 1, dtype=np.int64)
-    lengths.cumsum(out=sums[1:])
-    return sums
-
-
-def _filled(tables: list[Int64[np.ndarray, " _"]], fill: int) -> Int64[np.ndarray, "chunks offsets"]:
-    """Rows of one length, filled at their end."""
-    rows = np.full((len(tables), max(map(len, tables))), fill)
-    for row, table in zip(rows, tables, strict=True):
-        row[: len(table)] = table
-    return rows

@@ -57,17 +57,17 @@ BUGS = (
     InjectedBug(
         name="real offsets for padded ones",
         kind="sequence",
-        at="context_parallel:Slots.offsets",
-        old="np.stack([_sums(self.padded), _sums(self.real)])",
-        new="np.stack([_sums(self.padded), _sums(self.padded)])",
+        at="context_parallel:Slots.sums",
+        old="self.real.cumsum(out=sums[1, 1:])",
+        new="self.padded.cumsum(out=sums[1, 1:])",
         expect="value: ",
     ),
     InjectedBug(
         name="offsets confused",
         kind="sequence",
         at="context_parallel:Slots.tables",
-        old="for lengths in (self.real, self.padded))",
-        new="for lengths in (self.padded, self.real))",
+        old="self.sums[:, start : end + 1] - self.sums[:, start : start + 1]",
+        new="self.sums[::-1, start : end + 1] - self.sums[::-1, start : start + 1]",
         expect="value: ",
     ),
     InjectedBug(
@@ -83,7 +83,7 @@ BUGS = (
         kind="border",
         at="context_parallel:slots_of_lengths",
         old="return Slots(real[is_slot],",
-        new="return Slots((real + np.where(columns == last, tail[:, None], 0))[is_slot],",
+        new="return Slots(real[is_slot] + (lengths - padded[is_slot]),",
         expect="value: ",
     ),
     InjectedBug(
@@ -98,8 +98,8 @@ BUGS = (
         name="offsets of a chunk go on from the last one",
         kind="sequence",
         at="context_parallel:Slots.tables",
-        old="_filled([_sums(lengths) for lengths in padded], fill)",
-        new="_filled([_sums(lengths) + i * self.size for i, lengths in enumerate(padded)], fill)",
+        old="self.sums[:, start : end + 1] - self.sums[:, start : start + 1]",
+        new="self.sums[:, start : end + 1] - self.sums[:, start : start + 1] * [[0], [1]]",
         expect="raised: ",
     ),
     # What is sharded with what, and what padding is
