@@ -61,17 +61,26 @@ class SchemeTrials:
     """The trials of one scheme: `drawn` from the menus of its parity test, `fixed` those of a test of one shape."""
 
     def __init__(self, scheme: Declared, examples: int, engine: str = "lockstep", traced: int = TRACED) -> None:
-        self.scheme, self.traced = scheme, traced
-        cases = drawn_cases(scheme, examples, engine)
-        self.drawn = [Trial(scheme, inside(case, i)) for i, case in enumerate(cases)]
-        self.fixed = [Trial(scheme, case) for case in fixed_cases(scheme)]
+        self.scheme, self.examples, self.engine, self.traced = scheme, examples, engine, traced
+
+    @cached_property
+    def drawn(self) -> list[Trial]:
+        return self._first_drawn(self.examples)
+
+    @cached_property
+    def fixed(self) -> list[Trial]:
+        return [Trial(self.scheme, case) for case in fixed_cases(self.scheme)]
+
+    def _first_drawn(self, count: int) -> list[Trial]:
+        cases = drawn_cases(self.scheme, count, self.engine)
+        return [Trial(self.scheme, inside(case, number)) for number, case in enumerate(cases)]
 
     @cached_property
     def lines(self) -> frozenset[tuple[str, int]]:
         """Lines of production, as (file, number), that the scheme's first cases run."""
-        return executed_lines(
-            Program.of(self.scheme), [trial.case for trial in (*self.drawn[: self.traced], *self.fixed[:1])]
-        )
+        # Most schemes are traced and never tried: no more is drawn for them than this.
+        trials = (*self._first_drawn(min(self.traced, self.examples)), *self.fixed[:1])
+        return executed_lines(Program.of(self.scheme), [trial.case for trial in trials])
 
     @without_advice()
     def trace(self) -> None:
