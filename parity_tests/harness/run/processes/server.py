@@ -125,6 +125,7 @@ def _become_rank(place: dict, fds: list[int], parent: socket.socket, wake_fds: t
         os.setpgid(0, 0)  # of a group of its own, which ends with it
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ends it if the server is killed, under nohup too
         parent.close()
         for fd in wake_fds:
             os.close(fd)

@@ -21,6 +21,7 @@ LOADED = 2.0  # how much slower a machine may be that runs other work beside the
 SCRIPT = """
     import os, signal, sys, time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal; what a shell starts with & ignores it
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     import torch, torch.distributed as dist
     from pathlib import Path
     from parity_tests.harness.declare.case import CaseSpec
