@@ -1,5 +1,7 @@
 """Parity of attention that a context leaves alone, by a scope or by hooks, beside attention over the full sequence."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,6 +162,49 @@ def test_hooks_end_with_an_exception_and_when_removed():
                 layer.cross(x, states)
 
     on_ranks(2, body)
+
+
+def test_each_mask_is_read():
+    """Layers share a mask, which is read once; a second one is another mask."""
+
+    def body(mesh, case):
+        layer, x = Layer(None), torch.rand(1, 1, 4, 4)
+        adapt_model_to_context(layer, local=["cross"])
+        first, _, other = masks(8)
+        with context(mesh, 8):
+            layer.own(x, first)
+            with pytest.raises(ValueError, match="is not the causal rule"):
+                layer.own(x, other)
+        return True
+
+    assert on_ranks(2, body) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("hidden_states", (2, 8, 3)),
+        ("inputs_embeds", (2, 8, 3)),
+        ("position_embeddings", (3, 2, 8, 4)),
+        ("input_ids", (2, 8)),
+        ("position_ids", (3, 2, 8)),
+        ("cache_position", (8,)),
+    ],
+)
+def test_which_dim_of_an_input_is_sharded(name, shape):
+    class Decoder(nn.Module):
+        def forward(self, **inputs):
+            return inputs[name]
+
+    def body(mesh, case):
+        decoder, x = Decoder(), torch.arange(math.prod(shape)).view(shape)
+        adapt_model_to_context(decoder, sharded=[""])
+        with context(mesh, 8):
+            shard = decoder(**{name: x})
+        dim = shape.index(8)
+        return torch.equal(shard, x.index_select(dim, torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]][mesh.rank("cp")])))
+
+    assert on_ranks(2, body) == (True, True)
 
 
 def test_outside_of_a_context_hooks_do_nothing():

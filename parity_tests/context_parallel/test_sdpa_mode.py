@@ -255,6 +255,10 @@ REJECTED = [
         "need_weights=True would be weights of this rank's keys alone; pass need_weights=False",
     ),
     (
+        lambda x: MHA(*3 * [x[0]], SIZE, 1, *4 * [None], False, 0.0, torch.eye(SIZE), None),
+        "need_weights=True would be weights of this rank's keys alone; pass need_weights=False",
+    ),
+    (
         lambda x: mha()(x, x, x, need_weights=False, attn_mask=CAUSAL),
         f"attn_mask is [1, 1, 4, 4], {OF_A_MASK}",
     ),

@@ -158,6 +158,15 @@ REJECTED = [
         "row 1, sequence 0: seq_lens is 5 and seq_lens_padded 4; a real length exceeds its padded one; "
         "lengthen the slot",
     ),
+    (  # row 0 has a sequence, whose slot takes its tail
+        lambda: thd([[4], [FILL]], [[4], [FILL]]),
+        "row 1 has no sequence; give it seq_lens 0 and seq_lens_padded 8",
+    ),
+    (  # the sequence of length 0 before it is right
+        lambda: thd([[0, 5]], [[4, 4]]),
+        "row 0, sequence 1: seq_lens is 5 and seq_lens_padded 4; a real length exceeds its padded one; "
+        "lengthen the slot",
+    ),
     (
         lambda: thd([[4, FILL]], [[4, 4]]),
         "row 0, sequence 1: seq_lens is -1000 and seq_lens_padded 4; both or neither are -1000; fill both",

@@ -218,6 +218,11 @@ OF_A_GROUP = [
         "TokenLayout.unshard: x has 5 rows along dim 0, the layout 4 local ones; pass the tensor it was made for",
     ),
     (
+        lambda m: dense("striped", 8, 2, m.rank("cp")).unshard(torch.zeros(4), 1, m["cp"]),
+        ValueError,
+        "TokenLayout.unshard: dim=1 is outside a tensor of 1 dims",
+    ),
+    (
         lambda m: dense("striped", 8).unshard(torch.zeros(4), 0, None),
         TypeError,
         "TokenLayout.unshard: group is None; pass a ProcessGroup",

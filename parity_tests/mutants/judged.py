@@ -1,22 +1,26 @@
-"""Survivors that were looked at: why each is equivalent, that is, no caller can see the change.
+"""Survivors that were looked at: why each is equivalent, that is, no test on a CPU can see the change.
 
-An entry is a mutant's file, symbol and change. An equivalent mutant is listed on the page and not counted.
+`judged.toml` has an entry for each: the file, the line with the change in it, and the reason. An equivalent mutant is
+listed on the page and not counted. Some have the same values in every case, some change cost alone, which rules are to
+leave out, and some are read on CUDA alone, where this sample is not judged.
 """
 
 from __future__ import annotations
 
+import tomllib
+from functools import cache
+from pathlib import Path
+
 from parity_tests.mutants.mutant import Mutant
 
-EQUIVALENT: dict[tuple[str, str, str], str] = {
-    ("torch_impl/layouts/token_layout.py", "_build", "True -> False"): (
-        "copy=True: the offsets that it copies are never the caller's, but read from the host or written by a where"
-    ),
-    ("torch_impl/parallelizer/communication_counts.py", "style_counts", "0 -> 1"): (
-        "an embedding has no width of inputs: what is counted of it stands in no layout of an embedding"
-    ),
-}
+
+@cache
+def equivalent() -> dict[tuple[str, str], str]:
+    """The reasons, by file and place."""
+    entries = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    return {(file, place): why for file, places in entries.items() for place, why in places.items()}
 
 
 def why_equivalent(mutant: Mutant) -> str | None:
     """Why nobody can see it; None for a mutant that was not judged so."""
-    return EQUIVALENT.get((mutant.file, mutant.symbol, mutant.change))
+    return equivalent().get((mutant.file, mutant.place))

@@ -40,6 +40,14 @@ class Mutant:
         return f"{' '.join(self.old.split())} -> {' '.join(self.new.split())}"
 
     @property
+    def place(self) -> str:
+        """The line with its change in it, `y = x «+ 1 -> - 1»`, which tells apart equal changes of one function."""
+        text = (ROOT / self.file).read_bytes()
+        before = text[: self.start].decode().rpartition("\n")[2].lstrip()
+        after = text[self.start + len(self.old.encode()) :].decode().partition("\n")[0].rstrip()
+        return f"{before}«{self.change}»{after}"
+
+    @property
     def patched(self) -> PatchedFile:
         """The file with the change, and the lines that are changed."""
         text = (ROOT / self.file).read_bytes()

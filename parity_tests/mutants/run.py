@@ -104,9 +104,13 @@ def by_tests(sample: Sequence[Mutant], memory: Memory, journal: Journal, folders
         files = [
             file for file in test_files(mutant.component) if folders == "all" or file.parent.name == mutant.component
         ]
-        reaching = [
-            (file, reach) for file in files if (reach := of_tests(memory, file, show)).passed and reach.reaches(mutant)
-        ]
+        reaches = [(file, reach) for file in files if (reach := of_tests(memory, file, show)).passed]
+        reaching = [(file, reach) for file, reach in reaches if reach.reaches(mutant)]
+        if not reaching:  # what is evaluated at import may have run before the lines were counted
+            users = lines_of_users(mutant)
+            reaching = [
+                (file, reach) for file, reach in reaches if users.intersection(reach.lines.get(mutant.file, ()))
+            ]
         journal.add({"key": mutant.key, "tests": first_failing(mutant, reaching), "files": len(reaching)})
 
 

@@ -1,5 +1,6 @@
 """Parity of a step of Muon over shards of rows, columns and experts, by both routes; optax beside our reference."""
 
+import inspect
 import math
 import re
 
@@ -224,6 +225,14 @@ def test_state_is_created_by_the_first_step_and_has_torchs_name():
         optimizer.step()
         optimizer.step()
     assert torch.equal(optimizers[0].state[ours]["momentum_buffer"], optimizers[1].state[theirs]["momentum_buffer"])
+
+
+def test_defaults_are_torchs():
+    theirs = inspect.signature(torch.optim.Muon).parameters
+    ours = inspect.signature(Muon).parameters
+    assert {name: ours[name].default for name in ("lr", "weight_decay", "momentum", "nesterov")} == {
+        name: theirs[name].default for name in ("lr", "weight_decay", "momentum", "nesterov")
+    }
 
 
 def test_a_schedule_of_torch_sets_the_rate():

@@ -17,6 +17,7 @@ class Model(nn.Module):
         self.tokens = nn.Embedding(8, 4)
         self.qkv = nn.Linear(4, 12)
         self.experts = nn.Parameter(torch.zeros(3, 4, 2))
+        self.shared_expert = nn.Parameter(torch.zeros(1, 4, 2))
         self.experts_bias = nn.Parameter(torch.zeros(3, 4))
         self.conv = nn.Conv1d(4, 4, 3, groups=4, bias=False)
         self.norm = nn.LayerNorm(4)
@@ -29,7 +30,7 @@ class Model(nn.Module):
 def test_kinds_of_a_model():
     model = Model()
     kinds = parameter_kinds(model)
-    assert list(kinds.matrices) == ["experts", "qkv.weight"]
+    assert list(kinds.matrices) == ["experts", "shared_expert", "qkv.weight"]
     assert list(kinds.embeddings) == ["tokens.weight", "lm_head.weight"]
     assert list(kinds.vectors) == ["experts_bias", "qkv.bias", "conv.weight", "norm.weight", "norm.bias"]
     assert kinds.matrices["experts"] is model.experts

@@ -139,6 +139,18 @@ def test_a_frozen_block_is_not_computed_again():
     assert len(calls) == 2 + 1
 
 
+def test_a_block_that_is_trained_in_part_is_computed_again():
+    """As with an adapter: the activations of what is frozen are on the way to what is trained."""
+    model = model_of(Chosen("llama"))
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.requires_grad_(True)
+    calls = counted(model, "Attention")
+    checkpoint_blocks(model)
+    accumulated(model, *batch(Chosen("llama"), 2, 5), 0, 1, 1)
+    assert len(calls) == 2 * 2
+
+
 def test_attention_that_shares_keys_is_left_out():
     model = model_of(Chosen("llama"))
     model.config.num_kv_shared_layers = 1

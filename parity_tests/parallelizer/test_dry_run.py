@@ -55,6 +55,12 @@ def test_it_says_what_a_run_with_experts_over_ep_does(chosen, dtype, mesh):
     compare(chosen, dtype, mesh)
 
 
+def test_experts_over_ep_and_tp_communicate_over_these_axes():
+    chosen = next(chosen for chosen, _, mesh in OF_EXPERTS if mesh == {"ep": 2, "tp": 2})
+    report = dry_run(empty(chosen, torch.float32, "meta"), {"ep": 2, "tp": 2}, tokens=10)
+    assert {each.axis for each in report.collectives} == {"ep", "tp"}
+
+
 def compare(chosen, dtype, mesh):
     data = 1
     for axis, size in mesh.items():

@@ -198,6 +198,13 @@ def test_a_flattened_axis_by_its_name():
     assert run(body, CaseSpec("flattened", {"dp_shard": 2, "cp": 2})).results == ((("shards",), 4),) * 4
 
 
+def test_cp_alone_goes_by_the_name_of_data_and_cp():
+    def body(view, case):
+        return mesh_axes(view.device_mesh, {"shard": "dp_shard_cp"}).shard_mesh.size()
+
+    assert run(body, CaseSpec("cp_alone", {"cp": 2})).results == (2, 2)
+
+
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("depths", [(0, 0), (1, 2), (3, 3)])
 def test_prefetching_changes_no_gradient(mesh, depths):

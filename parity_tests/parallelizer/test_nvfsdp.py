@@ -10,7 +10,7 @@ from torch import nn
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen
 from parity_tests.parallelizer.reference import reference
-from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, full_tensors, net_of, plan
+from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, full_tensors, net_of, plan
 from parity_tests.parallelizer.training import Training, on_mesh, verdict
 from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.parallelizer import get_hf_tp_shard_plan
@@ -264,6 +264,40 @@ def test_a_layer_without_parameters_is_no_obstacle():
         return len(stepped(view, model, disable_bucketing=True)[0])
 
     assert on_ranks(body).results == (4, 4)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_weights_are_sharded_over_tp(strategy):
+    """Replicated weights would give the same gradients, and take tp times the memory."""
+
+    def body(view, case):
+        net = nvfsdp_strategy_parallelize(Net(), view.device_mesh, [BLOCK], plan(), strategy)
+        return {name: tuple(parameter.to_local().shape) for name, parameter in net.named_parameters()}
+
+    up, down = (2, 3), (3, 2)
+    shapes = dict(zip(NAMES, [up, down, up, down, (2, 3)], strict=True))
+    assert on_ranks(body, dp_shard=1, tp=2).results == (shapes,) * 2
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_which_units_are_gathered_ahead(overlaps):
+    """The next one in forward; in backward the two before, the nearer one first. The root gathers by itself."""
+
+    def body(view, case):
+        layers = nn.Sequential(*[Block(3, 4) for _ in range(4)])
+        net = nvfsdp_strategy_parallelize(layers, view.device_mesh, [BLOCK], overlap_param_gather=overlaps)
+        states = [block._get_fsdp_state() for block in net]
+        number = {id(state): i for i, state in enumerate(states)}
+        return [
+            (
+                [number[id(s)] for s in state._states_to_forward_prefetch],
+                [number[id(s)] for s in state._states_to_backward_prefetch],
+            )
+            for state in states
+        ]
+
+    ahead = [([1], []), ([2], [0]), ([3], [1, 0]), ([], [2, 1])] if overlaps else [([], [])] * 4
+    assert on_ranks(body).results == (ahead,) * 2
 
 
 def test_a_unit_that_is_sharded_over_tp_returns_no_view():

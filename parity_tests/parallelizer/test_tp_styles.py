@@ -377,6 +377,18 @@ def test_the_values_of_a_style_are_those_of_the_first_rank():
 
 
 @pytest.mark.parametrize(
+    ("entry", "local"), [("colwise", (3, 2, 8)), ("rowwise", (3, 4, 4)), ("packed_rowwise", (3, 4, 4))]
+)
+def test_which_dim_of_a_stack_is_sharded(entry, local):
+    def body(mesh, case):
+        module = type("Stack", (nn.Module,), {"forward": lambda self, x: x})()
+        module.up = nn.Parameter(torch.ones(3, 4, 8))
+        return tuple(styled(mesh, module, {"": "moe_tp_experts", ":up": entry}).up.to_local().shape)
+
+    assert run(body, CaseSpec(scheme="stacks", mesh={"tp": 2})).results == (local,) * 2
+
+
+@pytest.mark.parametrize(
     ("shape", "entries", "message"),
     [
         ((3, 4, 2), {"up": "colwise", "down": "rowwise"}, "entry 'down' has no parameter in Stack"),

@@ -174,8 +174,8 @@ def test_logits_to_keep():
 
 
 def rejection(mesh, case):
-    of = chosen("llama", False)
     given_as = {"pp_schedule": "LoopedBFS", "axis": "pp"} | dict(case.options)
+    of = chosen("llama", given_as.pop("tied", False))
     model = build_model(of, torch.float32) if not given_as.pop("no_model", False) else "model"
     axis, name = given_as.pop("axis"), given_as.pop("pp_schedule")
     with pytest.raises((ValueError, TypeError)) as error:
@@ -232,6 +232,10 @@ L = [f"model.layers.{layer}" for layer in range(LAYERS)]
         (
             {"module_names_per_stage": [[*WHOLE[:1], *L[:4]], [*L[4:], "lm_head"]]},
             "ValueError: .*parameter 'model.norm.weight' is on no stage",
+        ),
+        (
+            {"tied": True, "module_names_per_stage": [[*WHOLE[:1], *L[:4]], [*L[4:], "model.norm"]]},
+            "ValueError: .*parameter 'lm_head.weight' is on no stage",
         ),
         ({"patch_inner_model": False}, "ValueError: .*patch_inner_model=False, but the forward of LlamaModel calls"),
         ({"patch_causal_lm_model": False}, "ValueError: .*patch_causal_lm_model=False, but the forward of LlamaFor"),

@@ -105,6 +105,20 @@ def test_both_copies_have_the_same_bits(name):
     assert len({bits for of_rank in ranks.results for bits in of_rank[1]}) == 1
 
 
+def test_copies_on_one_rank_have_their_own_memory():
+    """An optimizer steps both: in shared memory it would step one weight twice."""
+
+    def body(mesh, case):
+        device = torch.device("cpu")
+        stages, _ = split_model_into_stages(model_of(TIED), mesh.device_mesh, "pp", "ZBVZeroBubble", device)
+        local_stages = {stage.stage_index: stage.submod for stage in stages}
+        (tie,) = stages[0].tied_copies
+        local = [local_stages[stage].get_parameter(name) for stage, name in tie if stage in local_stages]
+        return len(local), len({parameter.data_ptr() for parameter in local})
+
+    assert run(body, CaseSpec("ties", {"pp": 2})).results == ((2, 2), (0, 0))
+
+
 def test_a_step_without_backward_sums_nothing():
     def body(mesh, case):
         stages, _ = split_model_into_stages(

@@ -12,6 +12,7 @@ from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check_cases, ids, scheme, values
 from torch_impl import vocab_parallel as vp
 from torch_impl.collectives import all_gather, all_reduce
+from torch_impl.vocab_parallel import linear_chunks
 
 FLOATS = values("normal", "zeros", "ones", "iota", "ties", "tiny")
 DECLARED = dict(
@@ -152,6 +153,28 @@ def next_of_rank(mesh, hidden, weight, target=IDS, **options):
 
 def rounded(*tensors):
     return [x.detach().float().numpy() for x in tensors]
+
+
+def test_scores_are_contiguous():
+    def body(mesh, case):
+        hidden, weight = of_rank(mesh)
+        start = mesh.rank("tp") * len(weight)
+        function = vp.ChunkedDistributedHiddenStatesToLogprobs
+        return function.apply(hidden, IDS, weight, start, start + len(weight), None, mesh["tp"]).is_contiguous()
+
+    assert all(on_mesh(body, cp=1, tp=2))
+
+
+def test_a_product_in_pieces_is_the_product(monkeypatch):
+    """Integers, so that nothing is rounded; pieces of two rows, the last of one."""
+    monkeypatch.setattr(linear_chunks, "_limit", lambda device: 2 * 4 * 3)
+    d_logits, rows = torch.arange(20.0).view(4, 5).bfloat16(), torch.arange(12.0).view(4, 3).bfloat16()
+    total = torch.full((5, 3), 7.0)
+    linear_chunks._add_product(total, d_logits, rows, is_first=True)
+    product = d_logits.double().T @ rows.double()
+    assert torch.equal(total.double(), product.bfloat16().double())
+    linear_chunks._add_product(total, d_logits, rows, is_first=False)
+    assert torch.equal(total.double(), 2 * product.bfloat16().double())
 
 
 def test_it_is_the_product_and_then_the_scores():

@@ -270,6 +270,17 @@ def test_gradcheck():
     assert run(body, CaseSpec(scheme="logprob", mesh={"tp": 1})).results == (True,)
 
 
+@pytest.mark.parametrize("name", ["vocab_start_index", "vocab_end_index"])
+def test_a_range_is_of_integers(name):
+    def body(mesh, case):
+        owned = dict(vocab_start_index=0, vocab_end_index=5) | {name: {"vocab_start_index": 0.0}.get(name, 5.0)}
+        with pytest.raises(TypeError, match=f"{name}={owned[name]} is a float; pass an int"):
+            vp.vocab_parallel_logprob(torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64), mesh["tp"], **owned)
+        return True
+
+    assert run(body, CaseSpec(scheme="logprob", mesh={"tp": 1})).results == (True,)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_parity_of_the_compiled_backend():
     """Declared here, so that no other run compiles it."""

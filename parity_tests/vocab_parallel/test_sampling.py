@@ -266,6 +266,17 @@ def test_five_numbers_per_token_are_saved_beside_the_logits(limits):
 
 
 @every_limit
+def test_a_backward_is_prepared_unless_declined(limits):
+    def body(mesh, case):
+        local, target = shard(mesh, normal(2, 3, 40)), torch.zeros(2, 3, dtype=torch.int64)
+        function = vp.DistributedLogprobWithSampling
+        function.apply(local, target, mesh["tp"], *limits).sum().backward()
+        return local.grad is not None
+
+    assert all(on_ranks(body))
+
+
+@every_limit
 def test_no_backward_after_inference_or_an_edit_of_the_logits(limits):
     def body(mesh, case):
         local, target = shard(mesh, normal(2, 3, 40)), torch.zeros(2, 3, dtype=torch.int64)
