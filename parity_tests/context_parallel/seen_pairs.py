@@ -18,7 +18,7 @@ def streams(lengths, kind, cp):
 
 def times_seen(layout, causal, window):
     """How often each query of a rank meets each key of the stream."""
-    counts = np.zeros((layout.total, layout.total), np.int64)
+    pairs = [np.zeros(0, np.int64)]  # each as query * total + key
     for source, blocks in enumerate(schedule_of(layout, causal, window).blocks):
         for block in (part for coarse in blocks for part in coarse.triangle_blocks):
             queries, keys = (
@@ -35,5 +35,7 @@ def times_seen(layout, causal, window):
                     seen &= block.is_query[run].numpy()[:, None]
                 i = layout.index[layout.cp_rank][queries[run]].numpy()
                 j = layout.index[source][keys[run]].numpy()
-                np.add.at(counts, (i[:, None], j[None, :]), seen)
-    return counts
+                rows, columns = seen.nonzero()
+                pairs.append(i[rows] * layout.total + j[columns])
+    counts = np.bincount(np.concatenate(pairs), minlength=layout.total**2)
+    return counts.reshape(layout.total, layout.total)

@@ -232,7 +232,7 @@ def test_every_pair_of_long_sequences_meets_once(name, kind, causal, window):
     places = [x.numpy() for x in (layout.sequence_ids, layout.position_ids, ~layout.padding_mask)]
     expected = np.asarray(seen_pairs(*places, causal, window)).copy()
     expected[np.setdiff1d(np.arange(layout.total), layout.local_index.numpy())] = False
-    np.testing.assert_array_equal(times_seen(layout, causal, window), expected)
+    assert np.array_equal(times_seen(layout, causal, window), expected)  # a message would take longer than the blocks
 
 
 def area(blocks):
