@@ -39,7 +39,11 @@ def base(name: str) -> str:
 
 def raised_at(error: BaseException) -> str | None:
     """file:line of the innermost frame that is the user's, and no library's if there is such a frame."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return innermost([(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)])
+
+
+def innermost(frames: Sequence[tuple[str, int]]) -> str | None:
+    """file:line of the last of these files and lines that is the user's, and no library's if there is such a frame."""
     user = [(name, line) for name, line in frames if not is_plumbing(name)]
     frames_of_file = [(name, line) for name, line in user if "site-packages" not in name] or user
     return f"{base(frames_of_file[-1][0])}:{frames_of_file[-1][1]}" if frames_of_file else None

@@ -24,7 +24,7 @@ from parity_tests.harness.run.compiling import is_compiling
 from parity_tests.harness.run.failure import RankFailure, RankFault, raised_by_function
 from parity_tests.harness.run.ledger import LedgerRow, line_of_thread, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
-from parity_tests.harness.run.processes import status_table
+from parity_tests.harness.run.processes import crash, status_table
 from parity_tests.harness.run.processes.recorder import Recorder, observe_waits
 from parity_tests.harness.run.processes.root_cause import DONE, RAISED, Outcome
 from torch_impl.collectives import MeshView
@@ -170,6 +170,7 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
     work = Connection(work_fd)
     threading.Thread(target=_answer, args=(Connection(control_fd),), daemon=True).start()
     observe()
+    crash.record(crash.path(folder, rank))
     slot = status_table.StatusTable(Path(folder) / "status", world).slot(rank)
     member = Rank(slot, backend, dist.FileStore(str(Path(folder) / "store"), world), rank, world, gpu=rank)
     try:

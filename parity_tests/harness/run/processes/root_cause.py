@@ -52,13 +52,14 @@ class Outcome:
 
     def __str__(self) -> str:
         last = f" in {self.last}" if self.last else ""
+        at = f" at {self.source}" if self.source else ""
         what = {
             DONE: f"finished; its last was {self.last}" if self.last else "finished",
-            DIED: f"{_ending(self.exit_code)}; it was last seen so: {self.state}",
+            DIED: f"{_ending(self.exit_code)}{at}; it was last seen so: {self.state}",
             RUNNING: self.state,
         }.get(self.kind)
         if what is None:
-            what = f"raised {self.error}" + (f" at {self.source}" if self.source else "")
+            what = f"raised {self.error}{at}"
             if self.is_sentence:
                 return self.error
             if self.cause == "unwaited":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import signal
@@ -9,6 +10,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.failure import NotRun, Raised
+from parity_tests.harness.run.failure import NotRun, Raised, RankFailure
 from parity_tests.harness.run.processes import pool
 from parity_tests.harness.run.processes.recorder import FUNCTIONAL, IN_PLACE, MISSING, SILENT
 
@@ -203,6 +206,22 @@ def test_leaving_by_exit_is_an_exception() -> None:
 
     with pytest.raises(Raised, match="rank 0 raised SystemExit: 0"):
         pool.run(leaves, case(2))
+
+
+@pytest.mark.parametrize(("crash", "name"), [(partial(ctypes.string_at, 0), "SIGSEGV"), (os.abort, "SIGABRT")])
+def test_a_crash_has_the_users_line_and_its_stack(crash: Callable[[], object], name: str) -> None:
+    def crashes(mesh: Any, case: CaseSpec) -> None:
+        if mesh.rank("tp") == 1:
+            crash()
+        dist.barrier()
+
+    with pytest.raises(RankFailure) as caught:
+        pool.run(crashes, case(2))
+    line = crashes.__code__.co_firstlineno + 2
+    assert f"rank 1 was killed by {name} at test_pool.py:{line}; it was last seen so: computes" in str(caught.value)
+    (note,) = caught.value.__notes__
+    assert "Fatal Python error: " in note and f'test_pool.py", line {line} in crashes' in note
+    assert pool.run(total, case(2)).results == (1.0, 1.0)
 
 
 def test_a_rank_killed_between_runs_is_replaced() -> None:

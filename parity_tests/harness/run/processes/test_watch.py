@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_change_on_the_board_starts_the_clock_anew() -> None:
 def test_a_rank_that_is_killed_in_the_middle_of_its_message_is_gone(pieces: int) -> None:
     ours, theirs = socket.socketpair()
     work = Connection(ours.detach())
-    handle = RankHandle(0, os.getpid(), work, work)
+    handle = RankHandle(0, os.getpid(), work, work, Path())
     for piece in (struct.pack("!i", 100), b"the first bytes")[:pieces]:
         theirs.sendall(piece)
     theirs.close()

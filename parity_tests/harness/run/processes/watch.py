@@ -9,6 +9,7 @@ from pathlib import Path
 
 from parity_tests.harness.run import compiling
 from parity_tests.harness.run.ledger import LedgerRow
+from parity_tests.harness.run.processes import crash
 from parity_tests.harness.run.processes.forks import ForkServer
 from parity_tests.harness.run.processes.root_cause import DIED, DONE, RUNNING, Outcome, find_root_cause
 from parity_tests.harness.run.processes.status_table import COMPUTING, STARTING, WAITING, StatusTable
@@ -27,8 +28,9 @@ REAP_S = 0.1  # between a closed socket and word of how the process ended
 class RankHandle:
     """The parent's end of one rank."""
 
-    def __init__(self, rank: int, pid: int, work: Connection, control: Connection) -> None:
+    def __init__(self, rank: int, pid: int, work: Connection, control: Connection, crash_file: Path) -> None:
         self.rank, self.pid, self.work, self.control = rank, pid, work, control
+        self.crash_file = crash_file
         self.is_ready = self.is_gone = False
         self.outcome: Outcome | None = None
         self._questions = 0
@@ -173,8 +175,17 @@ class Watch:
         last_row = () if last is None else (last,)
         if handle.is_gone:
             code = self._server.exit_code(handle.pid, REAP_S)
-            is_waiting = status.state == WAITING
-            return Outcome(handle.rank, DIED, last_row, state=str(status), is_waiting=is_waiting, exit_code=code)
+            stack = crash.stack(handle.crash_file)
+            return Outcome(
+                handle.rank,
+                DIED,
+                last_row,
+                source=crash.line(stack),
+                trace=stack,
+                state=str(status),
+                is_waiting=status.state == WAITING,
+                exit_code=code,
+            )
         if status.state == WAITING:
             return Outcome(handle.rank, RUNNING, handle.seen(ANSWER_S)[0], state=str(status), is_waiting=True)
         rows, line = handle.seen(BUSY_ANSWER_S)
