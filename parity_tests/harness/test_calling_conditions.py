@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 import pytest
 import torch
+import torch.distributed._functional_collectives as functional
 
 from parity_tests.harness import verify_one_case
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.conditions import CONDITIONS, OTHER_CALLS, with_one_less
+from parity_tests.harness.declare.conditions import CONDITIONS, OTHER_CALLS, record_of, with_one_less
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.verify_one_case import verify_case
 from shardproof import check, scheme, values
@@ -310,6 +311,46 @@ def test_an_error_that_torch_gives_at_a_second_backward_is_no_finding():
         reference=lambda x: 2.0 * x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", dtypes=("float32",)
     )(doubled)  # fmt: skip
     assert verify_case(declaration, declaration.case(b=4).replace(conditions={"second_backward": True})).ok
+
+
+def test_a_first_backward_that_overwrites_what_it_saved_is_no_finding():
+    """torch rejects the second one; a function that saves memory so is right for training."""
+
+    class Overwriting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            gradient = 2 * torch.ones_like(x)
+            ctx.save_for_backward(gradient)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            (gradient,) = ctx.saved_tensors
+            return gradient.mul_(cotangent)
+
+    declaration = scheme(
+        reference=lambda x: 2.0 * x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", dtypes=("float32",)
+    )(lambda mesh, x: Overwriting.apply(x))  # fmt: skip
+    assert verify_case(declaration, declaration.case(b=4).replace(conditions={"second_backward": True})).ok
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("condition", ["call_before", "call_between", "second_backward"])
+def test_results_of_other_calls_are_waited_for(condition, engine):
+    """Functional collectives return tensors that wait at their first use, which results without a comparison never see."""
+
+    older = "all_gather_tensor_autograd"  # its name before torch 2.13
+    all_gather = getattr(functional, "all_gather_single_autograd", None) or getattr(functional, older)
+
+    def gathered(mesh, x):
+        return all_gather(x, 0, mesh["tp"])
+
+    declaration = scheme(
+        reference=lambda x: x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b tp=R", dtypes=("float32",)
+    )(gathered)  # fmt: skip
+    case = declaration.case(b=4)
+    conditions = {condition: True if condition == "second_backward" else record_of(case)}
+    assert verify_case(declaration, case.replace(conditions=conditions, engine=engine)).ok
 
 
 @pytest.mark.parametrize("excluded", ["strided", ("strides",)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import COTANGENT
 
-AGAIN = "backward through the graph a second time"  # torch's words where a graph was not retained
+# Torch's words where a graph was not retained, and where the first backward wrote into what it had saved.
+ONCE = ("backward through the graph a second time", "modified by an inplace operation")
 
 
 def stored(tensor: torch.Tensor, label: str, case: CaseSpec) -> torch.Tensor:
@@ -71,18 +72,27 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Those of one backward or, of a graph that is retained, of the second.
 
-    Where the function does not allow a second backward and raises what torch does, those of the first.
+    Where the function does not allow a second backward and torch says so, those of the first: that it cannot be called
+    twice is known to its user, a wrong gradient of the second call is not.
     """
     again = bool(case.conditions.get("second_backward"))
     first = torch.autograd.grad(outputs, variables, cotangents, retain_graph=again, allow_unused=True)
     if not again:
         return first
+    wait_for(first)
     try:
         return torch.autograd.grad(outputs, variables, cotangents, retain_graph=again, allow_unused=True)
     except RuntimeError as error:
-        if AGAIN in str(error):
+        if any(words in str(error) for words in ONCE):
             return first
         raise
+
+
+def wait_for(results: Iterable[torch.Tensor | None]) -> None:
+    """Wait for those that torch waits for at their first use; dropped unused, they are work that nobody waits for."""
+    for tensor in results:
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor.wait()
 
 
 def shared_with_inputs(

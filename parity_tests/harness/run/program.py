@@ -131,13 +131,13 @@ class Program:
         call = ProgramCall(self._without_arrays(), mesh, case)
         with self._surroundings(call.view):
             call.forward()
-            call.backward()
+            call.finish()
 
     def _begun_call(self, mesh: Any, case: CaseSpec) -> Callable[[], Any]:
         """The same, forward alone; returns its backward, which leaves no work behind."""
         call = ProgramCall(self._without_arrays(), mesh, case)
         call.forward()
-        return call.backward
+        return call.finish
 
     def _without_arrays(self) -> Program:
         """The program of another case than that of the arrays that were given by hand."""
@@ -308,6 +308,11 @@ class ProgramCall:
         outputs = [self.outputs[name] for name in self.cotangents]
         results = calling.gradients(outputs, list(variables.values()), list(self.cotangents.values()), self.case)
         return dict(zip(variables, results, strict=True))
+
+    def finish(self) -> None:
+        """The backward of a call whose results are not compared; like a caller, it waits for all of them."""
+        calling.wait_for(self.outputs.values())
+        calling.wait_for(self.backward().values())
 
     def hygiene(self) -> list[str]:
         """Sentences on tensors that the function has modified or shares with its caller."""

@@ -104,6 +104,18 @@ def test_grad_mode_and_autocast_are_separate_for_each_rank():
     assert torch.is_grad_enabled()
 
 
+def test_a_group_of_a_named_backend_is_one_of_lockstep():
+    """Libraries ask for groups of gloo beside those of NCCL; gloo's constructor would wait for ranks that have no turn."""
+
+    def body(mesh: Any, case: CaseSpec) -> float:
+        group = dist.new_group([0, 1, 2, 3], backend="gloo")
+        x = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(x, group=group)
+        return x.item()
+
+    assert lockstep.run(body, CaseSpec("lockstep", {"tp": 4}), quiet_s=5.0).results == (6.0,) * 4
+
+
 def test_groups_created_by_an_example_are_gone_in_the_next():
     def body(mesh: Any, case: CaseSpec) -> tuple[str, int]:
         group = dist.new_group([0, 1])

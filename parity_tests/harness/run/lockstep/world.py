@@ -6,6 +6,7 @@ gives each rank's thread its own object and any other thread that of the process
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # this file needs torch alone: code is watched where nothing 
 
 # DeviceMesh makes itself distinct by thread on a backend of this name, which keeps DTensor's caches apart.
 BACKEND = "threaded"
-_GLOBALS = ("_world", "_backend", "_default_pg_init_method")
+_GLOBALS = ("_world", "_backend", "_default_pg_init_method", "_new_process_group_helper")
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
 _here = threading.local()
 _identities = count(1)
@@ -146,6 +147,22 @@ def is_installed() -> bool:
     return isinstance(c10d._world, _Switchboard)
 
 
+def _on_lockstep(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """c10d's maker of groups; on a rank's thread it ignores which backend is named.
+
+    A group of gloo waits in its constructor for its peers, whose threads wait for their turn.
+    """
+
+    @functools.wraps(new_group)
+    def on_lockstep(size: int, rank: int, ranks: Any, backend: Any, *rest: Any, **options: Any) -> Any:
+        if current() is not None:
+            backend = dist.Backend(BACKEND)
+            options["backend_options"] = None  # those of the named backend
+        return new_group(size, rank, ranks, backend, *rest, **options)
+
+    return on_lockstep
+
+
 @contextmanager
 def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     """Worlds by thread, and `make_group` as the backend; everything as before on leaving."""
@@ -154,6 +171,7 @@ def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     hook, stream = sys.excepthook, torch.default_generator.get_state()
     dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu"])
     c10d._world = _Switchboard(originals["_world"])
+    c10d._new_process_group_helper = _on_lockstep(originals["_new_process_group_helper"])
     torch.distributed.device_mesh.threading = _Identities()  # pyright: ignore
     c_api._set_thread_isolation_mode(True)  # pyright: ignore
     try:
