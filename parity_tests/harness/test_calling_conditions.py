@@ -1,5 +1,7 @@
 """Each calling condition finds a function that is wrong under it alone, and names itself in the report."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import pytest
 import torch
@@ -11,6 +13,7 @@ from parity_tests.harness.declare.conditions import CONDITIONS, OTHER_CALLS, rec
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.verify_one_case import verify_case
 from shardproof import check, scheme, values
+from torch_impl.collectives import all_reduce
 
 EXAMPLES = 80  # without the condition
 MANY = 400  # until it is drawn for the one tensor that matters
@@ -337,7 +340,7 @@ def test_a_first_backward_that_overwrites_what_it_saved_is_no_finding():
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("condition", ["call_before", "call_between", "second_backward"])
 def test_results_of_other_calls_are_waited_for(condition, engine):
-    """Functional collectives return tensors that wait at their first use, which results without a comparison never see."""
+    """What a functional collective returns waits at its first use; results that are not compared have none."""
 
     older = "all_gather_tensor_autograd"  # its name before torch 2.13
     all_gather = getattr(functional, "all_gather_single_autograd", None) or getattr(functional, older)
@@ -359,6 +362,19 @@ def test_an_unknown_condition_is_rejected(excluded):
         scheme(
             reference=lambda x: x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", excluded_conditions=excluded
         )(lambda mesh, x: x)
+
+
+def test_a_scheme_may_exclude_a_larger_world():
+    """Cases stand inside one by default, where a collective of the default group is a finding."""
+
+    def total(mesh, x):
+        return all_reduce(x, torch.distributed.group.WORLD)
+
+    declare = partial(
+        scheme, reference=lambda x: x, mesh={"tp": (2,)}, inputs={"x": "b tp=P"}, outputs="b tp=I", dtypes=("float32",)
+    )  # fmt: skip
+    assert declare()(total).verify(examples=20).verdict != "equal"
+    assert declare(excluded_conditions=("larger_world",))(total).verify(examples=20).ok
 
 
 def test_an_output_without_a_cotangent_has_no_part_in_the_gradient():

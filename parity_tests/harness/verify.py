@@ -29,6 +29,7 @@ from hypothesis import HealthCheck, Phase, currently_in_test_context, given, rej
 from hypothesis import seed as hypothesis_seed
 
 from parity_tests.harness.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
+from parity_tests.harness.declare.conditions import LARGER_WORLD
 from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import lookup
@@ -145,7 +146,8 @@ def _first_cases(
         return [seeded_case], total
     if total < len(cases):
         return [], total
-    if cases and examples is None and draw_options["inside_subgroup"] is None and draw_options["engine"] == "lockstep":
+    is_inside_drawn = draw_options["inside_subgroup"] is None and LARGER_WORLD not in scheme.excluded_conditions
+    if cases and examples is None and is_inside_drawn and draw_options["engine"] == "lockstep":
         inside = {**draw_options, "inside_subgroup": True}
         case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **inside)
         cases += [case] if case.world <= LARGEST_WORLD else []

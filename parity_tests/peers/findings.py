@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 # Folders of schemes, with the project of each as the package index names it.
 PROJECTS = {
@@ -17,12 +18,15 @@ PROJECTS = {
 }
 
 
+RIGHT = "equal"
+
+
 @dataclass(frozen=True)
 class Finding:
     """A defect: what a user sees, where, and what to do until it is mended.
 
     `script` is the plain script that shows it, `ranks` the processes that it runs on; `schemes` are globs of
-    `folder/file::name`; `verdict` is the report's.
+    `folder/file::name`; `verdict` is the report's, `verdicts` that of an engine where it has another.
     """
 
     title: str
@@ -33,6 +37,7 @@ class Finding:
     script: str
     schemes: tuple[str, ...]
     verdict: str = "mismatch"
+    verdicts: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 2
     issue: str = ""
 
@@ -49,6 +54,7 @@ class Contract:
     what: str
     schemes: tuple[str, ...]
     verdict: str = "raised"
+    verdicts: Mapping[str, str] = field(default_factory=dict)
 
 
 FINDINGS = (
@@ -59,13 +65,17 @@ FINDINGS = (
         "`F.mse_loss`, `smooth_l1_loss`, `huber_loss`, `soft_margin_loss` and `binary_cross_entropy` with "
         '`reduction="mean"`, the default, of a DTensor that is sharded by rows: the value is right and the gradient is '
         "larger by the number of ranks. Where the shards are uneven the value is wrong too, being the mean of the "
-        "ranks' means. `l1_loss`, `binary_cross_entropy_with_logits`, `kl_div`, `poisson_nll_loss` and "
-        '`gaussian_nll_loss` are right, and so are all ten with `reduction="sum"`.',
+        "ranks' means, and NaN where a rank has no row. `binary_cross_entropy_with_logits` has a right gradient, and "
+        "there the same wrong value. `l1_loss`, `kl_div`, `poisson_nll_loss` and `gaussian_nll_loss` are right, and so "
+        'are all ten with `reduction="sum"`.',
         'Use `reduction="sum"` and divide by the number of elements.',
         "torch_mse_loss",
-        tuple(
-            f"torch/losses::{name}_mean_*"
-            for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
+        (
+            *(
+                f"torch/losses::{name}_mean_*"
+                for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
+            ),
+            "torch/losses::binary_cross_entropy_with_logits_mean_uneven",
         ),
     ),
     Finding(
@@ -91,6 +101,37 @@ FINDINGS = (
         verdict="raised",
     ),
     Finding(
+        "On gloo a scatter of tensors that are not contiguous sends other numbers: a wrong gradient of gather",
+        "torch",
+        "seen on 2.13.0",
+        "`dist.scatter` on gloo reads each tensor of its list as if its numbers lay side by side; so do `broadcast`, "
+        "`reduce` and `all_reduce`. NCCL rejects such tensors. The backward of `gather` and of `all_gather` of "
+        "`torch.distributed.nn.functional` scatters slices of the gradient as they are: where what was gathered is "
+        "used transposed, each rank gets other elements of the gradient, without an error.",
+        "Call `.contiguous()` on what goes into a collective. In place of the two functions take "
+        "`all_gather_single_autograd` of `torch.distributed._functional_collectives`, which is right.",
+        "torch_scatter_of_transposed",
+        ("torch/collectives::nn_gather_used_transposed", "torch/collectives::nn_all_gather_used_transposed"),
+        verdicts={"lockstep": "protocol"},
+        issue="[#24836](https://github.com/pytorch/pytorch/issues/24836), "
+        "[#192920](https://github.com/pytorch/pytorch/issues/192920)",
+    ),
+    Finding(
+        "In a group of some ranks the gradient of broadcast and reduce is lost, and gather and scatter raise",
+        "torch",
+        "seen on 2.13.0",
+        "`broadcast`, `reduce`, `gather` and `scatter` of `torch.distributed.nn.functional` take the rank of source or "
+        "destination in the world, as `dist.broadcast` does, and compare it with the rank in the group. In a group "
+        "whose ranks have other numbers in the world the backward of `broadcast`, and with it that of `reduce`, sets "
+        "the gradient of the source to zero; `gather` and `scatter` raise that a list is missing.",
+        "Use these four with the default group alone, or `all_reduce` of a term that is zero on the other ranks. The "
+        "issue is mended on torch's main branch for `broadcast`.",
+        "torch_broadcast_in_a_group",
+        ("torch/collectives::nn_reduce_then_broadcast_in_two_groups",),
+        ranks=4,
+        issue="[#130515](https://github.com/pytorch/pytorch/issues/130515)",
+    ),
+    Finding(
         "Gradients of Qwen3's q_norm and k_norm under its tensor plan are wrong once they are accumulated",
         "transformers",
         "seen on 5.23.0",
@@ -114,6 +155,33 @@ FINDINGS = (
         ("megatron_core/layers::vocab_parallel_cross_entropy_smoothed",),
         issue="[#737](https://github.com/NVIDIA/Megatron-LM/issues/737), "
         "[#7464](https://github.com/NVIDIA/Megatron-LM/issues/7464)",
+    ),
+    Finding(
+        "The sum of copy_to_ and reduce_from_tensor_model_parallel_region is lost where a tensor is not contiguous",
+        "megatron-core",
+        "seen on 0.16.1",
+        "Both sum `x.contiguous()` over the ranks and return `x`. Where x is contiguous this is the same memory. Where "
+        "it is a transposed or expanded view the sum is made in a copy that is dropped: each rank goes on with its "
+        "own term. In the backward of `copy_to_tensor_model_parallel_region` x is the gradient, which is a view where "
+        "the output is transposed by its user.",
+        "Multiply by one, or call `.contiguous()`, before the tensor goes in and after the copy comes out. The issue "
+        "is mended on Megatron's main branch.",
+        "megatron_contiguous",
+        ("megatron_core/mappings::copy_used_transposed", "megatron_core/mappings::reduce_of_transposed"),
+        issue="[#5337](https://github.com/NVIDIA/Megatron-LM/issues/5337)",
+    ),
+    Finding(
+        "A trained bias beside a frozen weight gets no gradient in ColumnParallelLinear",
+        "megatron-core",
+        "seen on 0.16.1",
+        "Where its weight requires no gradient, `ColumnParallelLinear` computes by another function "
+        "(`LinearWithFrozenWeight`), whose backward returns the gradient of the input alone. A bias that is added in "
+        "the layer, the default, and is trained, as in tuning of biases alone, has no gradient: `.grad` stays None "
+        "without an error. It is so on one rank too.",
+        "Let the layer return its bias (`skip_bias_add=True`) and add it outside, or train the weight with a learning "
+        "rate of 0.",
+        "megatron_frozen_weight",
+        ("megatron_core/layers::column_parallel_linear_of_a_frozen_weight",),
     ),
     Finding(
         "The mean cross entropy of sharded logits does not count tokens whose loss is zero",
@@ -156,11 +224,29 @@ CONTRACTS = (
         ("torch/collectives::functional_reduce_scatter_of_a_mean",),
     ),
     Contract(
+        "torch",
+        "`gather` of `torch.distributed.nn.functional` in a group of some ranks raises that a list is missing",
+        ("torch/collectives::nn_gather_in_two_groups",),
+    ),
+    Contract(
+        "colossalai",
+        "`reduce_forward` hands a tensor that is not contiguous to all_reduce: NCCL raises",
+        ("colossalai/operations::reduce_forward_of_transposed",),
+        "protocol",
+        {"gloo": RIGHT},
+    ),
+    Contract(
         "transformers",
         "a tensor plan on more ranks than the model has heads of keys and values raises, at the shapes of attention",
         ("transformers/plans::llama_with_fewer_kv_heads_than_ranks",),
     ),
 )
+
+
+def expected_verdict(scheme: str, engine: str) -> str:
+    """The verdict on `folder/file::name` on an engine."""
+    entry = expected(scheme)
+    return RIGHT if entry is None else entry.verdicts.get(engine, entry.verdict)
 
 
 def expected(scheme: str) -> Finding | Contract | None:

@@ -23,10 +23,9 @@ from parity_tests.harness.experiments.smallest import shrink
 from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.report.report import Report, sizes
 from parity_tests.harness.verify import verify
-from parity_tests.peers.findings import Contract, Finding, expected
+from parity_tests.peers.findings import RIGHT, expected, expected_verdict
 
 FOLDER = Path(__file__).parent
-RIGHT = "equal"
 
 
 @dataclass(frozen=True)
@@ -57,23 +56,22 @@ def identifier(file: Path, scheme: str) -> str:
 def outcome(scheme: Declared, file: Path, engine: str, examples: int) -> Outcome:
     """The verdict on one scheme. What cannot be judged, such as a reference that raises, is a verdict too."""
     name = identifier(file, scheme.name)
-    entry = expected(name)
-    expected_verdict = entry.verdict if isinstance(entry, Finding | Contract) else RIGHT
+    entry, wanted = expected(name), expected_verdict(name, engine)
     try:
         with tempfile.TemporaryDirectory() as folder:
             report = (
                 known(scheme, engine, examples) if entry else verify(scheme, engine, examples, replay_folder=folder)
             )
     except Exception as error:  # the table says so, and the run goes on with the next scheme
-        return Outcome(name, engine, f"not judged: {type(error).__name__}: {error}", expected_verdict)
+        return Outcome(name, engine, f"not judged: {type(error).__name__}: {error}", wanted)
     if report.ok:
-        return Outcome(name, engine, RIGHT, expected_verdict)
+        return Outcome(name, engine, RIGHT, wanted)
     wrong = tuple(tensor.label for tensor in report.tensors if not tensor.ok)
     return Outcome(
         name,
         engine,
         report.verdict,
-        expected_verdict,
+        wanted,
         sizes(report.case).removesuffix(f" seed={report.case.seed}"),
         wrong,
     )

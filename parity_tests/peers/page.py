@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from parity_tests.peers.findings import CONTRACTS, FINDINGS, PROJECTS, Finding, expected
-from parity_tests.peers.outcome import RIGHT, Outcome
+from parity_tests.peers.findings import CONTRACTS, FINDINGS, PROJECTS, RIGHT, Finding, expected
+from parity_tests.peers.outcome import Outcome
 
 INTRODUCTION = """# Findings in other projects
 
@@ -23,7 +23,7 @@ def text(outcomes: Sequence[Outcome], versions: Mapping[str, str], printed: Mapp
     parts = [INTRODUCTION, "## What differs from its mathematics\n"]
     for number, finding in enumerate(FINDINGS, 1):
         parts.append(_finding(number, finding, outcomes, versions, printed))
-    parts.append("## What raises, and says why\n")
+    parts.append("## What a function does not take\n")
     parts.append("\n".join(f"- {each.project}: {each.what}." for each in CONTRACTS) + "\n")
     parts.append("## What is right\n")
     parts.append("On both engines, every drawn case within its budget: values, gradients, and the ranks' agreement.\n")

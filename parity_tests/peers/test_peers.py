@@ -9,8 +9,8 @@ import pytest
 
 from parity_tests.harness.declare.discover import scheme_of_file, schemes_of_file
 from parity_tests.harness.verify import verify
-from parity_tests.peers.findings import CONTRACTS, FINDINGS, PROJECTS, expected
-from parity_tests.peers.outcome import FOLDER, RIGHT, Outcome, identifier, outcome
+from parity_tests.peers.findings import CONTRACTS, FINDINGS, PROJECTS, RIGHT, expected
+from parity_tests.peers.outcome import FOLDER, Outcome, identifier, outcome
 from parity_tests.peers.page import text
 
 ROOT = FOLDER.parents[1]

@@ -40,6 +40,8 @@ CONDITIONS = (
     "inference_mode",
     "overwritten",
 )
+# What a scheme may exclude besides: its mesh as a part of the ranks, which is an axis more and no way of calling.
+LARGER_WORLD = "larger_world"
 WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
 OTHER_CALLS = ("call_before", "call_between")
 # Conditions under which a function may send less than its declared cost, or sends it twice.

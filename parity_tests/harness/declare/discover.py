@@ -71,6 +71,7 @@ NOT_COMPONENTS = (
     "harness",
     "injected_bugs",
     "failures",
+    "false_alarms",
     "mutants",
     "specimens",
     "benchmarks",

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, get_args, get_origin
 
 from parity_tests.harness.declare.case import DTYPES, ENGINES
-from parity_tests.harness.declare.conditions import CONDITIONS, excluded_by_default
+from parity_tests.harness.declare.conditions import CONDITIONS, LARGER_WORLD, excluded_by_default
 from parity_tests.harness.declare.declaration_errors import DeclarationErrors
 from parity_tests.harness.declare.declared import Argument
 from parity_tests.harness.declare.dim_formulas import names_of
@@ -316,9 +316,10 @@ def excluded_conditions(module: str, names: Any, errors: DeclarationErrors) -> t
     """The calling conditions that are not drawn for a scheme of this module."""
     if names is None:
         return excluded_by_default(module)
-    unknown = [names] if isinstance(names, str) else [name for name in names if name not in CONDITIONS]
+    conditions = (*CONDITIONS, LARGER_WORLD)
+    unknown = [names] if isinstance(names, str) else [name for name in names if name not in conditions]
     if unknown:
-        raise errors(f"excluded_conditions has {unknown[0]!r}; give a tuple of {', '.join(CONDITIONS)}")
+        raise errors(f"excluded_conditions has {unknown[0]!r}; give a tuple of {', '.join(conditions)}")
     return tuple(names)
 
 

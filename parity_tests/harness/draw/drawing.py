@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from parity_tests.harness.declare.case import LARGEST_WORLD, SPARE, CaseSpec
+from parity_tests.harness.declare.conditions import LARGER_WORLD
 from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.draws import Chooser
@@ -130,7 +131,8 @@ def draw_case(
     )
     # 5. The world around the mesh, and how the function is called, last: what was drawn before is the same in it.
     if inside_subgroup is None:
-        inside_subgroup = engine == "lockstep" and 2 * case.world <= LARGEST_WORLD and choose(INSIDE)
+        is_drawn = engine == "lockstep" and LARGER_WORLD not in scheme.excluded_conditions
+        inside_subgroup = is_drawn and 2 * case.world <= LARGEST_WORLD and choose(INSIDE)
     case = case.replace(mesh={SPARE: 2, **mesh}) if inside_subgroup else case
     if not with_conditions or scheme.module is not None:  # a module runs its own backward
         return case

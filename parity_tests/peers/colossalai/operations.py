@@ -10,6 +10,7 @@ from colossalai.shardformer.layer import _operation as operation
 from colossalai.shardformer.layer.loss import cross_entropy_1d
 
 from parity_tests.peers.mathematics import identity, linear, mean_token_loss, token_losses
+from parity_tests.peers.strides import CONTIGUOUS, transposed
 from shardproof import ids, scheme, token_below, values
 
 NORMAL = values("normal")
@@ -39,6 +40,11 @@ EXCHANGES: dict[str, tuple[Exchange, str, str]] = {
         "b s d/tp",
     ),
     "reduce_forward": (lambda x, group: operation.reduce_forward(x.clone(), group), "b s d tp=P", "b s d tp=I"),
+    "reduce_forward_of_transposed": (
+        lambda x, group: operation.reduce_forward(transposed(x), group),
+        "b s d tp=P",
+        "b s d tp=I",
+    ),
     "reduce_backward": (lambda x, group: operation.reduce_backward(x, group) * 1, "b s d tp=I", "b s d tp=R"),
     "all_to_all_of_heads": (
         lambda x, group: operation.all_to_all_comm(x, group, scatter_dim=2, gather_dim=1),
@@ -67,6 +73,7 @@ def _declare(name: str) -> None:
         outputs=left,
         draw={"x": values("normal", "ties")},
         dtypes=("float32",),
+        **CONTIGUOUS,
     )(exchange)
 
 
@@ -79,6 +86,7 @@ LINEAR = dict(
     draw={"x": NORMAL, "weight": NORMAL},
     dtypes=("float32",),
     reduction=("b", "s", "i", "o"),
+    **CONTIGUOUS,
 )
 
 
@@ -114,6 +122,7 @@ def _declare_cross_entropy(name: str, mode: str, kinds: tuple[str, ...], ignored
         dtypes=("float32",),
         roundings=4,
         reduction=("b", "s", "v"),
+        **CONTIGUOUS,
     )(loss)
 
 

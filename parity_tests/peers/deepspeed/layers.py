@@ -18,6 +18,7 @@ from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy, vocab
 from deepspeed.sequence.layer import DistributedAttention, _SeqAllToAll
 
 from parity_tests.peers.mathematics import attention, identity, linear, mean_token_loss, token_losses
+from parity_tests.peers.strides import CONTIGUOUS
 from shardproof import ids, scheme, values
 
 NORMAL = values("normal")
@@ -31,7 +32,7 @@ def initialize(mesh: Any) -> None:
 
 
 DEEPSPEED = dict(setup=initialize, isolate=("deepspeed",), dtypes=("float32",))
-ON_TP = dict(mesh={"tp": (1, 2, 4)}, **DEEPSPEED)
+ON_TP = dict(mesh={"tp": (1, 2, 4)}, **DEEPSPEED, **CONTIGUOUS)
 ON_SP = dict(mesh={"sp": (1, 2, 4)}, **DEEPSPEED)
 LINEAR = dict(reference=linear, draw={"x": NORMAL, "weight": NORMAL}, reduction=("b", "s", "i", "o"), **ON_TP)
 

@@ -18,6 +18,7 @@ from fairscale.nn.model_parallel.layers import (
 from torch.func import functional_call
 
 from parity_tests.peers.mathematics import identity, token_losses
+from parity_tests.peers.strides import CONTIGUOUS
 from shardproof import scheme, token_below, values
 
 NORMAL = values("normal")
@@ -30,7 +31,11 @@ def initialize(mesh: Any) -> None:
 
 
 FAIRSCALE = dict(
-    mesh={"tp": (1, 2, 4)}, setup=initialize, isolate=("fairscale.nn.model_parallel",), dtypes=("float32",)
+    mesh={"tp": (1, 2, 4)},
+    setup=initialize,
+    isolate=("fairscale.nn.model_parallel",),
+    dtypes=("float32",),
+    **CONTIGUOUS,
 )
 
 MAPPINGS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, str]] = {

@@ -16,13 +16,16 @@ from megatron.core.tensor_parallel import (
 from torch.func import functional_call
 
 from parity_tests.peers.megatron_core.on_cpu import ISOLATED, config, initialize_model_parallel
+from parity_tests.peers.strides import CONTIGUOUS
 from shardproof import scheme, token_below, values
 
 NORMAL = values("normal")
 TP = {"tp": (1, 2, 4)}
 
 
-MEGATRON = dict(mesh=TP, setup=initialize_model_parallel, isolate=ISOLATED, dtypes=("float32",))
+MEGATRON = dict(mesh=TP, setup=initialize_model_parallel, isolate=ISOLATED, dtypes=("float32",), **CONTIGUOUS)
+# With a frozen weight a linear layer is another function, which is a finding.
+TRAINED = MEGATRON | {"excluded_conditions": (*CONTIGUOUS["excluded_conditions"], "frozen")}
 
 
 def _linear(x: Any, weight: Any, bias: Any) -> Any:
@@ -59,7 +62,7 @@ def _declare_linear(is_column: bool, has_sequence: bool, gathers: bool) -> None:
         outputs=outputs,
         draw={"x": NORMAL, "weight": NORMAL, "bias": NORMAL},
         reduction=("s", "b", "i", "o"),
-        **MEGATRON,
+        **TRAINED,
     )(linear)
 
 
@@ -73,6 +76,26 @@ for _is_column in (True, False):
     for _has_sequence in (False, True):
         _declare_linear(_is_column, _has_sequence, gathers=False)
 _declare_linear(True, False, gathers=True)
+
+
+@scheme(
+    reference=_linear,
+    inputs={"x": "s b i tp=I", "weight": "o/tp i", "bias": "o/tp"},
+    outputs="s b o/tp",
+    nograd=("weight",),
+    draw={"x": NORMAL, "weight": NORMAL, "bias": NORMAL},
+    reduction=("s", "b", "i", "o"),
+    **TRAINED,
+)
+def column_parallel_linear_of_a_frozen_weight(
+    mesh: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    sizes = _whole_sizes(mesh, weight, is_column=True)
+    layer = ColumnParallelLinear(
+        *sizes, config=config(), init_method=torch.nn.init.zeros_, bias=True, skip_bias_add=False, gather_output=False
+    )
+    layer.weight.requires_grad_(False)
+    return functional_call(layer, {"weight": weight, "bias": bias}, (x,))[0]
 
 
 @scheme(

@@ -9,6 +9,7 @@ import torch
 from megatron.core.tensor_parallel import mappings
 
 from parity_tests.peers.megatron_core.on_cpu import allocate_on_cpu
+from parity_tests.peers.strides import CONTIGUOUS, transposed
 from shardproof import scheme, values
 
 # Of each mapping its call, and what goes in and comes out. x is [s, b, d], as Megatron's activations are.
@@ -59,6 +60,9 @@ MAPPINGS: dict[str, tuple[RegionFunction, str, str]] = {
 }
 
 
+SUMS = ("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region")  # of contiguous tensors
+
+
 def _declare(name: str) -> None:
     call, entered, left = MAPPINGS[name]
 
@@ -73,11 +77,39 @@ def _declare(name: str) -> None:
         outputs=left,
         draw={"x": values("normal", "ties")},
         setup=allocate_on_cpu,
+        **(CONTIGUOUS if name in SUMS else {}),
     )(mapping)
 
 
 for _name in MAPPINGS:
     _declare(_name)
+
+
+# The two sums of tensors that are not contiguous: a gradient, and an input.
+@scheme(
+    reference=lambda x: x.swapaxes(1, 2),
+    mesh={"tp": (1, 2, 4)},
+    inputs={"x": "s b d tp=I"},
+    outputs="s d b tp=R",
+    draw={"x": values("normal")},
+    setup=allocate_on_cpu,
+    **CONTIGUOUS,
+)
+def copy_used_transposed(mesh: Any, x: torch.Tensor) -> torch.Tensor:
+    return mappings.copy_to_tensor_model_parallel_region(x, mesh["tp"]).mT * 1
+
+
+@scheme(
+    reference=lambda x: x,
+    mesh={"tp": (1, 2, 4)},
+    inputs={"x": "s b d tp=P"},
+    outputs="s b d tp=I",
+    draw={"x": values("normal")},
+    setup=allocate_on_cpu,
+    **CONTIGUOUS,
+)
+def reduce_of_transposed(mesh: Any, x: torch.Tensor) -> torch.Tensor:
+    return mappings.reduce_from_tensor_model_parallel_region(transposed(x), mesh["tp"])
 
 
 # Exchanges of rows: [tokens / tp, hidden] to [tokens, hidden / tp] and back.

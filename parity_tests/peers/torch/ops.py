@@ -47,7 +47,8 @@ OPS: dict[str, tuple[Unary, Unary, str]] = {
         "n c",
     ),
     "normalize": (lambda x: F.normalize(x, dim=-1), lambda x: x / jnp.sqrt((x**2).sum(-1, keepdims=True)), "n c"),
-    "gelu": (F.gelu, lambda x: jax.nn.gelu(x, approximate=False), "n c"),
+    # As torch's manual defines it. JAX's own, of erfc, keeps digits of large negative x that 1 + erf(x) has lost.
+    "gelu": (F.gelu, lambda x: x * (1 + jax.scipy.special.erf(x / jnp.sqrt(2.0))) / 2, "n c"),
     "transpose": (lambda x: x.t(), lambda x: x.T, "c n"),
     "flip": (lambda x: x.flip(-1), lambda x: x[:, ::-1], "n c"),
     "roll": (lambda x: x.roll(1, -1), lambda x: jnp.roll(x, 1, -1), "n c"),

@@ -30,7 +30,9 @@ class Net(nn.Module):
         with torch.device("meta"):  # where nothing is drawn
             self.up = nn.Linear(up.shape[1], up.shape[0], bias=False)
             self.down = nn.Linear(down.shape[1], down.shape[0], bias=False)
-        self.up.weight, self.down.weight = nn.Parameter(up.clone()), nn.Parameter(down.clone())
+        self.up.weight, self.down.weight = (
+            nn.Parameter(weight.clone(memory_format=torch.contiguous_format)) for weight in (up, down)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.up(x)))

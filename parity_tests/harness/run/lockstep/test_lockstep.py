@@ -105,7 +105,7 @@ def test_grad_mode_and_autocast_are_separate_for_each_rank():
 
 
 def test_a_group_of_a_named_backend_is_one_of_lockstep():
-    """Libraries ask for groups of gloo beside those of NCCL; gloo's constructor would wait for ranks that have no turn."""
+    """A library may name gloo beside NCCL; gloo's constructor would wait for ranks that have no turn."""
 
     def body(mesh: Any, case: CaseSpec) -> float:
         group = dist.new_group([0, 1, 2, 3], backend="gloo")

@@ -1,0 +1,18 @@
+"""What the gallery does with tensors that are not contiguous: some functions hand theirs to a backend as it is.
+
+NCCL rejects such a tensor, and what gloo does with it is a finding of its own. Schemes of these functions are called
+with contiguous tensors; others beside them show what happens with a transposed one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+CONTIGUOUS: dict[str, Any] = {"excluded_conditions": ("inference_mode", "overwritten", "strided", "expanded")}
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers as a view whose last two dims lie the other way round in memory."""
+    return x.mT.clone(memory_format=torch.contiguous_format).mT
