@@ -35,22 +35,35 @@ def of_dense_rows(x, less):
     return shard_and_squares(x, x.shape[1] - less)
 
 
+def has_group(c):
+    """One rank may do without a mesh."""
+    return c.cp > 1 or c.options["named"]
+
+
 @scheme(
     reference=of_dense_rows,
-    mesh={"cp": (2, 3, 4)},
+    mesh={"cp": (2, 1, 3, 4)},
     inputs={"x": "b s d cp=R"},
     outputs=("b s/cp:dual_chunk_swap d", "b s d cp=R"),
     options={"less": (3, 1, 0)},
+    rank_options={"named": (True, False), "beside": (False, True)},
     dtypes=DTYPES,
-    cost=lambda c: cost(c, c.s),
+    assume=lambda c: c.less < c.s,
+    cost=lambda c: cost(c, c.s if c.cp > 1 else c.s - c.less) if has_group(c) else Cost(),
 )
-def dense_rows_there_and_back(mesh, x, less) -> tuple[Rows, Rows]:
-    """The last `less` columns are not in the batch, and padded."""
+def dense_rows_there_and_back(mesh, x, less, named, beside) -> tuple[Rows, Rows]:
+    """The last `less` columns are not in the batch, and padded; `beside` it is a sequence at another dim."""
     rows = x[:, : x.shape[1] - less]
-    ids = torch.zeros(rows.shape[:2], dtype=torch.int64)
-    layout = cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], {"input_ids": ids}, return_layout=True)[2]
+    batch = {"input_ids": torch.zeros(rows.shape[:2], dtype=torch.int64), "beside": rows.transpose(0, 1)}
+    device_mesh = mesh.device_mesh["cp"] if named or mesh.size("cp") > 1 else None
+    dims = {"beside": 0} if beside else None
+    factory, padded, layout = cp.make_cp_batch_and_ctx(device_mesh, batch, extra_seq_buffers=dims, return_layout=True)
     shard = layout.shard(rows)
-    return shard, F.pad(layout.gather(shard.square()), (0, 0, 0, less))
+    squares = F.pad(layout.gather(shard.square()), (0, 0, 0, less))
+    if beside:
+        with factory():
+            shard = padded["beside"].transpose(0, 1).clone()
+    return F.pad(shard, (0, 0, 0, len(mesh.global_ids("s")) - shard.shape[1])), squares
 
 
 def of_packed_rows(x, padded, real):
@@ -64,14 +77,18 @@ def of_packed_rows(x, padded, real):
     outputs=("b t/cp:packed d", "b t d cp=R"),
     dims={"b": (2, 4), "q": (3, 5, 2), "t": (24, 40, 16), "d": (2, 1, 5)},
     draw={"padded": lengths("t", padded=True), "real": lengths("t")},
-    rank_options={"num_chunks": (2, 1)},
+    rank_options={"num_chunks": (2, 1), "as_context": (False, True)},
     dtypes=DTYPES,
     cost=lambda c: cost(c, c.t),
 )
-def packed_rows_there_and_back(mesh, x, padded, real, num_chunks) -> tuple[Rows, Rows]:
+def packed_rows_there_and_back(mesh, x, padded, real, num_chunks, as_context) -> tuple[Rows, Rows]:
     seq_lens, seq_lens_padded = (F.pad(each, (0, 1), value=FILL).expand(len(x), -1) for each in (real, padded))
     batch = {"input_ids": x, "seq_lens": seq_lens, "seq_lens_padded": seq_lens_padded}
-    layout = cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, num_chunks=num_chunks, return_layout=True)[1]
+    settings = {"num_chunks": num_chunks, "return_layout": True}
+    if as_context:
+        layout = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, use_te=True, **settings)[2]
+    else:
+        layout = cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, **settings)[1]
     shard = layout.shard(x)
     tokens = shard.flatten(0, 1) if num_chunks > 1 else shard
     return tokens.unflatten(0, (len(x), -1)), layout.gather(shard.square())

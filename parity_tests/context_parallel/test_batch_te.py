@@ -52,9 +52,15 @@ def rows_of(out, b):
     return tuple(each.unflatten(0, (b, len(each) // b)) for each in flat)
 
 
-@scheme(**DECLARED)
-def share_of_a_batch(mesh, x, labels, padded, real, num_chunks, tail) -> Returned:
+@scheme(**{**DECLARED, "rank_options": {**DECLARED["rank_options"], "as_context": (False, True)}})
+def share_of_a_batch(mesh, x, labels, padded, real, num_chunks, tail, as_context) -> Returned:
+    """In the words of dense batches, labels come as their loss mask."""
     batch = given_rows(x, labels, padded, real, tail)
+    if as_context:
+        loss_mask = batch.pop("labels")
+        factory, out = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, loss_mask, use_te=True, num_chunks=num_chunks)
+        with factory():
+            return rows_of({**out, "labels": out["loss_mask"]}, len(x))
     out = cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, num_chunks=num_chunks)
     return rows_of(out, len(x))
 

@@ -14,6 +14,7 @@ from torch_impl.context_parallel.adapters.transformer_engine import attention_kw
 KINDS, DEFAULT_FILL = 2, -1000
 POSITIONS = ("none", "one kind", "kinds")
 Lengths = Int[Tensor, " n"]
+Passed = tuple[Int[Tensor, "1 l"], Int[Tensor, "k q"], Int[Tensor, " u"]]
 Streams = tuple[
     Float[Tensor, "b t d"],
     Int[Tensor, "b t"],

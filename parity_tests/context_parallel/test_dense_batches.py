@@ -1,0 +1,76 @@
+"""Parity of what a dense batch has inside its context and after: positions of every kind, a mask, a loss mask."""
+
+import jax.numpy as jnp
+import pytest
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from shardproof import Cost, check_cases, integers, scheme
+from torch_impl import context_parallel as cp
+from torch_impl.context_parallel.batch_ctx import restarts
+
+KINDS = 2
+POSITIONS = ("rows", "one row", "kinds")
+ByToken = Int[Tensor, "b l"]
+Entries = tuple[
+    ByToken, ByToken, ByToken, Int[Tensor, "k b l"], Bool[Tensor, "b l"], Int[Tensor, "b s"], Int[Tensor, "1"]
+]
+
+
+def batch_by_hand(ids, steps, less, positions, masked):
+    """Columns from s - `less` on are padding; `masked` takes r more off row r."""
+    rows, size = ids.shape
+    column, row, real = jnp.arange(size), jnp.arange(rows), size - less
+    added = column >= real
+    padding = added[None] | (masked & (column[None] >= real - row[:, None]))
+    given = steps.cumsum(-1)
+    last = given[..., real - 1 : real]
+    counted = jnp.where(added[None, None], last + (column - real + 1)[None, None], given)
+    rows_of = {"rows": counted[:1], "one row": counted[:1, :1], "kinds": counted}[positions]
+    # Positions of several kinds have no restart: they are those of images.
+    restarting = (jnp.diff(rows_of[..., :real]) <= 0).any() & (positions != "kinds")
+    weights = jnp.where(added[None], 0, 3 * ids)
+    sharded = jnp.where(added[None], 11, ids), weights, weights, jnp.broadcast_to(rows_of, steps.shape), padding
+    return *sharded, weights, restarting.astype(ids.dtype)[None]
+
+
+@scheme(
+    reference=batch_by_hand,
+    mesh={"cp": (2, 3)},
+    inputs={"ids": "b s", "steps": "k b s"},
+    outputs=(
+        *3 * ("b s/cp:dual_chunk_swap",),
+        "k b s/cp:dual_chunk_swap",
+        "b s/cp:dual_chunk_swap",
+        "b s",
+        "1",
+    ),
+    dims={"b": (3,), "s": (12, 24), "k": (KINDS,)},
+    draw={"ids": integers(1, 9), "steps": integers(0, 5)},
+    options={"less": (3, 1, 0), "positions": POSITIONS, "masked": (False, True)},
+    cost=lambda c: Cost(),
+)
+def entries_of_a_dense_batch(mesh, ids, steps, less, positions, masked) -> Entries:
+    """Ids, the loss mask in the batch and the caller's own, positions and padding; the loss mask after; a restart."""
+    rows, real = len(ids), ids.shape[1] - less
+    kinds = steps.cumsum(-1)[..., :real]
+    given = {"rows": kinds[0], "one row": kinds[0, :1], "kinds": kinds}[positions]
+    batch = {"input_ids": ids[:, :real], "position_ids": given}
+    does_restart = restarts(given)
+    if masked or does_restart:  # without a mask such positions have a warning
+        batch["attention_mask"] = (torch.arange(real) < real - masked * torch.arange(rows)[:, None]).int()
+    loss_mask = 3 * ids[:, :real]
+    factory, padded = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, loss_mask, padding_token_id=11)
+    with factory():
+        places = padded["position_ids"].expand(KINDS, rows, -1)
+        padding = padded.get("padding_mask", torch.zeros_like(padded["input_ids"], dtype=torch.bool))
+        inside = padded["input_ids"], padded["loss_mask"], loss_mask, places, padding
+        inside = tuple(each.clone() for each in inside)
+    after = torch.nn.functional.pad(loss_mask, (0, less))
+    return *inside, after.clone(), torch.tensor([does_restart]).to(ids)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_parity(engine):
+    check_cases(entries_of_a_dense_batch, 20 if engine == "lockstep" else 3, engine=engine)
