@@ -12,7 +12,7 @@ SCALE = 0.375
 RULES = ("all", "causal", "keys", "pairs")
 
 
-class _Block(torch.autograd.Function):
+class OneBlock(torch.autograd.Function):
     """Attention of one block. A query that sees no key has an lse of -inf, which its backward takes as inf."""
 
     @staticmethod
@@ -60,7 +60,7 @@ def two_keys_or_more(generator, shape):
 )
 def attention_by_plain_operations(mesh, q, k, v, seen, rule):
     masks = {"keys": seen[:, None, :1] > 0, "pairs": seen[:, None] > 0}
-    return _Block.apply(q, k, v, masks.get(rule), rule == "causal")
+    return OneBlock.apply(q, k, v, masks.get(rule), rule == "causal")
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
