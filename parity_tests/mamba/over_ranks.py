@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 
 from jax_ref.layouts import BUILTIN as DENSE_LAYOUTS
@@ -16,19 +18,40 @@ from parity_tests.harness.run.engines import RunResult, run
 from parity_tests.mamba.mixers import PROJECTED, T
 from parity_tests.mamba.parameters import settings_of, sizes_of
 from shardproof import CaseSpec
+from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer
 
+OF_STRATEGY = ("conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D")
+# How a strategy gets its ranks, its tokens and its parameters.
+WAYS = ("by name", "by layout", "by layout and offsets", "by mesh", "copied", "of DTensors")
 
-def parallel(kind: Callable[..., Any], mesh, u, parameters, groups, cu=None, **chosen) -> Tensor:
+
+def parallel(kind: Callable[..., Any], mesh, u, parameters, groups, cu=None, way="by name", **chosen) -> Tensor:
     """The mixer over cp with that strategy, in chunks of four tokens."""
+    if way.startswith("by layout"):
+        chosen["layout"] = layout_of(mesh, chosen.get("layout", "dual_chunk_swap"), u.shape[1] * mesh.size("cp"), cu)
+        cu = torch.cat([cu, cu.new_full((2,), -1)]) if way == "by layout and offsets" and cu is not None else None
+    ranks = mesh.device_mesh["cp"] if way == "by mesh" else mesh["cp"]
 
     def strategy(mixer):
-        return kind(mesh["cp"], **sizes_of(parameters, groups), mixer=mixer, **chosen)
+        return kind(ranks, **sizes_of(parameters, groups), mixer=mixer, **chosen)
 
     module = Mamba2Mixer(
         **settings_of(parameters, groups), chunk_size=4, context_parallel=strategy, device="meta", dtype=u.dtype
     )
-    return functional_call(module, flat(parameters), (u, cu), strict=True)
+    by_name = dict(flat(parameters))
+    if way == "of DTensors":
+        for name in OF_STRATEGY:
+            by_name[name] = DTensor.from_local(by_name[name], mesh.device_mesh["cp"], [Replicate()], run_check=False)
+    return functional_call(deepcopy(module) if way == "copied" else module, by_name, (u, cu), strict=True)
+
+
+def layout_of(mesh: Any, order: str, total: int, cu: Tensor | None) -> TokenLayout:
+    """The layout that an order of tokens names."""
+    ranks = {"cp_size": mesh.size("cp"), "cp_rank": mesh.rank("cp")}
+    if cu is None:
+        return TokenLayout.dense(order, total, **ranks)
+    return TokenLayout.packed(cu, kind="packed" if order == "dual_chunk_swap" else order, **ranks)
 
 
 def rank_positions(cp: int, layout: str, cu: Sequence[int] | None, t: int = T) -> Any:

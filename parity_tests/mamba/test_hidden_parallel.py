@@ -8,11 +8,12 @@ from jax_ref.layouts import projection_columns as reference_columns
 from parity_tests.harness.run.engines import run
 from parity_tests.mamba.mixers import CU, PROJECTED, T, W, filled, hidden_parallel_strategy
 from parity_tests.mamba.operations import Operations
-from parity_tests.mamba.over_ranks import check_what_a_token_changes, on_ranks, parallel, rank_positions
+from parity_tests.mamba.over_ranks import WAYS, check_what_a_token_changes, on_ranks, parallel, rank_positions
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from shardproof import CaseSpec, Cost, check_cases, scheme
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import MambaContextParallel
+from torch_impl.mamba.mix import mix_columns
 
 # Groups: 2 are fewer than four ranks and as many as two; 8 are more.
 SIZES = {"h": (8,), "g": (2, 8), "p": (2,), "n": (2,), "d": (2,), "k": (4,)}
@@ -31,10 +32,32 @@ def can_share_heads(c):
     return c.h % c.cp == 0 and (c.g % c.cp == 0 or c.cp % c.g == 0)
 
 
+class InParts:
+    """The strategy by its two exchanges and what is between them, with the layout passed to each exchange."""
+
+    def __init__(self, group, *, layout="dual_chunk_swap", **settings):
+        self.strategy, self.of_batch = MambaContextParallel(group, **settings), layout
+
+    def mix(self, projected_states, cu_seqlens=None):
+        local = self.strategy.pre_conv_ssm(projected_states, cu_seqlens, layout=self.of_batch)
+        ids = None
+        if cu_seqlens is not None:
+            ids = TokenLayout.packed(cu_seqlens, cp_size=1, cp_rank=0).sequence_ids.expand(local.shape[:2])
+        parameters = self.strategy.ssm_parameters()
+        mixed = mix_columns(local, self.strategy.local, parameters, ids, chunk_size=self.strategy.chunk_size)
+        return self.strategy.post_conv_ssm(mixed, cu_seqlens, layout=self.of_batch)
+
+
+def in_some_way(mesh, u, parameters, groups, cu=None, way="by name", **chosen):
+    if way == "in parts":
+        return parallel(InParts, mesh, u, parameters, groups, cu, **chosen)
+    return parallel(MambaContextParallel, mesh, u, parameters, groups, cu, way, **chosen)
+
+
 DECLARED = dict(
     mesh={"cp": (1, 2, 4)},
     assume=can_share_heads,
-    rank_options={"fused": (True, False)},
+    rank_options={"fused": (True, False), "way": (*WAYS, "in parts")},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
     roundings=8,  # those of the mixer; a term of each rank in the gradients
@@ -43,18 +66,18 @@ DECLARED = dict(
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)}, **sharded_rows(":dual_chunk_swap"), **DECLARED)
-def hidden_parallel(mesh, u, parameters, groups, fused):
-    return parallel(MambaContextParallel, mesh, u, parameters, groups, fused=fused)
+def hidden_parallel(mesh, u, parameters, groups, fused, way):
+    return in_some_way(mesh, u, parameters, groups, fused=fused, way=way)
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,), "k": (4, 1)}, **sharded_rows(""), **DECLARED)
-def hidden_parallel_contiguous(mesh, u, parameters, groups, fused):
-    return parallel(MambaContextParallel, mesh, u, parameters, groups, fused=fused, layout="contiguous")
+def hidden_parallel_contiguous(mesh, u, parameters, groups, fused, way):
+    return in_some_way(mesh, u, parameters, groups, fused=fused, way=way, layout="contiguous")
 
 
 @scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, **sharded_stream(":packed"), **DECLARED)
-def hidden_parallel_packed(mesh, u, parameters, groups, cu, fused):
-    return parallel(MambaContextParallel, mesh, u, parameters, groups, cu, fused=fused)
+def hidden_parallel_packed(mesh, u, parameters, groups, cu, fused, way):
+    return in_some_way(mesh, u, parameters, groups, cu, fused=fused, way=way)
 
 
 SCHEMES = (hidden_parallel, hidden_parallel_contiguous, hidden_parallel_packed)

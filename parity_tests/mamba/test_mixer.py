@@ -25,6 +25,13 @@ def reference(u, parameters, groups, cu, variant):
     return flax_mixer(parameters, **settings_of(parameters, groups), **variant)(u, cu)
 
 
+class InParts(Mamba2Mixer):
+    """The mixer by its parts, of one stream of tokens."""
+
+    def forward(self, x, cu_seqlens):
+        return self.out_proj(self.norm(self.mix(self.in_proj(x[0]), cu_seqlens)))[None]
+
+
 @scheme(
     reference=reference,
     mesh={"cp": (1,)},
@@ -33,14 +40,14 @@ def reference(u, parameters, groups, cu, variant):
     dims={**SIZES, "b": (1,), "s": (9,), "q": (4,)},
     draw={**DRAW, "u": values("normal", "ties"), "cu": offsets("s", padded=True)},
     options={"variant": VARIANTS},
-    rank_options={"chunk_size": (4, 1, 256)},
+    rank_options={"chunk_size": (4, 1, 256), "in_parts": (False, True)},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("s", "i"),
     roundings=ROUNDINGS,
 )
-def mamba2(mesh, u, parameters, groups, cu, variant, chunk_size):
+def mamba2(mesh, u, parameters, groups, cu, variant, chunk_size, in_parts):
     chosen = {**settings_of(parameters, groups), **variant, "chunk_size": chunk_size}
-    module = Mamba2Mixer(**chosen, device="meta", dtype=u.dtype)
+    module = (InParts if in_parts else Mamba2Mixer)(**chosen, device="meta", dtype=u.dtype)
     return functional_call(module, flat(parameters), (u, cu), strict=True)
 
 

@@ -5,7 +5,14 @@ import torch
 
 from parity_tests.mamba.mixers import CU, GIVEN, PROJECTED, T, W, filled, state_passing_strategy
 from parity_tests.mamba.operations import Operations
-from parity_tests.mamba.over_ranks import check_what_a_token_changes, offsets_of, on_ranks, parallel, rank_positions
+from parity_tests.mamba.over_ranks import (
+    WAYS,
+    check_what_a_token_changes,
+    offsets_of,
+    on_ranks,
+    parallel,
+    rank_positions,
+)
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from shardproof import Cost, check_cases, scheme
 from torch_impl.mamba import MambaStatePassing, mamba_cp_bytes
@@ -29,6 +36,7 @@ def cost(segments):
 
 DECLARED = dict(
     mesh={"cp": (1, 2, 3, 4)},
+    rank_options={"way": WAYS},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
     roundings=9,  # those of the mixer and of what enters; a term of each rank in the gradients
@@ -41,13 +49,13 @@ DECLARED = dict(
     **sharded_rows(":dual_chunk_swap"),
     **DECLARED,
 )
-def state_passing(mesh, u, parameters, groups):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups)
+def state_passing(mesh, u, parameters, groups, way):
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, way=way)
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (12,)}, cost=cost(lambda c: 1), **sharded_rows(""), **DECLARED)
-def state_passing_contiguous(mesh, u, parameters, groups):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups, layout="contiguous")
+def state_passing_contiguous(mesh, u, parameters, groups, way):
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, way=way, layout="contiguous")
 
 
 @scheme(
@@ -56,13 +64,13 @@ def state_passing_contiguous(mesh, u, parameters, groups):
     **sharded_stream(":packed"),
     **DECLARED,
 )
-def state_passing_packed(mesh, u, parameters, groups, cu):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu)
+def state_passing_packed(mesh, u, parameters, groups, cu, way):
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, way)
 
 
 @scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, cost=cost(lambda c: 1), **sharded_stream(""), **DECLARED)
-def state_passing_stream(mesh, u, parameters, groups, cu):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, layout="contiguous")
+def state_passing_stream(mesh, u, parameters, groups, cu, way):
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, way, layout="contiguous")
 
 
 SCHEMES = (state_passing, state_passing_contiguous, state_passing_packed, state_passing_stream)
