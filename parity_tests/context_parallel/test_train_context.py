@@ -1,16 +1,125 @@
 """Contexts of a training step: the order of their parts, and entering them again."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from jaxtyping import Int
+from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec
+from shardproof import CaseSpec, check, every_case, scheme, token_below
 from torch_impl.context_parallel import create_context_parallel_ctx, get_train_context
 from torch_impl.context_parallel import train_context as module
+
+STEPS = 2
+WAYS = ("none", "function", "manager", "once")
+
+
+def steps_by_hand(ids, loss_parallel, compiled, way):
+    """Of each of two steps, inside and after: which parts are entered, how often the context was, and was left."""
+    parts = [int(loss_parallel), int(compiled), int(way != "none")]
+    rows = []
+    for step in range(1, STEPS + 1):
+        if way == "none":
+            rows += [[*parts, 0, 0], [0, 0, 0, 0, 0]]
+        elif way == "once" and step > 1:  # rejected, before and after which nothing is entered
+            rows += [[0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]
+        else:
+            rows += [[*parts, step, step - 1], [0, 0, 0, step, step]]
+    return jnp.asarray(rows, ids.dtype) + 0 * ids
+
+
+class Counted:
+    """A context that counts how often it is entered and left; its step's KeyError ends there."""
+
+    def __init__(self):
+        self.entered = self.left = 0
+
+    def __enter__(self):
+        self.entered += 1
+
+    def __exit__(self, kind, *_):
+        self.left += 1
+        return kind is KeyError
+
+
+def contexts(counted):
+    """The same context in each of the WAYS that get_train_context takes."""
+
+    @contextmanager
+    def once():
+        with counted:
+            yield
+
+    return {"none": None, "function": lambda: counted, "manager": AsManager(counted), "once": once()}
+
+
+class AsManager(AbstractContextManager):
+    """A context by the class that says so."""
+
+    def __init__(self, context):
+        self.enter, self.leave = context.__enter__, context.__exit__
+
+    def __enter__(self):
+        return self.enter()
+
+    def __exit__(self, *raised):
+        return self.leave(*raised)
+
+
+def has_loss_parallelism():
+    return torch.ops.aten._log_softmax.default in DTensor._op_dispatcher._custom_op_handlers
+
+
+def parts_entered(counted):
+    """Which of loss parallelism, compiled autograd and the choice of fused kernels hold now; entries, and exits."""
+    backends = torch.backends.cuda
+    kernels = backends.math_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.flash_sdp_enabled()
+    assert kernels in ((True, True, True), (False, False, True))
+    return [
+        has_loss_parallelism(),
+        compiled_autograd.compiled_autograd_enabled,
+        not kernels[0],
+        counted.entered,
+        counted.left,
+    ]
+
+
+@scheme(
+    reference=steps_by_hand,
+    mesh={"cp": (1,)},
+    inputs={"ids": "k r/cp"},
+    outputs="k r/cp",
+    dims={"k": (2 * STEPS,), "r": (5,)},
+    draw={"ids": token_below("r")},
+    options={"loss_parallel": (False, True), "compiled": (False, True), "way": WAYS},
+)
+def steps_of_a_train_context(mesh, ids, loss_parallel, compiled, way) -> Int[Tensor, "k r/cp"]:
+    """On one rank, since the parts are settings of the entire process. Every step raises inside."""
+    counted, rows = Counted(), []
+    factory = get_train_context(loss_parallel, compiled, contexts(counted)[way])
+    for _ in range(STEPS):
+        with suppress(KeyError, RuntimeError), factory():
+            rows.append(parts_entered(counted))
+            raise KeyError
+        if len(rows) % 2 == 0:
+            rows.append(parts_entered(counted))
+        rows.append(parts_entered(counted))
+    return torch.tensor(rows).to(ids)
+
+
+@settings(max_examples=8)
+@given(every_case(steps_of_a_train_context))
+def test_parity(case):
+    check(case)
+
 
 NAMES = ("loss", "compiled", "kernel", "cp")
 
@@ -51,6 +160,14 @@ def test_parts_are_left_in_the_reverse_order(recorded, flags, fails):
             if fails:
                 raise KeyError
         assert events == [*(f"+{name}" for name in on), "step", *(f"-{name}" for name in reversed(on))]
+
+
+def test_loss_parallelism_is_left_by_a_step_that_raises():
+    """torch's own `loss_parallel` stays entered then."""
+    with suppress(KeyError), get_train_context(True, False)():
+        assert has_loss_parallelism()
+        raise KeyError
+    assert not has_loss_parallelism()
 
 
 def test_a_context_that_can_be_entered_once_says_so(recorded):

@@ -61,7 +61,10 @@ def get_train_context(
     def train_context() -> Iterator[None]:
         with ExitStack() as stack:
             if enable_loss_parallel:
-                stack.enter_context(loss_parallel())
+                # Left as after a step without an error, since torch's own would stay entered after one that raises.
+                loss_parallelism = loss_parallel()
+                loss_parallelism.__enter__()
+                stack.callback(loss_parallelism.__exit__, None, None, None)
             if enable_compiled_autograd:
                 stack.enter_context(torch._dynamo.utils.maybe_enable_compiled_autograd(True))
             if cp_context is not None:
