@@ -2,6 +2,7 @@
 
 from itertools import accumulate
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ref.layouts import reference
-from shardproof import Cost, check_cases, offsets, scheme
+from shardproof import Cost, check_cases, integers, offsets, scheme
 from torch_impl.collectives import all_gather
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.reorder import (
@@ -88,11 +89,32 @@ def sharded_in_rank_order_dense(mesh, x):
     return _redo_attention_load_balancing(x, mesh.size("cp")).chunk(mesh.size("cp"), 1)[mesh.rank("cp")]
 
 
+def next_chunks(x, padded, packed, mesh):
+    """Of 2 n chunks of each sequence the one that follows, and of the last the first."""
+    g, chunks = jnp.arange(len(x)), 2 * mesh["cp"]
+    sequence = (padded[1:][None, :] <= g[:, None]).sum(1)
+    start, length = padded[sequence], jnp.diff(padded)[sequence] // chunks
+    chunk, place = jnp.divmod(g - start, length)
+    return x[start + (chunk + 1) % chunks * length + place]
+
+
+@scheme(
+    reference=next_chunks,
+    inputs={"x": "t d cp=R", "padded": "n", "packed": "t/cp:packed"},
+    outputs="t d cp=R",
+    cost=lambda c: Cost(),
+    **{**PACKED, "draw": {**PACKED["draw"], "packed": integers(0, 9)}},
+)
+def chunks_that_follow(mesh, x, padded, packed):
+    return _reorder_chunks(x, [*range(1, 2 * mesh.size("cp")), 0], padded)
+
+
 SCHEMES = (
     gathered_and_put_in_order,
     sharded_in_rank_order,
     gathered_dense_and_put_in_order,
     sharded_in_rank_order_dense,
+    chunks_that_follow,
 )
 
 

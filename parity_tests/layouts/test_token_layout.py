@@ -183,7 +183,7 @@ def gathered_by_layout_with_one_gradient(mesh, x, padded):
 
 
 Row = Int[Tensor, " t"]
-Tables = tuple[Row, Row, Bool[Tensor, " t"], Row]
+Tables = tuple[Row, Row, Bool[Tensor, " t"], Row, Int[Tensor, " n"]]
 
 
 def tables(ids, padded, real, mesh) -> tuple[Array, ...]:
@@ -193,13 +193,13 @@ def tables(ids, padded, real, mesh) -> tuple[Array, ...]:
     position = g - padded[sequence]
     chunk = position * 2 * mesh["cp"] // jnp.diff(padded)[sequence]
     rank = jnp.minimum(chunk, 2 * mesh["cp"] - 1 - chunk)
-    return position, sequence, position >= jnp.diff(real)[sequence], rank
+    return position, sequence, position >= jnp.diff(real)[sequence], rank, padded // mesh["cp"]
 
 
 @scheme(
     reference=tables,
     inputs={"ids": "b t", "padded": "n", "real": "n"},
-    outputs=("t/cp:packed",) * 4,
+    outputs=(*("t/cp:packed",) * 4, "n"),
     rank_options={"validate": (True, False)},
     **{**PACKED, "draw": {**PACKED["draw"], "ids": integers(0, 9)}},
 )
@@ -211,7 +211,8 @@ def tables_of_layout(mesh, ids, padded, real, validate) -> Tables:
     for each in offsets:
         each.fill_(0)
     ranks = torch.tensor([int(rank) for rank in layout.draw().replace("|", "")], dtype=ids.dtype)
-    return tuple(layout.shard(x, 0) for x in (layout.position_ids, layout.sequence_ids, layout.padding_mask, ranks))
+    by_token = layout.position_ids, layout.sequence_ids, layout.padding_mask, ranks
+    return *(layout.shard(x, 0) for x in by_token), layout.local_cu.to(ids)
 
 
 def up_to_the_last_token(x, padded, real):
