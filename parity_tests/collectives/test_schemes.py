@@ -218,6 +218,22 @@ def neighbours_row(mesh, x, shift):
     return torch.cat([arriving, x[:-1]] if shift == 1 else [x[1:], arriving])
 
 
+@scheme(
+    reference=lambda x: meanings.rolled(x, 1),
+    mesh=WORLDS,
+    inputs={"x": "n/tp a"},
+    outputs="n/tp a",
+    nograd=("x",),
+    cost=lambda case: Cost(forward=shift_cost(case).forward),
+)
+def row_of_the_rank_before(mesh, x):
+    """By the shift that returns at once."""
+    (arriving,), works = c.start_ring_shift([x[-1:]], mesh["tp"])
+    for work in works:
+        work.wait()
+    return torch.cat([arriving, x[:-1]])
+
+
 SCHEMES = (
     sum_to_replicated,
     sum_to_invariant,
@@ -232,6 +248,7 @@ SCHEMES = (
     broadcast_to_replicated,
     broadcast_to_invariant,
     neighbours_row,
+    row_of_the_rank_before,
 )
 
 

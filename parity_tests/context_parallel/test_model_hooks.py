@@ -50,8 +50,11 @@ class Layer(nn.Module):
         super().__init__()
         self.own, self.cross = SelfAttention(window), CrossAttention()
 
-    def forward(self, hidden_states, attention_mask, states, recomputed=False):
-        hidden_states = hidden_states + self.own(hidden_states, attention_mask)
+    def forward(self, hidden_states, attention_mask, states, recomputed=False, named=False, position_embeddings=()):
+        for each in position_embeddings:
+            hidden_states = hidden_states + each
+        by_position, by_name = ((), {"attention_mask": attention_mask}) if named else ((attention_mask,), {})
+        hidden_states = hidden_states + self.own(hidden_states, *by_position, **by_name)
         if recomputed:
             return hidden_states + checkpoint(self.cross.inner, hidden_states, states, use_reentrant=False)
         return hidden_states + self.cross(hidden_states, states)
@@ -76,16 +79,21 @@ def context(mesh, size, rotate="allgather"):
     dims={"b": (1, 2), "h": (2,), "s": (16,), "e": (16, 3), "p": (4,)},
     draw={name: values("normal", "ties") for name in ("x", "states")},
     options={"window": (None, 5)},
-    rank_options={"recomputed": (False, True), "masked": (True, False)},
+    rank_options={"recomputed": (False, True), "masked": ("by position", "by name", None), "embedded": (True, False)},
     reduction=("s", "p"),
     dtypes=("float32", "float64"),
 )
-def adapted_layer(mesh, x, states, window, recomputed, masked):
-    """A layer that takes the full sequence, and a cross attention to what each rank has in full."""
+def adapted_layer(mesh, x, states, window, recomputed, masked, embedded):
+    """A layer that takes the full sequence, and a cross attention to what each rank has in full.
+
+    With `embedded` x is the sum of hidden states and two embeddings of positions.
+    """
+    parts = (x / 2, (x / 4, x / 4)) if embedded else (x, ())
     size, model = x.shape[2], nn.ModuleList([Layer(window)])
-    adapt_model_to_context(model, local=["*.cross"], sharded=["?"])
+    adapt_model_to_context(model, local=["*.cross"], sharded=["?", "?.own"])
     with context(mesh, size):
-        return model[0](x, mask_of(size, window) if masked else None, states, recomputed)
+        mask = mask_of(size, window) if masked else None
+        return model[0](parts[0], mask, states, recomputed, masked == "by name", position_embeddings=parts[1])
 
 
 @scheme(

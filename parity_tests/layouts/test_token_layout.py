@@ -211,6 +211,7 @@ def tables_of_layout(mesh, ids, padded, real, validate) -> Tables:
     for each in offsets:
         each.fill_(0)
     ranks = torch.tensor([int(rank) for rank in layout.draw().replace("|", "")], dtype=ids.dtype)
+    assert layout.local_cu.dtype == torch.int32  # as attention's kernels take offsets
     by_token = layout.position_ids, layout.sequence_ids, layout.padding_mask, ranks
     return *(layout.shard(x, 0) for x in by_token), layout.local_cu.to(ids)
 
