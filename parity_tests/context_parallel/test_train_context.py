@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from jaxtyping import Int
 from torch import Tensor
-from torch._dynamo import compiled_autograd
+from torch.backends import cuda
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
@@ -80,12 +80,11 @@ def has_loss_parallelism():
 
 def parts_entered(counted):
     """Which of loss parallelism, compiled autograd and the choice of fused kernels hold now; entries, and exits."""
-    backends = torch.backends.cuda
-    kernels = backends.math_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.flash_sdp_enabled()
+    kernels = cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.flash_sdp_enabled()
     assert kernels in ((True, True, True), (False, False, True))
     return [
         has_loss_parallelism(),
-        compiled_autograd.compiled_autograd_enabled,
+        torch._dynamo.compiled_autograd.compiled_autograd_enabled,
         not kernels[0],
         counted.entered,
         counted.left,
@@ -102,8 +101,8 @@ def process_settings_restored():
     finally:
         handlers.clear()
         handlers.update(before)
-        compiled_autograd.reset()
-        for enable in (torch.backends.cuda.enable_math_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
+        torch._dynamo.compiled_autograd.reset()
+        for enable in (cuda.enable_math_sdp, cuda.enable_mem_efficient_sdp):
             enable(True)
 
 
