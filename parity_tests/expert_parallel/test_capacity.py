@@ -1,5 +1,7 @@
 """Parity of the rules of who is dropped, over all tokens in their order and of each rank by itself."""
 
+from fractions import Fraction
+
 import jax
 import pytest
 import torch
@@ -73,8 +75,9 @@ def kept_of_each_rank(mesh, experts: Int[Tensor, "t k"], gates, logits, capacity
     return kept_choices(experts, gates, len(logits), capacity, mesh["one"], by=by)
 
 
-def mixture_of_kept(x, gates, experts, gate_up, down, capacity, by):
-    return mixture(x, gates, experts, gate_up, down, by_rule(experts, gates, capacity, by))
+def mixture_of_kept(x, gates, experts, gate_up, down, factor, by):
+    capacity = -(-Fraction(factor) * experts.size // len(down))  # the mean load, times the factor, rounded up
+    return mixture(x, gates, experts, gate_up, down, by_rule(experts, gates, int(capacity), by))
 
 
 @scheme(
@@ -88,7 +91,7 @@ def mixture_of_kept(x, gates, experts, gate_up, down, capacity, by):
         "down": "e/ep f d",
     },
     outputs="t/ep:ragged d",
-    options={"capacity": (1, 2, 0), "by": ("position", "probability")},
+    options={"factor": (0.5, 1.0, 0.25, 1.5), "by": ("position", "probability")},
     rank_options={"exchange": ("all_to_all", "all_gather")},
     dims={"k": (1, 2), "e": (4, 8), "d": (4,), "f": (4,), "two": (2,)},
     draw={**dict.fromkeys(("x", "gates", "gate_up", "down"), values("normal", "ties")), "experts": chosen_experts()},
@@ -96,9 +99,10 @@ def mixture_of_kept(x, gates, experts, gate_up, down, capacity, by):
     reduction=("k", "d", "f"),
     roundings=6,
 )
-def routed_with_capacity(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, capacity, by, exchange):
-    ep = mesh["ep"]
-    kept = kept_choices(experts, gates, mesh.total("e"), capacity, ep, by=by)
+def routed_with_capacity(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, factor, by, exchange):
+    ep, e = mesh["ep"], mesh.total("e")
+    capacity = expert_capacity(mesh.total("t"), experts.shape[1], e, factor)
+    kept = kept_choices(experts, gates, e, capacity, ep, by=by)
     return routed_experts(x, gates, experts, gate_up.flatten(2), down, ep, kept=kept, exchange=exchange)
 
 

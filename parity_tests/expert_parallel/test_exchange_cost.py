@@ -1,13 +1,67 @@
 """What the two exchanges send to other ranks, as `fewest_exchange_bytes` says it and as the ledger counts it."""
 
+import jax.numpy as jnp
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxtyping import Int
+from torch import Tensor
 
+from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec
+from shardproof import CaseSpec, check, every_case, integers, scheme, values
 from torch_impl.expert_parallel import fewest_exchange_bytes, routed_experts
+
+COUNT = 8  # bytes of a number of rows, or of an expert
+
+
+def bytes_by_pairs(experts, logits, each, width, element_size, rows_known, mesh):
+    """Of every pair of ranks what one sends to the other, added up; then which exchange sends less."""
+    (tokens, k), e, ep = experts.shape, len(logits), mesh["ep"]
+    wide, pairs = max(element_size, 4), [(a, b) for a in range(ep) for b in range(ep) if a != b]
+    home, owner = jnp.arange(tokens)[:, None] // max(tokens // ep, 1), experts // (e // ep)
+    # Ceiling of the mean over all places that the experts of the choices may have.
+    equal = -(-tokens * k * len(pairs) // ep**2)
+    rows = sum(((home == a) & (owner == b)).sum() for a, b in pairs) if rows_known else equal
+    # 1. A row goes to its expert and comes back; a rank says how many rows it sends to each expert of another.
+    all_to_all = rows * (width + width) * element_size + sum(e // ep * COUNT for _ in pairs)
+    # 2. A token goes to every other rank with its gates and experts, and a sum comes back from each; so does a length.
+    shard = tokens // ep
+    out, back = shard * (width * element_size + k * wide + k * COUNT), shard * width * wide
+    all_gather = sum(out + back + COUNT for _ in pairs)
+    numbers = [all_to_all, all_gather, jnp.where(jnp.asarray(all_gather) < all_to_all, 1, 0)]
+    return jnp.stack([jnp.asarray(number, each.dtype) for number in numbers])
+
+
+@scheme(
+    reference=bytes_by_pairs,
+    mesh={"ep": (1, 2, 4)},
+    inputs={"experts": "t k", "logits": "e ep=R", "each": "c"},
+    outputs="c",
+    dims={"t": "r*ep", "r": (3, 1, 0, 2, 5), "k": (1, 2, 3), "e": (4, 8), "c": (3,)},
+    draw={"experts": chosen_experts(), "logits": values("zeros"), "each": integers(0, 0)},
+    options={"width": (1, 4, 16), "element_size": (2, 4, 1, 8), "rows_known": (False, True)},
+    dtypes=("float32",),
+    nograd=("logits",),
+)
+def fewest_bytes_of_experts(
+    mesh, experts: Int[Tensor, "t k"], logits, each, width, element_size, rows_known
+) -> Int[Tensor, " c"]:
+    """Bytes by all_to_all and by all_gather, and 1 where all_gather sends fewer."""
+    (tokens, k), e, ep = experts.shape, len(logits), mesh.size("ep")
+    home = torch.arange(tokens, device=experts.device) // max(tokens // ep, 1)
+    is_sent = (experts >= 0) & (experts // (e // ep) != home[:, None])
+    rows = int(is_sent.sum()) if rows_known else None
+    sizes = dict(tokens=tokens, k=k, width=width, num_experts=e, ep_size=ep, element_size=element_size)
+    cost = fewest_exchange_bytes(**sizes, rows_sent=rows)
+    numbers = [cost.all_to_all, cost.all_gather, ("all_to_all", "all_gather").index(cost.fewest)]
+    return torch.tensor(numbers, dtype=each.dtype, device=each.device)
+
+
+@given(every_case(fewest_bytes_of_experts))
+def test_parity(case):
+    check(case)
 
 
 def sent_to_others(row):
