@@ -4,9 +4,64 @@ import re
 
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
+from parity_tests.optimizers.parameters import local, weight
+from shardproof import check, every_case, scheme, values
 from torch_impl.optimizers import ParameterKinds, parameter_kinds
+
+LR, DECAY, LATER_DECAY = 0.5, 0.25, 0.125
+SPECS = {"tokens": "v/dp d", "qkv": "h/dp d", "qkv_bias": "h d dp=I", "experts": "e d/dp f", "conv": "c one k dp=I",
+         "norm": "d dp=I", "head_embed": "v d dp=I", "frozen": "d f dp=I"}  # fmt: skip
+MATRICES, TABLES = ("qkv", "experts", "head_embed"), ("tokens",)  # by their dims, and by their module
+
+
+def twice_stepped(weights, gradients, pattern):
+    """SGD by the groups of a decay of all matrices, then by those that Muon leaves: what a matrix is not a part of."""
+    new = {}
+    for name, w in weights.items():
+        is_matrix = name in (*MATRICES, *TABLES) and min(w.shape[-2:]) > 1
+        is_named = "embed" in name if pattern is None else name.startswith(pattern)
+        decays = [DECAY, LATER_DECAY] if is_matrix else [0.0, 0.0]
+        if is_matrix and not (is_named or name in TABLES):
+            decays = decays[:1]  # Muon's
+        for decay in decays if name != "frozen" else ():
+            w = w - LR * (gradients[name] + decay * w)
+        new[name] = w
+    return new
+
+
+@scheme(
+    reference=twice_stepped,
+    mesh={"dp": (1, 2)},
+    inputs={"weights": SPECS, "gradients": SPECS},
+    outputs=SPECS,
+    dims={"v": (2, 4), "d": (2, 4), "h": (2, 4), "e": (1, 2), "f": (3, 1), "c": (2, 3), "one": (1,), "k": (2, 3)},
+    draw={f"{tree}.{name}": values("normal", "iota") for tree in ("weights", "gradients") for name in SPECS},
+    options={"pattern": (None, "qkv", "conv")},
+    nograd=tuple(f"{tree}.{name}" for tree in ("weights", "gradients") for name in SPECS),
+    dtypes=("float32", "float64"),
+)
+def steps_of_kinds(mesh, weights, gradients, pattern):
+    """A rank may have one row of a matrix, which is one by its full shape."""
+    model, shards = nn.Module(), {"tokens": Shard(0), "qkv": Shard(0), "experts": Shard(1)}
+    for name, x in weights.items():
+        placement = [shards.get(name, Replicate())]
+        parameter = weight(x, gradients[name], mesh.device_mesh, placement).requires_grad_(name != "frozen")
+        model.register_parameter(name, parameter)
+    model.table = nn.Embedding.from_pretrained(torch.zeros(1, 1))  # draws nothing
+    model.table.weight = model.tokens  # tied: named `tokens`, an embedding by its module
+    kinds = parameter_kinds(model, None if pattern is None else [f"{pattern}*"])
+    for groups in (kinds.decay_groups(DECAY), kinds.adamw_groups(LATER_DECAY)):
+        torch.optim.SGD(groups, lr=LR).step()
+    return {name: local(getattr(model, name).detach()) for name in weights}
+
+
+@given(every_case(steps_of_kinds))
+def test_parity(case):
+    check(case)
 
 
 class Model(nn.Module):
