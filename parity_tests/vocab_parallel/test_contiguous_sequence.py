@@ -1,12 +1,15 @@
 """Parity of vocab_parallel.contiguous_sequence: DualChunkSwap order to contiguous blocks, and the next position."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
 
 from jax_ref.vocab_parallel import next_positions, sequence
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check_cases, scheme
+from shardproof import CaseSpec, Cost, check_cases, integers, mask, scheme
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(
@@ -35,13 +38,32 @@ def contiguous_blocks(mesh, x, seq_dim):
     return vp.cp_load_balanced_to_contiguous(x.movedim(1, seq_dim), mesh["cp"], seq_dim).movedim(seq_dim, 1)
 
 
-@scheme(reference=next_positions, inputs={"x": "b s/cp d"}, options={"fill": (0, -100)}, cost=shift_cost, **DECLARED)
+@scheme(
+    reference=next_positions, inputs={"x": "b s/cp d"}, options={"fill": (0, -100, 0.5)}, cost=shift_cost, **DECLARED
+)
 def next_position(mesh, x, fill, seq_dim):
     return vp.cp_shift_next(x.movedim(1, seq_dim), mesh["cp"], seq_dim, fill).movedim(seq_dim, 1)
 
 
+def next_ids(ids, is_real, fill):
+    """At each position what the next one has, of ids and of booleans; the fill at the end."""
+    return jnp.pad(ids[:, 1:], ((0, 0), (0, 1)), constant_values=fill), jnp.pad(is_real[:, 1:], ((0, 0), (0, 1)))
+
+
+@scheme(
+    reference=next_ids,
+    mesh={"cp": (1, 2, 3)},
+    inputs={"ids": "b s/cp", "is_real": "b s/cp"},
+    outputs=("b s/cp", "b s/cp"),
+    draw={"ids": integers(-3, 9), "is_real": mask("s")},
+    options={"fill": (-100, 0, 2**53 + 1)},  # the last is no float64,
+)
+def next_id(mesh, ids, is_real, fill) -> tuple[Int[Tensor, "b s"], Bool[Tensor, "b s"]]:
+    return vp.cp_shift_next(ids, mesh["cp"], 1, fill), vp.cp_shift_next(is_real, mesh["cp"], 1, False)
+
+
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", [contiguous_blocks, next_position], ids=lambda declared: declared.name)
+@pytest.mark.parametrize("declared", [contiguous_blocks, next_position, next_id], ids=lambda declared: declared.name)
 def test_parity(declared, engine):
     check_cases(declared, 30 if engine == "lockstep" else 5, engine=engine)
 

@@ -1,5 +1,6 @@
 """Parity of vocab_parallel.topk: the k largest, and logits at given ids."""
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -69,6 +70,36 @@ def gathered_logits(mesh, logits, ids, chunk_size):
     return vp.gather_logits_at_global_indices(
         logits, ids, mesh["tp"], mesh["cp"], chunk_size=chunk_size and chunk_size + mesh.rank("tp"), **owned
     )
+
+
+def transposed_lookup(logits, ids, g):
+    """The transpose of looking logits up, which is linear in g: its own gradient is a lookup again."""
+    return jax.vjp(lambda z: logits_at(z, ids), logits)[1](g)[0]
+
+
+@scheme(
+    reference=transposed_lookup,
+    mesh={"tp": (1, 2, 4)},
+    inputs={"logits": "b s v/tp:ragged", "ids": "b s k", "g": "b s k tp=I"},
+    outputs="b s v/tp:ragged",
+    draw={"ids": ids("v", ignore=-100)},
+    dims={"k": (1, 2, 3, 8)},
+    nograd=("logits",),
+    reduction=("k",),
+    dtypes=("float32", "float64", "bfloat16"),
+)
+def gradient_of_gathered_logits(mesh, logits, ids, g):
+    start, end = owned_range(mesh)
+    owned = dict(vocab_start_index=start, vocab_end_index=end)
+    with torch.enable_grad():
+        z = logits.detach().requires_grad_()
+        y = vp.gather_logits_at_global_indices(z, ids, mesh["tp"], **owned)
+        return torch.autograd.grad(y, z, g.to(y.dtype), create_graph=g.requires_grad)[0]
+
+
+@given(every_case(gradient_of_gathered_logits))
+def test_parity_of_the_second_derivative(case):
+    check(case)
 
 
 @given(every_case(vocab_topk))
