@@ -108,6 +108,49 @@ def logprob_of_bfloat16_logits(mesh, logits, target, temperature):
     return vp.DistributedLogprob.apply(logits.bfloat16(), target, *owned_range(mesh), mesh["tp"], False, temperature)
 
 
+def laid_out(logits, layout):
+    """A copy of the logits, whose memory the gradient is to be written into; of four dims it is the first row."""
+    copy = logits.clone(memory_format=torch.contiguous_format)
+    buffer = torch.cat([copy.flatten(), copy.new_zeros(1)])
+    return {
+        "contiguous": lambda: copy,
+        "transposed": lambda: logits.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1),
+        "stepped": lambda: torch.stack([logits, logits], -1)[..., 0],
+        "one": lambda: copy.as_strided((1, *copy.shape), (0, *copy.stride())),  # a stride that no step is taken by
+        "repeated": lambda: copy.expand(2, *copy.shape),
+        "windows": lambda: buffer.as_strided((2, *copy.shape), (1, *copy.stride())),  # the second an element later
+    }[layout]()
+
+
+@scheme(
+    reference=logprob_and_negative_entropy,
+    outputs=("b s tp=I", "b s tp=I"),
+    dims={"b": (1, 2), "s": (3, 1, 0, 5)},
+    rank_options={"layout": ("contiguous", "transposed", "stepped", "one", "repeated", "windows")},
+    excluded_conditions=("second_backward",),  # autograd says that the logits were overwritten
+    roundings=3,  # log total, mean shifted logit, gradient
+    **{**DECLARED, "dtypes": ("float32", "bfloat16")},
+)
+def logprob_over_its_logits(mesh, logits, target, temperature, layout):
+    """The gradient replaces the logits, unless these share memory: then a copy's."""
+    start, end = owned_range(mesh)
+    options = dict(vocab_start_index=start, vocab_end_index=end, temperature=temperature, with_entropy=True)
+    z = laid_out(logits, layout)
+    ids = target.expand(z.shape[:-1])
+    try:
+        scores = vp.vocab_parallel_logprob(z, ids, mesh["tp"], inplace_gradient=True, **options)
+    except ValueError:
+        if layout not in ("repeated", "windows"):
+            raise
+        scores = vp.vocab_parallel_logprob(z.contiguous(), ids, mesh["tp"], inplace_gradient=True, **options)
+    return tuple(x[0] if z.ndim > logits.ndim else x for x in scores)
+
+
+@given(every_case(logprob_over_its_logits))
+def test_parity_of_the_gradient_in_place(case):
+    check(case)
+
+
 @given(every_case(vocab_parallel_logprob))
 def test_parity(case):
     check(case)

@@ -1,5 +1,8 @@
 """Parity of vocab_parallel.sampling_filter: which tokens stay, token by token."""
 
+import math
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch_impl.vocab_parallel.filter_bounds import limits_of
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions
 from torch_impl.vocab_parallel.sampling import is_kept, sampling_filter
 from torch_impl.vocab_parallel.statistics import ON_ANOTHER_RANK
+from torch_impl.vocab_parallel.topk_by_radix import topk_by_radix
 
 
 def filtered_columns(group, logits, top_k, top_p, temperature, sorts_rows=None):
@@ -80,6 +84,38 @@ def filtered_by_listed_columns(mesh, logits, top_k, top_p, temperature) -> Bool[
 )
 def filtered_by_count(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
     return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature)
+
+
+def mask_with_and_without_nan(logits, top_k, top_p, temperature):
+    """A NaN in the first column is no candidate, as if it were masked, and is not kept."""
+    masked = reference(logits.at[..., 0].set(-jnp.inf), top_k, top_p, temperature)
+    return reference(logits, top_k, top_p, temperature), masked.at[..., 0].set(False)
+
+
+@scheme(
+    mesh={"tp": (1, 2, 3)},
+    dims={"b": (1, 2), "s": (1, 3, 40), "v": (7, 12, 40, 100)},
+    options={"top_k": (1, 2, 5), "top_p": (1.0,), "temperature": (1.0,)},
+    rank_options={"sorts_rows": (False, True)},
+    **{**DECLARED, "reference": mask_with_and_without_nan, "outputs": ("b s v/tp:ragged",) * 2},
+)
+def filtered_by_radix(
+    mesh, logits, top_k, top_p, temperature, sorts_rows
+) -> tuple[Bool[Tensor, "b s v"], Bool[Tensor, "b s v"]]:
+    """A short top-k by the route of a long one, so that a rank has many columns for each; beside rows with NaN."""
+    rows = torch.cat([logits, logits])
+    is_first = mesh.global_ids("v") == 0
+    rows[len(logits) :, :, is_first] = math.nan if sorts_rows else -math.inf
+    options, limits = LogprobOptions(mesh["tp"], temperature=temperature), limits_of(top_k, top_p)
+    elsewhere = torch.full((rows.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
+    threshold = topk_by_radix(rows, elsewhere, options, limits, sorts_rows)[0].threshold
+    kept, beside_nan = (rows >= threshold.view(*rows.shape[:-1], 1)).split(len(logits))
+    return kept, beside_nan & ~is_first
+
+
+@given(every_case(filtered_by_radix))
+def test_a_short_top_k_by_radix(case):
+    check(case)
 
 
 @given(every_case(filtered_by_lists))
