@@ -91,8 +91,8 @@ def transposed_lookup(logits, ids, g):
 def gradient_of_gathered_logits(mesh, logits, ids, g):
     start, end = owned_range(mesh)
     owned = dict(vocab_start_index=start, vocab_end_index=end)
-    with torch.enable_grad():
-        z = logits.detach().requires_grad_()
+    with torch.inference_mode(False), torch.enable_grad():  # it differentiates, whatever its caller does
+        z, g = logits.detach().clone().requires_grad_(), g.clone()
         y = vp.gather_logits_at_global_indices(z, ids, mesh["tp"], **owned)
         return torch.autograd.grad(y, z, g.to(y.dtype), create_graph=g.requires_grad)[0]
 
