@@ -13,7 +13,7 @@ NEEDS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help verify test oracles lint types imports notebooks docs browser bench bugs mutants failures peers clean
+.PHONY: help verify test oracles lint types imports notebooks docs browser bench bugs mutants alarms failures peers clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -54,6 +54,9 @@ bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is c
 
 mutants: $(VENV)/with-test $(VENV)/with-oracles ## judge 1,000 sampled mutants and write docs/mutants.md; it goes on where it was stopped
 	$(BIN)/python -m parity_tests.mutants --page docs/mutants.md
+
+alarms: $(VENV)/with-test ## judge 100,000 drawn examples of what is right and write docs/false-alarms.md; it goes on where it was stopped
+	$(BIN)/python -m parity_tests.false_alarms --page docs/false-alarms.md
 
 failures: $(VENV)/with-test ## run every kind of failure on every engine and write docs/failures.md
 	$(BIN)/python -m parity_tests.failures --page docs/failures.md
