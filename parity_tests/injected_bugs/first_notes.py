@@ -58,13 +58,13 @@ class Headlines(NamedTuple):
     is_undecided: bool
 
 
-def truth(bug: InjectedBug, note: str) -> str:
+def truth(kind: str, note: str) -> str:
     """Whether a note may be true of a bug of this kind; a place says nothing of the mistake, but of no rounding."""
     if note.startswith(STATES):
         return NOTHING
     if any(words in note for words in ANYWHERE):
-        return FALSE if bug.kind == "precision" else TRUE
-    return next((TRUE if bug.kind in kinds else FALSE for words, kinds in MEANS if words in note), NOTHING)
+        return FALSE if kind == "precision" else TRUE
+    return next((TRUE if kind in kinds else FALSE for words, kinds in MEANS if words in note), NOTHING)
 
 
 def sample(bugs: Sequence[InjectedBug], count: int) -> list[InjectedBug]:
@@ -120,14 +120,14 @@ def main(
             headline = headlines(bug, component_trials)
             results += [headline] if headline else []
             if every and headline:
-                verdicts = truth(bug, headline.alone), truth(bug, headline.tested)
+                verdicts = truth(bug.kind, headline.alone), truth(bug.kind, headline.tested)
                 print(f"{bug.component}: {bug.name} ({bug.kind})\n  {verdicts[0]}: {headline.alone}", flush=True)
                 print(f"  {verdicts[1]}: {headline.tested}{'  UNDECIDED' if headline.is_undecided else ''}", flush=True)
     for name, notes in (
         ("one case alone", [s.alone for s in results]),
         ("after experiments", [s.tested for s in results]),
     ):
-        counted = Counter(truth(headline.bug, note) for headline, note in zip(results, notes, strict=True))
+        counted = Counter(truth(headline.bug.kind, note) for headline, note in zip(results, notes, strict=True))
         claims = counted[TRUE] + counted[FALSE]
         print(f"{name}: {counted[TRUE]} of {claims} first notes are true, {counted[NOTHING]} claim nothing")
     print(f"{sum(headline.is_undecided for headline in results)} of {len(results)} failing cases are called undecided")

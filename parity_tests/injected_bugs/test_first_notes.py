@@ -8,10 +8,6 @@ from parity_tests.injected_bugs.first_notes import EXAMPLES, FALSE, NOTHING, TRU
 from parity_tests.injected_bugs.trials import SchemeTrials
 
 
-def bug_of(kind):
-    return next(bug for bug in CATALOGUE if bug.kind == kind)
-
-
 @pytest.mark.parametrize(
     ("kind", "note", "expected"),
     [
@@ -27,7 +23,7 @@ def bug_of(kind):
     ],
 )
 def test_a_note_is_true_of_the_kinds_that_it_can_mean(kind, note, expected):
-    assert truth(bug_of(kind), note) == expected
+    assert truth(kind, note) == expected
 
 
 def test_a_sample_is_drawn_across_components_and_repeats():
@@ -42,4 +38,4 @@ def test_the_notes_of_a_sum_that_was_averaged():
     near = [SchemeTrials(scheme, EXAMPLES) for scheme in discover.built_in() if ".collectives." in scheme.key]
     said = headlines(bug, near)
     assert said is not None and not said.is_undecided
-    assert [truth(bug, note) for note in (said.alone, said.tested)] == [TRUE, TRUE]
+    assert [truth(bug.kind, note) for note in (said.alone, said.tested)] == [TRUE, TRUE]

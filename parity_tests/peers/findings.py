@@ -25,7 +25,8 @@ RIGHT = "equal"
 class Finding:
     """A defect: what a user sees, where, and what to do until it is mended.
 
-    `script` is the plain script that shows it, `ranks` the processes that it runs on; `schemes` are globs of
+    `script` is the plain script that shows it, `ranks` the processes that it runs on; `kind` is that of an injected bug
+    which makes the same mistake; `schemes` are globs of
     `folder/file::name`; `verdict` is the report's, `verdicts` that of an engine where it has another.
     """
 
@@ -36,6 +37,7 @@ class Finding:
     meanwhile: str
     script: str
     schemes: tuple[str, ...]
+    kind: str = "reduction"
     verdict: str = "mismatch"
     verdicts: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 2
@@ -77,6 +79,7 @@ FINDINGS = (
             ),
             "torch/losses::binary_cross_entropy_with_logits_mean_uneven",
         ),
+        kind="scale",
     ),
     Finding(
         "A scan of a DTensor along its sharded dim restarts at each shard if the dim is named from the end",
@@ -87,6 +90,7 @@ FINDINGS = (
         "Count the dim from the front: `x.cumsum(x.ndim - 1)`.",
         "torch_scan",
         ("torch/scans::*_from_the_end_*",),
+        kind="border",
     ),
     Finding(
         "The largest element along a sharded dim raises on a rank that has none of it, and the others fail with it",
@@ -115,6 +119,7 @@ FINDINGS = (
         verdicts={"lockstep": "protocol"},
         issue="[#24836](https://github.com/pytorch/pytorch/issues/24836), "
         "[#192920](https://github.com/pytorch/pytorch/issues/192920)",
+        kind="order",
     ),
     Finding(
         "In a group of some ranks the gradient of broadcast and reduce is lost, and gather and scatter raise",
@@ -130,6 +135,7 @@ FINDINGS = (
         ("torch/collectives::nn_reduce_then_broadcast_in_two_groups",),
         ranks=4,
         issue="[#130515](https://github.com/pytorch/pytorch/issues/130515)",
+        kind="group",
     ),
     Finding(
         "Gradients of Qwen3's q_norm and k_norm under its tensor plan are wrong once they are accumulated",
@@ -142,6 +148,7 @@ FINDINGS = (
         "each further backward.",
         "transformers_qk_norm",
         ("transformers/plans::qwen3_accumulated",),
+        kind="scale",
     ),
     Finding(
         "Label smoothing of vocabulary-parallel cross entropy takes each rank's own classes for all",
@@ -155,6 +162,7 @@ FINDINGS = (
         ("megatron_core/layers::vocab_parallel_cross_entropy_smoothed",),
         issue="[#737](https://github.com/NVIDIA/Megatron-LM/issues/737), "
         "[#7464](https://github.com/NVIDIA/Megatron-LM/issues/7464)",
+        kind="statistic",
     ),
     Finding(
         "The sum of copy_to_ and reduce_from_tensor_model_parallel_region is lost where a tensor is not contiguous",
@@ -194,6 +202,7 @@ FINDINGS = (
         'Use `mode="sum"` and divide by the number of labels.',
         "colossalai_mean",
         ("colossalai/operations::cross_entropy_1d_mean_of_sure_tokens",),
+        kind="statistic",
     ),
     Finding(
         "Sums of AutoTP are lost where a tensor is not contiguous",

@@ -9,6 +9,9 @@ import pytest
 
 from parity_tests.harness.declare.discover import scheme_of_file, schemes_of_file
 from parity_tests.harness.verify import verify
+from parity_tests.injected_bugs.first_notes import FALSE, TRUE, truth
+from parity_tests.injected_bugs.injected_bug import KINDS
+from parity_tests.peers import first_notes
 from parity_tests.peers.findings import CONTRACTS, FINDINGS, PROJECTS, RIGHT, expected
 from parity_tests.peers.outcome import FOLDER, Outcome, identifier, outcome
 from parity_tests.peers.page import text
@@ -36,6 +39,17 @@ def test_a_finding_is_seen_where_it_is_expected():
     found = judged("mse_loss_mean_even")
     assert (found.verdict, found.wrong) == ("mismatch", ("d/d x",)) and found.is_expected
     assert found.smallest.startswith("dp=2 n=2 c=1")
+
+
+def test_the_first_note_of_a_finding_is_true():
+    name = "mse_loss_mean_even"
+    ((scheme, finding),) = (each for each in first_notes.findings_of(LOSSES) if each[0].name == name)
+    note = first_notes.first_note(scheme)
+    assert note is not None and truth(finding.kind, note) == TRUE and truth("order", note) == FALSE
+
+
+def test_every_finding_has_the_kind_of_an_injected_bug():
+    assert [finding for finding in FINDINGS if finding.kind not in KINDS] == []
 
 
 def test_right_functions_are_right():
