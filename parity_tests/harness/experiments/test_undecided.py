@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from jaxtyping import Bool, Float
 
 from parity_tests.harness.draw.strategy import every_case
 from parity_tests.harness.experiments.undecided import (
@@ -149,6 +150,26 @@ def test_a_gradient_of_what_is_nan_in_the_reference_is_not_judged():
         report = verify_or_undecided(wrong, case)
         assert report.verdict == "mismatch"
         assert not np.isnan(report.tensors[0].want[report.tensors[1].where])
+
+
+@pytest.mark.parametrize("right", [lambda x: x > 0.0, lambda x: x < 0.0], ids=["right", "wrong"])
+def test_a_wrong_boolean_is_a_mismatch(right):
+    """Booleans have a range like numbers: from False to True."""
+    positive = scheme(
+        reference=lambda x: x > 0.0,
+        mesh={"tp": (1, 2)},
+        inputs={"x": "b/tp"},
+        outputs="b/tp",
+        nograd=("x",),
+        draw={"x": values("normal")},
+        dtypes=("float32",),
+    )
+
+    def signs(mesh: object, x: Float[torch.Tensor, "b"]) -> Bool[torch.Tensor, "b"]:
+        return right(x)
+
+    report = positive(signs).verify(examples=8)
+    assert report.verdict == ("equal" if right(1.0) else "mismatch")
 
 
 def test_a_hint_names_the_values_that_would_avoid_the_point():

@@ -134,6 +134,7 @@ class _Range:
         self._extend(values, budgets)
 
     def _extend(self, values: np.ndarray, budgets: np.ndarray) -> None:
+        values = values.astype(np.float64)  # of an integer or boolean output too
         finite = np.isfinite(values)
         self._lowest = np.where(finite, np.minimum(self._lowest, values - budgets), self._lowest)
         self._highest = np.where(finite, np.maximum(self._highest, values + budgets), self._highest)
