@@ -1,0 +1,304 @@
+"""Parity of the dry run of experts over ep and of Conv1D layers: what a rank stores and sends, added up by hand."""
+
+from functools import cache
+from math import prod
+from types import SimpleNamespace
+from zlib import crc32
+
+import torch
+from hypothesis import given, settings
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from parity_tests.parallelizer.styled import Stacks
+from shardproof import check, every_case, scheme, token_below
+from torch_impl.parallelizer import translate_to_torch_parallel_style as named
+from torch_impl.parallelizer.dry_run import dry_run
+
+E, F, D, H, OUT = 4, 6, 8, 6, 5  # experts, their columns, the width, that of the Conv1D layers, and of the head
+GATE_UP, DOWN = "layers.*.experts.gate_up_proj", "layers.*.experts.down_proj"
+SHAPES = {GATE_UP: (E, 2 * F, D), DOWN: (E, D, F)}
+SHAPES |= {"layers.*.fc.weight": (D, H), "layers.*.fc.bias": (H,)}
+SHAPES |= {"layers.*.proj.weight": (H, D), "layers.*.proj.bias": (D,), "head.weight": (OUT, D)}
+LAYERS = 3
+
+
+class Conv1D(nn.Module):
+    """As transformers writes it: a linear layer with a transposed weight."""
+
+    def __init__(self, width, inner, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inner, width, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(width, dtype=dtype))
+
+
+class Mixed(nn.Module):
+    """Blocks of experts and of two Conv1D layers, and a head; `k` choices of each token, if the model says so."""
+
+    def __init__(self, dtype, k, is_bias_frozen):
+        super().__init__()
+        with torch.device("meta"):
+            gate_up, down = (torch.empty(*SHAPES[name], dtype=dtype) for name in (GATE_UP, DOWN))
+            self.layers = nn.ModuleList(
+                nn.ModuleDict(
+                    {"experts": Stacks(gate_up, down), "fc": Conv1D(H, D, dtype), "proj": Conv1D(D, H, dtype)}
+                )
+                for _ in range(LAYERS)
+            )
+            self.head = nn.Linear(D, OUT, bias=False, dtype=dtype)
+        for layer in self.layers:
+            layer["fc"].bias.requires_grad_(not is_bias_frozen)
+        self.config = SimpleNamespace(num_experts_per_tok=k) if k else SimpleNamespace()
+
+
+# Of each Conv1D style: the sharded dim of the weight and of the bias, and of how many parts.
+STYLES = {"conv1d_colwise": (1, 0, 1), "conv1d_packed_colwise": (1, None, 3), "conv1d_rowwise": (0, None, 1)}
+COLWISE = {"layers.*.fc": "conv1d_colwise", "layers.*.proj": "conv1d_rowwise"}
+COLWISE["layers.*.experts"] = "all_reduce"  # without effect beside ep
+PACKED = {"layers.*.fc": "conv1d_packed_colwise", "layers.*.proj": "conv1d_rowwise"}
+# Names are those of tp, of the axis that FSDP shards experts over, and of that for the rest.
+RUNS = (
+    # axes, names, plan, dtype, tokens, choices, whether the bias of the first Conv1D is frozen
+    ({"ep": 2}, (None, "dp_shard_cp", "ep"), {}, torch.float64, 5, 2, False),
+    ({"dp_shard": 3, "ep": 2}, (None, "dp_shard", "dp_shard_cp_ep"), {}, torch.float32, 6, 3, False),
+    ({"dp_shard": 2, "ep": 2, "tp": 1}, ("tp", "dp_shard", "dp_shard_cp_ep"), {}, torch.float32, 6, None, False),
+    ({"ep": 2, "tp": 2}, ("tp", "dp_shard_cp", "ep"), COLWISE, torch.float32, 5, 3, True),
+    ({"ep": 1, "tp": 2}, ("tp", "dp_shard_cp", "dp_shard_cp"), PACKED, torch.float64, 7, 1, False),
+    ({"tp": 2}, ("tp", "dp_shard_cp", "dp_shard_cp"), PACKED, torch.float32, 7, 1, True),
+    (
+        {"data_parallel": 2, "ep": 4, "tensor_parallel": 2},
+        ("tensor_parallel", "data_parallel", "dp_cp_ep"),
+        PACKED,
+        torch.float64,
+        3,
+        2,
+        False,
+    ),
+    (
+        {"dp_replicate": 3, "dp_shard": 2, "cp": 2, "ep": 2, "tp": 2},
+        ("tp", "dp_shard_cp", "dp_shard_cp_ep"),
+        COLWISE,
+        torch.float64,
+        9,
+        2,
+        False,
+    ),
+)
+AXES = ("dp_replicate", "dp_shard_cp", "dp_shard", "data_parallel", "dp_shard_cp_ep", "dp_cp_ep", "ep")
+AXES = (*AXES, "tp", "tensor_parallel")
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+SENT = [(phase, op, axis) for phase in ("forward", "backward") for op in OPS for axis in AXES]
+
+
+def code(text):
+    return crc32(text.encode()) % 2**31
+
+
+def is_stack(name):
+    return ".experts." in name
+
+
+def stored(name, tp, ep, edp, plan, has_tp_axis):
+    """A parameter's shape before FSDP, FSDP's dim, and how tp shards it, in words."""
+    shape, style = list(SHAPES[name]), plan.get(name.rpartition(".")[0])
+    if is_stack(name) and ep is not None:
+        dim, parts = (1, 2) if name == GATE_UP else (2, 1)
+        shape[0] //= ep
+        if has_tp_axis:
+            shape[dim] //= tp
+        words = f"Shard({dim})" + " of each half" * (parts == 2)
+        width = {GATE_UP: 2, DOWN: 1}[name]
+        return shape, width if D % edp == 0 else 0, words
+    dim, parts = None, 1
+    if style:
+        weight, bias, parts = STYLES[style]
+        dim = bias if name.endswith("bias") else weight
+    if dim is not None:
+        shape[dim] //= tp
+    return shape, 0, "Replicate()" if dim is None else f"Shard({dim})" + " of each third" * (parts == 3)
+
+
+def expected_rows(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
+    tp_axis, edp_axis, dense_axis = names
+    tp, ep, replicas = mesh.get(tp_axis, 1), mesh.get("ep"), mesh.get("dp_replicate", 1)
+    edp = prod(mesh.get(axis, 1) for axis in ("data_parallel", "dp_shard", "cp"))
+    size = 8 if dtype is torch.float64 else 4
+    compute, summed = (8, 8) if size == 8 else (2, 4)
+    sent, text, held, total = {key: [0, 0] for key in SENT}, [], 0, 0
+
+    def add(phase, op, axis, *sizes):
+        sent[phase, op, axis][0] += len(sizes)
+        sent[phase, op, axis][1] += sum(sizes)
+
+    # 1. What the first rank stores of each parameter, and of how many numbers FSDP gathers and reduces it.
+    padded = {}
+    for name, full in SHAPES.items():
+        over = edp if is_stack(name) else edp * (ep or 1)
+        local, dim, words = stored(name, tp, ep, edp, plan, tp_axis is not None)
+        padded[name] = prod(local) // local[dim] * -(-local[dim] // over) * over
+        local[dim] = -(-local[dim] // over)
+        placed = ["dp_replicate Replicate()"] if replicas > 1 else []
+        is_expert = is_stack(name) and ep is not None
+        placed += [f"{edp_axis if is_expert else dense_axis} Shard({dim})"] + ["ep Shard(0)"] * is_expert
+        placed += [f"{tp_axis} {words}"] if tp_axis else []
+        count = LAYERS if "*" in name else 1
+        text.append([code(f"{name} {count} {full} {', '.join(placed)} {tuple(local)}"), count * prod(local) * size])
+        held, total = held + text[-1][1], total + count * prod(full) * size
+    # 2. FSDP: the experts of each block, the rest of it, the head. The last block stays gathered into backward.
+    blocks = ([n for n in SHAPES if is_stack(n)], [n for n in SHAPES if "layers" in n and not is_stack(n)])
+    if ep is None:
+        blocks = ([], blocks[0] + blocks[1])
+    for names_of_unit, over, axis, count in (
+        (blocks[0], edp, edp_axis, LAYERS),
+        (blocks[1], edp * (ep or 1), dense_axis, LAYERS),
+        (["head.weight"], edp * (ep or 1), dense_axis, 1),
+    ):
+        frozen = ["layers.*.fc.bias"] if is_bias_frozen else []
+        gathered = sum(padded[n] for n in names_of_unit) // over * compute
+        reduced = sum(padded[n] for n in names_of_unit if n not in frozen) * summed
+        if over > 1 and names_of_unit:
+            add("forward", "all_gather", axis, *[gathered] * count)
+            add("backward", "all_gather", axis, *[gathered] * (count - 1 if count > 1 else 1))
+            add("backward", "reduce_scatter", axis, *[reduced] * count)
+        if replicas > 1:
+            add("backward", "all_reduce", "dp_replicate", *[reduced // over] * count)
+    # 3. Experts: each rank of tp sends its part of the tokens, k rows of each, and as many come back.
+    own = -(-tokens // tp)
+    if k and ep is not None:
+        rows, counts, gates = own * k * D * compute, E * 8, own * k * max(compute, 4)
+        outputs, sums = own * D * compute, tp * own * k * D * max(compute, 4)
+        for _ in range(LAYERS):
+            if ep > 1:
+                add("forward", "all_to_all", "ep", counts, rows, rows)
+                add("backward", "all_to_all", "ep", rows, rows)
+            if tp > 1:
+                add("forward", "all_gather", tp_axis, counts, rows, outputs)
+                add("backward", "all_gather", tp_axis, rows, outputs, gates)
+                for phase in ("forward", "backward"):
+                    add(phase, "reduce_scatter", tp_axis, sums)
+    # 4. Conv1D layers: the gradient of the input, that of a replicated bias, the output.
+    for _ in range(LAYERS if plan and tp > 1 else 0):
+        add("backward", "all_reduce", tp_axis, tokens * D * compute)
+        if plan is PACKED and not is_bias_frozen:
+            add("backward", "all_reduce", tp_axis, H * compute)
+        add("forward", "all_reduce", tp_axis, tokens * D * compute)
+    unknown = int(ep is not None and not k)
+    return [*text, *sent.values(), [held, total], [unknown, 0]]
+
+
+def reported_rows(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
+    styles = {key: named(style) for key, style in plan.items()}
+    report = dry_run(Mixed(dtype, k, is_bias_frozen), mesh, styles, tokens=tokens)
+    rows = [
+        [code(f"{p.name} {p.count} {p.shape} {p.placements} {p.local_shape}"), p.local_bytes] for p in report.parameters
+    ]
+    sent = {(each.phase, each.op, each.axis): [each.calls, each.bytes_in] for each in report.collectives}
+    rows += [sent.pop(key, [0, 0]) for key in SENT]
+    assert not sent, sent
+    return [*rows, [report.local_bytes, report.total_bytes], [len(report.unknown), len(report.unmatched)]]
+
+
+class Attention(nn.Module):
+    """Four query heads of 2, which share two heads of keys."""
+
+    num_key_value_groups = 2
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(6, 8, bias=False), nn.Linear(6, 4)
+        self.v_proj, self.o_proj = nn.Linear(6, 4, bias=False), nn.Linear(8, 6, bias=False)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = Attention()
+        self.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2)
+
+
+def two_blocks():
+    """Of unequal size and dtype."""
+    layers = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 4, bias=False)])
+    layers[0].double()
+    return nn.ModuleDict({"layers": layers})
+
+
+# Whole reports: of blocks that FSDP pads, of which only the last stays gathered; of heads that two ranks replicate.
+PRINTED = [
+    (
+        (two_blocks, {"dp_shard": 2, "tp": 2}, {"layers.0": "colwise"}, {"tokens": 3}),
+        """\
+dp_shard=2 tp=2: 4 ranks; 120 of 280 bytes of parameters on each
+
+parameter         of   shape   placements                          on a rank   bytes
+layers.*.weight   1    5 x 4   dp_shard Shard(0), tp Shard(0)      2 x 4       64
+layers.*.bias     1    5       dp_shard Shard(0), tp Shard(0)      2           16
+layers.*.weight   1    4 x 5   dp_shard Shard(0), tp Replicate()   2 x 5       40
+
+each microbatch   collective       axis       calls   bytes passed in
+forward           all_gather       dp_shard   2       120
+backward          all_gather       dp_shard   1       80
+backward          reduce_scatter   dp_shard   2       240
+backward          all_reduce       tp         1       96""",
+    ),
+    (
+        (
+            Attending,
+            {"tp": 4},
+            {f"attn.{name}_proj": "rowwise" if name == "o" else "colwise" for name in "qkvo"},
+            {},
+        ),
+        """\
+tp=4: 4 ranks; 304 of 592 bytes of parameters on each
+
+parameter            of   shape   placements                             on a rank   bytes
+attn.q_proj.weight   1    8 x 6   dp_shard_cp Shard(0), tp Shard(0)      2 x 6       48
+attn.k_proj.weight   1    4 x 6   dp_shard_cp Shard(0), tp Replicate()   4 x 6       96
+attn.k_proj.bias     1    4       dp_shard_cp Shard(0), tp Replicate()   4           16
+attn.v_proj.weight   1    4 x 6   dp_shard_cp Shard(0), tp Replicate()   4 x 6       96
+attn.o_proj.weight   1    6 x 8   dp_shard_cp Shard(0), tp Shard(1)      6 x 2       48
+
+each microbatch   collective   axis   calls   bytes passed in
+forward           all_reduce   tp     1       12
+backward          all_reduce   tp     6       140""",
+    ),
+]
+
+
+def printed(make, mesh, plan, options):
+    with torch.device("meta"):
+        model = make()
+    return str(dry_run(model, mesh, {key: named(style) for key, style in plan.items()}, **options))
+
+
+@cache
+def all_reported():
+    rows = [row for run in RUNS for row in reported_rows(*run)]
+    texts = [printed(*arguments) for arguments, _ in PRINTED]
+    return torch.tensor([*rows, *([code(text), len(text)] for text in texts)])
+
+
+def by_parameter(ids):
+    import jax.numpy as jnp  # here: ranks import this file for what it caches, and load no JAX
+
+    rows = [row for run in RUNS for row in expected_rows(*run)]
+    return jnp.asarray([*rows, *([code(text), len(text)] for _, text in PRINTED)], ids.dtype) + 0 * ids
+
+
+@scheme(
+    reference=by_parameter,
+    mesh={"tp": (1, 2)},
+    inputs={"ids": "k r/tp"},
+    outputs="k r/tp",
+    dims={"k": (len(PRINTED) + sum(len(expected_rows(*run)) for run in RUNS),), "r": (2,)},
+    draw={"ids": token_below("r")},
+)
+def dry_runs_of_experts(mesh, ids) -> Int[Tensor, "k r/tp"]:
+    """Each rank fills in its own columns."""
+    return all_reported().to(ids)[:, mesh.global_ids("r")]
+
+
+@settings(max_examples=3)
+@given(every_case(dry_runs_of_experts))
+def test_experts_and_conv1d_layers_send_what_is_added_up_by_hand(case):
+    check(case)
