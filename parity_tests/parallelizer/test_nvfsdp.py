@@ -13,7 +13,7 @@ from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, full_tensors, net_of, plan
 from parity_tests.parallelizer.training import Training, on_mesh, verdict
 from shardproof import CaseSpec, check_cases, scheme, values
-from torch_impl.parallelizer import get_hf_tp_shard_plan
+from torch_impl.parallelizer import get_hf_tp_shard_plan, megatron_fsdp_strategy_parallelize
 from torch_impl.parallelizer.adapters.megatron import ALIASES, CUDA_ONLY, STRATEGIES
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 
@@ -27,6 +27,8 @@ WEIGHTS = {
     "head": f"o d {EVERYWHERE}",
 }
 ORDINARY = values("normal", "ties")
+RATES = {"blocks": 0.5, "head": 0.25}  # of two groups of parameters
+STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 SWITCHES = ("plain", "average_in_collective", "disable_bucketing", "calculate_per_token_loss", "grad_reduce_in_fp32")
 
 
@@ -41,7 +43,13 @@ def trained(x, up_0, down_0, up_1, down_1, head, cotangent):
     weights = (up_0, down_0, up_1, down_1, head)
     y, pullback = jax.vjp(forward, *weights)
     gradients = pullback(cotangent / len(x))
-    return y, *gradients, *(w - 0.5 * g for w, g in zip(weights, gradients, strict=True))
+    rates = [RATES["blocks"]] * 4 + [RATES["head"]]
+    return y, *gradients, *(w - rate * g for w, g, rate in zip(weights, gradients, rates, strict=True))
+
+
+def descent(net):
+    groups = [{"params": list(getattr(net, name).parameters()), "lr": rate} for name, rate in RATES.items()]
+    return torch.optim.SGD(groups, foreach=False)
 
 
 @scheme(
@@ -59,6 +67,7 @@ def trained(x, up_0, down_0, up_1, down_1, head, cotangent):
         "has_units": (True, False),
         "switch": SWITCHES,
         "recomputes": (False, True),
+        "entry": ("older", "newer", "by stage"),
     },
     nograd=("x", *WEIGHTS, "cotangent"),
     draw=dict.fromkeys(("x", *WEIGHTS, "cotangent"), ORDINARY),
@@ -66,17 +75,19 @@ def trained(x, up_0, down_0, up_1, down_1, head, cotangent):
     roundings=6,
     excluded_conditions=("strided",),  # FSDP takes contiguous parameters alone
 )
-def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, has_units, switch, recomputes):
-    """Two microbatches, reduced after the second; a step of plain gradient descent."""
-    net = nvfsdp_strategy_parallelize(
-        net_of(dict(zip(NAMES, (up_0, down_0, up_1, down_1, head), strict=True))),
-        mesh.device_mesh,
-        [BLOCK] if has_units else None,
-        plan(),
-        strategy,
-        activation_checkpointing=recomputes,
-        **({} if switch == "plain" else {switch: True}),
-    )
+def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, has_units, switch, recomputes, entry):
+    """Two microbatches, reduced after the second; a step of plain gradient descent, each group at its rate."""
+    net = net_of(dict(zip(NAMES, (up_0, down_0, up_1, down_1, head), strict=True)))
+    switches = {"activation_checkpointing": recomputes, **({} if switch == "plain" else {switch: True})}
+    units = [BLOCK] if has_units else None
+    if entry == "older":
+        net = nvfsdp_strategy_parallelize(net, mesh.device_mesh, units, plan(), strategy, **switches)
+        optimizer = descent(net)
+    else:  # the optimizer of the unsharded model becomes that of the sharded one
+        zero = STAGES[strategy] if entry == "by stage" else strategy
+        net, optimizer = megatron_fsdp_strategy_parallelize(
+            net, mesh.device_mesh, descent(net), units, plan(), zero, **switches
+        )
     data = mesh.size("dp_replicate") * mesh.size("dp_shard")
     scale = 1 / (data * len(x)) if switch == "calculate_per_token_loss" else 1 / len(x)
     outputs = []
@@ -85,7 +96,7 @@ def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, h
         outputs.append(net(rows))
         outputs[-1].backward(part * scale)
     gradients = full_tensors(net, gradients=True)
-    torch.optim.SGD(net.parameters(), lr=0.5, foreach=False).step()
+    optimizer.step()
     return torch.cat(outputs).detach(), *gradients.values(), *full_tensors(net).values()
 
 
