@@ -1,0 +1,214 @@
+"""Parity of mesh_axes: which ranks each rank shares parameters, tokens and experts with, from its coordinates."""
+
+from itertools import product
+from math import prod
+from zlib import crc32
+
+import torch
+from hypothesis import given, settings
+from jaxtyping import Int
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardproof import check, every_case, scheme, token_below
+from torch_impl.parallelizer.mesh_axes import check_one_root, mesh_axes
+
+WORLD = 8
+ONE = ("dp_shard_cp", ())  # an axis of one rank, where the mesh has none for data
+# Axes and their sizes; own names; of FSDP, tp, the loss, experts and their FSDP each axis, with those that it contains.
+MESHES = (
+    ({"dp_shard": 8}, {}, "dp_shard", None, "dp_shard", None, "dp_shard"),
+    ({"tp": 8}, {}, ONE, "tp", ONE, None, ONE),
+    ({"pp": 2, "tp": 4}, {}, ONE, "tp", ONE, None, ONE),
+    (
+        {"dp_shard": 2, "cp": 2, "tp": 2},
+        {},
+        ("dp_shard_cp", ("dp_shard", "cp")),
+        "tp",
+        ("dp_cp", ("dp_shard", "cp")),
+        None,
+        ("dp_shard_cp", ("dp_shard", "cp")),
+    ),
+    (
+        {"tensor_parallel": 2, "context_parallel": 2, "data_parallel": 2},
+        {},
+        ("dp_cp", ("context_parallel", "data_parallel")),
+        "tensor_parallel",
+        ("dp_cp", ("context_parallel", "data_parallel")),
+        None,
+        ("dp_cp", ("context_parallel", "data_parallel")),
+    ),
+    (
+        {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2},
+        {},
+        ["dp_replicate", "dp_shard"],
+        "tp",
+        ("dp_cp", ("dp_replicate", "dp_shard", "cp")),
+        None,
+        ["dp_replicate", "dp_shard"],
+    ),
+    (
+        {"dp_replicate": 4, "tp": 2},
+        {},
+        ["dp_replicate", ONE],
+        "tp",
+        "dp_replicate",
+        None,
+        ["dp_replicate", ONE],
+    ),
+    (
+        {"dp_replicate": 1, "dp_shard": 2, "ep": 2, "tp": 2},
+        {},
+        ("dp_shard_cp_ep", ("dp_shard", "ep")),
+        "tp",
+        ("dp_cp_ep", ("dp_replicate", "dp_shard", "ep")),
+        ["ep", "tp"],
+        "dp_shard",
+    ),
+    (
+        {"dp_replicate": 2, "tp": 2, "ep": 2},
+        {},
+        ["dp_replicate", "ep"],
+        "tp",
+        ("dp_cp_ep", ("dp_replicate", "ep")),
+        ["tp", "ep"],
+        ["dp_replicate", ONE],
+    ),
+    ({"dp_shard_cp": 4, "ep": 1, "pp": 2}, {}, "dp_shard_cp", None, "dp_shard_cp", "ep", "dp_shard_cp"),
+    (
+        {"dp_cp": 2, "ep": 4},
+        {},
+        ("dp_shard_cp_ep", ("dp_cp", "ep")),
+        None,
+        ("dp_cp_ep", ("dp_cp", "ep")),
+        "ep",
+        "dp_cp",
+    ),
+    (
+        {"copies": 2, "shards": 2, "tensor": 2},
+        {"replicate": "copies", "shard": "shards", "tp": "tensor"},
+        ["copies", "shards"],
+        "tensor",
+        ("dp_cp", ("copies", "shards")),
+        None,
+        ["copies", "shards"],
+    ),
+    ({"tensor": 8}, {"tp": "tensor", "shard": None}, ONE, "tensor", ONE, None, ONE),
+    (
+        {"dp_shard": 4, "cp": 2},
+        {"shard": "dp_shard_cp"},
+        ("dp_shard_cp", ("dp_shard", "cp")),
+        None,
+        ("dp_cp", ("dp_shard", "cp")),
+        None,
+        ("dp_shard_cp", ("dp_shard", "cp")),
+    ),
+    ({"cp": 8}, {"shard": "dp_shard_cp"}, "cp", None, "cp", None, "cp"),
+)
+# Names that are no axis, names of one role twice, of both generations, of an axis beside one that it contains.
+REJECTED = (
+    ({"dp_shard": 4, "tp": 2}, {"tp": "tensr"}),
+    ({"dp_shard": 4, "tp": 2}, {"replicate": "copies"}),
+    ({"dp_shard": 4, "cp": 2}, {"shard": "shards"}),
+    ({"dp_shard": 4, "tp": 2}, {"tp": "dp_shard_cp"}),
+    ({"tp": 8}, {"shard": "dp_shard_cp"}),
+    ({"tp": 4, "tensor": 2}, {"tp": "tensor"}),
+    ({"tp": 4, "tensor": 2}, {}),
+    ({"dp_shard": 4, "tensor_parallel": 2}, {}),
+    ({"dp_shard_cp": 4, "cp": 2}, {}),
+    ({"dp_cp": 4, "dp_shard": 2}, {}),
+    ({"ep_shard": 2, "ep": 4}, {}),
+)
+ROOTS = (True, True, False)  # two slices of one mesh, one mesh and none, slices of two meshes
+
+
+def code(text):
+    return crc32(text.encode()) % 2**31
+
+
+def ranks_over(sizes, axes, rank):
+    """The ranks whose other coordinates are those of a rank, in the order of the mesh, nested by axis."""
+    strides = {axis: prod(list(sizes.values())[at + 1 :]) for at, axis in enumerate(sizes)}
+    coordinates = {axis: rank // strides[axis] % sizes[axis] for axis in sizes}
+    base = sum(strides[axis] * at for axis, at in coordinates.items() if axis not in axes)
+    ordered = [axis for axis in sizes if axis in axes]
+    steps = product(*(range(sizes[axis]) for axis in ordered))
+    return [base + sum(strides[axis] * at for axis, at in zip(ordered, step, strict=True)) for step in steps]
+
+
+def expected_mesh(sizes, axes, rank):
+    """Names and ranks of a mesh of one or two axes, each an axis of the mesh or a name of several."""
+    if axes is None:
+        return 0
+    pairs = [
+        (axis, (axis,)) if isinstance(axis, str) else axis for axis in (axes if isinstance(axes, list) else [axes])
+    ]
+    ranks = ranks_over(sizes, sum((contained for _, contained in pairs), ()), rank)
+    if len(pairs) == 2:
+        inner = prod(sizes[axis] for axis in pairs[1][1])
+        ranks = [ranks[start : start + inner] for start in range(0, len(ranks), inner)]
+    return code(f"{tuple(name for name, _ in pairs)} {ranks}")
+
+
+def expected_column(rank):
+    column = []
+    for sizes, _, *roles in MESHES:
+        column += [expected_mesh(sizes, axes, rank) for axes in roles]
+        fsdp, loss = (role if isinstance(role, list) else [role] for role in (roles[0], roles[2]))
+        shards, data = (
+            prod(len(ranks_over(sizes, (each,) if isinstance(each, str) else each[1], rank)) for each in axes)
+            for axes in (fsdp[-1:], loss)
+        )
+        column += [data, shards]
+    return [*column, *[1] * len(REJECTED), *(int(not one_root) for one_root in ROOTS)]
+
+
+def device_mesh(sizes):
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def is_rejected(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except ValueError:
+        return 1
+    return 0
+
+
+def actual_column():
+    column = []
+    for sizes, own_names, *_ in MESHES:
+        axes = mesh_axes(device_mesh(sizes), own_names)
+        for mesh in (axes.fsdp_mesh, axes.tp_mesh, axes.loss_mesh, axes.expert_mesh, axes.edp_mesh):
+            column.append(0 if mesh is None else code(f"{mesh.mesh_dim_names} {mesh.mesh.tolist()}"))
+        column += [axes.data_size, axes.shard_size]
+    column += [is_rejected(mesh_axes, device_mesh(sizes), own_names) for sizes, own_names in REJECTED]
+    root = device_mesh({"dp_shard": 4, "tp": 2})
+    pairs = ((root["dp_shard"], root["tp"]), (root, None), (root["tp"], device_mesh({"ep": WORLD})))
+    return [*column, *(is_rejected(check_one_root, world_mesh=one, moe_mesh=other) for one, other in pairs)]
+
+
+def by_coordinates(ids):
+    import jax.numpy as jnp
+
+    columns = [expected_column(rank) for rank in range(WORLD)]
+    return jnp.asarray([list(row) for row in zip(*columns, strict=True)], ids.dtype) + 0 * ids
+
+
+@scheme(
+    reference=by_coordinates,
+    mesh={"x": (WORLD,)},
+    inputs={"ids": "k r/x"},
+    outputs="k r/x",
+    dims={"k": (len(expected_column(0)),), "r": (WORLD,)},
+    draw={"ids": token_below("r")},
+)
+def axes_of_ranks(mesh, ids) -> Int[Tensor, "k r/x"]:
+    """Each rank fills in its own column."""
+    return torch.tensor(actual_column(), dtype=ids.dtype, device=ids.device)[:, None]
+
+
+@settings(max_examples=3)
+@given(every_case(axes_of_ranks))
+def test_parity(case):
+    check(case)

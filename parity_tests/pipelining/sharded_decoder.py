@@ -1,0 +1,183 @@
+"""A small decoder whose stages are sharded by FSDP, under a schedule by name or from a file; steps of two lengths."""
+
+import tempfile
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import skip_init
+
+from parity_tests.pipelining.perceptron import written
+from parity_tests.pipelining.stepped import Stepped
+from parity_tests.pipelining.test_csv_schedule import dumped, with_communication
+from torch_impl.parallelizer import to_cpu
+from torch_impl.pipelining import schedule_order, stage_to_rank
+from torch_impl.pipelining.named_schedules import RULES
+from torch_impl.pipelining.pipeline import pipeline_model
+from torch_impl.pipelining.shapes import reset_pp_stage_shapes
+
+MICROBATCHES = 4  # what every schedule takes over 1 or 2 ranks
+LAYERS_OF = {1: (5,), 2: (3, 2), 4: (1, 2, 1, 1)}  # of each stage, where a caller divides them
+NAMES = ("embed_tokens.weight", *(f"layers.{layer}.weight" for layer in range(5)), "norm.weight", "lm_head.weight")
+
+
+class Residual(nn.Module):
+    """x + tanh(x w)."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone(memory_format=torch.contiguous_format))
+
+    def forward(self, x):
+        return x + torch.tanh(x @ self.weight)
+
+
+class Scale(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone(memory_format=torch.contiguous_format))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Decoder(nn.Module):
+    """Ids to logits; every stage needs `rotary_emb`, which has no parameters."""
+
+    def __init__(self, values):
+        super().__init__()
+        embedding, *layers, norm, head = values
+        self.embed_tokens = skip_init(nn.Embedding, *embedding.shape, dtype=embedding.dtype)
+        self.rotary_emb = nn.Identity()
+        self.layers = nn.ModuleList(Residual(weight) for weight in layers)
+        self.norm = Scale(norm)
+        self.lm_head = skip_init(nn.Linear, *reversed(head.shape), bias=False, dtype=head.dtype)
+        with torch.no_grad():
+            self.embed_tokens.weight.copy_(embedding)
+            self.lm_head.weight.copy_(head)
+        self.config = SimpleNamespace(hidden_size=embedding.shape[1], vocab_size=embedding.shape[0])
+
+    def forward(self, input_ids=None, inputs_embeds=None, use_cache=None):
+        x = self.rotary_emb(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+class Wrapped(nn.Module):
+    """A part in another module, which says itself what enters and leaves it."""
+
+    def __init__(self, part, sizes):
+        super().__init__()
+        self.part, self.sizes = part, sizes
+
+    def forward(self, x):
+        return self.part(x)
+
+    def get_pipeline_stage_metas(self, is_first, microbatch, length, dtype):
+        def floats(width):
+            return torch.empty(microbatch, length, width, dtype=dtype, device="meta", requires_grad=True)
+
+        width, vocab = self.sizes
+        ids = torch.empty(microbatch, length, dtype=torch.int64, device="meta")
+        return [ids if is_first else floats(width)], [floats(width if self.part.lm_head is None else vocab)]
+
+
+def parallelize_by(shape, sizes):
+    """What shards a part in place, and returns nothing, the part, or a module around it."""
+
+    def parallelize(part, world_mesh, moe_mesh, *, dp_axis_names, **axes):
+        root = Wrapped(part, sizes) if shape == "wrapped" else part
+        mesh, policy = world_mesh[dp_axis_names[0]], MixedPrecisionPolicy()
+        for layer in part.layers.values():
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        return None if shape == "in place" else root
+
+    return parallelize
+
+
+def names_of_stages(count):
+    """The layers in unequal parts, with names that any model may lack."""
+    stages, start = [], 0
+    for layers in LAYERS_OF[count]:
+        stages.append([f"layers.{layer}" for layer in range(start, start + layers)])
+        start += layers
+    stages[0] = ["vision_tower", "embed_tokens", *stages[0]]
+    stages[-1] += ["norm", "lm_head"]
+    return stages
+
+
+def file_of(name, ranks, count, source, folder):
+    """The order of a schedule as a file: alone, with all communication, or with all but reductions."""
+    order, placed = (
+        schedule_order(name, ranks, MICROBATCHES, count // ranks),
+        stage_to_rank(ranks, count, RULES[name].style),
+    )
+    if "complete" in source:
+        order = with_communication(order, placed, MICROBATCHES)
+    if source == "complete but reductions":
+        order = [[action for action in row if not action or action.kind != "REDUCE_GRAD"] for row in order]
+    return written(folder, dumped(order))
+
+
+HALVED = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # which torch cannot reduce after each micro-batch
+
+
+def pipelined(mesh, model, device, size, name, source, names, shape, reduction, seq_len):
+    """What `pipeline_model` returns; where it must reject reductions after each micro-batch, without these."""
+    count = mesh.size("pp") * (1 if RULES[name].is_single else 2)
+    data, sizes = mesh.size("dp"), (model.config.hidden_size, model.config.vocab_size)
+    arguments = {
+        "pp_axis_name": "pp",
+        "dp_axis_names": ("dp",),
+        "layers_per_stage": None,
+        "pipeline_parallel_schedule_csv": None,
+        "pipeline_parallel_schedule": name if source in ("name", "both") else None,
+        "microbatch_size": size,
+        "local_batch_size": MICROBATCHES * size,
+        "device": device,
+        "loss_fn": lambda y, t: data * ((y - t) ** 2).sum() / 2,  # FSDP takes the mean over ranks of data
+        "parallelize_fn": parallelize_by(shape, sizes),
+        "module_fqns_per_model_part": names_of_stages(count) if names == "typed" else None,
+        "patch_stage_backward_maybe_with_nosync": reduction == "once",
+        "reduce_grad_per_microbatch": reduction == "each",
+        "seq_len": seq_len,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        if source != "name":
+            arguments["pipeline_parallel_schedule_csv"] = file_of(name, mesh.size("pp"), count, source, folder)
+        try:
+            return pipeline_model(model, mesh.device_mesh, None, **arguments)
+        except ValueError:
+            if reduction != "each" or name not in HALVED:
+                raise
+            arguments["reduce_grad_per_microbatch"] = False
+            return pipeline_model(model, mesh.device_mesh, None, **arguments)
+
+
+def sharded_loss(mesh, token, target, weights, name, source, names, shape, reduction, has_seq_len):
+    """The loss of two steps, of which the second has one position less, on the rank of the last stage."""
+    size = len(token) // MICROBATCHES
+
+    def run(*values):
+        model, seq_len = Decoder(values), token.shape[1] if has_seq_len else None
+        schedule, parts, has_first, has_last, stages = pipelined(
+            mesh, model, token.device, size, name, source, names, shape, reduction, seq_len
+        )
+        loss = torch.zeros((), dtype=values[0].dtype)
+        for length in (token.shape[1], token.shape[1] - 1):
+            reset_pp_stage_shapes(schedule, stages, model.config, size, length)
+            losses = []
+            last = {"target": target[:, :length], "losses": losses} if has_last else {}
+            schedule.step(*([token[:, :length]] if has_first else []), **last)
+            loss = sum(losses, loss).detach()
+        gradients = {
+            leaf.removeprefix("part."): to_cpu(parameter.grad)
+            for part in parts
+            for leaf, parameter in part.named_parameters()
+        }
+        return loss / mesh.size("dp"), gradients
+
+    return Stepped.apply(run, NAMES, *weights)

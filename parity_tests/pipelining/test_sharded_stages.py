@@ -1,0 +1,51 @@
+"""Parity of pipelines whose stages FSDP shards: every way to a schedule, to stages and to their shapes."""
+
+import jax.numpy as jnp
+
+from parity_tests.pipelining.sharded_decoder import sharded_loss
+from shardproof import check_cases, scheme, token_below, values
+from torch_impl.pipelining.named_schedules import RULES
+
+LAYERS = 5
+WEIGHTS = {"embedding": "v d pp=R dp=I", "layers": "l d e pp=R dp=I", "norm": "d pp=R dp=I", "head": "v d pp=R dp=I"}
+
+
+def of_both_lengths(token, target, embedding, layers, norm, head):
+    def loss(token, target):
+        x = embedding[token]
+        for layer in layers:
+            x = x + jnp.tanh(x @ layer)
+        return (((x * norm[None, None]) @ head.T - target) ** 2).sum() / 2
+
+    return loss(token, target) + loss(token[:, :-1], target[:, :-1])
+
+
+@scheme(
+    reference=of_both_lengths,
+    mesh={"pp": (1, 2), "dp": (1, 2)},
+    inputs={"token": "b/dp s", "target": "b/dp s v pp=I", **WEIGHTS},
+    outputs="pp=P dp=P",
+    dims={"b": (8,), "s": (3, 4), "v": (6,), "d": (3,), "e": (3,), "l": (LAYERS,)},
+    draw={"token": token_below("v"), **dict.fromkeys(("target", *WEIGHTS), values("normal"))},
+    nograd=("target",),
+    rank_options={
+        "name": tuple(RULES),
+        "source": ("name", "file", "complete", "complete but reductions", "both"),
+        "names": ("typed", "divided"),
+        "shape": ("in place", "returned", "wrapped"),
+        "reduction": ("at the end", "once", "each"),
+        "has_seq_len": (True, False),
+    },
+    dtypes=("float64", "float32"),
+    reduction=("b", "s", "v", "d", "e"),
+    roundings=40,
+)
+def sharded_stages(
+    mesh, token, target, embedding, layers, norm, head, name, source, names, shape, reduction, has_seq_len
+):
+    weights = (embedding, *layers.unbind(), norm, head)
+    return sharded_loss(mesh, token, target, weights, name, source, names, shape, reduction, has_seq_len)
+
+
+def test_parity():
+    check_cases(sharded_stages, 8)
