@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from jaxtyping import Int
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof import check, every_case, scheme, token_below
 from torch_impl.parallelizer.mesh_axes import check_one_root, mesh_axes
@@ -105,7 +105,8 @@ MESHES = (
     ),
     ({"cp": 8}, {"shard": "dp_shard_cp"}, "cp", None, "cp", None, "cp"),
 )
-# Names that are no axis, names of one role twice, of both generations, of an axis beside one that it contains.
+# Names that are no axis, of one role twice, of both generations, of an axis beside one that it contains; another root.
+ANOTHER_ROOT = {"moe_mesh": "ep"}
 REJECTED = (
     ({"dp_shard": 4, "tp": 2}, {"tp": "tensr"}),
     ({"dp_shard": 4, "tp": 2}, {"replicate": "copies"}),
@@ -118,8 +119,8 @@ REJECTED = (
     ({"dp_shard_cp": 4, "cp": 2}, {}),
     ({"dp_cp": 4, "dp_shard": 2}, {}),
     ({"ep_shard": 2, "ep": 4}, {}),
+    ({"dp_shard": 4, "tp": 2}, ANOTHER_ROOT),
 )
-ROOTS = (True, True, False)  # two slices of one mesh, one mesh and none, slices of two meshes
 
 
 def code(text):
@@ -150,21 +151,23 @@ def expected_mesh(sizes, axes, rank):
     return code(f"{tuple(name for name, _ in pairs)} {ranks}")
 
 
-def expected_column(rank):
-    column = []
-    for sizes, _, *roles in MESHES:
-        column += [expected_mesh(sizes, axes, rank) for axes in roles]
-        fsdp, loss = (role if isinstance(role, list) else [role] for role in (roles[0], roles[2]))
-        shards, data = (
-            prod(len(ranks_over(sizes, (each,) if isinstance(each, str) else each[1], rank)) for each in axes)
-            for axes in (fsdp[-1:], loss)
-        )
-        column += [data, shards]
-    return [*column, *[1] * len(REJECTED), *(int(not one_root) for one_root in ROOTS)]
+def expected_column(case, rank):
+    """What a rank sees of one mesh: that of each role, the ranks of data and of shards, whether it is rejected."""
+    if case >= len(MESHES):
+        return [*[0] * 7, int(case < len(MESHES) + len(REJECTED))]
+    sizes, _, *roles = MESHES[case]
+    fsdp, loss = (role if isinstance(role, list) else [role] for role in (roles[0], roles[2]))
+    shards, data = (
+        prod(len(ranks_over(sizes, (each,) if isinstance(each, str) else each[1], rank)) for each in axes)
+        for axes in (fsdp[-1:], loss)
+    )
+    return [*(expected_mesh(sizes, axes, rank) for axes in roles), data, shards, 0]
 
 
-def device_mesh(sizes):
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+def slices_of(mesh, sizes):
+    """The ranks of a mesh as one with other axes, whatever ranks they are."""
+    ranks = mesh.device_mesh.mesh.flatten()
+    return DeviceMesh("cpu", ranks.view(*sizes.values()), mesh_dim_names=tuple(sizes)), ranks.tolist()
 
 
 def is_rejected(function, *args, **kwargs):
@@ -175,23 +178,38 @@ def is_rejected(function, *args, **kwargs):
     return 0
 
 
-def actual_column():
-    column = []
-    for sizes, own_names, *_ in MESHES:
-        axes = mesh_axes(device_mesh(sizes), own_names)
-        for mesh in (axes.fsdp_mesh, axes.tp_mesh, axes.loss_mesh, axes.expert_mesh, axes.edp_mesh):
-            column.append(0 if mesh is None else code(f"{mesh.mesh_dim_names} {mesh.mesh.tolist()}"))
-        column += [axes.data_size, axes.shard_size]
-    column += [is_rejected(mesh_axes, device_mesh(sizes), own_names) for sizes, own_names in REJECTED]
-    root = device_mesh({"dp_shard": 4, "tp": 2})
-    pairs = ((root["dp_shard"], root["tp"]), (root, None), (root["tp"], device_mesh({"ep": WORLD})))
-    return [*column, *(is_rejected(check_one_root, world_mesh=one, moe_mesh=other) for one, other in pairs)]
+def positions(ranks, world):
+    return [positions(each, world) for each in ranks] if isinstance(ranks, list) else world.index(ranks)
 
 
-def by_coordinates(ids):
+def actual_column(mesh, case):
+    if case >= len(MESHES) + len(REJECTED):
+        root, _ = slices_of(mesh, {"dp_shard": 4, "tp": 2})
+        of_one_root = ((root["dp_shard"], root["tp"]), (root, None))
+        return [
+            *[0] * 7,
+            max(is_rejected(check_one_root, world_mesh=one, moe_mesh=other) for one, other in of_one_root),
+        ]
+    if case >= len(MESHES):
+        sizes, own_names = REJECTED[case - len(MESHES)]
+        if own_names == ANOTHER_ROOT:
+            roots = [slices_of(mesh, each)[0] for each in (sizes, {"ep": WORLD})]
+            return [*[0] * 7, is_rejected(check_one_root, world_mesh=roots[0]["tp"], moe_mesh=roots[1])]
+        return [*[0] * 7, is_rejected(mesh_axes, slices_of(mesh, sizes)[0], own_names)]
+    sizes, own_names, *_ = MESHES[case]
+    device_mesh, world = slices_of(mesh, sizes)
+    axes = mesh_axes(device_mesh, own_names)
+    column = [
+        0 if part is None else code(f"{part.mesh_dim_names} {positions(part.mesh.tolist(), world)}")
+        for part in (axes.fsdp_mesh, axes.tp_mesh, axes.loss_mesh, axes.expert_mesh, axes.edp_mesh)
+    ]
+    return [*column, axes.data_size, axes.shard_size, 0]
+
+
+def by_coordinates(ids, case):
     import jax.numpy as jnp
 
-    columns = [expected_column(rank) for rank in range(WORLD)]
+    columns = [expected_column(case, rank) for rank in range(WORLD)]
     return jnp.asarray([list(row) for row in zip(*columns, strict=True)], ids.dtype) + 0 * ids
 
 
@@ -200,15 +218,16 @@ def by_coordinates(ids):
     mesh={"x": (WORLD,)},
     inputs={"ids": "k r/x"},
     outputs="k r/x",
-    dims={"k": (len(expected_column(0)),), "r": (WORLD,)},
+    dims={"k": (8,), "r": (WORLD,)},
     draw={"ids": token_below("r")},
+    options={"case": tuple(range(len(MESHES) + len(REJECTED) + 1))},
 )
-def axes_of_ranks(mesh, ids) -> Int[Tensor, "k r/x"]:
+def axes_of_ranks(mesh, ids, case) -> Int[Tensor, "k r/x"]:
     """Each rank fills in its own column."""
-    return torch.tensor(actual_column(), dtype=ids.dtype, device=ids.device)[:, None]
+    return torch.tensor(actual_column(mesh, case), dtype=ids.dtype, device=ids.device)[:, None]
 
 
-@settings(max_examples=3)
+@settings(max_examples=40)
 @given(every_case(axes_of_ranks))
 def test_parity(case):
     check(case)

@@ -1,7 +1,10 @@
 """Sequence parallelism inside blocks: gradients are those without it, between layers a rank has its positions alone."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -11,10 +14,12 @@ from parity_tests.harness.declare.declared import flat
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.configurations import configuration, judged
 from parity_tests.parallelizer.families import Chosen, model_of
-from parity_tests.parallelizer.steps import dims, mean_loss, specs
+from parity_tests.parallelizer.steps import dims, mean_loss, reduced_loss, specs
+from parity_tests.parallelizer.styled import EPS, Norm, linear_layer
 from parity_tests.parallelizer.training import parallelized
 from shardproof import CaseSpec, check_cases, ids, scheme, token_below, values
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, translate_to_torch_parallel_style
+from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 EVEN = 4  # positions, which tp divides
 QWEN3 = Chosen("qwen3", True, (("num_hidden_layers", 2),))
@@ -43,8 +48,85 @@ def step_of_sharded_sequences(mesh, parameters, token, target, microbatches, rec
     return mean_loss(mesh, QWEN3, parameters, token, target, parallelize, microbatches)
 
 
-def test_parity():
-    check_cases(step_of_sharded_sequences, 8)
+class DirectBlock(nn.Module):
+    """A norm, another that the plan names, and two linear layers that belong to the block itself."""
+
+    def __init__(self, norm, named_norm, up, down):
+        super().__init__()
+        self.norm, self.named_norm = Norm(norm), Norm(named_norm)
+        self.up, self.down = linear_layer(up), linear_layer(down)
+
+    def forward(self, x):
+        return self.named_norm(x + self.down(F.silu(self.up(self.norm(x)))))
+
+
+class DirectNet(nn.Module):
+    def __init__(self, *of_blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(DirectBlock(*weights) for weights in of_blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+LEAVES = {"norm": "l d", "named_norm": "l d", "up": "l f d", "down": "l d f"}
+ENDS = {"sharded": ("colwise", "rowwise"), "full": ("colwise_gather_output", "rowwise_split_input")}
+
+
+def plan_of_ends(ends):
+    named = dict(zip(("up", "down"), ENDS[ends], strict=True)) | {"named_norm": "replicated_with_grad_allreduce"}
+    return {f"blocks.*.{leaf}": translate_to_torch_parallel_style(style) for leaf, style in named.items()}
+
+
+def imported_plan():
+    return plan_of_ends("sharded")
+
+
+def loss_of_direct_layers(x, norm, named_norm, up, down):
+    def normed(x, weight):
+        return weight[None, None] * x / jnp.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+
+    for weights in zip(norm, named_norm, up, down, strict=True):
+        x = normed(x + jax.nn.silu(normed(x, weights[0]) @ weights[2].T) @ weights[3].T, weights[1])
+    return (x**3).sum()
+
+
+@scheme(
+    reference=loss_of_direct_layers,
+    mesh=MESH,
+    inputs={"x": "b/dp_shard s d", **{leaf: f"{spec} dp_shard=I tp=I" for leaf, spec in LEAVES.items()}},
+    outputs="dp_shard=I tp=I",
+    rank_options={"ends": tuple(ENDS), "has_path": (False, True)},
+    nograd=("x",),
+    draw=dict.fromkeys(("x", *LEAVES), values("normal")),
+    dims={"b": (2,), "s": (4, 8), "d": (3, 4), "f": (4, 8), "l": (2,)},
+    dtypes=("float64", "float32"),
+    reduction=("b", "s", "d", "f"),
+    roundings=10,
+)
+def direct_layers_of_sharded_sequences(mesh, x, norm, named_norm, up, down, ends, has_path):
+    """Linear layers of a block take and return their positions; the plan of one pair is passed by its import path."""
+    axes, leaves = mesh_axes(mesh.device_mesh), dict(zip(LEAVES, (norm, named_norm, up, down), strict=True))
+    named = {f"blocks.{block}.{leaf}.weight": x[block] for leaf, x in leaves.items() for block in range(len(x))}
+    is_imported = has_path and ends == "sharded"
+    plan = f"{__name__}:imported_plan" if is_imported else plan_of_ends(ends)
+
+    def local_loss(*tensors):
+        weights = dict(zip(named, tensors, strict=True))
+        net = DirectNet(*([weights[f"blocks.{block}.{leaf}.weight"] for leaf in LEAVES] for block in range(len(norm))))
+        model = fsdp2_strategy_parallelize(net, mesh.device_mesh, MixedPrecisionPolicy(), plan, sequence_parallel=True)
+        return model, [(model(x) ** 3).sum()]
+
+    return reduced_loss(axes, named, local_loss)
+
+
+@pytest.mark.parametrize(
+    "declared", [step_of_sharded_sequences, direct_layers_of_sharded_sequences], ids=lambda x: x.name
+)
+def test_parity(declared):
+    check_cases(declared, 8)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "cohere", "gemma2", "phi", "gpt_neox", "olmo2"])
