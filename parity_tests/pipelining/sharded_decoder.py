@@ -1,6 +1,8 @@
 """A small decoder whose stages are sharded by FSDP, under a schedule by name or from a file; steps of two lengths."""
 
+import re
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -122,11 +124,16 @@ def file_of(name, ranks, count, source, folder):
     return written(folder, dumped(order))
 
 
-HALVED = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # which torch cannot reduce after each micro-batch
+# By name these halve backwards, whose gradients torch cannot reduce after each micro-batch; a file says so itself.
+HALVED = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+HALF = re.compile(r"\d[IW]\d")
 
 
 def pipelined(mesh, model, device, size, name, source, names, shape, reduction, seq_len):
-    """What `pipeline_model` returns; where it must reject reductions after each micro-batch, without these."""
+    """What `pipeline_model` returns, without reductions after each micro-batch where it must reject these.
+
+    And whether it rejects them where it need not, or accepts them where it must not.
+    """
     count = mesh.size("pp") * (1 if RULES[name].is_single else 2)
     data, sizes = mesh.size("dp"), (model.config.hidden_size, model.config.vocab_size)
     arguments = {
@@ -146,33 +153,49 @@ def pipelined(mesh, model, device, size, name, source, names, shape, reduction, 
         "seq_len": seq_len,
     }
     with tempfile.TemporaryDirectory() as folder:
+        is_halved = name in HALVED
         if source != "name":
-            arguments["pipeline_parallel_schedule_csv"] = file_of(name, mesh.size("pp"), count, source, folder)
-        try:
-            return pipeline_model(model, mesh.device_mesh, None, **arguments)
-        except ValueError:
-            if reduction != "each" or name not in HALVED:
-                raise
+            path = file_of(name, mesh.size("pp"), count, source, folder)
+            is_halved = bool(HALF.search(Path(path).read_text()))
+            arguments["pipeline_parallel_schedule_csv"] = path
+        if reduction == "each" and is_halved:
+            is_astray = not is_rejected(model, mesh.device_mesh, None, **arguments)
             arguments["reduce_grad_per_microbatch"] = False
-            return pipeline_model(model, mesh.device_mesh, None, **arguments)
+            return pipeline_model(model, mesh.device_mesh, None, **arguments), is_astray
+        return pipeline_model(model, mesh.device_mesh, None, **arguments), False
+
+
+def is_rejected(*arguments, **options):
+    try:
+        pipeline_model(*arguments, **options)
+    except ValueError:
+        return True
+    return False
 
 
 def sharded_loss(mesh, token, target, weights, name, source, names, shape, reduction, has_seq_len):
-    """The loss of two steps, of which the second has one position less, on the rank of the last stage."""
-    size = len(token) // MICROBATCHES
+    """The loss of two steps, of which the second has one position less, on the rank of the last stage.
+
+    And what is not as it should be: schedules that are rejected, stages whose shapes are sent.
+    """
+    size, astray = len(token) // MICROBATCHES, []
 
     def run(*values):
         model, seq_len = Decoder(values), token.shape[1] if has_seq_len else None
-        schedule, parts, has_first, has_last, stages = pipelined(
+        (schedule, parts, has_first, has_last, stages), is_astray = pipelined(
             mesh, model, token.device, size, name, source, names, shape, reduction, seq_len
         )
         loss = torch.zeros((), dtype=values[0].dtype)
         for length in (token.shape[1], token.shape[1] - 1):
-            reset_pp_stage_shapes(schedule, stages, model.config, size, length)
+            if length < token.shape[1]:
+                reset_pp_stage_shapes(schedule, stages, model.config, size, length)
             losses = []
             last = {"target": target[:, :length], "losses": losses} if has_last else {}
             schedule.step(*([token[:, :length]] if has_first else []), **last)
             loss = sum(losses, loss).detach()
+            has_shapes = has_seq_len or length < token.shape[1]
+            astray.extend((stage._inference_mode.name == "STATIC") != has_shapes for stage in stages)
+        astray.append(is_astray)
         gradients = {
             leaf.removeprefix("part."): to_cpu(parameter.grad)
             for part in parts
@@ -180,4 +203,4 @@ def sharded_loss(mesh, token, target, weights, name, source, names, shape, reduc
         }
         return loss / mesh.size("dp"), gradients
 
-    return Stepped.apply(run, NAMES, *weights)
+    return {"loss": Stepped.apply(run, NAMES, *weights), "astray": target.new_tensor(float(sum(astray)))}

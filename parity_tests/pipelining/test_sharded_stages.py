@@ -17,14 +17,15 @@ def of_both_lengths(token, target, embedding, layers, norm, head):
             x = x + jnp.tanh(x @ layer)
         return (((x * norm[None, None]) @ head.T - target) ** 2).sum() / 2
 
-    return loss(token, target) + loss(token[:, :-1], target[:, :-1])
+    both = loss(token, target) + loss(token[:, :-1], target[:, :-1])
+    return {"loss": both, "astray": jnp.zeros((), both.dtype)}
 
 
 @scheme(
     reference=of_both_lengths,
     mesh={"pp": (1, 2), "dp": (1, 2)},
     inputs={"token": "b/dp s", "target": "b/dp s v pp=I", **WEIGHTS},
-    outputs="pp=P dp=P",
+    outputs={"loss": "pp=P dp=P", "astray": "pp=P dp=P"},
     dims={"b": (8,), "s": (3, 4), "v": (6,), "d": (3,), "e": (3,), "l": (LAYERS,)},
     draw={"token": token_below("v"), **dict.fromkeys(("target", *WEIGHTS), values("normal"))},
     nograd=("target",),
