@@ -2,6 +2,7 @@
 
 import logging
 import re
+import tempfile
 
 import jax.numpy as jnp
 import pytest
@@ -94,12 +95,43 @@ REJECTED = [
 ]
 
 
+FILES = [
+    (SINGLE, "0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1", "row 2, column 3: '1B1' comes before '1F1'"),
+    (SINGLE, "0F0,0B0\n1F0,1B0", "row 1, column 3: the rank ends without '0F1'"),
+    (SINGLE, "0F0,0B0,0F1,0B1", "row 2, column 1: is missing"),
+    (LOOP, "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1", "has 2 stages, the model 4; split the model into as many"),
+    (SINGLE, "1F0,1B0,1F1,1B1\n0F0,0B0,0F1,0B1", "stages on rank 0 of 2 are [0], but pipeline_parallel_schedule_csv"),
+]
+NAMED_FILES = [
+    (SINGLE, "0F0,0B0\n1F0,1B0", "LoopedBFS", "accepted"),
+    (SINGLE, "0F0,0SEND_F0,,0RECV_B0,0B0\n,1RECV_F0,1F0,1B0,1SEND_B0", "LoopedBFS", "accepted"),
+    (
+        SINGLE,
+        "0F0,0B0\n1F0,1B0",
+        "1F1B",
+        "'1F1B' does not fit pipeline_parallel_schedule_csv: cannot be scheduled by 1F1B",
+    ),
+    (
+        LOOP,
+        "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0",
+        "GPipe",
+        "'GPipe' does not fit .*: GPipe has exactly 1 on each rank",
+    ),
+    (LOOP, "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0", "ZBVZeroBubble", "ZBVZeroBubble places stages as 'v', the file as"),
+]
+
+
 # Beside those that are rejected, some that are not.
 SCHEDULES = [
     *((placed, options, 1) for placed, options, _ in REJECTED),
     *((LOOP, {"name": name}, 0) for name in ("LoopedBFS", "Interleaved1F1B", "interleavedzerobubble")),
     *((V, {"name": name}, 0) for name in ("ZBVZeroBubble", "dualpipev")),
     *((SINGLE, {"name": name, "batch": 6}, 0) for name in ("GPipe", "1f1b", "LoopedBFS")),
+    *((placed, {"text": text, "batch": 4}, 1) for placed, text, _ in FILES),
+    *(
+        (placed, {"text": text, "name": name, "batch": 2}, int(words != "accepted"))
+        for placed, text, name, words in NAMED_FILES
+    ),
 ]
 
 
@@ -117,7 +149,12 @@ def rejection_codes(ids):
 )
 def rejected_schedules(mesh, ids) -> Int[Tensor, "k r/pp"]:
     """1 where a schedule is rejected on this rank, 2 where torch is left to reject it."""
-    messages = [outcome_of(mesh, placed, options) for placed, options, _ in SCHEDULES]
+    messages = []
+    with tempfile.TemporaryDirectory() as folder:
+        for placed, options, _ in SCHEDULES:
+            text = options.get("text")
+            rest = {name: value for name, value in options.items() if name != "text"}
+            messages.append(outcome_of(mesh, placed, rest if text is None else rest | {"csv": written(folder, text)}))
     codes = [[0 if each == "accepted" else 1 if "pipelin" in each else 2] for each in messages]
     return torch.tensor(codes, dtype=ids.dtype, device=ids.device).expand_as(ids)
 
@@ -159,15 +196,6 @@ def test_what_is_not_the_stages_of_one_pipeline_is_rejected(given_as, words):
     assert all(re.match(words, sentence) for sentence in ranks.results), ranks.results
 
 
-FILES = [
-    (SINGLE, "0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1", "row 2, column 3: '1B1' comes before '1F1'"),
-    (SINGLE, "0F0,0B0\n1F0,1B0", "row 1, column 3: the rank ends without '0F1'"),
-    (SINGLE, "0F0,0B0,0F1,0B1", "row 2, column 1: is missing"),
-    (LOOP, "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1", "has 2 stages, the model 4; split the model into as many"),
-    (SINGLE, "1F0,1B0,1F1,1B1\n0F0,0B0,0F1,0B1", "stages on rank 0 of 2 are [0], but pipeline_parallel_schedule_csv"),
-]
-
-
 @pytest.mark.parametrize(("placed", "text", "words"), FILES)
 def test_a_file_that_cannot_be_is_rejected_on_every_rank(placed, text, words, tmp_path):
     path = written(tmp_path, text)
@@ -179,26 +207,7 @@ def test_a_file_that_cannot_be_is_rejected_on_every_rank(placed, text, words, tm
     )
 
 
-@pytest.mark.parametrize(
-    ("placed", "text", "name", "words"),
-    [
-        (SINGLE, "0F0,0B0\n1F0,1B0", "LoopedBFS", "accepted"),
-        (SINGLE, "0F0,0SEND_F0,,0RECV_B0,0B0\n,1RECV_F0,1F0,1B0,1SEND_B0", "LoopedBFS", "accepted"),
-        (
-            SINGLE,
-            "0F0,0B0\n1F0,1B0",
-            "1F1B",
-            "'1F1B' does not fit pipeline_parallel_schedule_csv: cannot be scheduled by 1F1B",
-        ),
-        (
-            LOOP,
-            "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0",
-            "GPipe",
-            "'GPipe' does not fit .*: GPipe has exactly 1 on each rank",
-        ),
-        (LOOP, "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0", "ZBVZeroBubble", "ZBVZeroBubble places stages as 'v', the file as"),
-    ],
-)
+@pytest.mark.parametrize(("placed", "text", "name", "words"), NAMED_FILES)
 def test_a_name_beside_a_file_must_fit_it(placed, text, name, words, tmp_path):
     ranks = run(rejection, case_of(2, placed=placed, csv=written(tmp_path, text), name=name, batch=2))
     for sentence in ranks.results:
