@@ -1,0 +1,260 @@
+"""Parity of what names mean: import paths of classes and plans, registered plans, backends, values of switches."""
+
+import importlib
+import sys
+import tempfile
+import types
+import warnings
+from functools import cache
+from pathlib import Path
+from zlib import crc32
+
+import torch
+from hypothesis import given, settings
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from parity_tests.parallelizer.small_net import PLAN, Net
+from shardproof import check, every_case, scheme, token_below
+from torch_impl.parallelizer import (
+    get_hf_tp_shard_plan,
+    get_parallelization_strategy,
+    import_classes_from_paths,
+    register_parallel_strategy,
+    register_tp_plan,
+)
+from torch_impl.parallelizer.adapters.megatron import choose_backend, have
+from torch_impl.parallelizer.fsdp2 import BackendKind, CheckpointingKind, SelectiveKind
+from torch_impl.parallelizer.registry import imported_plan
+from torch_impl.parallelizer.tp_styles import Replicated
+
+HERE = __name__
+NET = "parity_tests.parallelizer.small_net"
+OWN = {"blocks.*.up": "colwise"}
+ROWWISE = {"blocks.*.up": "rowwise", "blocks.*.down": "rowwise"}
+COLUMNS = 2
+
+
+class Outer:
+    class Inner:
+        pass
+
+
+class Registered(Net):
+    pass
+
+
+class Inheriting(Registered):
+    pass
+
+
+class Parametrised(nn.Module):
+    """Its own plan, of which the registered one replaces an entry."""
+
+    _tp_plan = ROWWISE
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = Net().blocks
+
+
+def plan_of_model(model):
+    return {"class": type(model).__name__}
+
+
+def plan_of_nothing():
+    return OWN
+
+
+def parallelize_here(model, device_mesh, **options):
+    return model
+
+
+# What a path names: the class, or the error. Of the packages on disk one imports what does not exist.
+CLASSES = {
+    "torch.nn.Linear": "Linear",
+    "torch.nn.modules.linear.Linear": "Linear",
+    "collections.OrderedDict": "OrderedDict",
+    f"{HERE}.Outer.Inner": "Inner",
+    f"{HERE}.Outer.Other": "ValueError",
+    f"{HERE}.plan_of_model": "ValueError",
+    "torch.nn": "ValueError",
+    "torch.nn.functional": "ValueError",
+    "torch.nn.Linearr": "ValueError",
+    "Linear": "ValueError",
+    "torch..Linear": "ValueError",
+    "no_such_package.Linear": "ValueError",
+    "torch.no_such_package.Linear": "ValueError",
+    "package_for_names.needs.Name": "ModuleNotFoundError",
+    "package_for_names.Name": "Name",
+}
+PLANS = {
+    f"{NET}:PLAN": PLAN,
+    f"{NET}.PLAN": PLAN,
+    f"{HERE}:OWN": OWN,
+    f"{HERE}:plan_of_nothing": OWN,
+    f"{HERE}.plan_of_nothing": OWN,
+    f"{HERE}:plan_of_model": {"class": "Registered"},
+    ".plans:PLAN": "ValueError",
+    "plan": "ValueError",
+    ":PLAN": "ValueError",
+    f"{NET}:": "ValueError",
+    f"{NET}:PLAM": "ValueError",
+    "no_such_package.plans:PLAN": "ValueError",
+    "parity_tests.no_such_module:PLAN": "ValueError",
+    "package_for_names.needs:PLAN": "ModuleNotFoundError",
+}
+REGISTERED = (  # class, entries, and what becomes of them
+    (Registered, {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, "registered"),
+    ("Inheriting", {"blocks.*.up": Replicated, "blocks.*.down": None}, "registered"),
+    (Parametrised, {"blocks.*.up": "colwise"}, "registered"),
+    (3, {}, "TypeError"),
+    (int, {}, "TypeError"),
+    ("Rejected", ["blocks"], "TypeError"),
+    ("Rejected", {"blocks": 3}, "TypeError"),
+    ("Rejected", {3: "colwise"}, "TypeError"),
+    ("Rejected", {"blocks": "colwize"}, "ValueError"),
+    ("Rejected", {"blocks": "gather"}, "ValueError"),
+    ("Rejected", {"blocks": "colwise", "head": "grouped_gemm"}, "ValueError"),
+)
+REGISTERED_PLANS = (
+    (Net, {}),
+    (Registered, {"blocks.*.up": "ColwiseParallel", "blocks.*.down": "Rowwise"}),
+    (Inheriting, {"blocks.*.up": "Replicated"}),
+    (Parametrised, {"blocks.*.up": "ColwiseParallel", "blocks.*.down": "Rowwise"}),
+)
+BACKENDS = (  # backend, device, whether nvfsdp and whether megatron-fsdp are installed, and which is used
+    ("auto", "cuda", True, True, "nvfsdp"),
+    ("auto", "cuda", False, True, "megatron_fsdp"),
+    ("auto", "cuda", False, False, "native"),
+    ("auto", "cpu", True, True, "native"),
+    ("native", "cuda", True, True, "native"),
+    ("native", "cpu", False, False, "native"),
+    ("nvfsdp", "cuda", True, False, "nvfsdp"),
+    ("nvfsdp", "cuda", False, True, "ImportError"),
+    ("nvfsdp", "cpu", True, True, "ValueError"),
+    ("megatron_fsdp", "cuda", False, True, "megatron_fsdp"),
+    ("megatron_fsdp", "cuda", True, False, "ImportError"),
+    ("megatron_fsdp", "cpu", False, True, "ValueError"),
+)
+SWITCHES = (
+    *((CheckpointingKind, value, "accepted") for value in (True, False, "full", "selective")),
+    *((CheckpointingKind, value, "ValueError") for value in ("some", "")),
+    *((CheckpointingKind, value, "TypeError") for value in (2, 1.0, None)),
+    *((SelectiveKind, value, "accepted") for value in ("op", 1, 3, len)),
+    *((SelectiveKind, value, "ValueError") for value in (0, -1)),
+    *((SelectiveKind, value, "TypeError") for value in ("ops", True, False, 1.0, None)),
+    *((BackendKind, value, "accepted") for value in ("inductor", "eager", "aot_eager")),
+    *((BackendKind, value, "ValueError") for value in ("induct", "")),
+    *((BackendKind, value, "TypeError") for value in (3, None)),
+)
+
+
+def answer(function, *arguments):
+    try:
+        return function(*arguments)
+    except Exception as error:  # whichever it is: its type is the answer
+        return type(error).__name__
+
+
+def styles_of(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a model that has no plan
+        return {key: type(style).__name__ for key, style in get_hf_tp_shard_plan(make()).items()}
+
+
+def strategies():
+    """Of a class with a strategy, of one that inherits it, of one without; what cannot be registered."""
+    register_parallel_strategy(name="Registered")(parallelize_here)
+    names = [get_parallelization_strategy(make()).__name__ for make in (Registered, Inheriting, Net)]
+    rejected = [answer(register_parallel_strategy, 3), answer(register_parallel_strategy("Rejected"), 3)]
+    return [*names, *rejected, get_parallelization_strategy(type("Rejected", (nn.Module,), {})()).__name__]
+
+
+EVERYWHERE = "fsdp2_strategy_parallelize"
+STRATEGIES = [*["parallelize_here"] * 2, EVERYWHERE, "TypeError", "TypeError", EVERYWHERE]
+
+
+def backend_of(backend, device, has_nvfsdp, has_megatron):
+    library = types.ModuleType("megatron_fsdp")
+    library.fully_shard_model = print
+    outer = sys.modules.get("megatron_fsdp")
+    sys.modules["megatron_fsdp"] = library if has_megatron else None
+    try:
+        return choose_backend(backend, device, has_nvfsdp)
+    finally:
+        del sys.modules["megatron_fsdp"]
+        if outer is not None:
+            sys.modules["megatron_fsdp"] = outer
+
+
+def in_a_package(folder):
+    """Answers to the paths, with a package on disk that has a class, and a module that needs what does not exist."""
+    package = Path(folder) / "package_for_names"
+    package.mkdir()
+    (package / "__init__.py").write_text("class Name:\n    pass\n")
+    (package / "needs.py").write_text("import a_module_that_does_not_exist\n")
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        classes = [answer(lambda path=path: import_classes_from_paths([path])[0].__name__) for path in CLASSES]
+        model = nn.Module.__new__(Registered)
+        return [*classes, *(answer(imported_plan, path, model) for path in PLANS)]
+    finally:
+        sys.path.remove(folder)
+        for name in [name for name in sys.modules if name.startswith("package_for_names")]:
+            del sys.modules[name]
+
+
+def actual_answers():
+    with tempfile.TemporaryDirectory() as folder:
+        answers = in_a_package(folder)
+    for model_class, entries, _ in REGISTERED:
+        answers.append(answer(register_tp_plan, model_class, entries) or "registered")
+    with torch.device("meta"):
+        answers += [styles_of(make) for make, _ in REGISTERED_PLANS]
+        answers.append(strategies())
+    answers += [answer(backend_of, *arguments) for *arguments, _ in BACKENDS]
+    answers += [have("collections", "OrderedDict"), have("collections", "fully_shard"), have("no_such_package", "x")]
+    switches = (answer(kind().validate, "function", "switch", value, {}) for kind, value, _ in SWITCHES)
+    return [*answers, *(each or "accepted" for each in switches)]
+
+
+def expected_answers():
+    answers = [*CLASSES.values(), *PLANS.values(), *(outcome for *_, outcome in REGISTERED)]
+    answers += [*(plan for _, plan in REGISTERED_PLANS), STRATEGIES, *(name for *_, name in BACKENDS)]
+    return [*answers, True, False, False, *(outcome for *_, outcome in SWITCHES)]
+
+
+def codes(answers):
+    return [[crc32(repr(each).encode()) % 2**31] * COLUMNS for each in answers]
+
+
+@cache
+def all_answers():
+    return torch.tensor(codes(actual_answers()))
+
+
+def typed(ids):
+    import jax.numpy as jnp  # here: ranks import this file for what it caches, and load no JAX
+
+    return jnp.asarray(codes(expected_answers()), ids.dtype) + 0 * ids
+
+
+@scheme(
+    reference=typed,
+    mesh={"tp": (1, 2)},
+    inputs={"ids": "k r/tp"},
+    outputs="k r/tp",
+    dims={"k": (len(expected_answers()),), "r": (COLUMNS,)},
+    draw={"ids": token_below("r")},
+)
+def meanings_of_names(mesh, ids) -> Int[Tensor, "k r/tp"]:
+    """Each rank fills in its own columns."""
+    return all_answers().to(ids)[:, mesh.global_ids("r")]
+
+
+@settings(max_examples=3)
+@given(every_case(meanings_of_names))
+def test_names_mean_what_is_typed(case):
+    check(case)
