@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from parity_tests.parallelizer.small_net import PLAN, Net
 from shardproof import check, every_case, scheme, token_below
@@ -24,7 +25,7 @@ from torch_impl.parallelizer import (
     register_tp_plan,
 )
 from torch_impl.parallelizer.adapters.megatron import choose_backend, have
-from torch_impl.parallelizer.fsdp2 import BackendKind, CheckpointingKind, SelectiveKind
+from torch_impl.parallelizer.fsdp2 import BackendKind, CheckpointingKind, PlanOrPathKind, PolicyKind, SelectiveKind
 from torch_impl.parallelizer.registry import imported_plan
 from torch_impl.parallelizer.tp_styles import Replicated
 
@@ -76,15 +77,15 @@ CLASSES = {
     "torch.nn.modules.linear.Linear": "Linear",
     "collections.OrderedDict": "OrderedDict",
     f"{HERE}.Outer.Inner": "Inner",
-    f"{HERE}.Outer.Other": "ValueError",
+    f"{HERE}.Outer.Inne": "ValueError, nearest: 'Inner'",
     f"{HERE}.plan_of_model": "ValueError",
     "torch.nn": "ValueError",
     "torch.nn.functional": "ValueError",
-    "torch.nn.Linearr": "ValueError",
+    "torch.nn.Linearr": "ValueError, nearest: 'Linear'",
     "Linear": "ValueError",
     "torch..Linear": "ValueError",
     "no_such_package.Linear": "ValueError",
-    "torch.no_such_package.Linear": "ValueError",
+    "torch.nnn.Linear": "ValueError, nearest: 'nn'",
     "package_for_names.needs.Name": "ModuleNotFoundError",
     "package_for_names.Name": "Name",
 }
@@ -99,7 +100,7 @@ PLANS = {
     "plan": "ValueError",
     ":PLAN": "ValueError",
     f"{NET}:": "ValueError",
-    f"{NET}:PLAM": "ValueError",
+    f"{NET}:PLAM": "ValueError, nearest: 'PLAN'",
     "no_such_package.plans:PLAN": "ValueError",
     "parity_tests.no_such_module:PLAN": "ValueError",
     "package_for_names.needs:PLAN": "ModuleNotFoundError",
@@ -113,7 +114,7 @@ REGISTERED = (  # class, entries, and what becomes of them
     ("Rejected", ["blocks"], "TypeError"),
     ("Rejected", {"blocks": 3}, "TypeError"),
     ("Rejected", {3: "colwise"}, "TypeError"),
-    ("Rejected", {"blocks": "colwize"}, "ValueError"),
+    ("Rejected", {"blocks": "colwize"}, "ValueError, nearest: 'colwise'"),
     ("Rejected", {"blocks": "gather"}, "ValueError"),
     ("Rejected", {"blocks": "colwise", "head": "grouped_gemm"}, "ValueError"),
 )
@@ -145,16 +146,23 @@ SWITCHES = (
     *((SelectiveKind, value, "ValueError") for value in (0, -1)),
     *((SelectiveKind, value, "TypeError") for value in ("ops", True, False, 1.0, None)),
     *((BackendKind, value, "accepted") for value in ("inductor", "eager", "aot_eager")),
-    *((BackendKind, value, "ValueError") for value in ("induct", "")),
+    (BackendKind, "induct", "ValueError, nearest: 'inductor'"),
     *((BackendKind, value, "TypeError") for value in (3, None)),
+    (PolicyKind, MixedPrecisionPolicy(), "accepted"),
+    (PolicyKind, MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64), "accepted"),
+    *((PolicyKind, MixedPrecisionPolicy(output_dtype=value), "TypeError") for value in (torch.int64, "float32")),
+    *((PolicyKind, value, "TypeError") for value in (torch.bfloat16, "bfloat16")),
+    *((PlanOrPathKind, value, "accepted") for value in ("package:plan", {}, {"up": Replicated()})),
+    *((PlanOrPathKind, value, "TypeError") for value in (["up"], {"up": "colwise"}, {3: Replicated()})),
 )
 
 
 def answer(function, *arguments):
     try:
         return function(*arguments)
-    except Exception as error:  # whichever it is: its type is the answer
-        return type(error).__name__
+    except Exception as error:  # whichever it is: its type is the answer, with the nearest name if it has one
+        _, nearest, name = str(error).partition("nearest: ")
+        return type(error).__name__ + (f", {nearest}{name}" if nearest else "")
 
 
 def styles_of(make):
