@@ -14,10 +14,11 @@ from shardproof import check, every_case, scheme, token_below
 from torch_impl.parallelizer.mesh_axes import check_one_root, mesh_axes
 
 WORLD = 8
+NUMBERS = 8  # of one mesh
 ONE = ("dp_shard_cp", ())  # an axis of one rank, where the mesh has none for data
 # Axes and their sizes; own names; of FSDP, tp, the loss, experts and their FSDP each axis, with those that it contains.
 MESHES = (
-    ({"dp_shard": 8}, {}, "dp_shard", None, "dp_shard", None, "dp_shard"),
+    ({"pp": 1, "dp_shard": 8}, {}, "dp_shard", None, "dp_shard", None, "dp_shard"),
     ({"tp": 8}, {}, ONE, "tp", ONE, None, ONE),
     ({"pp": 2, "tp": 4}, {}, ONE, "tp", ONE, None, ONE),
     (
@@ -152,16 +153,17 @@ def expected_mesh(sizes, axes, rank):
 
 
 def expected_column(case, rank):
-    """What a rank sees of one mesh: that of each role, the ranks of data and of shards, whether it is rejected."""
+    """What a rank sees: the mesh of each role, the ranks of data and of shards, has it stages, is it rejected."""
     if case >= len(MESHES):
-        return [*[0] * 7, int(case < len(MESHES) + len(REJECTED))]
+        return [*[0] * NUMBERS, int(case < len(MESHES) + len(REJECTED))]
     sizes, _, *roles = MESHES[case]
     fsdp, loss = (role if isinstance(role, list) else [role] for role in (roles[0], roles[2]))
     shards, data = (
         prod(len(ranks_over(sizes, (each,) if isinstance(each, str) else each[1], rank)) for each in axes)
         for axes in (fsdp[-1:], loss)
     )
-    return [*(expected_mesh(sizes, axes, rank) for axes in roles), data, shards, 0]
+    has_stages = int(sizes.get("pp", 1) > 1)
+    return [*(expected_mesh(sizes, axes, rank) for axes in roles), data, shards, has_stages, 0]
 
 
 def slices_of(mesh, sizes):
@@ -187,15 +189,15 @@ def actual_column(mesh, case):
         root, _ = slices_of(mesh, {"dp_shard": 4, "tp": 2})
         of_one_root = ((root["dp_shard"], root["tp"]), (root, None))
         return [
-            *[0] * 7,
+            *[0] * NUMBERS,
             max(is_rejected(check_one_root, world_mesh=one, moe_mesh=other) for one, other in of_one_root),
         ]
     if case >= len(MESHES):
         sizes, own_names = REJECTED[case - len(MESHES)]
         if own_names == ANOTHER_ROOT:
             roots = [slices_of(mesh, each)[0] for each in (sizes, {"ep": WORLD})]
-            return [*[0] * 7, is_rejected(check_one_root, world_mesh=roots[0]["tp"], moe_mesh=roots[1])]
-        return [*[0] * 7, is_rejected(mesh_axes, slices_of(mesh, sizes)[0], own_names)]
+            return [*[0] * NUMBERS, is_rejected(check_one_root, world_mesh=roots[0]["tp"], moe_mesh=roots[1])]
+        return [*[0] * NUMBERS, is_rejected(mesh_axes, slices_of(mesh, sizes)[0], own_names)]
     sizes, own_names, *_ = MESHES[case]
     device_mesh, world = slices_of(mesh, sizes)
     axes = mesh_axes(device_mesh, own_names)
@@ -203,7 +205,7 @@ def actual_column(mesh, case):
         0 if part is None else code(f"{part.mesh_dim_names} {positions(part.mesh.tolist(), world)}")
         for part in (axes.fsdp_mesh, axes.tp_mesh, axes.loss_mesh, axes.expert_mesh, axes.edp_mesh)
     ]
-    return [*column, axes.data_size, axes.shard_size, 0]
+    return [*column, axes.data_size, axes.shard_size, int(axes.has_stages), 0]
 
 
 def by_coordinates(ids, case):
@@ -218,7 +220,7 @@ def by_coordinates(ids, case):
     mesh={"x": (WORLD,)},
     inputs={"ids": "k r/x"},
     outputs="k r/x",
-    dims={"k": (8,), "r": (WORLD,)},
+    dims={"k": (NUMBERS + 1,), "r": (WORLD,)},
     draw={"ids": token_below("r")},
     options={"case": tuple(range(len(MESHES) + len(REJECTED) + 1))},
 )
