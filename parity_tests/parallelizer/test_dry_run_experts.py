@@ -118,72 +118,81 @@ def stored(name, tp, ep, edp, plan, has_tp_axis):
     return shape, 0, "Replicate()" if dim is None else f"Shard({dim})" + " of each third" * (parts == 3)
 
 
-def expected_rows(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
+def expected_shards(mesh, names, plan, size, edp):
+    """A row for each parameter, as it is stored on the first rank; and its numbers, padded for FSDP."""
     tp_axis, edp_axis, dense_axis = names
-    tp, ep, replicas = mesh.get(tp_axis, 1), mesh.get("ep"), mesh.get("dp_replicate", 1)
+    tp, ep, rows, padded = mesh.get(tp_axis, 1), mesh.get("ep"), [], {}
+    for name, full in SHAPES.items():
+        is_expert = is_stack(name) and ep is not None
+        over = edp if is_expert else edp * (ep or 1)
+        local, dim, words = stored(name, tp, ep, edp, plan, tp_axis is not None)
+        padded[name] = prod(local) // local[dim] * -(-local[dim] // over) * over
+        local[dim] = -(-local[dim] // over)
+        placed = ["dp_replicate Replicate()"] if mesh.get("dp_replicate", 1) > 1 else []
+        placed += [f"{edp_axis if is_expert else dense_axis} Shard({dim})"] + ["ep Shard(0)"] * is_expert
+        placed += [f"{tp_axis} {words}"] if tp_axis else []
+        count = LAYERS if "*" in name else 1
+        text = code(f"{name} {count} {full} {', '.join(placed)} {tuple(local)}")
+        rows.append([text, count * prod(local) * size])
+    return rows, padded
+
+
+def units_of(ep, names, edp):
+    """Of each FSDP unit: its parameters, the ranks and the axis that it is sharded over, and how many there are."""
+    _, edp_axis, dense_axis = names
+    experts = [name for name in SHAPES if is_stack(name)]
+    rest = [name for name in SHAPES if "layers" in name and not is_stack(name)]
+    blocks = [(experts + rest, edp, dense_axis, LAYERS)]
+    if ep is not None:
+        blocks = [(experts, edp, edp_axis, LAYERS), (rest, edp * ep, dense_axis, LAYERS)]
+    return [*blocks, (["head.weight"], edp * (ep or 1), dense_axis, 1)]
+
+
+def expected_rows(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
+    tp_axis, tp, ep = names[0], mesh.get(names[0], 1), mesh.get("ep")
     edp = prod(mesh.get(axis, 1) for axis in ("data_parallel", "dp_shard", "cp"))
-    size = 8 if dtype is torch.float64 else 4
-    compute, summed = (8, 8) if size == 8 else (2, 4)
-    sent, text, held, total = {key: [0, 0] for key in SENT}, [], 0, 0
+    size, compute, summed = (8, 8, 8) if dtype is torch.float64 else (4, 2, 4)
+    sent = {key: [0, 0] for key in SENT}
 
     def add(phase, op, axis, *sizes):
         sent[phase, op, axis][0] += len(sizes)
         sent[phase, op, axis][1] += sum(sizes)
 
-    # 1. What the first rank stores of each parameter, and of how many numbers FSDP gathers and reduces it.
-    padded = {}
-    for name, full in SHAPES.items():
-        over = edp if is_stack(name) else edp * (ep or 1)
-        local, dim, words = stored(name, tp, ep, edp, plan, tp_axis is not None)
-        padded[name] = prod(local) // local[dim] * -(-local[dim] // over) * over
-        local[dim] = -(-local[dim] // over)
-        placed = ["dp_replicate Replicate()"] if replicas > 1 else []
-        is_expert = is_stack(name) and ep is not None
-        placed += [f"{edp_axis if is_expert else dense_axis} Shard({dim})"] + ["ep Shard(0)"] * is_expert
-        placed += [f"{tp_axis} {words}"] if tp_axis else []
-        count = LAYERS if "*" in name else 1
-        text.append([code(f"{name} {count} {full} {', '.join(placed)} {tuple(local)}"), count * prod(local) * size])
-        held, total = held + text[-1][1], total + count * prod(full) * size
+    # 1. What the first rank stores of each parameter.
+    rows, padded = expected_shards(mesh, names, plan, size, edp)
+    total = sum((LAYERS if "*" in name else 1) * prod(shape) * size for name, shape in SHAPES.items())
     # 2. FSDP: the experts of each block, the rest of it, the head. The last block stays gathered into backward.
-    blocks = ([n for n in SHAPES if is_stack(n)], [n for n in SHAPES if "layers" in n and not is_stack(n)])
-    if ep is None:
-        blocks = ([], blocks[0] + blocks[1])
-    for names_of_unit, over, axis, count in (
-        (blocks[0], edp, edp_axis, LAYERS),
-        (blocks[1], edp * (ep or 1), dense_axis, LAYERS),
-        (["head.weight"], edp * (ep or 1), dense_axis, 1),
-    ):
-        frozen = ["layers.*.fc.bias"] if is_bias_frozen else []
-        gathered = sum(padded[n] for n in names_of_unit) // over * compute
-        reduced = sum(padded[n] for n in names_of_unit if n not in frozen) * summed
-        if over > 1 and names_of_unit:
+    frozen = ["layers.*.fc.bias"] if is_bias_frozen else []
+    for parameters, over, axis, count in units_of(ep, names, edp):
+        gathered = sum(padded[name] for name in parameters) // over * compute
+        reduced = sum(padded[name] for name in parameters if name not in frozen) * summed
+        if over > 1:
             add("forward", "all_gather", axis, *[gathered] * count)
             add("backward", "all_gather", axis, *[gathered] * (count - 1 if count > 1 else 1))
             add("backward", "reduce_scatter", axis, *[reduced] * count)
-        if replicas > 1:
+        if mesh.get("dp_replicate", 1) > 1:
             add("backward", "all_reduce", "dp_replicate", *[reduced // over] * count)
     # 3. Experts: each rank of tp sends its part of the tokens, k rows of each, and as many come back.
-    own = -(-tokens // tp)
+    own, wide = -(-tokens // tp), max(compute, 4)
     if k and ep is not None:
-        rows, counts, gates = own * k * D * compute, E * 8, own * k * max(compute, 4)
-        outputs, sums = own * D * compute, tp * own * k * D * max(compute, 4)
+        row_bytes, counts, gates = own * k * D * compute, E * 8, own * k * wide
+        outputs, sums = own * D * compute, tp * own * k * D * wide
         for _ in range(LAYERS):
             if ep > 1:
-                add("forward", "all_to_all", "ep", counts, rows, rows)
-                add("backward", "all_to_all", "ep", rows, rows)
+                add("forward", "all_to_all", "ep", counts, row_bytes, row_bytes)
+                add("backward", "all_to_all", "ep", row_bytes, row_bytes)
             if tp > 1:
-                add("forward", "all_gather", tp_axis, counts, rows, outputs)
-                add("backward", "all_gather", tp_axis, rows, outputs, gates)
+                add("forward", "all_gather", tp_axis, counts, row_bytes, outputs)
+                add("backward", "all_gather", tp_axis, row_bytes, outputs, gates)
                 for phase in ("forward", "backward"):
                     add(phase, "reduce_scatter", tp_axis, sums)
     # 4. Conv1D layers: the gradient of the input, that of a replicated bias, the output.
     for _ in range(LAYERS if plan and tp > 1 else 0):
-        add("backward", "all_reduce", tp_axis, tokens * D * compute)
-        if plan is PACKED and not is_bias_frozen:
-            add("backward", "all_reduce", tp_axis, H * compute)
+        of_bias = [H * compute] if plan is PACKED and not is_bias_frozen else []
+        add("backward", "all_reduce", tp_axis, tokens * D * compute, *of_bias)
         add("forward", "all_reduce", tp_axis, tokens * D * compute)
     unknown = int(ep is not None and not k)
-    return [*text, *sent.values(), [held, total], [unknown, 0]]
+    return [*rows, *sent.values(), [sum(nbytes for _, nbytes in rows), total], [unknown, 0]]
 
 
 def reported_rows(mesh, names, plan, dtype, tokens, k, is_bias_frozen):

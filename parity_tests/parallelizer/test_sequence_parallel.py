@@ -109,7 +109,9 @@ def loss_of_direct_layers(x, norm, named_norm, up, down):
 def direct_layers_of_sharded_sequences(mesh, x, norm, named_norm, up, down, ends, has_path):
     """Linear layers of a block take and return their positions; the plan of one pair is passed by its import path."""
     axes, leaves = mesh_axes(mesh.device_mesh), dict(zip(LEAVES, (norm, named_norm, up, down), strict=True))
-    named = {f"blocks.{block}.{leaf}.weight": x[block] for leaf, x in leaves.items() for block in range(len(x))}
+    named = {
+        f"blocks.{block}.{leaf}.weight": x[block].contiguous() for leaf, x in leaves.items() for block in range(len(x))
+    }
     is_imported = has_path and ends == "sharded"
     plan = f"{__name__}:imported_plan" if is_imported else plan_of_ends(ends)
 

@@ -12,7 +12,7 @@ from torch.nn.utils import skip_init
 
 from parity_tests.pipelining.perceptron import written
 from parity_tests.pipelining.stepped import Stepped
-from parity_tests.pipelining.test_csv_schedule import dumped, with_communication
+from parity_tests.pipelining.written_orders import dumped, with_communication
 from torch_impl.parallelizer import to_cpu
 from torch_impl.pipelining import schedule_order, stage_to_rank
 from torch_impl.pipelining.named_schedules import RULES

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Int
 from torch import Tensor
-from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_send_recv, _add_unshard_reshard
 
 from parity_tests.pipelining.drawn_orders import named_orders, own_orders
+from parity_tests.pipelining.written_orders import dumped, with_communication
 from shardproof import check, every_case, scheme, token_below
-from torch_impl.pipelining import read_csv, simulate, write_csv
+from torch_impl.pipelining import read_csv, simulate
 from torch_impl.pipelining.order import computations, parse_action
 
 CELL = re.compile(r"^pipeline_parallel_schedule_csv='[^']*' row [1-9]\d*, column [1-9]\d*: ")
@@ -26,20 +26,6 @@ def read(text, **sizes):
         path = Path(folder) / "s.csv"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         return read_csv(path, **sizes)
-
-
-def dumped(order):
-    with tempfile.TemporaryDirectory() as folder:
-        write_csv(order, Path(folder) / "s.csv")
-        return (Path(folder) / "s.csv").read_text()
-
-
-def with_communication(order, placed, n):
-    """What torch makes of an order, as text: what is sent, gathered and reduced."""
-    theirs = {rank: [_Action.from_str(str(a)) for a in actions if a] for rank, actions in enumerate(order)}
-    full_order = {rank: _add_reduce_grad(_add_unshard_reshard(actions), n) for rank, actions in theirs.items()}
-    sent = _add_send_recv(full_order, lambda stage: placed[stage], len(placed))
-    return [[parse_action(str(action)) for action in sent[rank]] for rank in range(len(order))]
 
 
 @given(named_orders(ranks=range(1, 5), max_microbatches=8))

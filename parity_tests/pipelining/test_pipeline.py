@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.perceptron import written
-from parity_tests.pipelining.test_csv_schedule import dumped, with_communication
 from parity_tests.pipelining.unsplit_models import LENGTH, PROMISED, ROWS, accumulated, chosen, loss_of, tokens
+from parity_tests.pipelining.written_orders import dumped, with_communication
 from torch_impl.pipelining import schedule_order
 from torch_impl.pipelining.functional import pipeline_model
 

@@ -1,0 +1,23 @@
+"""Orders as the text of a file, with what torch adds to them. Ranks import this, so that it loads no JAX."""
+
+import tempfile
+from pathlib import Path
+
+from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_send_recv, _add_unshard_reshard
+
+from torch_impl.pipelining import write_csv
+from torch_impl.pipelining.order import parse_action
+
+
+def dumped(order):
+    with tempfile.TemporaryDirectory() as folder:
+        write_csv(order, Path(folder) / "s.csv")
+        return (Path(folder) / "s.csv").read_text()
+
+
+def with_communication(order, placed, n):
+    """What torch makes of an order, as text: what is sent, gathered and reduced."""
+    theirs = {rank: [_Action.from_str(str(a)) for a in actions if a] for rank, actions in enumerate(order)}
+    full_order = {rank: _add_reduce_grad(_add_unshard_reshard(actions), n) for rank, actions in theirs.items()}
+    sent = _add_send_recv(full_order, lambda stage: placed[stage], len(placed))
+    return [[parse_action(str(action)) for action in sent[rank]] for rank in range(len(order))]
