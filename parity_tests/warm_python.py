@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -70,19 +71,19 @@ def together(
         ]
 
 
-class _Fork:
+class Fork:
     """A process that was forked, and ends with the block."""
 
     def __init__(self, arguments: Sequence[str], answers: int) -> None:
         self._arguments, self._answers = arguments, os.fdopen(answers, "rb", buffering=0)
-        self._pid, self._has_ended = self._number(time.monotonic() + LIMIT_S), False
+        self.pid, self._has_ended = self._number(time.monotonic() + LIMIT_S), False
 
-    def __enter__(self) -> _Fork:
+    def __enter__(self) -> Fork:
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self._has_ended:
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
         self._answers.close()
 
     def status(self, deadline: float) -> int:
@@ -97,10 +98,11 @@ class _Fork:
         return int(self._answers.readline())
 
 
-class _Origin:
-    """The process that is forked; it ends with this one."""
+class Origin:
+    """The process that is forked, by any thread; it ends with this one."""
 
     def __init__(self, imported: Sequence[str]) -> None:
+        self._lock = threading.Lock()
         self._link, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | THREADS
         with theirs:
@@ -118,15 +120,16 @@ class _Origin:
 
     def forked(
         self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], files: Sequence[int]
-    ) -> _Fork:
-        answers, theirs = os.pipe()
+    ) -> Fork:
         request = json.dumps([list(arguments), str(folder), dict(environment)]).encode() + b"\n"
-        socket.send_fds(self._link, [request], [*files, theirs])
-        os.close(theirs)
-        return _Fork(arguments, answers)
+        with self._lock:  # until the fork has begun, so that no two requests arrive as one
+            answers, theirs = os.pipe()
+            socket.send_fds(self._link, [request], [*files, theirs])
+            os.close(theirs)
+            return Fork(arguments, answers)
 
 
-_origin = functools.cache(_Origin)
+_origin = functools.cache(Origin)
 
 
 # The other side. This file runs there as a script, and imports nothing of ours.

@@ -30,6 +30,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Another number draws others.")] = 0,
     component: Annotated[str, typer.Option(help="Mutants of this folder of torch_impl alone.")] = "",
     examples: Annotated[int, typer.Option(min=1, help="Drawn cases of each scheme.")] = 40,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once.")] = 2,
     folders: Annotated[str, typer.Option(help="all: every test; own: those of the component's folder.")] = "all",
     build: Annotated[Path, typer.Option(help="Where outcomes and reached lines are remembered.")] = Path("build"),
     page: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
@@ -37,12 +38,14 @@ def main(
 ) -> None:
     """Judge a sample of mutants by drawn cases and tests, and print how many are caught, by component.
 
-    Before the first, every scheme is run to find which lines it has, and each file of tests when it is first needed.
+    Before the first, every scheme is run to find which lines it has, and each test when it is first needed.
     """
     if folders not in ("all", "own"):
         raise typer.BadParameter(f"--folders {folders!r} is not all or own")
     from parity_tests.mutants import page as pages
     from parity_tests.mutants import places, reached, run
+    from parity_tests.mutants.journal import Journal
+    from parity_tests.mutants.workers import Workers
 
     stderr = Console(stderr=True)
 
@@ -52,10 +55,11 @@ def main(
     sample = places.sampled(count, seed, component)
     if not sample:
         raise typer.BadParameter(f"--component {component!r}: no folder of torch_impl with mutants")
-    memory, journal = reached.Memory(build / "mutants_lines.json"), run.Journal(build / f"mutants_{examples}.jsonl")
+    memory, journal = reached.Memory(build / "mutants_lines.json"), Journal(build / f"mutants_{examples}.jsonl")
     schemes = reached.of_schemes(memory, reached.TRACED, show)
-    run.by_drawn_cases(sample, schemes, journal, examples, str(Path(jax_cache).resolve()), show)
-    run.by_tests(sample, memory, journal, folders, show)
+    workers, cache = Workers(jobs), str(Path(jax_cache).resolve())
+    run.by_drawn_cases(sample, schemes, journal, examples, cache, workers, show)
+    run.by_tests(sample, memory, journal, folders, workers, show)
     outcomes = journal.outcomes(sample)
     console = Console(width=None if Console().is_terminal else 120)
     for line in [*pages.closing(outcomes), "", pages.table(outcomes), pages.survivors(outcomes)]:

@@ -6,34 +6,91 @@ starts sees the mutant too, and the repository is never written.
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
-import subprocess
-import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
+from parity_tests.mutants import pytest_process
 from parity_tests.mutants.mutant import Mutant
-from parity_tests.mutants.reached import PYTEST, Reach
+from parity_tests.mutants.places import lines_of_users
+from parity_tests.mutants.reached import TestReach
+from parity_tests.mutants.workers import Workers
 
-SLOWER, AT_LEAST_S = 3.0, 90.0  # the time limit: times what the healthy run took, and not less than that
+CAP_S = 150.0  # for all tests of a mutant
+SLOWER, AT_LEAST_S = 3.0, 90.0  # the time limit of a test: times what the healthy run took, and not less than that
+PLUGIN = ("-p", "parity_tests.mutants.selection_plugin")
+NO_TESTS = 5  # pytest's status where it has collected none of those in the list
 
 
-def first_failing(mutant: Mutant, files: Sequence[tuple[Path, Reach]]) -> str | None:
-    """The first of these files of tests that fails on the mutant, or does not end; the fastest is tried first."""
-    with _tree_of(mutant) as tree:
-        for file, reach in sorted(files, key=lambda each: each[1].seconds):
-            name = file.relative_to(ROOT).as_posix()
-            limit = max(SLOWER * reach.seconds, AT_LEAST_S)
-            status = _status(tree, name, limit)
-            if status is None:
-                return f"{name} (no end after {limit:.0f} s)"
-            if status != 0:
-                return name
-    return None
+@dataclass(frozen=True)
+class Failure:
+    """The first test that fails, or the file that cannot be collected; `capped` where the time is over before any."""
+
+    test: str | None
+    capped: bool = False
+
+
+class TestRuns:
+    """Runs of tests on mutants, and on production as it is: a test that fails there, in such a run, catches nothing."""
+
+    __test__ = False  # pytest collects no class of this name
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        self._healthy: dict[str, bool] = {}
+        self._lock = threading.Lock()
+
+    def first_failing(self, mutant: Mutant, tests: Sequence[TestReach], cap: float) -> Failure:
+        """The fastest test is run first, all in one process."""
+        left, deadline = sorted(tests, key=lambda test: test.seconds), time.monotonic() + cap
+        with _tree_of(mutant) as tree:
+            while left:
+                failure = self._first_failing(tree, left, deadline - time.monotonic())
+                if failure.test is None:
+                    return failure
+                failing = [test for test in left if test.name == failure.test] or left[:1]
+                if self._passes_without(failing[0]):
+                    return failure
+                left.remove(failing[0])
+        return Failure(None)
+
+    def _first_failing(self, tree: Path, tests: Sequence[TestReach], limit: float) -> Failure:
+        with tempfile.TemporaryDirectory() as folder:
+            chosen, begun = Path(folder) / "chosen.json", Path(folder) / "begun.jsonl"
+            chosen.write_text(json.dumps([(test.name, max(SLOWER * test.seconds, AT_LEAST_S)) for test in tests]))
+            environment = {"TESTS_FROM": str(chosen), "TESTS_TO": str(begun)}
+            files = dict.fromkeys(test.name.partition("::")[0] for test in tests)
+            status = pytest_process.status(tree, [*PLUGIN, *files], environment, limit, self.workers)
+            names = [json.loads(line) for line in begun.read_text().splitlines()] if begun.is_file() else []
+        if status is None:
+            return Failure(None, capped=True)
+        if status in (0, NO_TESTS):
+            return Failure(None)
+        return Failure(names[-1] if names else tests[0].name.partition("::")[0])
+
+    def _passes_without(self, test: TestReach) -> bool:
+        if test.name not in self._healthy:
+            failure = self._first_failing(ROOT, [test], CAP_S)
+            with self._lock:
+                self._healthy[test.name] = failure == Failure(None)
+        return self._healthy[test.name]
+
+
+def reaching(mutant: Mutant, tests: Sequence[TestReach]) -> list[TestReach]:
+    """The tests that run the line; else those that use what import evaluates, else those whose file runs it itself."""
+    lines = range(mutant.first_line, mutant.last_line + 1)
+    for numbers in (lines, lines_of_users(mutant)):
+        found = [test for test in tests if test.runs(mutant.file, numbers)]
+        if found:
+            return found
+    return [test for test in tests if any(line in lines for line in test.collected.get(mutant.file, ()))]
 
 
 @contextmanager
@@ -46,30 +103,3 @@ def _tree_of(mutant: Mutant) -> Iterator[Path]:
         shutil.copytree(ROOT / PRODUCTION, tree / PRODUCTION, ignore=shutil.ignore_patterns("__pycache__"))
         (tree / mutant.file).write_text(mutant.patched.text)
         yield tree
-
-
-def _status(tree: Path, name: str, limit: float) -> int | None:
-    """Of pytest on one file; None where it does not end in time."""
-    path = os.pathsep.join([str(tree), str(tree / "parity_tests" / "import_name")])
-    command = [sys.executable, *PYTEST, "-c", "pyproject.toml", "--rootdir", str(tree), name]
-    process = subprocess.Popen(
-        command,
-        cwd=tree,
-        env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and the ranks that it started, which are of its session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, 9)
-    process.wait()

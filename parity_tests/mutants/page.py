@@ -9,9 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from parity_tests.injected_bugs.report import markdown, share
+from parity_tests.injected_bugs.runner import FARTHEST
+from parity_tests.injected_bugs.trials import TRACED
+from parity_tests.mutants.by_tests import CAP_S
+from parity_tests.mutants.journal import Outcome
 from parity_tests.mutants.operators import KINDS
 from parity_tests.mutants.places import RULES
-from parity_tests.mutants.run import Outcome
 
 PROMISED_DRAWN, PROMISED_TESTS, PROMISED_COUNT = 0.85, 0.97, 1000
 COLUMNS = ("component", "mutants", "drawn cases", "with the tests", "survive", "equivalent")
@@ -21,9 +24,14 @@ A mutant is one place of our own components with another text, made by a rule: {
 The [catalogue of injected bugs](injected-bugs.md) is written by hand; this is a sample of all that rules make, drawn
 by a seed, each component in proportion.
 
-Each mutant is judged by drawn cases of the schemes that run its line, at most {examples} of each of the 15 nearest,
-with the budgets and oracles of `shardproof verify`. What they do not catch is judged by the tests that run its line. A
-mutant whose cases or tests fail without it is not caught by them.
+Each mutant is judged by drawn cases of the schemes that run its line, at most {examples} of each of the {farthest}
+nearest, with the budgets and oracles of `shardproof verify`; where no scheme runs the line in its first {traced} cases,
+of those that run another line of its function.
+
+What they do not catch is judged by the tests that run its line, the fastest first, of its component and then of the
+others. A test that starts processes, in which no lines are recorded, counts as running what the tests of its file run,
+and all of the functions that the file imports. The tests of a mutant have {cap:.0f} s: what none of them has caught by
+then survives. A mutant whose cases or tests fail without it is not caught by them.
 
 Not made are mutants of
 
@@ -52,10 +60,12 @@ def closing(outcomes: Sequence[Outcome]) -> list[str]:
     caught_by_cases = sum(outcome.drawn is not None for outcome in real)
     caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
     few = f"; the promise is made of {PROMISED_COUNT}" if len(real) < PROMISED_COUNT else ""
+    capped = sum(outcome.capped and not outcome.tests for outcome in real)
     return [
         f"{share(caught_by_cases, len(real))} are caught by drawn cases alone; promised are {PROMISED_DRAWN:.0%}{few}.",
         f"{share(caught, len(real))} are caught by drawn cases or tests; promised are {PROMISED_TESTS:.0%}{few}.",
         f"{len(outcomes) - len(real)} more are equivalent.",
+        f"{capped} of the survivors had all the time that there is, and not all tests.",
     ]
 
 
@@ -81,6 +91,7 @@ def survivors(outcomes: Sequence[Outcome]) -> str:
         if not outcome.drawn and not outcome.tests:
             mutant = outcome.mutant
             reason = f" Equivalent: {outcome.equivalent}" if outcome.equivalent else ""
+            reason = reason or (" Not all of its tests have run." if outcome.capped else "")
             lines.append(
                 f"- `{mutant.file}:{mutant.first_line}`, `{mutant.symbol}`, {mutant.kind}: `{mutant.change}`.{reason}"
             )
@@ -93,6 +104,9 @@ def write(outcomes: Sequence[Outcome], path: Path, seed: int, examples: int, can
         kinds=", ".join(KINDS),
         rules="\n".join(f"- {rule};" for rule in RULES),
         examples=examples,
+        farthest=FARTHEST,
+        traced=TRACED,
+        cap=CAP_S,
         date=date.today().isoformat(),
         python=platform.python_version(),
         torch=version("torch"),

@@ -60,13 +60,20 @@ def changes_bytecode(mutant: Mutant) -> bool:
 
 def lines_of_users(mutant: Mutant) -> frozenset[int]:
     """The lines that use what is evaluated at import: of a default its function's, else the file's; else empty."""
+    body = lines_of_function(mutant)
+    if not body:
+        return frozenset(range(1, 1 + len((ROOT / mutant.file).read_text().splitlines())))
+    return frozenset() if mutant.last_line >= min(body) else body
+
+
+def lines_of_function(mutant: Mutant) -> frozenset[int]:
+    """The lines in the body of the innermost function around it, its docstring's too; empty where there is none."""
     tree = ast.parse((ROOT / mutant.file).read_text())
     around = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _spans(node, mutant)]
     if not around:
-        return frozenset(range(1, 1 + len((ROOT / mutant.file).read_text().splitlines())))
+        return frozenset()
     innermost = max(around, key=lambda node: node.lineno)
-    body = range(innermost.body[0].lineno, (innermost.end_lineno or innermost.lineno) + 1)
-    return frozenset() if mutant.last_line >= body.start else frozenset(body)
+    return frozenset(range(innermost.body[0].lineno, (innermost.end_lineno or innermost.lineno) + 1))
 
 
 def _spans(node: ast.stmt, mutant: Mutant) -> bool:

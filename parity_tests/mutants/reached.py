@@ -1,15 +1,14 @@
-"""Which lines of production each scheme and each file of tests runs; remembered while nothing changes."""
+"""Which lines of production each scheme and each test runs; remembered while nothing changes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,72 +17,96 @@ from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
 from parity_tests.injected_bugs.runner import NOT_TRIED
 from parity_tests.injected_bugs.trials import TRACED as TRACED
 from parity_tests.injected_bugs.trials import SchemeTrials
+from parity_tests.mutants import pytest_process
+from parity_tests.mutants.lines_plugin import COLLECTED, WIDE
 from parity_tests.mutants.mutant import Mutant
+from parity_tests.mutants.workers import Workers
 
 Lines = dict[str, list[int]]  # of each file, relative to the root
+Progress = Callable[[str], Any]
+TOGETHER = 6  # files of tests that share a process, and what it imports
 TIMEOUT_S = 600.0  # for one file of tests
-PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=quick")
+PLUGIN = ("-p", "parity_tests.mutants.lines_plugin")
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What runs which lines, how long it took, and whether it passed: a file of tests that fails tells nothing."""
+    """What runs which lines, and how long it took."""
 
     lines: Lines
     seconds: float
-    passed: bool = True
 
     def reaches(self, mutant: Mutant) -> bool:
-        lines = self.lines.get(mutant.file, ())
-        return any(mutant.first_line <= line <= mutant.last_line for line in lines)
+        return self.runs(mutant.file, range(mutant.first_line, mutant.last_line + 1))
+
+    def runs(self, file: str, numbers: Collection[int]) -> bool:
+        """Whether it runs one of these lines of a file."""
+        return any(line in numbers for line in self.lines.get(file, ()))
+
+
+@dataclass(frozen=True)
+class TestReach(Reach):
+    """A test by its node id, which passes without a mutant; `collected` is what collecting its file runs."""
+
+    name: str
+    collected: Lines
+
+    __test__ = False  # pytest collects no class of this name
+
+    @property
+    def file(self) -> str:
+        return self.name.partition("::")[0]
+
+    @property
+    def component(self) -> str:
+        return self.file.split("/")[1]
 
 
 class Memory:
-    """Reaches by name in a JSON file, each as long as the text that it was found of is the same."""
+    """What was found, by name in a JSON file, as long as production and the text that it was found of are the same."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._production, self._lock = path, _production(), threading.Lock()
         self._records: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
 
-    def of(self, name: str, text: str, find: Callable[[], Reach]) -> Reach:
-        """The remembered reach, or the one that is found now."""
-        stamp = hashlib.sha256(f"{_production()}\0{text}".encode()).hexdigest()[:16]
+    def get(self, name: str, text: str) -> Any:
+        """What was found, or None."""
         record = self._records.get(name)
-        if record is None or record["stamp"] != stamp:
-            reach = find()
-            record = {"stamp": stamp, "lines": reach.lines, "seconds": reach.seconds, "passed": reach.passed}
-            self._records[name] = record
+        return record["found"] if record is not None and record.get("stamp") == self._stamp(text) else None
+
+    def put(self, name: str, text: str, found: Any) -> None:
+        with self._lock:
+            self._records[name] = {"stamp": self._stamp(text), "found": found}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(self._records))
-        return Reach(record["lines"], record["seconds"], record["passed"])
+
+    def _stamp(self, text: str) -> str:
+        return hashlib.sha256(f"{self._production}\0{text}".encode()).hexdigest()[:16]
 
 
-def of_schemes(memory: Memory, examples: int, progress: Callable[[str], Any]) -> dict[str, Reach]:
+def of_schemes(memory: Memory, examples: int, progress: Progress) -> dict[str, Reach]:
     """Every built-in scheme by its key."""
     reaches = {}
     for scheme in discover.built_in():
         if scheme.name not in NOT_TRIED:
-            find = _finder_of_scheme(scheme, examples, progress)
-            reaches[scheme.key] = memory.of(scheme.key, Path(scheme.file).read_text(), find)
+            text = Path(scheme.file).read_text()
+            found = memory.get(scheme.key, text)
+            if found is None:
+                progress(f"lines of {scheme.name}")
+                found = asdict(_of_scheme(scheme, examples))
+                memory.put(scheme.key, text, found)
+            reaches[scheme.key] = Reach(**found)
     return reaches
 
 
-def _finder_of_scheme(scheme: Any, examples: int, progress: Callable[[str], Any]) -> Callable[[], Reach]:
-    def find() -> Reach:
-        progress(f"lines of {scheme.name}")
-        start = time.monotonic()
-        trials = SchemeTrials(scheme, examples)
-        trials.trace()
-        return Reach(_by_file(trials.lines), time.monotonic() - start)
-
-    return find
-
-
-def _by_file(places: frozenset[tuple[str, int]]) -> Lines:
+def _of_scheme(scheme: Any, examples: int) -> Reach:
+    start = time.monotonic()
+    trials = SchemeTrials(scheme, examples)
+    trials.trace()
     lines: Lines = {}
-    for file, line in sorted(places):
+    for file, line in sorted(trials.lines):
         lines.setdefault(file, []).append(line)
-    return lines
+    return Reach(lines, time.monotonic() - start)
 
 
 def test_files(component: str) -> list[Path]:
@@ -94,26 +117,67 @@ def test_files(component: str) -> list[Path]:
     return [file for folder in folders for file in sorted(folder.glob("test_*.py"))]
 
 
-def of_tests(memory: Memory, file: Path, progress: Callable[[str], Any]) -> Reach:
-    """One file of tests, run in a process of its own with every line of production traced."""
-    name = file.relative_to(ROOT).as_posix()
+test_files.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]
 
-    def find() -> Reach:
-        progress(f"lines of {name}")
-        out = memory.path.with_name(f"lines_of_{file.stem}.json").resolve()
-        out.unlink(missing_ok=True)
-        start = time.monotonic()
-        env = os.environ | {"LINES_TO": str(out), "LINES_OF": str(ROOT / PRODUCTION)}
-        command = [sys.executable, *PYTEST, "-p", "parity_tests.mutants.lines_plugin", str(file)]
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return Reach({}, TIMEOUT_S, passed=False)
-        lines = json.loads(out.read_text()) if out.is_file() else {}
-        out.unlink(missing_ok=True)
-        return Reach(lines, time.monotonic() - start, passed=done.returncode == 0)
 
-    return memory.of(name, file.read_text(), find)
+def of_tests(memory: Memory, files: Iterable[Path], workers: Workers, progress: Progress) -> list[TestReach]:
+    """The tests of these files that pass, run in processes of some files with every line of production traced."""
+    texts = {file: file.read_text() for file in files}
+
+    def find(together: Sequence[Path]) -> None:
+        progress(f"lines of {', '.join(_name(file) for file in together)}")
+        found = _traced(together, workers)
+        if found is None and len(together) > 1:  # one of them did not end, or ended the process
+            for file in together:
+                find([file])
+        elif not workers.stopped.is_set():
+            for file in together:
+                memory.put(_name(file), texts[file], _of_file(found or {}, _name(file)))
+
+    missing = [file for file, text in texts.items() if memory.get(_name(file), text) is None]
+    workers.each(find, [missing[i : i + TOGETHER] for i in range(0, len(missing), TOGETHER)])
+    found = [memory.get(_name(file), text) for file, text in texts.items()]
+    return [TestReach(**test, collected=each["collected"]) for each in found for test in each["tests"]]
+
+
+def _traced(files: Sequence[Path], workers: Workers) -> dict[str, Any] | None:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "lines.json"
+        environment = {"LINES_TO": str(out), "LINES_OF": str(ROOT / PRODUCTION), "COVERAGE_CORE": "ctrace"}
+        limit = TIMEOUT_S * len(files)
+        pytest_process.status(ROOT, [*PLUGIN, *map(_name, files)], environment, limit, workers)
+        return json.loads(out.read_text()) if out.is_file() else None
+
+
+def _of_file(found: dict[str, Any], file: str) -> dict[str, Any]:
+    """The passing tests of a file; one that starts processes reaches all that the file's tests and imports name."""
+    if not found:
+        return {"tests": [], "collected": {}}
+    lines, wide = found["lines"], found["lines"].get(WIDE + file, {})
+    of_file = {name: test for name, test in found["tests"].items() if name.partition("::")[0] == file}
+    all_of_file = _united([found["imported"].get(file, {}), *(lines.get(name, {}) for name in of_file)])
+    tests = [
+        {
+            "name": name,
+            "seconds": round(test["seconds"], 2),
+            "lines": _united([wide, all_of_file if test["starts"] else lines.get(name, {})]),
+        }
+        for name, test in of_file.items()
+        if test["passed"]
+    ]
+    return {"tests": tests, "collected": lines.get(COLLECTED + file, {})}
+
+
+def _united(many: Iterable[Lines]) -> Lines:
+    united: dict[str, set[int]] = {}
+    for lines in many:
+        for file, numbers in lines.items():
+            united.setdefault(file, set()).update(numbers)
+    return {file: sorted(numbers) for file, numbers in united.items()}
+
+
+def _name(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
 
 
 def _production() -> str:

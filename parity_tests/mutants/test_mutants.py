@@ -2,6 +2,8 @@
 
 import ast
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,15 +12,18 @@ import pytest
 from parity_tests import warm_python
 from parity_tests.injected_bugs.injected_bug import ROOT
 from parity_tests.mutants import page, places
-from parity_tests.mutants.by_tests import _tree_of
+from parity_tests.mutants.by_tests import CAP_S, Failure, TestRuns, _tree_of, reaching
 from parity_tests.mutants.drawn import AT_IMPORT, DrawnCases
+from parity_tests.mutants.journal import Journal, Outcome
 from parity_tests.mutants.mutant import Mutant
 from parity_tests.mutants.operators import changes
-from parity_tests.mutants.reached import Memory, Reach
-from parity_tests.mutants.run import Journal, Outcome, _nearest
+from parity_tests.mutants.reached import Memory, Reach, TestReach, _of_file, of_tests
+from parity_tests.mutants.run import BATCH, _nearest, batches
+from parity_tests.mutants.workers import Workers
 
 PLAIN = "torch_impl/collectives/plain.py"
 SUM = "parity_tests.collectives.test_schemes:sum_to_invariant"
+SUM_FILE = "parity_tests/collectives/test_all_reduce.py"
 RETURNED = "return total.to(x.dtype)"
 
 
@@ -103,7 +108,7 @@ def test_a_sample_repeats_and_has_each_component():
 
 
 def test_what_runs_at_import_is_judged_by_what_uses_it():
-    """A default by the schemes that run its function; of a function's body no other line stands in for it."""
+    """A default by the schemes that run its function, a constant by those that run its file."""
     text = (ROOT / PLAIN).read_text().splitlines()
     header = 1 + next(i for i, line in enumerate(text) if line.startswith("def all_reduce_sum"))
     body = 1 + text.index(f"    {RETURNED}")
@@ -114,6 +119,14 @@ def test_what_runs_at_import_is_judged_by_what_uses_it():
     assert _nearest(mutant_of(RETURNED, "return total"), {"another": runs_another}) == []
     constant = replace(default, symbol="", first_line=1, last_line=1)
     assert _nearest(constant, schemes) == ["one", "another"]
+
+
+def test_a_line_that_no_scheme_runs_is_judged_by_those_that_run_another_of_its_function():
+    mutant = mutant_of(RETURNED, "return total")
+    before, far = Reach({PLAIN: [mutant.first_line - 1]}, 0.1), Reach({PLAIN: [1]}, 0.1)
+    assert _nearest(mutant, {"before": before, "far": far}) == ["before"]
+    its_line = Reach({PLAIN: [mutant.first_line]}, 0.1)
+    assert _nearest(mutant, {"before": before, "its line": its_line}) == ["its line"]
 
 
 def test_drawn_cases_catch_a_mutant_and_pass_what_is_none():
@@ -133,23 +146,99 @@ def test_the_tree_of_a_mutant_is_what_python_imports():
     assert RETURNED in (ROOT / PLAIN).read_text()
 
 
+def test_the_first_test_that_fails_catches_a_mutant_if_it_passes_without():
+    runs, mutant = TestRuns(Workers(1)), mutant_of(RETURNED, "return (total / 2).to(x.dtype)")
+    maximum = TestReach({}, 0.1, f"{SUM_FILE}::test_the_maximum_is_exact_and_has_no_gradient[torch.float64]", {})
+    total = TestReach({}, 0.2, f"{SUM_FILE}::test_narrow_dtypes_are_summed_in_float32", {})
+    assert runs.first_failing(mutant, [total, maximum], CAP_S) == Failure(total.name)
+    assert runs.first_failing(mutant, [maximum, total], 0.01) == Failure(None, capped=True)
+    runs._healthy[total.name] = False
+    assert runs.first_failing(mutant, [maximum, total], CAP_S) == Failure(None)
+
+
 def test_a_run_goes_on_where_it_was_stopped():
     mutant = mutant_of(RETURNED, "return total")
     journal = Journal(Path("build") / "mutants.jsonl")
+    assert journal.lacks_cases([mutant]) == [mutant]
     journal.add({"key": mutant.key, "schemes": 1, "examples": 4, "drawn": None, "oracle": None})
-    assert journal.outcomes([mutant]) == []
+    assert (journal.lacks_cases([mutant]), journal.outcomes([mutant])) == ([], [])
+    journal.add({"key": mutant.key, "spent": 2.0})
+    assert Journal(journal.path).lacks_tests([mutant]) == [mutant]
     journal.add({"key": mutant.key, "tests": "parity_tests/collectives/test_schemes.py"})
     (outcome,) = Journal(journal.path).outcomes([mutant])
     assert (outcome.drawn, outcome.tests) == (None, "parity_tests/collectives/test_schemes.py")
 
 
+def test_a_batch_is_of_one_component_and_the_largest_comes_first():
+    mutants = [replace(mutant_of(RETURNED, "return total"), file=f"torch_impl/{name}/a.py") for name in "abb"]
+    many = mutants + BATCH * mutants[1:2]
+    assert [(batch[0].component, len(batch)) for batch in batches(many)] == [("b", BATCH), ("b", 2), ("a", 1)]
+    assert all(len({mutant.component for mutant in batch}) == 1 for batch in batches(many))
+
+
+def test_workers_hand_out_tasks_in_turn_and_end_what_runs_when_one_raises():
+    workers, order = Workers(2), []
+    assert sorted(workers.each(lambda task: order.append(task) or -task, range(6))) == [-5, -4, -3, -2, -1, 0]
+    assert sorted(order) == list(range(6)) and not workers.stopped.is_set()
+
+    def task(is_long):
+        command = [sys.executable, "-c", f"import time; time.sleep({600 if is_long else 0})"]
+        with subprocess.Popen(command, start_new_session=True) as process, workers.session(process.pid):
+            process.wait()
+        if not is_long:
+            raise ZeroDivisionError
+        return process.returncode
+
+    with pytest.raises(ZeroDivisionError):
+        workers.each(task, [True, False])
+    assert workers.stopped.is_set()
+
+
 def test_what_is_reached_is_remembered_while_the_text_is_the_same():
-    reach = Reach({PLAIN: [1, 2]}, 0.5)
     memory = Memory(Path("lines.json"))
-    assert memory.of("a", "text", lambda: reach) == reach
-    assert Memory(Path("lines.json")).of("a", "text", pytest.fail) == reach
-    assert memory.of("a", "another text", lambda: replace(reach, seconds=2.0)).seconds == 2.0
-    assert not reach.reaches(mutant_of(RETURNED, "return total"))
+    assert memory.get("a", "text") is None
+    memory.put("a", "text", {"lines": {PLAIN: [1, 2]}, "seconds": 0.5})
+    assert Reach(**Memory(Path("lines.json")).get("a", "text")) == Reach({PLAIN: [1, 2]}, 0.5)
+    assert memory.get("a", "another text") is None
+    assert not Reach({PLAIN: [1, 2]}, 0.5).reaches(mutant_of(RETURNED, "return total"))
+
+
+def test_a_test_has_the_lines_that_its_ranks_run():
+    """Ranks are threads; of the function beside it, which another test of the file runs, it has none."""
+    tests = of_tests(Memory(Path("lines.json")), [ROOT / SUM_FILE], Workers(1), print)
+    (total,) = [test for test in tests if test.name.endswith("test_narrow_dtypes_are_summed_in_float32")]
+    (maximum,) = [test for test in tests if test.name.endswith("no_gradient[torch.float64]")]
+    assert total.reaches(mutant_of(RETURNED, "return total"))
+    assert maximum.lines and not maximum.reaches(mutant_of(RETURNED, "return total"))
+
+
+def test_what_a_test_reaches_besides_its_own_lines():
+    """Wide fixtures of its file; all lines of the file where it starts processes. What fails tells nothing."""
+    tests = {
+        f"{SUM_FILE}::{name}": {"passed": name != "fails", "seconds": 1.0, "starts": name == "starts"}
+        for name in ("plain", "starts", "fails")
+    }
+    found = {
+        "lines": {
+            f"{SUM_FILE}::plain": {PLAIN: [2]},
+            f"{SUM_FILE}::fails": {PLAIN: [3]},
+            f"wide {SUM_FILE}": {PLAIN: [9]},
+            f"collected {SUM_FILE}": {PLAIN: [1]},
+        },
+        "imported": {SUM_FILE: {PLAIN: [5, 6]}},
+        "tests": tests,
+    }
+    found = _of_file(found, SUM_FILE)
+    lines = {test["name"].partition("::")[2]: test["lines"][PLAIN] for test in found["tests"]}
+    assert lines == {"plain": [2, 9], "starts": [2, 3, 5, 6, 9]} and found["collected"] == {PLAIN: [1]}
+
+
+def test_what_only_collecting_runs_is_judged_by_the_tests_of_that_file():
+    mutant = mutant_of(RETURNED, "return total")
+    far, runs_it = (TestReach({PLAIN: [line]}, 0.1, SUM_FILE, {}) for line in (1, mutant.first_line))
+    collects_it = replace(far, collected=runs_it.lines)
+    assert reaching(mutant, [collects_it, runs_it]) == [runs_it]
+    assert reaching(mutant, [collects_it, far]) == [collects_it]
 
 
 def test_the_page_counts_by_component_and_lists_survivors(monkeypatch):
@@ -157,10 +246,13 @@ def test_the_page_counts_by_component_and_lists_survivors(monkeypatch):
     caught, by_tests = Outcome(mutant, 1, 1, "a", "value", None), Outcome(mutant, 1, 4, None, None, "test_a.py")
     survivor = Outcome(mutant, 0, 0, None, None, None)
     outcomes = [caught, by_tests, survivor]
+    capped = replace(survivor, capped=True)
+    assert page.closing([capped])[-1].startswith("1 of") and page.closing([survivor])[-1].startswith("0 of")
+    assert page.survivors([capped]).endswith("Not all of its tests have run.")
     assert "| collectives | 3 | 1 of 3 (33.3%) | 2 of 3 (66.7%) | 1 | 0 |" in page.table(outcomes)
     assert page.survivors(outcomes).startswith(f"- `{PLAIN}:{mutant.first_line}`, `all_reduce_sum`, arithmetic: ")
     assert not page.is_promised(outcomes) and "the promise is made of 1000" in page.closing(outcomes)[0]
-    monkeypatch.setattr("parity_tests.mutants.run.why_equivalent", lambda mutant: "no caller sees it")
+    monkeypatch.setattr("parity_tests.mutants.journal.why_equivalent", lambda mutant: "no caller sees it")
     assert page.table(outcomes).splitlines()[-1].endswith("| 0 | 1 |")
     page.write(outcomes, Path("mutants.md"), 0, 16, 10)
     assert "Equivalent: no caller sees it" in Path("mutants.md").read_text()
