@@ -30,7 +30,7 @@ def status(
     Its plugins must make it the leader of a session, so that what its tests start ends with it.
     """
     path = os.pathsep.join([str(tree), str(tree / "parity_tests" / "import_name")])
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | environment
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **environment}
     command, deadline = [*PYTEST, "--rootdir", str(tree), *arguments], time.monotonic() + limit
     with tempfile.TemporaryFile() as output:
         files = [output.fileno(), output.fileno()]

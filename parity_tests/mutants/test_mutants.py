@@ -81,6 +81,8 @@ def f(a: int = 1) -> tuple[3]:
     warnings.warn("one" + "two")
     if a < 0:
         raise ValueError(5 + 6)
+    with torch.cuda.device(8):
+        torch.cuda.manual_seed(9)
     return a
 def __repr__(self):
     return 7
@@ -90,6 +92,14 @@ def __repr__(self):
     monkeypatch.setattr(places, "ROOT", ROOT)
     changed = {mutant.old for mutant in places._of_file(file)}
     assert changed == {"1", "a < 0", "0"}
+
+
+def test_what_is_left_out_for_cuda_is_named_in_the_rules():
+    """No other function has such a block than the one on the page."""
+    files = [path for path in (ROOT / "torch_impl").rglob("*.py") if "with torch.cuda.device(" in path.read_text()]
+    (rule,) = [rule for rule in places.RULES if "torch.cuda.device" in rule]
+    assert [path.relative_to(ROOT).as_posix() for path in files] == ["torch_impl/parallelizer/adapters/meta_init.py"]
+    assert "`_seed_generators`" in rule and "torch_impl.parallelizer.adapters.meta_init" in rule
 
 
 def test_mutants_of_equal_bytecode_are_none():
