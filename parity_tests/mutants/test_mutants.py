@@ -183,7 +183,9 @@ def test_a_batch_is_of_one_component_and_the_largest_comes_first():
     mutants = [replace(mutant_of(RETURNED, "return total"), file=f"torch_impl/{name}/a.py") for name in "abb"]
     many = mutants + BATCH * mutants[1:2]
     assert [(batch[0].component, len(batch)) for batch in batches(many)] == [("b", BATCH), ("b", 2), ("a", 1)]
-    assert all(len({mutant.component for mutant in batch}) == 1 for batch in batches(many))
+    assert [len(batch) for batch in batches(mutants, size=1)] == [1, 1, 1]
+    first, *_, last = batches([replace(each, start=start) for start, each in enumerate(reversed(many))])
+    assert [mutant.start for mutant in first] == sorted(mutant.start for mutant in first) and last[0].component == "a"
 
 
 def test_workers_hand_out_tasks_in_turn_and_end_what_runs_when_one_raises():
