@@ -3,7 +3,8 @@
 import pytest
 
 from parity_tests.context_parallel.cuda_kernels import CudaKernels
-from parity_tests.context_parallel.test_plain_attention import RULES, OneBlock, of_one_block, two_keys_or_more
+from parity_tests.context_parallel.one_block import RULES, OneBlock, two_keys_or_more
+from parity_tests.context_parallel.test_plain_attention import of_one_block
 from shardproof import check_cases, scheme, values
 
 

@@ -61,7 +61,7 @@ def by_drawn_cases(
 
 
 def batches(mutants: Sequence[Mutant], size: int = BATCH) -> list[Sequence[Mutant]]:
-    """Mutants of one component in each, neighbours together; the largest components first, so that no long one is last."""
+    """Mutants of one component in each, neighbours together; the largest first, so that no long one is last."""
     counts = Counter(mutant.component for mutant in mutants)
     ordered = sorted(mutants, key=lambda mutant: (-counts[mutant.component], mutant.file, mutant.start))
     groups = [list(group) for _, group in itertools.groupby(ordered, lambda mutant: mutant.component)]
