@@ -109,11 +109,13 @@ FINDINGS = (
         "torch",
         "seen on 2.13.0",
         "`dist.scatter` on gloo reads each tensor of its list as if its numbers lay side by side; so do `broadcast`, "
-        "`reduce` and `all_reduce`. NCCL rejects such tensors. The backward of `gather` and of `all_gather` of "
-        "`torch.distributed.nn.functional` scatters slices of the gradient as they are: where what was gathered is "
-        "used transposed, each rank gets other elements of the gradient, without an error.",
-        "Call `.contiguous()` on what goes into a collective. In place of the two functions take "
-        "`all_gather_single_autograd` of `torch.distributed._functional_collectives`, which is right.",
+        "`reduce` and `all_reduce`, where there are gaps or the ranks' strides differ. NCCL rejects such tensors. The "
+        "backward of `gather` and of `all_gather` of `torch.distributed.nn.functional`, which on this version are "
+        "deprecated, scatters slices of the gradient as they are: where what was gathered is used transposed, each "
+        "rank gets other elements of the gradient, without an error.",
+        "In place of the two functions take `all_gather_single_autograd` of "
+        "`torch.distributed._functional_collectives`, which is right. Elsewhere call `.contiguous()` on what goes into "
+        "a collective.",
         "torch_scatter_of_transposed",
         ("torch/collectives::nn_gather_used_transposed", "torch/collectives::nn_all_gather_used_transposed"),
         verdicts={"lockstep": "protocol"},
@@ -122,14 +124,14 @@ FINDINGS = (
         kind="order",
     ),
     Finding(
-        "In a group of some ranks the gradient of broadcast and reduce is lost, and gather and scatter raise",
+        "In a group of some ranks the gradient of broadcast is lost, and gather and scatter raise",
         "torch",
         "seen on 2.13.0",
-        "`broadcast`, `reduce`, `gather` and `scatter` of `torch.distributed.nn.functional` take the rank of source or "
-        "destination in the world, as `dist.broadcast` does, and compare it with the rank in the group. In a group "
-        "whose ranks have other numbers in the world the backward of `broadcast`, and with it that of `reduce`, sets "
-        "the gradient of the source to zero; `gather` and `scatter` raise that a list is missing.",
-        "Use these four with the default group alone, or `all_reduce` of a term that is zero on the other ranks. The "
+        "`broadcast`, `gather` and `scatter` of `torch.distributed.nn.functional` take the rank of source or "
+        "destination in the world, as `dist.broadcast` does, and compare it with the rank in the group. In a group whose ranks have "
+        "other numbers in the world the backward of `broadcast` sets the gradient of the source to zero; `gather` and "
+        "`scatter` raise that a list is missing. On this version torch warns that the functions are deprecated.",
+        "Use these three with the default group alone, or `all_reduce` of a term that is zero on the other ranks. The "
         "issue is mended on torch's main branch for `broadcast`.",
         "torch_broadcast_in_a_group",
         ("torch/collectives::nn_reduce_then_broadcast_in_two_groups",),
@@ -172,8 +174,9 @@ FINDINGS = (
         "it is a transposed or expanded view the sum is made in a copy that is dropped: each rank goes on with its "
         "own term. In the backward of `copy_to_tensor_model_parallel_region` x is the gradient, which is a view where "
         "the output is transposed by its user.",
-        "Multiply by one, or call `.contiguous()`, before the tensor goes in and after the copy comes out. The issue "
-        "is mended on Megatron's main branch.",
+        "Call `.contiguous()` on what goes into `reduce_from_`. What `copy_to_` returns must not be used transposed, "
+        "or needs a hook that makes its gradient contiguous, `copied.register_hook(lambda g: g.contiguous())`. The "
+        "issue is mended on Megatron's main branch; it says that no path of Megatron's own comes there.",
         "megatron_contiguous",
         ("megatron_core/mappings::copy_used_transposed", "megatron_core/mappings::reduce_of_transposed"),
         issue="[#5337](https://github.com/NVIDIA/Megatron-LM/issues/5337)",
@@ -185,9 +188,8 @@ FINDINGS = (
         "Where its weight requires no gradient, `ColumnParallelLinear` computes by another function "
         "(`LinearWithFrozenWeight`), whose backward returns the gradient of the input alone. A bias that is added in "
         "the layer, the default, and is trained, as in tuning of biases alone, has no gradient: `.grad` stays None "
-        "without an error. It is so on one rank too.",
-        "Let the layer return its bias (`skip_bias_add=True`) and add it outside, or train the weight with a learning "
-        "rate of 0.",
+        "without an error. It is so on one rank too: the smallest case below.",
+        "Let the layer return its bias (`skip_bias_add=True`) and add it outside.",
         "megatron_frozen_weight",
         ("megatron_core/layers::column_parallel_linear_of_a_frozen_weight",),
     ),
@@ -211,8 +213,8 @@ FINDINGS = (
         "`RowParallel.forward` and `ColumnParallel.backward` sum `x.contiguous()` over the ranks and return `x`. Where "
         "x is contiguous this is the same memory. Where it is a transposed or expanded view the sum is made in a copy "
         "that is dropped: each rank goes on with its own term.",
-        "Call `.contiguous()` on what goes into the two; the layers that DeepSpeed itself builds from them hand in the "
-        "product of a linear layer, which is contiguous.",
+        "Call `.contiguous()` on what goes into `RowParallel`; what `ColumnParallel` returns must not be used "
+        "transposed. The layers that DeepSpeed itself builds from them hand in the product of a linear layer, which is contiguous.",
         "deepspeed_contiguous",
         ("deepspeed/layers::*_of_transposed",),
     ),

@@ -38,6 +38,30 @@ def test_setup_runs_once_per_rank_and_mesh_and_its_groups_stay(engine):
         assert {row.op for row in report.ledger.rows} == {"all_reduce"}  # the barrier of the setup is no cost
 
 
+def test_a_line_whose_group_is_made_by_setup_is_named():
+    """A repair runs with the groups of the setup too."""
+
+    class Total(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, group):
+            total = x.clone()
+            dist.all_reduce(total, group=group)
+            return total
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent, None  # used once on each rank, so that the sum of the ranks' cotangents is lacking
+
+    def scaled_by_total(mesh, x):
+        return x * Total.apply(x.sum(), GROUPS[mesh.size("tp"), mesh.rank("tp")])
+
+    scheme = declared(scaled_by_total, setup=set_up, inputs={"x": "b/tp"}, reference=lambda x: x * x.sum())
+    report = scheme.verify(examples=8, tp=2, b=6, inside_subgroup=False)
+    (notes,) = report.notes.values()
+    line = inspect.getsourcelines(Total.forward)[1] + 3
+    assert any(f"all_reduce at test_setup.py:{line}" in note and "lacks a sum" in note for note in notes), notes
+
+
 def failing_setup(mesh):
     if mesh.rank("tp") == 1:
         raise KeyError("no such group")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from parity_tests.harness.run.ledger import CallSite, LedgerRow
 from parity_tests.harness.run.lockstep import world
 from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.operations import combined
+from parity_tests.harness.run.program import Program, RankResult
 
 OMIT = "omit"  # each rank gets what it handed in
 SWAP_SUM_AND_MEAN = "swap sum and mean"  # of the ranks' addends
@@ -74,17 +75,24 @@ class Repair:
                 tensor.register_hook(total)
 
 
-def under(repair: Repair) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wraps a program so that the exchange of its run carries out the repair."""
+@dataclass(frozen=True)
+class RepairedProgram(Program):
+    """A program in whose runs the exchange carries out a repair, with the same setup and globals of its own."""
 
-    def wrapped(program: Callable[..., Any]) -> Callable[..., Any]:
-        def repaired(mesh: Any, case: CaseSpec) -> Any:
-            world.here().exchange.repair = repair
-            return program(mesh, case)
+    repair: Repair | None = None
 
-        return repaired
+    def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
+        world.here().exchange.repair = self.repair
+        return super().__call__(mesh, case)
 
-    return wrapped
+
+def under(repair: Repair) -> Callable[[Program], RepairedProgram]:
+    """What `verify_case` wraps a program with, so that its run is repaired."""
+
+    def repaired(program: Program) -> RepairedProgram:
+        return RepairedProgram(**{each.name: getattr(program, each.name) for each in fields(program)}, repair=repair)
+
+    return repaired
 
 
 def _of_place(call: CommunicationCall, place: int, size: int) -> list[Tensor]:
