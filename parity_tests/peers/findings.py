@@ -128,9 +128,10 @@ FINDINGS = (
         "torch",
         "seen on 2.13.0",
         "`broadcast`, `gather` and `scatter` of `torch.distributed.nn.functional` take the rank of source or "
-        "destination in the world, as `dist.broadcast` does, and compare it with the rank in the group. In a group whose ranks have "
-        "other numbers in the world the backward of `broadcast` sets the gradient of the source to zero; `gather` and "
-        "`scatter` raise that a list is missing. On this version torch warns that the functions are deprecated.",
+        "destination in the world, as `dist.broadcast` does, and compare it with the rank in the group. In a group "
+        "whose ranks have other numbers in the world the backward of `broadcast` sets the gradient of the source to "
+        "zero; `gather` and `scatter` raise that a list is missing. On this version torch warns that the functions are "
+        "deprecated.",
         "Use these three with the default group alone, or `all_reduce` of a term that is zero on the other ranks. The "
         "issue is mended on torch's main branch for `broadcast`.",
         "torch_broadcast_in_a_group",
@@ -214,7 +215,8 @@ FINDINGS = (
         "x is contiguous this is the same memory. Where it is a transposed or expanded view the sum is made in a copy "
         "that is dropped: each rank goes on with its own term.",
         "Call `.contiguous()` on what goes into `RowParallel`; what `ColumnParallel` returns must not be used "
-        "transposed. The layers that DeepSpeed itself builds from them hand in the product of a linear layer, which is contiguous.",
+        "transposed. The layers that DeepSpeed itself builds from them hand in the product of a linear layer, which is "
+        "contiguous.",
         "deepspeed_contiguous",
         ("deepspeed/layers::*_of_transposed",),
     ),
