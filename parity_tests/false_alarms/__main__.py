@@ -9,14 +9,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one t
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from parity_tests.false_alarms import page as pages
-from parity_tests.false_alarms.run import Counts, counts_of
+from parity_tests.false_alarms.run import all_counts, counts_of
 
 EPILOG = """\b
 Exit status:
@@ -24,7 +23,7 @@ Exit status:
     1  at least one
     2  usage
 """
-POLL_S = 30.0
+SHOWN_EVERY_S = 30.0
 
 
 def main(
@@ -35,36 +34,38 @@ def main(
 ) -> None:
     """Judge so many drawn examples of the built-in schemes and print what was reported as wrong.
 
-    A run that was stopped goes on where it stood; remove the folder of outcomes to begin anew.
+    A run that was stopped goes on where it stood, with as many processes; remove the folder of outcomes to begin anew,
+    as after a change of the code.
     """
     build.mkdir(parents=True, exist_ok=True)
     journals = [build / f"share_{share}_of_{jobs}.jsonl" for share in range(jobs)]
     workers = {share: _worker(journals[share], share, jobs, examples) for share in range(jobs)}
-    start = time.monotonic()
+    start, shown, judged = time.monotonic(), 0.0, dict.fromkeys(workers, -1)
     try:
         while workers:
-            time.sleep(min(POLL_S, 1.0 + time.monotonic() - start))
-            print(f"{pages.closing(_counts(journals))[0]} {time.monotonic() - start:.0f} s", flush=True)
+            time.sleep(1.0)
             for share, worker in list(workers.items()):
                 if worker.poll() is None:
                     continue
+                total = sum(each.examples.total() for each in counts_of(journals[share]).values())
                 if worker.returncode == 0:
                     del workers[share]
-                else:  # after a case that never ended the process is of no more use
-                    workers[share] = _worker(journals[share], share, jobs, examples)
+                elif total > judged[share]:  # after a case that never ended the process is of no more use
+                    judged[share], workers[share] = total, _worker(journals[share], share, jobs, examples)
+                else:
+                    raise SystemExit(f"a process ended with {worker.returncode} twice at {journals[share]}")
+            if time.monotonic() - shown > SHOWN_EVERY_S:
+                shown = time.monotonic()
+                print(f"{pages.closing(all_counts(journals))[0]} {shown - start:.0f} s", flush=True)
     finally:
         for worker in workers.values():
             worker.kill()
-    counts = _counts(journals)
+    counts = all_counts(journals)
     print("\n".join([*pages.closing(counts), "", pages.table(counts), *pages.sentences(counts)]))
     if page:
         pages.write(counts, page)
         print(f"written: {page}")
     raise typer.Exit(int(any(each.alarms for each in counts)))
-
-
-def _counts(journals: Sequence[Path]) -> list[Counts]:
-    return [each for journal in journals for each in counts_of(journal).values()]
 
 
 def _worker(journal: Path, share: int, shares: int, examples: int) -> subprocess.Popen[bytes]:

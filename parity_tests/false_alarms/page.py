@@ -36,12 +36,14 @@ Written by `make alarms` on {date} with Python {python}, torch {torch}, jax {jax
 def closing(counts: Iterable[Counts]) -> list[str]:
     """The figures, in sentences."""
     counts = list(counts)
+    judged = sum(bool(each.examples) for each in counts)
     total = sum((each.examples for each in counts), Counter[str]())
     alarms, undecided = (sum(len(getattr(each, name)) for each in counts) for name in ("alarms", "undecided"))
     dtypes = ", ".join(f"{number} {dtype}" for dtype, number in total.most_common())
     few = "" if total.total() >= PROMISED else f"; the promise is made of {PROMISED}"
     return [
-        f"{alarms} false alarms in {total.total()} examples of {len(counts)} schemes ({dtypes}){few}; promised are 0.",
+        f"{alarms} false alarms in {total.total()} examples of {judged} of {len(counts)} schemes ({dtypes}){few}; "
+        "promised are 0.",
         f"{undecided} examples are undecided.",
         f"{sum(each.conditions for each in counts)} were called under calling conditions, "
         f"and at least {min((each.examples.total() for each in counts), default=0)} are of each scheme; "

@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,20 @@ class Counts:
 def counts_of(journal: Path) -> dict[str, Counts]:
     """What a journal says, by the key of the scheme."""
     counts: dict[str, Counts] = {}
-    for line in journal.read_text().splitlines() if journal.is_file() else []:
-        record = json.loads(line)
+    for number, line in enumerate(journal.read_text().splitlines() if journal.is_file() else [], start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            raise SystemExit(f"{journal}:{number} is no record; remove this line, or the file to begin anew") from None
         record["examples"] = Counter(record["examples"])
         counts.setdefault(record["scheme"], Counts(record["scheme"])).add(Counts(**record))
     return counts
+
+
+def all_counts(journals: Iterable[Path]) -> list[Counts]:
+    """What these journals say of every scheme that there is: nothing of one that was not judged yet."""
+    counts = {key: each for journal in journals for key, each in counts_of(journal).items()}
+    return [counts.get(scheme.key, Counts(scheme.key)) for scheme in schemes()]
 
 
 def schemes(share: int = 0, shares: int = 1) -> list[Declared]:

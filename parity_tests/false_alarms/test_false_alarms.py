@@ -14,6 +14,7 @@ from parity_tests.harness.declare import discover
 from shardproof import scheme, values
 
 SUM = "parity_tests.collectives.test_schemes:sum_to_invariant"
+TERM = "parity_tests.collectives.test_schemes:sum_to_replicated"
 
 
 def test_a_right_scheme_has_no_alarm_and_the_same_examples_again():
@@ -29,7 +30,7 @@ def test_what_is_reported_as_wrong_is_an_alarm_with_its_case():
     )
     counts = judge(doubled, 0, 40)
     assert counts.alarms and all("mismatch" in alarm and " budgets" in alarm for alarm in counts.alarms)
-    assert f"{len(counts.alarms)} false alarms in 40 examples of 1 schemes" in page.closing([counts])[0]
+    assert f"{len(counts.alarms)} false alarms in 40 examples of 1 of 1 schemes" in page.closing([counts])[0]
 
 
 def test_a_choice_within_rounding_is_undecided_and_no_alarm():
@@ -65,6 +66,23 @@ def test_a_stopped_run_goes_on_where_it_stood(tmp_path, monkeypatch):
     run.main([str(journal), "0", "1", "8"])
     assert turns == [0, 3, 5] and counts_of(journal)[SUM].examples.total() == 8
     assert len(journal.read_text().splitlines()) == 3
+
+
+def test_a_scheme_that_was_not_judged_counts_as_none(tmp_path, monkeypatch):
+    journal = tmp_path / "journal.jsonl"
+    record = {"examples": {"float32": 3}, "conditions": 0, "worst": {}, "undecided": [], "alarms": [], "seconds": 1.0}
+    journal.write_text("".join(json.dumps(record | {"scheme": key}) + "\n" for key in (SUM, "of:another tree")))
+    monkeypatch.setattr(run, "schemes", lambda: [discover.lookup(SUM), discover.lookup(TERM)])
+    counts = run.all_counts([journal, tmp_path / "none.jsonl"])
+    assert [(each.scheme, each.examples.total()) for each in counts] == [(SUM, 3), (TERM, 0)]
+    assert "in 3 examples of 1 of 2 schemes" in page.closing(counts)[0] and "at least 0 are" in page.closing(counts)[2]
+
+
+def test_a_record_that_was_cut_off_is_named(tmp_path):
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text('{"scheme": "x"')
+    with pytest.raises(SystemExit, match=r"journal.jsonl:1 is no record; remove this line"):
+        counts_of(journal)
 
 
 def test_every_scheme_has_its_examples_before_time_decides(tmp_path, monkeypatch):
