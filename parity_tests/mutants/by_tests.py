@@ -84,13 +84,11 @@ class TestRuns:
 
 
 def reaching(mutant: Mutant, tests: Sequence[TestReach]) -> list[TestReach]:
-    """The tests that run the line; else those that use what import evaluates, else those whose file runs it itself."""
+    """The tests that run the line, or what uses a line of import; else those of files that run it when collected."""
     lines = range(mutant.first_line, mutant.last_line + 1)
-    for numbers in (lines, lines_of_users(mutant)):
-        found = [test for test in tests if test.runs(mutant.file, numbers)]
-        if found:
-            return found
-    return [test for test in tests if any(line in lines for line in test.collected.get(mutant.file, ()))]
+    numbers = lines_of_users(mutant).union(lines)
+    found = [test for test in tests if test.runs(mutant.file, numbers)]
+    return found or [test for test in tests if any(line in lines for line in test.collected.get(mutant.file, ()))]
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def by_drawn_cases(
 
 
 def batches(mutants: Sequence[Mutant], size: int = BATCH) -> list[Sequence[Mutant]]:
-    """Mutants of one component in each, neighbours together; the largest first, so that no long one is last."""
+    """Mutants of one component in each, neighbours together; the largest components come first."""
     counts = Counter(mutant.component for mutant in mutants)
     ordered = sorted(mutants, key=lambda mutant: (-counts[mutant.component], mutant.file, mutant.start))
     groups = [list(group) for _, group in itertools.groupby(ordered, lambda mutant: mutant.component)]
@@ -105,12 +105,12 @@ def _judge(mutant: Mutant, tests: Sequence[TestReach], runs: TestRuns, journal: 
 
 
 def _nearest(mutant: Mutant, schemes: Mapping[str, Reach]) -> list[str]:
-    """Keys of the schemes that run the line, those that run the fewest first.
+    """Keys of the schemes that run the line, or what uses a line of import; those that run the fewest lines first.
 
-    Where none does in its first cases: of those that use what import evaluates, or run another line of the function.
+    Where none does in its first cases: of those that run another line of the function.
     """
-    lines = range(mutant.first_line, mutant.last_line + 1)
-    for numbers in (lines, lines_of_users(mutant), lines_of_function(mutant)):
+    lines = lines_of_users(mutant).union(range(mutant.first_line, mutant.last_line + 1))
+    for numbers in (lines, lines_of_function(mutant)):
         keys = [key for key, reach in schemes.items() if reach.runs(mutant.file, numbers)]
         if keys:
             return sorted(keys, key=lambda key: sum(map(len, schemes[key].lines.values())))

@@ -245,6 +245,17 @@ def test_what_a_test_reaches_besides_its_own_lines():
     assert lines == {"plain": [2, 9], "starts": [2, 3, 5, 6, 9]} and found["collected"] == {PLAIN: [1]}
 
 
+def test_a_default_is_judged_by_what_runs_its_function_whoever_counts_its_line_too():
+    """A test that starts processes has the whole text of a function; one that calls it has the body."""
+    text = (ROOT / PLAIN).read_text().splitlines()
+    header = 1 + next(i for i, line in enumerate(text) if line.startswith("def all_reduce_sum"))
+    default = replace(mutant_of(RETURNED, "return total"), first_line=header, last_line=header)
+    body = mutant_of(RETURNED, "return total").first_line
+    starts, calls = (TestReach({PLAIN: lines}, 0.1, SUM_FILE, {}) for lines in ([header, body], [body]))
+    assert reaching(default, [starts, calls]) == [starts, calls]
+    assert _nearest(default, {"starts": starts, "calls": calls}) == ["calls", "starts"]
+
+
 def test_what_only_collecting_runs_is_judged_by_the_tests_of_that_file():
     mutant = mutant_of(RETURNED, "return total")
     far, runs_it = (TestReach({PLAIN: [line]}, 0.1, SUM_FILE, {}) for line in (1, mutant.first_line))
