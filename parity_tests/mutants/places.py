@@ -6,6 +6,7 @@ import ast
 import itertools
 import random
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
@@ -29,6 +30,7 @@ LEFT_OUT_COMPONENTS = ("contract",)
 SHOWN = ("__repr__", "__str__", "__format__")
 SPOKEN = ("warn", "warning", "info", "debug", "error", "exception")
 OF_COST = re.compile(r"BYTES|BLOCK|CHUNK|CACHE|ROWS")
+_PARSER = threading.Lock()  # Python 3.11 counts the depth of a tree for all threads together, and raises SystemError
 
 
 def candidates() -> list[Mutant]:
@@ -70,7 +72,8 @@ def lines_of_users(mutant: Mutant) -> frozenset[int]:
 
 def lines_of_function(mutant: Mutant) -> frozenset[int]:
     """The lines in the body of the innermost function around it, its docstring's too; empty where there is none."""
-    tree = ast.parse((ROOT / mutant.file).read_text())
+    with _PARSER:
+        tree = ast.parse((ROOT / mutant.file).read_text())
     around = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _spans(node, mutant)]
     if not around:
         return frozenset()

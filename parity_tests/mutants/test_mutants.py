@@ -1,9 +1,11 @@
 """Mutants: what the rules make and leave out, that a sample repeats, and how one is judged."""
 
 import ast
+import gc
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,6 +188,24 @@ def test_a_batch_is_of_one_component_and_the_largest_comes_first():
     assert [len(batch) for batch in batches(mutants, size=1)] == [1, 1, 1]
     first, *_, last = batches([replace(each, start=start) for start, each in enumerate(reversed(many))])
     assert [mutant.start for mutant in first] == sorted(mutant.start for mutant in first) and last[0].component == "a"
+
+
+def test_threads_may_look_for_lines_at_the_same_time():
+    """Python 3.11 parses in one thread at a time, and a collection of garbage lets another one in."""
+    mutant = replace(mutant_of(RETURNED, "return total"), file="torch_impl/context_parallel/attention.py")
+
+    def another_thread(phase, info):
+        time.sleep(0)
+
+    before = gc.get_threshold()
+    gc.set_threshold(50)
+    gc.callbacks.append(another_thread)
+    try:
+        lines = Workers(4).each(lambda _: places.lines_of_users(mutant), range(40))
+    finally:
+        gc.callbacks.remove(another_thread)
+        gc.set_threshold(*before)
+    assert len(set(lines)) == 1
 
 
 def test_workers_hand_out_tasks_in_turn_and_end_what_runs_when_one_raises():
