@@ -102,7 +102,7 @@ def _efficient_supports(q: Heads, capability: tuple[int, int]) -> bool:
     return is_supported and q.shape[-1] * q.dtype.itemsize % 16 == 0
 
 
-def _repeat_kv(x: Heads, heads: int) -> Heads:
+def _repeat_kv(x: Heads, heads: int) -> Float[Tensor, "b H s p"]:
     """The KV head of every query head."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
