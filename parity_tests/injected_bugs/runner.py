@@ -8,6 +8,7 @@ three seeds, the same budgets.
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -141,7 +142,7 @@ class BugRunner:
     ) -> tuple[list[Catch], int]:
         """Catches in rounds until some rounds after the first, and until values catch it; examples to the first."""
         judged, catches = 0, []
-        for example, trial in rounds(schemes):
+        for example, trial in rounds([trials.drawn for trials in schemes]):
             if catches and self.until_caught:
                 break
             if any(catch.by_value for catch in catches) and example > catches[0].example + MORE_ROUNDS:
@@ -227,9 +228,7 @@ def run_bugs(
     return outcomes
 
 
-def rounds(schemes: Sequence[SchemeTrials]) -> Iterator[tuple[int, Trial]]:
+def rounds(schemes: Sequence[Sequence[Trial]]) -> Iterator[tuple[int, Trial]]:
     """Example after example, each of every scheme."""
-    for i in range(max((len(trials.drawn) for trials in schemes), default=0)):
-        for trials in schemes:
-            if i < len(trials.drawn):
-                yield i + 1, trials.drawn[i]
+    for example, trials in enumerate(itertools.zip_longest(*schemes), 1):
+        yield from ((example, trial) for trial in trials if trial is not None)

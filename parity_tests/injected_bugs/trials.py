@@ -65,21 +65,17 @@ class SchemeTrials:
 
     @cached_property
     def drawn(self) -> list[Trial]:
-        return self._first_drawn(self.examples)
+        return drawn_trials(self.scheme, self.examples, self.engine)
 
     @cached_property
     def fixed(self) -> list[Trial]:
         return [Trial(self.scheme, case) for case in fixed_cases(self.scheme)]
 
-    def _first_drawn(self, count: int) -> list[Trial]:
-        cases = drawn_cases(self.scheme, count, self.engine)
-        return [Trial(self.scheme, inside(case, number)) for number, case in enumerate(cases)]
-
     @cached_property
     def lines(self) -> frozenset[tuple[str, int]]:
         """Lines of production, as (file, number), that the scheme's first cases run."""
         # Most schemes are traced and never tried: no more is drawn for them than this.
-        trials = (*self._first_drawn(min(self.traced, self.examples)), *self.fixed[:1])
+        trials = (*drawn_trials(self.scheme, min(self.traced, self.examples), self.engine), *self.fixed[:1])
         return executed_lines(Program.of(self.scheme), [trial.case for trial in trials])
 
     @without_advice()
@@ -92,6 +88,12 @@ class SchemeTrials:
         if numbers is None:
             return any(file == each for each, _ in self.lines)
         return any((file, number) in self.lines for number in numbers)
+
+
+def drawn_trials(scheme: Declared, examples: int, engine: str = "lockstep") -> list[Trial]:
+    """Trials of the drawn cases, some of them inside a larger world."""
+    cases = drawn_cases(scheme, examples, engine)
+    return [Trial(scheme, inside(case, number)) for number, case in enumerate(cases)]
 
 
 def drawn_cases(scheme: Declared, examples: int, engine: str) -> list[CaseSpec]:

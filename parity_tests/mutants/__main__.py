@@ -56,8 +56,8 @@ def main(
     if not sample:
         raise typer.BadParameter(f"--component {component!r}: no folder of torch_impl with mutants")
     memory, journal = reached.Memory(build / "mutants_lines.json"), Journal(build / f"mutants_{examples}.jsonl")
-    schemes = reached.of_schemes(memory, reached.TRACED, show)
     workers, cache = Workers(jobs), str(Path(jax_cache).resolve())
+    schemes = reached.of_schemes(memory, examples, workers, show)
     run.by_drawn_cases(sample, schemes, journal, examples, cache, workers, show)
     run.by_tests(sample, memory, journal, folders, workers, show)
     outcomes = journal.outcomes(sample)

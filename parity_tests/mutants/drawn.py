@@ -1,4 +1,4 @@
-"""Judge mutants by drawn cases of the schemes that run the changed line, the nearest first.
+"""Judge mutants by the drawn cases that run the changed line, those of the nearest schemes first.
 
 As `python -m parity_tests.mutants.drawn BATCH` it is a process of its own for a batch: a mutant may leave a process
 unusable. It writes a line of JSON for each, and ends after one whose ranks never came back.
@@ -11,10 +11,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
 import contextlib
+import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,26 @@ class DrawnCases:
         self.examples = examples
         self._trials: dict[str, SchemeTrials] = {}
 
-    def judge(self, mutant: Mutant, keys: Sequence[str]) -> dict[str, Any]:
-        """What catches a mutant, or that nothing does; `keys` are those of the schemes that run its line."""
+    def judge(self, mutant: Mutant, numbers: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """What catches a mutant, or that nothing does; `numbers` are those of the cases that run its line, by scheme."""
         start, judged = time.monotonic(), 0
-        trials = [self._of(key) for key in keys[:FARTHEST]]
+        chosen = [
+            [self._of(key).drawn[number] for number in numbers[key]] for key in itertools.islice(numbers, FARTHEST)
+        ]
         try:
-            modules, patched = schemes_under(mutant.patched, [each.scheme for each in trials])
+            modules, patched = schemes_under(mutant.patched, [trials[0].scheme for trials in chosen])
         except Exception as error:  # whatever an import raises
-            return _record(mutant, start, len(keys), 1, AT_IMPORT, f"{type(error).__name__}: {error}")
+            return _record(mutant, start, len(numbers), 1, AT_IMPORT, f"{type(error).__name__}: {error}")
         with modules:
-            for group in (trials[:NEAREST], trials[NEAREST:]):
+            for group in (chosen[:NEAREST], chosen[NEAREST:]):
                 for example, trial in rounds(group):
                     judged += 1
                     report = trial.on(patched[trial.scheme.key])
                     if not report.ok and self._is_healthy(trial, modules):
-                        return _record(mutant, start, len(keys), example, trial.scheme.name, ", ".join(oracles(report)))
-        return _record(mutant, start, len(keys), judged, None, None)
+                        return _record(
+                            mutant, start, len(numbers), example, trial.scheme.name, ", ".join(oracles(report))
+                        )
+        return _record(mutant, start, len(numbers), judged, None, None)
 
     def _of(self, key: str) -> SchemeTrials:
         if key not in self._trials:
@@ -81,14 +86,14 @@ def _record(
 
 @without_advice()
 def main(batch: str) -> None:
-    """Judge the mutants of a batch, a JSON file of `examples`, `cache` and pairs of a mutant and its schemes."""
+    """Judge the mutants of a batch, a JSON file of `examples`, `cache` and pairs of a mutant and its cases by scheme."""
     record = json.loads(Path(batch).read_text())
     bridge.start(record["cache"])
     cases = DrawnCases(record["examples"])
     with without_schedule_warnings():
-        for fields, keys in record["mutants"]:
+        for fields, numbers in record["mutants"]:
             with contextlib.redirect_stdout(sys.stderr):
-                outcome = cases.judge(Mutant(**fields), keys)
+                outcome = cases.judge(Mutant(**fields), numbers)
             print(json.dumps(outcome), flush=True)
             if outcome["oracle"] == "stalled":
                 os._exit(0)  # a rank still computes in a thread of this process

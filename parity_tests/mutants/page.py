@@ -10,7 +10,6 @@ from pathlib import Path
 
 from parity_tests.injected_bugs.report import markdown, share
 from parity_tests.injected_bugs.runner import FARTHEST
-from parity_tests.injected_bugs.trials import TRACED
 from parity_tests.mutants.by_tests import CAP_S
 from parity_tests.mutants.journal import Outcome
 from parity_tests.mutants.operators import KINDS
@@ -24,9 +23,8 @@ A mutant is one place of our own components with another text, made by a rule: {
 The [catalogue of injected bugs](injected-bugs.md) is written by hand; this is a sample of all that rules make, drawn
 by a seed, each component in proportion.
 
-Each mutant is judged by drawn cases of the schemes that run its line, at most {examples} of each of the {farthest}
-nearest, with the budgets and oracles of `shardproof verify`; where no scheme runs the line in its first {traced} cases,
-of those that run another line of its function.
+Each mutant is judged by the drawn cases that run its line, of {examples} of each scheme and of the {farthest} nearest
+schemes that have any, with the budgets and oracles of `shardproof verify`.
 
 What they do not catch is judged by the tests that run its line, the fastest first, of its component and then of the
 others. A test that starts processes, in which no lines are recorded, counts as running what the tests of its file run,
@@ -105,7 +103,6 @@ def write(outcomes: Sequence[Outcome], path: Path, seed: int, examples: int, can
         rules="\n".join(f"- {rule};" for rule in RULES),
         examples=examples,
         farthest=FARTHEST,
-        traced=TRACED,
         cap=CAP_S,
         date=date.today().isoformat(),
         python=platform.python_version(),

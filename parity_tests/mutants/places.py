@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
 from parity_tests.mutants.mutant import Mutant
@@ -72,13 +73,25 @@ def lines_of_users(mutant: Mutant) -> frozenset[int]:
 
 def lines_of_function(mutant: Mutant) -> frozenset[int]:
     """The lines in the body of the innermost function around it, its docstring's too; empty where there is none."""
+    innermost = _innermost(mutant, ast.FunctionDef)
+    if not isinstance(innermost, ast.FunctionDef):
+        return frozenset()
+    return frozenset(range(innermost.body[0].lineno, (innermost.end_lineno or innermost.lineno) + 1))
+
+
+def lines_of_statement(mutant: Mutant) -> frozenset[int]:
+    """The lines of the innermost statement around it, without those of its body if it has one."""
+    innermost = _innermost(mutant, ast.stmt)
+    last = innermost.body[0].lineno - 1 if hasattr(innermost, "body") else innermost.end_lineno
+    return frozenset(range(innermost.lineno, max(last, innermost.lineno) + 1))
+
+
+def _innermost(mutant: Mutant, kind: type[ast.stmt]) -> Any:
+    """The node of the kind that begins last around it, or None."""
     with _PARSER:
         tree = ast.parse((ROOT / mutant.file).read_text())
-    around = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _spans(node, mutant)]
-    if not around:
-        return frozenset()
-    innermost = max(around, key=lambda node: node.lineno)
-    return frozenset(range(innermost.body[0].lineno, (innermost.end_lineno or innermost.lineno) + 1))
+    around = [node for node in ast.walk(tree) if isinstance(node, kind) and _spans(node, mutant)]
+    return max(around, key=lambda node: (node.lineno, node.col_offset), default=None)
 
 
 def _spans(node: ast.stmt, mutant: Mutant) -> bool:

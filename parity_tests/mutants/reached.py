@@ -1,22 +1,22 @@
-"""Which lines of production each scheme and each test runs; remembered while nothing changes."""
+"""Which lines of production each drawn case and each test runs; remembered while nothing changes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parity_tests.harness.declare import discover
 from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
 from parity_tests.injected_bugs.runner import NOT_TRIED
-from parity_tests.injected_bugs.trials import TRACED as TRACED
-from parity_tests.injected_bugs.trials import SchemeTrials
 from parity_tests.mutants import pytest_process
 from parity_tests.mutants.lines_plugin import COLLECTED, WIDE
 from parity_tests.mutants.mutant import Mutant
@@ -25,29 +25,36 @@ from parity_tests.mutants.workers import Workers
 Lines = dict[str, list[int]]  # of each file, relative to the root
 Progress = Callable[[str], Any]
 TOGETHER = 6  # files of tests that share a process, and what it imports
-TIMEOUT_S = 600.0  # for one file of tests
+SCHEMES_TOGETHER = 16
+TIMEOUT_S = 600.0  # for one file of tests, or for the schemes of a process
 PLUGIN = ("-p", "parity_tests.mutants.lines_plugin")
 
 
 @dataclass(frozen=True)
-class Reach:
-    """What runs which lines, and how long it took."""
+class CaseReach:
+    """Which of a scheme's drawn cases run which lines: bit n of the number of a line, if case n does."""
 
-    lines: Lines
-    seconds: float
+    masks: Mapping[str, Mapping[str, int]]
 
-    def reaches(self, mutant: Mutant) -> bool:
-        return self.runs(mutant.file, range(mutant.first_line, mutant.last_line + 1))
+    @property
+    def width(self) -> int:
+        """How many lines it runs."""
+        return sum(map(len, self.masks.values()))
 
-    def runs(self, file: str, numbers: Collection[int]) -> bool:
-        """Whether it runs one of these lines of a file."""
-        return any(line in numbers for line in self.lines.get(file, ()))
+    def cases(self, file: str, numbers: Collection[int]) -> list[int]:
+        """The cases that run one of these lines of a file."""
+        mask, of_file = 0, self.masks.get(file, {})
+        for line in numbers:
+            mask |= of_file.get(str(line), 0)
+        return [number for number in range(mask.bit_length()) if mask >> number & 1]
 
 
 @dataclass(frozen=True)
-class TestReach(Reach):
+class TestReach:
     """A test by its node id, which passes without a mutant; `collected` is what collecting its file runs."""
 
+    lines: Lines
+    seconds: float
     name: str
     collected: Lines
 
@@ -56,6 +63,10 @@ class TestReach(Reach):
     @property
     def file(self) -> str:
         return self.name.partition("::")[0]
+
+    def runs(self, file: str, numbers: Collection[int]) -> bool:
+        """Whether it runs one of these lines of a file."""
+        return any(line in numbers for line in self.lines.get(file, ()))
 
     @property
     def component(self) -> str:
@@ -84,29 +95,38 @@ class Memory:
         return hashlib.sha256(f"{self._production}\0{text}".encode()).hexdigest()[:16]
 
 
-def of_schemes(memory: Memory, examples: int, progress: Progress) -> dict[str, Reach]:
+def of_schemes(memory: Memory, examples: int, workers: Workers, progress: Progress) -> dict[str, CaseReach]:
     """Every built-in scheme by its key."""
-    reaches = {}
-    for scheme in discover.built_in():
-        if scheme.name not in NOT_TRIED:
-            text = Path(scheme.file).read_text()
-            found = memory.get(scheme.key, text)
-            if found is None:
-                progress(f"lines of {scheme.name}")
-                found = asdict(_of_scheme(scheme, examples))
-                memory.put(scheme.key, text, found)
-            reaches[scheme.key] = Reach(**found)
-    return reaches
+    texts = {
+        scheme.key: f"{examples}\0{Path(scheme.file).read_text()}"
+        for scheme in discover.built_in()
+        if scheme.name not in NOT_TRIED
+    }
+
+    def find(keys: Sequence[str]) -> None:
+        progress(f"lines of {', '.join(key.rpartition(':')[2] for key in keys)}")
+        for key, masks in _masks(keys, examples, workers).items():
+            memory.put(key, texts[key], masks)
+
+    missing = [key for key, text in texts.items() if memory.get(key, text) is None]
+    workers.each(find, [missing[i : i + SCHEMES_TOGETHER] for i in range(0, len(missing), SCHEMES_TOGETHER)])
+    return {key: CaseReach(memory.get(key, text)) for key, text in texts.items()}
 
 
-def _of_scheme(scheme: Any, examples: int) -> Reach:
-    start = time.monotonic()
-    trials = SchemeTrials(scheme, examples)
-    trials.trace()
-    lines: Lines = {}
-    for file, line in sorted(trials.lines):
-        lines.setdefault(file, []).append(line)
-    return Reach(lines, time.monotonic() - start)
+def _masks(keys: Sequence[str], examples: int, workers: Workers) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        task, out = Path(folder) / "task.json", Path(folder) / "masks.json"
+        task.write_text(json.dumps({"keys": keys, "examples": examples, "to": str(out)}))
+        command = [sys.executable, "-m", "parity_tests.mutants.case_lines", str(task)]
+        environment = {**os.environ, "COVERAGE_CORE": "ctrace"}
+        with (
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+            ) as process,
+            workers.session(process.pid),
+        ):
+            process.wait(TIMEOUT_S)
+        return json.loads(out.read_text())
 
 
 def test_files(component: str) -> list[Path]:

@@ -21,20 +21,20 @@ from parity_tests.injected_bugs.injected_bug import ROOT
 from parity_tests.mutants.by_tests import CAP_S, TestRuns, reaching
 from parity_tests.mutants.journal import Journal
 from parity_tests.mutants.mutant import Mutant
-from parity_tests.mutants.places import lines_of_function, lines_of_users
-from parity_tests.mutants.reached import Memory, Reach, TestReach, of_tests, test_files
+from parity_tests.mutants.places import lines_of_statement, lines_of_users
+from parity_tests.mutants.reached import CaseReach, Memory, TestReach, of_tests, test_files
 from parity_tests.mutants.workers import Workers
 
 BATCH = 24  # mutants of one component, which share references: the more, the nearer they stand
 STARTED_S = 120.0  # for a process to import what it needs, and for its first mutant besides
 TIMEOUT_S = 240.0  # of one mutant and its references
 Progress = Callable[[str], Any]
-Judged = tuple[Mutant, list[str]]  # a mutant and the keys of its schemes
+Cases = dict[str, list[int]]  # numbers of drawn cases by the key of their scheme, the nearest scheme first
 
 
 def by_drawn_cases(
     sample: Sequence[Mutant],
-    schemes: Mapping[str, Reach],
+    schemes: Mapping[str, CaseReach],
     journal: Journal,
     examples: int,
     cache: str,
@@ -51,10 +51,10 @@ def by_drawn_cases(
                 journal.add(record)
             if workers.stopped.is_set():
                 return
-            (first, keys), *_ = left
+            (first, cases), *_ = left
             if journal.lacks_cases([first]):  # it was given all its time, or its process died
-                journal.add({"key": first.key, "schemes": len(keys), "examples": 0, "drawn": None, "oracle": None})
-            left = [(mutant, keys) for mutant, keys in left if journal.lacks_cases([mutant])]
+                journal.add({"key": first.key, "schemes": len(cases), "examples": 0, "drawn": None, "oracle": None})
+            left = [(mutant, cases) for mutant, cases in left if journal.lacks_cases([mutant])]
 
     left = journal.lacks_cases(sample)
     workers.each(judge, batches(left, min(BATCH, -(-len(left) // workers.jobs))))
@@ -104,24 +104,26 @@ def _judge(mutant: Mutant, tests: Sequence[TestReach], runs: TestRuns, journal: 
         journal.add(record | ({"tests": failure.test} if is_judged else {}))
 
 
-def _nearest(mutant: Mutant, schemes: Mapping[str, Reach]) -> list[str]:
-    """Keys of the schemes that run the line, or what uses a line of import; those that run the fewest lines first.
+def _nearest(mutant: Mutant, schemes: Mapping[str, CaseReach]) -> Cases:
+    """The cases that run the line, or what uses a line of import; those of schemes that run the fewest lines first.
 
-    Where none does in its first cases: of those that run another line of the function.
+    Where none does, of its statement: the interpreter counts no line for some parts of a statement.
     """
     lines = lines_of_users(mutant).union(range(mutant.first_line, mutant.last_line + 1))
-    for numbers in (lines, lines_of_function(mutant)):
-        keys = [key for key, reach in schemes.items() if reach.runs(mutant.file, numbers)]
-        if keys:
-            return sorted(keys, key=lambda key: sum(map(len, schemes[key].lines.values())))
-    return []
+    for numbers in (lines, lines_of_statement(mutant)):
+        cases = {key: each for key, reach in schemes.items() if (each := reach.cases(mutant.file, numbers))}
+        if cases:
+            return {key: cases[key] for key in sorted(cases, key=lambda key: schemes[key].width)}
+    return {}
 
 
-def _of_batch(batch: Sequence[Judged], examples: int, cache: str, workers: Workers) -> Iterator[dict[str, Any]]:
+def _of_batch(
+    batch: Sequence[tuple[Mutant, Cases]], examples: int, cache: str, workers: Workers
+) -> Iterator[dict[str, Any]]:
     """Records of a process of its own, as far as it comes: it is ended where one mutant takes too long."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "batch.json"
-        pairs = [(mutant.to_dict(), keys) for mutant, keys in batch]
+        pairs = [(mutant.to_dict(), cases) for mutant, cases in batch]
         file.write_text(json.dumps({"examples": examples, "cache": cache, "mutants": pairs}))
         command = [sys.executable, "-m", "parity_tests.mutants.drawn", str(file)]
         process = subprocess.Popen(

@@ -19,7 +19,7 @@ from parity_tests.mutants.drawn import AT_IMPORT, DrawnCases
 from parity_tests.mutants.journal import Journal, Outcome
 from parity_tests.mutants.mutant import Mutant
 from parity_tests.mutants.operators import changes
-from parity_tests.mutants.reached import Memory, Reach, TestReach, _of_file, of_tests
+from parity_tests.mutants.reached import CaseReach, Memory, TestReach, _masks, _of_file, of_tests
 from parity_tests.mutants.run import BATCH, _nearest, batches
 from parity_tests.mutants.workers import Workers
 
@@ -125,28 +125,40 @@ def test_what_runs_at_import_is_judged_by_what_uses_it():
     header = 1 + next(i for i, line in enumerate(text) if line.startswith("def all_reduce_sum"))
     body = 1 + text.index(f"    {RETURNED}")
     default = replace(mutant_of(RETURNED, "return total"), first_line=header, last_line=header)
-    runs_it, runs_another = Reach({PLAIN: [body]}, 0.1), Reach({PLAIN: [len(text)]}, 0.1)
+    runs_it, runs_another = CaseReach({PLAIN: {f"{body}": 0b101}}), CaseReach({PLAIN: {f"{len(text)}": 1}})
     schemes = {"one": runs_it, "another": runs_another}
-    assert _nearest(default, schemes) == ["one"]
-    assert _nearest(mutant_of(RETURNED, "return total"), {"another": runs_another}) == []
+    assert _nearest(default, schemes) == {"one": [0, 2]}
+    assert _nearest(mutant_of(RETURNED, "return total"), {"another": runs_another}) == {}
     constant = replace(default, symbol="", first_line=1, last_line=1)
-    assert _nearest(constant, schemes) == ["one", "another"]
+    assert list(_nearest(constant, schemes)) == ["one", "another"]
 
 
-def test_a_line_that_no_scheme_runs_is_judged_by_those_that_run_another_of_its_function():
-    mutant = mutant_of(RETURNED, "return total")
-    before, far = Reach({PLAIN: [mutant.first_line - 1]}, 0.1), Reach({PLAIN: [1]}, 0.1)
-    assert _nearest(mutant, {"before": before, "far": far}) == ["before"]
-    its_line = Reach({PLAIN: [mutant.first_line]}, 0.1)
-    assert _nearest(mutant, {"before": before, "its line": its_line}) == ["its line"]
+def test_a_line_that_is_not_counted_is_judged_by_the_cases_that_run_its_statement(monkeypatch):
+    code = "def all_reduce_sum(x):\n    if (\n        x\n    ):\n        return f(x,\n            2)\n    return 1\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: code)
+
+    def cases(line, *lines):
+        mutant = replace(mutant_of("2", "3"), first_line=line, last_line=line)
+        return _nearest(mutant, {"scheme": CaseReach({PLAIN: {str(number): 0b10 for number in lines}})})
+
+    assert cases(6, 5) == cases(6, 5, 6) == {"scheme": [1]} == cases(3, 2)
+    assert cases(6, 2) == cases(6, 7) == cases(3, 5) == {}
+
+
+def test_cases_have_the_lines_that_their_ranks_run():
+    """Ranks are threads. Of a function that another scheme runs, they have none."""
+    keys = [SUM, SUM.replace("sum_to_invariant", "maximum")]
+    total, maximum = (CaseReach(masks).masks for masks in _masks(keys, 3, Workers(1)).values())
+    line = str(mutant_of(RETURNED, "return total").first_line)
+    assert total[PLAIN][line] == 0b111 and maximum and line not in maximum.get(PLAIN, {})
 
 
 def test_drawn_cases_catch_a_mutant_and_pass_what_is_none():
     cases = DrawnCases(examples=4)
-    caught = cases.judge(mutant_of(RETURNED, "return (total / 2).to(x.dtype)"), [SUM])
+    caught = cases.judge(mutant_of(RETURNED, "return (total / 2).to(x.dtype)"), {SUM: range(4)})
     assert (caught["drawn"], caught["examples"]) == ("sum_to_invariant", 1) and "value" in caught["oracle"]
-    assert cases.judge(mutant_of(RETURNED, "return total.to(dtype=x.dtype)"), [SUM])["drawn"] is None
-    assert cases.judge(mutant_of(RETURNED, "return ("), [SUM])["drawn"] == AT_IMPORT
+    assert cases.judge(mutant_of(RETURNED, "return total.to(dtype=x.dtype)"), {SUM: range(4)})["drawn"] is None
+    assert cases.judge(mutant_of(RETURNED, "return ("), {SUM: range(4)})["drawn"] == AT_IMPORT
 
 
 def test_the_tree_of_a_mutant_is_what_python_imports():
@@ -229,10 +241,10 @@ def test_workers_hand_out_tasks_in_turn_and_end_what_runs_when_one_raises():
 def test_what_is_reached_is_remembered_while_the_text_is_the_same():
     memory = Memory(Path("lines.json"))
     assert memory.get("a", "text") is None
-    memory.put("a", "text", {"lines": {PLAIN: [1, 2]}, "seconds": 0.5})
-    assert Reach(**Memory(Path("lines.json")).get("a", "text")) == Reach({PLAIN: [1, 2]}, 0.5)
+    memory.put("a", "text", {PLAIN: {"2": 0b100}})
+    reach = CaseReach(Memory(Path("lines.json")).get("a", "text"))
     assert memory.get("a", "another text") is None
-    assert not Reach({PLAIN: [1, 2]}, 0.5).reaches(mutant_of(RETURNED, "return total"))
+    assert (reach.cases(PLAIN, [2]), reach.cases(PLAIN, [1])) == ([2], [])
 
 
 def test_a_test_has_the_lines_that_its_ranks_run():
@@ -240,8 +252,9 @@ def test_a_test_has_the_lines_that_its_ranks_run():
     tests = of_tests(Memory(Path("lines.json")), [ROOT / SUM_FILE], Workers(1), print)
     (total,) = [test for test in tests if test.name.endswith("test_narrow_dtypes_are_summed_in_float32")]
     (maximum,) = [test for test in tests if test.name.endswith("no_gradient[torch.float64]")]
-    assert total.reaches(mutant_of(RETURNED, "return total"))
-    assert maximum.lines and not maximum.reaches(mutant_of(RETURNED, "return total"))
+    line = mutant_of(RETURNED, "return total").first_line
+    assert total.runs(PLAIN, [line])
+    assert maximum.lines and not maximum.runs(PLAIN, [line])
 
 
 def test_what_a_test_reaches_besides_its_own_lines():
@@ -273,7 +286,6 @@ def test_a_default_is_judged_by_what_runs_its_function_whoever_counts_its_line_t
     body = mutant_of(RETURNED, "return total").first_line
     starts, calls = (TestReach({PLAIN: lines}, 0.1, SUM_FILE, {}) for lines in ([header, body], [body]))
     assert reaching(default, [starts, calls]) == [starts, calls]
-    assert _nearest(default, {"starts": starts, "calls": calls}) == ["calls", "starts"]
 
 
 def test_what_only_collecting_runs_is_judged_by_the_tests_of_that_file():
