@@ -38,7 +38,7 @@ class DrawnCases:
         self._trials: dict[str, SchemeTrials] = {}
 
     def judge(self, mutant: Mutant, numbers: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """What catches a mutant, or that nothing does; `numbers` are those of the cases that run its line, by scheme."""
+        """What catches a mutant, or that nothing does; `numbers` are, by scheme, of the cases that run its line."""
         start, judged = time.monotonic(), 0
         chosen = [
             [self._of(key).drawn[number] for number in numbers[key]] for key in itertools.islice(numbers, FARTHEST)
@@ -86,7 +86,7 @@ def _record(
 
 @without_advice()
 def main(batch: str) -> None:
-    """Judge the mutants of a batch, a JSON file of `examples`, `cache` and pairs of a mutant and its cases by scheme."""
+    """Judge a batch, a JSON file of `examples`, `cache` and pairs of a mutant and its cases by scheme."""
     record = json.loads(Path(batch).read_text())
     bridge.start(record["cache"])
     cases = DrawnCases(record["examples"])

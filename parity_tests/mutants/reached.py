@@ -19,7 +19,6 @@ from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
 from parity_tests.injected_bugs.runner import NOT_TRIED
 from parity_tests.mutants import pytest_process
 from parity_tests.mutants.lines_plugin import COLLECTED, WIDE
-from parity_tests.mutants.mutant import Mutant
 from parity_tests.mutants.workers import Workers
 
 Lines = dict[str, list[int]]  # of each file, relative to the root
