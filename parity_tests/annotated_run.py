@@ -20,7 +20,8 @@ def main() -> int:
     """Run some examples of every built-in scheme; prints which ranks failed."""
     with install_import_hook("torch_impl", "beartype.beartype"):
         from parity_tests.harness.declare import discover
-        from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+        from parity_tests.harness.draw.choosers import seeded_chooser
+        from parity_tests.harness.draw.drawing import draw_case
         from parity_tests.harness.run.engines import run
         from parity_tests.harness.run.failure import RankFailure
         from parity_tests.harness.run.program import Program

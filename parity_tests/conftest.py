@@ -12,11 +12,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one t
 import pytest
 from hypothesis import settings
 
-from parity_tests.harness.draw import strategy
+from parity_tests.harness.draw import profiles
 from parity_tests.harness.draw.reproducible import make_draws_reproducible
 
 make_draws_reproducible()
-strategy.register_profiles()
+profiles.register_profiles()
 settings.load_profile("dev")  # --hypothesis-profile=ci overrides it
 
 
@@ -78,4 +78,4 @@ def shardproof(monkeypatch, capsys):
 
 
 def pytest_report_header() -> str:
-    return f"torch {version('torch')}, jax {version('jax')}, Hypothesis profile {strategy.profile()}"
+    return f"torch {version('torch')}, jax {version('jax')}, Hypothesis profile {profiles.profile()}"

@@ -6,7 +6,8 @@ import torch
 from parity_tests.harness.declare.conditions import COTANGENT
 from parity_tests.harness.declare.discover import built_in
 from parity_tests.harness.draw.calling_conditions import may_be_expanded
-from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.draw.size_choices import meshes
 from parity_tests.harness.judge.reference import evaluate
 from parity_tests.harness.run.program import Program

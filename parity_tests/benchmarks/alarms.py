@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from parity_tests.benchmarks.figure import Figure
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.judge.reference import CLOCK
 from parity_tests.harness.report.report import Report

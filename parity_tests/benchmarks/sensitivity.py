@@ -15,7 +15,8 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.judge import bridge, compare
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, evaluate
 from parity_tests.harness.run.engines import run

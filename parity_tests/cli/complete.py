@@ -61,7 +61,7 @@ def engines(incomplete: str) -> list[str]:
 
 
 def profiles(incomplete: str) -> list[str]:
-    from parity_tests.harness.draw.strategy import EXAMPLES
+    from parity_tests.harness.draw.profiles import EXAMPLES
 
     return _begin(incomplete, EXAMPLES)
 

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 
-from hypothesis import settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -18,7 +17,7 @@ from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.draw import size_choices, strategy
+from parity_tests.harness.draw import profiles, size_choices
 from parity_tests.harness.implementation.offered import NotApplicable, module_of
 from parity_tests.harness.implementation.substitution import NotOffered, narrowed, on_implementation
 from parity_tests.harness.judge import bridge
@@ -86,7 +85,7 @@ def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
     places = {scheme.name: (scheme.file, scheme.line) for scheme in schemes}
     outcome = Outcome(expected=_expected_of(schemes, options), places=places)
     several = len(schemes) > 1
-    with _profile(options.profile), progress_bar(options.quiet) as bar:
+    with profiles.in_force(options.profile), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
         for scheme in schemes:
             bar.update(task, description=scheme.name)
@@ -121,18 +120,6 @@ def _on_implementation(scheme: Declared, options: VerifyOptions, outcome: Outcom
     except NotApplicable as reason:
         outcome.not_run[scheme.name] = f"not applicable: {reason}"
     return None
-
-
-@contextlib.contextmanager
-def _profile(name: str) -> Iterator[None]:
-    """A Hypothesis profile, for the time of a run."""
-    before = settings.get_current_profile_name()
-    strategy.register_profiles()
-    settings.load_profile(name)
-    try:
-        yield
-    finally:
-        settings.load_profile(before)
 
 
 def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> None:
@@ -184,8 +171,8 @@ def _not_applicable(scheme: Declared, options: VerifyOptions) -> str | None:
 def _check_options(options: VerifyOptions) -> None:
     if options.engine not in ENGINES:
         raise ValueError(f"--engine {options.engine!r} is not one of {', '.join(ENGINES)}")
-    if options.profile not in strategy.EXAMPLES:
-        raise ValueError(f"--profile {options.profile!r} is not one of {', '.join(strategy.EXAMPLES)}")
+    if options.profile not in profiles.EXAMPLES:
+        raise ValueError(f"--profile {options.profile!r} is not one of {', '.join(profiles.EXAMPLES)}")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
     if options.implementation is not None:

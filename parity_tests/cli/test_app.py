@@ -10,7 +10,7 @@ from hypothesis import settings
 from parity_tests import warm_python
 from parity_tests.cli import session
 from parity_tests.harness.declare.discover import schemes_of_file
-from parity_tests.harness.draw import strategy
+from parity_tests.harness.draw import profiles
 from parity_tests.specimens.user_files import RAISING, RIGHT, SCALED, WRONG, written
 
 
@@ -88,7 +88,7 @@ def test_meshes_that_do_not_divide_the_sizes_are_counted_and_named(shardproof):
 )
 def test_the_command_draws_as_many_cases_as_the_method(shardproof, options, fixed):
     file = written("right.py", RIGHT)
-    shardproof("verify", file, *options, "--profile", strategy.profile(), "--json", "out.json")
+    shardproof("verify", file, *options, "--profile", profiles.profile(), "--json", "out.json")
     [report] = json.loads(Path("out.json").read_text())["reports"]
     [right] = schemes_of_file(file)
     assert report["examples"] == right.verify(**fixed).examples

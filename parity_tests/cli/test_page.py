@@ -13,7 +13,7 @@ from parity_tests.cli import page, scheme_list
 from parity_tests.cli.app import app
 from parity_tests.cli.help import EXAMPLES, JUDGING, STATUS
 from parity_tests.cli.shapes import SHAPES
-from parity_tests.harness.draw.strategy import EXAMPLES as PROFILES
+from parity_tests.harness.draw.profiles import EXAMPLES as PROFILES
 from parity_tests.harness.run.failure import Died
 from parity_tests.specimens.user_files import WRONG, written
 from parity_tests.tracing import show as traces

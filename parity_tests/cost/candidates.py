@@ -14,7 +14,8 @@ from parity_tests.cost.sheet import Sheet
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.declare.draws import Chooser
-from parity_tests.harness.draw.drawing import priced_case, seeded_chooser, simplest
+from parity_tests.harness.draw.choosers import seeded_chooser, simplest
+from parity_tests.harness.draw.drawing import priced_case
 
 PHASES = ("forward", "backward")
 MOST = 64  # candidates of one scheme

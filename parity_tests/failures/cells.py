@@ -118,7 +118,8 @@ def _answer(engine: str, world: int, name: str) -> Cell:
 def _verdict(engine: str, world: int, name: str) -> tuple[str, str]:
     """Of a function that returns something wrong: the first thing that its report names."""
     from parity_tests.failures import returned
-    from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+    from parity_tests.harness.draw.choosers import seeded_chooser
+    from parity_tests.harness.draw.drawing import draw_case
     from parity_tests.harness.verify_one_case import verify_case
 
     declared = getattr(returned, name)

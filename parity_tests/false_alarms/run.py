@@ -25,7 +25,8 @@ from typing import Any
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report.report import Report

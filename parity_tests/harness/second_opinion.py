@@ -26,7 +26,8 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import OTHER_CALLS, record_of
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import TABLE
-from parity_tests.harness.draw.drawing import another, seeded_chooser
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import another
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report
 from parity_tests.harness.run.failure import Deadlock, NotRun, Unwaited

@@ -10,7 +10,8 @@ import torch.distributed._functional_collectives as functional
 from parity_tests.harness import verify_one_case
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import CONDITIONS, OTHER_CALLS, record_of, with_one_less
-from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.verify_one_case import verify_case
 from shardproof import check, scheme, values
 from torch_impl.collectives import all_reduce

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from parity_tests.harness.declare.case import DTYPES
-from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.verify_one_case import verify_case
 from shardproof import scheme, token_below, values
 

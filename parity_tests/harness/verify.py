@@ -6,7 +6,8 @@ How a mismatch comes to be printed, from a drawn case to the lines under a red r
    `explain.clues` makes notes from its numbers, each with its scope: the cases that could refute it.
 2. `undecided.mark_undecided` replaces the mismatch by the verdict `undecided` where the reference itself jumps within
    the rounding of its inputs. `verify_or_undecided` is steps 1 and 2.
-3. Hypothesis shrinks the case; `smallest.shrink` goes on to the smallest that fails alike.
+3. `simplest_choices.SimplestCase` replaces what was drawn by the simplest of the menus that fails alike, and
+   `smallest.shrink` its sizes by the smallest.
 4. `special_values.name_values_to_avoid` verifies the case with normal values, to name the inputs whose ties or zeros
    the failure needs.
 5. `second_opinion` verifies it on gloo, in fresh processes.
@@ -14,36 +15,35 @@ How a mismatch comes to be printed, from a drawn case to the lines under a red r
 7. `repaired_lines.name_lines` adds the line of a collective whose repair makes the tensor right.
 8. A replay file is written, and the report prints the notes that remain, the best explanation first.
 
-`check` is the body of a parity test: steps 1, 2 and 8 for one case, and raises. Hypothesis shrinks a failing test, and
-no other case tests the notes.
+`check` is the body of a parity test: steps 1, 2 and 8 for one case, and raises. Hypothesis draws its cases and shrinks
+one that fails, and no other case tests the notes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, Phase, currently_in_test_context, given, reject, settings
-from hypothesis import seed as hypothesis_seed
 
 from parity_tests.harness.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
 from parity_tests.harness.declare.conditions import LARGER_WORLD
-from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import lookup
-from parity_tests.harness.declare.draws import has_infinities
+from parity_tests.harness.declare.draws import Chooser, has_infinities
 from parity_tests.harness.declare.keywords import rejects_unknown_keywords
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out, seeded_chooser
-from parity_tests.harness.draw.reproducible import reproducible_draws
-from parity_tests.harness.draw.strategy import EXAMPLES, SHAPES, every_case, profile
+from parity_tests.harness.draw.choosers import RecordingChooser, even_chooser, seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out
+from parity_tests.harness.draw.profiles import EXAMPLES, SHAPES, profile
 from parity_tests.harness.experiments.notes import check_notes, from_one_case
+from parity_tests.harness.experiments.simplest_choices import SimplestCase
 from parity_tests.harness.experiments.smallest import shrink
 from parity_tests.harness.experiments.special_values import name_values_to_avoid
 from parity_tests.harness.experiments.undecided import verify_or_undecided
-from parity_tests.harness.judge.reference import CLOCK, ReferenceFailure
+from parity_tests.harness.judge.reference import CLOCK
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merge_reports, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
@@ -72,8 +72,8 @@ def verify(
 ) -> Report:
     """See Scheme.verify; `fixed` are mesh axes, dims and options that are not drawn, `world` the number of ranks.
 
-    `progress(done, total)` is called after each example that Hypothesis draws, until one fails: not for the first
-    cases, which are those of a scheme of which nothing but values is drawn.
+    `progress(done, total)` is called after each drawn example, until one fails: not for the first cases, which are
+    those of a scheme of which nothing but values is drawn.
     """
     fixed = dict(fixed or {})
     if engine not in ENGINES:
@@ -88,7 +88,7 @@ def verify(
     # 1. The cases that need no search.
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
     reports = _until_one_fails(scheme, first_cases)
-    # 2. Hypothesis draws the rest, and shrinks a failure to the smallest case.
+    # 2. The rest is drawn, and a failure becomes the simplest case.
     shrinking_steps = 0
     if total > len(reports) and not any(report.failed for report in reports):
         searched, shrinking_steps = _search(scheme, fixed, draw_options, seed, total - len(reports), progress)
@@ -133,7 +133,7 @@ def _has_all_dims(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
 def _first_cases(
     scheme: Declared, fixed: Mapping[str, Any], draw_options: Mapping[str, Any], seed: int, examples: int | None
 ) -> tuple[list[CaseSpec], int]:
-    """The cases that are known before Hypothesis draws any, and how many examples it fills up to.
+    """The cases that are known before any is drawn, and how many examples the draws fill up to.
 
     For one example it is the case of the seed. With all dims fixed there is one case for each mesh and dtype and, on
     lockstep and where the caller gave neither a number of examples nor `inside_subgroup`, one inside a larger world.
@@ -210,51 +210,36 @@ def _search(
     total: int,
     progress: Progress | None,
 ) -> tuple[list[Report], int]:
-    """Reports of the drawn cases; on a failure, those before it and that of the smallest failing case.
+    """Reports of the drawn cases; on a failure, those before it and that of the simplest case that fails alike.
 
-    Also the number of runs after the first failure, which look for a smaller case and repeat the smallest.
+    Also the number of runs after the first failure, which look for that case.
     """
+
+    def draw(choose: Chooser) -> CaseSpec:
+        options = {**draw_options, "limit": SHAPES[profile()], "with_conditions": True}
+        return draw_case(scheme, choose, fixed, **options)
+
     reports: list[Report] = []
-    failing: list[Report] = []
-    shrinking_steps = 0
-    # Shrinking against process engines costs a respawn for each failing example.
-    phases = [Phase.generate, Phase.shrink] if draw_options["engine"] == "lockstep" else [Phase.generate]
-
-    @hypothesis_seed(seed)
-    @settings(
-        max_examples=total,
-        deadline=None,
-        database=None,
-        phases=phases,
-        report_multiple_bugs=False,
-        print_blob=False,
-        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
-    )
-    @given(every_case(scheme, **draw_options, **fixed))
-    def example(case: CaseSpec) -> None:
-        if failing and isinstance(failing[-1].failure, Stalled):
-            return  # every further example would wait as long; the search ends without a smaller case
-        report = verify_or_undecided(scheme, case)
-        nonlocal shrinking_steps
-        if failing:
-            shrinking_steps += 1
-        if report.failed or not failing:
-            (failing if report.failed else reports).append(report)
-        if progress and not failing:
+    for number in range(total):
+        chooser = RecordingChooser(even_chooser(number, seed))
+        reports.append(verify_or_undecided(scheme, draw(chooser)))
+        if reports[-1].failed:
+            return _with_simplest(scheme, reports, draw, chooser)
+        if progress:
             progress(len(reports), total)
-        if report.failed:
-            report.raise_if_failed()
+    return reports, 0
 
-    try:
-        with reproducible_draws():
-            example()
-    except (ReferenceFailure, DeclarationFailure):
-        raise
-    except Exception:
-        if not failing:
-            raise
-        return [*reports, failing[-1]], shrinking_steps  # the smallest, which Hypothesis runs once more at its end
-    return reports, shrinking_steps
+
+def _with_simplest(
+    scheme: Declared, reports: Sequence[Report], draw: Callable[[Chooser], CaseSpec], chooser: RecordingChooser
+) -> tuple[list[Report], int]:
+    """The reports with that of the simplest case in place of the last, and how many runs looked for it."""
+    *passing, failing = reports
+    # Each run starts processes on another engine, and waits as long as this one after a rank that stalled.
+    if failing.case.engine != "lockstep" or isinstance(failing.failure, Stalled):
+        return [*passing, failing], 0
+    search = SimplestCase(draw, partial(verify_or_undecided, scheme), failing, chooser.choices)
+    return [*passing, search.search()], search.runs
 
 
 _LAST_REPLAY: dict[str, str] = {}
@@ -262,6 +247,8 @@ _LAST_REPLAY: dict[str, str] = {}
 
 def check(case: CaseSpec) -> Report:
     """Verify one case and raise unless all four oracles pass; for a failing case a replay file is written."""
+    from hypothesis import currently_in_test_context, reject
+
     scheme = lookup(case.scheme)
     report = verify_or_undecided(scheme, case)
     if report.is_undecided and currently_in_test_context():
@@ -280,6 +267,10 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
     `examples` is their number, by default that of Hypothesis's profile in force; `fixed` are mesh axes, dims and
     options that are not drawn. Raises what `check` raises, at the smallest failing case.
     """
+
+    from hypothesis import given, settings
+
+    from parity_tests.harness.draw.strategy import every_case
 
     # No deadline: the first case of a shape traces the reference.
     @settings(max_examples=examples or settings().max_examples, deadline=None)

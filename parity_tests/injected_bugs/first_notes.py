@@ -23,6 +23,7 @@ import typer
 
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.experiments.notes import check_notes
+from parity_tests.harness.experiments.smallest import shrink
 from parity_tests.harness.experiments.undecided import mark_undecided
 from parity_tests.harness.report.report import Report
 from parity_tests.injected_bugs.injected_bug import InjectedBug, patched_text
@@ -32,6 +33,7 @@ from parity_tests.injected_bugs.trials import SchemeTrials
 # What a sentence begins with or contains, and the kinds of mistakes that it can truly mean.
 MEANS = (
     ("within what", {"precision"}),
+    ("that of the other call", {"call"}),
     ("in another order", {"order", "sequence", "border", "group", "schedule"}),
     (" off along ", {"border", "order", "sequence"}),
     ("added constant", {"statistic", "reduction", "scale", "group", "tied", "border"}),
@@ -44,13 +46,14 @@ MEANS = (
     ("is left out", {"reduction", "scale", "tied", "statistic", "border"}),
 )
 STATES = ("no pattern", "not finite", "finite where", "no gradient", "forward equal", "the reference's")
+UNDECIDED = "which is right only where"  # of a fact that no passing case could be compared with
 ANYWHERE = ("wrong only", "right only", "is zero", "hold different copies")  # of a place: true of any kind but one
 TRUE, FALSE, NOTHING = "true", "false", "claims nothing"
 SCHEMES, EXAMPLES = 3, 12  # of a bug: the nearest schemes and drawn cases of each that are tried
 
 
 class Headlines(NamedTuple):
-    """The first notes of one bug's first failing case: of that case alone, and after the experiments."""
+    """The first notes of one bug's smallest failing case: of that case alone, and after the experiments."""
 
     bug: InjectedBug
     alone: str
@@ -60,7 +63,7 @@ class Headlines(NamedTuple):
 
 def truth(kind: str, note: str) -> str:
     """Whether a note may be true of a bug of this kind; a place says nothing of the mistake, but of no rounding."""
-    if note.startswith(STATES):
+    if note.startswith(STATES) or UNDECIDED in note:
         return NOTHING
     if any(words in note for words in ANYWHERE):
         return FALSE if kind == "precision" else TRUE
@@ -80,7 +83,7 @@ def sample(bugs: Sequence[InjectedBug], count: int) -> list[InjectedBug]:
 
 
 def headlines(bug: InjectedBug, component_trials: Iterable[SchemeTrials]) -> Headlines | None:
-    """What is said of the first failing case of a bug that has notes; None where no case has."""
+    """What is said of the smallest case that fails as the first with notes does; None where no case has any."""
     patch = patched_text(bug)
     running = (trials for trials in component_trials if trials.runs(patch.file, patch.replaced_lines))
     affected = list(islice(running, SCHEMES))
@@ -91,7 +94,7 @@ def headlines(bug: InjectedBug, component_trials: Iterable[SchemeTrials]) -> Hea
             for trial in each.drawn:
                 report = trial.on(scheme)
                 if report.notes:
-                    return _headlines(bug, scheme, report)
+                    return _headlines(bug, scheme, shrink(scheme, report, {}))
     return None
 
 

@@ -5,19 +5,16 @@ The cases are drawn once for all bugs. Production never enters a reference, so t
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.draws import Chooser
 from parity_tests.harness.draw import size_choices
+from parity_tests.harness.draw.choosers import even_chooser, simplest
 from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.judge.reference import Reference, evaluate
 from parity_tests.harness.judge.side_checks import SPARE
@@ -97,28 +94,10 @@ def drawn_trials(scheme: Declared, examples: int, engine: str = "lockstep") -> l
 
 
 def drawn_cases(scheme: Declared, examples: int, engine: str) -> list[CaseSpec]:
-    """Cases from the menus of the scheme's parity test, the simplest first, each menu gone through evenly.
-
-    Not Hypothesis's own choices: these follow what happens to be imported, and a count should repeat.
-    """
+    """Cases from the menus of the scheme's parity test, the simplest first, each menu gone through evenly."""
     return [
         draw_case(scheme, even_chooser(number), {}, engine=engine, with_conditions=True) for number in range(examples)
     ]
-
-
-def even_chooser(number: int) -> Chooser:
-    """The choices of one example: the n-th choice takes its options in shuffled rounds, one option an example."""
-    choices = itertools.count()
-
-    def choose(options: Any) -> Any:
-        choice = next(choices)
-        if not number:
-            return options[0]
-        turn, place = divmod(number, len(options))
-        rng = np.random.Generator(np.random.Philox(key=[choice, turn]))
-        return options[int(rng.permutation(len(options))[place])]
-
-    return choose
 
 
 def inside(case: CaseSpec, number: int) -> CaseSpec:
@@ -142,17 +121,13 @@ def fixed_cases(scheme: Declared) -> list[CaseSpec]:
         for shape in size_choices.shapes(scheme, {}, tried, limit=5)
         if size_choices.compatible(scheme, shape, tried[0])
     ]
-    case = draw_case(scheme, _first, {**tried[0], **shapes[len(shapes) // 2]}, dtype="float32", seed=0)
+    case = draw_case(scheme, simplest, {**tried[0], **shapes[len(shapes) // 2]}, dtype="float32", seed=0)
     anywhere = {
         arg.name: {**case.values[arg.name], "picks": [[0, "anywhere"]]}
         for arg in scheme.inputs
         if scheme.draws[arg.name].kind == "ids"
     }
     return [case.replace(values={**case.values, **anywhere}, seed=seed) for seed in FIXED_SEEDS]
-
-
-def _first(options: Any) -> Any:
-    return options[0]
 
 
 def executed_lines(body: Body, cases: Iterable[CaseSpec]) -> frozenset[CodePlace]:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.kernels.device import INTERPRETED
 from parity_tests.vocab_parallel.test_cross_entropy import distributed_cross_entropy

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parity_tests.harness.draw import strategy
+from parity_tests.harness.draw import profiles
 from parity_tests.kernels.files import ON_A_DEVICE
 
 FOLDER = Path(__file__).parent
@@ -30,7 +30,7 @@ pytestmark = [
 
 def in_a_process_of_its_own(interpret):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUIET]
-    command += [f"--hypothesis-profile={strategy.profile()}", *(str(FOLDER / file) for file in ON_A_DEVICE)]
+    command += [f"--hypothesis-profile={profiles.profile()}", *(str(FOLDER / file) for file in ON_A_DEVICE)]
     environment = {**os.environ, "TRITON_INTERPRET": interpret}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-20000:] + run.stderr[-2000:]

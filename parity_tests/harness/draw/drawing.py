@@ -1,4 +1,4 @@
-"""Draw one CaseSpec of a scheme from a chooser: Hypothesis's, or a seeded one that needs no Hypothesis."""
+"""Draw one CaseSpec of a scheme from a chooser."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.draws import Chooser
 from parity_tests.harness.declare.keywords import nearest_keyword
 from parity_tests.harness.draw import calling_conditions, size_choices
+from parity_tests.harness.draw.choosers import seeded_chooser
 
 DEFAULT_LIMIT = 8
 INSIDE = (False, False, False, True)  # a larger world
@@ -33,48 +34,6 @@ class MeshChoices(NamedTuple):
 
 # What can be drawn, cached for each scheme and its arguments: finding it takes longer than running an example.
 _MESH_CHOICES: WeakKeyDictionary[Declared, dict[Any, MeshChoices]] = WeakKeyDictionary()
-
-
-def seeded_chooser(seed: int) -> Chooser:
-    """A chooser that needs no Hypothesis, but for an example of one of its strategies."""
-    rng = np.random.Generator(np.random.Philox(key=[seed, 0]))
-
-    def choose(options: Any) -> Any:
-        if not isinstance(options, Sequence):
-            return _example(options, int(rng.integers(2**31)))
-        return options[int(rng.integers(len(options)))]
-
-    return choose
-
-
-def simplest(options: Any) -> Any:
-    """A chooser of the first option, and of a strategy's simplest example."""
-    if isinstance(options, Sequence):
-        return options[0]
-    from hypothesis import find
-
-    return find(options, lambda _: True)
-
-
-def _example(strategy: Any, seed: int) -> Any:
-    """One of ten examples of a strategy, the same for the same seed."""
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as hypothesis_seed
-
-    from parity_tests.harness.draw.reproducible import reproducible_draws
-
-    examples: list[Any] = []
-
-    @hypothesis_seed(seed)
-    @settings(max_examples=10, deadline=None, database=None, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))  # pyright: ignore[reportArgumentType]  # fmt: skip
-    @given(strategy)
-    def example(value: Any) -> None:
-        examples.append(value)
-
-    with reproducible_draws():
-        example()
-    return examples[seed % len(examples)]
 
 
 def one_case(

@@ -4,16 +4,16 @@ from hypothesis import given, settings
 from hypothesis import seed as hypothesis_seed
 
 from parity_tests import warm_python
+from parity_tests.harness.draw.profiles import profile
 from parity_tests.harness.draw.reproducible import reproducible_draws
-from parity_tests.harness.draw.strategy import profile
 from parity_tests.specimens.drawn_schemes import sequences
 from shardproof import every_case
 
 CONSTANTS = "NUMBERS = [" + ", ".join(str(number) for number in range(100, 1000)) + "]\n"
 SEARCH = """
-from parity_tests.harness.draw import strategy, test_reproducible
+from parity_tests.harness.draw import profiles, test_reproducible
 from hypothesis import settings
-strategy.register_profiles()
+profiles.register_profiles()
 settings.load_profile({profile!r})
 print(*test_reproducible.drawn(), sep="\\n")
 """

@@ -6,8 +6,9 @@ import itertools
 import pytest
 
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-from parity_tests.harness.draw.strategy import SHAPES
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case
+from parity_tests.harness.draw.profiles import SHAPES
 from shardproof import offsets, scheme
 
 NUMBERS = itertools.count()

@@ -9,7 +9,8 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import without_other_calls
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case
 
 SHAPES_TRIED = 12
 MAX_ELEMENTS = 10**5  # of all dims together

@@ -15,7 +15,8 @@ from parity_tests.harness.declare.conditions import OTHER_CALLS, record_of, with
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.dim_formulas import complete_dims
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.draw.drawing import another, draw_case, simplest
+from parity_tests.harness.draw.choosers import simplest
+from parity_tests.harness.draw.drawing import another, draw_case
 from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Stalled
@@ -44,7 +45,7 @@ def with_fewest_conditions(scheme: Declared, report: Report) -> Report:
     """The report of the case without the calling conditions that the failure does not need."""
     for case in with_one_less(report.case):
         other = verify_or_undecided(scheme, case)
-        if _fails_alike(other, report):
+        if fails_alike(other, report):
             return with_fewest_conditions(scheme, replace(other, smallest=report.smallest, as_given=report.as_given))
     return replace(report, conditions_needed=bool(report.case.conditions))
 
@@ -57,7 +58,7 @@ def _of_smallest_sizes(scheme: Declared, report: Report, fixed: Mapping[str, Any
                 return report
             runs += 1
             other = verify_or_undecided(scheme, case)
-            if _fails_alike(other, report):
+            if fails_alike(other, report):
                 report = replace(other, smallest=False, conditions_needed=report.conditions_needed)
                 break
         else:
@@ -78,7 +79,7 @@ def _given_above_least(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any
     return tuple(name for name in (*axes, *dims) if name in fixed)
 
 
-def _fails_alike(report: Report, other: Report) -> bool:
+def fails_alike(report: Report, other: Report) -> bool:
     """The same oracle, and a tensor in common; of a failed rank, the same cause at the same line."""
     if report.ok or report.verdict != other.verdict:
         return False

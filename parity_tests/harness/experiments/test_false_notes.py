@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 
+from parity_tests.harness import verify_one_case
 from parity_tests.specimens.wrong_gradients import (
     GatherWithoutSum,
     line_of,
     summed,
     two_products_scheme,
 )
-from shardproof import scheme, token_below, values
+from shardproof import permutation, scheme, token_below, values
 
 
 def declared(function, reference, inputs, outputs, **more):
@@ -196,3 +197,66 @@ def test_a_nan_that_infinities_make_is_no_buffer_read_too_early():
     declaration = declared(above_the_greatest, reference, "b v/tp", "b v/tp", nograd=("x",), draw=draw)
     (note,) = notes(declaration.verify(b=1, v=2, tp=2, examples=40))
     assert note.startswith("not finite first at") and "wait" not in note
+
+
+def test_a_stage_without_a_loss_does_not_lack_an_addend():
+    """The last rank alone has the loss, in cases that pass too; where no case passes, the note says no more."""
+
+    def loss_of_the_last(wrong_from):
+        def loss(mesh, x):
+            is_last = mesh.rank("tp") == mesh.size("tp") - 1
+            factor = 2.0 if x.shape[0] >= wrong_from else 1.0
+            return x.sum() * (factor if is_last else 0.0)
+
+        return declared(loss, lambda x: x.sum(), "b tp=I", "tp=P", nograd=("x",))
+
+    assert not any("only zeros" in note for note in notes(loss_of_the_last(wrong_from=5).verify(b=6)))
+    of_all = [note for note in notes(loss_of_the_last(wrong_from=0).verify(b=6)) if "only zeros" in note]
+    assert of_all == ["tp rank 0 gave only zeros to the sum, which is right only where it has no part in it"]
+
+
+def test_a_rank_that_gives_its_addend_in_cases_that_pass_gives_it_not_here():
+    def forgotten(mesh, x):
+        return x.sum() * (0.0 if mesh.rank("tp") == 1 and x.shape[0] >= 5 else 1.0)
+
+    declaration = declared(
+        forgotten, lambda x: x.sum(), "b/tp:contiguous", "tp=P", nograd=("x",), dims={"b": (2, 4, 12)}
+    )
+    assert "tp rank 1 gave only zeros to the sum, unlike in cases that pass" in notes(declaration.verify(b=12))
+
+
+def test_an_element_that_one_dtype_misses_is_no_rounding():
+    """In a wider dtype the error vanishes, but it stays where the inputs move a little: a branch for one dtype."""
+
+    def forgetful(mesh, x):
+        wide = x.double()
+        total = (wide.softmax(-1) if x.dtype == torch.float32 else wide.softmax(-1) * keeps_all_but_one(wide)).to(
+            x.dtype
+        )
+        return total
+
+    def keeps_all_but_one(x):
+        return torch.where(torch.arange(x.shape[-1]) == 3, 0.97, 1.0)
+
+    declaration = declared(
+        forgetful, lambda x: jax.nn.softmax(x, -1), "b v tp=I", "b v tp=I", dtypes=("bfloat16",), dims={"v": (64,)}
+    )
+    assert not any("within what" in note for note in notes(declaration.verify(b=4)))
+
+
+def test_other_values_in_another_order_are_those_of_the_other_call(monkeypatch):
+    """A cached permutation: the layout is right, the order is that of the first call."""
+    orders = {}
+    run = verify_one_case.run
+    monkeypatch.setattr(verify_one_case, "run", lambda *args, **more: (orders.clear(), run(*args, **more))[1])
+
+    def sorted_rows(mesh, x, key):
+        return x[orders.setdefault((mesh.rank("tp"), x.shape), key.argsort())]
+
+    declaration = declared(
+        sorted_rows, lambda x, key: x[jnp.argsort(key)], {"x": "b d tp=I", "key": "b"}, "b d tp=I",
+        draw={"x": values("normal"), "key": permutation()}, engines=("lockstep",), dims={"b": (1, 8), "d": (4,)},
+    )  # fmt: skip
+    of_all = notes(declaration.verify(examples=60))
+    assert "same values in another order, that of the other call" in of_all[0], of_all
+    assert not any("not undone" in note for note in of_all)

@@ -181,7 +181,7 @@ def _change_of_each_part(evidence: Evidence) -> Iterator[Note]:
 def _numbers_of_parts(
     evidence: Evidence, owner: np.ndarray, fitted: Callable[[Evidence], float | None], neutral: float
 ) -> list[float]:
-    """The number fitted to each part; an empty list if one part has none, or if only one part is wrong."""
+    """The number fitted to each part; an empty list if one part has none, or if one part or few parts are wrong."""
     numbers, wrong = [], 0
     for value in np.unique(owner):
         part = evidence.restricted_to(owner == value)
@@ -190,7 +190,7 @@ def _numbers_of_parts(
             return []
         numbers.append(number)
         wrong += part.wrong_count > 0
-    return numbers if wrong > 1 else []
+    return numbers if wrong > 1 and 2 * wrong >= len(numbers) else []
 
 
 def _parts(evidence: Evidence) -> Iterator[tuple[str, np.ndarray, Mapping[str, str]]]:

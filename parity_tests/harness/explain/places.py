@@ -102,7 +102,8 @@ def _rank_text(evidence: Evidence, index: tuple[int, ...]) -> str:
     return "".join(f", {axis} rank {rank}" for axis, rank in coordinate.items())
 
 
-_SAME_VALUES = "same values in another order: a layout is not undone, or applied twice"
+SAME_VALUES = "same values in another order"
+_SAME_VALUES = f"{SAME_VALUES}: a layout is not undone, or applied twice"
 _BUILT_IN_LAYOUTS = {"contiguous": contiguous, "dual_chunk_swap": dual_chunk_swap, "striped": striped}
 
 

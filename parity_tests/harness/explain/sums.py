@@ -9,6 +9,8 @@ import numpy as np
 from parity_tests.harness.explain.evidence import Evidence
 from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, Note
 
+ZERO_ADDEND = "gave only zeros to the sum"
+
 
 def missing_or_repeated_sum(evidence: Evidence) -> Iterator[Note]:
     """Copies that add up to the reference lack a sum; addends that each are the reference are summed once too often."""
@@ -42,7 +44,7 @@ def zero_addend(evidence: Evidence) -> Iterator[Note]:
     for axis, values in _unsharded_axes(evidence):
         zero_ranks = [rank for rank, value in enumerate(values) if not value.any()]
         if axis not in evidence.at and len(zero_ranks) == 1:
-            text = f"{axis} rank {zero_ranks[0]} gave only zeros to the sum"
+            text = f"{axis} rank {zero_ranks[0]} {ZERO_ADDEND}"
             yield Note(text, ACROSS_SIZES, text)
 
 

@@ -4,7 +4,8 @@ import jax
 import pytest
 
 from parity_tests.harness.declare.discover import built_in
-from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.judge import reference
 from parity_tests.harness.run.program import Program
 from parity_tests.specimens.two_evaluations import evaluated_twice

@@ -9,7 +9,8 @@ import numpy as np
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared
-from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.run.stitch import gradient_shards, stitch

@@ -1,0 +1,117 @@
+"""Choosers: who picks one of several options where a case is drawn, the simplest first.
+
+A chooser takes a sequence, of which it returns an element, or a Hypothesis strategy, of which it returns an example;
+Hypothesis is loaded for a strategy alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parity_tests.harness.declare.draws import Chooser
+
+MOST_EVEN = 1024  # options; of more, such as seeds, examples would seldom repeat one anyway
+
+
+def seeded_chooser(seed: int) -> Chooser:
+    """A chooser that picks each option as likely as any other."""
+    rng = np.random.Generator(np.random.Philox(key=[seed, 0]))
+
+    def choose(options: Any) -> Any:
+        if not isinstance(options, Sequence):
+            return _example(options, int(rng.integers(2**31)))
+        return options[int(rng.integers(len(options)))]
+
+    return choose
+
+
+def even_chooser(number: int, seed: int = 0) -> Chooser:
+    """The chooser of the n-th example: its n-th choice takes the options in shuffled rounds, one option an example.
+
+    So a menu of four is gone through by four examples, where independent draws would leave one of its options out for
+    every third menu. The first example is the simplest: it takes the first option everywhere.
+    """
+    choices = itertools.count()
+
+    def choose(options: Any) -> Any:
+        choice = next(choices)
+        if not number:
+            return simplest(options)
+        key = choice + (seed << 32)
+        if not isinstance(options, Sequence):
+            return _example(options, number + key)
+        if len(options) > MOST_EVEN:
+            return options[int(_generator(key, number).integers(len(options)))]
+        turn, place = divmod(number, len(options))
+        return options[int(_generator(key, turn).permutation(len(options))[place])]
+
+    return choose
+
+
+def _generator(key: int, turn: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=[key, turn]))
+
+
+def simplest(options: Any) -> Any:
+    """A chooser of the first option, and of a strategy's simplest example."""
+    if isinstance(options, Sequence):
+        return options[0]
+    from hypothesis import find
+
+    return find(options, lambda _: True)
+
+
+def _example(strategy: Any, seed: int) -> Any:
+    """One of ten examples of a strategy, the same for the same seed."""
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import seed as hypothesis_seed
+
+    from parity_tests.harness.draw.reproducible import reproducible_draws
+
+    examples: list[Any] = []
+
+    @hypothesis_seed(seed)
+    @settings(max_examples=10, deadline=None, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # pyright: ignore[reportArgumentType]  # fmt: skip
+    @given(strategy)
+    def example(value: Any) -> None:
+        examples.append(value)
+
+    with reproducible_draws():
+        example()
+    return examples[seed % len(examples)]
+
+
+class Choice(NamedTuple):
+    """What was chosen: the place of an option; of a strategy, its example."""
+
+    place: int = 0
+    example: Any = None
+    strategy: Any = None
+
+
+@dataclass
+class RecordingChooser:
+    """A chooser that records its choices. It repeats those given, as far as they go and there are such options."""
+
+    beyond: Chooser
+    repeated: Sequence[Choice] = ()
+    choices: list[Choice] = field(default_factory=list)
+
+    def __call__(self, options: Any) -> Any:
+        number = len(self.choices)
+        before = self.repeated[number] if number < len(self.repeated) else None
+        if isinstance(options, Sequence):
+            is_repeated = before is not None and before.strategy is None
+            # The place is what is chosen, for equal options may stand in a menu more than once.
+            place = min(before.place, len(options) - 1) if is_repeated else self.beyond(range(len(options)))
+            self.choices.append(Choice(place))
+            return options[place]
+        is_repeated = before is not None and before.strategy is not None
+        self.choices.append(Choice(0, before.example if is_repeated else self.beyond(options), options))
+        return self.choices[-1].example

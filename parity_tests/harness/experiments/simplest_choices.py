@@ -1,0 +1,105 @@
+"""The simplest case: choices are replaced by the first of their options, then by earlier ones, while the case fails.
+
+Options stand in the order of their simplicity: small meshes and shapes before large ones, equal shards before ragged
+ones, no calling condition before any. `smallest.shrink` goes on from here to sizes that no menu has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.draws import Chooser
+from parity_tests.harness.draw.choosers import Choice, RecordingChooser, simplest
+from parity_tests.harness.experiments.smallest import fails_alike
+from parity_tests.harness.report.report import Report
+
+MAX_RUNS = 60
+EXAMPLES_OF_A_STRATEGY = 30
+
+
+class SimplestCase:
+    """The search for the simplest case that fails as `report` does, of those that `draw` makes of choices."""
+
+    def __init__(
+        self,
+        draw: Callable[[Chooser], CaseSpec],
+        verify: Callable[[CaseSpec], Report],
+        report: Report,
+        choices: Sequence[Choice],
+    ) -> None:
+        self.draw, self.verify, self.report, self.choices = draw, verify, report, list(choices)
+        self.runs = 0
+        self._tried = {report.case.json}
+        self._shrunk = set[int]()  # numbers of the choices whose example Hypothesis has shrunk
+
+    def search(self) -> Report:
+        """The report of the simplest case, after MAX_RUNS runs at most, besides those of examples of strategies."""
+        # 1. The fewest first choices that it takes to fail, with the simplest of all that follow.
+        few, many = -1, len(self.choices)
+        while many - few > 1:
+            middle = (few + many) // 2
+            if self._is_taken(self.choices[:middle]):
+                many = middle
+            else:
+                few = middle
+        # 2. Each choice by itself, until none can be simpler.
+        while self.runs < MAX_RUNS and any([self._simplify(number) for number in range(len(self.choices))]):
+            pass
+        return self.report
+
+    def _simplify(self, number: int) -> bool:
+        """Whether one of the choices was replaced by a simpler one."""
+        if number >= len(self.choices):
+            return False
+        choice = self.choices[number]
+        if choice.strategy is not None:
+            return self._shrink_example(number, choice)
+        simpler = sorted({0, choice.place // 2, choice.place - 1} - {choice.place, -1})
+        return self.runs < MAX_RUNS and any(self._is_taken(self._with(number, Choice(place))) for place in simpler)
+
+    def _shrink_example(self, number: int, choice: Choice) -> bool:
+        """Whether Hypothesis finds a simpler example of the strategy."""
+        from hypothesis import HealthCheck, find, settings
+        from hypothesis.errors import NoSuchExample
+
+        if number in self._shrunk:
+            return False
+        self._shrunk.add(number)
+        limits = settings(
+            max_examples=EXAMPLES_OF_A_STRATEGY,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
+        )
+        try:
+            # 1. What it finds is verified once more, for its choices to be recorded.
+            example = find(
+                choice.strategy,
+                lambda example: self._fails(self._with(number, choice._replace(example=example))) is not None,
+                settings=limits,
+            )
+        except NoSuchExample:
+            return False
+        return self._is_taken(self._with(number, choice._replace(example=example)))
+
+    def _with(self, number: int, choice: Choice) -> list[Choice]:
+        return [*self.choices[:number], choice, *self.choices[number + 1 :]]
+
+    def _is_taken(self, choices: Sequence[Choice]) -> bool:
+        """Whether the case of these choices, new ones, fails alike; it is the simplest so far then."""
+        chooser = RecordingChooser(simplest, choices)
+        case = self.draw(chooser)
+        if case.json in self._tried:
+            return False
+        self._tried.add(case.json)
+        report = self._fails(choices)
+        if report is not None:
+            self.report, self.choices = report, chooser.choices
+        return report is not None
+
+    def _fails(self, choices: Sequence[Choice]) -> Report | None:
+        """The report of the case of these choices if it fails as the first did."""
+        self.runs += 1
+        report = self.verify(self.draw(RecordingChooser(simplest, choices)))
+        return report if fails_alike(report, self.report) else None
