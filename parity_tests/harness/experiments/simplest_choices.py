@@ -6,7 +6,7 @@ ones, no calling condition before any. `smallest.shrink` goes on from here to si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.draws import Chooser
@@ -43,9 +43,10 @@ class SimplestCase:
                 many = middle
             else:
                 few = middle
-        # 2. Each choice by itself, until none can be simpler.
-        while self.runs < MAX_RUNS and any([self._simplify(number) for number in range(len(self.choices))]):
-            pass
+        # 2. Each choice by itself, until none can be simpler; values before sizes, as small cases need special values.
+        while len(self._tried) <= MAX_RUNS:
+            if not any([self._simplify(number) for number in reversed(range(len(self.choices)))]):
+                break
         return self.report
 
     def _simplify(self, number: int) -> bool:
@@ -55,8 +56,19 @@ class SimplestCase:
         choice = self.choices[number]
         if choice.strategy is not None:
             return self._shrink_example(number, choice)
-        simpler = sorted({0, choice.place // 2, choice.place - 1} - {choice.place, -1})
-        return self.runs < MAX_RUNS and any(self._is_taken(self._with(number, Choice(place))) for place in simpler)
+        simpler = [Choice(place) for place in sorted({0, choice.place // 2, choice.place - 1} - {choice.place, -1})]
+        return any(self._is_taken(choices) for other in simpler for choices in self._with_aligned(number, other))
+
+    def _with_aligned(self, number: int, choice: Choice) -> Iterator[list[Choice]]:
+        """The choices with another one: first without those that are no longer made after it, or with more."""
+        plain = self._with(number, choice)
+        chooser = RecordingChooser(simplest, plain)
+        self.draw(chooser)
+        more = len(chooser.choices) - len(self.choices)
+        if more:
+            rest = self.choices[number + 1 + max(-more, 0) :]
+            yield [*self.choices[:number], choice, *[Choice()] * more, *rest]
+        yield plain
 
     def _shrink_example(self, number: int, choice: Choice) -> bool:
         """Whether Hypothesis finds a simpler example of the strategy."""
@@ -90,7 +102,7 @@ class SimplestCase:
         """Whether the case of these choices, new ones, fails alike; it is the simplest so far then."""
         chooser = RecordingChooser(simplest, choices)
         case = self.draw(chooser)
-        if case.json in self._tried:
+        if case.json in self._tried or len(self._tried) > MAX_RUNS:
             return False
         self._tried.add(case.json)
         report = self._fails(choices)

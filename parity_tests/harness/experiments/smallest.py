@@ -80,15 +80,18 @@ def _given_above_least(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any
 
 
 def fails_alike(report: Report, other: Report) -> bool:
-    """The same oracle, and a tensor in common; of a failed rank, the same cause at the same line."""
+    """The same oracle, and a tensor in common, an output if one is wrong; of a failed rank, the same cause and line."""
     if report.ok or report.verdict != other.verdict:
         return False
     if report.failure is not None and other.failure is not None:
         return (report.failure.op, report.failure.source) == (other.failure.op, other.failure.source)
-    return bool(
-        {tensor.label for tensor in other.tensors if not tensor.ok}
-        & {tensor.label for tensor in report.tensors if not tensor.ok}
-    ) or (all(tensor.ok for tensor in report.tensors) and all(tensor.ok for tensor in other.tensors))
+    wrong = _wrong_labels(report)
+    wrong_outputs, wrong_tensors = _wrong_labels(other, "output"), _wrong_labels(other)
+    return bool(wrong & (wrong_outputs or wrong_tensors)) if wrong_tensors else not wrong
+
+
+def _wrong_labels(report: Report, role: str | None = None) -> set[str]:
+    return {tensor.label for tensor in report.tensors if not tensor.ok and role in (None, tensor.role)}
 
 
 def _smaller(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> Iterator[CaseSpec]:

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from parity_tests.harness.declare.case import SPARE, CaseSpec
-from parity_tests.harness.declare.conditions import phrases
+from parity_tests.harness.declare.conditions import LARGER_WORLD, phrases
 from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declared import Cost, Implementation
 from parity_tests.harness.declare.draws import EXTREME
@@ -262,9 +262,9 @@ class Report:
             parts.append(Sentence(f"  confirmed on {self.confirmed_on}, in fresh processes"))
         if not self.ok:
             parts.append(Sentence("\n".join(self._case_and_replay())))
-            if self.case.conditions:
+            if self.case.conditions and not self._ends_by_itself:
                 only = "only when" if self.conditions_needed else "seen when"
-                parts.append(Sentence(f"  {only} {' and '.join(phrases(self.case))}"))
+                parts.append(Sentence(f"  {only} {' and '.join(phrases(self.case))}{self._how_to_exclude()}"))
             if self.state_between_calls is not None:
                 parts.append(Sentence(f"  {self.state_between_calls}"))
             parts += [Sentence("  " + hint) for hint in self._hints()]
@@ -283,11 +283,26 @@ class Report:
         meshes = " ".join(self.meshes) or mesh_text(self.case.mesh)
         return f"{name}    {meshes}   {self.case.engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
 
+    @property
+    def _ends_by_itself(self) -> bool:
+        """Whether a rank ended or hung: of that, the way of calling is seldom the cause."""
+        return self.failure is not None and self.failure.cause in ("died", "stalled")
+
+    def _how_to_exclude(self) -> str:
+        """Where a function rejects a way of calling by an exception: how a scheme says that this is meant."""
+        is_raised = self.failure is not None and self.failure.cause == "raised"
+        if not (is_raised and self.conditions_needed and len(self.case.conditions) == 1):
+            return ""
+        return f"; if that is meant, declare excluded_conditions=({next(iter(self.case.conditions))!r},)"
+
     def _hints(self) -> list[str]:
         """What the failing case shows by itself: that it needs no sharding, or which special values it has."""
         hints = []
         if self.case.world == 1 and not all(tensor.ok for tensor in self.tensors):
-            hints.append("one rank is enough for it: the function and its reference differ before anything is sharded")
+            so = "so called, " if self.conditions_needed and self.case.conditions else ""
+            hints.append(
+                f"one rank is enough for it: {so}the function and its reference differ before anything is sharded"
+            )
         # Values do not let a rank hang or end its process; what a function raises may depend on them.
         extreme = drawn_kinds(self.case, EXTREME) if self.failure is None or self.failure.cause == "raised" else {}
         if self.values_to_avoid:
@@ -302,7 +317,9 @@ class Report:
             other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in extreme)
             hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
         if SPARE in self.case.mesh:
-            hints.append(f"inside a larger world: {SPARE} is no axis of the scheme, whose mesh is half of the ranks")
+            hint = f"inside a larger world: {SPARE} is no axis of the scheme, whose mesh is half of the ranks"
+            never = f"; if it never is, declare excluded_conditions=({LARGER_WORLD!r},)" if self.smallest else ""
+            hints.append(f"{hint}{never}")
         if self.replay_error is not None:
             hints.append(f"no replay file was written: {self.replay_error}")
         return hints

@@ -1,0 +1,88 @@
+"""The simplest case of the menus: what the failure does not need is dropped, and what it needs stays."""
+
+import pytest
+from hypothesis import strategies as st
+
+from parity_tests.harness.declare.discover import lookup
+from parity_tests.harness.draw.choosers import RecordingChooser, even_chooser, simplest
+from parity_tests.harness.draw.drawing import draw_case
+from parity_tests.harness.experiments.simplest_choices import SimplestCase
+from parity_tests.harness.experiments.undecided import verify_or_undecided
+from shardproof import scheme, values
+
+
+def doubled_where(is_wrong, y="default"):
+    """Twice the input, three times where it is wrong."""
+
+    @scheme(
+        reference=lambda x, y: 2.0 * x,
+        mesh={"dp": (1, 2), "tp": (1, 2, 4)},
+        inputs={"x": "b s/tp:ragged dp=I", "y": "b s/tp:ragged dp=I"},
+        outputs="b s/tp:ragged dp=I",
+        dims={"b": (1, 2, 5), "s": (4, 8, 12)},
+        draw={"x": values("normal", "iota"), "y": values("normal") if y == "default" else y},
+        rank_options={"exponent": (1, 2, 3)},
+        dtypes=("float32", "bfloat16"),
+    )
+    def doubled(mesh, x, y, exponent):
+        return x * (3 if is_wrong(mesh, x, y, exponent) else 2)
+
+    return doubled
+
+
+def failing(declaration):
+    """The search from the first evenly drawn case that fails."""
+    for number in range(200):
+        chooser = RecordingChooser(even_chooser(number))
+
+        def draw(choose):
+            return draw_case(declaration, choose, {}, inside_subgroup=None, with_conditions=True)
+
+        report = verify_or_undecided(declaration, draw(chooser))
+        if not report.ok:
+            return SimplestCase(draw, lambda case: verify_or_undecided(declaration, case), report, chooser.choices)
+    raise AssertionError("no case fails")
+
+
+def test_choices_repeat_a_case():
+    declaration = doubled_where(lambda *_: False, st.integers(-50, 50))
+    for number in range(20):
+        chooser = RecordingChooser(even_chooser(number))
+        case = draw_case(declaration, chooser, {}, with_conditions=True)
+        again = RecordingChooser(simplest, chooser.choices)
+        assert draw_case(declaration, again, {}, with_conditions=True) == case and again.choices == chooser.choices
+
+
+@pytest.mark.parametrize(
+    ("is_wrong", "mesh", "option"),
+    [
+        (lambda mesh, x, y, exponent: True, {"dp": 1, "tp": 1}, 1),
+        (lambda mesh, x, y, exponent: mesh.size("tp") > 1, {"dp": 1, "tp": 2}, 1),
+        (lambda mesh, x, y, exponent: mesh.size("dp") > 1 and exponent > 1, {"dp": 2, "tp": 1}, 2),
+    ],
+)
+def test_what_the_failure_needs_is_left(is_wrong, mesh, option):
+    search = failing(doubled_where(is_wrong))
+    case = search.search().case
+    assert (dict(case.mesh), case.options["exponent"], case.dtype) == (mesh, option, "float32")
+    assert (case.conditions, case.seed, case.values["x"]) == ({}, 0, {"kind": "normal"})
+    of_this_mesh = draw_case(lookup(case.scheme), simplest, mesh)
+    assert (case.dims, case.layouts) == (of_this_mesh.dims, of_this_mesh.layouts)
+
+
+def test_ragged_lengths_stay_where_they_are_needed():
+    search = failing(doubled_where(lambda mesh, x, y, exponent: x.shape[1] == 1))
+    lengths = search.search().case.layouts["s/tp"]["lengths"]
+    assert 1 in lengths and len(lengths) > 1
+
+
+def test_the_example_of_a_strategy_shrinks():
+    search = failing(doubled_where(lambda mesh, x, y, exponent: bool((y.abs() > 7).any()), st.integers(-50, 50)))
+    assert search.search().case.values["y"]["numbers"] == [8]
+
+
+def test_a_wrong_output_stays_wrong():
+    """A case in which the gradient alone is wrong says something else."""
+    search = failing(doubled_where(lambda mesh, x, y, exponent: mesh.size("tp") > 1))
+    report = search.search()
+    assert any(not tensor.ok and tensor.role == "output" for tensor in report.tensors)
