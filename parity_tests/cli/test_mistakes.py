@@ -54,7 +54,7 @@ MISTAKES = {
             "(right)",
             "(right, inputs={'x': 'b/tp:lost'}, outputs='b/tp:lost', layouts={'lost': lambda n, w: [[0]] * w})",
         ),
-        "scheme 'right': layout 'lost' is not a partition of 2 positions over 1 rank: missing [1]",
+        "scheme 'right': layout 'lost' is not a partition of 5 positions over 2 ranks: missing [1, 2, 3, 4], repeated [0]",
     ),
     "layout raises": (
         RIGHT.replace(

@@ -3,14 +3,16 @@
 import warnings
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen
 from parity_tests.parallelizer.reference import reference
-from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, full_tensors, net_of, plan
+from parity_tests.parallelizer.small_net import BLOCK, NAMES, PLAN, Block, Net, full_tensors, net_of, plan
 from parity_tests.parallelizer.training import Training, on_mesh, verdict
 from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.parallelizer import get_hf_tp_shard_plan, megatron_fsdp_strategy_parallelize
@@ -29,11 +31,12 @@ WEIGHTS = {
 ORDINARY = values("normal", "ties")
 RATES = {"blocks": 0.5, "head": 0.25}  # of two groups of parameters
 STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+BLOCKS = 2
 SWITCHES = ("plain", "average_in_collective", "disable_bucketing", "calculate_per_token_loss", "grad_reduce_in_fp32")
 
 
-def trained(x, up_0, down_0, up_1, down_1, head, cotangent):
-    """Output, gradients for the mean over rows, weights after a step against them."""
+def trained(x, up_0, down_0, up_1, down_1, head, cotangent, recomputes):
+    """Output, gradients for the mean over rows, weights after a step against them; weights over tp, calls of blocks."""
 
     def forward(up_0, down_0, up_1, down_1, head):
         hidden = x + jax.nn.silu(x @ up_0.T) @ down_0.T
@@ -44,7 +47,8 @@ def trained(x, up_0, down_0, up_1, down_1, head, cotangent):
     y, pullback = jax.vjp(forward, *weights)
     gradients = pullback(cotangent / len(x))
     rates = [RATES["blocks"]] * 4 + [RATES["head"]]
-    return y, *gradients, *(w - rate * g for w, g, rate in zip(weights, gradients, rates, strict=True))
+    kept = jnp.asarray([len(PLAN) * BLOCKS, BLOCKS * (2 if recomputes else 1)], y.dtype)
+    return y, *gradients, *(w - rate * g for w, g, rate in zip(weights, gradients, rates, strict=True)), kept
 
 
 def descent(net):
@@ -60,13 +64,13 @@ def descent(net):
         **WEIGHTS,
         "cotangent": "b/dp_replicate/dp_shard o tp=I",
     },
-    outputs=("b/dp_replicate/dp_shard o tp=I", *WEIGHTS.values(), *WEIGHTS.values()),
-    dims={"b": (4,), "d": (3,), "f": (4, 5), "o": (2,)},
+    outputs=("b/dp_replicate/dp_shard o tp=I", *WEIGHTS.values(), *WEIGHTS.values(), f"m {EVERYWHERE}"),
+    dims={"b": (4,), "d": (3,), "f": (4, 5), "o": (2,), "m": (2,)},
+    options={"recomputes": (False, True)},
     rank_options={
         "strategy": STRATEGIES,
         "has_units": (True, False),
         "switch": SWITCHES,
-        "recomputes": (False, True),
         "entry": ("older", "newer", "by stage"),
     },
     nograd=("x", *WEIGHTS, "cotangent"),
@@ -76,8 +80,9 @@ def descent(net):
     excluded_conditions=("strided",),  # FSDP takes contiguous parameters alone
 )
 def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, has_units, switch, recomputes, entry):
-    """Two microbatches, reduced after the second; a step of plain gradient descent, each group at its rate."""
+    """Microbatches of one row, reduced after the last; a step of plain gradient descent, each group at its rate."""
     net = net_of(dict(zip(NAMES, (up_0, down_0, up_1, down_1, head), strict=True)))
+    calls = [block.up.register_forward_pre_hook(lambda *_: called.append(1)) for block in net.blocks]
     switches = {"activation_checkpointing": recomputes, **({} if switch == "plain" else {switch: True})}
     units = [BLOCK] if has_units else None
     if entry == "older":
@@ -90,14 +95,24 @@ def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, h
         )
     data = mesh.size("dp_replicate") * mesh.size("dp_shard")
     scale = 1 / (data * len(x)) if switch == "calculate_per_token_loss" else 1 / len(x)
-    outputs = []
+    outputs, called = [], []
     for micro, (rows, part) in enumerate(zip(x.split(1), cotangent.split(1), strict=True)):
         net.set_requires_gradient_sync(micro == len(x) - 1)
         outputs.append(net(rows))
         outputs[-1].backward(part * scale)
     gradients = full_tensors(net, gradients=True)
     optimizer.step()
-    return torch.cat(outputs).detach(), *gradients.values(), *full_tensors(net).values()
+    assert len(calls) == BLOCKS
+    kept = torch.tensor([sum(map(is_over_tp, net.parameters())), len(called) // len(x)], dtype=x.dtype)
+    return torch.cat(outputs).detach(), *gradients.values(), *full_tensors(net).values(), kept
+
+
+def is_over_tp(parameter):
+    """Whether tensor parallelism has sharded it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    by_axis = dict(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
+    return "tp" in by_axis and not by_axis["tp"].is_replicate()
 
 
 def test_parity():

@@ -26,7 +26,7 @@ STYLES = st.sampled_from(["loop", "v"])
 
 WIDTH = 12  # numbers in a row of what the scheme compares
 PLACED = [(p, p * passes, style) for p in (1, 2, 4) for passes in (1, 2, 3) for style in ("loop", "v")]
-CUT = [(2, 5, 0, 0), (3, 8, 0, 0), (4, 10, 1, 3), (3, 9, 0, 2.5), (4, 9, 0.5, 0), (1, 4, 1, 1)]
+CUT = [(2, 5), (2, 5, 1), (3, 8, 0, 0), (4, 10, 1, 3), (3, 9, 0, 2.5), (4, 9, 0.5, 0), (1, 4, 1, 1)]
 VIRTUAL = [(33, 4, 4, "up"), (33, 4, 4, "down"), (32, 4, 4, None), (17, 2, 2, "up"), (17, 2, 2, "down")]
 
 
@@ -94,7 +94,7 @@ def even(pp_size, num_stages):
 
 def by_definition(ids):
     placed = [row(reference.stage_ids_this_rank(p - 1, p, stages, style)) for p, stages, style in PLACED]
-    layers = [row(reference.dearest_stage_first(*sizes)) for sizes in CUT]
+    layers = [row(reference.dearest_stage_first(*(*sizes, 0, 0)[:4])) for sizes in CUT]
     stages = [row([reference.stages_by_search(*sizes)]) for sizes in VIRTUAL]
     advice_for = [row(advised(*sizes)) for sizes in ADVISED] + [row([multiple_above(*sizes)]) for sizes in UNEVEN]
     return jnp.asarray([*placed, *layers, *stages, *advice_for], ids.dtype) + 0 * ids

@@ -34,7 +34,8 @@ def gather_cost(case):
 )
 def gathered_sequence(mesh, x, seq_dim, applies):
     gathered = vp.AllGatherCPTensor.apply if applies else vp.allgather_cp_sharded_tensor
-    return gathered(x.movedim(1, seq_dim), mesh["cp"], seq_dim).movedim(seq_dim, 1)
+    dim = () if seq_dim == 1 and not applies else (seq_dim,)  # which is the default
+    return gathered(x.movedim(1, seq_dim), mesh["cp"], *dim).movedim(seq_dim, 1)
 
 
 @scheme(
