@@ -52,7 +52,7 @@ bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and 
 bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is caught
 	$(BIN)/python -m parity_tests.injected_bugs --jobs 2 --page docs --table build/injected_bugs.md
 
-mutants: $(VENV)/with-test $(VENV)/with-oracles ## judge 1,000 sampled mutants and write docs/mutants.md; it goes on where it was stopped
+mutants: $(VENV)/with-test $(VENV)/with-oracles ## judge 1,060 sampled mutants and write docs/mutants.md; it goes on where it was stopped
 	$(BIN)/python -m parity_tests.mutants --page docs/mutants.md
 
 alarms: $(VENV)/with-test ## judge 100,000 drawn examples of what is right and write docs/false-alarms.md; it goes on where it was stopped

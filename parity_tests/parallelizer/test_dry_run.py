@@ -217,3 +217,10 @@ def test_keys_that_match_nothing_are_reported():
 def test_what_would_be_rejected(mesh, tokens, message):
     with pytest.raises(ValueError, match=message):
         dry_run(empty(Chosen("llama"), device="meta"), mesh, tokens=tokens)
+
+
+def test_a_scalar_parameter_is_rejected_as_it_is_when_parallelized():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match=r"parameter 'scale' is a scalar, which FSDP cannot shard; make it \[1\]"):
+        dry_run(model, {"dp_shard": 2})

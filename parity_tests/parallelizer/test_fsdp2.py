@@ -413,6 +413,17 @@ def test_a_model_that_is_parallel_already(wrapped):
     assert run(body, CaseSpec(scheme="twice", mesh=DP)).results == (message,) * 2
 
 
+def test_a_scalar_parameter_is_rejected_before_anything_is_changed():
+    def body(view, case):
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.scale = nn.Parameter(torch.ones(()))
+        with pytest.raises(ValueError, match=r"model: parameter 'scale' is a scalar, which FSDP cannot shard"):
+            fsdp2_strategy_parallelize(model, view.device_mesh)
+        return not any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+    assert run(body, CaseSpec(scheme="scalar", mesh=DP)).results == (True,) * 2
+
+
 def test_a_replica_of_torch_is_parallel_already():
     def body(view, case):
         model = nn.Sequential(

@@ -21,6 +21,7 @@ from torch_impl.parallelizer.communication_counts import (
     total,
 )
 from torch_impl.parallelizer.expert_sharding import STACKS, fsdp_dims, validate_experts
+from torch_impl.parallelizer.fsdp2 import check_dims
 from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan, style_names
 from torch_impl.parallelizer.mesh_axes import roles_of
 from torch_impl.parallelizer.tp_plan import Plan, generic, names_of, validate_styles
@@ -106,6 +107,7 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
     Errors: those of `fsdp2_strategy_parallelize`; ValueError for a size below 1, or tokens below 1.
     """
     # 1. The sizes of the axes by their roles.
+    check_dims(model)
     roles, shard_name = roles_of(tuple(mesh))
     tp, ep = (mesh.get(roles[role] or "", 1) for role in ("tp", "ep"))
     edp, dense = _fsdp_axes(mesh, roles, shard_name)
@@ -132,7 +134,6 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
     sharded_first = {  # FSDP pads the dim that it shards
         id(p): (shapes[id(p)][stacks.get(name, 0)], prod(shapes[id(p)]) // shapes[id(p)][stacks.get(name, 0)])
         for name, p in model.named_parameters()
-        if p.ndim
     }
     counts = fsdp_counts(model, shapes | sharded_first, dense, experts.values(), edp)
     unknown, keeps_dtype = [], keeps_dtypes(model)

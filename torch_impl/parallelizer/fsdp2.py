@@ -152,8 +152,8 @@ def fsdp2_strategy_parallelize(
             send what `shard_experts` says.
     Errors: before anything is changed. TypeError for a model, mesh, policy, plan or switch of another kind.
             ValueError for a mesh whose axes are unknown, mixed or have no names; for a mesh name that is no axis; for a
-            backend that torch does not have; for a model that is parallel already; for what `check_plan` rejects; for a
-            model without experts that ep can shard.
+            backend that torch does not have; for a model that is parallel already or has a scalar parameter; for what
+            `check_plan` rejects; for a model without experts that ep can shard.
     Source: arXiv 2304.11277 (FSDP), 1909.08053 (tensor parallelism), 1604.06174 (checkpointing), 2006.16668 (experts).
     """
     # 1. Validate everything, before anything is changed or sent.
@@ -229,6 +229,8 @@ def validate_target(
     """
     axes = mesh_axes(device_mesh, own_names)
     _check_not_parallel(model)
+    if is_sharded:
+        check_dims(model)
     if axes.tp_mesh is None:
         return axes, {}
     tp = axes.size(axes.tp)
@@ -271,6 +273,13 @@ def _check_not_parallel(model: nn.Module) -> None:
             if isinstance(module, FSDPModule):
                 raise ValueError(f"model: {label} is already an FSDPModule; parallelize a model once")
             raise ValueError(f"model: {label} is a DistributedDataParallel; pass the module inside it")
+
+
+def check_dims(model: nn.Module) -> None:
+    """ValueError for a parameter without a dim that FSDP could shard."""
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise ValueError(f"model: parameter {name!r} is a scalar, which FSDP cannot shard; make it [1]")
 
 
 def _policy(model: nn.Module, mp_policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
