@@ -20,6 +20,7 @@ from typing import Any
 from parity_tests.injected_bugs.injected_bug import ROOT
 from parity_tests.mutants.by_tests import CAP_S, TestRuns, reaching
 from parity_tests.mutants.journal import Journal
+from parity_tests.mutants.judged import why_equivalent
 from parity_tests.mutants.mutant import Mutant
 from parity_tests.mutants.places import lines_of_statement, lines_of_users
 from parity_tests.mutants.reached import CaseReach, Memory, TestReach, of_tests, test_files
@@ -73,7 +74,7 @@ def by_tests(
 ) -> None:
     """Judge those that drawn cases have not caught: by tests of their component, then by those of the others."""
     runs, is_all = TestRuns(workers), folders == "all"
-    left = journal.lacks_tests(sample)
+    left = _doubtful_first(journal.lacks_tests(sample))
     names = {mutant.component for mutant in left}
     tests = of_tests(memory, [file for file in test_files("") if file.parent.name in names], workers, show)
 
@@ -83,7 +84,7 @@ def by_tests(
         _judge(mutant, own, runs, journal, is_last=not is_all)
 
     workers.each(judge_by_own, left)
-    left = journal.lacks_tests(sample)
+    left = _doubtful_first(journal.lacks_tests(sample))
     if not left:
         return
     all_tests = of_tests(memory, test_files(""), workers, show)
@@ -93,6 +94,11 @@ def by_tests(
         _judge(mutant, [test for test in all_tests if test.component != mutant.component], runs, journal, is_last=True)
 
     workers.each(judge_by_others, left)
+
+
+def _doubtful_first(mutants: Sequence[Mutant]) -> list[Mutant]:
+    """What is thought to be equivalent comes last: it takes all its time, unless a test proves it is not."""
+    return sorted(mutants, key=lambda mutant: why_equivalent(mutant) is not None)
 
 
 def _judge(mutant: Mutant, tests: Sequence[TestReach], runs: TestRuns, journal: Journal, is_last: bool) -> None:
