@@ -119,7 +119,7 @@ def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:
 
 
 def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | None) -> Iterator[CaseSpec]:
-    """The case after a call that comes before it: the one it had before it was shrunk, or one of each kind."""
+    """The case that it was shrunk from, if that has another call; the case after such a call, or one of each kind."""
     if set(OTHER_CALLS) & set(case.conditions) or scheme.module is not None:
         return
     records = (
@@ -131,6 +131,11 @@ def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | No
         choose = seeded_chooser(case.seed + 1)
         other = another(scheme, case, case.scheme_mesh, choose, same_shapes=is_of_the_same_shapes)
         records.append(record_of(other))
+    if earlier is not None and set(OTHER_CALLS) & set(earlier.conditions):
+        yield earlier.replace(
+            conditions={name: earlier.conditions[name] for name in OTHER_CALLS if name in earlier.conditions}
+        )
+        yield earlier
     for record in records:
         yield case.replace(conditions={**case.conditions, "call_before": record})
 

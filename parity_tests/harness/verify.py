@@ -89,9 +89,9 @@ def verify(
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
     reports = _until_one_fails(scheme, first_cases)
     # 2. The rest is drawn, and a failure becomes the simplest case.
-    shrinking_steps = 0
-    if total > len(reports) and not any(report.failed for report in reports):
-        searched, shrinking_steps = _search(scheme, fixed, draw_options, seed, total - len(reports), progress)
+    shrinking_steps, as_drawn = 0, next((report.case for report in reports if report.failed), None)
+    if total > len(reports) and as_drawn is None:
+        searched, shrinking_steps, as_drawn = _search(scheme, fixed, draw_options, seed, total - len(reports), progress)
         reports += searched
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok]
@@ -107,7 +107,7 @@ def verify(
     if report.is_undecided:
         return _with_replay_file(scheme, name_values_to_avoid(scheme, report), replay_folder)
     smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, fixed))
-    return _with_replay_file(scheme, check_notes(scheme, second_opinion(scheme, smallest, report.case)), replay_folder)
+    return _with_replay_file(scheme, check_notes(scheme, second_opinion(scheme, smallest, as_drawn)), replay_folder)
 
 
 def _with_smallest_case(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
@@ -209,10 +209,10 @@ def _search(
     seed: int,
     total: int,
     progress: Progress | None,
-) -> tuple[list[Report], int]:
+) -> tuple[list[Report], int, CaseSpec | None]:
     """Reports of the drawn cases; on a failure, those before it and that of the simplest case that fails alike.
 
-    Also the number of runs after the first failure, which look for that case.
+    Also the number of runs after the first failure, which look for that case, and the first failing case as drawn.
     """
 
     def draw(choose: Chooser) -> CaseSpec:
@@ -224,10 +224,10 @@ def _search(
         chooser = RecordingChooser(even_chooser(number, seed))
         reports.append(verify_or_undecided(scheme, draw(chooser)))
         if reports[-1].failed:
-            return _with_simplest(scheme, reports, draw, chooser)
+            return *_with_simplest(scheme, reports, draw, chooser), reports[-1].case
         if progress:
             progress(len(reports), total)
-    return reports, 0
+    return reports, 0, None
 
 
 def _with_simplest(

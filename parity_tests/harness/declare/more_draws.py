@@ -71,10 +71,15 @@ class OfStrategy(_OfUser):
     strategy: Any = None
 
     def value(self, choose: Chooser, shards: int) -> dict[str, Any]:
-        """Errors: ValueError for what is no number."""
+        """Errors: ValueError for what is no number, and where no example is found."""
         from hypothesis import strategies as st
+        from hypothesis.errors import HypothesisException
 
-        sample = choose(st.lists(self.strategy, min_size=1, max_size=MAX_NUMBERS))
+        try:
+            sample = choose(st.lists(self.strategy, min_size=1, max_size=MAX_NUMBERS))
+        except HypothesisException as error:
+            found = "Hypothesis found no example of its strategy"
+            raise ValueError(f"{self.who}: {found}, {type(error).__name__}; loosen its filters") from error
         numbers = [number.item() if isinstance(number, np.generic) else number for number in sample]
         kinds = (bool, int) if self.integer else (int, float)
         wrong = [number for number in numbers if not isinstance(number, kinds)]

@@ -205,3 +205,12 @@ def test_a_router_that_takes_exactly_k():
     right = declared(routed, reference, inputs_of, **more).verify(examples=8)
     assert right.ok, str(right)
     assert declared(two_always, reference, inputs_of, **more).verify(examples=8).verdict == "mismatch"
+
+
+def test_a_strategy_without_examples_is_named():
+    declaration = scheme(
+        reference=lambda x: x, mesh={"tp": (1,)}, inputs={"x": "b tp=I"}, outputs="b tp=I",
+        draw={"x": st.integers(0, 5).filter(lambda n: n > 5)},
+    )(lambda mesh, x: x)  # fmt: skip
+    with pytest.raises(ValueError, match=r"draw\['x'\]: Hypothesis found no example of its strategy, \w+; loosen its"):
+        declaration.verify(examples=2)

@@ -7,7 +7,8 @@ Hypothesis is loaded for a strategy alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,13 +58,41 @@ def _generator(key: int, turn: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[key, turn]))
 
 
+_SIMPLEST_EXAMPLES: dict[str, Any] = {}  # of strategies, by what they are in words
+
+
 def simplest(options: Any) -> Any:
     """A chooser of the first option, and of a strategy's simplest example."""
     if isinstance(options, Sequence):
         return options[0]
-    from hypothesis import find
+    name = repr(options)
+    if name not in _SIMPLEST_EXAMPLES:
+        _SIMPLEST_EXAMPLES[name] = shrunk_example(options, lambda _: True)
+    return _SIMPLEST_EXAMPLES[name]
 
-    return find(options, lambda _: True)
+
+def shrunk_example(strategy: Any, accepts: Callable[[Any], bool], count: int = 100) -> Any:
+    """The simplest example that is accepted, of those that Hypothesis tries, the same each time.
+
+    Of different examples only the first `count` are put to `accepts`. Errors: hypothesis.errors.NoSuchExample.
+    """
+    from hypothesis import HealthCheck, find, settings
+
+    from parity_tests.harness.draw.reproducible import reproducible_draws
+
+    answers: dict[str, bool] = {}
+
+    def accepts_once(example: Any) -> bool:
+        """The answer is the same each time, also where a function's result is not."""
+        key = repr(example)
+        if key not in answers:
+            answers[key] = len(answers) < count and accepts(example)
+        return answers[key]
+
+    quiet = list(HealthCheck)
+    limits = settings(max_examples=count, database=None, deadline=None, suppress_health_check=quiet)  # pyright: ignore[reportArgumentType]
+    with reproducible_draws():
+        return find(strategy, accepts_once, settings=limits, random=random.Random(0))
 
 
 def _example(strategy: Any, seed: int) -> Any:
@@ -112,6 +141,7 @@ class RecordingChooser:
             place = min(before.place, len(options) - 1) if is_repeated else self.beyond(range(len(options)))
             self.choices.append(Choice(place))
             return options[place]
-        is_repeated = before is not None and before.strategy is not None
+        # Another strategy's example may be none of this one's.
+        is_repeated = before is not None and repr(before.strategy) == repr(options)
         self.choices.append(Choice(0, before.example if is_repeated else self.beyond(options), options))
         return self.choices[-1].example

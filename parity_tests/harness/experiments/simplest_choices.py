@@ -7,10 +7,11 @@ ones, no calling condition before any. `smallest.shrink` goes on from here to si
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.draws import Chooser
-from parity_tests.harness.draw.choosers import Choice, RecordingChooser, simplest
+from parity_tests.harness.draw.choosers import Choice, RecordingChooser, shrunk_example, simplest
 from parity_tests.harness.experiments.smallest import fails_alike
 from parity_tests.harness.report.report import Report
 
@@ -72,27 +73,20 @@ class SimplestCase:
 
     def _shrink_example(self, number: int, choice: Choice) -> bool:
         """Whether Hypothesis finds a simpler example of the strategy."""
-        from hypothesis import HealthCheck, find, settings
         from hypothesis.errors import NoSuchExample
 
         if number in self._shrunk:
             return False
         self._shrunk.add(number)
-        limits = settings(
-            max_examples=EXAMPLES_OF_A_STRATEGY,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
-        )
+
+        def fails(example: Any) -> bool:
+            return self._fails(self._with(number, choice._replace(example=example))) is not None
+
         try:
-            # 1. What it finds is verified once more, for its choices to be recorded.
-            example = find(
-                choice.strategy,
-                lambda example: self._fails(self._with(number, choice._replace(example=example))) is not None,
-                settings=limits,
-            )
+            example = shrunk_example(choice.strategy, fails, EXAMPLES_OF_A_STRATEGY)
         except NoSuchExample:
             return False
+        # It is verified once more, for its choices to be recorded.
         return self._is_taken(self._with(number, choice._replace(example=example)))
 
     def _with(self, number: int, choice: Choice) -> list[Choice]:

@@ -100,10 +100,17 @@ def _smaller(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> Iter
         yield case.replace(mesh=case.scheme_mesh)
     for axis, choices in scheme.mesh.items():
         for size in sorted(choice for choice in choices if axis not in fixed and choice < case.mesh[axis]):
-            yield from _resized(scheme, case, {**case.scheme_mesh, axis: size}, _free(scheme, case))
+            mesh, free = {**case.scheme_mesh, axis: size}, _free(scheme, case)
+            yield from _resized(scheme, case, mesh, free)
+            yield from _resized(scheme, case, mesh, _in_proportion(free, case.mesh[axis], size))
     for dim in size_choices.free_dims(scheme):
         for size in _steps(scheme, dim, case.dims[dim]) if dim not in fixed else ():
             yield from _resized(scheme, case, case.scheme_mesh, {**_free(scheme, case), dim: size})
+
+
+def _in_proportion(free: Mapping[str, int], ranks: int, fewer: int) -> dict[str, int]:
+    """Sizes of which each of fewer ranks has as much as each of these, where they divide it."""
+    return {dim: size // ranks * fewer if size % ranks == 0 else size for dim, size in free.items()}
 
 
 def _free(scheme: Declared, case: CaseSpec) -> dict[str, int]:

@@ -86,3 +86,31 @@ def test_a_wrong_output_stays_wrong():
     search = failing(doubled_where(lambda mesh, x, y, exponent: mesh.size("tp") > 1))
     report = search.search()
     assert any(not tensor.ok and tensor.role == "output" for tensor in report.tensors)
+
+
+def test_an_example_stays_with_the_input_whose_strategy_it_is_of():
+    """Where a choice is no longer made, those behind it belong to other inputs."""
+
+    @scheme(
+        reference=lambda x, y: x + y,
+        mesh={"tp": (1, 2)},
+        inputs={"x": "v/tp:ragged", "y": "v/tp:ragged"},
+        outputs="v/tp:ragged",
+        dims={"v": (5,)},
+        draw={"x": st.floats(-100, -90, width=32), "y": st.floats(1, 2, width=32)},
+        dtypes=("float32",),
+    )
+    def wrong_of_a_longer_shard(mesh, x, y):
+        return x + y + (1.0 if len(x) > 3 or bool((y < 1).any() or (x > -90).any()) else 0.0)
+
+    case = failing(wrong_of_a_longer_shard).search().case
+    assert max(case.layouts["v/tp"]["lengths"]) > 3
+    assert all(-100 <= number <= -90 for number in case.values["x"]["numbers"])
+    assert all(1 <= number <= 2 for number in case.values["y"]["numbers"])
+
+
+def test_a_function_of_another_result_each_time_ends_the_search():
+    calls = []
+    declaration = doubled_where(lambda *_: calls.append(1) or len(calls) % 3 == 0, st.integers(-50, 50))
+    search = failing(declaration)
+    assert not search.search().ok and search.runs < 200
