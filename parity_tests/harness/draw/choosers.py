@@ -136,12 +136,14 @@ class RecordingChooser:
         number = len(self.choices)
         before = self.repeated[number] if number < len(self.repeated) else None
         if isinstance(options, Sequence):
-            is_repeated = before is not None and before.strategy is None
-            # The place is what is chosen, for equal options may stand in a menu more than once.
-            place = min(before.place, len(options) - 1) if is_repeated else self.beyond(range(len(options)))
+            if before is not None and before.strategy is None:
+                place = min(before.place, len(options) - 1)
+            else:  # the place is what is chosen, for equal options may stand in a menu more than once
+                place = self.beyond(range(len(options)))
             self.choices.append(Choice(place))
             return options[place]
         # Another strategy's example may be none of this one's.
-        is_repeated = before is not None and repr(before.strategy) == repr(options)
-        self.choices.append(Choice(0, before.example if is_repeated else self.beyond(options), options))
-        return self.choices[-1].example
+        if before is None or repr(before.strategy) != repr(options):
+            before = Choice(0, self.beyond(options), options)
+        self.choices.append(before)
+        return before.example
