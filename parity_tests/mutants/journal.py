@@ -24,6 +24,7 @@ class Outcome:
     oracle: str | None
     tests: str | None
     capped: bool = False  # it survives because the time for its tests was over
+    is_tested: bool = True  # False where drawn cases missed it and no tests were run
 
     @property
     def equivalent(self) -> str | None:
@@ -63,11 +64,12 @@ class Journal:
         return [mutant for mutant in sample if not self.of(mutant).get("drawn") and "tests" not in self.of(mutant)]
 
     def outcomes(self, sample: Sequence[Mutant]) -> list[Outcome]:
-        """Of the mutants that are judged completely."""
-        lacking = {mutant.key for mutant in self.lacks_tests(sample)}
+        """Of the mutants that are judged completely, and of those that are thought to be equivalent."""
+        lacking = {mutant.key for mutant in self.lacks_tests(sample) if why_equivalent(mutant) is None}
         return [_outcome(mutant, self.of(mutant)) for mutant in sample if mutant.key not in lacking]
 
 
 def _outcome(mutant: Mutant, record: dict[str, Any]) -> Outcome:
     of_cases = (record["schemes"], record["examples"], record["drawn"], record["oracle"])
-    return Outcome(mutant, *of_cases, record.get("tests"), record.get("capped", False))
+    is_tested = bool(record["drawn"]) or "tests" in record
+    return Outcome(mutant, *of_cases, record.get("tests"), record.get("capped", False), is_tested)

@@ -59,10 +59,11 @@ def closing(outcomes: Sequence[Outcome]) -> list[str]:
     caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
     few = f"; the promise is made of {PROMISED_COUNT}" if len(real) < PROMISED_COUNT else ""
     capped = sum(outcome.capped and not outcome.tests for outcome in real)
+    untested = sum(not outcome.is_tested for outcome in outcomes)
     return [
         f"{share(caught_by_cases, len(real))} are caught by drawn cases alone; promised are {PROMISED_DRAWN:.0%}{few}.",
         f"{share(caught, len(real))} are caught by drawn cases or tests; promised are {PROMISED_TESTS:.0%}{few}.",
-        f"{len(outcomes) - len(real)} more are equivalent.",
+        f"{len(outcomes) - len(real)} more are equivalent as far as was read; of {untested} of these no test was run.",
         f"{capped} of the survivors had all the time that there is, and not all tests.",
     ]
 
