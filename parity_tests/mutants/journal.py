@@ -64,8 +64,8 @@ class Journal:
         return [mutant for mutant in sample if not self.of(mutant).get("drawn") and "tests" not in self.of(mutant)]
 
     def outcomes(self, sample: Sequence[Mutant]) -> list[Outcome]:
-        """Of the mutants that are judged completely, and of those that are thought to be equivalent."""
-        lacking = {mutant.key for mutant in self.lacks_tests(sample) if why_equivalent(mutant) is None}
+        """Of the mutants that drawn cases were tried on."""
+        lacking = {mutant.key for mutant in self.lacks_cases(sample)}
         return [_outcome(mutant, self.of(mutant)) for mutant in sample if mutant.key not in lacking]
 
 

@@ -59,11 +59,13 @@ def closing(outcomes: Sequence[Outcome]) -> list[str]:
     caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
     few = f"; the promise is made of {PROMISED_COUNT}" if len(real) < PROMISED_COUNT else ""
     capped = sum(outcome.capped and not outcome.tests for outcome in real)
-    untested = sum(not outcome.is_tested for outcome in outcomes)
+    untested = [outcome for outcome in outcomes if not outcome.is_tested]
+    of_equivalent = sum(outcome.equivalent is not None for outcome in untested)
     return [
         f"{share(caught_by_cases, len(real))} are caught by drawn cases alone; promised are {PROMISED_DRAWN:.0%}{few}.",
         f"{share(caught, len(real))} are caught by drawn cases or tests; promised are {PROMISED_TESTS:.0%}{few}.",
-        f"{len(outcomes) - len(real)} more are equivalent as far as was read; of {untested} of these no test was run.",
+        f"{len(outcomes) - len(real)} more are read as equivalent; no test was run on {of_equivalent} of these.",
+        f"{len(untested) - of_equivalent} survivors are counted as such although not all tests were run on them.",
         f"{capped} of the survivors had all the time that there is, and not all tests.",
     ]
 
@@ -90,7 +92,7 @@ def survivors(outcomes: Sequence[Outcome]) -> str:
         if not outcome.drawn and not outcome.tests:
             mutant = outcome.mutant
             reason = f" Equivalent: {outcome.equivalent}" if outcome.equivalent else ""
-            reason = reason or (" Not all of its tests have run." if outcome.capped else "")
+            reason = reason or ("" if outcome.is_tested and not outcome.capped else " Not all of its tests have run.")
             lines.append(
                 f"- `{mutant.file}:{mutant.first_line}`, `{mutant.symbol}`, {mutant.kind}: `{mutant.change}`.{reason}"
             )

@@ -185,12 +185,12 @@ def test_a_run_goes_on_where_it_was_stopped():
     journal = Journal(Path("build") / "mutants.jsonl")
     assert journal.lacks_cases([mutant]) == [mutant]
     journal.add({"key": mutant.key, "schemes": 1, "examples": 4, "drawn": None, "oracle": None})
-    assert (journal.lacks_cases([mutant]), journal.outcomes([mutant])) == ([], [])
+    assert not journal.lacks_cases([mutant]) and not journal.outcomes([mutant])[0].is_tested
     journal.add({"key": mutant.key, "spent": 2.0})
     assert Journal(journal.path).lacks_tests([mutant]) == [mutant]
     journal.add({"key": mutant.key, "tests": "parity_tests/collectives/test_schemes.py"})
     (outcome,) = Journal(journal.path).outcomes([mutant])
-    assert (outcome.drawn, outcome.tests) == (None, "parity_tests/collectives/test_schemes.py")
+    assert (outcome.drawn, outcome.is_tested, outcome.tests) == (None, True, "parity_tests/collectives/test_schemes.py")
 
 
 def test_a_batch_is_of_one_component_and_the_largest_comes_first():
@@ -303,6 +303,8 @@ def test_the_page_counts_by_component_and_lists_survivors(monkeypatch):
     outcomes = [caught, by_tests, survivor]
     capped = replace(survivor, capped=True)
     assert page.closing([capped])[-1].startswith("1 of") and page.closing([survivor])[-1].startswith("0 of")
+    untested = replace(survivor, is_tested=False)
+    assert page.closing([untested])[-2].startswith("1 of") and page.survivors([untested]) == page.survivors([capped])
     assert page.survivors([capped]).endswith("Not all of its tests have run.")
     assert "| collectives | 3 | 1 of 3 (33.3%) | 2 of 3 (66.7%) | 1 | 0 |" in page.table(outcomes)
     assert page.survivors(outcomes).startswith(f"- `{PLAIN}:{mutant.first_line}`, `all_reduce_sum`, arithmetic: ")
