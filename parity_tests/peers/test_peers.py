@@ -58,7 +58,7 @@ def test_right_functions_are_right():
 
 def test_a_verdict_on_a_dtensors_backward_leaves_no_thread_dead(tmp_path):
     """Repairing a line hands DTensors to collectives, and what is left of them is waited for."""
-    report = verify(scheme_of_file(str(LOSSES), "mse_loss_mean_even"), examples=4, replay_folder=str(tmp_path))
+    report = verify(scheme_of_file(str(LOSSES), "mse_loss_mean_even"), examples=20, replay_folder=str(tmp_path))
     assert report.verdict == "mismatch"
 
 
