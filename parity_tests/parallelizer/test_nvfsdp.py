@@ -47,8 +47,8 @@ def trained(x, up_0, down_0, up_1, down_1, head, cotangent, recomputes):
     y, pullback = jax.vjp(forward, *weights)
     gradients = pullback(cotangent / len(x))
     rates = [RATES["blocks"]] * 4 + [RATES["head"]]
-    kept = jnp.asarray([len(PLAN) * BLOCKS, BLOCKS * (2 if recomputes else 1)], y.dtype)
-    return y, *gradients, *(w - rate * g for w, g, rate in zip(weights, gradients, rates, strict=True)), kept
+    counts = jnp.asarray([len(PLAN) * BLOCKS, BLOCKS * (2 if recomputes else 1)], y.dtype)
+    return y, *gradients, *(w - rate * g for w, g, rate in zip(weights, gradients, rates, strict=True)), counts
 
 
 def descent(net):
@@ -82,7 +82,8 @@ def descent(net):
 def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, has_units, switch, recomputes, entry):
     """Microbatches of one row, reduced after the last; a step of plain gradient descent, each group at its rate."""
     net = net_of(dict(zip(NAMES, (up_0, down_0, up_1, down_1, head), strict=True)))
-    calls = [block.up.register_forward_pre_hook(lambda *_: called.append(1)) for block in net.blocks]
+    for block in net.blocks:
+        block.up.register_forward_pre_hook(lambda *_: calls.append(1))
     switches = {"activation_checkpointing": recomputes, **({} if switch == "plain" else {switch: True})}
     units = [BLOCK] if has_units else None
     if entry == "older":
@@ -95,16 +96,15 @@ def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, h
         )
     data = mesh.size("dp_replicate") * mesh.size("dp_shard")
     scale = 1 / (data * len(x)) if switch == "calculate_per_token_loss" else 1 / len(x)
-    outputs, called = [], []
+    outputs, calls = [], []
     for micro, (rows, part) in enumerate(zip(x.split(1), cotangent.split(1), strict=True)):
         net.set_requires_gradient_sync(micro == len(x) - 1)
         outputs.append(net(rows))
         outputs[-1].backward(part * scale)
     gradients = full_tensors(net, gradients=True)
     optimizer.step()
-    assert len(calls) == BLOCKS
-    kept = torch.tensor([sum(map(is_over_tp, net.parameters())), len(called) // len(x)], dtype=x.dtype)
-    return torch.cat(outputs).detach(), *gradients.values(), *full_tensors(net).values(), kept
+    counts = torch.tensor([sum(map(is_over_tp, net.parameters())), len(calls) // len(x)], dtype=x.dtype)
+    return torch.cat(outputs).detach(), *gradients.values(), *full_tensors(net).values(), counts
 
 
 def is_over_tp(parameter):

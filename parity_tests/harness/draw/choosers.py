@@ -43,19 +43,18 @@ def even_chooser(number: int, seed: int = 0) -> Chooser:
         choice = next(choices)
         if not number:
             return simplest(options)
-        key = choice + (seed << 32)
         if not isinstance(options, Sequence):
-            return _example(options, number + key)
+            return _example(options, number + choice + (seed << 32))
         if len(options) > MOST_EVEN:
-            return options[int(_generator(key, number).integers(len(options)))]
+            return options[int(_generator(choice, number, seed).integers(len(options)))]
         turn, place = divmod(number, len(options))
-        return options[int(_generator(key, turn).permutation(len(options))[place])]
+        return options[int(_generator(choice, turn, seed).permutation(len(options))[place])]
 
     return choose
 
 
-def _generator(key: int, turn: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=[key, turn]))
+def _generator(choice: int, turn: int, seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=[choice, turn], counter=np.array([0, 0, 0, seed], np.uint64)))
 
 
 _SIMPLEST_EXAMPLES: dict[str, Any] = {}  # of strategies, by what they are in words

@@ -6,11 +6,12 @@ import sys
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.choosers import even_chooser, seeded_chooser
 from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.specimens.drawn_schemes import array, cases, sequences, tokens
 from shardproof import every_case
@@ -106,3 +107,17 @@ def test_drawing_needs_nothing_but_a_chooser(data):
     assert simplest.world == 1 and simplest.dims == {"b": 1, "s": 1, "v": 1}
     any_choice = draw_case(tokens, lambda options: data.draw(st.sampled_from(options)), {})
     assert array(tokens, any_choice, "logits").size
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**64 - 1])
+def test_even_examples_go_through_each_menu(seed):
+    """Four examples take each of four options once, whatever the seed; other seeds take them in another order."""
+    menu = ("a", "b", "c", "d")
+    orders = []
+    for turn in range(1, 6):
+        picks = [even_chooser(number, seed)(menu) for number in range(4 * turn, 4 * turn + 4)]
+        assert sorted(picks) == list(menu)
+        orders += picks
+    again = [even_chooser(number, seed)(menu) for number in range(4, 24)]
+    other = [even_chooser(number, seed ^ 1)(menu) for number in range(4, 24)]
+    assert orders == again != other and even_chooser(0, seed)(menu) == "a"

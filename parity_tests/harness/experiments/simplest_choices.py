@@ -80,7 +80,8 @@ class SimplestCase:
         self._shrunk.add(number)
 
         def fails(example: Any) -> bool:
-            return self._fails(self._with(number, choice._replace(example=example))) is not None
+            choices = self._with(number, choice._replace(example=example))
+            return self._failing(self.draw(RecordingChooser(simplest, choices))) is not None
 
         try:
             example = shrunk_example(choice.strategy, fails, EXAMPLES_OF_A_STRATEGY)
@@ -99,13 +100,13 @@ class SimplestCase:
         if case.json in self._tried or len(self._tried) > MAX_RUNS:
             return False
         self._tried.add(case.json)
-        report = self._fails(choices)
+        report = self._failing(case)
         if report is not None:
             self.report, self.choices = report, chooser.choices
         return report is not None
 
-    def _fails(self, choices: Sequence[Choice]) -> Report | None:
-        """The report of the case of these choices if it fails as the first did."""
+    def _failing(self, case: CaseSpec) -> Report | None:
+        """The report of a case if it fails as the first did."""
         self.runs += 1
-        report = self.verify(self.draw(RecordingChooser(simplest, choices)))
+        report = self.verify(case)
         return report if fails_alike(report, self.report) else None
