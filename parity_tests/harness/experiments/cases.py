@@ -9,7 +9,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import without_other_calls
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.choosers import even_chooser, seeded_chooser
 from parity_tests.harness.draw.drawing import draw_case
 
 SHAPES_TRIED = 12
@@ -45,6 +45,16 @@ def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | N
         new_case = _larger_case(scheme, case, mesh, seed)
         return None if new_case is None else new_case.replace(values=normal_values(scheme, new_case))
     return None
+
+
+def of_the_menu(scheme: Declared, case: CaseSpec, number: int) -> CaseSpec | None:
+    """Normal values at sizes of the menu on the same mesh, in the same dtype and with the same options."""
+    fixed = {**case.scheme_mesh, **case.options}
+    try:
+        drawn = draw_case(scheme, even_chooser(number), fixed, dtype=case.dtype, engine=case.engine)
+    except ValueError:  # `assume` or a layout allows these options only with sizes that were given by hand
+        return None
+    return drawn.replace(values=normal_values(scheme, drawn))
 
 
 def on_one_rank(scheme: Declared, case: CaseSpec) -> CaseSpec | None:

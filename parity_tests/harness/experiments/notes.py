@@ -19,8 +19,6 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import OTHER_CALLS
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.draw.choosers import even_chooser
-from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.experiments import cases
 from parity_tests.harness.experiments.repaired_lines import name_lines
 from parity_tests.harness.explain.evidence import SINGLE_ELEMENT, Evidence
@@ -200,18 +198,15 @@ def _of_the_other_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> d
 
 def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: Note) -> Note | None:
     """The note on an addend of zeros, if that rank's is no zero in a passing case of the same mesh and options."""
-    for number in range(PASSING_TRIED):
-        fixed = {**case.scheme_mesh, **case.options}
-        drawn = draw_case(scheme, even_chooser(number), fixed, dtype=case.dtype, engine=case.engine)
-        report = verify_case(scheme, drawn.replace(values=cases.normal_values(scheme, drawn)))
-        if report.ok:
-            tensor = next(tensor for tensor in report.tensors if tensor.label == label)
+    tried = (cases.of_the_menu(scheme, case, number) for number in range(PASSING_TRIED))
+    for report in (verify_case(scheme, other) for other in tried if other is not None):
+        tensor = next(tensor for tensor in report.tensors if tensor.label == label) if report.ok else None
+        if tensor is not None and tensor.want.any():
             at = tensor.stitched.coordinates[tensor.copy]
             by_rank = {axis: tensor.stitched.by_rank(axis, at) for axis in tensor.stitched.part_axes}
             evidence = replace(_evidence(report, label), by_rank=by_rank, at=at)
-            if tensor.want.any():
-                is_zero = any(note.claims.keys() & other.claims.keys() for other in zero_addend(evidence))
-                return None if is_zero else note.extended(", unlike in cases that pass")
+            is_zero = any(note.claims.keys() & other.claims.keys() for other in zero_addend(evidence))
+            return None if is_zero else note.extended(", unlike in cases that pass")
     return note.extended(", which is right only where it has no part in it")
 
 
