@@ -54,6 +54,7 @@ bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is c
 
 mutants: $(VENV)/with-test $(VENV)/with-oracles ## judge 1,060 sampled mutants and write docs/mutants.md; it goes on where it was stopped
 	$(BIN)/python -m parity_tests.mutants --page docs/mutants.md
+	$(BIN)/python -m parity_tests.mutants.equivalents --page docs/mutants.md
 
 alarms: $(VENV)/with-test ## judge 100,000 drawn examples of what is right and write docs/false-alarms.md; it goes on where it was stopped
 	$(BIN)/python -m parity_tests.false_alarms --page docs/false-alarms.md

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
 from parity_tests.mutants import pytest_process
-from parity_tests.mutants.mutant import Mutant
+from parity_tests.mutants.mutant import Mutant, changed
 from parity_tests.mutants.places import lines_of_users
 from parity_tests.mutants.reached import TestReach
 from parity_tests.mutants.workers import Workers
@@ -50,7 +50,7 @@ class TestRuns:
     def first_failing(self, mutant: Mutant, tests: Sequence[TestReach], cap: float) -> Failure:
         """The fastest test is run first, all in one process."""
         left, deadline = sorted(tests, key=lambda test: test.seconds), time.monotonic() + cap
-        with _tree_of(mutant) as tree:
+        with tree_of(mutant) as tree:
             while left:
                 failure = self._first_failing(tree, left, deadline - time.monotonic())
                 if failure.test is None:
@@ -92,12 +92,14 @@ def reaching(mutant: Mutant, tests: Sequence[TestReach]) -> list[TestReach]:
 
 
 @contextmanager
-def _tree_of(mutant: Mutant) -> Iterator[Path]:
+def tree_of(*mutants: Mutant) -> Iterator[Path]:
+    """A copy of the repository with these changes, none of which overlap."""
     with tempfile.TemporaryDirectory(prefix="mutant_") as folder:
         tree = Path(folder)
         for path in ROOT.iterdir():
             if path.name != PRODUCTION:
                 (tree / path.name).symlink_to(path)
         shutil.copytree(ROOT / PRODUCTION, tree / PRODUCTION, ignore=shutil.ignore_patterns("__pycache__"))
-        (tree / mutant.file).write_text(mutant.patched.text)
+        for file in {mutant.file for mutant in mutants}:
+            (tree / file).write_bytes(changed(file, [mutant for mutant in mutants if mutant.file == file]))
         yield tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,9 +29,14 @@ class Mutant:
         return self.file.removeprefix(f"{PRODUCTION}/").partition("/")[0]
 
     @property
+    def stop(self) -> int:
+        """The byte after the last of `old`."""
+        return self.start + len(self.old.encode())
+
+    @property
     def key(self) -> str:
         """What it is known by from one run to the next, as long as its file is the same up to there."""
-        text = (ROOT / self.file).read_bytes()[: self.start + len(self.old.encode())]
+        text = (ROOT / self.file).read_bytes()[: self.stop]
         identity = "\0".join((self.file, self.kind, str(self.start), self.new)).encode() + text
         return hashlib.sha256(identity).hexdigest()[:12]
 
@@ -44,17 +50,22 @@ class Mutant:
         """The line with its change in it, `y = x «+ 1 -> - 1»`, which tells apart equal changes of one function."""
         text = (ROOT / self.file).read_bytes()
         before = text[: self.start].decode().rpartition("\n")[2].lstrip()
-        after = text[self.start + len(self.old.encode()) :].decode().partition("\n")[0].rstrip()
+        after = text[self.stop :].decode().partition("\n")[0].rstrip()
         return f"{before}«{self.change}»{after}"
 
     @property
     def patched(self) -> PatchedFile:
         """The file with the change, and the lines that are changed."""
-        text = (ROOT / self.file).read_bytes()
-        end = self.start + len(self.old.encode())
-        changed = text[: self.start] + self.new.encode() + text[end:]
-        return PatchedFile(self.file, changed.decode(), self.first_line, self.last_line)
+        return PatchedFile(self.file, changed(self.file, [self]).decode(), self.first_line, self.last_line)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `Mutant(**record)` reads it."""
         return asdict(self)
+
+
+def changed(file: str, mutants: Sequence[Mutant]) -> bytes:
+    """The text of a file with the changes of all these mutants of it, none of which overlap."""
+    text = (ROOT / file).read_bytes()
+    for mutant in sorted(mutants, key=lambda each: each.start, reverse=True):
+        text = text[: mutant.start] + mutant.new.encode() + text[mutant.stop :]
+    return text

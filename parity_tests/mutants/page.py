@@ -16,6 +16,7 @@ from parity_tests.mutants.operators import KINDS
 from parity_tests.mutants.places import RULES
 
 PROMISED_DRAWN, PROMISED_TESTS, PROMISED_COUNT = 0.85, 0.97, 1000
+TESTED_AT_ONCE = "\n## Read as equivalent, tested at once\n\n"
 COLUMNS = ("component", "mutants", "drawn cases", "with the tests", "survive", "equivalent")
 HEAD = """# Mutants
 
@@ -36,7 +37,8 @@ Not made are mutants of
 {rules}
 
 A survivor that was looked at and that no test on a CPU can see is equivalent and not counted: its values are the same,
-or it changes cost alone, or CUDA alone runs it. `parity_tests/mutants/judged.toml` says why, line by line.
+or it changes cost alone, or CUDA alone runs it. `parity_tests/mutants/judged.toml` says why, line by line. All tests
+are run on one tree that has every such mutant, those that this sample lacks too.
 
 Written by `make mutants` on {date} with Python {python}, torch {torch}, jax {jax}:
 {count} mutants of {candidates}, seed {seed}.
@@ -59,13 +61,12 @@ def closing(outcomes: Sequence[Outcome]) -> list[str]:
     caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
     few = f"; the promise is made of {PROMISED_COUNT}" if len(real) < PROMISED_COUNT else ""
     capped = sum(outcome.capped and not outcome.tests for outcome in real)
-    untested = [outcome for outcome in outcomes if not outcome.is_tested]
-    of_equivalent = sum(outcome.equivalent is not None for outcome in untested)
+    untested = [outcome for outcome in real if not outcome.is_tested]
     return [
         f"{share(caught_by_cases, len(real))} are caught by drawn cases alone; promised are {PROMISED_DRAWN:.0%}{few}.",
         f"{share(caught, len(real))} are caught by drawn cases or tests; promised are {PROMISED_TESTS:.0%}{few}.",
-        f"{len(outcomes) - len(real)} more are read as equivalent; no test was run on {of_equivalent} of these.",
-        f"{len(untested) - of_equivalent} survivors are counted as such although not all tests were run on them.",
+        f"{len(outcomes) - len(real)} more are read as equivalent and tested all at once, as below.",
+        f"{len(untested)} survivors are counted as such although not all tests were run on them.",
         f"{capped} of the survivors had all the time that there is, and not all tests.",
     ]
 
@@ -118,7 +119,28 @@ def write(outcomes: Sequence[Outcome], path: Path, seed: int, examples: int, can
         table=table(outcomes),
     )
     listed = survivors(outcomes)
-    path.write_text(text + (f"\n## Survivors\n\n{listed}\n" if listed else ""))
+    tested = _section_of_equivalents(path)
+    path.write_text(text + (f"\n## Survivors\n\n{listed}\n" if listed else "") + tested)
+
+
+def of_equivalents(count: int, seen: int) -> str:
+    """What all tests say of the mutants that are read as equivalent, in a sentence."""
+    versions = f"Python {platform.python_version()}, torch {version('torch')}"
+    return (
+        f"On {date.today().isoformat()}, with {versions}: of {count} mutants that are read as equivalent, {seen} are"
+        " seen by a test. `python -m parity_tests.mutants.equivalents` makes them all at once, and runs all tests."
+    )
+
+
+def write_of_equivalents(sentence: str, path: Path) -> None:
+    """Put the sentence at the end of the page, in place of an earlier one."""
+    text = path.read_text().removesuffix(_section_of_equivalents(path))
+    path.write_text(f"{text}{TESTED_AT_ONCE}{sentence}\n")
+
+
+def _section_of_equivalents(path: Path) -> str:
+    _, heading, sentence = (path.read_text() if path.is_file() else "").partition(TESTED_AT_ONCE)
+    return heading + sentence
 
 
 def _row(name: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:

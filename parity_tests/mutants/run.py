@@ -72,9 +72,13 @@ def batches(mutants: Sequence[Mutant], size: int = BATCH) -> list[Sequence[Mutan
 def by_tests(
     sample: Sequence[Mutant], memory: Memory, journal: Journal, folders: str, workers: Workers, show: Progress
 ) -> None:
-    """Judge those that drawn cases have not caught: by tests of their component, then by those of the others."""
+    """Judge those that drawn cases have not caught: by tests of their component, then by those of the others.
+
+    What is read as equivalent is left to `equivalents.py`, which tests all of it at once.
+    """
     runs, is_all = TestRuns(workers), folders == "all"
-    left = _doubtful_first(journal.lacks_tests(sample))
+    sample = [mutant for mutant in sample if not why_equivalent(mutant)]
+    left = journal.lacks_tests(sample)
     names = {mutant.component for mutant in left}
     tests = of_tests(memory, [file for file in test_files("") if file.parent.name in names], workers, show)
 
@@ -84,7 +88,7 @@ def by_tests(
         _judge(mutant, own, runs, journal, is_last=not is_all)
 
     workers.each(judge_by_own, left)
-    left = _doubtful_first(journal.lacks_tests(sample))
+    left = journal.lacks_tests(sample)
     if not left:
         return
     all_tests = of_tests(memory, test_files(""), workers, show)
@@ -94,11 +98,6 @@ def by_tests(
         _judge(mutant, [test for test in all_tests if test.component != mutant.component], runs, journal, is_last=True)
 
     workers.each(judge_by_others, left)
-
-
-def _doubtful_first(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """What is thought to be equivalent comes last: it takes all its time, unless a test proves it is not."""
-    return sorted(mutants, key=lambda mutant: why_equivalent(mutant) is not None)
 
 
 def _judge(mutant: Mutant, tests: Sequence[TestReach], runs: TestRuns, journal: Journal, is_last: bool) -> None:

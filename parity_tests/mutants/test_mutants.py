@@ -13,11 +13,11 @@ import pytest
 
 from parity_tests import warm_python
 from parity_tests.injected_bugs.injected_bug import ROOT
-from parity_tests.mutants import page, places
-from parity_tests.mutants.by_tests import CAP_S, Failure, TestRuns, _tree_of, reaching
+from parity_tests.mutants import equivalents, page, places
+from parity_tests.mutants.by_tests import CAP_S, Failure, TestRuns, reaching, tree_of
 from parity_tests.mutants.drawn import AT_IMPORT, DrawnCases
 from parity_tests.mutants.journal import Journal, Outcome
-from parity_tests.mutants.mutant import Mutant
+from parity_tests.mutants.mutant import Mutant, changed
 from parity_tests.mutants.operators import changes
 from parity_tests.mutants.reached import CaseReach, Memory, TestReach, _masks, _of_file, of_tests
 from parity_tests.mutants.run import BATCH, _nearest, batches
@@ -162,7 +162,7 @@ def test_drawn_cases_catch_a_mutant_and_pass_what_is_none():
 
 
 def test_the_tree_of_a_mutant_is_what_python_imports():
-    with _tree_of(mutant_of(RETURNED, "return 17")) as tree:
+    with tree_of(mutant_of(RETURNED, "return 17")) as tree:
         program = "import inspect, torch_impl.collectives.plain as p; print(inspect.getsource(p.all_reduce_sum))"
         environment = {"PYTHONPATH": str(tree)}
         done = warm_python.run("-c", program, folder=tree, environment=environment, imported=warm_python.TORCH)
@@ -316,3 +316,39 @@ def test_the_page_counts_by_component_and_lists_survivors(monkeypatch):
     page.write(outcomes, Path("mutants.md"), 0, 16, 10)
     assert "Equivalent: no caller sees it" in Path("mutants.md").read_text()
     assert json.dumps(mutant.to_dict())
+
+
+def test_mutants_that_overlap_are_made_on_different_trees():
+    outer, inner = mutant_of(RETURNED, "return 1"), mutant_of("total.to(x.dtype)", "1")
+    elsewhere = replace(inner, file="torch_impl/collectives/mesh.py")
+    assert equivalents.layers([inner, elsewhere, outer]) == [[elsewhere, outer], [inner]]
+    text = (ROOT / PLAIN).read_text()
+    both = changed(PLAIN, [mutant_of("total", "whole_sum"), mutant_of(".to(x.dtype)", "")])
+    assert len(both) == len(text.encode()) + len("whole_sum") - len("total") - len(".to(x.dtype)")
+
+
+def test_the_mutants_that_tests_see_are_found_among_many():
+    mutants = [replace(mutant_of(RETURNED, "return 1"), start=start) for start in range(9)]
+    sees = {"first": {3}, "second": {3, 7}, "none": set(), "flaky": {5}}
+
+    def fails(some, test):
+        return test == "flaky" or any(mutant.start in sees[test] for mutant in some)
+
+    wrong = equivalents.seen(mutants, list(sees), fails)
+    assert {mutant.start: test for mutant, test in wrong.items()} == {3: "first", 7: "second"}
+
+
+def test_what_fails_on_a_tree_of_mutants_is_named():
+    test = f"{SUM_FILE}::test_narrow_dtypes_are_summed_in_float32"
+    assert equivalents.failing([mutant_of(RETURNED, "return (total / 2).to(x.dtype)")], [test]) == [test]
+    assert equivalents.failing([], [test]) == []
+
+
+def test_the_sentence_on_equivalents_replaces_the_one_before():
+    file = Path("mutants.md")
+    file.write_text("# Mutants\n")
+    for seen in (2, 0):
+        page.write_of_equivalents(page.of_equivalents(70, seen), file)
+    assert file.read_text().count("of 70 mutants that are read as equivalent, 0 are seen") == 1
+    page.write([], file, 0, 16, 10)
+    assert "0 are seen by a test" in file.read_text() and file.read_text().count(page.TESTED_AT_ONCE) == 1
