@@ -16,13 +16,15 @@ from parity_tests.optimizers.parameters import distributed, local, parameter
 from shardproof import CaseSpec, Cost, check, check_cases, every_case, scheme, values
 from torch_impl.optimizers import clip_grad_norm_, gradient_norm
 
-NORMS = {"norm_type": (2.0, 1.0, math.inf, 3.0), "max_norm": (0.5, 1e4, 0.0)}
+# None: left out, so that the default counts
+NORMS = {"norm_type": (2.0, 1.0, math.inf, 3.0, None), "max_norm": (0.5, 1e4, 0.0, math.inf)}
 DTYPES = ("float32", "bfloat16", "float64")
 
 
 def reference(gradients, max_norm, norm_type):
-    total, after = clipped(gradients, max_norm, norm_type)
-    return {"norm": total, **after}
+    """The norm twice: that of `gradient_norm` before, and that of the call which clips."""
+    total, after = clipped(gradients, max_norm, 2.0 if norm_type is None else norm_type)
+    return {"norm": total, "norm_before": total, **after}
 
 
 def declared(mesh, gradients, dims, **more):
@@ -32,19 +34,30 @@ def declared(mesh, gradients, dims, **more):
         reference=reference,
         mesh=mesh,
         inputs={"gradients": gradients},
-        outputs={"norm": replicated, **gradients},
+        outputs={"norm": replicated, "norm_before": replicated, **gradients},
         dims=dims,
         draw=dict.fromkeys(names, values("normal", "zeros", "ties")),
         nograd=names,
         options=NORMS,
+        rank_options={"error_if_nonfinite": (False, True)},
         dtypes=DTYPES,
         reduction=tuple(dims),
         **more,
     )
 
 
-def outputs(norm, parameters):
-    return {"norm": norm, **{name: local(parameter.grad) for name, parameter in parameters.items()}}
+def clipped_by(parameters, counted, max_norm, norm_type, error_if_nonfinite, uncounted=(), **settings):
+    """The norm of the gradients that count, before and by clipping; all gradients after it."""
+    order = () if norm_type is None else (norm_type,)
+    norm_before = gradient_norm(counted, *order, **settings)
+    if norm_type is not None:
+        settings["norm_type"] = norm_type
+    norm = clip_grad_norm_(counted, max_norm, error_if_nonfinite=error_if_nonfinite, uncounted=uncounted, **settings)
+    return {
+        "norm": norm,
+        "norm_before": norm_before,
+        **{name: local(parameter.grad) for name, parameter in parameters.items()},
+    }
 
 
 # Dense layers over FSDP and tensor parallelism
@@ -54,9 +67,10 @@ DENSE = {"both": (Shard(0), Shard(1)), "rows": (Shard(0), Replicate()), "columns
 
 
 def dense_cost(case):
-    """A float64 for each way of being sharded: two ways over each of two axes, one over a single axis."""
+    """Of the norm alone and of clipping: a float64 for each way of being sharded, of which two are over each of two
+    axes, one over a single axis."""
     axes = [axis for axis in ("dp", "tp") if case.mesh[axis] > 1]
-    return Cost(forward={f"all_reduce/{axis}": (1, 8 * len(axes)) for axis in axes})
+    return Cost(forward={f"all_reduce/{axis}": (2, 2 * 8 * len(axes)) for axis in axes})
 
 
 @scheme(
@@ -67,9 +81,9 @@ def dense_cost(case):
         cost=dense_cost,
     )
 )
-def clipped_over_fsdp_and_tp(mesh, gradients, max_norm, norm_type):
+def clipped_over_fsdp_and_tp(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
     parameters = {name: parameter(x, mesh.device_mesh, DENSE[name]) for name, x in gradients.items()}
-    return outputs(clip_grad_norm_(parameters.values(), max_norm, norm_type), parameters)
+    return clipped_by(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
 
 
 # Experts on a mesh of their own
@@ -82,7 +96,7 @@ def clipped_over_fsdp_and_tp(mesh, gradients, max_norm, norm_type):
         {"a": (8,), "e": (4,), "f": (3,), "g": (2,)},
     )
 )
-def clipped_with_experts(mesh, gradients, max_norm, norm_type):
+def clipped_with_experts(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
     meshes = {
         "dense": (mesh.device_mesh, (Shard(0), Shard(0))),
         "experts": (mesh.device_mesh["ep"], (Shard(0),)),
@@ -90,7 +104,7 @@ def clipped_with_experts(mesh, gradients, max_norm, norm_type):
         "router": (mesh.device_mesh["edp"], (Replicate(),)),
     }
     parameters = {name: parameter(x, *meshes[name]) for name, x in gradients.items()}
-    return outputs(clip_grad_norm_(parameters.values(), max_norm, norm_type), parameters)
+    return clipped_by(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
 
 
 # Stages of a pipeline, with a weight that the first and the last share
@@ -103,7 +117,7 @@ def clipped_with_experts(mesh, gradients, max_norm, norm_type):
         {"l": (6,), "f": (4,), "v": (4,)},
     )
 )
-def clipped_over_stages(mesh, gradients, max_norm, norm_type):
+def clipped_over_stages(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
     tp = mesh.device_mesh["tp"]
     parameters = {
         "layers": parameter(gradients["layers"], tp, (Shard(1),)),
@@ -113,8 +127,8 @@ def clipped_over_stages(mesh, gradients, max_norm, norm_type):
     is_first = mesh.rank("pp") == 0
     counted = [x for name, x in parameters.items() if name != "tied" or is_first]
     uncounted = [] if is_first else [parameters["tied"]]
-    norm = clip_grad_norm_(counted, max_norm, norm_type, pp=mesh["pp"], uncounted=uncounted)
-    return outputs(norm, parameters)
+    stages = {"pp": mesh["pp"], "uncounted": uncounted}
+    return clipped_by(parameters, counted, max_norm, norm_type, error_if_nonfinite, **stages)
 
 
 # Shards that are plain tensors, as in Megatron's layers
@@ -127,16 +141,12 @@ def clipped_over_stages(mesh, gradients, max_norm, norm_type):
         {"f": (8,), "d": (3,)},
     )
 )
-def clipped_plain_shards(mesh, gradients, max_norm, norm_type):
+def clipped_plain_shards(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
     parameters = {name: parameter(x) for name, x in gradients.items()}
     sharded = {id(parameters["columns"])}
-    norm = clip_grad_norm_(
-        [*parameters.values(), parameters["replicated"]],  # twice, as a weight under two names
-        max_norm,
-        norm_type,
-        sharding_groups=lambda each: (mesh["tp"],) if id(each) in sharded else (),
-    )
-    return outputs(norm, parameters)
+    sharding = {"sharding_groups": lambda each: (mesh["tp"],) if id(each) in sharded else ()}
+    twice = [*parameters.values(), parameters["replicated"]]  # as a weight under two names
+    return clipped_by(parameters, twice, max_norm, norm_type, error_if_nonfinite, **sharding)
 
 
 SCHEMES = (clipped_over_fsdp_and_tp, clipped_with_experts, clipped_over_stages, clipped_plain_shards)
@@ -280,35 +290,35 @@ def with_gradient(gradient):
 PLAIN = nn.Parameter(torch.zeros(1))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"norm_type": 0.0}, "optimizers.clip_grad_norm_: norm_type=0.0 must be positive; pass 1.0, 2.0 or math.inf"),
-        ({"norm_type": "2"}, "norm_type='2' is a str and no number; pass 1.0, 2.0 or math.inf"),
-        ({"norm_type": math.nan}, "norm_type=nan must be positive; pass 1.0, 2.0 or math.inf"),
-        ({"max_norm": -1.0}, "optimizers.clip_grad_norm_: max_norm=-1.0 must be at least 0; pass a number such as 1.0"),
-        ({"max_norm": math.nan}, "optimizers.clip_grad_norm_: max_norm=nan must be at least 0; pass a number"),
-        ({"max_norm": torch.tensor(1.0)}, "is a Tensor and no number; pass a number such as 1.0"),
-        ({"parameters": None}, "clip_grad_norm_: parameters is a NoneType; pass tensors, as model.parameters() gives"),
-        ({"parameters": nn.Linear(1, 1)}, "parameters is a Linear; pass tensors, as model.parameters() gives"),
-        ({"parameters": {"w": PLAIN}}, "parameters is a dict; pass tensors, as model.parameters() gives"),
-        ({"parameters": nn.Linear(1, 1).named_parameters()}, "parameters[0] is a tuple; pass tensors, as"),
-        (
-            {"uncounted": [PLAIN, 3]},
-            "clip_grad_norm_: uncounted[1] is a int; pass tensors, as model.parameters() gives",
-        ),
-        ({"sharding_groups": []}, "sharding_groups is no function; pass one from a parameter to a list of groups"),
-        ({"sharding_groups": lambda _: None}, "sharding_groups of parameters[0] returned None; return a list of"),
-        (
-            {"sharding_groups": lambda _: [-100]},
-            "returned [-100]; return a list of ProcessGroups of which this rank is",
-        ),
-        (
-            {"parameters": with_gradient(torch.eye(2).to_sparse())},
-            "the gradient of parameters is sparse_coo; pass dense",
-        ),
-    ],
-)
+REJECTED = [
+    ({"norm_type": 0.0}, "optimizers.clip_grad_norm_: norm_type=0.0 must be positive; pass 1.0, 2.0 or math.inf"),
+    ({"norm_type": "2"}, "norm_type='2' is a str and no number; pass 1.0, 2.0 or math.inf"),
+    ({"norm_type": math.nan}, "norm_type=nan must be positive; pass 1.0, 2.0 or math.inf"),
+    ({"max_norm": -1.0}, "optimizers.clip_grad_norm_: max_norm=-1.0 must be at least 0; pass a number such as 1.0"),
+    ({"max_norm": math.nan}, "optimizers.clip_grad_norm_: max_norm=nan must be at least 0; pass a number"),
+    ({"max_norm": torch.tensor(1.0)}, "is a Tensor and no number; pass a number such as 1.0"),
+    ({"parameters": None}, "clip_grad_norm_: parameters is a NoneType; pass tensors, as model.parameters() gives"),
+    ({"parameters": nn.Linear(1, 1)}, "parameters is a Linear; pass tensors, as model.parameters() gives"),
+    ({"parameters": {"w": PLAIN}}, "parameters is a dict; pass tensors, as model.parameters() gives"),
+    ({"parameters": list(nn.Linear(1, 1).named_parameters())}, "parameters[0] is a tuple; pass tensors, as"),
+    (
+        {"uncounted": [PLAIN, 3]},
+        "clip_grad_norm_: uncounted[1] is a int; pass tensors, as model.parameters() gives",
+    ),
+    ({"sharding_groups": []}, "sharding_groups is no function; pass one from a parameter to a list of groups"),
+    ({"sharding_groups": lambda _: None}, "sharding_groups of parameters[0] returned None; return a list of"),
+    (
+        {"sharding_groups": lambda _: [-100]},
+        "returned [-100]; return a list of ProcessGroups of which this rank is",
+    ),
+    (
+        {"parameters": with_gradient(torch.eye(2).to_sparse())},
+        "the gradient of parameters is sparse_coo; pass dense",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REJECTED)
 def test_rejected(changes, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         clip_grad_norm_(**{"parameters": [PLAIN], "max_norm": 1.0, **changes})

@@ -28,19 +28,25 @@ from parity_tests.optimizers.parameters import (
 from shardproof import CaseSpec, Cost, check, check_cases, every_case, scheme, values
 from torch_impl.optimizers import Muon
 
-OPTIONS = {"lr": (0.02, 0.5), "weight_decay": (0.1, 0.0), "momentum": (0.95, 0.5), "nesterov": (True, False)}
+# None: left out, so that the default counts, which the reference states itself
+OPTIONS = {"lr": (0.02, 0.5, None), "weight_decay": (0.1, 0.0, None), "momentum": (0.95, 0.5, None),
+           "nesterov": (True, False, None), "steps": (5, 1, None)}  # fmt: skip
+DEFAULTS = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "steps": 5}
 ROUTES = {"route": ("owners", "sharded", None)}
 ROWS = {"qkv": (4, 2, 2)}  # heights of the matrices that a parameter has one above the other
 
 
-def reference(weights, gradients, buffers, lr, weight_decay, momentum, nesterov):
+def passed(options):
+    """The options that are not left out."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def reference(weights, gradients, buffers, lr, weight_decay, momentum, nesterov, steps):
+    options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "steps": steps}
     after = {
-        name: muon(
-            weights[name], gradients[name], buffers[name],
-            lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, rows=ROWS.get(name),
-        )
+        name: muon(weights[name], gradients[name], buffers[name], rows=ROWS.get(name), **DEFAULTS | passed(options))
         for name in weights
-    }  # fmt: skip
+    }
     return {f"{tree}_{name}": after[name][i] for name in after for i, tree in enumerate(("weights", "buffers"))}
 
 
@@ -67,16 +73,27 @@ def declared(specs, dims, mesh, kinds=("zeros",), **changes):
         dims=dims,
         draw={leaf: values("normal", *kinds) for leaf in leaves},
         nograd=tuple(leaves),
-        options=OPTIONS,
-        **{"dtypes": ("float32", "float64"), "reduction": tuple(dims), "reference": reference, **changes},
+        **{
+            "options": OPTIONS,
+            "dtypes": ("float32", "float64"),
+            "reduction": tuple(dims),
+            "reference": reference,
+            **changes,
+        },
     )
 
 
-def muon_step(parameters, buffers, lr, weight_decay, momentum, nesterov, result=local, **settings):
-    """`parameters` have their gradients; the buffers are placed as they are, `result` is what is returned of each."""
+def muon_step(
+    parameters, buffers, lr, weight_decay, momentum, nesterov, steps=None, route=None, dtype=None, result=local
+):
+    """`parameters` have their gradients; the buffers are placed as they are, `result` is what is returned of each.
+
+    Settings that are None are left out.
+    """
     fused = [{"params": [parameters[name]], "rows": rows} for name, rows in ROWS.items() if name in parameters]
     others = [{"params": [parameters[name] for name in parameters if name not in ROWS]}]
-    optimizer = Muon([*others, *fused], lr, weight_decay, momentum, nesterov, **settings)
+    settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "steps": steps}
+    optimizer = Muon([*others, *fused], **passed(settings | {"route": route, "dtype": dtype}))
     states = {name: {"momentum_buffer": buffers[name].clone()} for name in parameters}
     stepped(optimizer, ((parameters[name], state) for name, state in states.items()))
     weights = {f"weights_{name}": result(each.detach()) for name, each in parameters.items()}
@@ -91,42 +108,58 @@ def on_mesh(mesh, placements, weights, gradients, buffers):
 # Over one axis
 
 LAYER = {"tall": (Shard(0),), "wide": (Shard(1),), "qkv": (Shard(0),), "experts": (Shard(0),),
-         "sharded_experts": (Shard(2),), "replicated": (Replicate(),)}  # fmt: skip
+         "sharded_experts": (Shard(2),), "layers": (Shard(3),), "replicated": (Replicate(),)}  # fmt: skip
 SPECS = {"tall": "a/dp k", "wide": "k a/dp", "qkv": "h/dp k", "experts": "e/dp k f", "sharded_experts": "g k a/dp",
-         "replicated": "k f dp=I"}  # fmt: skip
-DIMS = {"a": (4, 8), "k": (2, 3), "h": (8,), "e": (4,), "f": (2, 5), "g": (1, 2)}
+         "layers": "j g k a/dp", "replicated": "k f dp=I"}  # fmt: skip
+DIMS = {"a": (4, 8), "k": (2, 3), "h": (8,), "e": (4,), "f": (2, 5), "g": (1, 2), "j": (2,)}
+
+
+def with_strides_swapped(x):
+    """The same tensor, stored with its second dim outermost, so that its first two are not one batch in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 @scheme(**declared(SPECS, DIMS, {"dp": (1, 2, 4)}, rank_options=ROUTES))
-def muon_over_shards(mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, route):
-    arguments = on_mesh(mesh.device_mesh, LAYER, weights, gradients, buffers)
-    return muon_step(*arguments, lr, weight_decay, momentum, nesterov, route=route)
+def muon_over_shards(mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, steps, route):
+    trees = [{**tree, "layers": with_strides_swapped(tree["layers"])} for tree in (weights, gradients, buffers)]
+    arguments = on_mesh(mesh.device_mesh, LAYER, *trees)
+    return muon_step(*arguments, lr, weight_decay, momentum, nesterov, steps, route)
 
 
 def cost(case):
-    """Of the e experts, each sharded over columns: by owners, who have e / dp of them each, or sharded."""
+    """Of the e experts, each sharded over columns: by owners, who have e / dp of them each, or sharded.
+
+    Left out, the route is the one that sends less in the mean; `dtype` is that of the products.
+    """
     if case.dp == 1:
         return Cost()
-    if case.route == "owners":
-        return Cost(forward={"all_to_all": (2, 2 * case.e * case.m * case.n // case.dp * case.itemsize)})
-    triangle = case.m * (case.m + 1) // 2
-    return Cost(forward={"all_reduce": (1 + 5, case.e * (8 + 5 * triangle * case.accumulator_itemsize))})
+    steps = 5 if case.steps is None else case.steps
+    product_itemsize = 8 if case.dtype_of_products else case.accumulator_itemsize
+    triangles = case.m * (case.m + 1) // 2 * max(case.itemsize, 4)
+    sends_less = case.n * case.m * case.itemsize > case.dp * (8 + steps * triangles)
+    if case.route == "sharded" or (case.route is None and sends_less):
+        triangles = case.m * (case.m + 1) // 2 * product_itemsize
+        return Cost(forward={"all_reduce": (1 + steps, case.e * (8 + steps * triangles))})
+    return Cost(forward={"all_to_all": (2, 2 * case.e * case.m * case.n // case.dp * case.itemsize)})
 
 
 @scheme(
     **declared(
         {"experts": "e m n/dp"},
-        {"e": (4,), "m": (2, 3), "n": (4, 8)},
+        {"e": (4,), "m": (1, 2, 3), "n": (4, 8, 40)},
         {"dp": (1, 2, 4)},
-        rank_options={"route": ("owners", "sharded")},
+        rank_options=ROUTES | {"dtype_of_products": (None, "float64")},
         dtypes=("float32", "float64", "bfloat16"),
         roundings=8,
         cost=cost,
     )
 )
-def muon_of_sharded_experts(mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, route):
+def muon_of_sharded_experts(
+    mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, steps, route, dtype_of_products
+):
     arguments = on_mesh(mesh.device_mesh, {"experts": (Shard(2),)}, weights, gradients, buffers)
-    return muon_step(*arguments, lr, weight_decay, momentum, nesterov, route=route)
+    dtype = None if dtype_of_products is None else getattr(torch, dtype_of_products)
+    return muon_step(*arguments, lr, weight_decay, momentum, nesterov, steps, route, dtype)
 
 
 # Over two axes: gathered over one of them
@@ -143,9 +176,9 @@ TWO_AXES = {"both": (Shard(0), Shard(1)), "nested": (Shard(0), Shard(0)), "exper
         rank_options=ROUTES,
     )
 )
-def muon_over_fsdp_and_tp(mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, route):
+def muon_over_fsdp_and_tp(mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, steps, route):
     arguments = on_mesh(mesh.device_mesh, TWO_AXES, weights, gradients, buffers)
-    return muon_step(*arguments, lr, weight_decay, momentum, nesterov, route=route)
+    return muon_step(*arguments, lr, weight_decay, momentum, nesterov, steps, route)
 
 
 # FSDP2's parameters, of sizes that the ranks share unevenly or that leave some without a row
@@ -154,10 +187,10 @@ FULL = {"qkv": "h k dp=I", "down": "a k dp=I", "up": "k a dp=I"}
 
 
 @scheme(**declared(FULL, {"h": (8,), "a": (1, 3, 5), "k": (2, 4)}, {"dp": (1, 2, 3)}, rank_options=ROUTES))
-def muon_over_fsdp2(mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, route):
+def muon_over_fsdp2(mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, steps, route):
     parameters = fully_sharded(mesh.device_mesh, weights, gradients)
     buffers = {name: shard_of(x, parameters[name]) for name, x in buffers.items()}
-    return muon_step(parameters, buffers, lr, weight_decay, momentum, nesterov, full, route=route)
+    return muon_step(parameters, buffers, lr, weight_decay, momentum, nesterov, steps, route, result=full)
 
 
 # The same over tensor parallelism: of a dim that tp shards FSDP2 shards every rank's rows
@@ -167,10 +200,10 @@ TWICE = {"qkv": "h k dp=I tp=I", "down": "a k dp=I tp=I", "up": "k a dp=I tp=I"}
 
 
 @scheme(**declared(TWICE, {"h": (8,), "a": (4,), "k": (2, 4)}, {"dp": (1, 2), "tp": (1, 2)}, rank_options=ROUTES))
-def muon_over_fsdp2_and_tp(mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, route):
+def muon_over_fsdp2_and_tp(mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, steps, route):
     parameters = fully_sharded(mesh.device_mesh, weights, gradients, OVER_TP)
     buffers = {name: shard_of(x, parameters[name]) for name, x in buffers.items()}
-    return muon_step(parameters, buffers, lr, weight_decay, momentum, nesterov, full, route=route)
+    return muon_step(parameters, buffers, lr, weight_decay, momentum, nesterov, steps, route, result=full)
 
 
 SCHEMES = (
@@ -204,7 +237,9 @@ def tall_and_experts(mesh, weights, gradients, buffers, lr, weight_decay, moment
 
 def test_optax_is_as_near_as_our_reference():
     specs, dims = {"tall": "a/dp k", "experts": "e k a/dp"}, {"a": (4,), "k": (2, 3), "e": (2,)}
-    of_optax = {"kinds": (), "dtypes": ("float32",), "reference": by_optax}  # zeros: its norm has no derivative there
+    options = {"lr": (0.02, 0.5), "weight_decay": (0.1, 0.0), "momentum": (0.95, 0.5), "nesterov": (True, False)}
+    # No zeros: its norm has no derivative there.
+    of_optax = {"kinds": (), "dtypes": ("float32",), "reference": by_optax, "options": options}
     report = scheme(**declared(specs, dims, {"dp": (1, 2)}, **of_optax))(tall_and_experts).verify(examples=6)
     assert report.ok, str(report)
 
@@ -284,18 +319,18 @@ def test_a_gradient_that_is_placed_otherwise_is_rejected_before_anything_is_sent
     assert not [row for row in outcome.ledger.of(0) if row.op in ("all_to_all", "all_reduce")]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lr": -1.0}, "optimizers.Muon: lr=-1.0 must be at least 0"),
-        ({"momentum": 1.0}, "optimizers.Muon: momentum=1.0 must be at least 0 and below 1"),
-        ({"steps": 0}, "optimizers.Muon: steps=0 must be at least 1"),
-        ({"route": "ring"}, "optimizers.Muon: route='ring' is not one of owners, sharded"),
-        ({"dtype": "bfloat16"}, "optimizers.Muon: dtype='bfloat16' is a str; pass a torch.dtype"),
-        ({"rows": (2, 1)}, "optimizers.Muon: rows=(2, 1) are not those of params[0] of group 0, which has 4; pass the"),
-        ({"params": [nn.Parameter(torch.zeros(3))]}, "params[0] of group 0 is [3] and no matrix; step vectors with"),
-    ],
-)
+REJECTED = [
+    ({"lr": -1.0}, "optimizers.Muon: lr=-1.0 must be at least 0"),
+    ({"momentum": 1.0}, "optimizers.Muon: momentum=1.0 must be at least 0 and below 1"),
+    ({"steps": 0}, "optimizers.Muon: steps=0 must be at least 1"),
+    ({"route": "ring"}, "optimizers.Muon: route='ring' is not one of owners, sharded"),
+    ({"dtype": "bfloat16"}, "optimizers.Muon: dtype='bfloat16' is a str; pass a torch.dtype"),
+    ({"rows": (2, 1)}, "optimizers.Muon: rows=(2, 1) are not those of params[0] of group 0, which has 4; pass the"),
+    ({"params": [nn.Parameter(torch.zeros(3))]}, "params[0] of group 0 is [3] and no matrix; step vectors with"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REJECTED)
 def test_rejected(arguments, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         Muon(**{"params": [matrix(4, 3)], **arguments})

@@ -4,38 +4,68 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from jaxtyping import Int
+from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from jax_ref.optimizers import newton_schulz as reference
 from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import distributed
-from shardproof import CaseSpec, Cost, check, every_case, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, integers, scheme, values
 from torch_impl.optimizers import Muon, fewest_bytes, newton_schulz
 from torch_impl.optimizers.newton_schulz import owners
 
 
+def by_default(x, steps):
+    return reference(x, 5 if steps is None else steps)
+
+
 @scheme(
-    reference=reference,
+    reference=by_default,
     mesh={"dp": (1,)},
     inputs={"x": "b m n"},
     outputs="b m n",
     dims={"b": (1, 3), "m": (1, 2, 5), "n": (1, 3)},
     draw={"x": values("normal", "zeros", "ties", "tiny")},
     nograd=("x",),
-    options={"steps": (5, 1)},
+    options={"steps": (5, 1, None)},
     dtypes=("float32", "float64", "bfloat16"),
     reduction=("m", "n"),
     cost=lambda case: Cost(),
 )
 def newton_schulz_on_one_device(mesh, x, steps):
-    return newton_schulz(x, steps=steps)
+    return newton_schulz(x) if steps is None else newton_schulz(x, steps=steps)
 
 
-@settings(max_examples=20)
-@given(every_case(newton_schulz_on_one_device))
-def test_parity(case):
-    check(case)
+def cheaper_routes(sharded, other, world, steps, itemsize):
+    """1 where "sharded" sends less: both counts of bytes times 2 * world, in integers."""
+    steps, itemsize = 5 if steps is None else steps, 4 if itemsize is None else itemsize
+    to_owners = 2 * sharded * other * itemsize
+    added = world * (2 * 8 + steps * other * (other + 1) * max(itemsize, 4))
+    return (to_owners > added).astype(sharded.dtype)
+
+
+@scheme(
+    reference=cheaper_routes,
+    mesh={"dp": (1, 2)},
+    inputs={"sharded": "k/dp", "other": "k/dp", "world": "k/dp"},
+    outputs="k/dp",
+    dims={"k": (16,)},
+    draw={"sharded": integers(1, 60), "other": integers(1, 4), "world": integers(1, 4)},
+    options={"steps": (None, 1, 3), "itemsize": (None, 2, 8)},
+)
+def routes_of_matrices(mesh, sharded, other, world, steps, itemsize) -> Int[Tensor, "k/dp"]:
+    """Small sizes, of which some send the same either way."""
+    given = {name: size for name, size in (("steps", steps), ("itemsize", itemsize)) if size is not None}
+    sizes = zip(sharded.tolist(), other.tolist(), world.tolist(), strict=True)
+    return sharded.new_tensor([fewest_bytes(*each, **given) == "sharded" for each in sizes])
+
+
+@pytest.mark.parametrize(
+    "declared_scheme", [newton_schulz_on_one_device, routes_of_matrices], ids=lambda each: each.name
+)
+def test_parity(declared_scheme):
+    check_cases(declared_scheme, 20)
 
 
 X = torch.linspace(-1.0, 2.0, 24).view(2, 4, 3).cos()
@@ -118,15 +148,15 @@ def test_uneven_matrices_have_the_stated_bytes_on_every_rank():
         assert [row.bytes_in for row in rows] == [8 * len(SIZES)] + [4 * triangles] * 5
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"x": [1.0]}, "optimizers.newton_schulz: x is a list; pass a Tensor"),
-        ({"x": torch.ones(3)}, "optimizers.newton_schulz: x is [3]; its dims must be [... m n]; reshape it to these"),
-        ({"x": torch.ones(2, 2, dtype=torch.int64)}, "optimizers.newton_schulz: x is int64; it must be floating"),
-        ({"x": X, "steps": 0}, "optimizers.newton_schulz: steps=0 must be at least 1"),
-    ],
-)
+REJECTED = [
+    ({"x": [1.0]}, "optimizers.newton_schulz: x is a list; pass a Tensor"),
+    ({"x": torch.ones(3)}, "optimizers.newton_schulz: x is [3]; its dims must be [... m n]; reshape it to these"),
+    ({"x": torch.ones(2, 2, dtype=torch.int64)}, "optimizers.newton_schulz: x is int64; it must be floating"),
+    ({"x": X, "steps": 0}, "optimizers.newton_schulz: steps=0 must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REJECTED)
 def test_rejected(arguments, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         newton_schulz(**arguments)

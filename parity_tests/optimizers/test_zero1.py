@@ -48,6 +48,7 @@ def by_name(names, trees, after):
 def declared(states, **changes):
     """What the schemes have in common. The ranks' gradients are addends; all else is the same on each of them."""
     replicated = {name: f"{spec} dp=I" for name, spec in SPECS.items()}
+    kinds = {"exp_avg_sq": ("positive",), "gradients": ("normal", "zeros")}
     trees = {"weights": replicated, "gradients": {name: f"{spec} dp=P" for name, spec in SPECS.items()}}
     trees |= dict.fromkeys(states, replicated)
     leaves = {f"{tree}.{name}": tree for tree, specs in trees.items() for name in specs}
@@ -56,8 +57,9 @@ def declared(states, **changes):
         inputs=trees,
         outputs={f"{tree}_{name}": spec for name, spec in replicated.items() for tree in ("weights", *states)},
         dims=DIMS,
-        draw={leaf: values("positive" if tree == "exp_avg_sq" else "normal") for leaf, tree in leaves.items()},
+        draw={leaf: values(*kinds.get(tree, ("normal",))) for leaf, tree in leaves.items()},
         nograd=tuple(leaves),
+        rank_options={"master": (None, "float64"), "is_read_later": (False, True)},
         reduction=(),
         **changes,
     )
@@ -69,29 +71,42 @@ def cost(states):
         shares = [2 * case.a * case.b, case.b]
         longest = [-(-n // case.dp) for n in shares]
         gathered = [n * case.itemsize for n in longest]
+        itemsize, summand_itemsize = (8, 8) if case.master else (case.itemsize, case.accumulator_itemsize)
         if case.dp > 1:
-            gathered += [n * case.itemsize for n in longest for _ in range(states)]
-        summed = sum(case.dp * n * case.accumulator_itemsize for n in longest)
+            gathered += [n * itemsize for n in longest for _ in range(states)]
+        summed = sum(case.dp * n * summand_itemsize for n in longest)
         return Cost(forward={"reduce_scatter": (2, summed), "all_gather": (len(gathered), sum(gathered))})
 
     return of_case
 
 
-def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay):
-    """One step, from these states of the parameters; returns new weights and states, in full."""
-    parameters = {name: nn.Parameter(x.clone()) for name, x in weights.items()}
+def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay, master, is_read_later):
+    """One step, from these states of the parameters; returns new weights and states, in full.
+
+    `master` is the dtype of the shares. A rank whose gradient of a parameter is 0 has none; weights may come later
+    than the optimizer.
+    """
+    parameters = {
+        name: nn.Parameter(torch.zeros_like(x) if is_read_later else x.clone()) for name, x in weights.items()
+    }
     for name, each in parameters.items():
-        each.grad = gradients[name].clone()
+        each.grad = gradients[name].clone() if gradients[name].any() else None
     names = [[name for name in parameters if name not in UNDECAYED], list(UNDECAYED)]
     groups = [
         {"params": [parameters[name] for name in group], "weight_decay": decay}
         for group, decay in zip(names, (weight_decay, 0.0), strict=True)
     ]
-    zero = Zero1(groups, optimizer, mesh.device_mesh)
+    dtype = {} if master is None else {"dtype": getattr(torch, master)}
+    zero = Zero1(groups, optimizer, mesh.device_mesh, **dtype)
+    if is_read_later:
+        for name, each in parameters.items():
+            each.data.copy_(weights[name])
+        zero.read_weights()
     state_of = {}
     for share, group in zip(zero.shares, names, strict=True):
         flat = {key: torch.cat([tree[name].reshape(-1) for name in group]) for key, tree in states.items()}
-        state_of[share] = {key: shard_of(x, share.data).clone() for key, x in flat.items()} | step()
+        wide = {key: x.to(share.dtype) for key, x in flat.items()}
+        state_of[share] = {key: shard_of(x, share.data).clone() for key, x in wide.items()} | step()
     zero.reduce_gradients()
     zero.optimizer.state.update(state_of)
     zero.step()
@@ -99,7 +114,10 @@ def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay):
     for share, group in zip(zero.shares, names, strict=True):
         for key in states:
             parts = full(state_of[share][key]).split([weights[name].numel() for name in group])
-            results |= {f"{key}_{name}": x.view_as(weights[name]) for name, x in zip(group, parts, strict=True)}
+            results |= {
+                f"{key}_{name}": x.view_as(weights[name]).to(weights[name].dtype)
+                for name, x in zip(group, parts, strict=True)
+            }
     return results
 
 
@@ -108,10 +126,10 @@ def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay):
     options={"t": (1, 2, 1000), "weight_decay": (0.1, 0.0)},
     **declared(STATES["adamw"], cost=cost(2)),
 )
-def zero1_adamw(mesh, weights, gradients, exp_avg, exp_avg_sq, t, weight_decay):
+def zero1_adamw(mesh, weights, gradients, exp_avg, exp_avg_sq, t, weight_decay, master, is_read_later):
     states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     step = lambda: {"step": torch.tensor(t - 1.0)}  # noqa: E731  one for each share, which counts it up
-    return zero1_step(mesh, make_adamw, weights, gradients, states, step, weight_decay)
+    return zero1_step(mesh, make_adamw, weights, gradients, states, step, weight_decay, master, is_read_later)
 
 
 @scheme(
@@ -119,9 +137,9 @@ def zero1_adamw(mesh, weights, gradients, exp_avg, exp_avg_sq, t, weight_decay):
     options={"weight_decay": (0.1, 0.0)},
     **declared(STATES["sgd"], dtypes=("float32", "bfloat16", "float64"), roundings=4, cost=cost(1)),
 )
-def zero1_sgd(mesh, weights, gradients, momentum_buffer, weight_decay):
+def zero1_sgd(mesh, weights, gradients, momentum_buffer, weight_decay, master, is_read_later):
     states = {"momentum_buffer": momentum_buffer}
-    return zero1_step(mesh, make_sgd, weights, gradients, states, dict, weight_decay)
+    return zero1_step(mesh, make_sgd, weights, gradients, states, dict, weight_decay, master, is_read_later)
 
 
 def make_adamw(groups):
@@ -276,18 +294,18 @@ def rejected(arguments, mesh):
     return run(body, CaseSpec(scheme="zero1", mesh=mesh)).results[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"mesh": None}, "optimizers.Zero1: mesh is None; pass a torch DeviceMesh"),
-        ({"optimizer": 3}, "optimizers.Zero1: optimizer=3 is an int; pass a function"),
-        ({"params": []}, "optimizers.Zero1: there are no parameters to step; pass those of a model"),
-        ({"params": [3]}, "optimizers.Zero1: group 0 has an int; pass tensors"),
-        ({"params": [torch.zeros(2, dtype=torch.int64)]}, "group 0 has a parameter of torch.int64; pass floating ones"),
-        ({"params": [TWICE, TWICE]}, "optimizers.Zero1: a parameter is passed twice; pass each once, as"),
-        ({"params": "sharded"}, "optimizers.Zero1: group 0 has a DTensor; its state is sharded as it is, so step it"),
-    ],
-)
+REJECTED = [
+    ({"mesh": None}, "optimizers.Zero1: mesh is None; pass a torch DeviceMesh"),
+    ({"optimizer": 3}, "optimizers.Zero1: optimizer=3 is an int; pass a function"),
+    ({"params": []}, "optimizers.Zero1: there are no parameters to step; pass those of a model"),
+    ({"params": [3]}, "optimizers.Zero1: group 0 has an int; pass tensors"),
+    ({"params": [torch.zeros(2, dtype=torch.int64)]}, "group 0 has a parameter of torch.int64; pass floating ones"),
+    ({"params": [TWICE, TWICE]}, "optimizers.Zero1: a parameter is passed twice; pass each once, as"),
+    ({"params": "sharded"}, "optimizers.Zero1: group 0 has a DTensor; its state is sharded as it is, so step it"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REJECTED)
 def test_rejected(arguments, message):
     assert re.search(re.escape(message), rejected(arguments, {"dp": 1}))
 
