@@ -17,14 +17,20 @@ def identity_beside(x: Float[Array, "*a"], beside: Int[Array, " b"]) -> Float[Ar
     return x
 
 
-def end_row(x: Float[Array, "n a"], last: bool) -> Float[Array, "1 a"]:
-    """The first row, or the last."""
-    return x[-1:] if last else x[:1]
+def first_row_of_shard(x: Float[Array, "n a"], src: int, mesh: dict[str, int]) -> Float[Array, "1 a"]:
+    """The first row of rank src's shard, src counted around the ring."""
+    first = src % mesh["tp"] * (len(x) // mesh["tp"])
+    return x[first : first + 1]
 
 
 def rolled(x: Float[Array, "n a"], shift: int) -> Float[Array, "n a"]:
     """Row i is row i - shift of x, around the ring."""
     return jnp.roll(x, shift, axis=0)
+
+
+def rolled_by_shards(x: Float[Array, "n a"], shift: int | None, mesh: dict[str, int]) -> Float[Array, "n a"]:
+    """Each shard is that of the rank `shift` before, by default 1."""
+    return jnp.roll(x, (1 if shift is None else shift) * (len(x) // mesh["tp"]), axis=0)
 
 
 def column_maximum(x: Float[Array, "n a"]) -> Float[Array, " a"]:

@@ -88,9 +88,16 @@ def sum_to_replicated(mesh, x):
     return c.all_reduce(x, mesh["tp"], out="R")
 
 
-@scheme(reference=meanings.identity, mesh=WORLDS, inputs={"x": "a b tp=P"}, outputs="a b tp=I", cost=sum_cost(False))
-def sum_to_invariant(mesh, x):
-    return c.all_reduce(x, mesh["tp"], out="I")
+@scheme(
+    reference=meanings.identity,
+    mesh=WORLDS,
+    inputs={"x": "a b tp=P"},
+    outputs="a b tp=I",
+    rank_options={"out": (None, "I")},
+    cost=sum_cost(False),
+)
+def sum_to_invariant(mesh, x, out):
+    return c.all_reduce(x, mesh["tp"]) if out is None else c.all_reduce(x, mesh["tp"], out=out)
 
 
 @scheme(
@@ -179,30 +186,55 @@ def uneven_exchange(mesh, x, beside):  # each rank sends its own number of bytes
     return c.all_to_all(x, mesh["tp"], split_dim=-1, concat_dim=0, concat_lengths=lengths(len(beside), mesh.size("tp")))
 
 
+def overlap(one, other):
+    """How many positions two ranges share."""
+    return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
+
+
+def spans(lengths):
+    """(first, stop) of each rank."""
+    ends = np.cumsum(lengths)
+    return list(zip((ends - lengths).tolist(), ends.tolist(), strict=True))
+
+
 @scheme(
-    reference=meanings.end_row,
+    reference=meanings.identity_beside,
+    mesh=WORLDS,
+    inputs={"x": "a b/tp:uneven", "beside": "b"},
+    outputs="a b/tp",
+    **UNEVEN,
+)
+def exchange_along_one_dim(mesh, x, beside):
+    """From uneven shards to even ones: a rank sends each other rank another number of columns."""
+    world, rank, size = mesh.size("tp"), mesh.rank("tp"), len(beside)
+    before, after = spans(lengths(size, world)), spans([size // world] * world)
+    sent = [overlap(before[rank], each) for each in after]
+    received = [overlap(each, after[rank]) for each in before]
+    return c.all_to_all(x, mesh["tp"], split_dim=1, concat_dim=-1, split_lengths=sent, concat_lengths=received)
+
+
+@scheme(
+    reference=meanings.first_row_of_shard,
     mesh=WORLDS,
     inputs={"x": "n/tp a"},
     outputs="1 a tp=R",
-    options={"last": (False, True)},
+    options={"src": (0, 1, 2, -1)},
     cost=broadcast_cost(True),
 )
-def broadcast_to_replicated(mesh, x, last):
-    row, src = (x[-1:], mesh.size("tp") - 1) if last else (x[:1], 0)
-    return c.broadcast(row, mesh["tp"], src=src, out="R")
+def broadcast_to_replicated(mesh, x, src):
+    return c.broadcast(x[:1], mesh["tp"], src=src % mesh.size("tp"), out="R")
 
 
 @scheme(
-    reference=meanings.end_row,
+    reference=meanings.first_row_of_shard,
     mesh=WORLDS,
     inputs={"x": "n/tp a"},
     outputs="1 a tp=I",
-    options={"last": (False, True)},
+    options={"src": (0, 1, 2, -1)},
     cost=broadcast_cost(False),
 )
-def broadcast_to_invariant(mesh, x, last):
-    row, src = (x[-1:], mesh.size("tp") - 1) if last else (x[:1], 0)
-    return c.broadcast(row, mesh["tp"], src=src, out="I")
+def broadcast_to_invariant(mesh, x, src):
+    return c.broadcast(x[:1], mesh["tp"], src=src % mesh.size("tp"), out="I")
 
 
 @scheme(
@@ -218,20 +250,48 @@ def neighbours_row(mesh, x, shift):
     return torch.cat([arriving, x[:-1]] if shift == 1 else [x[1:], arriving])
 
 
+def moves(case):
+    """Whether another rank's shard comes: shift is no multiple of the ranks, and is 1 if it is left out."""
+    return (1 if case.shift is None else case.shift) % case.tp != 0
+
+
+def shards_cost(case):
+    shard = (1, case.n // case.tp * case.a * case.itemsize)
+    once = {"send": shard, "recv": shard} if moves(case) else {}
+    return Cost(forward=once, backward=once)
+
+
+SHIFTS = {"shift": (None, 1, -1, 2, -3, 4)}
+
+
 @scheme(
-    reference=lambda x: meanings.rolled(x, 1),
+    reference=meanings.rolled_by_shards,
+    mesh=WORLDS,
+    inputs={"x": "n/tp a"},
+    outputs="n/tp a",
+    options=SHIFTS,
+    cost=shards_cost,
+)
+def shards_around_the_ring(mesh, x, shift):
+    return c.ring_shift(x, mesh["tp"]) if shift is None else c.ring_shift(x, mesh["tp"], shift)
+
+
+@scheme(
+    reference=meanings.rolled_by_shards,
     mesh=WORLDS,
     inputs={"x": "n/tp a"},
     outputs="n/tp a",
     nograd=("x",),
-    cost=lambda case: Cost(forward=shift_cost(case).forward),
+    options=SHIFTS,
+    cost=lambda case: Cost(forward={op: (2, size) for op, (_, size) in shards_cost(case).forward.items()}),
 )
-def row_of_the_rank_before(mesh, x):
-    """By the shift that returns at once."""
-    (arriving,), works = c.start_ring_shift([x[-1:]], mesh["tp"])
+def shards_around_the_ring_at_once(mesh, x, shift):
+    """By the shift that returns at once, of two tensors in one batch."""
+    halves = [x[:, :1], x[:, 1:]]
+    arriving, works = c.start_ring_shift(halves, mesh["tp"], *(() if shift is None else (shift,)))
     for work in works:
         work.wait()
-    return torch.cat([arriving, x[:-1]])
+    return torch.cat(arriving, 1)
 
 
 SCHEMES = (
@@ -245,10 +305,12 @@ SCHEMES = (
     uneven_scatter,
     exchange,
     uneven_exchange,
+    exchange_along_one_dim,
     broadcast_to_replicated,
     broadcast_to_invariant,
     neighbours_row,
-    row_of_the_rank_before,
+    shards_around_the_ring,
+    shards_around_the_ring_at_once,
 )
 
 
