@@ -38,17 +38,16 @@ def test_what_is_not_a_permutation_is_rejected(shards, sentence):
     assert str(caught.value) == f"layouts.inverse: {sentence}"
 
 
-@pytest.mark.parametrize(
-    ("positions", "sentence"),
-    [
-        (5, "positions=5 is no sequence; pass a tensor of positions for each rank"),
-        ([], "positions=[] holds no tensor; pass a tensor of positions for each rank"),
-        ([[1, 0]], "positions[0] is a list; pass a tensor of positions for each rank"),
-        ([torch.tensor([0]), torch.tensor([1.0])], "positions[1] is float32; positions are integers"),
-        ([torch.tensor([True, False])], "positions[0] is bool; positions are integers"),
-    ],
-    ids=["int", "empty", "list", "float", "bool"],
-)
+NO_POSITIONS = [
+    (5, "positions=5 is no sequence; pass a tensor of positions for each rank"),
+    ([], "positions=[] holds no tensor; pass a tensor of positions for each rank"),
+    ([[1, 0]], "positions[0] is a list; pass a tensor of positions for each rank"),
+    ([torch.tensor([0]), torch.tensor([1.0])], "positions[1] is float32; positions are integers"),
+    ([torch.tensor([True, False])], "positions[0] is bool; positions are integers"),
+]
+
+
+@pytest.mark.parametrize(("positions", "sentence"), NO_POSITIONS, ids=["int", "empty", "list", "float", "bool"])
 def test_invalid_positions_are_rejected(positions, sentence):
     with pytest.raises(TypeError) as caught:
         inverse(positions)

@@ -63,21 +63,21 @@ def test_golden_packed():
     assert layout.cu_padded.dtype == layout.cu_real.dtype == layout.local_cu.dtype == torch.int32
 
 
-@pytest.mark.parametrize(
-    ("layout", "picture"),
-    [
-        (TokenLayout.dense("contiguous", 8, cp_size=2, cp_rank=0), "00001111"),
-        (TokenLayout.dense("ragged", 7, cp_size=2, cp_rank=0), "0000111"),
-        (TokenLayout.dense("dual_chunk_swap", 8, cp_size=2, cp_rank=0), "00111100"),
-        (TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0), "01010101"),
-        (TokenLayout.packed([0, 4, 12], cp_size=2, cp_rank=0), "0110|00111100"),
-        (TokenLayout.packed([0, 0, 4, 4], cp_size=2, cp_rank=0), "|0110|"),
-        (TokenLayout.packed([0, 3, 8], cp_size=2, cp_rank=0, kind="striped"), "010|10101"),
-        (TokenLayout.packed([0], cp_size=2, cp_rank=0), ""),
-        (TokenLayout.packed([0, 1, 4], cp_size=1, cp_rank=0), "0|000"),
-        (TokenLayout.dense("striped", 38, cp_size=38, cp_rank=0), "0123456789abcdefghijklmnopqrstuvwxyz??"),
-    ],
-)
+PICTURES = [
+    (TokenLayout.dense("contiguous", 8, cp_size=2, cp_rank=0), "00001111"),
+    (TokenLayout.dense("ragged", 7, cp_size=2, cp_rank=0), "0000111"),
+    (TokenLayout.dense("dual_chunk_swap", 8, cp_size=2, cp_rank=0), "00111100"),
+    (TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0), "01010101"),
+    (TokenLayout.packed([0, 4, 12], cp_size=2, cp_rank=0), "0110|00111100"),
+    (TokenLayout.packed([0, 0, 4, 4], cp_size=2, cp_rank=0), "|0110|"),
+    (TokenLayout.packed([0, 3, 8], cp_size=2, cp_rank=0, kind="striped"), "010|10101"),
+    (TokenLayout.packed([0], cp_size=2, cp_rank=0), ""),
+    (TokenLayout.packed([0, 1, 4], cp_size=1, cp_rank=0), "0|000"),
+    (TokenLayout.dense("striped", 38, cp_size=38, cp_rank=0), "0123456789abcdefghijklmnopqrstuvwxyz??"),
+]
+
+
+@pytest.mark.parametrize(("layout", "picture"), PICTURES)
 def test_picture(layout, picture):
     assert layout.draw() == picture
 

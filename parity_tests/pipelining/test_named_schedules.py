@@ -1,10 +1,18 @@
 """Parity of pipelining.named_schedules: orders by hand, torch's own lists, and what is rejected."""
 
+from functools import cache
+from zlib import crc32
+
+import jax.numpy as jnp
 import pytest
 import torch
+from hypothesis import given, settings
+from jaxtyping import Int
+from torch import Tensor
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from parity_tests.pipelining.drawn_orders import legal_sizes
+from shardproof import check, every_case, scheme, token_below
 from torch_impl.pipelining import schedule_order, stage_to_rank
 from torch_impl.pipelining.named_schedules import RULES
 
@@ -44,34 +52,83 @@ class Stage:
         self.submod = torch.nn.Identity()
 
 
-@pytest.mark.parametrize("name", SEVERAL)
-def test_orders_are_those_of_torch(name):
-    for p, n, v in legal_sizes(name):
-        stages = [
-            Stage(stage, p * v, p) for stage, rank in enumerate(stage_to_rank(p, p * v, RULES[name].style)) if not rank
-        ]
+def order_of_torch(name, p, n, v):
+    """The words of torch's own list; GPipe and 1F1B, which have none, by what they are."""
+    if name in SEVERAL:
+        placed = enumerate(stage_to_rank(p, p * v, RULES[name].style))
+        stages = [Stage(stage, p * v, p) for stage, rank in placed if not rank]
         theirs = get_schedule_class(name)(stages, n, loss_fn=lambda output, target: output).pipeline_order
-        assert written(schedule_order(name, p, n, v)) == written([theirs[rank] for rank in range(p)]), (p, n, v)
+        return written([theirs[rank] for rank in range(p)])
+    # A forward as soon as fewer than so many micro-batches are on their way, else a backward.
+    ahead = [n if name == "GPipe" else p - rank for rank in range(p)]
+    return [" ".join(alternated(rank, n, min(n, ahead[rank]))) for rank in range(p)]
 
 
-@pytest.mark.parametrize(
-    ("given_as", "words"),
-    [
-        (("Interleaved", 2, 4, 2), "name='Interleaved' is not a schedule; nearest: 'Interleaved1F1B'"),
-        (("PipelineScheduleMulti", 2, 4, 2), "name='PipelineScheduleMulti' is not a schedule"),
-        (("", 2, 4, 2), "name='' is not a schedule"),
-        (("GPipe", 2, 4, 2), "stages_per_rank=2, but GPipe has exactly 1 on each rank; use 1"),
-        (("ZBVZeroBubble", 2, 4, 1), "stages_per_rank=1, but ZBVZeroBubble has exactly 2 on each rank; use 2"),
-        (("1F1B", 4, 3, 1), "n_microbatches=3 cannot be scheduled by 1F1B over pp_size=4 (n >= pp_size); use 4"),
-        (
-            ("DualPipeV", 2, 3, 2),
-            "n_microbatches=3 cannot be scheduled by DualPipeV over pp_size=2 (n >= 2 * pp_size); use 4",
-        ),
-        (("Interleaved1F1B", 2, 5, 2), "n_microbatches=5 cannot be scheduled by Interleaved1F1B over pp_size=2"),
-        (("GPipe", 0, 3, 1), "pp_size=0 must be at least 1"),
-        (("GPipe", 2, 0, 1), "n_microbatches=0 must be at least 1"),
-    ],
+def alternated(rank, n, ahead):
+    forwards, backwards = 0, 0
+    while backwards < n:
+        is_forward = forwards < n and forwards - backwards < ahead
+        yield f"{rank}F{forwards}" if is_forward else f"{rank}B{backwards}"
+        forwards, backwards = forwards + is_forward, backwards + (not is_forward)
+
+
+RANKS = 4  # the most; the rows of a scheme are shared by so many
+SIZES = [(name, *sizes) for name in RULES for sizes in legal_sizes(name, range(1, RANKS + 1), 9, (1, 2, 3))]
+SIZES = SIZES[::4][: len(SIZES) // 4 // RANKS * RANKS]
+
+
+def codes_of(orders):
+    """A number for the words of each rank."""
+    return [[crc32(word.encode()) % 2**31 for word in (*words, *[""] * (RANKS - len(words)))] for words in orders]
+
+
+@cache
+def words_of_torch():
+    return codes_of(order_of_torch(*sizes) for sizes in SIZES)
+
+
+def by_torch(ids):
+    return jnp.asarray(words_of_torch(), ids.dtype) + 0 * ids
+
+
+@scheme(
+    reference=by_torch,
+    mesh={"pp": (1, 2, 4)},
+    inputs={"ids": "k/pp r"},
+    outputs="k/pp r",
+    dims={"k": (len(SIZES),), "r": (RANKS,)},
+    draw={"ids": token_below("r")},
 )
+def words_of_schedules(mesh, ids) -> Int[Tensor, "k/pp r"]:
+    """Each rank fills in its own rows."""
+    codes = codes_of(written(schedule_order(*SIZES[i])) for i in mesh.global_ids("k").tolist())
+    return torch.tensor(codes).to(ids)
+
+
+@settings(max_examples=3)
+@given(every_case(words_of_schedules))
+def test_orders_are_those_of_torch(case):
+    check(case)
+
+
+REJECTED = [
+    (("Interleaved", 2, 4, 2), "name='Interleaved' is not a schedule; nearest: 'Interleaved1F1B'"),
+    (("PipelineScheduleMulti", 2, 4, 2), "name='PipelineScheduleMulti' is not a schedule"),
+    (("", 2, 4, 2), "name='' is not a schedule"),
+    (("GPipe", 2, 4, 2), "stages_per_rank=2, but GPipe has exactly 1 on each rank; use 1"),
+    (("ZBVZeroBubble", 2, 4, 1), "stages_per_rank=1, but ZBVZeroBubble has exactly 2 on each rank; use 2"),
+    (("1F1B", 4, 3, 1), "n_microbatches=3 cannot be scheduled by 1F1B over pp_size=4 (n >= pp_size); use 4"),
+    (
+        ("DualPipeV", 2, 3, 2),
+        "n_microbatches=3 cannot be scheduled by DualPipeV over pp_size=2 (n >= 2 * pp_size); use 4",
+    ),
+    (("Interleaved1F1B", 2, 5, 2), "n_microbatches=5 cannot be scheduled by Interleaved1F1B over pp_size=2"),
+    (("GPipe", 0, 3, 1), "pp_size=0 must be at least 1"),
+    (("GPipe", 2, 0, 1), "n_microbatches=0 must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("given_as", "words"), REJECTED)
 def test_what_a_schedule_cannot_have_is_rejected(given_as, words):
     with pytest.raises(ValueError, match=r"^pipelining\.schedule_order: ") as rejection:
         schedule_order(*given_as)

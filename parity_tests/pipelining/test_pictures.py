@@ -36,11 +36,19 @@ GRIDS = [
         ("GPipe", 1, 1, 1, "loop", Times(f=0.5, i=1, w=0.25), 4),
         ["rank 0 |F0 -  B0 -  -  -  - | idle 0.0%, live 1"],
     ),
+    (
+        ("GPipe", 2, 1, 1, "loop", Times(f=[1, 2], i=1, w=[0, 1]), 1),
+        ["rank 0 |F0 .  .  .  .  B0| idle 66.7%, live 1", "rank 1 |.  F0 -  B0 -  . | idle 33.3%, live 1"],
+    ),
+    # A box just wide enough for its number, and one that is not.
+    (("GPipe", 1, 1, 1, "loop", Times(f=1, i=60, w=40), 1), [f"rank 0 |F0 B0 {'-  ' * 98}- | idle 0.0%, live 1"]),
+    (("GPipe", 1, 1, 1, "loop", Times(f=1, i=100, w=99), 1), [f"rank 0 |F0 B0 {'-  ' * 197}- | idle 0.0%, live 1"]),
 ]
 LABELS = ("forward", "backward", "input gradient", "weight gradient", "idle", "bar: second chunk")
 IDLE, SECOND = LABELS.index("idle"), LABELS.index("bar: second chunk")
 MOST_ROWS, COLUMNS = 40, 6
 HUNDREDTHS = 100
+HATCH, EDGE = 1, 50  # idle is hatched and has no line; actions have one of half a point
 BOX, BAR = (-40, 80), (-40, 12)  # above the middle of its row, and the height
 
 
@@ -62,13 +70,13 @@ def typed(settings, lines):
     (_, p, _, v, _, _, per_unit) = settings
     columns, unit = len(lines[0].split("|")[1].split()), HUNDREDTHS // per_unit
     head = f"{p} ranks, {p * v} stages, makespan {columns / per_unit:g}"
-    boxes = [[IDLE, 0, columns * unit, rank * HUNDREDTHS + BOX[0], BOX[1], 1] for rank in range(p)]
+    boxes = [[IDLE, 0, columns * unit, rank * HUNDREDTHS + BOX[0], BOX[1], HATCH] for rank in range(p)]
     numbers, kinds = [], set()
     for rank, line in enumerate(lines):
         for at, width, letter, microbatch in cells_of(line):
             kind, place = "FBIW".index(letter.upper()), (at * unit, width * unit)
             kinds |= {kind, SECOND} if letter.islower() else {kind}
-            boxes.append([kind, *place, rank * HUNDREDTHS + BOX[0], BOX[1], 0])
+            boxes.append([kind, *place, rank * HUNDREDTHS + BOX[0], BOX[1], EDGE])
             boxes += [[SECOND, *place, rank * HUNDREDTHS + BAR[0], BAR[1], 0]] if letter.islower() else []
             if width > columns * 0.006:
                 numbers.append([microbatch, at * unit + width * unit // 2, rank * HUNDREDTHS, 0, 0, 0])
@@ -104,7 +112,9 @@ def drawn(settings):
         for path in collection.get_paths():
             (x, y), (end, top) = path.vertices.min(0), path.vertices.max(0)
             place = [round(HUNDREDTHS * float(number)) for number in (x, end - x, y, top - y)]
-            boxes.append([kind_of[to_hex(collection.get_facecolor()[0])], *place, int(bool(collection.get_hatch()))])
+            (line,) = collection.get_linewidth()
+            style = HATCH * bool(collection.get_hatch()) + round(HUNDREDTHS * float(line))
+            boxes.append([kind_of[to_hex(collection.get_facecolor()[0])], *place, style])
     numbers = [
         [int(text.get_text()), *(round(HUNDREDTHS * float(number)) for number in text.get_position()), 0, 0, 0]
         for text in ax.texts

@@ -12,7 +12,7 @@ from torch import Tensor
 from jax_ref.pipelining import reference
 from parity_tests.pipelining.residual import stepped
 from shardproof import check, every_case, scheme, token_below, values
-from torch_impl.pipelining import Times, schedule_order, simulate, stage_to_rank
+from torch_impl.pipelining import Timeline, Times, schedule_order, simulate, stage_to_rank
 from torch_impl.pipelining.named_schedules import RULES
 
 # Each layer stores twice, forward and backward, and a loss and a gradient are sums over all of them.
@@ -79,7 +79,7 @@ TIMES = ((1, 1, 1), (2, 3, 5))
 SIZES = tuple(
     (name, p, rounds * p, RULES[name].stages or 2, times)
     for name in RULES
-    for p, rounds in ((2, 2), (4, 2), (3, 3))
+    for p, rounds in ((1, 3), (2, 2), (4, 2), (3, 3))
     for times in (TIMES if name in EXACT else TIMES[:1])
 )
 
@@ -88,33 +88,39 @@ def row(of_ranks):
     return [*of_ranks, *[0] * (RANKS - len(of_ranks))]
 
 
+MILLION = 10**6
+
+
 def by_formula(ids):
-    """Idle time of every rank, then live chunks, where these are in closed form."""
-    idle = [row([reference.idle(name, p, n, v, *times)] * p) for name, p, n, v, times in SIZES]
-    live = [
-        row([reference.live_chunks(name, p, n, v, rank) for rank in range(p)] if name in EXACT else [])
-        for name, p, n, v, _ in SIZES
-    ]
-    return jnp.asarray([*idle, *live], ids.dtype) + 0 * ids
+    """A row for each size: idle and busy time, bubble in millionths, live chunks, the makespan and that of nothing."""
+    rows = []
+    for name, p, n, v, times in SIZES:
+        idle, busy = reference.idle(name, p, n, v, *times), n * v * sum(times)
+        live = [reference.live_chunks(name, p, n, v, rank) for rank in range(p)] if name in EXACT else []
+        bubble = round(MILLION * idle / (idle + busy))
+        rows.append([*row([idle] * p), *row([busy] * p), *row([bubble] * p), *row(live), idle + busy, 0])
+    return jnp.asarray(rows, ids.dtype) + 0 * ids
+
+
+def simulated(name, p, n, v, times):
+    run = simulate(schedule_order(name, p, n, v), stage_to_rank(p, p * v, RULES[name].style), Times(*times))
+    bubble = [round(MILLION * share) for share in run.bubble]
+    live, nothing = run.peak_live if name in EXACT else [], Timeline((), (0,), 1)
+    return [*row(run.idle), *row(run.busy), *row(bubble), *row(live), run.makespan, nothing.makespan]
 
 
 @scheme(
     reference=by_formula,
     mesh={"pp": (1, 2, 4)},
-    inputs={"ids": "k r/pp"},
-    outputs="k r/pp",
-    dims={"k": (2 * len(SIZES),), "r": (RANKS,)},
+    inputs={"ids": "k/pp r"},
+    outputs="k/pp r",
+    dims={"k": (len(SIZES),), "r": (4 * RANKS + 2,)},
     draw={"ids": token_below("r")},
 )
-def cost_of_schedules(mesh, ids) -> Int[Tensor, "k r/pp"]:
-    """Each rank fills in its own columns."""
-    runs = [
-        simulate(schedule_order(name, p, n, v), stage_to_rank(p, p * v, RULES[name].style), Times(*times))
-        for name, p, n, v, times in SIZES
-    ]
-    rows = [row(run.idle) for run in runs]
-    rows += [row(run.peak_live if name in EXACT else []) for run, (name, *_) in zip(runs, SIZES, strict=True)]
-    return torch.tensor(rows, dtype=ids.dtype, device=ids.device)[:, mesh.global_ids("r")]
+def cost_of_schedules(mesh, ids) -> Int[Tensor, "k/pp r"]:
+    """Each rank fills in its own rows."""
+    rows = [simulated(*SIZES[i]) for i in mesh.global_ids("k").tolist()]
+    return torch.tensor(rows, dtype=ids.dtype, device=ids.device)
 
 
 @settings(max_examples=3)
