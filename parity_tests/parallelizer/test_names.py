@@ -1,4 +1,4 @@
-"""Parity of what names mean: import paths of classes and plans, registered plans, backends, values of switches."""
+"""Parity of what names mean: paths of classes and plans, registered plans, backends, switches, experts, parts."""
 
 import importlib
 import sys
@@ -25,9 +25,11 @@ from torch_impl.parallelizer import (
     register_tp_plan,
 )
 from torch_impl.parallelizer.adapters.megatron import choose_backend, have
+from torch_impl.parallelizer.expert_sharding import validate_experts
 from torch_impl.parallelizer.fsdp2 import BackendKind, CheckpointingKind, PlanOrPathKind, PolicyKind, SelectiveKind
 from torch_impl.parallelizer.registry import imported_plan
-from torch_impl.parallelizer.tp_styles import Replicated
+from torch_impl.parallelizer.tp_plan import REMOVED, styles_by_module
+from torch_impl.parallelizer.tp_styles import Experts, Replicated
 
 HERE = __name__
 NET = "parity_tests.parallelizer.small_net"
@@ -157,6 +159,65 @@ SWITCHES = (
 )
 
 
+class Stacks(nn.Module):
+    """Experts in stacks, as `routed_experts` computes them but for what is passed."""
+
+    def __init__(self, columns=6, down=(4, 2, 3), leaves=("gate_up_proj", "down_proj"), activation=nn.SiLU, others=()):
+        super().__init__()
+        shapes = {"gate_up_proj": (4, columns, 2), "down_proj": down, "bias": (2,)}
+        for name in (*leaves, *others):
+            self.register_parameter(name, nn.Parameter(torch.empty(shapes[name])))
+        self.act_fn = activation()
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states
+
+
+class OtherArguments(Stacks):
+    def forward(self, hidden_states):
+        return hidden_states
+
+
+EXPERTS = (  # module, ranks of ep, and the modules of experts that they share
+    (Stacks, None, []),
+    *((Stacks, ep, ["experts"]) for ep in (1, 2, 4)),
+    (Stacks, 3, "ValueError"),
+    *((lambda leaf=leaf: Stacks(leaves=(leaf,)), 1, []) for leaf in ("gate_up_proj", "down_proj")),
+    (lambda: Stacks(leaves=("down_proj",)), 2, "ValueError"),
+    (lambda: Stacks(columns=5), 2, "ValueError"),
+    (lambda: Stacks(down=(4, 3, 2)), 2, "ValueError"),
+    (lambda: Stacks(activation=nn.GELU), 2, "ValueError"),
+    (lambda: Stacks(others=("bias",)), 2, "ValueError"),
+    (OtherArguments, 2, "ValueError"),
+)
+KEYS = (  # of a part without layers.0.mlp, whether a plan may name it
+    *((key, []) for key in ("layers.*", "layers.*.mlp", "layers.0.mlp.up", "layers.*.mlp.*")),
+    *((key, "ValueError") for key in ("layers.1", "layer.*", "layers.*.attention", "mlp")),
+)
+
+
+def shared_experts(make, ep):
+    model = nn.Module()
+    model.experts = make()
+    return list(validate_experts(model, ep))
+
+
+def keys_of_part(key):
+    model = nn.Module()
+    setattr(model, REMOVED, ("layers.0.mlp",))
+    return list(styles_by_module(model, {key: Replicated()}))
+
+
+def unchanged(*arguments):
+    """What the style of experts passes on of arguments without a gradient."""
+    return Experts().before_forward(nn.Module(), None, arguments, {"mask": None})
+
+
+def kind(outcome):
+    """An error without the names that are near."""
+    return outcome.partition(",")[0] if isinstance(outcome, str) else outcome
+
+
 def answer(function, *arguments):
     try:
         return function(*arguments)
@@ -222,6 +283,9 @@ def actual_answers():
     with torch.device("meta"):
         answers += [styles_of(make) for make, _ in REGISTERED_PLANS]
         answers.append(strategies())
+        answers += [kind(answer(shared_experts, make, ep)) for make, ep, _ in EXPERTS]
+    answers += [kind(answer(keys_of_part, key)) for key, _ in KEYS]
+    answers.append(answer(unchanged, None, 3))
     answers += [answer(backend_of, *arguments) for *arguments, _ in BACKENDS]
     answers += [have("collections", "OrderedDict"), have("collections", "fully_shard"), have("no_such_package", "x")]
     switches = (answer(kind().validate, "function", "switch", value, {}) for kind, value, _ in SWITCHES)
@@ -230,7 +294,8 @@ def actual_answers():
 
 def expected_answers():
     answers = [*CLASSES.values(), *PLANS.values(), *(outcome for *_, outcome in REGISTERED)]
-    answers += [*(plan for _, plan in REGISTERED_PLANS), STRATEGIES, *(name for *_, name in BACKENDS)]
+    answers += [*(plan for _, plan in REGISTERED_PLANS), STRATEGIES, *(outcome for *_, outcome in EXPERTS)]
+    answers += [*(outcome for _, outcome in KEYS), ((None, 3), {"mask": None}), *(name for *_, name in BACKENDS)]
     return [*answers, True, False, False, *(outcome for *_, outcome in SWITCHES)]
 
 

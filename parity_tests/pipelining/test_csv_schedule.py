@@ -114,11 +114,17 @@ COMMUNICATION_FAULTS = [
     (TWO, "0SEND_F1,0RECV_B0,0B0,", "0RECV_B0,0B0,0SEND_F1,", "row 1, column 5: deadlock: rank 0 waits in '0B0'"),
 ]
 
+HALVED = SENT.replace("1B0,1SEND_B0", "1I0,1SEND_B0,1W0").replace("0RECV_B0,0B0", "0RECV_B0,0I0,0W0")
+COMMUNICATION_FAULTS += [
+    (HALVED, "1I0,1SEND_B0", "1SEND_B0,1I0", "row 2, column 3: '1SEND_B0' comes before '1I0'"),
+    (HALVED, "0RECV_B0,0I0", "0I0,0RECV_B0", "row 1, column 3: '0I0' comes before '0RECV_B0'"),
+]
+
 
 WRITTEN = [
     *FAULTS,
     *((text.replace(old, new), words) for text, old, new, words in COMMUNICATION_FAULTS),
-    *((text, "row 0, column 0: ") for text in (SENT, TWO, "0F0,0I0,0W0", "0F0,,0B0,0F1,0B1\n1F0,1B0,1F1,,1B1")),
+    *((text, "row 0, column 0: ") for text in (SENT, TWO, HALVED, "0F0,0I0,0W0", "0F0,,0B0,0F1,0B1\n1F0,1B0,1F1,,1B1")),
 ]
 
 
