@@ -107,8 +107,14 @@ def words_of_schedules(mesh, ids) -> Int[Tensor, "k/pp r"]:
 
 @settings(max_examples=3)
 @given(every_case(words_of_schedules))
-def test_orders_are_those_of_torch(case):
+def test_parity(case):
     check(case)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_orders_are_those_of_torch(name):
+    for sizes in legal_sizes(name):
+        assert written(schedule_order(name, *sizes)) == order_of_torch(name, *sizes), sizes
 
 
 REJECTED = [
