@@ -46,3 +46,16 @@ def test_imported_constants_change_no_draw(tmp_path):
     plain = in_a_process(tmp_path, SEARCH)
     assert plain == in_a_process(tmp_path, "import constants\n" + SEARCH) == drawn()
     assert len(set(plain)) > 30
+
+
+EXAMPLES = """
+from hypothesis import strategies as st
+from parity_tests.harness.draw.choosers import even_chooser, simplest
+numbers = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=8)
+simplest(numbers), [even_chooser(number)(numbers) for number in range(4)]
+"""
+
+
+def test_examples_of_a_strategy_leave_no_folder(tmp_path):
+    in_a_process(tmp_path, EXAMPLES)
+    assert list(tmp_path.iterdir()) == []
