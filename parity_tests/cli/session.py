@@ -25,7 +25,6 @@ from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.report import summary
 from parity_tests.harness.report.html_page import page
 from parity_tests.harness.report.out_path import check_folder, check_writable, write_text
-from parity_tests.harness.report.report import PLAIN_WIDTH
 from parity_tests.harness.report.summary import Expected, Outcome, VerifyOptions
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.failure import NotRun
@@ -46,7 +45,7 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
     with _prints_on_stderr() if text_to_stderr else contextlib.nullcontext():
         outcome = run(discover.find(targets), options)
     outcome.not_run |= {} if targets else discover.left_out()
-    console = Console(stderr=text_to_stderr, width=None if Console(stderr=text_to_stderr).is_terminal else PLAIN_WIDTH)
+    console = Console(stderr=text_to_stderr)
     if not outcome.is_one_unusable_scheme:
         summary.show(console, outcome, options)
     if options.html:

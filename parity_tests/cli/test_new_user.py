@@ -99,9 +99,12 @@ def outcome_of_long_names(tmp_path_factory):
     return session.run(discover.schemes_of_file(str(file)), session.VerifyOptions(examples=4, quiet=True))
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
 @pytest.mark.parametrize("width", [NARROW, 81, 92, 100, 113, 140, 200])
-def test_the_verdict_is_first_and_uncut_in_a_terminal_of_any_width(outcome_of_long_names, width):
-    lines = shown(outcome_of_long_names, force_terminal=True, width=width, legacy_windows=False)
+def test_the_verdict_is_first_and_uncut_at_any_width(outcome_of_long_names, width, is_terminal):
+    lines = shown(outcome_of_long_names, force_terminal=is_terminal, width=width, legacy_windows=False)
+    if not is_terminal:  # reports and sentences of a file are not broken: they are searched
+        lines = lines[:3]
     assert [line for line in lines if len(line.rstrip()) > width] == []
     head, right, wrong = lines[:3]
     assert head.split()[:2] == ["verdict", "scheme"]
@@ -113,10 +116,21 @@ def test_a_mesh_is_cut_before_a_column_is_left_out(outcome_of_long_names):
     outcome = copy.copy(outcome_of_long_names)
     meshes = tuple(f"dp_replicate={n},dp_shard={n},cp={n},tp={n}" for n in range(1, 5))
     outcome.reports = [replace(report, meshes=meshes) for report in outcome.reports]
-    full, cut = (shown(outcome, **width) for width in ({"width": 165}, {"width": 165, "force_terminal": True}))
+    full, cut = shown(outcome, width=260), shown(outcome, width=165)
     mesh = "dp_replicate=1,2,3,4 dp_shard=1,2,3,4 cp=1,2,3,4 tp=1,2,3,4"
     assert full[1].endswith(mesh) and full[0].split() == cut[0].split()
     assert len(cut[1]) == 165 and cut[1].endswith("…")
+
+
+def test_a_file_gets_what_80_columns_have_room_for(shardproof, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    written("both.py", RIGHT, WRONG)
+    arguments = ("verify", "both.py", "--examples", "3")
+    narrow = shardproof(*arguments)[1].splitlines()
+    assert narrow[0].startswith("verdict   scheme ") and max(map(len, narrow[:3])) <= NARROW
+    assert narrow[1].startswith("equal     right ") and narrow[2].startswith("mismatch  wrong ")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert shardproof(*arguments)[1].splitlines()[0].split()[-1] == "mesh"
 
 
 def test_examples_are_those_that_are_drawn(shardproof):

@@ -28,7 +28,6 @@ from parity_tests.harness.verify_one_case import verify_case
 
 READER = "vocab_parallel_logprob"  # the scheme that reads the text
 READERS_TP = (1, 2, 4)
-WIDTH = 150  # of the table where there is no terminal to ask
 
 
 @dataclass
@@ -57,14 +56,14 @@ def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = 
     """Run the tour; returns the exit status. If `quiet`, only the closing sentence is printed."""
     check_writable(figure=figure_path, json=json)
     start, text_to_stderr = time.perf_counter(), json == "-"
-    width = None if Console(stderr=text_to_stderr).is_terminal else WIDTH
-    tour = judged(Console(stderr=text_to_stderr, width=width, quiet=quiet), examples)
+    tour = judged(Console(stderr=text_to_stderr, quiet=quiet), examples)
     with naming(figure_path):
         tour.figure().savefig(figure_path, dpi=130)
     tour.console.print()
     closing = _closing(tour, time.perf_counter() - start)
-    Console(stderr=text_to_stderr, width=width).print(closing, style="bold", highlight=False)
-    tour.console.print(f"figure: {figure_path}", highlight=False)
+    is_file = not tour.console.is_terminal
+    Console(stderr=text_to_stderr).print(closing, style="bold", highlight=False, soft_wrap=is_file)
+    tour.console.print(f"figure: {figure_path}", highlight=False, soft_wrap=is_file)
     if json:
         fields = {"caught": tour.caught, "wrong": tour.wrong, "figure": figure_path}
         write_text(json, summary.as_json(tour.outcome, status=tour.status, **fields))
@@ -84,8 +83,7 @@ def judged(console: Console, examples: int) -> Tour:
 def _schemes(tour: Tour, examples: int) -> None:
     tour.heading("Every built-in scheme against its reference: forward, gradient, collectives, bytes")
     outcome = tour.outcome = several.verified(discover.built_in(), examples)
-    width = tour.console.width if tour.console.is_terminal else None
-    tour.console.print(summary.table(outcome, width), crop=False)
+    tour.console.print(summary.table(outcome, tour.console.width), crop=False)
     for report in outcome.reports:
         name = report.scheme.rpartition(":")[2]
         tour.verified.append(tour_figure.line_of(name, report))

@@ -111,7 +111,7 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     """Print reports and closing lines: the full report of a single scheme or of a failure, else the table."""
     single = len(outcome.reports) == 1
     if len(outcome.reports) > 1 and not options.quiet:
-        console.print(table(outcome, console.width if console.is_terminal else None), crop=False)
+        console.print(table(outcome, console.width), crop=False)
     one_line = not console.is_terminal  # a terminal's lines are broken between words, a file's are searched
     for report in outcome.reports:
         is_shown = not report.ok and not outcome.is_expected(report)
@@ -135,7 +135,7 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
             console.print(line, markup=False, highlight=False, soft_wrap=one_line)
     if not single and not options.quiet and outcome.seconds:
         console.print(timing(outcome), highlight=False)
-    console.print(closing(outcome), highlight=False)
+    console.print(closing(outcome), highlight=False, soft_wrap=one_line)
 
 
 def _not_offered(reasons: Mapping[str, str]) -> list[str]:
@@ -161,22 +161,22 @@ def _expectations(outcome: Outcome) -> list[str]:
     return lines
 
 
-# Columns that are left out, the first one first, where a terminal is too narrow; before that meshes are abbreviated.
+# Columns that are left out, the first one first, where there is no room; before that meshes are abbreviated.
 OPTIONAL_COLUMNS = ("mesh", "gradient error", "forward error", "bytes/rank", "examples", "error/budget")
 TEXTS = ("verdict", "scheme", "mesh")
 LEAST_MESH = 12  # columns of a mesh that is cut
 GAP = 2  # columns between columns
 
 
-def table(outcome: Outcome, width: int | None = None) -> Table:
+def table(outcome: Outcome, width: int) -> Table:
     """One line for each scheme, its verdict first: error over budget, examples, bytes, errors and mesh.
 
-    A terminal's `width` has the columns that it has room for. Without one every row is as long as it needs to be.
+    It has the columns that `width` has room for: of a terminal its own, of a file COLUMNS or 80.
     """
     rows = [_row(report) for report in outcome.reports]
     names = rows[0] if rows else ()
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) + GAP for name in names}
-    if width is not None and rows:
+    if rows:
         widths["mesh"] = min(widths["mesh"], max(width - sum(widths.values()) + widths["mesh"], LEAST_MESH) + GAP)
         for name in OPTIONAL_COLUMNS:
             if sum(widths.values()) - GAP > width:
