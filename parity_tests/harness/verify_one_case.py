@@ -60,7 +60,11 @@ def verify_case(
     _check_custom_layouts(scheme, case)
     # 2. Evaluate the reference on one device, run the program on every rank.
     program = Program.of(scheme, arrays=arrays, cotangents=cotangents)
-    source: dict[str, Any] = {"implementation": scheme.implementation, "source": f"{base(scheme.file)}:{scheme.line}"}
+    source: dict[str, Any] = {
+        "implementation": scheme.implementation,
+        "source": f"{base(scheme.file)}:{scheme.line}",
+        "scalars": {arg.name: program.full_array(arg, case).item() for arg in scheme.inputs if not arg.spec.dims},
+    }
     reference = reference or evaluate(scheme, program, case)
     try:
         ranks = run(wrap_program(program) if wrap_program else program, case, case.engine, quiet_s=quiet_s)

@@ -166,7 +166,8 @@ def _kind(report: Report) -> str:
 
 def _case(report: Report) -> str:
     conditions = phrases(report.case)
-    return sizes(report.case) + (f", when {' and '.join(conditions)}" if conditions else "")
+    scalars = f", {report.scalars_text}" if report.scalars else ""
+    return sizes(report.case) + scalars + (f", when {' and '.join(conditions)}" if conditions else "")
 
 
 def _exchanges(report: Report, blamed: Sequence[LedgerRow] = ()) -> list[Element]:

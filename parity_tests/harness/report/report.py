@@ -111,6 +111,7 @@ class Report:
     confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
     engines_disagree: str | None = None  # why it fails here and passes on gloo in fresh processes
     shards: str | None = None  # the shard of each input on the rank that raised
+    scalars: Mapping[str, float] = field(default_factory=dict)  # the value of each input without dims
     implementation: Implementation | None = None  # whose functions were judged, if not ours
     source: str = ""  # file:line of the function
     clearer_report: Report | None = None  # of a larger case that fails alike, which shows more of the mistake
@@ -144,6 +145,11 @@ class Report:
         """Of a failure: `smallest case`, `smallest case with tp as given`, or `failing case` if no size was tried."""
         given = f" with {', '.join(self.as_given)} as given" if self.as_given else ""
         return f"smallest case{given}" if self.smallest else "failing case"
+
+    @property
+    def scalars_text(self) -> str:
+        """The scalar inputs of the case: `scale=1.5 count=3`."""
+        return " ".join(f"{name}={value:.6g}" for name, value in self.scalars.items())
 
     def worst(self, role: str) -> TensorComparison | None:
         """The tensor nearest to or furthest over its budget among outputs or gradients."""
@@ -219,6 +225,7 @@ class Report:
             "undecided": self.undecided_examples,
             "undecided_reason": self.undecided_reason,
             "shards": self.shards,
+            "scalars": {name: number(value) for name, value in self.scalars.items()},
             "implementation": None if self.implementation is None else self.implementation.to_dict(),
         }
 
@@ -262,6 +269,8 @@ class Report:
             parts.append(Sentence(f"  confirmed on {self.confirmed_on}, in fresh processes"))
         if not self.ok:
             parts.append(Sentence("\n".join(self._case_and_replay())))
+            if self.scalars:
+                parts.append(Sentence(f"  scalar inputs: {self.scalars_text}"))
             if self.case.conditions and not self._ends_by_itself:
                 only = "only when" if self.conditions_needed else "seen when"
                 parts.append(Sentence(f"  {only} {' and '.join(phrases(self.case))}{self._how_to_exclude()}"))

@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from parity_tests import scheme, values
+from parity_tests import integers, scheme, values
 from parity_tests.harness.report import summary
+from parity_tests.harness.report.html_page import fragment
 from parity_tests.harness.report.report import GradientMismatch, ValueMismatch, merge_reports
 from parity_tests.harness.report.sentence import Sentence
 from parity_tests.harness.report.summary import Outcome
@@ -72,6 +73,21 @@ unharmed    tp=2   lockstep   1 example   float32
 def test_text():
     assert str(report_of(doubled)) == DOUBLED
     assert str(report_of(unharmed)) == UNHARMED
+
+
+def scaled(mesh, x, scale, count):
+    return x * scale * (2.0 if mesh.size("tp") == 2 else 1.0)
+
+
+def test_a_failing_case_is_shown_with_its_scalar_inputs():
+    declared = {"reference": lambda x, scale, count: x * scale, "inputs": {"x": "b/tp", "scale": "", "count": ""}}
+    draw = {"x": values("ones"), "scale": values("ones"), "count": integers(3, 3)}
+    report = report_of(scaled, **declared, draw=draw, nograd=("x", "scale"))
+    line = "failing case: tp=2 b=4 float32 seed=0\n  scalar inputs: scale=1 count=3"
+    assert not report.ok and line in str(report)
+    assert report.to_dict()["scalars"] == {"scale": 1.0, "count": 3}
+    assert "tp=2 b=4 float32 seed=0, scale=1 count=3" in fragment(report).replace("\n", " ")
+    assert "scalar" not in str(report_of(doubled)) and "scalar" not in str(replace(report, tensors=()))
 
 
 def test_text_names_the_owner_of_the_worst_element():

@@ -24,7 +24,7 @@ from parity_tests.harness.run.compiling import is_compiling
 from parity_tests.harness.run.failure import RankFailure, RankFault, raised_by_function
 from parity_tests.harness.run.ledger import LedgerRow, line_of_thread, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
-from parity_tests.harness.run.processes import crash, status_table
+from parity_tests.harness.run.processes import crash, rank_warnings, status_table
 from parity_tests.harness.run.processes.recorder import Recorder, observe_waits
 from parity_tests.harness.run.processes.root_cause import DONE, RAISED, Outcome
 from torch_impl.collectives import MeshView
@@ -61,9 +61,10 @@ class Rank:
         try:
             if function is not None:
                 sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
-                if file is not None:
-                    discover.import_on_rank(file)
-                self._functions[key] = cloudpickle.loads(function)
+                with rank_warnings.not_shown():  # the parent has imported the same
+                    if file is not None:
+                        discover.import_on_rank(file)
+                    self._functions[key] = cloudpickle.loads(function)
             case = CaseSpec.from_json(text)
             mesh = self._mesh(case)
         except Exception as error:
@@ -170,6 +171,7 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
     work = Connection(work_fd)
     threading.Thread(target=_answer, args=(Connection(control_fd),), daemon=True).start()
     observe()
+    rank_warnings.show_once(str(Path(folder).parent))  # of all pools: a failing case is run again in new ones
     crash.record(crash.path(folder, rank))
     slot = status_table.StatusTable(Path(folder) / "status", world).slot(rank)
     member = Rank(slot, backend, dist.FileStore(str(Path(folder) / "store"), world), rank, world, gpu=rank)

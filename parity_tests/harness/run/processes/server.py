@@ -27,6 +27,7 @@ from typing import NoReturn
 import cloudpickle
 import torch
 
+from parity_tests.harness.run.processes.rank_warnings import not_shown
 from parity_tests.harness.run.processes.recorder import Recorder
 
 SIGNALS = {"suspend": signal.SIGSTOP, "resume": signal.SIGCONT}
@@ -106,7 +107,7 @@ def _import(names: Sequence[str], origins: Mapping[str, str | None]) -> None:
     packages = {package for package, origin in origins.items() if origin and _origin(package) == origin}
     for name in names:
         if name.partition(".")[0] in packages and name not in sys.modules:
-            with contextlib.suppress(Exception):  # made by the parent itself, or not importable without it
+            with contextlib.suppress(Exception), not_shown():  # made by the parent itself, or not importable without it
                 importlib.import_module(name)
 
 
@@ -177,8 +178,9 @@ NEEDED = (
 
 def warm() -> None:
     """Import, and pay for first uses."""
-    for name in NEEDED:
-        importlib.import_module(name)
+    with not_shown():
+        for name in NEEDED:
+            importlib.import_module(name)
     torch.set_num_threads(1)
     with Recorder():
         x = torch.ones(1, requires_grad=True)

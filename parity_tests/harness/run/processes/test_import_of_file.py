@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from parity_tests.harness.declare.discover import schemes_of_file
+from parity_tests.harness.run.processes import pool
 
 SCHEME = """
 import jax.numpy as jnp
@@ -22,6 +23,13 @@ SHIM = """
 import torch
 torch.Tensor.twice = lambda self: self * 2
 """
+WARNS = '''
+import warnings
+warnings.warn("on import")
+def warned(x):
+    warnings.warn("when called")
+    return x
+'''
 
 
 def written(folder: Path, name: str, **parts: str) -> str:
@@ -77,3 +85,14 @@ def test_a_file_that_cannot_be_imported_on_a_rank_is_reported_with_its_line(tmp_
     (scheme,) = schemes_of_file(written(tmp_path, "raising_on_ranks.py", imports=raising, body="x * 2"))
     report = scheme.verify("gloo", examples=1, tp=2)
     assert "OSError: no disk at raising_on_ranks.py:6" in str(report.failure)
+
+
+def test_warnings_are_written_once(tmp_path, capfd):
+    pool.close()  # the next ranks write where this test reads
+    with pytest.warns(UserWarning, match="on import"):
+        (scheme,) = schemes_of_file(written(tmp_path, "warning.py", imports=WARNS, body="warned(x) * 2"))
+    assert scheme.verify("gloo", examples=2, tp=2).ok
+    pool.renew(2)
+    assert scheme.verify("gloo", examples=2, tp=2).ok
+    shown = capfd.readouterr().err
+    assert shown.count("UserWarning: when called") == 1 and "on import" not in shown
