@@ -9,7 +9,14 @@ import time
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from parity_tests.cli import expected
 from parity_tests.harness.declare import discover, scheme_index
@@ -30,6 +37,7 @@ from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.speed_advice import without_advice
 from parity_tests.harness.verify import NothingCompared
+from parity_tests.harness.verify import Progress as Progressed
 from parity_tests.harness.verify import verify as verify_scheme
 
 
@@ -79,21 +87,22 @@ def _prints_on_stderr() -> Iterator[None]:
 
 @without_advice()
 def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
-    """Verify schemes in turn with a progress bar on standard error."""
+    """Verify schemes in turn with a progress bar on standard error: of the schemes, of a single one its examples."""
     bridge.start(options.jax_cache)
     places = {scheme.name: (scheme.file, scheme.line) for scheme in schemes}
     outcome = Outcome(expected=_expected_of(schemes, options), places=places)
     several = len(schemes) > 1
     with profiles.in_force(options.profile), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
+        progress = None if several else lambda done, total: bar.update(task, completed=done, total=total)
         for scheme in schemes:
             bar.update(task, description=scheme.name)
             reason = _not_applicable(scheme, options) if several else None
             if reason:
                 outcome.not_run[scheme.name] = reason
             elif (judged := _on_implementation(scheme, options, outcome)) is not None:
-                _one(judged, options, outcome)
-            bar.advance(task)
+                _one(judged, options, outcome, progress)
+            bar.advance(task, int(several))
             if options.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break
     return outcome
@@ -121,7 +130,7 @@ def _on_implementation(scheme: Declared, options: VerifyOptions, outcome: Outcom
     return None
 
 
-def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> None:
+def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None) -> None:
     start = time.perf_counter()
     try:
         report = verify_scheme(
@@ -133,6 +142,7 @@ def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> None:
             options.fixed,
             world=_fixed_world(options.engine),
             inside_subgroup=options.inside_subgroup,
+            progress=progress,
             replay_folder=options.replay_dir or ".",
         )
     except NotRun as reason:
@@ -182,6 +192,7 @@ def _check_options(options: VerifyOptions) -> None:
 
 def progress_bar(quiet: bool = False) -> Progress:
     """On standard error, and only on a terminal."""
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
+    times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), *times, TextColumn("{task.description}"))
     stderr = Console(stderr=True)
     return Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal)

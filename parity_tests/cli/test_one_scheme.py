@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from parity_tests.cli import session
 from parity_tests.harness.declare.discover import UnusableTarget, find
-from parity_tests.specimens.user_files import HEAD, RIGHT, WRONG, written
+from parity_tests.specimens.user_files import HEAD, RIGHT, SCALED, WRONG, written
 
 DEEP = """
 import an_outer_module
@@ -27,6 +28,17 @@ def test_one_scheme_of_a_file(shardproof):
     assert (status, err) == (0, "") and out.startswith("right ")
     assert shardproof("verify", "several.py::wrong", "--examples", "2")[0] == 1
     assert shardproof("draw", "several.py::right")[1].startswith("right\n")
+
+
+def test_the_progress_of_one_scheme_is_that_of_its_examples(shardproof, monkeypatch):
+    bars, make = [], session.progress_bar
+    monkeypatch.setattr(session, "progress_bar", lambda quiet: bars.append(make(quiet)) or bars[-1])
+    written("alone.py", RIGHT)
+    written("both.py", RIGHT, SCALED)
+    for file, total in (("alone.py", 3), ("both.py", 2)):
+        assert shardproof("verify", file, "--examples", "3")[0] == 0
+        (task,) = bars.pop().tasks
+        assert (task.completed, task.total) == (total, total)
 
 
 def test_a_scheme_that_the_file_has_imported():

@@ -30,7 +30,7 @@ from parity_tests.harness.draw.choosers import seeded_chooser
 from parity_tests.harness.draw.drawing import another
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report
-from parity_tests.harness.run.failure import Deadlock, NotRun, Unwaited
+from parity_tests.harness.run.failure import Deadlock, NotRun, Stalled, Unwaited
 from parity_tests.harness.run.protocol import disagreement
 from parity_tests.harness.verify_one_case import verify_case
 
@@ -67,8 +67,8 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
     if "gloo" not in scheme.engines or report.case.world > MAX_RANKS or not _could_fail_on_gloo(report):
         return report
     on_gloo = _on_fresh_gloo(scheme, report.case)
-    if on_gloo is None:
-        return report
+    if on_gloo is None or (isinstance(on_gloo.failure, Stalled) and not isinstance(report.failure, Stalled)):
+        return report  # a machine that is busy stalls too, which confirms nothing
     if on_gloo.verdict != "equal":
         return replace(
             report, confirmed_on="gloo" if on_gloo.verdict == report.verdict else f"gloo ({on_gloo.verdict})"

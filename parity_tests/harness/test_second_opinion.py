@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from parity_tests import warm_python
 from parity_tests.harness import second_opinion
 from parity_tests.harness.declare.discover import schemes_of_file
+from parity_tests.harness.run.failure import Stalled
 from parity_tests.harness.run.processes import pool
+from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.specimens.small_scheme import declared
 from parity_tests.specimens.user_files import HEAD, RIGHT, WRONG, written
 from shardproof import EnginesDisagree, ValueMismatch, check
@@ -53,6 +56,15 @@ def test_a_mistake_is_confirmed_and_its_verdict_is_as_before():
     assert "MISMATCH" in str(report) and report.to_dict()["confirmed_on"] == "gloo"
     with pytest.raises(ValueMismatch):
         report.raise_if_failed()
+
+
+def test_fresh_processes_that_stall_confirm_nothing(monkeypatch):
+    (scheme,) = schemes_of_file(written("stalling.py", WRONG))
+    before = verify_case(scheme, scheme.case(tp=2, b=2, dtype="float32"))
+    stalled = replace(before, failure=Stalled("nothing has moved for 30 s", rank=0))
+    monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda *_: stalled)
+    report = second_opinion.second_opinion(scheme, before)
+    assert (report.verdict, report.confirmed_on, report.engines_disagree) == ("mismatch", None, None)
 
 
 def test_a_rank_that_raises_is_confirmed():

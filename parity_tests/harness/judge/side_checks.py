@@ -19,7 +19,7 @@ from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declaration_failure import raised_by
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.judge.compare import TensorComparison
+from parity_tests.harness.judge.compare import TensorComparison, index_text
 from parity_tests.harness.run.ledger import PHASES, CallSite, Finding, Ledger
 from parity_tests.harness.run.lockstep.backends import UNEVEN
 from parity_tests.harness.run.program import Program, RankResult
@@ -162,7 +162,7 @@ def _replicas(tensor: TensorComparison) -> list[str]:
         return []
     copy, *where = (int(i) for i in np.argwhere(~same)[0])
     at = ", ".join(f"{axis}={i}" for axis, i in tensor.stitched.coordinates[copy].items())
-    return [f"{tensor.label} differs between replicas: at {at} from the first, at {tuple(where)}"]
+    return [f"{tensor.label} differs between replicas: at {at} from the first, at {index_text(tuple(where))}"]
 
 
 def _default_group(case: CaseSpec, ledger: Ledger) -> list[str]:

@@ -18,7 +18,7 @@ from parity_tests.harness.report.bytes_table import bytes_table
 from parity_tests.harness.report.markup import as_text, tag
 from parity_tests.harness.report.movement_picture import movement
 from parity_tests.harness.report.page_style import in_notebook, style
-from parity_tests.harness.report.report import Report, mesh_text, sizes
+from parity_tests.harness.report.report import Report, mesh_text
 from parity_tests.harness.report.tensor_maps import maps
 from parity_tests.harness.run.ledger import LedgerRow
 
@@ -166,8 +166,7 @@ def _kind(report: Report) -> str:
 
 def _case(report: Report) -> str:
     conditions = phrases(report.case)
-    scalars = f", {report.scalars_text}" if report.scalars else ""
-    return sizes(report.case) + scalars + (f", when {' and '.join(conditions)}" if conditions else "")
+    return report.case_text + (f", when {' and '.join(conditions)}" if conditions else "")
 
 
 def _exchanges(report: Report, blamed: Sequence[LedgerRow] = ()) -> list[Element]:

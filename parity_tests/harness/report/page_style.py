@@ -69,6 +69,8 @@ html { background: #ffffff; }
 .shardproof .legend svg { display: inline-block; vertical-align: -2px; margin-right: .3em; }
 @media (max-width: 760px) {
   .shardproof { padding: .7rem; }
+  .shardproof table { font-size: 13px; }
+  .shardproof th, .shardproof td { padding-right: .5rem; }
   .shardproof pre.terminal { white-space: pre; overflow-wrap: normal; }
   .shardproof .step { display: block; min-width: 0; }
   .shardproof .movement svg { max-width: 100%; height: auto; }

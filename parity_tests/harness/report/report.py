@@ -147,9 +147,10 @@ class Report:
         return f"smallest case{given}" if self.smallest else "failing case"
 
     @property
-    def scalars_text(self) -> str:
-        """The scalar inputs of the case: `scale=1.5 count=3`."""
-        return " ".join(f"{name}={value:.6g}" for name, value in self.scalars.items())
+    def case_text(self) -> str:
+        """Sizes, dtype and seed of the case, and its scalar inputs: `tp=2 b=4 float32 seed=0, scale=1.5`."""
+        scalars = " ".join(f"{name}={value:.6g}" for name, value in self.scalars.items())
+        return f"{sizes(self.case)}, {scalars}" if scalars else sizes(self.case)
 
     def worst(self, role: str) -> TensorComparison | None:
         """The tensor nearest to or furthest over its budget among outputs or gradients."""
@@ -241,7 +242,7 @@ class Report:
 
     def _case_and_replay(self) -> list[str]:
         """The case and the command that replays it, on one line if that is no longer than LINE."""
-        case = f"{self.kind_of_case}: {sizes(self.case)}"
+        case = f"{self.kind_of_case}: {self.case_text}"
         if not self.replay:
             return [case]
         command = f"replay: python {self.replay}"
@@ -269,8 +270,6 @@ class Report:
             parts.append(Sentence(f"  confirmed on {self.confirmed_on}, in fresh processes"))
         if not self.ok:
             parts.append(Sentence("\n".join(self._case_and_replay())))
-            if self.scalars:
-                parts.append(Sentence(f"  scalar inputs: {self.scalars_text}"))
             if self.case.conditions and not self._ends_by_itself:
                 only = "only when" if self.conditions_needed else "seen when"
                 parts.append(Sentence(f"  {only} {' and '.join(phrases(self.case))}{self._how_to_exclude()}"))

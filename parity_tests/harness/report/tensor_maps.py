@@ -69,7 +69,8 @@ def _tensor(report: Report, tensor: TensorComparison) -> Element:
     name = tag("span", tensor.label, " ", tag("code", str(tensor.argument.spec)), " ")
     verdict = tag("span", "equal", class_="right") if tensor.ok else tag("span", "wrong", class_="badge")
     summed = [axis for axis in tensor.stitched.part_axes if axis not in tensor.stitched.coordinates[tensor.copy]]
-    holder = "rank that holds it" + (f"; a sum over {', '.join(summed)}" if summed else "")
+    holder = "rank of the worst copy" if len(tensor.stitched.copies) > 1 else "rank that holds it"
+    holder += f"; a sum over {', '.join(summed)}" if summed else ""
     wrong = int((ratios(tensor) > 1.0).sum())
     off = f"error over budget: {wrong} of {tensor.want.size} wrong" if wrong else "error over budget"
     both = tag("div", owner_map(holders(tensor, case.mesh), holder), _error_map(tensor, off), class_="maps")

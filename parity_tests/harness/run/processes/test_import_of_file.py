@@ -23,13 +23,13 @@ SHIM = """
 import torch
 torch.Tensor.twice = lambda self: self * 2
 """
-WARNS = '''
+WARNS = """
 import warnings
 warnings.warn("on import")
 def warned(x):
     warnings.warn("when called")
     return x
-'''
+"""
 
 
 def written(folder: Path, name: str, **parts: str) -> str:
