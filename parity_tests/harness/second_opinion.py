@@ -30,7 +30,7 @@ from parity_tests.harness.draw.choosers import seeded_chooser
 from parity_tests.harness.draw.drawing import another
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report
-from parity_tests.harness.run.failure import Deadlock, NotRun, Stalled, Unwaited
+from parity_tests.harness.run.failure import Deadlock, NotRun, Shared, Stalled, Unwaited
 from parity_tests.harness.run.protocol import disagreement
 from parity_tests.harness.verify_one_case import verify_case
 
@@ -42,6 +42,7 @@ PASSES_ON_GLOO = (
     f"are threads, which share what a library keeps for its process: {REMEDY}. Or a buffer is used before its wait, "
     "which gloo does not see"
 )
+SHARES_NOTHING = "gloo passes this case in fresh processes, which share nothing"  # after a failure that says what to do
 PROCESS_CHANGED = (
     "the case passes in a fresh process where no other scheme is verified: one that was imported or verified before "
     "has left something changed in this process (a handler, a patched function, a default)"
@@ -80,6 +81,8 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
     if engine == "gloo" and not has_other_schemes:
         return report
     is_process_changed = engine == "gloo" or (has_other_schemes and _passes_in_fresh_process(scheme, report))
+    if isinstance(report.failure, Shared):
+        return _without_verdict(report, SHARES_NOTHING)
     return _without_verdict(report, PROCESS_CHANGED if is_process_changed else PASSES_ON_GLOO)
 
 

@@ -1,6 +1,7 @@
 """A failure is judged once more in fresh processes: confirmed, engines disagree, or nothing that they could see."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,16 @@ def sharing(mesh, x):
     dist.barrier(group=mesh["tp"])
     return x * 2 + L.RANK - mesh.rank("tp")
 declare(sharing, mesh={"tp": (2,)})
+"""
+ONE_GROUP = """
+import torch.distributed as dist
+def kept(group, groups=[]):
+    groups.append(group)
+    return groups[0]
+def one_group(mesh, x):
+    dist.all_reduce(x.detach().clone(), group=kept(mesh["tp"]))
+    return x * 2
+declare(one_group, mesh={"tp": (2,)})
 """
 
 
@@ -56,6 +67,15 @@ def test_a_mistake_is_confirmed_and_its_verdict_is_as_before():
     assert "MISMATCH" in str(report) and report.to_dict()["confirmed_on"] == "gloo"
     with pytest.raises(ValueMismatch):
         report.raise_if_failed()
+
+
+def test_what_ranks_share_comes_before_that_the_engines_disagree(first, monkeypatch):
+    (scheme,) = schemes_of_file(written("groups.py", ONE_GROUP))
+    report = verify_case(scheme, scheme.case(tp=2, b=2, dtype="float32"))
+    monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda *_: replace(report, failure=None))
+    lines = str(second_opinion.second_opinion(scheme, report)).splitlines()
+    assert re.match(r"  shared: rank \d calls all_reduce at groups.py:", lines[1]), lines
+    assert lines.index(f"  engines disagree: {second_opinion.SHARES_NOTHING}") > 1
 
 
 def test_fresh_processes_that_stall_confirm_nothing(monkeypatch):

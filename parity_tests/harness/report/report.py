@@ -19,7 +19,7 @@ from parity_tests.harness.declare.draws import EXTREME
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge.compare import TensorComparison, index_text
 from parity_tests.harness.report.sentence import LINE, Sentence
-from parity_tests.harness.run.failure import RankFailure
+from parity_tests.harness.run.failure import RankFailure, Shared
 from parity_tests.harness.run.ledger import Finding, Ledger
 
 PLAIN_WIDTH = 132
@@ -253,14 +253,19 @@ class Report:
         parts: list[RenderableType] = [Sentence(self._heading(), style="bold")]
         if self.implementation is not None:
             parts += [Sentence(f"  {line}") for line in self.implementation.lines]
-        if self.engines_disagree is not None:
-            parts.append(Sentence(f"  engines disagree: {self.engines_disagree}", style="yellow"))
+        disagreement = (
+            []
+            if self.engines_disagree is None
+            else [Sentence(f"  engines disagree: {self.engines_disagree}", style="yellow")]
+        )
         if self.failure is not None:
-            parts.append(Sentence("\n".join("  " + line for line in str(self.failure).splitlines()), style="red"))
+            failure = Sentence("\n".join("  " + line for line in str(self.failure).splitlines()), style="red")
+            # What ranks share is why the engines disagree, so it comes first.
+            parts += [failure, *disagreement] if isinstance(self.failure, Shared) else [*disagreement, failure]
             if self.shards is not None:
                 parts.append(Sentence(f"  {self.shards}"))
         else:
-            parts += [*self._table(), Sentence("  " + self._side_check_lines())]
+            parts += [*disagreement, *self._table(), Sentence("  " + self._side_check_lines())]
         if self.undecided_reason is not None:
             share = f"{self.undecided_examples} of {counted(self.examples, 'example')}"
             too_many = ", too many for a pass" if self.is_undecided else ""
