@@ -25,6 +25,7 @@ VERBS = typer.main.get_command(app).commands
 WIDE = "200"
 # Maps by names of the user's own: their keys are no part of the shape.
 BY_NAME = {
+    "scalars",
     "mesh",
     "dims",
     "inputs",
