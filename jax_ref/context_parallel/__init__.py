@@ -2,6 +2,7 @@
 
 from jax_ref.context_parallel.reference import attention as attention
 from jax_ref.context_parallel.reference import continued_attention as continued_attention
+from jax_ref.context_parallel.reference import continued_positions as continued_positions
 from jax_ref.context_parallel.reference import dense_attention as dense_attention
 from jax_ref.context_parallel.reference import layer_with_cross_attention as layer_with_cross_attention
 from jax_ref.context_parallel.reference import packed_attention as packed_attention

@@ -110,6 +110,18 @@ def continued_attention(
     return out
 
 
+def continued_positions(padded: Sequence[int], real: Sequence[int], prefix_of: Sequence[int]) -> list[int]:
+    """Place of each token in its sequence, behind the real tokens of all that this continues.
+
+    >>> continued_positions([0, 3, 5], [0, 2, 4], [-1, 0])
+    [0, 1, 2, 2, 3]
+    """
+    before: list[int] = []
+    for parent in prefix_of:
+        before.append(before[parent] + real[parent + 1] - real[parent] if parent >= 0 else 0)
+    return [before[j] + place for j in range(len(before)) for place in range(padded[j + 1] - padded[j])]
+
+
 def dense_attention(
     q: Queries, k: Keys, v: Keys, causal: bool = True, window: int | None = None, scale: float | None = None
 ) -> Float[Array, "b h s p"]:

@@ -2,12 +2,16 @@
 
 import doctest
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from jax_ref.context_parallel import continued_attention
+from jax_ref.context_parallel import continued_attention, continued_positions
 from jax_ref.layouts import contiguous
 from jax_ref.layouts import packed as packed_reference
 from parity_tests.context_parallel.attention_schemes import (
@@ -19,14 +23,19 @@ from parity_tests.context_parallel.attention_schemes import (
 )
 from parity_tests.context_parallel.key_costs import needed_keys, visible_pairs
 from parity_tests.context_parallel.seen_pairs import times_seen
-from shardproof import check_cases, scheme
+from shardproof import check_cases, integers, scheme
+from torch_impl import context_parallel as cp
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
+from torch_impl.context_parallel.adapters.transformer_engine import attention_kwargs
 from torch_impl.context_parallel.needed_keys import needed_rows
 from torch_impl.layouts import TokenLayout, prefixes
 
 N = 4
 PADDED, REAL = [0, 16, 24, 40, 48], [0, 13, 21, 32, 37]
 TREES = {"responses": (-1, 0, 0, 0), "turns": (-1, 0, 1, -1)}
+FILL = -1000
+# The same sequences as a batch, in one row or two: by entries of the row, with an entry of fill.
+ROWS = {"responses": [[-1, 0, 0, 0, FILL]], "turns": [[-1, 0, 1, -1, FILL]], "rows": [[-1, 0, FILL], [-1, 0, FILL]]}
 
 
 @st.composite
@@ -141,8 +150,60 @@ def attention_over_shared_prefixes_on_two_axes(mesh, q, k, v, tree, causal, wind
     return context_parallel_attention(q, k, v, mesh=mesh.device_mesh, layout=layout, **call)
 
 
+def packed_rows(ids, tree):
+    """The batch of a tree, whose ids are the stream."""
+    prefix_of = torch.tensor(ROWS[tree])
+    real, padded = torch.full((2, *prefix_of.shape), FILL)
+    real[:, :-1], padded[:, :-1] = (torch.tensor(x).diff().view(len(prefix_of), -1) for x in (REAL, PADDED))
+    return {
+        "input_ids": ids.view(len(prefix_of), -1),
+        "seq_lens": real,
+        "seq_lens_padded": padded,
+        "prefix_of": prefix_of,
+    }
+
+
+def of_packed_rows(q, k, v, ids, tree, causal, window):
+    prefix_of = {**TREES, "rows": (-1, 0, -1, 2)}[tree]
+    out = continued_attention(q, k, v, PADDED, REAL, prefix_of, causal, window)
+    return out, ids, jnp.asarray(continued_positions(PADDED, REAL, prefix_of), ids.dtype)
+
+
+OfRows = tuple[Float[Tensor, "b h l p"], Int[Tensor, " l"], Int[Tensor, " l"]]
+BATCHES = {**specs("s/cp:turned"), **DECLARED}
+BATCHES["inputs"] = {**BATCHES["inputs"], "ids": "s"}
+BATCHES["outputs"] = (BATCHES["outputs"], "s/cp:turned", "s/cp:turned")
+
+
+@scheme(
+    mesh={"cp": (1, 2, 4)},
+    layouts={"turned": turned},
+    **{
+        **BATCHES,
+        "reference": of_packed_rows,
+        "draw": {**HEADS, "ids": integers(0, 9)},
+        "options": {**DECLARED["options"], "tree": tuple(ROWS)},
+    },
+    rank_options={"route": ("batch", "stream", "chunks", "context")},
+)
+def attention_of_packed_rows_with_prefixes(mesh, q, k, v, ids, tree, causal, window, route) -> OfRows:
+    """The layout is that of a batch: sharded at once, as a stream that is made first, in chunks, for a context."""
+    batch, cp_mesh = packed_rows(ids, tree), mesh.device_mesh["cp"]
+    if route == "stream":
+        stream, _ = cp.process_input_for_thd(batch, return_layout=True)
+        out, layout = cp._shard_thd_chunk_for_te(stream, cp_mesh, "thd", FILL, 0, return_layout=True)
+    elif route == "context":
+        _, out, layout = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, use_te=True, return_layout=True)
+    else:
+        chunks = len(batch["input_ids"]) if route == "chunks" else 1
+        out, layout = cp.make_cp_batch_for_te(cp_mesh, batch, num_chunks=chunks, return_layout=True)
+    y = context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout.tokens, causal=causal, window=window)
+    return y, out["input_ids"].flatten(), out["position_ids"].flatten()
+
+
 SCHEMES = (
     attention_over_shared_prefixes,
+    attention_of_packed_rows_with_prefixes,
     attention_over_shared_prefixes_in_order,
     attention_over_shared_prefixes_on_two_axes,
 )
@@ -179,6 +240,93 @@ def test_positions_count_on_from_the_prefix():
 def test_rejections(prefix_of, kind, message):
     with pytest.raises(kind) as caught:
         TokenLayout.packed([0, 4, 8], cp_size=2, cp_rank=0, prefix_of=prefix_of)
+    assert str(caught.value) == message
+
+
+def test_the_table_of_a_batch_is_that_of_its_streams():
+    """By the numbers of sequences in the stream, or in each chunk; in the rows fill may stand anywhere."""
+    lengths = torch.tensor([[4, FILL, 4], [2, 4, 2], [8, FILL, FILL], [FILL, 4, 4]])
+    prefix_of = torch.tensor([[-1, 5, 0], [-1, 0, 1], [-1, 3, 3], [7, -1, 1]])
+    batch = {"input_ids": torch.zeros(4, 8), "seq_lens": lengths, "seq_lens_padded": lengths, "prefix_of": prefix_of}
+    stream, layout = cp.process_input_for_thd(batch, return_layout=True)
+    assert stream["prefix_of"].tolist() == [-1, 0, -1, 2, 3, -1, -1, 6] == list(layout.tokens.prefix_of)
+    chunks, same = cp.split_batch_into_thd_chunks(batch, 2, return_layout=True)
+    assert chunks["prefix_of"].tolist() == [[-1, 0, -1, 2, 3], [-1, -1, 1, FILL, FILL]]
+    assert same.tokens.prefix_of == layout.tokens.prefix_of
+    chunk = {name: x[1] for name, x in chunks.items()}
+    of_chunk, alone = cp._shard_thd_chunk_for_te(chunk, None, "thd", FILL, 0, return_layout=True)
+    assert of_chunk["prefix_of"].tolist() == [-1, -1, 1] == list(alone.tokens.prefix_of)
+    assert of_chunk["position_ids"].tolist() == [*range(8), *range(8)]
+    plain, _ = cp.process_input_for_thd({k: x for k, x in batch.items() if k != "prefix_of"}, return_layout=True)
+    assert "prefix_of" not in plain
+
+
+def a_batch(**changed):
+    lengths = torch.tensor([[4, 4]])
+    tables = {"seq_lens": lengths, "seq_lens_padded": lengths, "prefix_of": torch.tensor([[-1, 0]])}
+    return {"input_ids": torch.arange(8)[None], **tables, **changed}
+
+
+THD = "context_parallel.thd: "
+WITHOUT_LAYOUT = (
+    "batch has 'prefix_of', which offsets cannot say; pass return_layout=True and give attention the layout's tokens"
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: cp.process_input_for_thd(a_batch()), ValueError, THD + WITHOUT_LAYOUT),
+        (lambda: cp.split_batch_into_thd_chunks(a_batch(), 1), ValueError, THD + WITHOUT_LAYOUT),
+        (lambda: cp.make_cp_batch_for_te(None, a_batch()), ValueError, "context_parallel.te: " + WITHOUT_LAYOUT),
+        (
+            lambda: cp._shard_thd_chunk_for_te(
+                cp.process_input_for_thd(a_batch(), return_layout=True)[0], None, "thd", FILL, 0
+            ),
+            ValueError,
+            "context_parallel.te: " + WITHOUT_LAYOUT,
+        ),
+        (
+            lambda: cp.make_cp_batch_and_ctx(None, a_batch(), use_te=True),
+            ValueError,
+            "context_parallel.batch: " + WITHOUT_LAYOUT,
+        ),
+        (
+            lambda: cp.make_cp_batch_and_ctx(None, a_batch()),
+            ValueError,
+            "context_parallel.batch: batch has 'prefix_of', and a dense row is one sequence; pass use_te=True",
+        ),
+        (
+            lambda: cp.process_input_for_thd(a_batch(prefix_of=[[-1, 0]]), return_layout=True),
+            TypeError,
+            THD + "prefix_of is a list; pass a Tensor",
+        ),
+        (
+            lambda: cp.process_input_for_thd(a_batch(prefix_of=torch.ones(1, 2)), return_layout=True),
+            TypeError,
+            THD + "prefix_of is float32; it has numbers of sequences, or -1",
+        ),
+        (
+            lambda: cp.process_input_for_thd(a_batch(prefix_of=torch.tensor([[-1]])), return_layout=True),
+            ValueError,
+            THD + "prefix_of is [1, 1], seq_lens is [1, 2]; give one for each sequence, -1 for none",
+        ),
+        (
+            lambda: cp.process_input_for_thd(a_batch(prefix_of=torch.tensor([[-1, 1]])), return_layout=True),
+            ValueError,
+            THD + "prefix_of: row 0: sequence 1 continues 1; pass an earlier sequence of the row, or -1 for none",
+        ),
+        (
+            lambda: attention_kwargs(cp.make_cp_batch_for_te(None, a_batch(), return_layout=True)[0]),
+            ValueError,
+            "context_parallel.te: batch has 'prefix_of', for which these offsets have no mask; "
+            "use context_parallel_attention with the batch's layout",
+        ),
+    ],
+)
+def test_batches_that_are_rejected(call, kind, message):
+    with pytest.raises(kind) as caught:
+        call()
     assert str(caught.value) == message
 
 

@@ -25,7 +25,7 @@ from torch_impl.collectives.lengths import dim_from_front
 from torch_impl.context_parallel.batch_layout import BatchLayout
 from torch_impl.context_parallel.batch_te import te_batch
 from torch_impl.context_parallel.kinds import Batch, NamedMesh, OneTensor, SeqDims, require_tensor
-from torch_impl.context_parallel.thd import slots_of_lengths
+from torch_impl.context_parallel.thd import PREFIXES, require_layout, slots_of_lengths
 from torch_impl.context_parallel.train_context import SequenceContext
 from torch_impl.contract import contract
 from torch_impl.layouts import TokenLayout
@@ -127,6 +127,9 @@ def make_cp_batch_and_ctx(
             raise ValueError(f"{FUNCTION}: extra_seq_buffers are for dense rows; with use_te=True put them [b, s, ...]")
         packed = batch if loss_mask is None else {**batch, "loss_mask": loss_mask}
         result, layout = te_batch(cp_mesh, packed, num_chunks, seq_lens_padding_value)
+        require_layout(FUNCTION, batch, return_layout)
+    elif PREFIXES in batch:
+        raise ValueError(f"{FUNCTION}: batch has {PREFIXES!r}, and a dense row is one sequence; pass use_te=True")
     elif cp_mesh is None or cp_mesh.size() == 1:
         if seq_dims:  # a wrong name or dim is rejected on one rank already
             _extra_dims(batch, seq_dims, _shape(batch)[1])

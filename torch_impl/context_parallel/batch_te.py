@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_impl.context_parallel.adapters.transformer_engine import local_index
 from torch_impl.context_parallel.batch_layout import BatchLayout
 from torch_impl.context_parallel.kinds import Batch, CpMesh, require_tensor
-from torch_impl.context_parallel.thd import TABLES, by_chunk, stream
+from torch_impl.context_parallel.thd import PREFIXES, TABLES, by_chunk, require_layout, stream
 from torch_impl.contract import contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import TokenLayout
@@ -69,7 +69,7 @@ def make_cp_batch_for_te(
     and without a mesh. `batch` is as for `process_input_for_thd`; the only `qkv_format` is "thd".
 
     With `return_local_indices` the positions of this rank in the stream of all rows, [t/cp] or with chunks [m t/cp],
-    are returned after the batch, and with `return_layout` its BatchLayout, last.
+    are returned after the batch, and with `return_layout` its BatchLayout, last, which a batch with `prefix_of` needs.
 
     >>> batch = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "labels": torch.tensor([[2, 3, 4, 5]])}
     >>> batch |= {"seq_lens": torch.tensor([[4]]), "seq_lens_padded": torch.tensor([[4]])}
@@ -82,6 +82,7 @@ def make_cp_batch_for_te(
     """
     _check_format(qkv_format)
     result, layout = te_batch(cp_mesh, batch, num_chunks, seq_lens_padding_value)
+    require_layout("context_parallel.te", batch, return_layout)
     parts: list[Any] = [result]
     if return_local_indices:
         parts.append(layout.tokens.local_index.view(layout.local_shape))
@@ -142,12 +143,14 @@ def _shard_thd_chunk_for_te(
 
     The stream is sharded by `cu_seqlens_padded`, or by `cu_seqlens` if that is all there is; fill at their end is
     stripped. A missing padding mask is computed from the two offsets. Every tensor with one entry per token is sharded.
-    With `return_layout` the BatchLayout of the stream [t] is returned after it.
+    With `return_layout` the BatchLayout of the stream [t] is returned after it; its layout has the batch's `prefix_of`,
+    and a batch that has one needs it.
 
     Cost:   no collective; one copy of the shard for each key, one host copy of the offsets.
     Errors: ValueError without cu_seqlens or input_ids, for another qkv_format, offsets that do not end where the
-            stream does, or, on two ranks or more, a slot that is not a multiple of 2 * cp; TypeError if batch is not a
-            dict, cp_mesh not a mesh, offsets not integers, or input_ids or max_seqlen not Tensors.
+            stream does, prefixes without `return_layout` or that are no earlier sequences, or, on two ranks or more, a
+            slot that is not a multiple of 2 * cp; TypeError if batch is not a dict, cp_mesh not a mesh, offsets or
+            prefixes not integers, or input_ids or max_seqlen not Tensors.
     """
     # 1. Validate what the contract cannot say of a dict: its keys, and that these are tensors.
     _check_format(qkv_format)
@@ -157,16 +160,22 @@ def _shard_thd_chunk_for_te(
     for name in ("input_ids", "max_seqlen"):
         if name in batch:
             require_tensor("context_parallel.te", name, batch[name])
+    require_layout("context_parallel.te", batch, return_layout)
     # 2. The layout from the offsets, validated on the host; its arrays then go to the device of the tokens.
     cp_size, cp_rank = _place(cp_mesh)
     real = _offsets_without_fill(batch, "cu_seqlens")
     padded = _offsets_without_fill(batch, "cu_seqlens_padded") if "cu_seqlens_padded" in batch else real
     total, device = len(batch["input_ids"]), batch["input_ids"].device
-    host_layout = TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, total=total)
+    # Fill stands behind the last sequence, as in the offsets.
+    prefixes = batch[PREFIXES][: len(padded) - 1] if PREFIXES in batch else None
+    place = {"cp_size": cp_size, "cp_rank": cp_rank}
+    host_layout = TokenLayout.packed(padded, real, **place, total=total, prefix_of=prefixes)
     layout = host_layout.on(device)
     # 3. Tensors by token are sharded, offsets are computed anew, and the rest is passed on.
     tokens = {name: x for name, x in batch.items() if _is_by_token(name, x, total)}
     unsharded = {name: x for name, x in batch.items() if name not in (*tokens, *TABLES)}
+    if prefixes is not None:
+        unsharded[PREFIXES] = prefixes
     longest = batch.get("max_seqlen", torch.tensor(max(padded.diff().tolist(), default=0)))
     tables = {"cu_seqlens": layout.cu_real, "cu_seqlens_padded": layout.cu_padded, "max_seqlen": longest.to(device)}
     result = {
@@ -200,7 +209,7 @@ def _layout_fields(layout: TokenLayout) -> dict[str, Any]:
 
 
 def _is_by_token(name: str, value: Any, total: int) -> bool:
-    if not isinstance(value, Tensor) or name in TABLES or not value.ndim:
+    if not isinstance(value, Tensor) or name in (*TABLES, PREFIXES) or not value.ndim:
         return False
     return value.shape[2 if name == "position_ids" and value.ndim == 3 else 0] == total
 

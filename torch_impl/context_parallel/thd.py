@@ -2,7 +2,9 @@
 
 `input_ids` are [B, S] or [B, S, d]. Row b holds sequences one after another: sequence j has `seq_lens[b, j]` real
 tokens in a slot of `seq_lens_padded[b, j]`; a row with fewer sequences is filled with a negative value of the caller's.
-Memory is indexed by `cu_seqlens_padded` alone; `cu_seqlens` are the sums of real lengths.
+A batch may have `prefix_of` [B, q] besides, the earlier sequence of the row that each one continues, or -1: several
+responses to one prompt, which the row has once. Memory is indexed by `cu_seqlens_padded` alone; `cu_seqlens` are the
+sums of real lengths.
 
 The lengths are read once, on the host, into `Slots`; everything else follows from them. They are NumPy arrays there:
 of a thousand numbers, an operation of torch takes three times as long.
@@ -11,7 +13,7 @@ of a thousand numbers, an operation of torch takes three times as long.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import index
@@ -30,8 +32,9 @@ from torch_impl.layouts import TokenLayout
 
 FUNCTION = "context_parallel.thd"
 TABLES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+PREFIXES = "prefix_of"
 # Not passed on: the lengths, and what is computed from them or superseded by them.
-CONSUMED = ("attention_mask", "padding_mask", "seq_lens", "seq_lens_padded", *TABLES)
+CONSUMED = ("attention_mask", "padding_mask", "seq_lens", "seq_lens_padded", PREFIXES, *TABLES)
 
 
 @overload
@@ -56,6 +59,10 @@ def process_input_for_thd(
     has `position_ids`. The mask comes from the lengths, never from token ids, so `padding_token_id` is not used:
     nothing is padded here. With `return_layout` the batch's BatchLayout, of one rank, is returned after it.
 
+    With `prefix_of` positions count on from the sequence that is continued. The result has the table by the numbers of
+    sequences in the stream, with the fill of the offsets. Offsets cannot say what it says, so the layout must be
+    returned, and attention take it.
+
     >>> ids, lengths = torch.arange(12).view(2, 6), torch.tensor([[3, 2], [6, -1000]])
     >>> slots = torch.tensor([[4, 2], [6, -1000]])
     >>> out = process_input_for_thd({"input_ids": ids, "seq_lens": lengths, "seq_lens_padded": slots})
@@ -64,11 +71,12 @@ def process_input_for_thd(
 
     Cost:   no collective; views, and one host copy of the lengths.
     Errors: KeyError without input_ids, seq_lens or seq_lens_padded; ValueError for lengths that do not fit the rows
-            or each other, a row without any sequence, or a fill that could be a length; TypeError for lengths or a
-            fill that are not integers, ids, labels, positions or lengths that are not Tensors, or a batch that is not
-            a dict.
+            or each other, a row without any sequence, a fill that could be a length, or prefixes that are no earlier
+            sequences of the row or come without `return_layout`; TypeError for lengths, prefixes or a fill that are
+            not integers, ids, labels, positions or lengths that are not Tensors, or a batch that is not a dict.
     """
     rows = stream(batch, 1, seq_lens_padding_value)
+    require_layout(FUNCTION, batch, return_layout)
     return (rows.processed(), rows.batch_layout()) if return_layout else rows.processed()
 
 
@@ -108,6 +116,7 @@ def split_batch_into_thd_chunks(
     """
     # Rows are split evenly, so chunks of the one stream are the streams of the blocks of rows.
     all_rows = stream(batch, num_chunks, seq_lens_padding_value)
+    require_layout(FUNCTION, batch, return_layout)
     result = all_rows.processed()
     if all_rows.chunks > 1:
         result = {name: all_rows.stacked(name, value) for name, value in result.items()}
@@ -129,7 +138,10 @@ class Stream:
         # Not validated again: `slots_of_lengths` did so on the host, and reading a device's offsets would wait for it.
         cu_padded, cu_real = torch.from_numpy(self.slots.sums).to(self.tokens["input_ids"].device)
         total = self.slots.total
-        return TokenLayout.packed(cu_padded, cu_real, cp_size=cp_size, cp_rank=cp_rank, total=total, validate=False)
+        layout = TokenLayout.packed(cu_padded, cu_real, cp_size=cp_size, cp_rank=cp_rank, total=total, validate=False)
+        return (
+            layout if self.slots.prefix_of is None else replace(layout, prefix_of=tuple(self.slots.prefix_of.tolist()))
+        )
 
     def batch_layout(self, cp_size: int = 1, cp_rank: int = 0, group: ProcessGroup | None = None) -> BatchLayout:
         """The layout of the batch over a group, in the coordinates of its rows."""
@@ -144,7 +156,7 @@ class Stream:
         return {**tokens, **self.constants, **self.tables()}
 
     def tables(self) -> dict[str, Tensor]:
-        """Offsets and longest slot of each chunk; for a single chunk without the dim of chunks."""
+        """Offsets, longest slot and prefixes of each chunk; for a single chunk without the dim of chunks."""
         by_chunks = self.slots.tables(self.chunks, self.fill)
         device = self.tokens["input_ids"].device
         return {name: torch.from_numpy(x if self.chunks > 1 else x[0, ...]).to(device) for name, x in by_chunks.items()}
@@ -153,7 +165,7 @@ class Stream:
         """A value of the batch with the dim of chunks in front; tables have it already."""
         if name in self.constants:
             return self._split_rows(name, value)
-        if name in TABLES:
+        if name in (*TABLES, PREFIXES):
             return value
         return by_chunk(name, value, self.chunks)
 
@@ -191,6 +203,8 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
         raise ValueError(f"{FUNCTION}: {batch_of}; drop or add a row")
     # 2. The slots, by one copy of the lengths to the host.
     slots = slots_of_lengths(batch["seq_lens"], batch["seq_lens_padded"], rows, size, fill)
+    if PREFIXES in batch:
+        slots = replace(slots, prefix_of=_prefixes_of_stream(batch[PREFIXES], batch["seq_lens"], fill))
     # 3. Tensors by token become one stream, as views; the rest is passed on.
     tokens, unflattened = {}, {}
     for name, value in batch.items():
@@ -227,7 +241,8 @@ def _flatten_rows(name: str, x: Tensor) -> Tensor:
 class Slots:
     """The slots of a batch, on the host: sequence i has `real[i]` tokens in a slot of `padded[i]`, in row `row[i]`.
 
-    There are `rows` rows of `size` tokens, and the slots of a row fill it.
+    There are `rows` rows of `size` tokens, and the slots of a row fill it. `prefix_of[i]` is the sequence that i
+    continues, or -1; it is None where the batch says nothing of prefixes.
     """
 
     real: Int64[np.ndarray, " q"]
@@ -235,6 +250,7 @@ class Slots:
     row: Int64[np.ndarray, " q"]
     rows: int
     size: int
+    prefix_of: Int64[np.ndarray, " q"] | None = None
 
     @property
     def total(self) -> int:
@@ -255,7 +271,7 @@ class Slots:
         return torch.from_numpy(np.repeat(np.arange(len(runs)) % 2 == 1, runs))
 
     def tables(self, chunks: int, fill: int) -> dict[str, Int32[np.ndarray, "chunks *offsets"]]:
-        """For each chunk, the offsets within its stream, filled at their end, and the longest slot."""
+        """For each chunk, what `Stream.tables` has of it; offsets and prefixes are filled at their end."""
         # 1. The slots of each chunk: from one bound to the next.
         bounds = self.row.searchsorted(np.arange(chunks + 1) * (self.rows // chunks)).tolist()
         chunk_slots = list(pairwise(bounds))
@@ -264,11 +280,19 @@ class Slots:
         for chunk, (start, end) in enumerate(chunk_slots):
             by_table[:, chunk, : end + 1 - start] = self.sums[:, start : end + 1] - self.sums[:, start : start + 1]
         longest = [self.padded[start:end].max(initial=0) for start, end in chunk_slots]
-        return {
+        tables = {
             "cu_seqlens": by_table[1],
             "cu_seqlens_padded": by_table[0],
             "max_seqlen": np.array(longest, dtype=np.int32),
         }
+        if self.prefix_of is None:
+            return tables
+        # 3. Prefixes, by the numbers of sequences in the chunk; a row is in one chunk, and so is what it continues.
+        prefixes = np.full((chunks, by_table.shape[2] - 1), fill, dtype=np.int32)
+        for chunk, (start, end) in enumerate(chunk_slots):
+            of_chunk = self.prefix_of[start:end]
+            prefixes[chunk, : end - start] = np.where(of_chunk < 0, -1, of_chunk - start)
+        return {**tables, PREFIXES: prefixes}
 
 
 def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size: int, fill: int) -> Slots:
@@ -294,6 +318,39 @@ def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size:
     has_slots = counts > 0  # a row without has no tail
     lengths[counts.cumsum()[has_slots] - 1] += tail[has_slots]
     return Slots(real[is_slot], lengths, np.repeat(np.arange(rows), counts), rows, size)
+
+
+def require_layout(function: str, batch: Mapping[str, Any], is_returned: bool) -> None:
+    """ValueError for prefixes without their layout: offsets make each continuation a sequence of its own."""
+    if PREFIXES in batch and not is_returned:
+        cannot = f"batch has {PREFIXES!r}, which offsets cannot say"
+        raise ValueError(f"{function}: {cannot}; pass return_layout=True and give attention the layout's tokens")
+
+
+def _prefixes_of_stream(prefix_of: Any, seq_lens: Tensor, fill: int) -> Int64[np.ndarray, " q"]:
+    """The table of the rows by the numbers of sequences in the stream of all rows, without the fill.
+
+    Errors: TypeError unless a Tensor of integers; ValueError for a table of another shape than the lengths', and for a
+            prefix that is no earlier sequence of its row.
+    """
+    require_tensor(FUNCTION, PREFIXES, prefix_of)
+    if prefix_of.is_floating_point() or prefix_of.is_complex() or prefix_of.dtype == torch.bool:
+        raise TypeError(f"{FUNCTION}: {PREFIXES} is {dtype_name(prefix_of)}; it has numbers of sequences, or -1")
+    if prefix_of.shape != seq_lens.shape:
+        shapes = f"{PREFIXES} is {list(prefix_of.shape)}, seq_lens is {list(seq_lens.shape)}"
+        raise ValueError(f"{FUNCTION}: {shapes}; give one for each sequence, -1 for none")
+    real, parents = torch.stack([seq_lens, prefix_of.to(seq_lens)]).cpu().long().numpy()
+    # Fill may stand between sequences: `number` counts those before an entry, and a prefix is an entry that is none.
+    is_slot = real != fill
+    number = is_slot.ravel().cumsum().reshape(is_slot.shape) - 1
+    rows, entries = np.indices(real.shape)
+    is_earlier = (parents >= 0) & (parents < entries)
+    parent_entries = np.where(is_earlier, parents, 0)
+    is_continued = is_earlier & is_slot[rows, parent_entries]
+    for b, j in np.argwhere(is_slot & ~is_continued & (parents != -1))[:1].tolist():
+        what = f"row {b}: sequence {j} continues {int(parents[b, j])}"
+        raise ValueError(f"{FUNCTION}: {PREFIXES}: {what}; pass an earlier sequence of the row, or -1 for none")
+    return np.where(is_continued, number[rows, parent_entries], -1)[is_slot]
 
 
 def _table_problem(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, fill: int) -> str | None:

@@ -67,4 +67,29 @@ BUGS = (
         new="return layout",
         expect="value: ",
     ),
+    # The prefixes of a batch
+    InjectedBug(
+        name="prefixes by the numbers of their row, not of the stream",
+        kind="sequence",
+        at="context_parallel:_prefixes_of_stream",
+        old="np.where(is_continued, number[rows, parent_entries], -1)[is_slot]",
+        new="np.where(is_continued, parent_entries, -1)[is_slot]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a batch whose layout has no prefixes",
+        kind="sequence",
+        at="context_parallel:Stream.layout",
+        old="return layout if self.slots.prefix_of is None else",
+        new="return layout if self.slots else",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a stream that loses its prefixes when it is sharded",
+        kind="sequence",
+        at="context_parallel:_shard_thd_chunk_for_te",
+        old="total=total, prefix_of=prefixes)",
+        new="total=total)",
+        expect="value: ",
+    ),
 )

@@ -49,8 +49,11 @@ def attention_kwargs(batch: dict[str, Any]) -> dict[str, Any]:
     (NVIDIA/TransformerEngine #1929, #1930, #3331, #3487), and causal attention never sees padding on the right.
 
     Cost:   one host read of max_seqlen.
-    Errors: ValueError for a batch of several chunks.
+    Errors: ValueError for a batch of several chunks, or with sequences that continue others.
     """
+    if "prefix_of" in batch:
+        cannot = "batch has 'prefix_of', for which these offsets have no mask"
+        raise ValueError(f"context_parallel.te: {cannot}; use context_parallel_attention with the batch's layout")
     if batch["cu_seqlens_padded"].ndim != 1:
         chunks = len(batch["cu_seqlens_padded"])
         raise ValueError(f"context_parallel.te: batch holds {chunks} chunks; pass one of them")
