@@ -26,6 +26,7 @@ from parity_tests.harness.run.failure import NotRun, RankFailure
 
 ENGINES = ("gloo", "lockstep", "torchrun")
 QUIET_S = 1.5
+LIMIT_S, ENDING_S = 300.0, 10.0  # for a process to answer, and then to end
 RETURNED = ("returns_none", "returns_another_structure", "returns_nan", "writes_its_input")
 HANGING = ("loops", "sleeps", "hangs_in_c")  # last, since a rank that hangs may be of no further use
 OPERATION = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|send|recv|barrier)\b")
@@ -67,17 +68,27 @@ def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
         with tempfile.TemporaryDirectory() as folder:
             output, errors = Path(folder) / "cells", Path(folder) / "errors"
             output.touch()
-            with errors.open("w") as stderr:
-                status = subprocess.run(
-                    [*_command(engine, world), engine, str(world), str(output), *rest],
-                    stdout=subprocess.DEVNULL, stderr=stderr, check=False,
-                ).returncode  # fmt: skip
+            status = _status([*_command(engine, world), engine, str(world), str(output), *rest], errors)
             answered = [Cell(**json.loads(line)) for line in output.read_text().splitlines()]
             if not answered:
                 answered = [Cell(rest[0], "ended", _last_words(status, errors), time.monotonic() - started)]
         by_kind |= {cell.kind: cell for cell in answered}
         rest = [name for name in rest if name not in by_kind]
     return [by_kind[name] for name in names]
+
+
+def _status(command: Sequence[str], errors: Path) -> int | None:
+    """How a process ended, whose errors go to a file; None if it was ended because it took too long."""
+    with errors.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr) as process:
+        try:
+            return process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks then, and ranks leave with an agent that is killed
+            try:
+                process.wait(ENDING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return None
 
 
 def _command(engine: str, world: int) -> list[str]:
@@ -87,10 +98,12 @@ def _command(engine: str, world: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *module]
 
 
-def _last_words(status: int, errors: Path) -> str:
+def _last_words(status: int | None, errors: Path) -> str:
     """What a job says that ended before it could answer: our sentence, or how the process ended."""
     lines = errors.read_text(errors="replace").splitlines()
     ours = [line for line in lines if line.startswith("shardproof: ")]
+    if status is None:
+        return "\n".join([*ours, f"the process of the command was ended after {LIMIT_S:g} s without an answer"])
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit code {status}"
     return "\n".join(ours) or f"the process of the command {how}"
 

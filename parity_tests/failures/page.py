@@ -14,12 +14,15 @@ Matrix = Mapping[tuple[str, int], Sequence[Cell]]
 HEAD = """# What a failure says
 
 Kinds of failure on the engines of the columns, with the sentence that is printed: `make failures` runs them and writes
-this page. [Read a failure](how-to/read-a-failure.md) explains the sentences. On lockstep the ranks are threads of the
-command, which ends with a rank that is killed; `--engine gloo` names it.
+this page. [Read a failure](how-to/read-a-failure.md) explains the sentences.
 
 A cell is the cause that the sentence begins with. *done*: nothing failed there. *ended*: the process of
-the command ended before it could say anything. After the cause stands what the sentence does not name of rank,
-operation and line.
+the command ended before it could answer; under torchrun a rank that is left says why. After the cause stands what the
+sentence does not name of rank, operation and line.
+
+**What cannot be named.** On lockstep the ranks are threads of the command, so that a rank which is killed, or crashes
+in native code, ends the command with it, and nobody is left to say where; `--engine gloo` names rank, operation and
+line. Of a wrong return value the rank is all that there is to name.
 """
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
+
 from parity_tests.failures import page
 from parity_tests.failures.cells import Cell, bodies, cells
 
@@ -18,6 +22,22 @@ def test_a_few_cells() -> None:
 def test_a_wrong_return_value_needs_the_rank_alone() -> None:
     assert Cell("returns_none", "raised", "rank 1 returned NoneType", 0.1).lacks == []
     assert Cell("raises", "raised", "rank 1 raised KeyError at a.py:3", 0.1).lacks == ["operation"]
+
+
+def test_a_rank_that_is_killed_under_torchrun() -> None:
+    raised, dead = cells_of_torchrun = cells("torchrun", 2, ["raises", "is_killed"])
+    assert [cell.lacks for cell in cells_of_torchrun] == [[], []]
+    assert (raised.cause, dead.cause) == ("raised", "ended")
+    assert "torchrun ends this job; of rank 1 there is no answer; rank 0 " in dead.sentence
+
+
+def test_a_command_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr("parity_tests.failures.cells.LIMIT_S", 0.5)
+    monkeypatch.setattr("parity_tests.failures.cells._command", lambda engine, world: sleeps)
+    (silent,) = cells("torchrun", 2, ["raises"])
+    assert silent.cause == "ended" and silent.seconds < 10
+    assert silent.sentence == "the process of the command was ended after 0.5 s without an answer"
 
 
 def test_the_page() -> None:
