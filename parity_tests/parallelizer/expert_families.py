@@ -106,23 +106,31 @@ def muon(model: nn.Module) -> Together:
 
 
 @cache
-def alone(family: str) -> Step:
+def alone(family: str, length: int = LENGTH) -> Step:
     """The step of the unsharded model."""
-    return _step(mixture(family), family, slice(None), 1, lambda logits: _router_losses_alone(logits, family), adamw)
+    losses = lambda logits: _router_losses_alone(logits, family)  # noqa: E731
+    return _step(mixture(family), family, slice(None), 1, losses, adamw, length)
 
 
-def on_rank(view: MeshView, family: str, optimizer: Optimizer = adamw, **switches: Any) -> Step:
+def on_rank(view: MeshView, family: str, optimizer: Optimizer = adamw, length: int = LENGTH, **switches: Any) -> Step:
     """The step on this rank, with its own rows of every micro-batch."""
     axes = mesh_axes(view.device_mesh)
     model = parallelized(**switches)(mixture(family), view.device_mesh)
     rows, data = slice(axes.loss_mesh.get_local_rank(), None, axes.data_size), axes.loss_mesh.get_group()
-    return _step(model, family, rows, axes.data_size, lambda logits: _router_losses(logits, family, data), optimizer)
+    losses = lambda logits: _router_losses(logits, family, data)  # noqa: E731
+    return _step(model, family, rows, axes.data_size, losses, optimizer, length)
 
 
 def _step(
-    model: Any, family: str, rows: slice, ranks: int, router_losses: Callable[..., Tensor], optimizer: Optimizer
+    model: Any,
+    family: str,
+    rows: slice,
+    ranks: int,
+    router_losses: Callable[..., Tensor],
+    optimizer: Optimizer,
+    length: int,
 ) -> Step:
-    ids, targets = batch(chosen(family), ROWS, LENGTH)
+    ids, targets = batch(chosen(family), ROWS, length)
     tokens, total, stepped = int((targets != IGNORED).sum()), 0.0, optimizer(model)
     for number, (x, y) in enumerate(_microbatches(ids, targets)):
         if hasattr(model, "set_requires_gradient_sync"):

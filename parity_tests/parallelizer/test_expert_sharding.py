@@ -20,7 +20,9 @@ from parity_tests.parallelizer.training import broken_steps, full_arrays, parall
 from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.parallelizer import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.mesh_axes import mesh_axes
+from torch_impl.parallelizer.tp_styles import Experts
 
+EVEN = 4  # positions, which tp divides
 AXES = "dp_shard=I ep=I tp=I"  # a parameter is whole on each rank, and so is its gradient
 PARAMETERS = {
     "router": f"e d {AXES}",
@@ -116,6 +118,28 @@ def test_one_step_is_that_of_one_process(family, mesh):
 def test_one_step_on_other_meshes(family, mesh):
     ranks = on_mesh(mesh, lambda view: on_rank(view, family)).results
     assert broken_steps(alone(family), mesh, ranks) == []
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"ep": 2, "tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_one_step_of_sharded_sequences(family, mesh):
+    """A layer with experts gathers the sequence for its router: the losses of the router are those of all positions."""
+    ranks = on_mesh(mesh, lambda view: on_rank(view, family, length=EVEN, sequence_parallel=True)).results
+    assert broken_steps(alone(family, EVEN), mesh, ranks) == []
+
+
+def test_experts_of_a_block_itself_cannot_have_shards_of_the_sequence():
+    def body(view):
+        block = nn.ModuleDict({"experts": Biased(replaced())})
+        plan = {"h.0.experts": Experts({"gate_up_proj": "packed_colwise", "down_proj": "rowwise"})}
+        with pytest.raises(ValueError, match="experts' of a block has experts, whose choices and gates would be"):
+            model = nn.ModuleDict({"h": nn.ModuleList([block])})
+            fsdp2_strategy_parallelize(model, view.device_mesh, tp_shard_plan=plan, sequence_parallel=True)
+        return True
+
+    for mesh in ({"tp": 2}, {"ep": 2, "tp": 2}):
+        ranks = on_mesh(mesh, body)
+        assert all(ranks.results) and ranks.ledger.rows == []
 
 
 def test_one_step_on_processes():

@@ -164,7 +164,7 @@ def fsdp2_strategy_parallelize(
     policy, offload = _policy(model, mp_policy), _offload(device_mesh, offload_policy)
     mesh = axes.fsdp_mesh
     has_sequences = sequence_parallel and axes.tp_mesh is not None and axes.size(axes.tp) > 1
-    plan_styles, gathering = sequence_styles(model, styles) if has_sequences else (styles, [])
+    plan_styles, gathering = sequence_styles(model, styles, experts) if has_sequences else (styles, [])
     # 2. Tensor and expert parallelism first: FSDP then shards the DTensors that they leave, a second time.
     if axes.tp_mesh is not None:
         shard_modules(model, plan_styles, axes.tp_mesh)

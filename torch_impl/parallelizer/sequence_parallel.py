@@ -5,12 +5,14 @@
 The first block of a list takes its shard of the sequence, the last gathers it, so that everything outside of the
 blocks, positions and masks included, is as without. In a layer of column-wise and row-wise modules the all-reduce
 behind it becomes an all-gather before and a reduce-scatter after, of the same bytes together. A norm of a shard has a
-part of its gradient, which is summed. Source: arXiv 2205.05198.
+part of its gradient, which is summed. A layer with a part that every rank computes in full, as the router of experts,
+keeps its all-reduce and gathers besides: of the sum of ranks that part would be counted once for each, and the losses
+of a router are those of all positions. Source: arXiv 2205.05198.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,20 +24,23 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch_impl.parallelizer.blocks import blocks
 from torch_impl.parallelizer.head_styles import ReplicatedHeads
 from torch_impl.parallelizer.tp_plan import PlanEntry
-from torch_impl.parallelizer.tp_styles import Replicated, ReplicatedOnShards, Rowwise
+from torch_impl.parallelizer.tp_styles import Experts, Replicated, ReplicatedOnShards, Rowwise
 
 HIDDEN = "hidden_states"  # under which transformers passes them where it passes no positional argument
 SEQUENCE = 1  # the dim of positions
 KEY = "sequence_parallel"  # in place of a plan's key
 
 
-def sequence_styles(model: nn.Module, styles: Mapping[str, PlanEntry]) -> tuple[dict[str, PlanEntry], list[str]]:
+def sequence_styles(
+    model: nn.Module, styles: Mapping[str, PlanEntry], experts: Collection[str] = ()
+) -> tuple[dict[str, PlanEntry], list[str]]:
     """The styles of a model whose blocks have shards of the sequence; and the layers that gather what enters them.
 
-    Every norm of a block gets a style; the row-wise module at the end of a layer scatters its output.
+    Every norm of a block gets a style; the row-wise module at the end of a layer scatters its output. `experts` names
+    the modules of experts over ep, which have no style.
 
-    Errors: ValueError for a model without blocks, a block with parameters of its own, and a style of a block's own
-            linear layer that cannot take or return shards of the sequence.
+    Errors: ValueError for a model without blocks, a block with parameters of its own, a style of a block's own linear
+            layer that cannot take or return shards of the sequence, and experts that belong to a block itself.
     """
     changed, gathering = dict(styles), []
     names = {id(module): name for name, module in model.named_modules()}
@@ -51,6 +56,12 @@ def sequence_styles(model: nn.Module, styles: Mapping[str, PlanEntry]) -> tuple[
             )
         for leaf, layer in block.named_children():
             path = f"{name}.{leaf}"
+            if path in experts or (path in styles and isinstance(styles[path].style, Experts)):
+                # They are called with more than the hidden states, of which alone a layer is given all positions.
+                raise ValueError(
+                    f"sequence_parallel=True: {path!r} of a block has experts, whose choices and gates would be those "
+                    "of this rank's positions; pass False, or put router and experts into one layer"
+                )
             if path in styles:
                 changed[path] = _of_direct_layer(path, styles[path])
             elif _is_norm(layer):
