@@ -67,6 +67,24 @@ def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
     return list(_private_function(torch, "_foreach_norm")(tensors, float("inf")))
 
 
+def waited(x: Any) -> Any:
+    """x, once the collective that returned it is done, with the same gradient; anything else as it is."""
+    kind = _private_attribute(torch.distributed, "_functional_collectives").AsyncCollectiveTensor
+    return _Waited.apply(x) if isinstance(x, kind) else x
+
+
+class _Waited(torch.autograd.Function):
+    """The tensor inside of one that is still on its way. No copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        return x.trigger_wait().detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """The tree, such as a model's output, with each of its tensors replaced."""
     import torch.utils._pytree as pytree

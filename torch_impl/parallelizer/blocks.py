@@ -17,8 +17,9 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
+
+from torch_impl.parallelizer._torch_compat import waited
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -87,9 +88,10 @@ def compile_blocks(model: nn.Module, backend: str) -> None:
     """Compile the forward of each block, in place; names of modules and parameters stay as they are.
 
     Recomputation is compiled with the block. Hooks of the block stay outside, as those of FSDP, which gathers before.
+    What a collective returns, as the embedding over tp does, is waited for before it enters a compiled block.
     """
     for block in blocks(model):
-        block.forward = torch.compile(block.forward, backend=backend)
+        block.forward = _after_collectives(torch.compile(block.forward, backend=backend))
 
 
 def prefetch_blocks(model: nn.Module, forward: int | None, backward: int | None) -> None:
@@ -135,14 +137,27 @@ def _parameters_outside(model: nn.Module, modules: list[nn.Module]) -> set[int]:
 
 def _recompute(module: nn.Module, policy: Policy | None) -> None:
     forward = module.forward
-    contexts = noop_context_fn if policy is None else functools.partial(create_selective_checkpoint_contexts, policy)
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts, **kwargs)
+        # Made here, and left out without a policy: torch's compiler takes no context of a closure.
+        if policy is not None:
+            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
     # On the instance: names of parameters stay, and hooks run once, outside of what is recomputed.
     module.forward = recomputed
+
+
+def _after_collectives(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of tensors that are there: the compiler of torch 2.13 drops the gradient of one that is not."""
+
+    @functools.wraps(compiled)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Top-level arguments alone: a cache of keys among them has to stay the object that it is.
+        return compiled(*map(waited, args), **{name: waited(x) for name, x in kwargs.items()})
+
+    return forward
 
 
 @functools.cache
