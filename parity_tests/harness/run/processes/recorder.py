@@ -203,6 +203,11 @@ class Recorder(TorchDispatchMode):
         """False: torch would import its compiler, which takes a second, for the first operation of every process."""
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: otherwise torch would compile nothing while ranks are recorded, and say nothing about it."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         # Where the compiler is there all the same, it compiles what runs between operations, and not this function.
         disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
