@@ -231,13 +231,14 @@ def test_so_many_blocks_ahead_are_gathered():
     assert run(body, CaseSpec("ahead", {"dp_shard": 2}, dtype="float64")).results == (ahead,) * 2
 
 
-@pytest.mark.parametrize("switches", [{}, {"activation_checkpointing": True}], ids=str)
-def test_compiled_blocks_on_processes(switches):
+@pytest.mark.parametrize(("mesh", "family"), [({"dp_shard": 2}, "llama"), ({"tp": 2}, "qwen3")], ids=str)
+def test_compiled_blocks_on_processes(mesh, family):
     """Traced and differentiated by the compiler, run by torch's operations: a machine may lack a C compiler."""
-    mesh, chosen = {"dp_shard": 2}, configuration("llama")
+    chosen, recomputed = configuration(family), "tp" not in mesh
 
     def body(view, case):
-        return on_rank(view, chosen, enable_compile=True, compile_backend="aot_eager", **switches)
+        switches = {"activation_checkpointing": recomputed, "enable_compile": True, "compile_backend": "aot_eager"}
+        return on_rank(view, chosen, **switches)
 
     ranks = run(body, CaseSpec("compiled", mesh, dtype="float64"), "gloo", quiet_s=300).results
     assert mistakes(chosen, mesh, ranks) == []

@@ -96,6 +96,16 @@ BUGS = (
         new="lambda y: y.repeat(1, mesh.size(), 1)",
         expect="value: ",
     ),
+    # Compiled blocks
+    InjectedBug(
+        name="a compiled block that begins before the embedding's sum has come",
+        kind="reduction",
+        at="parallelizer:_after_collectives",
+        old="return compiled(*map(waited, args), **{name: waited(x) for name, x in kwargs.items()})",
+        new="return compiled(*args, **kwargs)",
+        expect="gradient: ",
+        source="torch 2.13, whose compiler drops the gradient of a tensor that a collective has not filled yet",
+    ),
     # Projections to heads
     InjectedBug(
         name="q, k and v in one weight sharded as halves",

@@ -1,0 +1,152 @@
+"""Compiled blocks of a net over tp: every gradient is that of one device, that of the embedding before them too."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from parity_tests.harness.run.engines import run
+from parity_tests.parallelizer import small_net
+from parity_tests.parallelizer.steps import reduced_loss
+from parity_tests.parallelizer.styled import EPS, Norm, linear_layer
+from shardproof import CaseSpec, check_cases, scheme, token_below, values
+from torch_impl.parallelizer import fsdp2_strategy_parallelize, translate_to_torch_parallel_style
+from torch_impl.parallelizer._torch_compat import waited
+from torch_impl.parallelizer.blocks import checkpoint_blocks, compile_blocks, save_products
+from torch_impl.parallelizer.mesh_axes import mesh_axes
+
+# Traced and differentiated by the compiler, run by torch's operations: a machine may lack a C compiler.
+COMPILED = {"enable_compile": True, "compile_backend": "aot_eager"}
+PLAN = {"embedding": "embedding_rowwise", "blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+LEAVES = {"norm": "l d", "up": "l f d", "down": "l d f"}
+NAMES = {"norm": "norm", "up": "mlp.up", "down": "mlp.down"}
+
+
+class Mlp(nn.Module):
+    def __init__(self, up, down):
+        super().__init__()
+        self.up, self.down = linear_layer(up), linear_layer(down)
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, norm, up, down):
+        super().__init__()
+        self.norm, self.mlp = Norm(norm), Mlp(up, down)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    """An embedding, whose output over tp is on its way when the first block begins, and blocks."""
+
+    def __init__(self, table, *of_blocks):
+        super().__init__()
+        self.embedding = nn.Embedding(*table.shape, _weight=table.clone())
+        self.blocks = nn.ModuleList(Block(*weights) for weights in of_blocks)
+
+    def forward(self, token):
+        x = self.embedding(token)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss_of_blocks(token, table, norm, up, down):
+    x = table[token]
+    for scale, into, back in zip(norm, up, down, strict=True):
+        normed = scale[None, None] * x / jnp.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+        x = x + jax.nn.silu(normed @ into.T) @ back.T
+    return (x**3).sum()
+
+
+@scheme(
+    reference=loss_of_blocks,
+    mesh={"dp_shard": (1, 2), "tp": (2, 1)},
+    inputs={
+        "token": "b/dp_shard s",
+        "table": "v d dp_shard=I tp=I",
+        **{leaf: f"{spec} dp_shard=I tp=I" for leaf, spec in LEAVES.items()},
+    },
+    outputs="dp_shard=I tp=I",
+    rank_options={"recomputed": (True, False)},
+    draw={"token": token_below("v"), **dict.fromkeys(("table", *LEAVES), values("normal"))},
+    dims={"b": (2,), "s": (4,), "v": (7,), "d": (4,), "f": (6,), "l": (2,)},
+    dtypes=("float64",),
+    reduction=("b", "s", "d", "f"),
+    roundings=10,
+)
+def step_of_compiled_blocks(mesh, token, table, norm, up, down, recomputed):
+    leaves = dict(zip(LEAVES, (norm, up, down), strict=True))
+    named = {"embedding.weight": table} | {
+        f"blocks.{block}.{NAMES[leaf]}.weight": x[block].contiguous()
+        for leaf, x in leaves.items()
+        for block in range(len(x))
+    }
+    plan = {key: translate_to_torch_parallel_style(name) for key, name in PLAN.items()}
+
+    def local_loss(*tensors):
+        weights = dict(zip(named, tensors, strict=True))
+        of_blocks = ([weights[f"blocks.{block}.{NAMES[leaf]}.weight"] for leaf in LEAVES] for block in range(len(norm)))
+        model = fsdp2_strategy_parallelize(
+            Net(weights["embedding.weight"], *of_blocks), mesh.device_mesh, MixedPrecisionPolicy(), plan,
+            activation_checkpointing=recomputed, **COMPILED,
+        )  # fmt: skip
+        return model, [(model(token) ** 3).sum()]
+
+    return reduced_loss(mesh_axes(mesh.device_mesh), named, local_loss)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_parity(engine):
+    check_cases(step_of_compiled_blocks, 4 if engine == "lockstep" else 1, engine=engine)
+
+
+@pytest.mark.parametrize("policy", [None, save_products], ids=["full", "by op"])
+def test_recomputed_blocks_are_compiled_and_change_no_bit(policy):
+    """In this process: the compiler takes a checkpoint with the contexts of a policy, and without one."""
+
+    def gradients(is_compiled):
+        torch.manual_seed(0)
+        net = small_net.Net(4, 6, 2).double()
+        checkpoint_blocks(net, policy=policy)
+        if is_compiled:
+            compile_blocks(net, COMPILED["compile_backend"])
+        net(torch.linspace(-1, 2, 12).double().view(3, 4)).square().sum().backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_blocks_are_compiled_on_ranks_that_are_recorded(engine):
+    """torch compiles nothing inside of a dispatch mode, unless the mode says that it may."""
+
+    def body(view, case):
+        from torch._dynamo.testing import CompileCounter
+
+        counter = CompileCounter()
+        torch.compile(lambda x: x.square() + 1, backend=counter)(torch.ones(2))
+        return counter.frame_count
+
+    assert min(run(body, CaseSpec("compiles", {"tp": 2}), engine, quiet_s=60).results) == 1
+
+
+def test_what_a_collective_returns_is_waited_for_with_its_gradient():
+    def body(view, case):
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor_autograd
+
+        x = torch.ones(2, requires_grad=True)
+        y = all_gather_tensor_autograd(x, 0, view["tp"])
+        z = waited(y)
+        (gradient,) = torch.autograd.grad(z.sum(), x)
+        return isinstance(y, AsyncCollectiveTensor), type(z) is torch.Tensor, gradient.tolist(), waited("any")
+
+    ranks = run(body, CaseSpec("waited", {"tp": 2})).results
+    assert ranks == ((True, True, [2.0, 2.0], "any"),) * 2
