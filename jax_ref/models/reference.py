@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_ref.context_parallel import packed_attention
-from jax_ref.expert_parallel import mixture, softmax_top_k
+from jax_ref.expert_parallel import mixture, sequence_balance_loss, softmax_top_k, z_loss
 from jax_ref.mamba import Mamba2
 
 
@@ -43,6 +43,8 @@ class Config:
     num_experts: int = 1
     num_experts_per_tok: int = 1
     moe_intermediate_size: int = 1
+    balance_coefficient: float = 0.0
+    z_coefficient: float = 0.0
 
 
 def rotated(x: Float[Array, "b h s p"], position: Int[Array, " s"], base: float) -> Float[Array, "b h s p"]:
@@ -109,7 +111,7 @@ class Norm(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """down_proj(silu(gate_proj(x)) * up_proj(x))."""
+    """down_proj(silu(gate_proj(x)) * up_proj(x)); a router, which this lacks, would have losses."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         d, inner = config.hidden_size, config.intermediate_size
@@ -117,8 +119,8 @@ class Mlp(nnx.Module):
         self.up_proj = nnx.Linear(d, inner, use_bias=False, rngs=rngs)
         self.down_proj = nnx.Linear(inner, d, use_bias=False, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+    def __call__(self, x: Float[Array, "b s d"]) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)), jnp.zeros((), x.dtype)
 
 
 class Experts(nnx.Module):
@@ -142,18 +144,23 @@ class Moe(nnx.Module):
     """The experts of each token are the k largest of p = softmax(router(x)); its gates are these over their sum."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.k = config.num_experts_per_tok
+        self.k, self.coefficients = config.num_experts_per_tok, (config.balance_coefficient, config.z_coefficient)
         self.router = nnx.Linear(config.hidden_size, config.num_experts, use_bias=False, rngs=rngs)
         self.experts = Experts(config)
 
-    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    def __call__(self, x: Float[Array, "b s d"]) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
+        """Also the losses of the router: the mean over sequences of their balance loss and z-loss, weighed."""
         tokens = x.reshape(-1, x.shape[-1])
-        gates, experts, _ = softmax_top_k(self.router(tokens), self.k, norm_topk_prob=True)
-        return self.experts(tokens, gates, experts).reshape(x.shape)
+        logits = self.router(tokens)
+        gates, experts, probabilities = softmax_top_k(logits, self.k, norm_topk_prob=True)
+        by_sequence = (each.reshape(*x.shape[:2], -1) for each in (probabilities, experts))
+        of_balance, of_z = self.coefficients
+        loss = of_balance * sequence_balance_loss(*by_sequence).mean() + of_z * z_loss(logits)
+        return self.experts(tokens, gates, experts).reshape(x.shape), loss
 
 
 class AttentionLayer(nnx.Module):
-    """x + attention(norm(x)), then that + mlp(norm(that))."""
+    """x + attention(norm(x)), then that + mlp(norm(that)); and the losses of a router in the mlp."""
 
     def __init__(self, config: Config, mlp: type[Mlp] | type[Moe] = Mlp, *, rngs: nnx.Rngs):
         self.input_layernorm = Norm(config.hidden_size, config.norm_eps)
@@ -163,13 +170,14 @@ class AttentionLayer(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "b s d"], padded: Int[Array, " n"], real: Int[Array, " n"]
-    ) -> Float[Array, "b s d"]:
+    ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
         x = x + self.self_attn(self.input_layernorm(x), padded, real)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y, router_loss = self.mlp(self.post_attention_layernorm(x))
+        return x + y, router_loss
 
 
 class MambaLayer(nnx.Module):
-    """x + mamba(norm(x))."""
+    """x + mamba(norm(x)); a router, which this lacks, would have losses."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.input_layernorm = Norm(config.hidden_size, config.norm_eps)
@@ -186,8 +194,8 @@ class MambaLayer(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "b s d"], padded: Int[Array, " n"], real: Int[Array, " n"]
-    ) -> Float[Array, "b s d"]:
-        return x + self.mixer(self.input_layernorm(x), padded)
+    ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
+        return x + self.mixer(self.input_layernorm(x), padded), jnp.zeros((), x.dtype)
 
 
 LAYERS = {"attention": AttentionLayer, "mamba": MambaLayer, "moe": partial(AttentionLayer, mlp=Moe)}
@@ -207,14 +215,22 @@ class HybridLM(nnx.Module):
         self, ids: Int[Array, "b s"], padded: Int[Array, " n"], real: Int[Array, " n"]
     ) -> Float[Array, "b s v"]:
         """Every row has the same documents, whose offsets are `padded` and, without padding, `real`."""
+        return self.logits_and_router_loss(ids, padded, real)[0]
+
+    def logits_and_router_loss(
+        self, ids: Int[Array, "b s"], padded: Int[Array, " n"], real: Int[Array, " n"]
+    ) -> tuple[Float[Array, "b s v"], Float[Array, ""]]:
+        """(logits, the sum of the losses of all routers, of each the mean over the rows)."""
         x = self.embed_tokens(ids)
+        router_loss = jnp.zeros((), x.dtype)
         for layer in self.layers:
-            x = layer(x, padded, real)
+            x, of_layer = layer(x, padded, real)
+            router_loss = router_loss + of_layer
         x = self.norm(x)
         # One parameter in two places: the gradient of a tied head is the sum of both uses.
         if self.lm_head is None:
-            return jnp.einsum("bsd,vd->bsv", x, self.embed_tokens.embedding[...])
-        return self.lm_head(x)
+            return jnp.einsum("bsd,vd->bsv", x, self.embed_tokens.embedding[...]), router_loss
+        return self.lm_head(x), router_loss
 
 
 def next_ids(
@@ -249,14 +265,15 @@ def normalised(losses: Sequence[Float[Array, " s"]], is_valid: Sequence[Bool[Arr
 def step_loss(
     model: HybridLM, ids: Int[Array, "i t"], padded: Int[Array, "i n"], real: Int[Array, "i n"]
 ) -> Float[Array, ""]:
-    """The loss of i streams; row j of the offsets belongs to stream j."""
+    """The loss of i streams, and the mean over them of their routers' losses; row j of the offsets is stream j's."""
 
-    def of_stream(ids: Array, padded: Array, real: Array) -> tuple[Array, Array]:
+    def of_stream(ids: Array, padded: Array, real: Array) -> tuple[Array, Array, Array]:
         targets, is_valid = next_ids(ids, padded, real)
-        return token_losses(model(ids[None], padded, real)[0], targets, is_valid), is_valid
+        logits, router_loss = model.logits_and_router_loss(ids[None], padded, real)
+        return token_losses(logits[0], targets, is_valid), is_valid, router_loss
 
-    losses, is_valid = jax.vmap(of_stream)(ids, padded, real)
-    return normalised(list(losses), list(is_valid))
+    losses, is_valid, router_losses = jax.vmap(of_stream)(ids, padded, real)
+    return normalised(list(losses), list(is_valid)) + router_losses.mean()
 
 
 def adamw(rate: float, decay: float) -> optax.GradientTransformation:

@@ -14,6 +14,8 @@ REJECTED_SIZES = [
     ({"layers": ("attention", "rnn")}, "layers has 'rnn'; a layer is one of attention, mamba, moe"),
     ({"head_dim": 3}, "head_dim=3 must be even, since rotation pairs columns"),
     ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be at most num_experts=4"),
+    ({"balance_coefficient": -0.1}, "balance_coefficient=-0.1 must be at least 0"),
+    ({"z_coefficient": float("nan")}, "z_coefficient=nan must be at least 0"),
     ({"num_key_value_heads": 3}, "num_attention_heads=4 must be divisible by num_key_value_heads=3"),
     ({"mamba_groups": 3}, "mamba_heads=4 must be divisible by mamba_groups=3"),
 ]

@@ -1,13 +1,17 @@
 """Parity of rotary positions and of a mixture of experts whose experts are all on this rank."""
 
+import jax.numpy as jnp
 import torch
 from hypothesis import given, settings
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
-from jax_ref.expert_parallel import mixture, softmax_top_k
+from jax_ref.expert_parallel import mixture, sequence_balance_loss, softmax_top_k, z_loss
 from jax_ref.models import rotated as reference
-from shardproof import check, check_cases, every_case, integers, scheme, values
-from torch_impl.models import HybridConfig
+from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, check, check_cases, every_case, integers, scheme, values
+from torch_impl.expert_parallel import sum_gradients
+from torch_impl.models import HybridConfig, Placement
 from torch_impl.models.layers import Moe, rotated
 
 
@@ -61,11 +65,89 @@ def layer_of_experts(mesh, x, router, gate_up, down, k):
         "experts.gate_up_proj": gate_up.flatten(1, 2),
         "experts.down_proj": down,
     }
-    return functional_call(Moe(config, device="meta", dtype=x.dtype), weights, (x,), strict=True)
+    layer = Moe(config, Placement(mesh["dp"], mesh["dp"]), device="meta", dtype=x.dtype)
+    return functional_call(layer, weights, (x,), strict=True)
 
 
 def test_parity_of_experts():
     check_cases(layer_of_experts, 30)
+
+
+def step_of_layer(x, parameters, k, balance, z):
+    """Of all micro-batches the mean square, and the mean over all sequences of the losses of the router."""
+    router, stacks = parameters["router"]["weight"], parameters["experts"]
+    e, d, f = stacks["down_proj"].shape
+    gate_up = stacks["gate_up_proj"].reshape(e, 2, f, d)
+    logits = x @ router.T
+    _, experts, probabilities = softmax_top_k(logits, k)
+    y = jnp.stack([all_experts(each, router, gate_up, stacks["down_proj"], k) for each in x])
+    of_balance = jnp.stack([sequence_balance_loss(*each) for each in zip(probabilities, experts, strict=True)])
+    return jnp.mean(y**2) + balance * of_balance.mean() + z * z_loss(logits)
+
+
+OF_LAYER = {
+    "router": {"weight": "e d dp=I cp=I"},
+    "experts": {"gate_up_proj": "e u d dp=I cp=I", "down_proj": "e d f dp=I cp=I"},
+}
+
+
+@scheme(
+    reference=step_of_layer,
+    mesh={"dp": (1, 2), "cp": (1, 2, 3)},
+    inputs={"x": "m b/dp s/cp:dual_chunk_swap d", "parameters": OF_LAYER},
+    outputs="dp=P cp=P",
+    dims={"m": (2, 1), "d": (4, 3), "e": (4, 3), "f": (6, 4), "u": "2*f"},
+    draw={
+        name: values("normal")
+        for name in ("x", *(f"parameters.{part}.{leaf}" for part, leaves in OF_LAYER.items() for leaf in leaves))
+    },
+    options={"k": (1, 2, 3), "balance": (0.5, 0.0), "z": (0.25, 0.0)},
+    nograd=("x",),
+    module="parameters",
+    dtypes=("float32", "float64"),
+    roundings=8,
+    reduction=("b", "s", "d", "f"),
+)
+def step_with_router_losses(mesh, x, parameters, k, balance, z):
+    e, d, f = parameters["experts"]["down_proj"].shape
+    config = HybridConfig(
+        hidden_size=d, num_experts=e, num_experts_per_tok=k, moe_intermediate_size=f,
+        balance_coefficient=balance, z_coefficient=z,
+    )  # fmt: skip
+    layer = Moe(config, Placement(mesh["cp"], mesh["cp"]), dtype=x.dtype)
+    layer.load_state_dict({f"{part}.{leaf}": x for part, leaves in parameters.items() for leaf, x in leaves.items()})
+    layer.begin_step(shards=len(x) * mesh.total("b") * mesh.size("cp"), averaged_over=1)
+    total = torch.zeros((), dtype=x.dtype)
+    for batch in x:
+        loss = layer(batch).square().sum() / (len(x) * mesh.total("b") * mesh.total("s") * d)
+        loss.backward()
+        total = total + loss.detach()
+    sum_gradients(list(layer.parameters()), [mesh["dp"], mesh["cp"]])
+    return total + sum(layer.end_step()), layer
+
+
+def test_parity_of_a_step():
+    check_cases(step_with_router_losses, 20)
+
+
+def test_router_losses_are_added_in_a_step_alone_and_once():
+    """Computed again for a backward, a layer has noted its losses once; evaluated, none."""
+
+    def body(mesh, case):
+        config = HybridConfig(hidden_size=4, balance_coefficient=0.5)
+        layer, x = Moe(config, Placement(mesh["cp"], mesh["cp"])), torch.linspace(-1, 2, 24).sin().view(1, 6, 4)
+        layer(x).sum().backward()
+        plain = layer.router.weight.grad.clone()
+        layer.begin_step(shards=1, averaged_over=1)
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+        with torch.no_grad():
+            layer(x)
+        learned = layer.router.weight.grad.clone()
+        shares = layer.end_step()
+        layer(x).sum().backward()
+        return len(shares), torch.equal(learned, 2 * plain), torch.equal(layer.router.weight.grad, learned + plain)
+
+    assert run(body, CaseSpec("router_losses", {"cp": 1})).results == ((1, False, True),)
 
 
 def test_a_score_knows_the_distance_alone():

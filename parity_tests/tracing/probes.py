@@ -2,7 +2,7 @@
 
 A module's class is exchanged for one whose call adds a probe, which is zero, to what enters and what leaves; the
 gradient of a probe is the gradient of the tensor. What leaves a module is off by a rounding of its own, there and on
-the way back; under bfloat16 so is what enters, which is stored, whatever made it.
+the way back; under bfloat16 so is what enters, which is stored, whatever made it. Of a tuple it is the first tensor.
 """
 
 from __future__ import annotations
@@ -103,8 +103,10 @@ def _exchange(module: Any, name: str, probes: Probes) -> None:
         probes.calls[name] += 1
         if arguments and _is_floating(arguments[0]):
             arguments = (probes.through(Event(name, IN, call), arguments[0]), *arguments[1:])
-        returned = kind.__call__(self, *arguments, **keywords)
-        return probes.through(Event(name, OUT, call), returned) if _is_floating(returned) else returned
+        returned, event = kind.__call__(self, *arguments, **keywords), Event(name, OUT, call)
+        if isinstance(returned, tuple) and returned and _is_floating(returned[0]):
+            return probes.through(event, returned[0]), *returned[1:]
+        return probes.through(event, returned) if _is_floating(returned) else returned
 
     metaclass: Any = type(kind)
     object.__setattr__(module, "__class__", metaclass(kind.__name__, (kind,), {"__call__": __call__}))

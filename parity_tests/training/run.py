@@ -30,6 +30,8 @@ SIZES = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 10,
+    "balance_coefficient": 0.01,
+    "z_coefficient": 0.001,
     "mamba_heads": 12,
     "mamba_head_dim": 2,
     "mamba_groups": 1,

@@ -14,8 +14,9 @@ from parity_tests.training import checkpoint, follow, page, record, session, sho
 from parity_tests.training.follow import ReferenceSteps
 from parity_tests.training.parts import Parts
 from parity_tests.training.run import SIZES, Run
+from torch_impl.expert_parallel import balance
 from torch_impl.mamba import MambaContextParallel
-from torch_impl.models import staged
+from torch_impl.models import layers, staged
 from torch_impl.parallelizer import expert_sharding
 
 SMALL = {"steps": 2, "streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("mamba", "attention")}}
@@ -94,6 +95,25 @@ def test_an_expert_averaged_as_its_router_is_seen(monkeypatch):
     steps = session.followed(small({"ep": 2}, has_experts=True), KNOWN, "lockstep")
     experts = {f"gradient/layers.1.mlp.experts.{stack}" for stack in ("gate_up_proj", "down_proj")}
     assert {name for name in steps[0].wrong if name.startswith("gradient/")} == experts
+
+
+ROUTER = "gradient/layers.1.mlp.router.weight"
+
+
+def test_a_router_that_learns_nothing_from_its_losses_is_seen(monkeypatch):
+    """The loss has them all the same."""
+    without = staticmethod(lambda ctx, cotangent: (cotangent, 0.0 * cotangent.sum()))
+    monkeypatch.setattr(balance._WithLoss, "backward", without)
+    steps = session.followed(small({"cp": 2, "ep": 2}, has_experts=True, clip=CLIP), KNOWN, "lockstep")
+    assert ROUTER in steps[0].wrong and "loss" not in steps[0].wrong
+
+
+def test_a_routers_losses_are_of_the_whole_step(monkeypatch):
+    """As a mean over this rank's sequences, they count once for each rank."""
+    original = layers.Moe.begin_step
+    monkeypatch.setattr(layers.Moe, "begin_step", lambda self, shards, ranks: original(self, shards // ranks, ranks))
+    steps = session.followed(small({"ep": 2}, has_experts=True, optimizer="muon"), KNOWN, "lockstep")
+    assert {"loss", ROUTER} <= set(steps[0].wrong)
 
 
 def test_muon_goes_on_from_a_checkpoint_on_another_mesh(tmp_path):

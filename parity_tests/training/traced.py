@@ -33,13 +33,15 @@ def known_of(run: Run) -> ReferenceTrace:
     def loss(model: Any) -> Any:
         import jax.numpy as jnp
 
-        losses, counted = [], []
+        losses, counted, router_losses = [], [], []
         for stream in batch:
             ids, padded, real = (jnp.asarray(x) for x in (stream.ids, stream.padded, stream.real))
             targets, is_valid = next_ids(ids, padded, real)
-            losses.append(token_losses(model(ids[None], padded, real)[0], targets, is_valid))
+            logits, router_loss = model.logits_and_router_loss(ids[None], padded, real)
+            losses.append(token_losses(logits[0], targets, is_valid))
             counted.append(is_valid)
-        return normalised(losses, counted)
+            router_losses.append(router_loss)
+        return normalised(losses, counted) + jnp.stack(router_losses).mean()
 
     reference_trace = traced(
         lambda weights: flax_model(config, weights), loss, initial_weights(run.config, run.seed), run.dtype

@@ -12,6 +12,8 @@ of the language model do. What is the same on every rank would count once for ea
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -117,6 +119,33 @@ def z_loss(logits: Sharded[Tensor, "t/data e"], tokens: PositiveInt) -> Sharded[
     row_max = wide.detach().amax(-1, keepdim=True)
     log_sum = (wide - row_max).exp().sum(-1).log() + row_max.squeeze(-1)
     return log_sum.square().sum() / tokens
+
+
+@contract
+def with_loss(x: Sharded[Tensor, "..."], loss: Sharded[Tensor, ""]) -> Sharded[Tensor, "..."]:
+    """x as it is, with `loss` added to whatever is differentiated through it.
+
+        x "...", loss ""   ->   "..."
+
+    A router knows its losses in the middle of a model, whose own loss is elsewhere, in a pipeline on another rank. The
+    gradient of a number L that depends on the result is that of L + `loss`, also where L does not depend on all of it:
+    the cotangent of `loss` is 1, so `loss` is to be scaled as L is.
+
+    Cost:   no collective. Saves nothing.
+    Errors: TypeError for another type; ValueError for a loss that is no single number.
+    """
+    return _WithLoss.apply(x, loss)
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+        return cotangent, cotangent.new_ones((), dtype=ctx.dtype)
 
 
 def _counts(experts: Tensor, size: int) -> Tensor:

@@ -19,10 +19,12 @@ ORDERS = ("dual_chunk_swap", "contiguous")
 class HybridConfig:
     """`layers` names the kind of each layer; names that Hugging Face configs have mean the same here.
 
-    A "moe" layer is one of attention whose MLP is a mixture of experts.
+    A "moe" layer is one of attention whose MLP is a mixture of experts. `balance_coefficient` and `z_coefficient` are
+    what the balance loss of each sequence and the z-loss of its router are multiplied by in a step of training.
 
     Errors: ValueError for an unknown kind, a size below 1, an odd head_dim, a number of query heads or of Mamba heads
-            that does not divide by the number of KV heads or of groups, and more experts of a token than there are.
+            that does not divide by the number of KV heads or of groups, more experts of a token than there are, and a
+            negative coefficient.
     """
 
     vocab_size: int = 256
@@ -35,6 +37,8 @@ class HybridConfig:
     num_experts: int = 4
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 16
+    balance_coefficient: float = 0.0
+    z_coefficient: float = 0.0
     mamba_heads: int = 4
     mamba_head_dim: int = 8
     mamba_groups: int = 2
@@ -64,6 +68,9 @@ class HybridConfig:
                 f"models.HybridConfig: num_experts_per_tok={self.num_experts_per_tok} must be at most "
                 f"num_experts={self.num_experts}"
             )
+        for name in ("balance_coefficient", "z_coefficient"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"models.HybridConfig: {name}={getattr(self, name)} must be at least 0")
 
     def _check_divides(self, heads: str, groups: str) -> None:
         if getattr(self, heads) % getattr(self, groups):

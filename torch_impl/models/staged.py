@@ -6,6 +6,7 @@ micro-batch that it computes. Stages send each other hidden states and their gra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from torch_impl.models.batch import RankStream, offsets_of
+from torch_impl.models.layers import Moe
 from torch_impl.models.loss import normalised, token_losses, valid_count
 
 
@@ -53,14 +55,16 @@ def staged_step(
     streams: Sequence[RankStream],
     groups: Sequence[ProcessGroup],
 ) -> list[Float[Tensor, ""]]:
-    """Forward and backward of one step. Returns each micro-batch's share of the loss on the rank of the last stage.
+    """Forward and backward of one step. Returns this rank's shares of the loss.
 
-        shares  "dp=P cp=P tp=I pp=P", none on ranks without the last stage
+        shares  "dp=P cp=P tp=I pp=P", those of micro-batches on the rank of the last stage, and those of each router
+                where it is
 
     `schedule` and `stages` are those of `pipeline_model` for as many micro-batches of one row as there are `streams`,
     `loss` its `loss_fn`; `groups` shard the batch, as for `valid_count`. Gradients are left on the parameters.
 
-    Cost:   that of the schedule, and of `valid_count`; 1 all_reduce of one int64 for each group, and one host read.
+    Cost:   that of the schedule and its layers, and of `valid_count`; 1 all_reduce of one int64 for each group, and one
+            host read.
     Errors: ValueError for streams of different lengths on any rank, on every rank of the groups; for another number of
             streams than the schedule's.
     """
@@ -71,13 +75,17 @@ def staged_step(
     # 2. The first stage takes ids, the last one targets, every stage the documents. These are passed as a tensor, since
     #    a schedule splits tensors over the micro-batches and nothing else.
     shares: list[Tensor] = []
+    routers = [module for stage in stages for module in stage.submod.modules() if isinstance(module, Moe)]
+    for router in routers:
+        router.begin_step(len(streams) * math.prod(group.size() for group in groups), loss.averaged_over)
     schedule.step(
         *([torch.cat([stream.ids for stream in streams])] if any(stage.is_first for stage in stages) else []),
         **({"target": torch.cat(targets), "losses": shares} if any(stage.is_last for stage in stages) else {}),
         layout=offsets_of([stream.layout for stream in streams]),
         return_outputs=False,
     )
-    return [share.detach() for share in shares]
+    # 3. A router adds its losses on whichever stage it is.
+    return [share.detach() for share in shares] + [share for router in routers for share in router.end_step()]
 
 
 def _check_lengths(streams: Sequence[RankStream], groups: Sequence[ProcessGroup]) -> None:
