@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch_impl.expert_parallel import (
     global_balance_loss,
     routed_experts,
+    sequence_balance_loss,
     shared_experts,
     softmax_top_k,
     sum_layer_gradients,
+    with_loss,
     z_loss,
 )
 
@@ -74,3 +76,35 @@ def trained(mesh, x, parameters, k, exchange):
         loss = loss + addend.detach()
     layer.sum_gradients(groups)
     return loss, layer
+
+
+class SequenceLayer(ExpertLayer):
+    """The layer without shared experts, of sequences that cp and tp shard; its router's losses are inside of it."""
+
+    def loss_of_sequences(
+        self, x: Tensor, k: int, sequences: int, length: int, groups: dict[str, Any], exchange: str
+    ) -> tuple[Tensor, Tensor]:
+        """(what backward is of, this rank's addend of the loss), of [b, s, d]; `sequences` are those of all ranks."""
+        logits = x @ self.router["weight"]
+        gates, experts, probabilities = softmax_top_k(logits, k, norm_topk_prob=True)
+        balance = sequence_balance_loss(probabilities, experts, groups["sequence"]).sum() / sequences
+        of_router = BALANCE * balance + Z * z_loss(logits.flatten(0, 1), sequences * length)
+        rows = with_loss(x, of_router).flatten(0, 1), gates.flatten(0, 1), experts.flatten(0, 1)
+        of_routed = self.routed["gate_up"].flatten(2), self.routed["down"]
+        y = routed_experts(*rows, *of_routed, groups["ep"], groups["tp"], exchange=exchange)
+        task = y.square().sum() / (sequences * length * x.shape[2])
+        return task, (task + of_router).detach()
+
+
+def trained_on_sequences(mesh, x, parameters, k, exchange):
+    """(the loss that the ranks' addends add up to, the layer with its summed gradients) of two micro-batches."""
+    layer = SequenceLayer({**parameters, "shared": {}})
+    groups = {"ep": mesh["ep"], "tp": mesh["tp"], "edp": over_all(mesh, ("dp", "cp"))}
+    groups["sequence"] = over_all(mesh, ("cp", "tp"))
+    total = torch.zeros((), dtype=x.dtype)
+    for batch in x:
+        loss, addend = layer.loss_of_sequences(batch, k, mesh.total("b"), mesh.total("s"), groups, exchange)
+        loss.backward()
+        total = total + addend
+    layer.sum_gradients(groups)
+    return total, layer

@@ -3,12 +3,11 @@
 import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref import expert_parallel as reference
-from parity_tests.expert_parallel.expert_module import BALANCE, Z, over_all, trained
+from parity_tests.expert_parallel.expert_module import BALANCE, Z, over_all, trained, trained_on_sequences
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, check, every_case, scheme, values
+from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.expert_parallel import sum_gradients, sum_layer_gradients
 
 
@@ -53,16 +52,59 @@ def step_of_expert_layer(mesh, x, parameters, k, exchange):
     return trained(mesh, x, parameters, k, exchange)
 
 
-@settings(max_examples=30)
-@given(every_case(step_of_expert_layer))
-def test_parity(case):
-    check(case)
+def of_sequences(x, parameters, k):
+    """Of each micro-batch [b, s, d]; the balance is that of each sequence by itself."""
+    return of_batch_of_sequences(x[0], parameters, k) + of_batch_of_sequences(x[1], parameters, k)
 
 
-@settings(max_examples=4)
-@given(every_case(step_of_expert_layer, engine="gloo"))
-def test_parity_on_processes(case):
-    check(case)
+def of_batch_of_sequences(x, parameters, k):
+    logits = x @ parameters["router"]["weight"]
+    gates, experts, probabilities = reference.softmax_top_k(logits, k, norm_topk_prob=True)
+    tokens, gates, chosen = (each.reshape(-1, each.shape[-1]) for each in (x, gates, experts))
+    y = reference.mixture(tokens, gates, chosen, **parameters["routed"])
+    balance = reference.sequence_balance_loss(probabilities, experts).mean()
+    return jnp.mean(y**2) + BALANCE * balance + Z * reference.z_loss(logits)
+
+
+ALL = "dp=I cp=I ep=I tp=I"
+OF_SEQUENCES = {
+    "router": {"weight": f"d e {ALL}"},
+    "routed": {"gate_up": "e/ep d two f/tp dp=I cp=I", "down": "e/ep f/tp d dp=I cp=I"},
+}
+NAMES_OF_SEQUENCES = [f"parameters.{part}.{name}" for part, tensors in OF_SEQUENCES.items() for name in tensors]
+
+
+@scheme(
+    reference=of_sequences,
+    mesh={"dp": (1, 2), "cp": (1, 2, 3), "ep": (1, 2), "tp": (1, 2)},
+    inputs={"x": "m b/dp/ep s/cp:dual_chunk_swap/tp d", "parameters": OF_SEQUENCES},
+    outputs="dp=P cp=P ep=P tp=P",
+    dims={"m": (2,), "two": (2,), "e": (4, 8), "d": (4, 3), "f": (4,)},
+    draw=dict.fromkeys(("x", *NAMES_OF_SEQUENCES), values("normal")),
+    options={"k": (2, 1, 3)},
+    rank_options={"exchange": ("all_to_all", "all_gather")},
+    nograd=("x",),
+    module="parameters",
+    dtypes=("float32", "float64"),
+    roundings=6,
+    reduction=("b", "s", "d", "e", "f"),
+)
+def step_over_cp_and_ep(mesh, x, parameters, k, exchange):
+    """Ranks of cp have other tokens of the same sequences, ranks of dp and ep other sequences."""
+    return trained_on_sequences(mesh, x, parameters, k, exchange)
+
+
+SCHEMES = (step_of_expert_layer, step_over_cp_and_ep)
+
+
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared):
+    check_cases(declared, 30)
+
+
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity_on_processes(declared):
+    check_cases(declared, 4, engine="gloo")
 
 
 def summed(groups_of, parameters_of, **mesh):
