@@ -116,3 +116,11 @@ def test_tensors_without_memory_of_their_own_are_left_alone() -> None:
     with FakeTensorMode():
         assert large_tensors.empty(LARGE, torch.float32, CPU).shape == LARGE
     assert large_tensors.empty(LARGE, torch.float32, torch.device("meta")).is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("integers", [torch.int64, torch.int32])
+def test_rows_of_two_bytes_are_those_of_a_plain_index(dtype, integers):
+    """They are gathered in another way."""
+    x, index = torch.randn(4096, 2048).to(dtype), torch.randperm(4096).to(integers)
+    assert torch.equal(large_tensors.index_select(x, index), x[index])

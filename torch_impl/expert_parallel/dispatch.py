@@ -25,8 +25,6 @@ from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.layouts.index_arrays import inverse_permutation
 from torch_impl.layouts.reorder import _permute
 
-PARTS = 16  # of a product that is summed along rows, so that it takes so much less memory
-
 
 @dataclass(frozen=True)
 class SortedChoices:
@@ -177,25 +175,25 @@ class _WeighedSums(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         rows, gates, order = ctx.saved_tensors
         needs_rows, needs_gates, _ = ctx.needs_input_grad
-        of_rows, of_gates = large_tensors.index_select(cotangent, order // gates.shape[1]), None
+        tokens, of_rows, of_gates = order // gates.shape[1], None, None
         if needs_gates:
-            # 1. <row, cotangent of its token>, in parts, so that the products take a fraction of the memory.
-            pairs = zip(rows.chunk(PARTS), of_rows.chunk(PARTS), strict=True)
-            products = torch.cat([_row_products(x, y) for x, y in pairs])
+            products = _products_with_tokens(rows, cotangent, tokens)
             flat = gates.new_zeros(gates.numel()).index_copy_(0, order, products.to(gates.dtype))
             of_gates = flat.view(gates.shape)
-        # 2. The cotangents themselves are no longer needed: they are scaled in place.
         if needs_rows:
+            of_rows = large_tensors.index_select(cotangent, tokens)
             of_rows.mul_(gates.flatten().index_select(0, order)[:, None])
-        return of_rows if needs_rows else None, of_gates, None
+        return of_rows, of_gates, None
 
 
-def _row_products(x: Tensor, y: Tensor) -> Tensor:
-    """<x[i], y[i]> of each row, in float32 or wider."""
-    wide = accumulator(x.dtype)
-    if x.dtype == wide:
-        return (x * y).sum(1)
-    return x.to(wide).mul_(y).sum(1)  # into the copy that is needed anyway
+def _products_with_tokens(rows: Tensor, cotangent: Tensor, tokens: Tensor) -> Tensor:
+    """<rows[i], cotangent[tokens[i]]> of each row, summed in float32 or wider and rounded once.
+
+    As the derivative of `embedding_bag` by its weights, which reads both where they are: no row is copied.
+    """
+    places = torch.arange(len(rows), device=rows.device)
+    derivative = torch.ops.aten._embedding_bag_per_sample_weights_backward
+    return derivative(cotangent, rows, places, places, tokens, 0)  # 0 is the mode "sum"
 
 
 def _sums_by_token(rows: Tensor, row_of_place: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -108,6 +108,14 @@ BUGS = (
         new="gates.flatten().index_select(0, order) * products.to(gates.dtype))",
         expect="gradient: ",
     ),
+    InjectedBug(
+        name="a gate's gradient from the cotangent of the token that has the row's number",
+        kind="order",
+        at="expert_parallel:_products_with_tokens",
+        old="derivative(cotangent, rows, places, places, tokens, 0)",
+        new="derivative(cotangent, rows, places, places, places % len(cotangent), 0)",
+        expect="gradient: ",
+    ),
     # The exchange of rows
     InjectedBug(
         name="combine in the order sent and not returned",
