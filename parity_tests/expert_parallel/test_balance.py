@@ -9,6 +9,7 @@ from torch import Tensor
 
 from jax_ref import expert_parallel as reference
 from parity_tests.expert_parallel.choices import chosen_experts
+from parity_tests.expert_parallel.expert_module import over_all
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from torch_impl import expert_parallel
@@ -31,27 +32,26 @@ def real_tokens(probabilities, experts):
     return probabilities, jnp.maximum(experts, 0)
 
 
-def over_all(probabilities, experts):
+def of_all_tokens(probabilities, experts):
     return reference.balance_loss(*real_tokens(probabilities, experts))
 
 
 @scheme(
-    reference=over_all,
-    mesh={"dp": (1, 2), "ep": (1, 2, 3)},
-    inputs={"probabilities": "t/dp/ep e", "experts": "t/dp/ep k"},
-    outputs="dp=P ep=P",
+    reference=of_all_tokens,
+    mesh={"dp": (1, 2), "cp": (1, 2), "ep": (1, 2, 3)},
+    inputs={"probabilities": "t/dp/cp/ep e", "experts": "t/dp/cp/ep k"},
+    outputs="dp=P cp=P ep=P",
     reduction=("t", "e"),
     **DECLARED,
 )
-def balance_over_two_axes(mesh, probabilities, experts: Int[Tensor, "t k"]):
-    flat = mesh.device_mesh["dp", "ep"]._flatten("data") if mesh.size("dp") * mesh.size("ep") > 1 else None
-    group = mesh["ep"] if flat is None else flat.get_group()
-    return expert_parallel.global_balance_loss(probabilities, experts.clamp_min(0), group)
+def balance_over_three_axes(mesh, probabilities, experts: Int[Tensor, "t k"]):
+    data = over_all(mesh, ("dp", "cp", "ep"))
+    return expert_parallel.global_balance_loss(probabilities, experts.clamp_min(0), data)
 
 
 @scheme(
-    reference=over_all,
-    mesh={"data": (1, 2, 3, 4)},
+    reference=of_all_tokens,
+    mesh={"data": (1, 2, 3, 4, 5, 7)},
     inputs={"probabilities": "t/data:ragged e", "experts": "t/data:ragged k"},
     outputs="data=P",
     reduction=("t", "e"),
@@ -68,7 +68,7 @@ def of_sequences(probabilities, experts):
 
 @scheme(
     reference=of_sequences,
-    mesh={"dp": (1, 2), "cp": (1, 2, 4)},
+    mesh={"dp": (1, 2), "cp": (1, 2, 3, 4)},
     inputs={"probabilities": "b/dp s/cp:dual_chunk_swap e", "experts": "b/dp s/cp:dual_chunk_swap k"},
     outputs="b/dp cp=P",
     reduction=("s", "e"),
@@ -100,7 +100,7 @@ def balance_of_each_rank(mesh, probabilities, experts: Int[Tensor, "t k"]):
 
 @scheme(
     reference=reference.z_loss,
-    mesh={"data": (1, 2, 3, 4)},
+    mesh={"data": (1, 2, 3, 4, 5, 7)},
     inputs={"logits": "t/data:ragged e"},
     outputs="data=P",
     draw={"logits": values("normal", "ties", "zeros", "huge", "peaked")},
@@ -118,7 +118,7 @@ def loads(experts, logits):
 
 @scheme(
     reference=loads,
-    mesh={"data": (1, 2, 4)},
+    mesh={"data": (1, 2, 4, 5, 7)},
     inputs={"experts": "b s/data:ragged k", "logits": "e data=R"},
     outputs="e",
     draw={"experts": chosen_experts()},
@@ -131,13 +131,36 @@ def loads_of_all_ranks(mesh, experts: Int[Tensor, "b s k"], logits) -> Int[Tenso
     return expert_parallel.load_counts(experts, len(logits), mesh["data"])
 
 
+def bias_by_all_loads(experts, bias, rate):
+    return reference.balanced_bias(bias, reference.load_counts(experts, len(bias)), rate)
+
+
+@scheme(
+    reference=bias_by_all_loads,
+    mesh={"dp": (1, 2), "cp": (1, 2), "ep": (1, 2, 3)},
+    inputs={"experts": "b/dp/ep s/cp k", "bias": "e dp=I cp=I ep=I"},
+    outputs="e dp=I cp=I ep=I",
+    draw={"experts": chosen_experts(), "bias": values("normal", "zeros")},
+    dims=SIZES,
+    nograd=("bias",),
+    options={"rate": (0.001, 0.5)},
+    dtypes=("float32", "float64"),
+    cost=lambda c: Cost(forward={"all_reduce": (1, INT64 * c.e)}),
+)
+def bias_of_all_loads(mesh, experts: Int[Tensor, "b s k"], bias, rate):
+    """The loads that a bias follows are those of every rank with other tokens, dp x cp x ep."""
+    counts = expert_parallel.load_counts(experts, len(bias), over_all(mesh, ("dp", "cp", "ep")))
+    return expert_parallel.balanced_bias(bias, counts, rate)
+
+
 SCHEMES = (
-    balance_over_two_axes,
+    balance_over_three_axes,
     balance_of_all_tokens,
     balance_of_each_sequence,
     balance_of_each_rank,
     z_loss_of_all_tokens,
     loads_of_all_ranks,
+    bias_of_all_loads,
 )
 
 

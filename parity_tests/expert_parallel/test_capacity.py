@@ -15,6 +15,7 @@ from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from torch_impl.expert_parallel import expert_capacity, kept_choices, routed_experts
 
 SIZES = {"k": (1, 2, 3), "e": (4, 8, 3)}
+RANKS = (1, 2, 3, 4, 5, 7)
 INT64 = 8
 CAPACITIES = (1, 2, 3, 0, 8)
 DECLARED = dict(
@@ -45,7 +46,7 @@ def sent(c, axis, longest):
 
 @scheme(
     reference=of_all,
-    mesh={"ranks": (1, 2, 3, 4)},
+    mesh={"ranks": RANKS},
     inputs={"experts": "t/ranks:ragged k", "gates": "t/ranks:ragged k", "logits": "e ranks=R"},
     outputs="t/ranks:ragged k",
     options={"capacity": CAPACITIES, "by": ("position", "probability")},
@@ -82,7 +83,7 @@ def mixture_of_kept(x, gates, experts, gate_up, down, factor, by):
 
 @scheme(
     reference=mixture_of_kept,
-    mesh={"ep": (1, 2, 4)},
+    mesh={"ep": RANKS},
     inputs={
         "x": "t/ep:ragged d",
         "gates": "t/ep:ragged k",
@@ -93,9 +94,9 @@ def mixture_of_kept(x, gates, experts, gate_up, down, factor, by):
     outputs="t/ep:ragged d",
     options={"factor": (0.5, 1.0, 0.25, 1.5), "by": ("position", "probability")},
     rank_options={"exchange": ("all_to_all", "all_gather")},
-    dims={"k": (1, 2), "e": (4, 8), "d": (4,), "f": (4,), "two": (2,)},
+    dims={"k": (1, 2), "e": (4, 8, 6, 5, 7), "d": (4,), "f": (4,), "two": (2,)},
     draw={**dict.fromkeys(("x", "gates", "gate_up", "down"), values("normal", "ties")), "experts": chosen_experts()},
-    dtypes=("float32", "bfloat16"),
+    dtypes=("float32", "bfloat16", "float64"),
     reduction=("k", "d", "f"),
     roundings=6,
 )

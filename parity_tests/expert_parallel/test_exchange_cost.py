@@ -36,10 +36,10 @@ def bytes_by_pairs(experts, logits, each, width, element_size, rows_known, mesh)
 
 @scheme(
     reference=bytes_by_pairs,
-    mesh={"ep": (1, 2, 4)},
+    mesh={"ep": (1, 2, 3, 4, 5, 7)},
     inputs={"experts": "t k", "logits": "e ep=R", "each": "c"},
     outputs="c",
-    dims={"t": "r*ep", "r": (3, 1, 0, 2, 5), "k": (1, 2, 3), "e": (4, 8), "c": (3,)},
+    dims={"t": "r*ep", "r": (3, 1, 0, 2, 5), "k": (1, 2, 3), "e": (4, 8, 6, 5, 7), "c": (3,)},
     draw={"experts": chosen_experts(), "logits": values("zeros"), "each": integers(0, 0)},
     options={"width": (1, 4, 16), "element_size": (2, 4, 1, 8), "rows_known": (False, True)},
     dtypes=("float32",),
@@ -133,3 +133,13 @@ def test_rejected(changes, message):
     with pytest.raises(ValueError) as caught:
         fewest_exchange_bytes(**{**SIZES, **changes})
     assert str(caught.value) == f"expert_parallel.fewest_exchange_bytes: {message}"
+
+
+@given(num_experts=st.integers(1, 16), ep_size=st.integers(1, 8))
+def test_experts_that_ranks_cannot_share_are_rejected_and_no_others(num_experts, ep_size):
+    sizes = {**SIZES, "num_experts": num_experts, "ep_size": ep_size}
+    if num_experts % ep_size == 0:
+        assert fewest_exchange_bytes(**sizes).all_to_all >= 0
+        return
+    with pytest.raises(ValueError, match=f"num_experts={num_experts} must be divisible by ep_size={ep_size}"):
+        fewest_exchange_bytes(**sizes)

@@ -20,6 +20,7 @@ ROUNDINGS = 6
 NUMBERS = values("normal", "ties", "zeros", "normal")
 WEIGHTS = {"gate_up": "e/ep d two f", "down": "e/ep f d"}
 SIZES = {"k": (1, 2, 3), "e": (4, 8), "d": (4, 3, 8), "f": (4, 8, 2), "two": (2,)}
+RANKS, EXPERTS = (1, 2, 3, 4, 5, 7), (4, 8, 6, 5, 7)  # prime numbers of ranks too, with one expert each or several
 DRAW = {
     **dict.fromkeys(("x", "gates", "gate_up", "down"), NUMBERS),
     "experts": chosen_experts(),
@@ -53,11 +54,11 @@ def flat(gate_up):
 
 @scheme(
     reference=by_kept,
-    mesh={"ep": (1, 2, 4)},
+    mesh={"ep": RANKS},
     inputs=RAGGED,
     outputs="t/ep:ragged d",
     cost=lambda c: cost_by_all_to_all(routed_over_ep, c),
-    **DECLARED,
+    **{**DECLARED, "dims": {**SIZES, "e": EXPERTS}},
 )
 def routed_over_ep(mesh, x, gates, experts: Int[Tensor, "t k"], kept: Bool[Tensor, "t k"], gate_up, down, backend):
     return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], kept=kept, backend=backend)
@@ -65,11 +66,11 @@ def routed_over_ep(mesh, x, gates, experts: Int[Tensor, "t k"], kept: Bool[Tenso
 
 @scheme(
     reference=by_kept,
-    mesh={"ep": (1, 2, 4)},
+    mesh={"ep": RANKS},
     inputs=RAGGED,
     outputs="t/ep:ragged d",
     cost=lambda c: cost_by_all_gather(routed_by_all_gather, c),
-    **DECLARED,
+    **{**DECLARED, "dims": {**SIZES, "e": EXPERTS}},
 )
 def routed_by_all_gather(
     mesh, x, gates, experts: Int[Tensor, "t k"], kept: Bool[Tensor, "t k"], gate_up, down, backend
@@ -111,15 +112,31 @@ def gathered_over_ep_and_tp(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up
     return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], mesh["tp"], **options)
 
 
+OF_THREE = {**SIZES, "e": (3, 6), "f": (6, 12)}
+
+
 @scheme(
     reference=mixture,
-    mesh={"edp": (1, 2), "ep": (1, 2), "tp": (1, 2)},
-    inputs=tokens_of_each(("edp", "ep", "tp"), ("edp",)),
-    outputs="t/edp/ep/tp d",
+    mesh={"ep": (1, 3), "tp": (1, 2, 3)},
+    inputs=tokens_of_each(("ep", "tp"), ()),
+    outputs="t/ep/tp d",
+    cost=lambda c: cost_by_all_to_all(routed_over_threes, c),
+    **{**DECLARED, "dims": OF_THREE, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
+)
+def routed_over_threes(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, backend):
+    """Sizes that are no powers of 2, over ep, over tp and over both."""
+    return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], mesh["tp"], backend=backend)
+
+
+@scheme(
+    reference=mixture,
+    mesh={"dp": (1, 2), "cp": (1, 2), "ep": (1, 2), "tp": (1, 2)},
+    inputs=tokens_of_each(("dp", "cp", "ep", "tp"), ("dp", "cp")),
+    outputs="t/dp/cp/ep/tp d",
     **{**DECLARED, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
 )
 def routed_with_replicated_experts(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, backend):
-    """edp=R: the gradients of replicas are addends, over edp alone."""
+    """dp=R, cp=R: the gradients of replicas are addends, over edp = dp x cp alone."""
     return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], mesh["tp"], backend=backend)
 
 
@@ -145,6 +162,7 @@ SCHEMES = (
     routed_by_all_gather,
     routed_over_ep_and_tp,
     gathered_over_ep_and_tp,
+    routed_over_threes,
     routed_with_replicated_experts,
     shared_over_tp,
 )

@@ -136,9 +136,9 @@ def clipped_over_stages(mesh, gradients, max_norm, norm_type, error_if_nonfinite
 
 @scheme(
     **declared(
-        {"tp": (1, 2, 4)},
+        {"tp": (1, 2, 4, 5, 7)},
         {"columns": "f/tp d", "replicated": "d tp=I"},
-        {"f": (8,), "d": (3,)},
+        {"f": (8, 5, 14), "d": (3,)},
     )
 )
 def clipped_plain_shards(mesh, gradients, max_norm, norm_type, error_if_nonfinite):

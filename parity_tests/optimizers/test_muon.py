@@ -186,7 +186,7 @@ def muon_over_fsdp_and_tp(mesh, weights, gradients, buffers, lr, weight_decay, m
 FULL = {"qkv": "h k dp=I", "down": "a k dp=I", "up": "k a dp=I"}
 
 
-@scheme(**declared(FULL, {"h": (8,), "a": (1, 3, 5), "k": (2, 4)}, {"dp": (1, 2, 3)}, rank_options=ROUTES))
+@scheme(**declared(FULL, {"h": (8,), "a": (1, 3, 5), "k": (2, 4)}, {"dp": (1, 2, 3, 5, 7)}, rank_options=ROUTES))
 def muon_over_fsdp2(mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, steps, route):
     parameters = fully_sharded(mesh.device_mesh, weights, gradients)
     buffers = {name: shard_of(x, parameters[name]) for name, x in buffers.items()}

@@ -175,7 +175,7 @@ FULL_DIMS = {"a": (1, 3, 5), "b": (2,), "f": (1, 4)}
 
 @scheme(
     reference=reference_adamw,
-    **declared(FULL, FULL_DIMS, ("means", "mean_squares"), ADAMW, mesh={"dp": (1, 2, 4)}),
+    **declared(FULL, FULL_DIMS, ("means", "mean_squares"), ADAMW, mesh={"dp": (1, 2, 4, 5, 7)}),
 )
 def adamw_over_fsdp2(mesh, weights, gradients, means, mean_squares, t, lr, weight_decay, betas):
     parameters = fully_sharded(mesh.device_mesh, weights, gradients)

@@ -53,7 +53,7 @@ def declared(states, **changes):
     trees |= dict.fromkeys(states, replicated)
     leaves = {f"{tree}.{name}": tree for tree, specs in trees.items() for name in specs}
     return dict(
-        mesh={"dp": (1, 2, 3, 4)},
+        mesh={"dp": (1, 2, 3, 4, 5, 7)},
         inputs=trees,
         outputs={f"{tree}_{name}": spec for name, spec in replicated.items() for tree in ("weights", *states)},
         dims=DIMS,

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -19,11 +21,12 @@ from parity_tests.parallelizer.steps import reduced_loss
 from parity_tests.parallelizer.training import broken_steps, full_arrays, parallelized
 from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.parallelizer import fsdp2_strategy_parallelize
+from torch_impl.parallelizer.expert_sharding import validate_experts
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 from torch_impl.parallelizer.tp_styles import Experts
 
 EVEN = 4  # positions, which tp divides
-AXES = "dp_shard=I ep=I tp=I"  # a parameter is whole on each rank, and so is its gradient
+AXES = "dp_shard=I cp=I ep=I tp=I"  # a parameter is whole on each rank, and so is its gradient
 PARAMETERS = {
     "router": f"e d {AXES}",
     "gate_up": f"e two f d {AXES}",
@@ -50,8 +53,8 @@ def of_both_batches(x, parameters, k):
 
 @scheme(
     reference=of_both_batches,
-    mesh={"dp_shard": (1, 2), "ep": (1, 2), "tp": (1, 2)},
-    inputs={"x": "m t/dp_shard/ep d", "parameters": PARAMETERS},
+    mesh={"dp_shard": (1, 2), "cp": (1, 2), "ep": (1, 2), "tp": (1, 2)},
+    inputs={"x": "m t/dp_shard/cp/ep d", "parameters": PARAMETERS},
     outputs=AXES,
     dims={"m": (2,), "two": (2,), "e": (4, 8), "d": (4, 7), "f": (4, 3), "g": (8,), "o": (3,)},
     draw=dict.fromkeys(("x", *(f"parameters.{name}" for name in PARAMETERS)), values("normal")),
@@ -249,6 +252,18 @@ def test_experts_that_are_rejected(message):
 
     ranks = on_mesh({"ep": 2}, body)
     assert ranks.results == (True, True) and ranks.ledger.rows == []
+
+
+@given(experts=st.integers(1, 16), ep=st.integers(1, 8))
+def test_experts_that_ep_does_not_divide_are_rejected_and_no_others(experts, ep):
+    """Before any rank sends anything: a model's shapes and the mesh's size suffice."""
+    sizes = {"gate_up_proj": (experts, 6, 2), "down_proj": (experts, 2, 3)}
+    model = nn.ModuleDict({"experts": Biased(replaced(**{n: nn.Parameter(torch.zeros(s)) for n, s in sizes.items()}))})
+    if experts % ep == 0:
+        assert list(validate_experts(model, ep)) == ["experts"]
+        return
+    with pytest.raises(ValueError, match=f"ep={ep}, and 'experts' has {experts} experts, which ep does not divide"):
+        validate_experts(model, ep)
 
 
 def test_a_model_without_experts_is_rejected():
