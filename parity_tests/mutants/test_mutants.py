@@ -17,6 +17,7 @@ from parity_tests.mutants import equivalents, page, places
 from parity_tests.mutants.by_tests import CAP_S, Failure, TestRuns, reaching, tree_of
 from parity_tests.mutants.drawn import AT_IMPORT, DrawnCases
 from parity_tests.mutants.journal import Journal, Outcome
+from parity_tests.mutants.judged import equivalent
 from parity_tests.mutants.mutant import Mutant, changed
 from parity_tests.mutants.operators import changes
 from parity_tests.mutants.reached import CaseReach, Memory, TestReach, _masks, _of_file, of_tests
@@ -316,6 +317,12 @@ def test_the_page_counts_by_component_and_lists_survivors(monkeypatch):
     page.write(outcomes, Path("mutants.md"), 0, 16, 10)
     assert "Equivalent: no caller sees it" in Path("mutants.md").read_text()
     assert json.dumps(mutant.to_dict())
+
+
+def test_no_reading_is_stale():
+    """Each is of a mutant that the rules still make."""
+    made = {(mutant.file, mutant.place) for mutant in places.candidates()}
+    assert [reading for reading in equivalent() if reading not in made] == []
 
 
 def test_mutants_that_overlap_are_made_on_different_trees():

@@ -70,8 +70,8 @@ class CommunicationCall:
         homes = {output.untyped_storage().data_ptr() for output in self.outputs}
         for index, (source, copy) in enumerate(zip(self.sources, self.copies, strict=True)):
             home = source.untyped_storage()
-            if home.data_ptr() in homes or not home.nbytes() or source.shape != copy.shape:
-                continue  # gathered in place (the poison shows it), freed, or resized by its owner
+            if home.data_ptr() in homes or not home.nbytes() or source.shape != copy.shape or not copy.numel():
+                continue  # gathered in place (the poison shows it), freed, resized by its owner, or without elements
             same = (_bits(source.data) == _bits(copy)).reshape(*copy.shape, -1).all(-1)
             if not bool(same.all()):
                 return f"input {index} was changed at {_first(~same)} before its wait"

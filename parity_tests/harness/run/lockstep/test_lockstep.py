@@ -72,6 +72,19 @@ def test_rows_are_numbered_in_each_group():
     assert [(row.group_name, row.seq) for row in rows] == [("tp", 0), ("half", 0), ("tp", 1)]
 
 
+def test_a_view_without_elements_is_sent():
+    """Its storage has memory all the same."""
+
+    def body(mesh: Any, case: CaseSpec) -> None:
+        peer, group = 1 - mesh.rank("tp"), mesh["tp"]
+        works = [dist.isend(torch.ones(2, 3)[:, 3:], group_dst=peer, group=group)]
+        works.append(dist.irecv(torch.ones(2, 3)[:, 3:], group_src=peer, group=group))
+        for work in works:
+            work.wait()
+
+    assert {row.op for row in lockstep.run(body, case(2)).ledger.rows} == {"send", "recv"}
+
+
 # Isolated.
 
 
