@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from parity_tests.specimens.engine_agreement import named
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import small_net
 from parity_tests.parallelizer.steps import reduced_loss
@@ -140,13 +141,19 @@ def test_blocks_are_compiled_on_ranks_that_are_recorded(engine):
 
 def test_what_a_collective_returns_is_waited_for_with_its_gradient():
     def body(view, case):
-        from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor_autograd
+        from torch.distributed import _functional_collectives as functional
 
+        gather = named(functional, "all_gather_single_autograd", "all_gather_tensor_autograd")
         x = torch.ones(2, requires_grad=True)
-        y = all_gather_tensor_autograd(x, 0, view["tp"])
+        y = gather(x, 0, view["tp"])
         z = waited(y)
         (gradient,) = torch.autograd.grad(z.sum(), x)
-        return isinstance(y, AsyncCollectiveTensor), type(z) is torch.Tensor, gradient.tolist(), waited("any")
+        return (
+            isinstance(y, functional.AsyncCollectiveTensor),
+            type(z) is torch.Tensor,
+            gradient.tolist(),
+            waited("any"),
+        )
 
     ranks = run(body, CaseSpec("waited", {"tp": 2})).results
     assert ranks == ((True, True, [2.0, 2.0], "any"),) * 2
