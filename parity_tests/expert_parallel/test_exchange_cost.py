@@ -39,7 +39,7 @@ def bytes_by_pairs(experts, logits, each, width, element_size, rows_known, mesh)
     mesh={"ep": (1, 2, 3, 4, 5, 7)},
     inputs={"experts": "t k", "logits": "e ep=R", "each": "c"},
     outputs="c",
-    dims={"t": "r*ep", "r": (3, 1, 0, 2, 5), "k": (1, 2, 3), "e": "h*ep", "h": (2, 1, 4), "c": (3,)},
+    dims={"t": "r*ep", "r": (3, 1, 0, 2, 5), "k": (1, 2, 3), "e": "h*ep", "h": (4, 3, 8), "c": (3,)},
     draw={"experts": chosen_experts(), "logits": values("zeros"), "each": integers(0, 0)},
     options={"width": (1, 4, 16), "element_size": (2, 4, 1, 8), "rows_known": (False, True)},
     dtypes=("float32",),

@@ -168,9 +168,9 @@ def _shard_thd_chunk_for_te(
     total, device = len(batch["input_ids"]), batch["input_ids"].device
     # Fill stands behind the last sequence, as in the offsets.
     prefixes = batch[PREFIXES][: len(padded) - 1] if PREFIXES in batch else None
-    place = {"cp_size": cp_size, "cp_rank": cp_rank}
-    host_layout = TokenLayout.packed(padded, real, **place, total=total, prefix_of=prefixes)
-    layout = host_layout.on(device)
+    layout = TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, total=total, prefix_of=prefixes).on(
+        device
+    )
     # 3. Tensors by token are sharded, offsets are computed anew, and the rest is passed on.
     tokens = {name: x for name, x in batch.items() if _is_by_token(name, x, total)}
     unsharded = {name: x for name, x in batch.items() if name not in (*tokens, *TABLES)}
