@@ -94,11 +94,12 @@ def mixture_of_kept(x, gates, experts, gate_up, down, factor, by):
     outputs="t/ep:ragged d",
     options={"factor": (0.5, 1.0, 0.25, 1.5), "by": ("position", "probability")},
     rank_options={"exchange": ("all_to_all", "all_gather")},
-    dims={"k": (1, 2), "e": (4, 8, 6, 5, 7), "d": (4,), "f": (4,), "two": (2,)},
+    dims={"k": (1, 2), "e": "h*ep", "h": (4, 1, 2), "d": (4,), "f": (4,), "two": (2,)},
     draw={**dict.fromkeys(("x", "gates", "gate_up", "down"), values("normal", "ties")), "experts": chosen_experts()},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("k", "d", "f"),
     roundings=6,
+    assume=lambda c: c.k <= c.e,
 )
 def routed_with_capacity(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, factor, by, exchange):
     ep, e = mesh["ep"], mesh.total("e")

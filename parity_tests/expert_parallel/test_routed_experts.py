@@ -20,7 +20,8 @@ ROUNDINGS = 6
 NUMBERS = values("normal", "ties", "zeros", "normal")
 WEIGHTS = {"gate_up": "e/ep d two f", "down": "e/ep f d"}
 SIZES = {"k": (1, 2, 3), "e": (4, 8), "d": (4, 3, 8), "f": (4, 8, 2), "two": (2,)}
-RANKS, EXPERTS = (1, 2, 3, 4, 5, 7), (4, 8, 6, 5, 7)  # prime numbers of ranks too, with one expert each or several
+RANKS = (1, 2, 3, 4, 5, 7)
+ON_EACH = {**SIZES, "e": "h*ep", "h": (4, 1, 2)}  # h experts of each rank, whose number may be prime
 DRAW = {
     **dict.fromkeys(("x", "gates", "gate_up", "down"), NUMBERS),
     "experts": chosen_experts(),
@@ -58,7 +59,8 @@ def flat(gate_up):
     inputs=RAGGED,
     outputs="t/ep:ragged d",
     cost=lambda c: cost_by_all_to_all(routed_over_ep, c),
-    **{**DECLARED, "dims": {**SIZES, "e": EXPERTS}},
+    assume=lambda c: c.k <= c.e,
+    **{**DECLARED, "dims": ON_EACH},
 )
 def routed_over_ep(mesh, x, gates, experts: Int[Tensor, "t k"], kept: Bool[Tensor, "t k"], gate_up, down, backend):
     return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], kept=kept, backend=backend)
@@ -70,7 +72,8 @@ def routed_over_ep(mesh, x, gates, experts: Int[Tensor, "t k"], kept: Bool[Tenso
     inputs=RAGGED,
     outputs="t/ep:ragged d",
     cost=lambda c: cost_by_all_gather(routed_by_all_gather, c),
-    **{**DECLARED, "dims": {**SIZES, "e": EXPERTS}},
+    assume=lambda c: c.k <= c.e,
+    **{**DECLARED, "dims": ON_EACH},
 )
 def routed_by_all_gather(
     mesh, x, gates, experts: Int[Tensor, "t k"], kept: Bool[Tensor, "t k"], gate_up, down, backend
