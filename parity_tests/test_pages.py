@@ -260,6 +260,7 @@ PREPARED = {
     ("docs/how-to/random-schemes.md", 0): of_random_schemes,
     ("docs/reference/context-parallel.md", 0): dict,
     ("docs/reference/context-parallel.md", 1): dict,
+    ("docs/reference/context-parallel.md", 2): dict,
     ("docs/reference/optimizers.md", 0): of_an_optimizer,
     ("docs/reference/optimizers.md", 1): of_an_optimizer,
     ("docs/reference/optimizers.md", 2): of_an_optimizer,

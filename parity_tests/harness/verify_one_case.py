@@ -60,11 +60,7 @@ def verify_case(
     _check_custom_layouts(scheme, case)
     # 2. Evaluate the reference on one device, run the program on every rank.
     program = Program.of(scheme, arrays=arrays, cotangents=cotangents)
-    source: dict[str, Any] = {
-        "implementation": scheme.implementation,
-        "source": f"{base(scheme.file)}:{scheme.line}",
-        "scalars": {arg.name: program.full_array(arg, case).item() for arg in scheme.inputs if not arg.spec.dims},
-    }
+    source = _source(scheme, program, case)
     reference = reference or evaluate(scheme, program, case)
     try:
         ranks = run(wrap_program(program) if wrap_program else program, case, case.engine, quiet_s=quiet_s)
@@ -100,6 +96,15 @@ def verify_case(
         seconds=ranks.seconds,
         **source,
     )
+
+
+def _source(scheme: Declared, program: Program, case: CaseSpec) -> dict[str, Any]:
+    """What a report says of where the case comes from: whose function, its line, the values of scalar inputs."""
+    return {
+        "implementation": scheme.implementation,
+        "source": f"{base(scheme.file)}:{scheme.line}",
+        "scalars": {arg.name: program.full_array(arg, case).item() for arg in scheme.inputs if not arg.spec.dims},
+    }
 
 
 def _check_custom_layouts(scheme: Declared, case: CaseSpec) -> None:

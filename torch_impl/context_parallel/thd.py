@@ -139,9 +139,9 @@ class Stream:
         cu_padded, cu_real = torch.from_numpy(self.slots.sums).to(self.tokens["input_ids"].device)
         total = self.slots.total
         layout = TokenLayout.packed(cu_padded, cu_real, cp_size=cp_size, cp_rank=cp_rank, total=total, validate=False)
-        return (
-            layout if self.slots.prefix_of is None else replace(layout, prefix_of=tuple(self.slots.prefix_of.tolist()))
-        )
+        if self.slots.prefix_of is None:
+            return layout
+        return replace(layout, prefix_of=tuple(self.slots.prefix_of.tolist()))
 
     def batch_layout(self, cp_size: int = 1, cp_rank: int = 0, group: ProcessGroup | None = None) -> BatchLayout:
         """The layout of the batch over a group, in the coordinates of its rows."""

@@ -80,8 +80,8 @@ BUGS = (
         name="a batch whose layout has no prefixes",
         kind="sequence",
         at="context_parallel:Stream.layout",
-        old="return layout if self.slots.prefix_of is None else",
-        new="return layout if self.slots else",
+        old="if self.slots.prefix_of is None:",
+        new="if self.slots:",
         expect="value: ",
     ),
     InjectedBug(

@@ -180,8 +180,7 @@ BUGS = (
         name="a block that is given its input twice when computed again",
         kind="schedule",
         at="parallelizer:_recompute",
-        old="return checkpoint("
-        "forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts, **kwargs)",
+        old="return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)",
         new="return checkpoint(forward, *(x.detach() for x in args), use_reentrant=False, **kwargs)",
         expect="gradient: ",
     ),
@@ -189,8 +188,7 @@ BUGS = (
         name="checkpointing that keeps nothing to go back with",
         kind="schedule",
         at="parallelizer:_recompute",
-        old="return checkpoint("
-        "forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts, **kwargs)",
+        old="return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)",
         new="return checkpoint(forward, *args, use_reentrant=True, **kwargs)",
         expect="raised: ",
     ),
