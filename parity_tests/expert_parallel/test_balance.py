@@ -145,10 +145,10 @@ def bias_by_all_loads(experts, bias, rate):
     nograd=("bias",),
     options={"rate": (0.001, 0.5)},
     dtypes=("float32", "float64"),
-    cost=lambda c: Cost(forward={"all_reduce": (1, INT64 * c.e)}),
 )
 def bias_of_all_loads(mesh, experts: Int[Tensor, "b s k"], bias, rate):
-    """The loads that a bias follows are those of every rank with other tokens, dp x cp x ep."""
+    """The loads that a bias follows are those of every rank with other tokens, dp x cp x ep: a group that is no axis,
+    so that no cost can name it."""
     counts = expert_parallel.load_counts(experts, len(bias), over_all(mesh, ("dp", "cp", "ep")))
     return expert_parallel.balanced_bias(bias, counts, rate)
 
