@@ -1,7 +1,7 @@
 """Judge a mutant by the tests that run its line: pytest on a tree where one file differs.
 
-The tree is a folder of links, but for production, which is copied with the change in it; so every process that a test
-starts sees the mutant too, and the repository is never written.
+The packages of the tree are copies, production with the change in it; so every process that a test starts sees the
+mutant too, and the repository is never written.
 """
 
 from __future__ import annotations
@@ -93,13 +93,17 @@ def reaching(mutant: Mutant, tests: Sequence[TestReach]) -> list[TestReach]:
 
 @contextmanager
 def tree_of(*mutants: Mutant) -> Iterator[Path]:
-    """A copy of the repository with these changes, none of which overlap."""
+    """A copy of the packages with these changes, none of which overlap, and links to all else.
+
+    Tests are copied too: processes that they start in the folder above their own file have the changes.
+    """
     with tempfile.TemporaryDirectory(prefix="mutant_") as folder:
         tree = Path(folder)
         for path in ROOT.iterdir():
-            if path.name != PRODUCTION:
+            if path.name in (PRODUCTION, "jax_ref", "parity_tests"):
+                shutil.copytree(path, tree / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
                 (tree / path.name).symlink_to(path)
-        shutil.copytree(ROOT / PRODUCTION, tree / PRODUCTION, ignore=shutil.ignore_patterns("__pycache__"))
         for file in {mutant.file for mutant in mutants}:
             (tree / file).write_bytes(changed(file, [mutant for mutant in mutants if mutant.file == file]))
         yield tree

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import pytest
 import typer
 from rich.console import Console
 
@@ -47,9 +48,12 @@ def main(
     mutants = [mutant for mutant in places.candidates() if why_equivalent(mutant)]
     everything = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "parity_tests").rglob("test_*.py"))]
     tests = [path for path in everything if not path.startswith(OF_THE_TEXT)]
-    wrong = dict[Mutant, str]()
-    for layer in layers(mutants):
-        wrong |= seen(layer, failing(layer, tests, IN_PARALLEL), lambda some, test: bool(failing(some, [test])))
+    wrong, left = dict[Mutant, str](), layers(mutants)
+    while left:
+        layer = left.pop()
+        by_itself, met = seen(layer, failing(layer, tests, IN_PARALLEL), lambda some, test: bool(failing(some, [test])))
+        wrong |= by_itself
+        left += [met] if met else []  # without those that they met
     for mutant, test in wrong.items():
         console.print(f"{mutant.file}:{mutant.first_line}: {mutant.change} is seen by {test}", highlight=False)
     line = pages.of_equivalents(len(mutants), len(wrong))
@@ -73,21 +77,30 @@ def layers(mutants: Sequence[Mutant]) -> list[list[Mutant]]:
 
 
 def failing(mutants: Sequence[Mutant], tests: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """The names of the tests that fail on a tree with these changes, by pytest's own record of what failed."""
+    """The names of the tests that fail on a tree with these changes, by pytest's own record of what failed.
+
+    Errors: RuntimeError where pytest ends otherwise than with all tests run, which says nothing of the changes.
+    """
     with tree_of(*mutants) as tree, tempfile.TemporaryDirectory() as record:
         path = os.pathsep.join([str(tree), str(tree / "parity_tests" / "import_name")])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "--hypothesis-profile=ci", "-q", "-o", f"cache_dir={record}"]
-        subprocess.run([*command, *options, *tests], cwd=tree, env=environment, check=False, stdout=sys.stderr)
-        last = Path(record) / "v" / "cache" / "lastfailed"
-        return list(json.loads(last.read_text())) if last.is_file() else []
+        status = subprocess.run(
+            [*command, *options, *tests], cwd=tree, env=environment, check=False, stdout=sys.stderr
+        ).returncode
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            raise RuntimeError(f"pytest ended with {status} on a tree of {len(mutants)} mutants; its output says why")
+        return list(json.loads((Path(record) / "v" / "cache" / "lastfailed").read_text())) if status else []
 
 
 def seen(
     mutants: Sequence[Mutant], tests: Sequence[str], fails: Callable[[Sequence[Mutant], str], bool]
-) -> dict[Mutant, str]:
-    """The mutants that make these tests fail, each with the first test that does. What fails without them sees none."""
-    left, wrong = list(mutants), dict[Mutant, str]()
+) -> tuple[dict[Mutant, str], list[Mutant]]:
+    """The mutants that make a test fail by themselves, each with the first one; and those that do so with others alone.
+
+    What fails without any sees none. The last mutant that is left has no other to meet, so the second are fewer.
+    """
+    left, by_itself, met = list(mutants), dict[Mutant, str](), list[Mutant]()
     for test in tests:
         if fails([], test):
             continue
@@ -96,9 +109,13 @@ def seen(
             while len(some) > 1:
                 half = some[: len(some) // 2]
                 some = half if fails(half, test) else some[len(half) :]
-            wrong[some[0]] = test
-            left.remove(some[0])
-    return wrong
+            (mutant,) = some
+            left.remove(mutant)
+            if fails([mutant], test):
+                by_itself[mutant] = test
+            else:
+                met.append(mutant)
+    return by_itself, met
 
 
 if __name__ == "__main__":

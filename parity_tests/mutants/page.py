@@ -37,8 +37,7 @@ Not made are mutants of
 {rules}
 
 A survivor that was looked at and that no test on a CPU can see is equivalent and not counted: its values are the same,
-or it changes cost alone, or CUDA alone runs it. `parity_tests/mutants/judged.toml` says why, line by line. All tests
-are run on one tree that has every such mutant, those that this sample lacks too.
+or it changes cost alone, or CUDA alone runs it. `parity_tests/mutants/judged.toml` says why, line by line.
 
 Written by `make mutants` on {date} with Python {python}, torch {torch}, jax {jax}:
 {count} mutants of {candidates}, seed {seed}.
@@ -65,7 +64,7 @@ def closing(outcomes: Sequence[Outcome]) -> list[str]:
     return [
         f"{share(caught_by_cases, len(real))} are caught by drawn cases alone; promised are {PROMISED_DRAWN:.0%}{few}.",
         f"{share(caught, len(real))} are caught by drawn cases or tests; promised are {PROMISED_TESTS:.0%}{few}.",
-        f"{len(outcomes) - len(real)} more are read as equivalent and tested all at once, as below.",
+        f"{len(outcomes) - len(real)} more are read as equivalent.",
         f"{len(untested)} survivors are counted as such although not all tests were run on them.",
         f"{capped} of the survivors had all the time that there is, and not all tests.",
     ]

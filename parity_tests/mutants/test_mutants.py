@@ -171,6 +171,12 @@ def test_the_tree_of_a_mutant_is_what_python_imports():
     assert RETURNED in (ROOT / PLAIN).read_text()
 
 
+def test_a_process_in_the_folder_above_a_test_has_the_mutant():
+    with tree_of(mutant_of(RETURNED, "return 17")) as tree:
+        tests = (tree / "parity_tests" / "conftest.py").resolve()
+        assert "return 17" in (tests.parents[1] / PLAIN).read_text()
+
+
 def test_the_first_test_that_fails_catches_a_mutant_if_it_passes_without():
     runs, mutant = TestRuns(Workers(1)), mutant_of(RETURNED, "return (total / 2).to(x.dtype)")
     maximum = TestReach({}, 0.1, f"{SUM_FILE}::test_the_maximum_is_exact_and_has_no_gradient[torch.float64]", {})
@@ -341,14 +347,23 @@ def test_the_mutants_that_tests_see_are_found_among_many():
     def fails(some, test):
         return test == "flaky" or any(mutant.start in sees[test] for mutant in some)
 
-    wrong = equivalents.seen(mutants, list(sees), fails)
-    assert {mutant.start: test for mutant, test in wrong.items()} == {3: "first", 7: "second"}
+    wrong, met = equivalents.seen(mutants, list(sees), fails)
+    assert {mutant.start: test for mutant, test in wrong.items()} == {3: "first", 7: "second"} and not met
+
+
+def test_mutants_that_meet_are_not_taken_for_one_that_a_test_sees():
+    """One takes the branch that another one changes: the test sees neither alone."""
+    mutants = [replace(mutant_of(RETURNED, "return 1"), start=start) for start in range(5)]
+    wrong, met = equivalents.seen(mutants, ["both"], lambda some, test: {1, 4} <= {each.start for each in some})
+    assert wrong == {} and [mutant.start for mutant in met] in ([1], [4])
 
 
 def test_what_fails_on_a_tree_of_mutants_is_named():
     test = f"{SUM_FILE}::test_narrow_dtypes_are_summed_in_float32"
     assert equivalents.failing([mutant_of(RETURNED, "return (total / 2).to(x.dtype)")], [test]) == [test]
     assert equivalents.failing([], [test]) == []
+    with pytest.raises(RuntimeError, match="pytest ended with"):
+        equivalents.failing([], ["parity_tests/no_such_file.py"])
 
 
 def test_the_sentence_on_equivalents_replaces_the_one_before():

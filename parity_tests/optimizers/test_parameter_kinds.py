@@ -108,17 +108,17 @@ def test_torch_takes_the_groups_of_a_model_that_has_one_kind_alone():
     assert parameter_kinds(nn.ReLU()) == ParameterKinds()
 
 
-REJECTED = [
-    ({"model": None}, "optimizers.parameter_kinds: model is None; pass a torch.nn.Module"),
-    ({"embeddings": "*embed*"}, "optimizers.parameter_kinds: embeddings='*embed*' is a str; pass a list of names"),
-    (
-        {"embeddings": ["head.*"]},
-        "optimizers.parameter_kinds: 'head.*' matches no parameter of Linear; pass patterns of parameters' names",
-    ),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), REJECTED)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": None}, "optimizers.parameter_kinds: model is None; pass a torch.nn.Module"),
+        ({"embeddings": "*embed*"}, "optimizers.parameter_kinds: embeddings='*embed*' is a str; pass a list of names"),
+        (
+            {"embeddings": ["head.*"]},
+            "optimizers.parameter_kinds: 'head.*' matches no parameter of Linear; pass patterns of parameters' names",
+        ),
+    ],
+)
 def test_rejected(arguments, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         parameter_kinds(**{"model": nn.Linear(2, 2), **arguments})

@@ -36,7 +36,7 @@ def show_once(folder: str) -> None:
     ) -> None:
         text = warnings.formatwarning(message, category, filename, lineno, line)
         name = f"warning_{hashlib.sha256(text.encode()).hexdigest()}"
-        with contextlib.suppress(OSError):  # it is there: another rank was first
+        with contextlib.suppress(FileExistsError):  # it is there: another rank was first
             os.close(os.open(Path(folder) / name, os.O_CREAT | os.O_EXCL))
             print(text, file=file or sys.stderr, end="", flush=True)
 
