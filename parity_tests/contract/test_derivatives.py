@@ -12,7 +12,9 @@ import torch_impl
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from torch_impl.contract.derivatives import first_derivative_only
+from torch_impl.expert_parallel import with_loss
 from torch_impl.layouts.reorder import _Permute
+from torch_impl.parallelizer._torch_compat import _Waited
 from torch_impl.parallelizer.fsdp2 import _Untangled
 from torch_impl.vocab_parallel import allgather_cp_sharded_tensor, gather_logits_at_global_indices
 
@@ -24,7 +26,7 @@ NEEDS_TRITON = ("torch_impl.kernels.row_gather", "torch_impl.kernels.softmax")
 LINEAR = (
     *("_AllReduce", "_Replicated", "_Broadcast", "_ToSource", "AllGather", "_Shard", "ReduceScatter", "_AllToAll"),
     *("_RingShift", "AllGatherCPTensor", "GatherOverCp", "LogitsAt", "_RowsAt", "_Permute", "_Untangled"),
-    *("_Rows", "_Sums"),
+    *("_Rows", "_Sums", "_Waited"),
 )
 
 
@@ -82,13 +84,30 @@ def integers(*shape):
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(0)).double()
 
 
+def test_a_loss_that_is_added_has_one_derivative():
+    x = integers(4).requires_grad_()
+    with pytest.raises(RuntimeError, match="_WithLoss: its gradient cannot be differentiated again"):
+        second_derivatives(lambda x: with_loss(x, x.square().sum()), x)
+
+
 ORDER = torch.tensor([2, 0, 3, 1])
+
+
+class Unfinished(torch.Tensor):
+    """What a functional collective returns before its elements have come, as far as `_Waited` knows it."""
+
+    def trigger_wait(self):
+        return self.as_subclass(torch.Tensor)
 
 
 @pytest.mark.parametrize(
     "function",
-    [_Untangled.apply, lambda x: _Permute.apply(x, ORDER, ORDER.argsort(), 0)],
-    ids=["untangled", "permuted"],
+    [
+        _Untangled.apply,
+        lambda x: _Permute.apply(x, ORDER, ORDER.argsort(), 0),
+        lambda x: _Waited.apply(x.as_subclass(Unfinished)),
+    ],
+    ids=["untangled", "permuted", "waited"],
 )
 def test_a_function_of_one_rank(function):
     x = integers(4, 3).requires_grad_()

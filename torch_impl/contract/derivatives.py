@@ -34,11 +34,16 @@ def first_derivative_only(backward: Callable[..., tuple[Tensor | None, ...]]) ->
             gradients = backward(ctx, *cotangents)
         if not torch.is_grad_enabled():  # the usual case: no create_graph=True
             return gradients
-        return tuple(None if gradient is None else _with_error(gradient, function) for gradient in gradients)
+        of_graph = [x for x in cotangents if x is not None and x.requires_grad]
+        return tuple(None if gradient is None else _with_error(gradient, of_graph, function) for gradient in gradients)
 
     return wrapper
 
 
-def _with_error(gradient: Tensor, function: str) -> Tensor:
-    error = torch._C._functions.DelayedError(NO_SECOND_DERIVATIVE.format(function), 1)  # pyright: ignore[reportAttributeAccessIssue]
-    return error(gradient.detach().requires_grad_())
+def _with_error(gradient: Tensor, cotangents: list[Tensor], function: str) -> Tensor:
+    """The gradient, behind a node that raises. It hangs on the cotangents too: torch.autograd.grad runs only the nodes
+    between its outputs and its inputs."""
+    inputs = [gradient.detach().requires_grad_(), *cotangents]
+    error = torch._C._functions.DelayedError(NO_SECOND_DERIVATIVE.format(function), len(inputs))  # pyright: ignore[reportAttributeAccessIssue]
+    outputs = error(*inputs)
+    return outputs[0] if cotangents else outputs

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import all_reduce_sum
 from torch_impl.contract import Group, PositiveInt, Sharded, ShardedInt, contract
+from torch_impl.contract.derivatives import first_derivative_only
 
 
 @contract
@@ -132,7 +133,8 @@ def with_loss(x: Sharded[Tensor, "..."], loss: Sharded[Tensor, ""]) -> Sharded[T
     the cotangent of `loss` is 1, so `loss` is to be scaled as L is.
 
     Cost:   no collective. Saves nothing.
-    Errors: TypeError for another type; ValueError for a loss that is no single number.
+    Errors: TypeError for another type; ValueError for a loss that is no single number; RuntimeError where the gradient
+            is differentiated again.
     """
     return _WithLoss.apply(x, loss)
 
@@ -144,6 +146,7 @@ class _WithLoss(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_derivative_only  # a second backward through x would add the loss again
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, Tensor]:
         return cotangent, cotangent.new_ones((), dtype=ctx.dtype)
 

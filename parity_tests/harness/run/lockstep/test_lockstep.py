@@ -5,6 +5,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -249,47 +252,76 @@ def test_many_meshes_do_not_keep_their_threads():
     assert len(ranks) <= 16 * 20
 
 
-def test_the_promised_speed(capsys):
-    """Two cores: 250, 150, 80 examples a second at world 2, 4, 8; the best of some, as other work runs beside."""
-    for world, promised in ((2, 250), (4, 150), (8, 80)):
+def test_what_an_example_costs_beside_its_arithmetic(capsys):
+    """At most 10 times what its ranks compute, without collectives, one after the other.
+
+    That is what the 250, 150 and 80 examples a second of docs/benchmarks.md, at world 2, 4 and 8, were on two cores of
+    the machine of that page; seconds alone would say more of the machine than of lockstep.
+    """
+    for world in (2, 4, 8):
+        alone = partial(toy_logprob, Alone(world), case(world), lambda x, *_: x)
         lockstep.run(toy_logprob, case(world))
-        best = 0.0
-        for _ in range(5):
-            started = time.perf_counter()
-            for _ in range(20):
-                lockstep.run(toy_logprob, case(world))
-            best = max(best, 20 / (time.perf_counter() - started))
+        ratio = min(
+            seconds_of(lambda world=world: lockstep.run(toy_logprob, case(world)))
+            / seconds_of(lambda alone=alone, world=world: [alone() for _ in range(world)])
+            for _ in range(5)  # other work runs beside
+        )
         with capsys.disabled():
-            print(f"\nlockstep, world {world}: {best:.0f} examples/s (promised {promised})", end="")
-        assert best >= promised
+            print(f"\nlockstep, world {world}: {ratio:.1f} times the arithmetic of its ranks (at most 10)", end="")
+        assert ratio <= 10
 
 
-def toy_logprob(mesh: Any, case: CaseSpec) -> Any:
+def seconds_of(function: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    for _ in range(20):
+        function()
+    return time.perf_counter() - started
+
+
+@dataclass
+class Alone:
+    """Rank 0 of a mesh, without its other ranks."""
+
+    world: int
+
+    def __getitem__(self, axis: str) -> None:
+        return None
+
+    def rank(self, axis: str) -> int:
+        return 0
+
+    def size(self, axis: str) -> int:
+        return self.world
+
+
+def over_group(x: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    dist.all_reduce(x, op, group=group)
+    return x
+
+
+def toy_logprob(mesh: Any, case: CaseSpec, reduced: Callable[..., torch.Tensor] = over_group) -> Any:
     """Forward and backward of log-probabilities over a sharded vocabulary: three all_reduces."""
     group, rank, width = mesh["tp"], mesh.rank("tp"), 16 // mesh.size("tp")
     logits = torch.randn(2, 3, width, requires_grad=True)
     local = torch.arange(6).reshape(2, 3) - rank * width
     mine = (local >= 0) & (local < width)
-    top = logits.detach().amax(-1)
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    top = reduced(logits.detach().amax(-1), group, dist.ReduceOp.MAX)
     weights = (logits - top[..., None]).exp()
-    total = Summed.apply(weights.sum(-1), group)
+    total = Summed.apply(weights.sum(-1), group, reduced)
     picked = logits.gather(-1, local.clamp(0, width - 1)[..., None])[..., 0] * mine
-    out = Summed.apply(picked, group) - top - total.log()
+    out = Summed.apply(picked, group, reduced) - top - total.log()
     (grad,) = torch.autograd.grad(out, logits, torch.ones_like(out))
     return grad.numpy()
 
 
 class Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
+    def forward(ctx: Any, x: torch.Tensor, group: Any, reduced: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return reduced(x.clone(), group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return grad, None
+        return grad, None, None
 
 
 def leaves(mesh: Any, case: CaseSpec) -> None:
