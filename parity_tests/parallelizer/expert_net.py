@@ -14,11 +14,11 @@ from torch_impl.expert_parallel import global_balance_loss, softmax_top_k, z_los
 from torch_impl.parallelizer import translate_to_torch_parallel_style
 
 BALANCE, Z = 0.5, 0.25  # large, so that a wrong gradient of either shows
-PLAN = {"blocks.*.shared_up": "colwise", "blocks.*.shared_down": "rowwise"}
+PLAN = {"blocks.*.mixture.shared_up": "colwise", "blocks.*.mixture.shared_down": "rowwise"}
 
 
-class Block(nn.Module):
-    """Tokens plus what their experts, and the shared ones, make of them; and the logits of the router."""
+class Mixture(nn.Module):
+    """What their experts, and the shared ones, make of tokens [b, s, d]; and the logits of the router, [b s, e]."""
 
     def __init__(self, router: Tensor, experts: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], k: int) -> None:
         super().__init__()
@@ -26,10 +26,23 @@ class Block(nn.Module):
         self.shared_up, self.shared_down = map(linear_layer, shared)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.router(x)
+        tokens = x.flatten(0, 1)
+        logits = self.router(tokens)
         gates, chosen, _ = softmax_top_k(logits, self.k, norm_topk_prob=True)
-        routed = self.experts(x, chosen, gates.to(x.dtype))
-        return x + routed + self.shared_down(F.silu(self.shared_up(x))), logits
+        routed = self.experts(tokens, chosen, gates.to(x.dtype))
+        return routed.view_as(x) + self.shared_down(F.silu(self.shared_up(x))), logits
+
+
+class Block(nn.Module):
+    """Tokens plus what a mixture of experts makes of them; and the logits of its router."""
+
+    def __init__(self, *of_mixture: Any) -> None:
+        super().__init__()
+        self.mixture = Mixture(*of_mixture)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, logits = self.mixture(x)
+        return x + y, logits
 
 
 class ExpertNet(nn.Module):
@@ -37,10 +50,10 @@ class ExpertNet(nn.Module):
 
     def __init__(self, values: Mapping[str, Tensor], k: int) -> None:
         super().__init__()
-        of_block = {name.removeprefix("blocks.0."): value for name, value in values.items()}
-        experts = of_block["experts.gate_up_proj"], of_block["experts.down_proj"]
-        shared = of_block["shared_up.weight"], of_block["shared_down.weight"]
-        self.blocks = nn.ModuleList([Block(of_block["router.weight"], experts, shared, k)])
+        of_mixture = {name.removeprefix("blocks.0.mixture."): value for name, value in values.items()}
+        experts = of_mixture["experts.gate_up_proj"], of_mixture["experts.down_proj"]
+        shared = of_mixture["shared_up.weight"], of_mixture["shared_down.weight"]
+        self.blocks = nn.ModuleList([Block(of_mixture["router.weight"], experts, shared, k)])
         self.head = linear_layer(values["head.weight"])
         self.k = k
 
@@ -49,11 +62,11 @@ class ExpertNet(nn.Module):
         return self.head(y), logits
 
     def loss(self, x: Tensor, tokens: int, data: ProcessGroup) -> Tensor:
-        """This rank's addend: the mean square of all outputs, and both losses of the router."""
-        y, logits = self(x)
+        """This rank's addend: the mean square of all outputs, and both losses of the router; x is its tokens [t, d]."""
+        y, logits = self(x[None])
         _, experts, probabilities = softmax_top_k(logits, self.k)
         of_router = BALANCE * global_balance_loss(probabilities, experts, data) + Z * z_loss(logits, tokens)
-        return y.square().sum() / (tokens * y.shape[1]) + of_router
+        return y.square().sum() / (tokens * y.shape[-1]) + of_router
 
 
 def plan() -> dict[str, Any]:

@@ -51,6 +51,11 @@ def of_both_batches(x, parameters, k):
     return of_one_batch(x[0], parameters, k) + of_one_batch(x[1], parameters, k)
 
 
+def sequences_can_be_sharded(case):
+    local = case.t // (case.dp_shard * case.cp * case.ep)
+    return local % case.tp == 0 or not case.in_sequence_shards
+
+
 @scheme(
     reference=of_both_batches,
     mesh={"dp_shard": (1, 2), "cp": (1, 2), "ep": (1, 2), "tp": (1, 2)},
@@ -59,24 +64,25 @@ def of_both_batches(x, parameters, k):
     dims={"m": (2,), "two": (2,), "e": (4, 8), "d": (4, 7), "f": (4, 3), "g": (8,), "o": (3,)},
     draw=dict.fromkeys(("x", *(f"parameters.{name}" for name in PARAMETERS)), values("normal")),
     options={"k": (2, 1, 3)},
-    rank_options={"recomputed": (False, True), "resharded": (None, False)},
+    rank_options={"recomputed": (False, True), "resharded": (None, False), "in_sequence_shards": (False, True)},
+    assume=sequences_can_be_sharded,
     nograd=("x",),
     dtypes=("float32", "float64"),
     roundings=6,
     reduction=("t", "d", "e", "f"),
 )
-def step_of_sharded_experts(mesh, x, parameters, k, recomputed, resharded):
+def step_of_sharded_experts(mesh, x, parameters, k, recomputed, resharded, in_sequence_shards):
     axes = mesh_axes(mesh.device_mesh)
     p = {**parameters, "gate_up": parameters["gate_up"].flatten(1, 2)}
     names = ("router.weight", "experts.gate_up_proj", "experts.down_proj", "shared_up.weight", "shared_down.weight")
-    named = {f"blocks.0.{name}": p[leaf] for name, leaf in zip(names, PARAMETERS, strict=False)}
+    named = {f"blocks.0.mixture.{name}": p[leaf] for name, leaf in zip(names, PARAMETERS, strict=False)}
     named["head.weight"] = p["head"]
 
     def local_loss(*tensors):
         net = ExpertNet({name: x.contiguous() for name, x in zip(named, tensors, strict=True)}, k)
         model = fsdp2_strategy_parallelize(
             net, mesh.device_mesh, MixedPrecisionPolicy(), plan(),
-            activation_checkpointing=recomputed, reshard_after_forward=resharded,
+            activation_checkpointing=recomputed, reshard_after_forward=resharded, sequence_parallel=in_sequence_shards,
         )  # fmt: skip
         return model, [model.loss(batch, mesh.total("t"), axes.loss_mesh.get_group()) for batch in x]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import without_other_calls
@@ -11,11 +12,22 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.choosers import even_chooser, seeded_chooser
 from parity_tests.harness.draw.drawing import draw_case
+from parity_tests.harness.judge.reference import ReferenceFailure
+from parity_tests.harness.report.report import Report
+from parity_tests.harness.verify_one_case import verify_case
 
 SHAPES_TRIED = 12
 MAX_ELEMENTS = 10**5  # of all dims together
 WIDE = 12  # elements along a dim of one id among many
 MIN_DIM_SIZE = 3  # along a dim: with two, every error is at one end or the other
+
+
+def reports(scheme: Declared, derived: Iterable[CaseSpec | None]) -> Iterator[Report]:
+    """Of the derived cases that exist. The reference may reject sizes that are never drawn: no case of this scheme."""
+    for case in derived:
+        if case is not None:
+            with suppress(ReferenceFailure):
+                yield verify_case(scheme, case)
 
 
 def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> CaseSpec | None:

@@ -86,8 +86,7 @@ def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:
         cases.of_one_id(scheme, case, 5, shard=0),
         cases.of_one_id(scheme, case, 6, shard=1),
     )
-    reports = [verify_case(scheme, other) for other in derived if other is not None]
-    failing = [report for report in reports if report.failure is None and report.notes]
+    failing = [report for report in cases.reports(scheme, derived) if report.failure is None and report.notes]
     return sorted(failing, key=_elements, reverse=True)
 
 
@@ -199,7 +198,7 @@ def _of_the_other_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> d
 def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: Note) -> Note | None:
     """The note on an addend of zeros, if that rank's is no zero in a passing case of the same mesh and options."""
     tried = (cases.of_the_menu(scheme, case, number) for number in range(PASSING_TRIED))
-    for report in (verify_case(scheme, other) for other in tried if other is not None):
+    for report in cases.reports(scheme, tried):
         tensor = next(tensor for tensor in report.tensors if tensor.label == label) if report.ok else None
         if tensor is not None and tensor.want.any():
             at = tensor.stitched.coordinates[tensor.copy]
@@ -226,7 +225,7 @@ def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
     """
     case, off = report.case, ROUNDINGS_OFF * UNIT_ROUNDOFF[COARSER[report.case.dtype]]
     wider = [case.replace(dtype=dtype) for dtype in WIDER if UNIT_ROUNDOFF[dtype] < UNIT_ROUNDOFF[case.dtype]]
-    reports = [other for other in (verify_case(scheme, wide) for wide in wider or [case]) if other.failure is None]
+    reports = [other for other in cases.reports(scheme, wider or [case]) if other.failure is None]
     if any(label not in other.notes for other in reports):
         evidence = _evidence(report, label)
         few = evidence.wrong_count < FEW * evidence.got.size
@@ -241,10 +240,10 @@ def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
 
 def _is_erratic(scheme: Declared, case: CaseSpec, label: str, off: float) -> bool | None:
     """Whether inputs a little off change the error completely; None without an error, or with too few elements."""
-    report, program = verify_case(scheme, case), Program.of(scheme)
-    if report.failure is not None or label not in report.notes:
+    report = next(cases.reports(scheme, [case]), None)
+    if report is None or report.failure is not None or label not in report.notes:
         return None
-    moved = {}
+    program, moved = Program.of(scheme), {}
     for arg in scheme.inputs:
         full = program.full_array(arg, case)
         signs = inputs.generator(case, f"off {arg.name}").choice((-1.0, 1.0), size=full.shape)

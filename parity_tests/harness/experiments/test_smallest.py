@@ -69,6 +69,20 @@ def test_another_mistake_at_a_smaller_size_is_not_followed():
     assert dict(shrink(declared(two_mistakes, "b tp=I"), report, {}).case.dims) == {"b": 4}
 
 
+def test_sizes_that_the_reference_rejects_are_no_smaller_case():
+    def with_room(x):
+        if x.shape[0] in (2, 3):
+            raise ZeroDivisionError("no room")
+        return 3.0 * x
+
+    def wrong_from_four_rows(mesh, x):
+        return x * (3 if x.shape[0] < 4 else 2)
+
+    scheme = declared(wrong_from_four_rows, "b tp=I", reference=with_room)
+    smallest = shrink(scheme, scheme.verify(b=9), {})
+    assert dict(smallest.case.dims) == {"b": 4} and smallest.smallest
+
+
 def test_where_the_runs_do_not_suffice_the_case_is_not_called_the_smallest(monkeypatch):
     def wrong(mesh, x):
         return x * 2

@@ -56,6 +56,15 @@ BUGS = (
         expect="gradient: off by the constant factor",
     ),
     InjectedBug(
+        name="a router and its experts given this rank's positions",
+        kind="sequence",
+        at="parallelizer:sequence_styles",
+        old="gathering.append(path)",
+        new="gathering += [path] if _last_rowwise(path, layer, styles) else []",
+        expect="value: ",
+        source="sequence parallelism that only gathers before layers whose end scatters",
+    ),
+    InjectedBug(
         name="the gates' gradient lost by a detach",
         kind="reduction",
         at="parallelizer:_routed",
