@@ -77,6 +77,22 @@ def injected() -> str:
     return "\n".join([*shares, last, "", f"Run on {stamp}."])
 
 
+def mutants() -> str:
+    """What the run of sampled mutants says of itself, as a list, and its date."""
+    text = (DOCS / "mutants.md").read_text()
+    shares = re.findall(r"^- \d+ of \d+ .*$", text, re.MULTILINE)
+    (stamp,) = re.findall(r"^Written by `make mutants` on (\S*) ", text, re.MULTILINE)
+    return "\n".join([*shares, "", f"Run on {stamp}."])
+
+
+def false_alarms() -> str:
+    """What the run of right code says of itself, as a list, and its date."""
+    text = (DOCS / "false-alarms.md").read_text()
+    figures = re.findall(r"^- \d+ .*\.$", text, re.MULTILINE)
+    (stamp,) = re.findall(r"^Written by `make alarms` on (\S*) ", text, re.MULTILINE)
+    return "\n".join([*figures, "", f"Run on {stamp}."])
+
+
 def located() -> str:
     """What the run of located bugs says of itself."""
     (sentence,) = re.findall(r"^\d+ bugs: .*$", (DOCS / "located.md").read_text(), re.MULTILINE)

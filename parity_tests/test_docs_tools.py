@@ -129,5 +129,8 @@ def test_the_evidence_in_short_is_that_of_the_pages():
     shown = evidence.injected().splitlines()
     assert shown[0] in injected.splitlines()
     assert f"- {injected.count('- survived: ')} survived" in evidence.injected()
+    for of_page, page in ((evidence.mutants(), "mutants"), (evidence.false_alarms(), "false-alarms")):
+        figures = [line for line in of_page.splitlines() if line.startswith("- ")]
+        assert len(figures) > 1 and set(figures) <= set((ROOT / "docs" / f"{page}.md").read_text().splitlines())
     assert evidence.located() in (ROOT / "docs" / "located.md").read_text()
     assert evidence.measured_on() in benchmarks
