@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -94,7 +96,7 @@ def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
     several = len(schemes) > 1
     with profiles.in_force(options.profile), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
-        progress = None if several else lambda done, total: bar.update(task, completed=done, total=total)
+        progress = None if several else partial(_show_examples, bar, task, schemes[0].name)
         for scheme in schemes:
             bar.update(task, description=scheme.name)
             reason = _not_applicable(scheme, options) if several else None
@@ -106,6 +108,10 @@ def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
             if options.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break
     return outcome
+
+
+def _show_examples(bar: Progress, task: TaskID, scheme: str, done: int, total: int, state: str) -> None:
+    bar.update(task, completed=done, total=total, description=f"{scheme} {state}".rstrip())
 
 
 def _expected_of(schemes: list[Declared], options: VerifyOptions) -> dict[str, Expected]:

@@ -39,6 +39,10 @@ def test_the_progress_of_one_scheme_is_that_of_its_examples(shardproof, monkeypa
         assert shardproof("verify", file, "--examples", "3")[0] == 0
         (task,) = bars.pop().tasks
         assert (task.completed, task.total) == (total, total)
+    written("fails.py", WRONG)
+    assert shardproof("verify", "fails.py", "--examples", "3")[0] == 1
+    (task,) = bars.pop().tasks
+    assert task.completed <= 3 and task.description == "wrong fails; looking for its smallest case"
 
 
 def test_a_scheme_that_the_file_has_imported():

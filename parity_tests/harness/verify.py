@@ -49,7 +49,8 @@ from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merge_re
 from parity_tests.harness.run.failure import Stalled
 from parity_tests.harness.second_opinion import VERIFIED, second_opinion
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int, str], None]
+FAILS = "fails; looking for its smallest case"
 
 
 class NothingCompared(ValueError):
@@ -72,8 +73,8 @@ def verify(
 ) -> Report:
     """See Scheme.verify; `fixed` are mesh axes, dims and options that are not drawn, `world` the number of ranks.
 
-    `progress(done, total)` is called after each drawn example, until one fails: not for the first cases, which are
-    those of a scheme of which nothing but values is drawn.
+    `progress(done, total, state)` is called after each drawn example, not for the first cases, which are those of a
+    scheme of which nothing but values is drawn; `state` is empty until one fails.
     """
     fixed = dict(fixed or {})
     if engine not in ENGINES:
@@ -223,10 +224,10 @@ def _search(
     for number in range(total):
         chooser = RecordingChooser(even_chooser(number, seed))
         reports.append(verify_or_undecided(scheme, draw(chooser)))
+        if progress:
+            progress(len(reports), total, FAILS if reports[-1].failed else "")
         if reports[-1].failed:
             return *_with_simplest(scheme, reports, draw, chooser), reports[-1].case
-        if progress:
-            progress(len(reports), total)
     return reports, 0, None
 
 
