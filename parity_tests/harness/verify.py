@@ -22,7 +22,7 @@ one that fails, and no other case tests the notes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,18 @@ FAILS = "fails; looking for its smallest case"
 
 class NothingCompared(ValueError):
     """In every example all tensors were empty, or the reference of one tensor was NaN throughout."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Reports of drawn cases; of a failure that of the simplest case that fails alike is the last.
+
+    `shrinking_steps` runs looked for that case; `as_drawn` is the case that failed first.
+    """
+
+    reports: Sequence[Report]
+    shrinking_steps: int = 0
+    as_drawn: CaseSpec | None = None
 
 
 @rejects_unknown_keywords
@@ -90,10 +102,10 @@ def verify(
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
     reports = _until_one_fails(scheme, first_cases)
     # 2. The rest is drawn, and a failure becomes the simplest case.
-    shrinking_steps, as_drawn = 0, next((report.case for report in reports if report.failed), None)
-    if total > len(reports) and as_drawn is None:
-        searched, shrinking_steps, as_drawn = _search(scheme, fixed, draw_options, seed, total - len(reports), progress)
-        reports += searched
+    search = Search(reports, as_drawn=next((report.case for report in reports if report.failed), None))
+    if total > len(reports) and search.as_drawn is None:
+        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress)
+        reports += search.reports
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok]
     if equal and not any(report.failed for report in reports):
@@ -101,14 +113,15 @@ def verify(
     left_out = {mesh_text(mesh): reason for mesh, reason in meshes_left_out(scheme, fixed, world, SHAPES[profile()])}
     trace_seconds = CLOCK.seconds - trace_seconds_before
     report = replace(
-        merge_reports(reports), left_out=left_out, trace_seconds=trace_seconds, shrinking_steps=shrinking_steps
+        merge_reports(reports), left_out=left_out, trace_seconds=trace_seconds, shrinking_steps=search.shrinking_steps
     )
     if report.ok:
         return report
     if report.is_undecided:
         return _with_replay_file(scheme, name_values_to_avoid(scheme, report), replay_folder)
     smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, fixed))
-    return _with_replay_file(scheme, check_notes(scheme, second_opinion(scheme, smallest, as_drawn)), replay_folder)
+    opinion = second_opinion(scheme, smallest, search.as_drawn)
+    return _with_replay_file(scheme, check_notes(scheme, opinion), replay_folder)
 
 
 def _with_smallest_case(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
@@ -210,11 +223,8 @@ def _search(
     seed: int,
     total: int,
     progress: Progress | None,
-) -> tuple[list[Report], int, CaseSpec | None]:
-    """Reports of the drawn cases; on a failure, those before it and that of the simplest case that fails alike.
-
-    Also the number of runs after the first failure, which look for that case, and the first failing case as drawn.
-    """
+) -> Search:
+    """Verify drawn cases until one fails, and make that one simple."""
 
     def draw(choose: Chooser) -> CaseSpec:
         options = {**draw_options, "limit": SHAPES[profile()], "with_conditions": True}
@@ -227,20 +237,20 @@ def _search(
         if progress:
             progress(len(reports), total, FAILS if reports[-1].failed else "")
         if reports[-1].failed:
-            return *_with_simplest(scheme, reports, draw, chooser), reports[-1].case
-    return reports, 0, None
+            return _with_simplest(scheme, reports, draw, chooser)
+    return Search(reports)
 
 
 def _with_simplest(
     scheme: Declared, reports: Sequence[Report], draw: Callable[[Chooser], CaseSpec], chooser: RecordingChooser
-) -> tuple[list[Report], int]:
-    """The reports with that of the simplest case in place of the last, and how many runs looked for it."""
+) -> Search:
+    """The reports with that of the simplest case in place of the last."""
     *passing, failing = reports
     # Each run starts processes on another engine, and waits as long as this one after a rank that stalled.
     if failing.case.engine != "lockstep" or isinstance(failing.failure, Stalled):
-        return [*passing, failing], 0
+        return Search(reports, as_drawn=failing.case)
     search = SimplestCase(draw, partial(verify_or_undecided, scheme), failing, chooser.choices)
-    return [*passing, search.search()], search.runs
+    return Search([*passing, search.search()], search.runs, failing.case)
 
 
 _LAST_REPLAY: dict[str, str] = {}
