@@ -323,7 +323,7 @@ def _lengths(
     lengths: dict[str, dict[str, list[int]]] = {}
     for name in _packed_dims(scheme):
         unit = 2 * _shards(scheme, mesh, name) if _is_packed(scheme, name) else 1
-        count = _sequence_count(scheme, name, shape)
+        count = sequence_count(scheme, name, shape)
         blocks = shape[name] // unit
         borders = sorted(choose(range(blocks + 1)) for _ in range((count or choose((1, 2, 3))) - 1))
         padded = [unit * int(n) for n in np.diff([0, *borders, blocks])]
@@ -347,7 +347,7 @@ def _is_packed(scheme: Declared, name: str) -> bool:
     return any(c.layout == "packed" for a in arguments for d in a.spec.dims if d.name == name for c in d.shardings)
 
 
-def _sequence_count(scheme: Declared, name: str, shape: Mapping[str, int]) -> int | None:
+def sequence_count(scheme: Declared, name: str, shape: Mapping[str, int]) -> int | None:
     """How many sequences an input of offsets or lengths has room for; None leaves it to the draw."""
     for arg in scheme.inputs:
         how = scheme.draws[arg.name]

@@ -6,7 +6,7 @@ once for each. A case of some other shape may be smaller by far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.dim_formulas import complete_dims
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.choosers import simplest
-from parity_tests.harness.draw.drawing import another, draw_case
+from parity_tests.harness.draw.drawing import another, draw_case, sequence_count
 from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.report.report import Report
@@ -149,7 +149,7 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
     }
     lengths = {
         dim: case.lengths[dim]
-        if sum(case.lengths[dim]["padded"]) == simplest_case.dims[dim] and mesh == case.scheme_mesh
+        if mesh == case.scheme_mesh and _lengths_fit(scheme, dim, case.lengths[dim]["padded"], simplest_case.dims)
         else simplest_lengths
         for dim, simplest_lengths in simplest_case.lengths.items()
     }
@@ -173,6 +173,12 @@ def _resized_other_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) ->
             other = another(scheme, resized, resized.scheme_mesh, lambda options: options[-1], same_shapes=False)
             records[name] = record_of(other)
     return records
+
+
+def _lengths_fit(scheme: Declared, dim: str, padded: Sequence[int], dims: Mapping[str, int]) -> bool:
+    """Whether these sequences fill a dim, and are as many as an input of their offsets or lengths has room for."""
+    count = sequence_count(scheme, dim, dims)
+    return sum(padded) == dims[dim] and count in (None, len(padded))
 
 
 def _same_dim(key: str, case: CaseSpec, simplest_case: CaseSpec, mesh: Mapping[str, int]) -> bool:

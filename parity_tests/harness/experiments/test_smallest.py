@@ -4,7 +4,7 @@ import pytest
 
 from parity_tests.harness.experiments.smallest import MAX_RUNS, shrink
 from parity_tests.harness.verify_one_case import verify_case
-from shardproof import scheme, values
+from shardproof import offsets, scheme, values
 
 
 def declared(function, inputs, outputs=None, **more):
@@ -81,6 +81,21 @@ def test_sizes_that_the_reference_rejects_are_no_smaller_case():
     scheme = declared(wrong_from_four_rows, "b tp=I", reference=with_room)
     smallest = shrink(scheme, scheme.verify(b=9), {})
     assert dict(smallest.case.dims) == {"b": 4} and smallest.smallest
+
+
+def test_fewer_sequences_than_drawn_are_other_sequences():
+    """`cu` has an offset more than there are sequences, so lengths of four are no lengths of two."""
+
+    def wrong(mesh, x, cu):
+        return 2 * x
+
+    declaration = scheme(
+        reference=lambda x, cu: 3.0 * x, mesh={"cp": (1,)}, inputs={"x": "t", "cu": "n"}, outputs="t",
+        draw={"x": values("normal"), "cu": offsets("t")}, dims={"t": (8, 6), "n": (5, 3)}, dtypes=("float32",),
+    )(wrong)  # fmt: skip
+    report = verify_case(declaration, declaration.case(t=8, n=5))
+    smallest = shrink(declaration, report, {})
+    assert dict(smallest.case.dims) == {"t": 6, "n": 3} and smallest.smallest
 
 
 def test_where_the_runs_do_not_suffice_the_case_is_not_called_the_smallest(monkeypatch):
