@@ -97,7 +97,7 @@ SIZES = "scheme 'right': "
         (("--mesh", "tp=2,tp=4"), "--mesh 'tp=4' says 'tp' a second time; give each size once"),
         (("--mesh", "tp=0"), SIZES + "tp=0; sizes are integers >= 1"),
         (("--mesh", "tq=2"), SIZES + "'tq' is no mesh axis, dim or option (tp, b)"),
-        (("--mesh", "tp=65"), SIZES + "no mesh of {'tp': 65} has 64 ranks or fewer, which is the limit"),
+        (("--mesh", "tp=65"), SIZES + "no mesh of tp=65 has 64 ranks or fewer, which is the limit"),
         (("--dim", "b=1.5"), "--dim 'b=1.5' is not NAME=NUMBER with a whole number of at least 0, such as s=16"),
         (("--dim", "b=-1"), "--dim 'b=-1' is not NAME=NUMBER with a whole number of at least 0, such as s=16"),
         (

@@ -9,7 +9,13 @@ import torch.distributed._functional_collectives as functional
 
 from parity_tests.harness import verify_one_case
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.conditions import CONDITIONS, OTHER_CALLS, record_of, with_one_less
+from parity_tests.harness.declare.conditions import (
+    CONDITIONS,
+    NOT_ALWAYS_PROMISED,
+    OTHER_CALLS,
+    record_of,
+    with_one_less,
+)
 from parity_tests.harness.draw.choosers import seeded_chooser
 from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.verify_one_case import verify_case
@@ -212,6 +218,9 @@ def test_the_condition_finds_what_is_wrong_under_it_alone(name):
     report = declared(name).verify(examples=MANY)
     assert list(report.case.conditions) == [name], str(report)
     assert "\n  only when " in str(report) and WRONG[name][2] in str(report), str(report)
+    may_be_meant = name in NOT_ALWAYS_PROMISED or report.verdict == "raised"
+    advice = f"declare excluded_conditions={(*report.excluded_conditions, name)!r}"
+    assert (advice in " ".join(str(report).split())) == may_be_meant, str(report)  # a long sentence has line breaks
 
 
 @pytest.mark.parametrize("name", OF_THE_SAME_SHAPES)

@@ -103,6 +103,7 @@ def _source(scheme: Declared, program: Program, case: CaseSpec) -> dict[str, Any
     return {
         "implementation": scheme.implementation,
         "source": f"{base(scheme.file)}:{scheme.line}",
+        "excluded_conditions": scheme.excluded_conditions,
         "scalars": {arg.name: program.full_array(arg, case).item() for arg in scheme.inputs if not arg.spec.dims},
     }
 

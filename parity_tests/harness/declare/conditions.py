@@ -46,6 +46,8 @@ WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
 OTHER_CALLS = ("call_before", "call_between")
 # Conditions under which a function may send less than its declared cost, or sends it twice.
 OF_ANOTHER_COST = ("frozen", "unused", *OTHER_CALLS, "second_backward", *WITHOUT_GRADIENTS)
+# Under these a function may return something else by its design, as one that computes no gradient of a frozen weight.
+NOT_ALWAYS_PROMISED = ("frozen", "unused", "second_backward", *WITHOUT_GRADIENTS, "overwritten")
 COTANGENT = "cotangent "
 
 

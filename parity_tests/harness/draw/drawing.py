@@ -202,9 +202,8 @@ def _mesh_choices(
     tried = size_choices.meshes(scheme, sizes, world)
     if not tried:
         reason = f"has {counted(world, 'rank')}" if world else f"has {LARGEST_WORLD} ranks or fewer, which is the limit"
-        raise rejection(
-            f"no mesh of { ({**scheme.mesh, **{a: n for a, n in sizes.items() if a in scheme.mesh}}) } {reason}"
-        )
+        axes = {**scheme.mesh, **{axis: size for axis, size in sizes.items() if axis in scheme.mesh}}
+        raise rejection(f"no mesh of {size_choices.sizes_text(axes)} {reason}")
     shapes = size_choices.shapes(scheme, sizes, tried, limit, options)
     tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
     nothing = (

@@ -9,6 +9,7 @@ from contextlib import suppress
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import without_other_calls
 from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.draws import BY_NAME
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.choosers import even_chooser, seeded_chooser
 from parity_tests.harness.draw.drawing import draw_case
@@ -19,6 +20,7 @@ from parity_tests.harness.verify_one_case import verify_case
 SHAPES_TRIED = 12
 MAX_ELEMENTS = 10**5  # of all dims together
 WIDE = 12  # elements along a dim of one id among many
+ORDINARY = ("normal", *BY_NAME, "ties", "iota", "ones")  # kinds of values, those without equal or extreme ones first
 MIN_DIM_SIZE = 3  # along a dim: with two, every error is at one end or the other
 
 
@@ -104,9 +106,15 @@ def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSp
 
 
 def normal_values(scheme: Declared, case: CaseSpec) -> dict[str, object]:
-    """The values of a case with all floating inputs of kind `normal`, so that none are equal or extreme."""
+    """The values of a case with all floating inputs of the most ordinary kind that is declared for them.
+
+    That is `normal`, unless the function is for others alone: a mask of ones, numbers above zero.
+    """
     return {
-        name: {"kind": "normal"} if scheme.draws[name].kind == "float" else value for name, value in case.values.items()
+        name: {"kind": next((kind for kind in ORDINARY if kind in draw.kinds), draw.kinds[0])}
+        if (draw := scheme.draws[name]).kind == "float"
+        else value
+        for name, value in case.values.items()
     }
 
 

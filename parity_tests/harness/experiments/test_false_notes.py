@@ -138,6 +138,24 @@ def test_a_mean_for_a_sum_is_named_by_its_line(op, reference, words):
     assert note in notes(declaration.verify())
 
 
+def test_a_claim_is_tried_on_the_values_that_are_declared():
+    """A mean over a mask of ones is off by the ranks; of a mask of normal values, which is none, by no constant."""
+
+    def locally_normalised(mesh, x, mask):
+        return summed((x * mask).sum(1) / mask.sum(1), mesh["tp"])
+
+    declaration = declared(
+        locally_normalised, lambda x, mask: (x * mask).sum(1) / mask.sum(1),
+        {"x": "b s/tp", "mask": "b s/tp"}, "b tp=I",
+        draw={"x": values("normal"), "mask": values("ones")}, nograd=("mask",), mesh={"tp": (2, 4)},
+    )  # fmt: skip
+    report = declaration.verify()
+    (of_output, *_), (of_gradient, *_) = report.notes["out"], report.notes["d/d x"]
+    for note in (of_output, of_gradient):
+        assert "off by the constant factor" in note and "(= tp)" in note, note
+    assert report.values_to_avoid == ()  # that a mask of other values would hide it is no advice
+
+
 def test_a_sum_is_not_blamed_for_a_factor_that_is_the_ranks_by_chance():
     doubled = reduced_by(dist.ReduceOp.SUM, factor=2.0)
     declaration = declared(

@@ -190,9 +190,7 @@ def _call(
             raise
         except Exception as error:
             message = f"raised {type(error).__name__}{at_users_line(error)}: {_first_line(error)}"
-            if "racer" in str(error):  # JAX's Tracer, which torch and NumPy do not take
-                message += "; JAX traces a reference: write jnp and jax there, not torch or numpy"
-            raise _failure(scheme, message) from error
+            raise _failure(scheme, message + _remedy(error, case)) from error
         _PROGRAMS.setdefault(scheme.reference, {})[signature] = program, structure
         CLOCK.seconds += time.perf_counter() - start
         CLOCK.count += 1
@@ -362,6 +360,23 @@ def _rms(derivatives: Any) -> np.ndarray:
 
 def _failure(scheme: Declared, message: str) -> ReferenceFailure:
     return ReferenceFailure(f"scheme '{scheme.name}': {name_of_reference(scheme.reference)} {message}")
+
+
+SIZE_ERRORS = (ArithmeticError, AssertionError, IndexError, TypeError, ValueError)  # what sizes may lead to
+
+
+def _remedy(error: Exception, case: CaseSpec) -> str:
+    """What to do about an exception of the reference."""
+    import jax
+
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        return "; JAX traces a reference: write jnp.where or jax.lax.cond where a value decides"
+    if "racer" in str(error):  # JAX's Tracer, which torch and NumPy do not take
+        return "; JAX traces a reference: write jnp and jax there, not torch or numpy"
+    if not isinstance(error, SIZE_ERRORS) or not case.dims:
+        return ""
+    sizes = " ".join(f"{name}={size}" for name, size in case.dims.items())
+    return f"; if it is not for {sizes}, declare the sizes that it is for: dims={{...}} or assume="
 
 
 def _first_line(error: BaseException) -> str:

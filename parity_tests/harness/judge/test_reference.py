@@ -233,7 +233,7 @@ def test_arrays_passed_by_hand_replace_drawn_ones():
 
 def test_an_error_of_the_reference_is_one_sentence():
     def broken(x, n):
-        raise RuntimeError(f"no mathematics for {x.shape}\nand a second line")
+        raise ValueError(f"no mathematics for {x.shape}\nand a second line")
 
     def on_ranks(mesh, x, n): ...
 
@@ -245,15 +245,27 @@ def test_an_error_of_the_reference_is_one_sentence():
         evaluated(declaration, declaration.case(b=4))
     at = f"test_reference.py:{broken.__code__.co_firstlineno + 1}"
     assert str(caught.value) == (
-        f"scheme 'on_ranks': reference broken raised RuntimeError at {at}: no mathematics for (4,)"
+        f"scheme 'on_ranks': reference broken raised ValueError at {at}: no mathematics for (4,); "
+        "if it is not for b=4, declare the sizes that it is for: dims={...} or assume="
     )
-    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.parametrize("doubled", [lambda x: torch.cat([x, x]), lambda x: np.asarray(x) * 2], ids=["torch", "numpy"])
 def test_a_reference_in_torch_or_numpy_is_rejected_with_what_to_write(doubled):
     declaration = scheme(reference=doubled, mesh={"tp": (1,)}, inputs={"x": "b/tp"}, outputs="b/tp")(lambda mesh, x: x)
     with pytest.raises(ReferenceFailure, match="JAX traces a reference: write jnp and jax there, not torch or numpy"):
+        evaluated(declaration, declaration.case(b=4))
+
+
+def test_a_reference_that_branches_on_a_value_is_rejected_with_what_to_write():
+    def branching(x):
+        return x if x[0] > 0 else -x
+
+    declaration = scheme(reference=branching, mesh={"tp": (1,)}, inputs={"x": "b/tp"}, outputs="b/tp")(
+        lambda mesh, x: x
+    )
+    with pytest.raises(ReferenceFailure, match=r"write jnp\.where or jax\.lax\.cond where a value decides"):
         evaluated(declaration, declaration.case(b=4))
 
 

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from parity_tests.harness.declare.case import SPARE, CaseSpec
-from parity_tests.harness.declare.conditions import LARGER_WORLD, phrases
+from parity_tests.harness.declare.conditions import LARGER_WORLD, NOT_ALWAYS_PROMISED, phrases
 from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declared import Cost, Implementation
 from parity_tests.harness.declare.draws import EXTREME
@@ -112,6 +112,7 @@ class Report:
     engines_disagree: str | None = None  # why it fails here and passes on gloo in fresh processes
     shards: str | None = None  # the shard of each input on the rank that raised
     scalars: Mapping[str, float] = field(default_factory=dict)  # the value of each input without dims
+    excluded_conditions: tuple[str, ...] = ()  # those that the scheme declares, or its place does
     implementation: Implementation | None = None  # whose functions were judged, if not ours
     source: str = ""  # file:line of the function
     clearer_report: Report | None = None  # of a larger case that fails alike, which shows more of the mistake
@@ -302,11 +303,18 @@ class Report:
         return self.failure is not None and self.failure.cause in ("died", "stalled")
 
     def _how_to_exclude(self) -> str:
-        """Where a function rejects a way of calling by an exception: how a scheme says that this is meant."""
-        is_raised = self.failure is not None and self.failure.cause == "raised"
-        if not (is_raised and self.conditions_needed and len(self.case.conditions) == 1):
+        """How a scheme says that a function does not promise the one way of calling in which it fails.
+
+        Other numbers because of strides or of another call are never meant.
+        """
+        if not self.conditions_needed or len(self.case.conditions) != 1:
             return ""
-        return f"; if that is meant, declare excluded_conditions=({next(iter(self.case.conditions))!r},)"
+        is_raised = self.failure is not None and self.failure.cause == "raised"
+        (name,) = self.case.conditions
+        if not is_raised and name not in NOT_ALWAYS_PROMISED:
+            return ""
+        declared = f"excluded_conditions={(*self.excluded_conditions, name)!r}"
+        return f"; if {'that is meant' if is_raised else 'it is never called so'}, declare {declared}"
 
     def _hints(self) -> list[str]:
         """What the failing case shows by itself: that it needs no sharding, or which special values it has."""

@@ -50,13 +50,19 @@ def namespaces_of(job: Any) -> dict[str, Namespace]:
     """The namespaces that each rank has for itself while it runs a scheme's program; none for any other job.
 
     They are those of the scheme's module and of what it imports that is no installed library, of `isolate`, and where
-    the scheme has an `around` or a `setup` those that torch's context managers change. Errors: ImportError for a name
+    the scheme has an `around` or a `setup` those that torch's context managers change. Errors: ValueError for a name
     in `isolate` that is no module.
     """
     if not isinstance(job, Program):
         return {}
     for name in job.isolate:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"scheme '{job.name}': isolate names {name!r}, and there is no module {error.name!r}; name one that is "
+                "installed, such as 'megatron.core'"
+            ) from None
     names = {*_imported_by(job.fn.__module__), *(name for name in travel.IMPORTED_WITH_SCHEMES if name in sys.modules)}
     if job.isolate:  # of several thousand modules
         names |= {name for name in sys.modules for root in job.isolate if f"{name}.".startswith(f"{root}.")}

@@ -126,6 +126,12 @@ def test_what_the_process_binds_between_two_runs_is_every_ranks(tmp_path):
     assert scheme.run([1.0, 1.0], tp=2).tolist() == [1114.0, 1114.0]
 
 
+def test_a_name_that_is_no_module_is_rejected(tmp_path):
+    naming = declared(tmp_path, "naming", "return x", "isolate=('torhc.library',)")
+    with pytest.raises(ValueError, match=r"isolate names 'torhc\.library', and there is no module 'torhc'; name one"):
+        naming.verify(examples=1, tp=2, b=2)
+
+
 def test_a_module_of_a_library_is_isolated_where_it_is_named(tmp_path):
     body = "import this_library as L; L.VALUE = mesh.rank('tp'); dist.barrier(group=mesh['tp'])\n"
     body += "    return x * 2 + L.VALUE - mesh.rank('tp')"
