@@ -32,7 +32,7 @@ def by_rules(q, k, v, causal, window):
 
 EXCHANGES = ("ring", "all_gather", "ulysses")
 DECLARED = dict(
-    draw={**HEADS, **RULES}, dtypes=DTYPES, reduction=("s", "p", "h"), roundings=ROUNDINGS, assume=can_share_heads
+    draw={**HEADS, **RULES}, dtypes=DTYPES, reduction=("s", "p"), roundings=ROUNDINGS, assume=can_share_heads
 )
 SIZES = {"b": (2,), "h": (12,), "g": (12, 1), "s": (24,), "p": (4,), "one": (1,)}
 
@@ -71,7 +71,7 @@ IN_ORDER = dict(
     dims={"b": (1,), "h": (12,), "g": (1,), "s": (24,), "p": (4,)},
     draw=HEADS,
     dtypes=DTYPES,
-    reduction=("s", "p", "h"),
+    reduction=("s", "p"),
     roundings=ROUNDINGS,
     cost=contiguous_cost,
     assume=can_share_heads,

@@ -56,7 +56,7 @@ def declared(layout, ranks, exchanges, **sizes):
         draw={**HEADS, **RULES, "padded": offsets("s", padded=True), "real": offsets("s")},
         rank_options={"exchange": exchanges},
         dtypes=DTYPES,
-        reduction=("s", "p", "h"),
+        reduction=("s", "p"),
         roundings=ROUNDINGS,
         cost=packed_cost(layout),
         assume=can_share_heads,
@@ -159,7 +159,7 @@ def of_documents(q, k, v, causal, window):
     dims={"b": (1,), "h": (12,), "g": (2,), "s": (48,), "p": (2,), "one": (1,)},
     draw={**HEADS, **RULES},
     dtypes=DTYPES,
-    reduction=("s", "p", "h"),
+    reduction=("s", "p"),
     roundings=ROUNDINGS,
     cost=lambda c, causal, window: usp_cost(c, causal, window, documents(c.s, c.ring), DOCUMENTS, WRITTEN),
 )

@@ -34,7 +34,7 @@ class _OnCuda(OneBlock):
     draw={**dict.fromkeys("qkv", values("normal", "ties", "zeros")), "seen": two_keys_or_more},
     options={"rule": RULES},
     dtypes=("bfloat16", "float32"),
-    reduction=("j", "p", "i", "h"),
+    reduction=("j", "p", "i"),
     roundings=3,
 )
 def attention_by_kernels_of_cuda(mesh, q, k, v, seen, rule):

@@ -89,7 +89,7 @@ def halo_cost(c):
     draw=HEADS_DRAWN,
     options={"causal": (False, True), "window": (11,), "documents": (1, 3)},
     dtypes=DTYPES,
-    reduction=("s", "p", "h"),
+    reduction=("s", "p"),
     roundings=ROUNDINGS,
     cost=halo_cost,
 )

@@ -31,7 +31,7 @@ DRAWN = dict(
     draw={**HEADS, **RULES, "sinks": values("normal", "ties")},
     options={"softcap": (None, 0.5, 2.0)},
     dtypes=DTYPES,
-    reduction=("b", "s", "p", "h"),
+    reduction=("b", "s", "p"),
     roundings=ROUNDINGS,
 )
 DIMS = {"b": (1,), "h": (4,), "g": (4, 2), "s": (SIZE,), "p": (4,), "one": (1,)}

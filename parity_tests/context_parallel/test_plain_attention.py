@@ -31,7 +31,7 @@ def of_one_block(q, k, v, seen, rule):
     draw={**dict.fromkeys("qkv", values("normal", "ties", "zeros")), "seen": two_keys_or_more},
     options={"rule": RULES},
     dtypes=("float32", "float64", "bfloat16"),
-    reduction=("j", "p", "i", "h"),
+    reduction=("j", "p", "i"),
     roundings=3,  # the output, and its product with the cotangent, from which a gradient is computed
 )
 def attention_by_plain_operations(mesh, q, k, v, seen, rule):

@@ -102,7 +102,7 @@ DECLARED = dict(
     draw=HEADS,
     options={"tree": ("responses", "turns"), "causal": (True, False), "window": (None, 11)},
     dtypes=DTYPES,
-    reduction=("s", "p", "h"),
+    reduction=("s", "p"),
     roundings=ROUNDINGS,
 )
 EXCHANGES = {"exchange": ("ring", "all_gather", "ulysses")}

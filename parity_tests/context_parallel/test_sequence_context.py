@@ -28,7 +28,7 @@ def attended(q, k, v, causal):
     draw={name: values("normal", "ties") for name in ("q", "k", "v")},
     options={"causal": (True, False)},
     rank_options={"rotate": ("allgather", "alltoall", "addtoall", None)},
-    reduction=("s", "p", "h"),
+    reduction=("s", "p"),
     dtypes=("float32", "float64"),
 )
 def attention_inside(mesh, q, k, v, causal, rotate):

@@ -310,9 +310,10 @@ def _exact(
 
 
 def _terms(scheme: Declared, case: CaseSpec, arg: Argument, role: str) -> int:
-    """How many terms are summed into one element: the declared reduction, else what the shapes allow.
+    """How many terms are summed into one element: of an output the declared reduction, else what the shapes allow.
 
-    That is all dims that this tensor lacks, or one that it has, summed over and put back, as in a softmax.
+    That is all dims that this tensor lacks, or one that it has, summed over and put back, as in a softmax; both of a
+    gradient, if the one that it has is declared: that of values adds up the rows, and the heads that share them.
     """
     if scheme.reduction is not None and role == "output":
         return math.prod(size_of(name, case.dims) for name in scheme.reduction)
@@ -320,4 +321,6 @@ def _terms(scheme: Declared, case: CaseSpec, arg: Argument, role: str) -> int:
     names = {name for other in tensors for name in other.spec.dim_names}
     names |= set(scheme.reduction or ())
     lacking = math.prod(size_of(name, case.dims) for name in names - set(arg.spec.dim_names))
-    return max([lacking, *(size_of(name, case.dims) for name in names & set(arg.spec.dim_names))])
+    own = names & set(arg.spec.dim_names)
+    put_back = max([1, *(size_of(name, case.dims) for name in own & set(scheme.reduction or ()))])
+    return max([lacking * put_back, *(size_of(name, case.dims) for name in own)])

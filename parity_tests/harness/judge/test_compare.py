@@ -298,5 +298,6 @@ def test_how_many_terms():
     assert compare._terms(matmul, case, w, "gradient") == 10
     object.__setattr__(matmul, "reduction", ("d",))
     assert compare._terms(matmul, case, matmul.outputs[0], "output") == 10
+    assert compare._terms(matmul, case, x, "gradient") == 50  # as of a softmax over d: each of 5 is itself a sum of 10
     object.__setattr__(matmul, "reduction", ())
     assert compare._terms(matmul, case, matmul.outputs[0], "output") == 1
