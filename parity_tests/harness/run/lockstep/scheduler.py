@@ -88,6 +88,10 @@ class Scheduler:
         if not self._pass(rank):
             self.moves = moves  # a poll that no rank can answer is no progress
 
+    def can_others_run(self, rank: int) -> bool:
+        """Whether another rank waits for nothing but its turn."""
+        return any(other != rank for other in self._runnable(rank))
+
     def wake(self, rank: int, pending: Pending) -> None:
         """`pending` is done; its rank can run again."""
         if self.waits[rank] is pending:
