@@ -72,14 +72,14 @@ def loss_of_blocks(token, table, norm, up, down):
     mesh={"tp": (2, 1)},
     inputs={"token": "b s", "table": "v d tp=I", **{leaf: f"{spec} tp=I" for leaf, spec in LEAVES.items()}},
     outputs="tp=I",
-    rank_options={"recomputed": (True, False)},
+    rank_options={"recomputed": (True, False), "in_sequence_shards": (False, True)},
     draw={"token": token_below("v"), **dict.fromkeys(("table", *LEAVES), values("normal"))},
     dims={"b": (2,), "s": (4,), "v": (7,), "d": (4,), "f": (6,), "l": (1,)},
     dtypes=("float64",),
     reduction=("b", "s", "d", "f"),
     roundings=10,
 )
-def step_of_compiled_blocks(mesh, token, table, norm, up, down, recomputed):
+def step_of_compiled_blocks(mesh, token, table, norm, up, down, recomputed, in_sequence_shards):
     leaves = dict(zip(LEAVES, (norm, up, down), strict=True))
     named = {"embedding.weight": table.contiguous()} | {
         f"blocks.{block}.{NAMES[leaf]}.weight": x[block].contiguous()
@@ -94,7 +94,7 @@ def step_of_compiled_blocks(mesh, token, table, norm, up, down, recomputed):
         of_blocks = ([weights[f"blocks.{block}.{NAMES[leaf]}.weight"] for leaf in LEAVES] for block in range(len(norm)))
         model = fsdp2_strategy_parallelize(
             Net(weights["embedding.weight"], *of_blocks), mesh.device_mesh, MixedPrecisionPolicy(), plan,
-            activation_checkpointing=recomputed, **COMPILED,
+            activation_checkpointing=recomputed, sequence_parallel=in_sequence_shards, **COMPILED,
         )  # fmt: skip
         return model, [(model(token) ** 3).sum()]
 
