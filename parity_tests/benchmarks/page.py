@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
@@ -11,10 +12,12 @@ from pathlib import Path
 
 from parity_tests.benchmarks.figure import Figure
 
+LAST = "The run took"
 HEAD = """# Benchmarks
 
 Every promised figure beside what one run measured, kept or missed. Ratios are taken between arms of the same run, in
-turn, so that the machine's load meets both; absolute times are this machine's. Written by `make bench`.
+turn, so that the machine's load meets both; absolute times are this machine's. Written by `make bench`; a section that
+was measured apart, by `python -m parity_tests.benchmarks --only` and its name, says when.
 
 {machine}
 
@@ -43,12 +46,25 @@ def _processor() -> str:
 def text(sections: Sequence[tuple[str, Sequence[Figure]]], on: str, seconds: float) -> str:
     """The text of the page."""
     parts = [HEAD.format(machine=on)]
-    for title, figures in sections:
-        parts.append(f"## {title}\n\n| figure | promised | measured | |\n| --- | --- | --- | --- |\n")
-        parts += [f"| {f.name} | {f.promised} | {f.measured} | {f.verdict} |\n" for f in figures]
-        parts.append("\n" + "".join(f"- {names}: {how}.\n" for how, names in _named_by_how(figures)) + "\n")
-    parts.append(f"The run took {seconds:.0f} s.\n")
+    parts += [_section(title, figures) for title, figures in sections]
+    parts.append(f"{LAST} {seconds:.0f} s.\n")
     return "".join(parts)
+
+
+def with_section(page: str, title: str, figures: Sequence[Figure], on: str) -> str:
+    """The page with another text of one section, or with it as its last, which says that it was measured apart."""
+    head, *sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
+    *body, last = re.split(rf"^(?={LAST})", "".join(sections), flags=re.MULTILINE)
+    texts = {text.partition("\n")[0]: text for text in re.split(r"^(?=## )", "".join(body), flags=re.MULTILINE) if text}
+    texts[f"## {title}"] = _section(title, figures, f"Measured apart, {on}\n\n")
+    (whole_run,) = re.findall(r"^\d{4}-.*$", head, re.MULTILINE)
+    return HEAD.format(machine=whole_run) + "".join(texts.values()) + last
+
+
+def _section(title: str, figures: Sequence[Figure], on: str = "") -> str:
+    rows = "".join(f"| {f.name} | {f.promised} | {f.measured} | {f.verdict} |\n" for f in figures)
+    how = "".join(f"- {names}: {how}.\n" for how, names in _named_by_how(figures))
+    return f"## {title}\n\n{on}| figure | promised | measured | |\n| --- | --- | --- | --- |\n{rows}\n{how}\n"
 
 
 def _named_by_how(figures: Sequence[Figure]) -> list[tuple[str, str]]:

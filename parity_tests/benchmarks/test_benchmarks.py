@@ -3,7 +3,7 @@
 import pytest
 
 from parity_tests.benchmarks.figure import Figure, spread
-from parity_tests.benchmarks.page import machine, text
+from parity_tests.benchmarks.page import machine, text, with_section
 from parity_tests.benchmarks.survivors import PARENT
 from parity_tests.benchmarks.toy import FAILING, killed, toy, toy_case
 from parity_tests.harness.run.engines import run
@@ -56,3 +56,14 @@ def test_a_page_shows_kept_missed_and_unpromised_figures():
     assert "| free | - | 4 s | - |" in page
     assert "- early: once.\n- late; free: twice.\n" in page
     assert page.endswith("The run took 7 s.\n")
+
+
+def test_a_section_is_measured_apart():
+    page = text([("Times", [Figure("early", "-", "1 s", None, "once")])] * 1, "2026-01-01: here.", 7.0)
+    later = [Figure("early", "-", "2 s", None, "again")]
+    replaced = with_section(page, "Times", later, "2026-02-02: there.")
+    assert replaced.count("## Times") == 1 and "| early | - | 2 s |" in replaced and "1 s" not in replaced
+    assert "\n2026-01-01: here.\n" in replaced and "## Times\n\nMeasured apart, 2026-02-02: there.\n\n|" in replaced
+    added = with_section(replaced, "Sizes", later, "2026-02-02: there.")
+    assert added.index("## Times") < added.index("## Sizes") < added.index("The run took 7 s.")
+    assert with_section(added, "Sizes", later, "2026-02-02: there.") == added
