@@ -21,7 +21,7 @@ A tensor is an input by its name, or `cotangent NAME` of an output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from parity_tests.harness.declare.case import CaseSpec
@@ -63,6 +63,18 @@ def excluded_by_default(module: str) -> tuple[str, ...]:
 def phrases(case: CaseSpec) -> list[str]:
     """Each condition of the case as a clause that follows `when`: `logits is a transposed view`."""
     return [phrase for name, value in case.conditions.items() for phrase in _phrases(name, value, case)]
+
+
+def how_to_exclude(case: CaseSpec, excluded: Sequence[str], is_raised: bool) -> str:
+    """How a scheme says that its function does not promise the one condition under which it fails; empty for several.
+
+    Other numbers because of strides or of another call are never meant.
+    """
+    name = next(iter(case.conditions))
+    if len(case.conditions) != 1 or not (is_raised or name in NOT_ALWAYS_PROMISED):
+        return ""
+    meant = "that is meant" if is_raised else "it is never called so"
+    return f"; if {meant}, declare excluded_conditions={(*excluded, name)!r}"
 
 
 def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:

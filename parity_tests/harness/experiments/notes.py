@@ -131,8 +131,9 @@ def _tested_hypothesis(
 ) -> Note | None:
     """What is printed of a hypothesis of `origin`, which is `report` itself or that of another failing case.
 
-    1. One on rounding is tried in wider dtypes; that of another case is dropped. One on an addend of zeros is tried in
-       cases that pass, as that of a stage which has no part in a loss is always zero.
+    1. One on rounding must be that of each failing case, and is tried in wider dtypes; that of another case is dropped.
+       One on an addend of zeros is tried in cases that pass, as that of a stage which has no part in a loss is always
+       zero.
     2. Any other keeps the claims that each case supports which could show its pattern; without any left it is None.
     3. One of another case is printed with the sizes of that case.
     4. One of this case says so if no other case could test it, or takes the words of a larger case if it rests on one
@@ -140,7 +141,9 @@ def _tested_hypothesis(
     """
     is_of_this_case = origin is report
     if note.scope == ROUNDING:
-        if not is_of_this_case:
+        if not is_of_this_case or not all(
+            any(n.scope == ROUNDING for n in other.notes[label]) for other in same_tensor
+        ):
             return None
         vanishes = _vanishes(scheme, origin, label)
         if vanishes is None:

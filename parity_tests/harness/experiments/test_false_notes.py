@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 
 from parity_tests.harness import verify_one_case
+from parity_tests.harness.experiments.notes import check_notes
 from parity_tests.specimens.wrong_gradients import (
     GatherWithoutSum,
     line_of,
@@ -260,6 +261,22 @@ def test_an_element_that_one_dtype_misses_is_no_rounding():
         forgetful, lambda x: jax.nn.softmax(x, -1), "b v tp=I", "b v tp=I", dtypes=("bfloat16",), dims={"v": (64,)}
     )
     assert not any("within what" in note for note in notes(declaration.verify(b=4)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_order_among_large_numbers_is_no_rounding(seed):
+    """Two rows that change places differ by less than bfloat16 may lose beside a row that is far larger."""
+
+    def swapped(mesh, x):
+        return (x - x.mean(0, keepdim=True))[[1, 0, *range(2, len(x))]]
+
+    declaration = declared(
+        swapped, lambda x: x - x.mean(0, keepdims=True), "t tp=I", "t tp=I",
+        draw={"x": values("large", "normal")}, mesh={"tp": (1,)}, dims={"t": (12,)},
+    )  # fmt: skip
+    case = declaration.case(t=12, seed=seed).replace(values={"x": {"kind": "large"}})
+    report = verify_one_case.verify_case(declaration, case)
+    assert not any("accumulation may do" in note for note in notes(check_notes(declaration, report)))
 
 
 def test_other_values_in_another_order_are_those_of_the_other_call(monkeypatch):

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from parity_tests.harness.declare.case import SPARE, CaseSpec
-from parity_tests.harness.declare.conditions import LARGER_WORLD, NOT_ALWAYS_PROMISED, phrases
+from parity_tests.harness.declare.conditions import LARGER_WORLD, how_to_exclude, phrases
 from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declared import Cost, Implementation
 from parity_tests.harness.declare.draws import EXTREME
@@ -278,7 +278,11 @@ class Report:
             parts.append(Sentence("\n".join(self._case_and_replay())))
             if self.case.conditions and not self._ends_by_itself:
                 only = "only when" if self.conditions_needed else "seen when"
-                parts.append(Sentence(f"  {only} {' and '.join(phrases(self.case))}{self._how_to_exclude()}"))
+                is_raised = self.failure is not None and self.failure.cause == "raised"
+                advice = (
+                    how_to_exclude(self.case, self.excluded_conditions, is_raised) if self.conditions_needed else ""
+                )
+                parts.append(Sentence(f"  {only} {' and '.join(phrases(self.case))}{advice}"))
             if self.state_between_calls is not None:
                 parts.append(Sentence(f"  {self.state_between_calls}"))
             parts += [Sentence("  " + hint) for hint in self._hints()]
@@ -301,20 +305,6 @@ class Report:
     def _ends_by_itself(self) -> bool:
         """Whether a rank ended or hung: of that, the way of calling is seldom the cause."""
         return self.failure is not None and self.failure.cause in ("died", "stalled")
-
-    def _how_to_exclude(self) -> str:
-        """How a scheme says that a function does not promise the one way of calling in which it fails.
-
-        Other numbers because of strides or of another call are never meant.
-        """
-        if not self.conditions_needed or len(self.case.conditions) != 1:
-            return ""
-        is_raised = self.failure is not None and self.failure.cause == "raised"
-        (name,) = self.case.conditions
-        if not is_raised and name not in NOT_ALWAYS_PROMISED:
-            return ""
-        declared = f"excluded_conditions={(*self.excluded_conditions, name)!r}"
-        return f"; if {'that is meant' if is_raised else 'it is never called so'}, declare {declared}"
 
     def _hints(self) -> list[str]:
         """What the failing case shows by itself: that it needs no sharding, or which special values it has."""
