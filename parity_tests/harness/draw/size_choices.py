@@ -153,6 +153,18 @@ def objection(
                 except ValueError as error:
                     return str(error)
             sizes = list(dict.fromkeys(pieces))
+    return _no_room(scheme, shape)
+
+
+def _no_room(scheme: Declared, shape: Mapping[str, int]) -> str | None:
+    """That an input of offsets or lengths is too small for one sequence, or None."""
+    least = {"offsets": 2, "lengths": 1}  # an offset more than there are sequences
+    for arg in scheme.inputs:
+        kind = scheme.draws[arg.name].kind
+        if kind in least and (size := arg.spec.dims[0].size(shape)) < least[kind]:
+            return (
+                f"{arg.spec.dims[0].name}={size} has no room for the {kind} of one sequence; give {least[kind]} or more"
+            )
     return None
 
 

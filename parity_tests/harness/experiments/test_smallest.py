@@ -91,11 +91,13 @@ def test_fewer_sequences_than_drawn_are_other_sequences():
 
     declaration = scheme(
         reference=lambda x, cu: 3.0 * x, mesh={"cp": (1,)}, inputs={"x": "t", "cu": "n"}, outputs="t",
-        draw={"x": values("normal"), "cu": offsets("t")}, dims={"t": (8, 6), "n": (5, 3)}, dtypes=("float32",),
+        draw={"x": values("normal"), "cu": offsets("t")}, dims={"t": (8, 6)}, dtypes=("float32",),
     )(wrong)  # fmt: skip
     report = verify_case(declaration, declaration.case(t=8, n=5))
     smallest = shrink(declaration, report, {})
-    assert dict(smallest.case.dims) == {"t": 6, "n": 3} and smallest.smallest
+    assert dict(smallest.case.dims) == {"t": 6, "n": 2} and smallest.smallest
+    with pytest.raises(ValueError, match="n=1 has no room for the offsets of one sequence; give 2 or more"):
+        declaration.case(n=1)
 
 
 def test_where_the_runs_do_not_suffice_the_case_is_not_called_the_smallest(monkeypatch):
