@@ -90,7 +90,7 @@ BUGS = (
     ),
     InjectedBug(
         name="a sequence that leaves the last block in shards",
-        kind="order",
+        kind="reduction",  # each rank counts its positions once for every rank
         at="parallelizer:_gather_after",
         old="lambda y: gather_sequence(y, mesh)",
         new="lambda y: y.repeat(1, mesh.size(), 1)",
