@@ -96,7 +96,7 @@ def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
     several = len(schemes) > 1
     with profiles.in_force(options.profile), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
-        progress = None if several else partial(_show_examples, bar, task, schemes[0].name)
+        progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
         for scheme in schemes:
             bar.update(task, description=scheme.name)
             reason = _not_applicable(scheme, options) if several else None

@@ -18,7 +18,7 @@ def name_values_to_avoid(scheme: Declared, report: Report) -> Report:
     """The report, with the inputs that must have special values for the case to fail in `values_to_avoid`."""
     if report.failure is not None:
         return report
-    special = [name for name in drawn_kinds(report.case, EQUAL_NUMBERS) if "normal" in scheme.draws[name].kinds]
+    special = list(drawn_kinds(report.case, EQUAL_NUMBERS))
     each = [[name] for name in special]
     for names in [*each, special] if len(special) > 1 else each:
         if verify_or_undecided(scheme, _with_normal(report.case, names)).ok:
