@@ -73,11 +73,8 @@ def _clearest_failure(report: Report, other_reports: Sequence[Report], labels: S
 
 def _fails_on_one_rank(scheme: Declared, report: Report, labels: Sequence[str]) -> bool:
     """Whether a tensor is wrong on one rank too, where no collective can be to blame."""
-    case = cases.on_one_rank(scheme, report.case)
-    if case is None:
-        return False
-    report_of_one_rank = verify_case(scheme, case)
-    return report_of_one_rank.failure is None and any(label in report_of_one_rank.notes for label in labels)
+    on_one_rank = next(cases.reports(scheme, [cases.on_one_rank(scheme, report.case)]), None)
+    return on_one_rank is not None and on_one_rank.failure is None and any(x in on_one_rank.notes for x in labels)
 
 
 def _that_make_right(
