@@ -32,6 +32,45 @@ def test_every_column_within_the_bounds_is_listed_in_every_round(seed, wide, chu
         assert torch.equal(within(candidates, low, high, rows), inside.flatten().nonzero().squeeze(-1).int())
 
 
+@given(
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    shape=st.sampled_from([(1, 300), (5, 9), (3, 0), (0, 4)]),
+)
+def test_lists_on_a_cpu_are_those_of_other_devices(seed, dtype, shape):
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.randn(shape, generator=generator).mul(2).round().to(dtype)
+    block = torch.where(torch.rand(shape, generator=generator) < 0.1, torch.nan, block)
+    block = torch.where(torch.rand(shape, generator=generator) < 0.1, -torch.inf, block)
+    bounds = (
+        torch.randn(2, len(block), generator=generator).mul(2).round().to(torch.promote_types(dtype, torch.float32))
+    )
+    bounds = torch.where(
+        torch.rand(bounds.shape, generator=generator) < 0.3, torch.tensor([[-torch.inf], [torch.inf]]), bounds
+    )
+    for ours, elsewhere in zip(c._entries_between(block, *bounds), c._entries_elsewhere(block, *bounds), strict=True):
+        assert torch.equal(ours, elsewhere) and ours.dtype == elsewhere.dtype
+
+
+@given(seed=st.integers(0, 2**16), dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
+def test_what_stays_of_long_rows_is_what_stays_of_short_ones(seed, dtype):
+    """Tied, infinite and NaN logits, and rows whose ties stay up to any column."""
+    generator, width = torch.Generator().manual_seed(seed), c.long_rows.MIN_COLUMNS
+    block = torch.randn(4, width, generator=generator).mul(4).round().to(dtype)
+    block[:, ::7], block[:, 1::11], block[1, 5], block[2, 3] = -torch.inf, 0.0, torch.nan, torch.inf
+    threshold = block[:, 8].to(torch.promote_types(dtype, torch.float32))
+    last_tie = torch.randint(-1, width + 1, (4,), generator=generator, dtype=torch.int32)
+    for ties in (None, last_tie):
+        halves = [block[:, : width // 2], block[:, width // 2 :]]
+        short = [
+            c.keep_first(half, threshold, None if ties is None else ties - start)
+            for half, start in zip(halves, (0, width // 2), strict=True)
+        ]
+        kept = c.keep_first(block, threshold, ties)
+        assert torch.equal(kept.isnan(), block.isnan())
+        assert torch.equal(kept.nan_to_num(9.0), torch.cat(short, dim=-1).to(kept.dtype).nan_to_num(9.0))
+
+
 def test_a_short_list_is_cached_and_a_long_one_is_not():
     logits = torch.zeros(2, 200)
     candidates = c.Candidates(logits, 1)

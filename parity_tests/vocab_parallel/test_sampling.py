@@ -81,6 +81,20 @@ def logprob_with_wide_sampling(mesh, logits, target, top_k, top_p, temperature):
     )
 
 
+@scheme(
+    mesh={"tp": (1, 2)},
+    dims={"b": (1,), "s": (1, 2), "v": (8450, 12800)},
+    options={"top_k": (1025, None, 3000), "top_p": (1.0, 0.5), "temperature": (1.0, 0.7)},
+    cost=lambda c: filter_cost(c, known_range=True),
+    # Of equal logits top-p keeps half, exactly; of large ones it keeps few.
+    **{**DECLARED, "draw": {**DECLARED["draw"], "logits": decided_rows("large", "zeros", "ones")}},
+)
+def sampling_of_long_rows(mesh, logits, target, top_k, top_p, temperature):
+    return vp.DistributedLogprobWithSampling.apply(
+        logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
+    )
+
+
 @given(every_case(logprob_with_sampling))
 def test_parity(case):
     check(case)
@@ -94,6 +108,12 @@ def test_parity_in_chunks(case):
 @given(every_case(logprob_with_wide_sampling))
 @settings(max_examples=12)
 def test_parity_of_a_wide_vocabulary(case):
+    check(case)
+
+
+@given(every_case(sampling_of_long_rows))
+@settings(max_examples=12)
+def test_parity_of_long_rows(case):
     check(case)
 
 

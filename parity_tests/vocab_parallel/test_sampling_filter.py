@@ -10,25 +10,31 @@ from hypothesis import given, settings
 from jaxtyping import Bool
 from torch import Tensor
 
-from jax_ref.vocab_parallel import sampling_mask as reference
+from jax_ref.vocab_parallel import sampling_mask
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from shardproof import CaseSpec, check, every_case, scheme
-from torch_impl.vocab_parallel.filter_bounds import limits_of
+from torch_impl.vocab_parallel.filter_bounds import keep_first, limits_of
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions
-from torch_impl.vocab_parallel.sampling import is_kept, sampling_filter
+from torch_impl.vocab_parallel.sampling import sampling_filter
 from torch_impl.vocab_parallel.statistics import ON_ANOTHER_RANK
 from torch_impl.vocab_parallel.topk_by_radix import topk_by_radix
 
 
-def filtered_columns(group, logits, top_k, top_p, temperature, sorts_rows=None):
+def filtered_columns(group, logits, top_k, top_p, temperature):
     """Which of this rank's columns are kept; the limits are on."""
     options = LogprobOptions(group, temperature=temperature)
     elsewhere = torch.full((logits.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
-    selection = sampling_filter(logits, elsewhere, options, limits_of(top_k, top_p), sorts_rows)
+    selection = sampling_filter(logits, elsewhere, options, limits_of(top_k, top_p))
     rows = logits.reshape(len(elsewhere), logits.shape[-1])
-    return is_kept(rows, selection.threshold, selection.last_tie).view(logits.shape)
+    kept = keep_first(rows, selection.threshold, selection.last_tie)
+    return (kept > -math.inf).view(logits.shape)
+
+
+def reference(logits, top_k, top_p, temperature):
+    """Masked logits are no loss: whether they count as kept is not compared."""
+    return sampling_mask(logits, top_k, top_p, temperature) & (logits > -jnp.inf)
 
 
 DECLARED = dict(
@@ -72,8 +78,8 @@ def filtered_by_mass(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b
     },
 )
 def filtered_by_listed_columns(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
-    """As on a GPU, where columns are not sorted."""
-    return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature, sorts_rows=False)
+    """Ranks of more columns than top-k leaves, and of fewer."""
+    return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature)
 
 
 @scheme(
@@ -96,20 +102,18 @@ def mask_with_and_without_nan(logits, top_k, top_p, temperature):
     mesh={"tp": (1, 2, 3)},
     dims={"b": (1, 2), "s": (1, 3, 40), "v": (7, 12, 40, 100)},
     options={"top_k": (1, 2, 5), "top_p": (1.0,), "temperature": (1.0,)},
-    rank_options={"sorts_rows": (False, True)},
     **{**DECLARED, "reference": mask_with_and_without_nan, "outputs": ("b s v/tp:ragged",) * 2},
 )
-def filtered_by_radix(
-    mesh, logits, top_k, top_p, temperature, sorts_rows
-) -> tuple[Bool[Tensor, "b s v"], Bool[Tensor, "b s v"]]:
+def filtered_by_radix(mesh, logits, top_k, top_p, temperature) -> tuple[Bool[Tensor, "b s v"], Bool[Tensor, "b s v"]]:
     """A short top-k by the route of a long one, so that a rank has many columns for each; beside rows with NaN."""
     rows = torch.cat([logits, logits])
     is_first = mesh.global_ids("v") == 0
-    rows[len(logits) :, :, is_first] = math.nan if sorts_rows else -math.inf
+    rows[len(logits) :, :, is_first] = math.nan
     options, limits = LogprobOptions(mesh["tp"], temperature=temperature), limits_of(top_k, top_p)
     elsewhere = torch.full((rows.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
-    threshold = topk_by_radix(rows, elsewhere, options, limits, sorts_rows)[0].threshold
-    kept, beside_nan = (rows >= threshold.view(*rows.shape[:-1], 1)).split(len(logits))
+    threshold = topk_by_radix(rows, elsewhere, options, limits)[0].threshold
+    is_kept = (rows >= threshold.view(*rows.shape[:-1], 1)) & (rows > -math.inf)
+    kept, beside_nan = is_kept.split(len(logits))
     return kept, beside_nan & ~is_first
 
 
@@ -152,11 +156,22 @@ def test_both_routes_meet_at_the_longest_list(top_k, width):
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", ["normal", "ties", "neg_inf_mask", "zeros"])
-def test_a_long_top_k_of_a_vocabulary_much_longer(kind, tp):
+@pytest.mark.parametrize(("top_k", "top_p"), [(1025, 1.0), (1025, 0.5)])
+def test_a_vocabulary_much_longer(kind, tp, top_k, top_p):
     case = filtered_by_count.case(
-        tp=tp, b=1, s=2, v=8300, top_k=1025, top_p=1.0, temperature=1.0, dtype="float32", seed=9
+        tp=tp, b=1, s=2, v=8300, top_k=1025, top_p=top_p, temperature=1.0, dtype="float32", seed=9
     )
+    case = case.replace(options={**case.options, "top_k": top_k})
     verify_case(filtered_by_count, case.replace(values={"logits": {"kind": kind}})).raise_if_failed()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_top_p_of_a_vocabulary_much_longer(tp):
+    case = filtered_by_count.case(
+        tp=tp, b=1, s=2, v=8300, top_k=1025, top_p=0.5, temperature=1.0, dtype="float32", seed=9
+    )
+    case = case.replace(options={**case.options, "top_k": None}, values={"logits": {"kind": "large"}})
+    verify_case(filtered_by_count, case).raise_if_failed()
 
 
 def filtered_over(widths, logits, top_k, top_p, temperature=1.0):

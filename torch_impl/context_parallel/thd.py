@@ -267,8 +267,11 @@ class Slots:
     @property
     def padding_mask(self) -> Bool[Tensor, " total"]:
         """True at the positions of the stream that are padding: slot by slot, real tokens and then padding."""
-        runs = np.stack([self.real, self.padded - self.real], 1).ravel()
-        return torch.from_numpy(np.repeat(np.arange(len(runs)) % 2 == 1, runs))
+        runs = np.empty((len(self.real), 2), dtype=np.int64)
+        runs[:, 0], runs[:, 1] = self.real, self.padded - self.real
+        is_padding = np.zeros(runs.shape, dtype=bool)
+        is_padding[:, 1] = True
+        return torch.from_numpy(np.repeat(is_padding.ravel(), runs.ravel()))
 
     def tables(self, chunks: int, fill: int) -> dict[str, Int32[np.ndarray, "chunks *offsets"]]:
         """For each chunk, what `Stream.tables` has of it; offsets and prefixes are filled at their end."""

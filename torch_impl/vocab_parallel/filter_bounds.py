@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from torch_impl.vocab_parallel import long_rows, numpy_selection
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block, shifted_logits
 
 # An entry takes 8 bytes and its logit. With at most this many a block, all lists stay below 1/20 of the logits.
@@ -92,12 +93,47 @@ def ties_within(
     return torch.minimum(fitting.clamp_min(0.0), count)
 
 
+def keep_first(
+    block: Float[Tensor, "n v"], threshold: Float[Tensor, " n"], last_tie: Int[Tensor, " n"] | None = None
+) -> Float[Tensor, "n v"]:
+    """The columns above the threshold and those at it up to column `last_tie` (None: all); -inf in place of others.
+
+    NaN stays. On a CPU long rows come back in float32 or wider.
+    """
+    if long_rows.applies_to(block):
+        return _keep_first_of_long_rows(block.to(threshold.dtype), threshold, last_tie)
+    is_dropped = block < threshold.unsqueeze(-1)
+    if last_tie is not None:
+        columns = torch.arange(block.shape[-1], dtype=last_tie.dtype, device=block.device)
+        is_dropped |= (block == threshold.unsqueeze(-1)) & (columns > last_tie.unsqueeze(-1))
+    return block.masked_fill(is_dropped, -math.inf)
+
+
+def _keep_first_of_long_rows(
+    block: Float[Tensor, "n v"], threshold: Float[Tensor, " n"], last_tie: Int[Tensor, " n"] | None
+) -> Float[Tensor, "n v"]:
+    """One pass: `threshold` keeps what is above a number, and z >= t is z above the number before t."""
+    kept, width = torch.empty_like(block), block.shape[-1]
+    before = torch.nextafter(threshold, torch.full_like(threshold, -math.inf)).tolist()
+    ends = [width] * len(block) if last_tie is None else (last_tie + 1).clamp(0, width).tolist()
+    for logits, out, below, at, end in zip(block, kept, before, threshold.tolist(), ends, strict=True):
+        torch.threshold(logits[:end], below, -math.inf, out=out[:end])
+        if end < width:
+            torch.threshold(logits[end:], at, -math.inf, out=out[end:])
+    return kept
+
+
 class Entries(NamedTuple):
     """Entries of some rows, ordered by row (counted from the first of them), then by column."""
 
     rows: Int[Tensor, " m"]
     columns: Int[Tensor, " m"]
     logits: Float[Tensor, " m"]
+
+
+def of_rows(x: Shaped[Tensor, " n"], rows: Int[Tensor, " m"]) -> Shaped[Tensor, " m"]:
+    """The number of its row for each entry."""
+    return x.expand(len(rows)) if len(x) == 1 else x.index_select(0, rows)
 
 
 class Candidates:
@@ -158,6 +194,12 @@ def _join_lists(group: list[tuple[slice, Entries]]) -> tuple[slice, Entries]:
 
 
 def _entries_between(block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Entries:
+    if block.is_cpu:
+        return Entries(*numpy_selection.columns_between(block, low, high))
+    return _entries_elsewhere(block, low, high)
+
+
+def _entries_elsewhere(block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Entries:
     inside = (block >= low.unsqueeze(-1)) & (block <= high.unsqueeze(-1))
     rows, columns = inside.nonzero(as_tuple=True)
     return Entries(rows.int(), columns.int(), block[rows, columns])

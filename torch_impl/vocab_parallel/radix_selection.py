@@ -3,15 +3,13 @@
 Floats are ordered as their bit patterns are, once negative ones are mirrored. Eight bits at a time, every rank
 adds up the weight of its candidates in 256 bins, the bins are summed over the ranks, and each row goes on
 within the bin in which its weight runs out. No logit leaves its rank, and the selection is exact.
-
-A rank's bins come from `ListedWeights` here, and on a CPU from `sorted_rows.SortedWeights`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,16 +18,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
-from torch_impl.vocab_parallel.filter_bounds import Candidates, Entries
-from torch_impl.vocab_parallel.statistics import row_blocks
+from torch_impl.vocab_parallel import numpy_selection
+from torch_impl.vocab_parallel.filter_bounds import Candidates, Entries, of_rows
+from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
 
 BITS = 8
 BINS = 1 << BITS
+ALL_BINS = BINS + 2  # what has other leading digits is in the first and the last one
 ROWS = 256  # rows whose bins are added up at a time
 INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@runtime_checkable
 class Weights(Protocol):
     """The weights of this rank's columns."""
 
@@ -44,12 +43,11 @@ class Weights(Protocol):
 
 def order_keys(z: Float[Tensor, "*a"]) -> Int[Tensor, "*a"]:
     """Integers in the order of the floats; equal floats, 0.0 and -0.0 too, have equal ones."""
-    bits = (z + 0.0).view(INTEGER[z.itemsize]).long()  # -0.0 + 0.0 is 0.0
-    return _mirror(bits, z.itemsize)
+    return _mirror((z + 0.0).view(INTEGER[z.itemsize]), z.itemsize).long()  # -0.0 + 0.0 is 0.0
 
 
 def float_of(keys: Int[Tensor, "*a"], dtype: torch.dtype) -> Float[Tensor, "*a"]:
-    """The floats that `ordered` gives these integers."""
+    """The floats that `order_keys` gives these integers."""
     return _mirror(keys, dtype.itemsize).to(INTEGER[dtype.itemsize]).view(dtype)
 
 
@@ -106,7 +104,8 @@ def _bounds(
 
 
 def _mirror(bits: Int[Tensor, "*a"], itemsize: int) -> Int[Tensor, "*a"]:
-    return torch.where(bits < 0, bits ^ ((1 << (8 * itemsize - 1)) - 1), bits)
+    width = 8 * itemsize
+    return bits ^ ((bits >> (width - 1)) & ((1 << (width - 1)) - 1))  # all bits but the sign, of what is negative
 
 
 class ListedWeights:
@@ -120,11 +119,40 @@ class ListedWeights:
     ) -> Float[Tensor, "n bins"]:
         bins = torch.zeros(len(base), BINS, dtype=accumulator(self.dtype), device=base.device)
         for row_slice, entries in self._candidates.between(low, high):
-            digit = (order_keys(entries.logits) >> shift) - base[row_slice][entries.rows]
-            inside = (digit >= 0) & (digit < BINS)
-            weight = torch.where(inside, self._weigh(row_slice, entries), 0.0)
-            bin_index = entries.rows.long() * BINS + torch.where(inside, digit, 0)
+            n, base_of_rows = row_slice.stop - row_slice.start, of_rows(base[row_slice], entries.rows)
+            index = _digit(entries.logits, base_of_rows, shift)
+            if n > 1:
+                index += entries.rows.long() * ALL_BINS
             # float64: thousands of terms may fall into one bin, one after the other
-            sums = torch.zeros(bins[row_slice].numel(), dtype=torch.float64, device=bins.device)
-            bins[row_slice] += sums.index_add_(0, bin_index, weight.double()).view(-1, BINS)
+            sums = torch.zeros(n * ALL_BINS, dtype=torch.float64, device=bins.device)
+            sums.index_add_(0, index, self._weigh(row_slice, entries).double())
+            bins[row_slice] += sums.view(n, ALL_BINS)[:, 1:-1]
         return bins
+
+
+class LargestOnCpu:
+    """The k largest columns of this rank, each of weight 1: a partition takes less time than lists."""
+
+    def __init__(self, logits: Float[Tensor, "*a v"], k: int, chunk_size: int | None) -> None:
+        self.dtype, self._width, self._k = logits.dtype, logits.shape[-1], min(k, logits.shape[-1])
+        self._blocks = list(row_blocks(logits, rows_per_block(logits, chunk_size)))
+
+    def bins(
+        self, low: Float[Tensor, " n"], high: Float[Tensor, " n"], base: Int[Tensor, " n"], shift: int
+    ) -> Float[Tensor, "n bins"]:
+        bins = torch.zeros(len(base), BINS, dtype=accumulator(self.dtype))
+        if not self._k:
+            return bins
+        rows = max((len(block) for _, block in self._blocks), default=0)
+        workspace = torch.empty(rows, self._width, dtype=accumulator(self.dtype))
+        for row_slice, block in self._blocks:
+            n, largest = len(block), numpy_selection.largest(block, self._k, workspace)
+            index = _digit(largest.to(self.dtype), base[row_slice].unsqueeze(-1), shift)
+            index += torch.arange(n).unsqueeze(-1) * ALL_BINS
+            bins[row_slice] = torch.bincount(index.flatten(), minlength=n * ALL_BINS).view(n, ALL_BINS)[:, 1:-1]
+        return bins
+
+
+def _digit(z: Float[Tensor, "*m"], base: Int[Tensor, "*#m"], shift: int) -> Int[Tensor, "*m"]:
+    """The next digit of each logit plus 1, where the leading ones are those of `base`; else 0 or ALL_BINS - 1."""
+    return (order_keys(z) >> shift).sub_(base).clamp_(-1, BINS).add_(1)

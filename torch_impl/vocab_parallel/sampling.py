@@ -23,7 +23,7 @@ from torch_impl.collectives import large_tensors
 from torch_impl.contract import Group, Number, Positive, Sharded, ShardedIds, contract
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import fused_logprob, statistics
-from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, limits_of, ordinals
+from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, keep_first, limits_of, ordinals
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, id_cotangents, write_gradient
 from torch_impl.vocab_parallel.statistics import Normaliser, row_blocks, rows_per_block
 from torch_impl.vocab_parallel.topk_by_lists import topk_by_lists
@@ -142,9 +142,8 @@ def sampling_filter(
     column: Int[Tensor, "n 1"],
     options: LogprobOptions,
     limits: Limits,
-    sorts_rows: bool | None = None,
 ) -> SamplingFilter:
-    """The kept tokens of each row; `sorts_rows` is for `topk_by_radix`.
+    """The kept tokens of each row.
 
     Collectives: 1 all_gather with top_k <= 1024; else 1 all_gather and R all_reduce for top_k, and 3 all_gather
     and R all_reduce for top_p (1 all_gather of them shared), 1 all_gather for min_p: R is the bytes of a logit.
@@ -153,7 +152,7 @@ def sampling_filter(
     if limits.top_k is not None and limits.top_k <= LONGEST_LIST:
         bounds, ties, z_t = topk_by_lists(logits, column, options, limits)
     else:
-        bounds, ties, z_t = topk_by_radix(logits, column, options, limits, sorts_rows)
+        bounds, ties, z_t = topk_by_radix(logits, column, options, limits)
     normaliser = statistics.Normaliser(bounds.row_max, bounds.row_sum_m1.log1p())
     # 2. Which tokens at the threshold are kept: the first in rank order, and on a rank the lowest columns.
     if ties is None:  # all of them stay
@@ -167,16 +166,6 @@ def sampling_filter(
     has_target = (z_t > bounds.threshold) | ((z_t == bounds.threshold) & is_early)
     last_tie = _column_of_tie(ties.candidates, bounds.threshold, count)
     return SamplingFilter(normaliser, bounds.threshold, last_tie, z_t, has_target)
-
-
-def is_kept(
-    block: Float[Tensor, "n v"], threshold: Float[Tensor, " n"], last_tie: Int[Tensor, " n"]
-) -> Bool[Tensor, "n v"]:
-    """The kept ones of this rank's columns."""
-    # Columns are in ascending order of the ids, so the kept ties of a rank are those up to the last kept one.
-    threshold, last_tie = threshold.unsqueeze(-1), last_tie.unsqueeze(-1)
-    columns = torch.arange(block.shape[-1], dtype=last_tie.dtype, device=block.device)
-    return (block > threshold) | ((block == threshold) & (columns <= last_tie))
 
 
 def _column_of_tie(
@@ -227,10 +216,9 @@ def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
     write = block_function(write_gradient, options, logits)
     for row_slice, block in row_blocks(logits.detach(), rows_per_block(logits, options.chunk_size)):
         # Which tokens are kept is recomputed: a mask of all logits would be the largest thing saved.
-        is_kept_here = is_kept(block, threshold[row_slice], last_tie[row_slice])
-        masked = block.masked_fill(~is_kept_here, -math.inf)
+        kept = keep_first(block, threshold[row_slice], last_tie[row_slice])
         normaliser = Normaliser(row_max[row_slice], log_row_sum[row_slice])
-        write(gradient[row_slice], masked, normaliser, at_ids.rows(row_slice), None, options.temperature, True)
+        write(gradient[row_slice], kept, normaliser, at_ids.rows(row_slice), None, options.temperature, True)
     return gradient.view(logits.shape)
 
 

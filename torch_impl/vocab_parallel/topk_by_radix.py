@@ -10,6 +10,7 @@ less than 1 - p.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,15 +27,15 @@ from torch_impl.vocab_parallel.filter_bounds import (
     Limits,
     Ties,
     count_flags,
+    keep_first,
     min_p_floor,
-    ordinals,
+    of_rows,
     room_for,
     ties_within,
     weight_of,
 )
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, row_statistics
-from torch_impl.vocab_parallel.radix_selection import ListedWeights, last_kept
-from torch_impl.vocab_parallel.sorted_rows import Ascending, SortedRows, SortedWeights
+from torch_impl.vocab_parallel.radix_selection import LargestOnCpu, ListedWeights, last_kept
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
 
 # The bound on a kept token's probability is halved: sums of that many rounded terms decide, not exact ones.
@@ -49,15 +50,10 @@ def topk_by_radix(
     column: Int[Tensor, "n 1"],
     options: LogprobOptions,
     limits: Limits,
-    sorts_rows: bool | None = None,
 ) -> tuple[FilterBounds, Ties | None, Float[Tensor, " n"]]:
-    """(bounds, ties unless all of them are kept, the target's logit).
-
-    `sorts_rows`: whether columns are sorted row by row, as only a CPU can, or listed; None: sorted on a CPU.
-    """
-    sorts_rows = logits.device.type == "cpu" if sorts_rows is None else sorts_rows
+    """(bounds, ties unless all of them are kept, the target's logit)."""
     # 1. The smallest logit that top-k and min-p leave; statistics of what they leave, and the target's logit.
-    kth = None if limits.top_k is None else _kth_largest(logits, limits.top_k, options, sorts_rows)
+    kth = None if limits.top_k is None else _kth_largest(logits, limits.top_k, options)
     if limits.min_p is not None:
         floor = min_p_floor(_largest(logits, options), options.temperature, limits.min_p)
         kth = floor if kth is None else torch.maximum(kth, floor)
@@ -73,7 +69,7 @@ def topk_by_radix(
     if limits.top_p is None:
         return survivors, None, z_t
     # 2. What top-p keeps of that.
-    bounds, ties = _top_p(logits, column, survivors, first, options, limits.top_p, sorts_rows)
+    bounds, ties = _top_p(logits, column, survivors, first, options, limits.top_p)
     return bounds, ties, z_t
 
 
@@ -87,32 +83,38 @@ def _largest(logits: Float[Tensor, "*a v"], options: LogprobOptions) -> Float[Te
     return statistics.gather_statistics(largest, options.group).amax((0, 1))
 
 
-def _kth_largest(
-    logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions, sorts_rows: bool
-) -> Float[Tensor, " n"]:
-    """The k-th largest logit of each row, of fewer than k the smallest. R all_reduce."""
-    dtype = accumulator(logits.dtype)
-    low = torch.full((logits.shape[:-1].numel(),), -math.inf, dtype=dtype, device=logits.device)
+def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions) -> Float[Tensor, " n"]:
+    """The k-th largest logit of each row, of fewer than k the smallest. R all_reduce.
+
+    Where every logit weighs 1, it is the last that has less than k above it.
+    """
+    low = torch.full((logits.shape[:-1].numel(),), -math.inf, dtype=accumulator(logits.dtype), device=logits.device)
     room = torch.full_like(low, k)
-    # Where every logit weighs 1, the last that has less than k above it is the k-th largest.
-    if sorts_rows:
-        return last_kept(SortedWeights(SortedRows(logits, options.chunk_size, k)), low, room, options.group)[0]
-    # A lower bound first: `last_kept` then visits only the logits above it.
+    if logits.is_cpu:
+        return last_kept(LargestOnCpu(logits, k, options.chunk_size), low, room, options.group)[0]
+    return last_kept(ListedWeights(*_listed_above(logits, k, options.chunk_size, low)), low, room, options.group)[0]
+
+
+def _listed_above(
+    logits: Float[Tensor, "*a v"], k: int, chunk_size: int | None, low: Float[Tensor, " n"]
+) -> tuple[Candidates, Callable[[slice, Entries], Float[Tensor, " m"]]]:
+    """Columns of weight 1, and in `low` a lower bound of the k-th largest, so that no others need be listed."""
     group_size = logits.shape[-1] // (MIN_GROUPS * k)
     if group_size > 1:
-        for row_slice, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
-            low[row_slice] = _kth_largest_of_groups(block, k, group_size).to(dtype)
+        for row_slice, block in row_blocks(logits, rows_per_block(logits, chunk_size)):
+            low[row_slice] = _kth_largest_of_groups(block, k, group_size).to(low.dtype)
 
     def one(row_slice: slice, entries: Entries) -> Tensor:
-        return torch.ones(entries.rows.shape, dtype=dtype, device=low.device)
+        return torch.ones(entries.rows.shape, dtype=low.dtype, device=low.device)
 
-    return last_kept(ListedWeights(Candidates(logits, options.chunk_size), one), low, room, options.group)[0]
+    return Candidates(logits, chunk_size), one
 
 
 def _kth_largest_of_groups(block: Float[Tensor, "n v"], k: int, group_size: int) -> Float[Tensor, " n"]:
     """The k-th largest of the groups' maxima: k columns of this rank reach it, so the k-th largest of all does too."""
     groups = block.shape[-1] // group_size
-    maxima = block[:, : groups * group_size].unflatten(-1, (groups, group_size)).amax(-1)
+    maxima = block[:, : groups * group_size].unflatten(-1, (group_size, groups)).amax(-2)
+    maxima.nan_to_num_(-math.inf, math.inf, -math.inf)  # NaN is no candidate
     return maxima.topk(k).values[:, -1]
 
 
@@ -125,8 +127,8 @@ def _survivors(
     rank_statistics = torch.empty(3, len(column), dtype=accumulator(logits.dtype), device=logits.device)
     local = block_function(statistics.local_statistics, options, logits)
     for row_slice, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
-        left = block.masked_fill(block < kth[row_slice].unsqueeze(-1), -math.inf)
-        rank_statistics[:, row_slice] = local(left, column[row_slice], options.temperature, False)
+        survivors = keep_first(block, kth[row_slice])
+        rank_statistics[:, row_slice] = local(survivors, column[row_slice], options.temperature, False)
     return rank_statistics
 
 
@@ -137,7 +139,6 @@ def _top_p(
     first: Int[Tensor, " n"],
     options: LogprobOptions,
     top_p: float,
-    sorts_rows: bool,
 ) -> tuple[FilterBounds, Ties]:
     """What top-p keeps of the survivors. 2 all_gather, R all_reduce. `first` is the rank of the largest logit."""
     row_max, row_sum_m1, temperature = survivors.row_max, survivors.row_sum_m1, options.temperature
@@ -151,11 +152,7 @@ def _top_p(
     is_on_this_rank = first == (0 if options.group is None else options.group.rank())
     masses = Masses(row_max, is_on_this_rank, temperature)
     candidates = Candidates(logits, options.chunk_size)
-    if sorts_rows:
-        weights = SortedWeights(SortedRows(logits, options.chunk_size), masses.of_rows)
-    else:
-        weights = ListedWeights(candidates, masses.of_entries)
-    threshold, above = last_kept(weights, low, room, options.group)
+    threshold, above = last_kept(ListedWeights(candidates, masses.of_entries), low, room, options.group)
     threshold, above = torch.where(keeps_only_first, row_max, threshold), torch.where(keeps_only_first, 0.0, above)
     # 3. How many tokens of that very logit are kept.
     ties = _ties(candidates, column, threshold, options)
@@ -174,19 +171,13 @@ class Masses(NamedTuple):
     temperature: float
 
     def of_entries(self, row_slice: slice, entries: Entries) -> Float[Tensor, " m"]:
-        m = self.row_max[row_slice][entries.rows]
-        is_first = (entries.logits == m) & self.first_is_on_this_rank[row_slice][entries.rows]
-        is_first &= ordinals(is_first, entries.rows, len(self.row_max[row_slice])) == 0
-        return torch.where(is_first, 0.0, weight_of(entries.logits, m, self.temperature))
-
-    def of_rows(self, row_slice: slice, rows: Ascending) -> Float[Tensor, "n c"]:
-        m = self.row_max[row_slice].unsqueeze(-1)
-        weights = weight_of(rows.logits, m, self.temperature)
-        if not rows.logits.shape[-1]:
-            return weights
-        last = (rows.counts - 1).clamp_min(0)  # of equal ones any may be the first
-        is_first = (rows.logits.gather(-1, last) == m) & self.first_is_on_this_rank[row_slice].unsqueeze(-1)
-        return weights.scatter_(-1, last, torch.where(is_first, 0.0, weights.gather(-1, last)))
+        m = of_rows(self.row_max[row_slice], entries.rows)
+        # Of the few that equal the largest, in order of their rows, the first of each row.
+        largest = (entries.logits == m).nonzero().squeeze(-1)
+        rows_of_largest = entries.rows[largest].long()
+        is_first = self.first_is_on_this_rank[row_slice][rows_of_largest]
+        is_first[1:] &= rows_of_largest.diff() > 0
+        return weight_of(entries.logits, m, self.temperature).index_fill_(0, largest[is_first], 0.0)
 
 
 def _ties(
