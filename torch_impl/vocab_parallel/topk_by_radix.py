@@ -102,7 +102,7 @@ def _listed_above(
     group_size = logits.shape[-1] // (MIN_GROUPS * k)
     if group_size > 1:
         for row_slice, block in row_blocks(logits, rows_per_block(logits, chunk_size)):
-            low[row_slice] = _kth_largest_of_groups(block, k, group_size).to(low.dtype)
+            low[row_slice] = _kth_largest_of_groups(block, k, group_size)
 
     def one(row_slice: slice, entries: Entries) -> Tensor:
         return torch.ones(entries.rows.shape, dtype=low.dtype, device=low.device)
