@@ -11,6 +11,8 @@ from functools import cached_property
 from types import FrameType
 from typing import Any
 
+import torch
+
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices
@@ -159,6 +161,8 @@ def _places(
         finally:
             sys.settrace(before)
 
-    for case in cases:
-        run(traced_body, case.replace(engine="lockstep"), "lockstep")
+    # Eager: a trace of torch's compiler takes minutes, and what is compiled runs no line of Python.
+    with torch.compiler.set_stance("force_eager"):
+        for case in cases:
+            run(traced_body, case.replace(engine="lockstep"), "lockstep")
     return frozenset((file.removeprefix(f"{ROOT}/"), number) for file, number in seen)
