@@ -94,6 +94,8 @@ def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
     places = {scheme.name: (scheme.file, scheme.line) for scheme in schemes}
     outcome = Outcome(expected=_expected_of(schemes, options), places=places)
     several = len(schemes) > 1
+    if len(schemes) == 1:
+        _check_flags(schemes[0], options)
     with profiles.in_force(options.profile), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
         progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
@@ -121,6 +123,19 @@ def _expected_of(schemes: list[Declared], options: VerifyOptions) -> dict[str, E
     names = [each.name for each in (*schemes, *scheme_index.entries())]
     expected_by_name = expected.read(options.expected_failures, names)
     return {scheme.name: expected_by_name[scheme.name] for scheme in schemes if scheme.name in expected_by_name}
+
+
+def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
+    """ValueError for a dim that is given as an axis of the mesh, or an axis as a dim."""
+    dims = [*size_choices.free_dims(scheme), *scheme.dims]
+    for flag, other, names, wrong, what in (
+        ("--mesh", "--dim", options.mesh_names, dims, "dim"),
+        ("--dim", "--mesh", options.dim_names, scheme.mesh, "mesh axis"),
+    ):
+        for name in names:
+            if name in wrong:
+                text = f"{name}={options.fixed[name]}"
+                raise ValueError(f"scheme '{scheme.name}': {flag} {text}: {name!r} is a {what}; write {other} {text}")
 
 
 def _on_implementation(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> Declared | None:

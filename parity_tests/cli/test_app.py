@@ -11,6 +11,7 @@ from parity_tests import warm_python
 from parity_tests.cli import session
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.harness.draw import profiles
+from parity_tests.harness.verify import VALUE_EXAMPLES
 from parity_tests.specimens.user_files import RAISING, RIGHT, SCALED, WRONG, written
 
 
@@ -92,8 +93,7 @@ def test_the_command_draws_as_many_cases_as_the_method(shardproof, options, fixe
     [report] = json.loads(Path("out.json").read_text())["reports"]
     [right] = schemes_of_file(file)
     assert report["examples"] == right.verify(**fixed).examples
-    # With all of them given: one case of each dtype, and one inside a larger world.
-    assert (report["examples"] == 3) == (len(fixed) == 2)
+    assert (report["examples"] == VALUE_EXAMPLES) == (len(fixed) == 2)  # with all of them given
 
 
 def test_130_interrupted(shardproof, monkeypatch):

@@ -97,6 +97,8 @@ SIZES = "scheme 'right': "
         (("--mesh", "tp=2,tp=4"), "--mesh 'tp=4' says 'tp' a second time; give each size once"),
         (("--mesh", "tp=0"), SIZES + "tp=0; sizes are integers >= 1"),
         (("--mesh", "tq=2"), SIZES + "'tq' is no mesh axis, dim or option (tp, b)"),
+        (("--mesh", "b=2"), SIZES + "--mesh b=2: 'b' is a dim; write --dim b=2"),
+        (("--dim", "tp=2"), SIZES + "--dim tp=2: 'tp' is a mesh axis; write --mesh tp=2"),
         (("--mesh", "tp=65"), SIZES + "no mesh of tp=65 has 64 ranks or fewer, which is the limit"),
         (("--dim", "b=1.5"), "--dim 'b=1.5' is not NAME=NUMBER with a whole number of at least 0, such as s=16"),
         (("--dim", "b=-1"), "--dim 'b=-1' is not NAME=NUMBER with a whole number of at least 0, such as s=16"),

@@ -99,12 +99,15 @@ def verify(
     """Compare schemes with their references on drawn cases."""
     from parity_tests.cli import session
 
+    mesh_sizes, dim_sizes = sizes(mesh, "--mesh"), sizes(dim, "--dim")
     verify_options = session.VerifyOptions(
         engine=engine,
         examples=examples,
         profile=profile,
         seed=seed,
-        fixed={**sizes(mesh, "--mesh"), **sizes(dim, "--dim"), **options(option)},
+        fixed={**mesh_sizes, **dim_sizes, **options(option)},
+        mesh_names=tuple(mesh_sizes),
+        dim_names=tuple(dim_sizes),
         dtype=dtype,
         inside_subgroup=inside_subgroup,
         fail_fast=fail_fast,

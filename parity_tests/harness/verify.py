@@ -53,6 +53,9 @@ Progress = Callable[[int, int, str], None]
 FAILS = "fails; looking for its smallest case"
 
 
+VALUE_EXAMPLES = 8  # where all sizes are given
+
+
 class NothingCompared(ValueError):
     """In every example all tensors were empty, or the reference of one tensor was NaN throughout."""
 
@@ -151,6 +154,8 @@ def _first_cases(
 
     For one example it is the case of the seed. With all dims fixed there is one case for each mesh and dtype and, on
     lockstep and where the caller gave neither a number of examples nor `inside_subgroup`, one inside a larger world.
+    Where nothing but values is left to draw, there are VALUE_EXAMPLES at least, as a mistake with masks, ids or lengths
+    shows for some of them alone.
     """
     default_options = {**draw_options, "inside_subgroup": bool(draw_options["inside_subgroup"])}
     seeded_case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **default_options)
@@ -165,6 +170,9 @@ def _first_cases(
         inside = {**draw_options, "inside_subgroup": True}
         case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **inside)
         cases += [case] if case.world <= LARGEST_WORLD else []
+    if examples is None and not _is_open(scheme, fixed):
+        choosers = (even_chooser(number, seed) for number in range(len(cases), VALUE_EXAMPLES))
+        cases += [draw_case(scheme, choose, fixed, **default_options) for choose in choosers]
     return cases, total
 
 

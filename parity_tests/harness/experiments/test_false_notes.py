@@ -15,7 +15,7 @@ from parity_tests.specimens.wrong_gradients import (
     summed,
     two_products_scheme,
 )
-from shardproof import permutation, scheme, token_below, values
+from shardproof import mask, permutation, scheme, token_below, values
 
 
 def declared(function, reference, inputs, outputs, **more):
@@ -155,6 +155,25 @@ def test_a_claim_is_tried_on_the_values_that_are_declared():
     for note in (of_output, of_gradient):
         assert "off by the constant factor" in note and "(= tp)" in note, note
     assert report.values_to_avoid == ()  # that a mask of other values would hide it is no advice
+
+
+def test_a_mean_of_local_means_keeps_a_factor_on_each_rank():
+    """Cases of a rank without a kept element, and of one factor for all ranks, do not refute it."""
+
+    def mean_of_means(mesh, x, keep):
+        local = (x**2 * keep).sum() / keep.sum().clamp(min=1)
+        return summed(local, mesh["cp"]) / mesh.size("cp")
+
+    declaration = declared(
+        mean_of_means,
+        lambda x, keep: (x**2 * keep.astype(x.dtype)).sum() / jnp.maximum(keep.sum(), 1).astype(x.dtype),
+        {"x": "b s/cp", "keep": "b s/cp"}, "cp=I",
+        draw={"x": values("normal", "ties"), "keep": mask("s")}, mesh={"cp": (1, 2, 4)},
+    )  # fmt: skip
+    for report in (declaration.verify(), declaration.verify(cp=2, b=3, s=16)):
+        assert any("constant factor" in note for note in report.notes["d/d x"]), report
+    note = "off by a constant factor on each cp rank (1.125, 0.9): a local count or sum is in place of the global one"
+    assert any(n.startswith(note) for n in declaration.verify(cp=2).notes["d/d x"])
 
 
 def test_a_sum_is_not_blamed_for_a_factor_that_is_the_ranks_by_chance():

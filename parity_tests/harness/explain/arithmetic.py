@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice, product
 
 import numpy as np
@@ -120,7 +121,7 @@ def _named_factor(evidence: Evidence) -> Note | None:
     text = (
         f"off by the constant factor {number_text(value)} (= {' or '.join(names.values())}): {meaning}{evidence.caveat}"
     )
-    return Note(text, ACROSS_MESHES, names, {_SOME_FACTOR})
+    return Note(text, ACROSS_MESHES, names, {_SOME_FACTOR, *_claims_of_parts(evidence, _FACTOR)})
 
 
 def _opposite_sign(evidence: Evidence) -> Note | None:
@@ -142,30 +143,30 @@ def _named_constant(evidence: Evidence) -> Note | None:
     }
     constant = f"{sign}log {number_text(number.value)} (= {' or '.join(logs.values())})"
     text = f"off by the added constant {constant}{evidence.caveat}"
-    return Note(text, ACROSS_MESHES, logs, {_SOME_CONSTANT})
+    return Note(text, ACROSS_MESHES, logs, {_SOME_CONSTANT, *_claims_of_parts(evidence, _CONSTANT)})
 
 
 def _fitted_factor_note(evidence: Evidence) -> Note | None:
     factor = fitted_factor(evidence)
     if factor is None:
         return None
-    return Note(
-        f"off by the constant factor {number_text(factor)}: a scale is missing or wrong", ACROSS_MESHES, _SOME_FACTOR
-    )
+    text = f"off by the constant factor {number_text(factor)}: a scale is missing or wrong"
+    return Note(text, ACROSS_MESHES, _SOME_FACTOR, _claims_of_parts(evidence, _FACTOR))
 
 
 def _fitted_constant_note(evidence: Evidence) -> Note | None:
     constant = fitted_constant(evidence)
     if constant is None:
         return None
-    return Note(f"off by the added constant {number_text(constant)}", ACROSS_MESHES, _SOME_CONSTANT)
+    text = f"off by the added constant {number_text(constant)}"
+    return Note(text, ACROSS_MESHES, _SOME_CONSTANT, _claims_of_parts(evidence, _CONSTANT))
 
 
 def _change_of_each_part(evidence: Evidence) -> Iterator[Note]:
     """One kind of change, but by another number on each rank of a sharding axis, or at each index of a dim."""
-    for where, owner, meaning in _parts(evidence):
+    for where, part_of, meaning in _parts(evidence):
         for what, fitted, neutral in ((_FACTOR, fitted_factor, 1.0), (_CONSTANT, fitted_constant, 0.0)):
-            numbers = _numbers_of_parts(evidence, owner, fitted, neutral)
+            numbers = _numbers_of_parts(evidence, part_of(evidence), fitted, neutral)
             texts = [number_text(number) for number in numbers]
             if len(set(texts)) > 1:
                 text_of_parts = ", ".join(texts[:MAX_LISTED]) + (", ..." if len(texts) > MAX_LISTED else "")
@@ -173,9 +174,26 @@ def _change_of_each_part(evidence: Evidence) -> Iterator[Note]:
                 are_counts = what != _FACTOR or all(number > 0 for number in numbers)
                 meaning_text = f": {meaning[what]}" if are_counts else ""
                 yield Note(
-                    f"off by {what} {where} ({text_of_parts}){meaning_text}", ACROSS_SIZES, f"off by {what} {where}"
+                    f"off by {what} {where} ({text_of_parts}){meaning_text}",
+                    ACROSS_SIZES,
+                    f"off by {what} {where}",
+                    applies=partial(_has_values_of_parts, part_of=part_of),
                 )
                 return
+
+
+def _claims_of_parts(evidence: Evidence, what: str) -> set[str]:
+    """What a number for all elements implies: it is one for each part too."""
+    return {f"off by {what} {where}" for where, _, _ in _parts(evidence)}
+
+
+def _has_values_of_parts(evidence: Evidence, part_of: PartOf) -> bool:
+    """Whether several parts are wrong, each with two different values, without which no number is fitted."""
+    owner = part_of(evidence)
+    parts = [evidence.restricted_to(owner == value) for value in np.unique(owner)]
+    wrong = [part for part in parts if part.wrong_count]
+    counts = [len(np.unique(np.abs(part.want[_informative(part)]))) for part in wrong]
+    return len(wrong) > 1 and 2 * len(wrong) >= len(parts) and min(counts) > 1
 
 
 def _numbers_of_parts(
@@ -193,12 +211,23 @@ def _numbers_of_parts(
     return numbers if wrong > 1 and 2 * wrong >= len(numbers) else []
 
 
-def _parts(evidence: Evidence) -> Iterator[tuple[str, np.ndarray, Mapping[str, str]]]:
+PartOf = Callable[[Evidence], np.ndarray]  # the part of each element
+
+
+def _parts(evidence: Evidence) -> Iterator[tuple[str, PartOf, Mapping[str, str]]]:
     """Ways to divide a tensor into parts: in words, the part of each element, and what different numbers mean."""
-    for axis, owner in evidence.owners.items():
-        yield f"on each {axis} rank", owner, MEANING_ON_EACH_RANK
+    for axis in evidence.owners:
+        yield f"on each {axis} rank", partial(_owner_along, axis=axis), MEANING_ON_EACH_RANK
     for number, dim in enumerate(evidence.dims):
-        yield f"at each index of {dim}", np.indices(evidence.got.shape)[number], MEANING_AT_EACH_INDEX
+        yield f"at each index of {dim}", partial(_index_along, number=number), MEANING_AT_EACH_INDEX
+
+
+def _owner_along(evidence: Evidence, axis: str) -> np.ndarray:
+    return evidence.owners[axis]
+
+
+def _index_along(evidence: Evidence, number: int) -> np.ndarray:
+    return np.indices(evidence.got.shape)[number]
 
 
 def fitted_factor(evidence: Evidence) -> float | None:

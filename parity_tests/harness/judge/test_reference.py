@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests import integers, scheme, token_below, values
+from parity_tests import integers, mask, scheme, token_below, values
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge import reference
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, ReferenceFailure
@@ -249,6 +249,18 @@ def test_an_error_of_the_reference_is_one_sentence():
         "if it is not for b=4, declare the sizes that it is for: dims={...} or assume="
     )
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_reference_that_mixes_dtypes_is_rejected_with_the_conversion_to_write():
+    declaration = scheme(
+        reference=lambda x, keep: x * keep, mesh={"tp": (1,)}, inputs={"x": "b/tp", "keep": "b/tp"}, outputs="b/tp",
+        draw={"keep": mask("b")},
+    )(lambda mesh, x, keep: x * keep)  # fmt: skip
+    with pytest.raises(ReferenceFailure) as caught:
+        evaluated(declaration, declaration.case(b=4))
+    sentence = "Input dtypes ('float64', 'bool') have no available implicit dtype promotion path"
+    remedy = "a reference mixes no dtypes by itself: convert one, as in mask.astype(x.dtype)"
+    assert str(caught.value).endswith(f"{sentence}; {remedy}")
 
 
 @pytest.mark.parametrize("doubled", [lambda x: torch.cat([x, x]), lambda x: np.asarray(x) * 2], ids=["torch", "numpy"])

@@ -28,6 +28,8 @@ class VerifyOptions:
     profile: str = "dev"
     seed: int = 0
     fixed: Mapping[str, Any] = field(default_factory=dict)  # mesh axes, dims and options that are not drawn
+    mesh_names: tuple[str, ...] = ()  # which of them came by --mesh
+    dim_names: tuple[str, ...] = ()  # and by --dim
     dtype: str | None = None
     inside_subgroup: bool | None = None
     fail_fast: bool = False

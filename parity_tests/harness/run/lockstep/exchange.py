@@ -180,7 +180,8 @@ class Exchange:
         """The running rank does not come back."""
         rank = self.scheduler.running
         last = next(reversed(self.ledger.of(rank)), None)
-        message = f"rank {rank} has reached no collective for {seconds:g} s; last {last or 'nothing'}\n{stack}"
+        before = f"last {last}" if last else "it has called none"
+        message = f"rank {rank} has reached no collective for {seconds:g} s; {before}\n{stack}"
         return self._failure(Stalled, message, rank, last.op if last else None, last.source if last else None)
 
     def _fail(self, kind: type[RankFailure], message: str, row: LedgerRow) -> NoReturn:
