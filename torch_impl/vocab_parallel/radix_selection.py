@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ ROWS = 256  # rows whose bins are added up at a time
 INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@runtime_checkable
 class Weights(Protocol):
     """The weights of this rank's columns."""
 
