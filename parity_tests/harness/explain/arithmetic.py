@@ -193,7 +193,12 @@ def _has_values_of_parts(evidence: Evidence, part_of: PartOf) -> bool:
     parts = [evidence.restricted_to(owner == value) for value in np.unique(owner)]
     wrong = [part for part in parts if part.wrong_count]
     counts = [len(np.unique(np.abs(part.want[_informative(part)]))) for part in wrong]
-    return len(wrong) > 1 and 2 * len(wrong) >= len(parts) and min(counts) > 1
+    return _are_parts_wrong(len(wrong), len(parts)) and min(counts) > 1
+
+
+def _are_parts_wrong(wrong: int, parts: int) -> bool:
+    """Whether it is the parts that are wrong: more than one, and half of them or more."""
+    return wrong > 1 and 2 * wrong >= parts
 
 
 def _numbers_of_parts(
@@ -208,7 +213,7 @@ def _numbers_of_parts(
             return []
         numbers.append(number)
         wrong += part.wrong_count > 0
-    return numbers if wrong > 1 and 2 * wrong >= len(numbers) else []
+    return numbers if _are_parts_wrong(wrong, len(numbers)) else []
 
 
 PartOf = Callable[[Evidence], np.ndarray]  # the part of each element
