@@ -95,8 +95,34 @@ def sampling_of_long_rows(mesh, logits, target, top_k, top_p, temperature):
     )
 
 
+def one_peaked_row(generator, shape):
+    """Rows of which the first keeps one token alone under top-p, and the others many."""
+    logits = 3 * generator.standard_normal(shape)
+    logits[..., 0, generator.integers(shape[-1])] = 40.0
+    return logits
+
+
+@scheme(
+    mesh={"tp": (1, 2, 3)},
+    dims={"b": (1, 2), "s": (3,), "v": (300, 2100, 8450)},
+    options={"top_k": (None, 1025), "top_p": (0.3, 0.9), "temperature": (1.0, 0.7)},
+    cost=lambda c: filter_cost(c, known_range=True),
+    **{**DECLARED, "draw": {**DECLARED["draw"], "logits": one_peaked_row}, "dtypes": ("float32", "float64")},
+)
+def sampling_beside_a_peaked_row(mesh, logits, target, top_k, top_p, temperature):
+    return vp.DistributedLogprobWithSampling.apply(
+        logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
+    )
+
+
 @given(every_case(logprob_with_sampling))
 def test_parity(case):
+    check(case)
+
+
+@given(every_case(sampling_beside_a_peaked_row))
+@settings(max_examples=20)
+def test_parity_beside_a_peaked_row(case):
     check(case)
 
 

@@ -62,7 +62,7 @@ def last_kept(
     dtype = weights.dtype
     above = torch.zeros_like(room)
     prefix = torch.zeros(room.shape, dtype=torch.int64, device=room.device)
-    lowest, highest = low, torch.full_like(low, math.inf)
+    lowest, highest, has_room = low, torch.full_like(low, math.inf), room > 0
     # Each pass fixes the next eight bits of every row's answer, from the sign on.
     for shift in reversed(range(0, BITS * dtype.itemsize, BITS)):
         is_first = shift + BITS == BITS * dtype.itemsize
@@ -73,6 +73,8 @@ def last_kept(
         digit, above = _lowest_with_room(bins, above, room)
         prefix = base + digit
         lowest, highest = _bounds(prefix, shift, dtype, low)
+        # Without room there is no such logit, and the digits mean nothing: those rows keep what they began with.
+        lowest, highest = torch.where(has_room, lowest, low), torch.where(has_room, highest, math.inf)
     return float_of(prefix, dtype).to(above.dtype), above
 
 

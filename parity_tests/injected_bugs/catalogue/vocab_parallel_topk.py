@@ -213,6 +213,14 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
+        name="rows without room go astray in later rounds",
+        kind="border",
+        at="vocab_parallel:last_kept",
+        old="torch.where(has_room, lowest, low), torch.where(has_room, highest, math.inf)",
+        new="lowest, highest",
+        expect="value: ",
+    ),
+    InjectedBug(
         name="last round left out",
         kind="schedule",
         at="vocab_parallel:last_kept",
