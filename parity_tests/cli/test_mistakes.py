@@ -14,18 +14,18 @@ from parity_tests.specimens.user_files import RIGHT, written
 MISTAKES = {
     "axis": (
         RIGHT.replace("(right)", "(right, inputs={'x': 'b/tq'})"),
-        "cannot import bad.py: scheme 'right': spec 'b/tq' (input 'x'): axis 'tq' is not in mesh (tp); "
-        "did you mean 'tp'? (line 9)",
+        "cannot import bad.py:9: scheme 'right': spec 'b/tq' (input 'x'): axis 'tq' is not in mesh (tp); "
+        "did you mean 'tp'?",
     ),
     "gradient type": (
         RIGHT.replace("(right)", "(right, outputs='b')"),
-        "cannot import bad.py: scheme 'right': spec 'b' (output 'out'): axis 'tp' shards no dim and has no type; "
-        "write tp=R (gradients add up), tp=I (same gradient) or tp=P (values add up) (line 9)",
+        "cannot import bad.py:9: scheme 'right': spec 'b' (output 'out'): axis 'tp' shards no dim and has no type; "
+        "write tp=R (gradients add up), tp=I (same gradient) or tp=P (values add up)",
     ),
     "arity": (
         RIGHT.replace("(right)", "(right, reference=lambda x, y: x)"),
-        "cannot import bad.py: scheme 'right': takes (x) but reference <lambda> takes (x, y); "
-        "its argument 'y' is no input of the scheme (x): rename it or add it (line 9)",
+        "cannot import bad.py:9: scheme 'right': takes (x) but reference <lambda> takes (x, y); "
+        "its argument 'y' is no input of the scheme (x): rename it or add it",
     ),
     "float32": (
         RIGHT.replace("(right)", "(right, reference=lambda x: x.astype(jnp.float32))"),
@@ -46,8 +46,8 @@ MISTAKES = {
     ),
     "two of one name": (
         RIGHT + RIGHT.replace("x * 2", "x * 3"),
-        "cannot import bad.py: scheme 'right': is defined in line 13 and again in line 17; "
-        "give one another name (line 9)",
+        "cannot import bad.py:9: scheme 'right': is defined in line 13 and again in line 17; "
+        "give one another name",
     ),
     "layout": (
         RIGHT.replace(
@@ -68,12 +68,12 @@ MISTAKES = {
         RIGHT.replace("(right)", "(right, cost=lambda c: no)"),
         "scheme 'right': its cost raised NameError at bad.py:15: name 'no' is not defined",
     ),
-    "syntax": ("def f(:\n", "cannot import bad.py: SyntaxError: invalid syntax (line 12)"),
+    "syntax": ("def f(:\n", "cannot import bad.py:12: SyntaxError: invalid syntax"),
     "import": (
         "import not_installed\n",
-        "cannot import bad.py: ModuleNotFoundError: No module named 'not_installed' (line 12)",
+        "cannot import bad.py:12: ModuleNotFoundError: No module named 'not_installed'",
     ),
-    "exception": ("1 / 0\n", "cannot import bad.py: ZeroDivisionError: division by zero (line 12)"),
+    "exception": ("1 / 0\n", "cannot import bad.py:12: ZeroDivisionError: division by zero"),
     "nothing": ("", "bad.py: declares no scheme; decorate a function with @scheme"),
 }  # fmt: skip
 
@@ -120,6 +120,7 @@ SIZES = "scheme 'right': "
         (("--json", "no/such/out.json"), "--json no/such/out.json: there is no folder no/such"),
         (("--json", "out"), "--json out: a file of JSON ends in .json; without a path it is standard output"),
         (("--html", "no/such/out.html"), "--html no/such/out.html: there is no folder no/such"),
+        (("--html", "out.txt"), "--html out.txt: a page ends in .html; - is standard output"),
         (("--replay-dir", "right.py"), "--replay-dir 'right.py' is a file; give a folder"),
         (("--junit", "no/such/out.xml"), "--junit no/such/out.xml: there is no folder no/such"),
         (

@@ -150,6 +150,6 @@ def test_a_function_that_raises_is_shown_with_its_shards(shardproof):
 
 def test_a_sentence_that_each_rank_raises_is_printed_once():
     sentence = "raised RuntimeError: need to convert all torch.Tensor to DTensor"
-    others = [f"rank 1 {sentence}", f"rank 2 {sentence}", "rank 3 finished"]
+    others = [f"rank 1 {sentence}", f"rank 2 {sentence}", "rank 3 returned"]
     failure = Raised(f"rank 0 {sentence}", rank=0, others=others)
-    assert str(failure).splitlines() == [f"raised: rank 0 {sentence}", "  ranks 1, 2 do the same", "  rank 3 finished"]
+    assert str(failure).splitlines() == [f"raised: rank 0 {sentence}", "  ranks 1, 2 do the same", "  rank 3 returned"]

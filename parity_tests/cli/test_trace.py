@@ -100,7 +100,7 @@ def test_what_is_not_compared_is_reported(shardproof):
         (
             (("(x,), names", "x, names"),),
             (),
-            "cannot import my_pair.py: TypeError: Pair: inputs is a ndarray; pass a tuple of arrays, such as (x,) ",
+            "cannot import my_pair.py:50: TypeError: Pair: inputs is a ndarray; pass a tuple of arrays, such as (x,)",
         ),
         ((("x = np.random", "raise SystemExit\nx = np.random"),), (), "cannot import my_pair.py: it exits; put what"),
     ],

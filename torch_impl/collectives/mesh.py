@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ class MeshView:
     def __getitem__(self, axis: str) -> ProcessGroup:
         self._check(axis)
         return self.device_mesh.get_group(axis)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"mesh: has no {name!r}; mesh.device_mesh is torch's DeviceMesh, mesh[axis] a process group"
+        )
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis. Errors: ValueError for an axis that is not in the mesh."""

@@ -181,7 +181,7 @@ def module_of_file(file: str) -> ModuleType:
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS and path.is_relative_to(PACKAGE):
             raise NeedsExtra(f"needs {package}; pip install 'shardproof[{EXTRAS[package]}]'") from error
-        raise UnusableTarget(f"cannot import {file}: {_message_of(error, path)}") from error
+        raise UnusableTarget(f"cannot import {file}{_message_of(error, path)}") from error
 
 
 def _schemes_by_pattern(pattern: str) -> list[Declared]:
@@ -291,10 +291,10 @@ def _beside(name: str, folder: Path) -> bool:
 
 
 def _message_of(error: Exception, path: Path) -> str:
-    """The error in one line, with the line of the file it comes from."""
+    """What follows the file's name: the line that the error comes from, and the error, `:12: NameError: ...`."""
     if isinstance(error, SyntaxError):
-        return f"SyntaxError: {error.msg}" + (f" (line {error.lineno})" if error.lineno else "")
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    message = str(error)
-    text = message if message.startswith("scheme '") else f"{type(error).__name__}: {message}"
-    return text + (f" (line {lines[-1]})" if lines else "")
+        lines, text = [error.lineno], f"SyntaxError: {error.msg}"
+    else:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        text = str(error) if str(error).startswith("scheme '") else f"{type(error).__name__}: {error}"
+    return f":{lines[-1]}: {text}" if lines and lines[-1] else f": {text}"

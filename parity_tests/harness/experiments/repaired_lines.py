@@ -2,7 +2,8 @@
 
 A gradient may be wrong though every collective is right, and the first collective of the backward is not to blame for
 being first. So the case, or a larger one that fails alike, is run again with one line repaired at a time (see
-run/lockstep/repair.py), and the line whose repair makes the tensor right is named. A wrong output is tried with SUM in
+run/lockstep/repair.py), and the line whose repair makes the tensor right is named; where there is none and a sum is
+missing, `unsummed_edges` looks for its place in the autograd graph. A wrong output is tried with SUM in
 place of AVG, or the reverse, at each line of the forward, in every failing case. An asynchronous collective is named
 as read before its wait where a tensor has fewer unexpected NaN without its poison, although it may stay wrong for
 another reason.
@@ -16,9 +17,11 @@ import numpy as np
 
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.experiments import cases
+from parity_tests.harness.experiments.unsummed_edges import words_of_missing_sums
 from parity_tests.harness.explain.clues import FORWARD_EQUAL
 from parity_tests.harness.explain.note import CONTEXT, Note
 from parity_tests.harness.explain.places import NOT_FINITE
+from parity_tests.harness.explain.sums import different_copies, missing_sum
 from parity_tests.harness.judge.compare import TensorComparison
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.ledger import CallSite, LedgerRow
@@ -47,19 +50,31 @@ def name_lines(
     if gradients and report.case.world > 1 and not _fails_on_one_rank(scheme, report, gradients):
         clearest = _clearest_failure(report, other_reports, gradients)
         repairs = list(_repairs(clearest.ledger.rows))
-        for label, repair in _that_make_right(scheme, clearest, gradients, repairs).items():
-            by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {_words(repair)}", repair.site)
+        repair_of_label = _that_make_right(scheme, clearest, gradients, repairs)
+        for label, repair in repair_of_label.items():
+            by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {_words(repair)}", [repair.site])
+        for axis in report.case.mesh:
+            unequal = [label for label in gradients if label not in repair_of_label and _differs(notes[label], axis)]
+            words_of_label = words_of_missing_sums(scheme, clearest, unequal, axis) if unequal else {}
+            for label, words in words_of_label.items():
+                by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}")
     outputs = [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
     for label, note in _swapped_reductions(scheme, report, other_reports, outputs).items():
         by_label[label] = (*by_label[label], note)
     if any(note.startswith(NOT_FINITE) for notes_of_tensor in notes.values() for note in notes_of_tensor):
         for label, site in _read_too_early(scheme, report).items():
-            by_label[label] = _extended(by_label[label], NOT_FINITE, f"; read before its wait: {site}", site)
+            by_label[label] = _extended(by_label[label], NOT_FINITE, f"; read before its wait: {site}", [site])
     return by_label
 
 
-def _extended(notes: Iterable[Note], start: str, words: str, site: CallSite) -> tuple[Note, ...]:
-    return tuple(note.extended(words, (site,)) if note.startswith(start) else note for note in notes)
+def _differs(notes: Iterable[Note], axis: str) -> bool:
+    """Whether the ranks of an axis have different gradients of what they all have, as where some are not summed."""
+    words = (f"{missing_sum('gradient', axis)}:", different_copies(axis))
+    return any(note.startswith(words) for note in notes)
+
+
+def _extended(notes: Iterable[Note], start: str, words: str, sites: Sequence[CallSite] = ()) -> tuple[Note, ...]:
+    return tuple(note.extended(words, sites) if note.startswith(start) else note for note in notes)
 
 
 def _clearest_failure(report: Report, other_reports: Sequence[Report], labels: Sequence[str]) -> Report:

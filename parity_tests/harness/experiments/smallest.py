@@ -19,6 +19,7 @@ from parity_tests.harness.draw.choosers import simplest
 from parity_tests.harness.draw.drawing import another, draw_case, sequence_count
 from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.judge.reference import ReferenceFailure
+from parity_tests.harness.judge.side_checks import unequal_replicas
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Stalled
 
@@ -84,7 +85,12 @@ def _given_above_least(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any
 
 
 def fails_alike(report: Report, other: Report) -> bool:
-    """The same oracle, and a tensor in common, an output if one is wrong; of a failed rank, the same cause and line."""
+    """The same oracle, and a tensor in common, an output if one is wrong; of a failed rank, the same cause and line.
+
+    A mismatch is alike to the failure of hygiene alone if the same replicas differ: infinities hide the wrong values.
+    """
+    if not report.ok and report.verdict == "mismatch" and other.verdict == "hygiene":
+        return bool(unequal_replicas(report.hygiene) & unequal_replicas(other.hygiene))
     if report.ok or report.verdict != other.verdict:
         return False
     if report.failure is not None and other.failure is not None:

@@ -20,9 +20,19 @@ def missing_or_repeated_sum(evidence: Evidence) -> Iterator[Note]:
                 repeated = f"{evidence.role} summed over {axis} once too often"
                 yield Note(f"{repeated}: each rank already has the reference{evidence.caveat}", ACROSS_MESHES, repeated)
         elif _adds_up(evidence, values):
-            missing = f"{evidence.role} missing a sum over {axis}"
+            missing = missing_sum(evidence.role, axis)
             what = f"the ranks' {evidence.role}s add up to the reference"
             yield Note(f"{missing}: {what}{evidence.caveat}", ACROSS_MESHES, missing)
+
+
+def missing_sum(role: str, axis: str) -> str:
+    """The words of a note on an output or a gradient whose parts on the ranks of an axis were not summed."""
+    return f"{role} missing a sum over {axis}"
+
+
+def different_copies(axis: str) -> str:
+    """The words of a note on ranks that should have one value and do not, of which none is right."""
+    return f"{axis} ranks hold different copies of what should be one value"
 
 
 def unequal_copies(evidence: Evidence) -> Iterator[Note]:
@@ -36,7 +46,7 @@ def unequal_copies(evidence: Evidence) -> Iterator[Note]:
             text = f"wrong only on {axis} {ranks}"
             yield Note(f"{text}: the copies of the other ranks are right", ACROSS_SIZES, text)
         elif any(evidence.differs(values[0], got=value).any() for value in values[1:]):
-            yield Note(f"{axis} ranks hold different copies of what should be one value", CONTEXT)
+            yield Note(different_copies(axis), CONTEXT)
 
 
 def zero_addend(evidence: Evidence) -> Iterator[Note]:

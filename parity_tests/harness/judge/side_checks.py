@@ -25,6 +25,8 @@ from parity_tests.harness.run.lockstep.backends import UNEVEN
 from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.run.protocol import disagreement
 
+UNEQUAL_REPLICAS = " differs between replicas"
+
 
 def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[Finding, ...]:
     """Ranks of a group issue the same sequence: op, dtype, shape, reduce op, root, splits; gloo and NCCL accept it.
@@ -162,7 +164,12 @@ def _replicas(tensor: TensorComparison) -> list[str]:
         return []
     copy, *where = (int(i) for i in np.argwhere(~same)[0])
     at = ", ".join(f"{axis}={i}" for axis, i in tensor.stitched.coordinates[copy].items())
-    return [f"{tensor.label} differs between replicas: at {at} from the first, at {index_text(tuple(where))}"]
+    return [f"{tensor.label}{UNEQUAL_REPLICAS}: at {at} from the first, at {index_text(tuple(where))}"]
+
+
+def unequal_replicas(hygiene: Sequence[str]) -> set[str]:
+    """The tensors whose replicas differ, by what the hygiene oracle said."""
+    return {sentence.partition(UNEQUAL_REPLICAS)[0] for sentence in hygiene if UNEQUAL_REPLICAS in sentence}
 
 
 def _default_group(case: CaseSpec, ledger: Ledger) -> list[str]:

@@ -85,7 +85,9 @@ def _sentence(error: Exception) -> tuple[int, str] | None:
 def _complain(sentence: str) -> None:
     from rich.console import Console
 
-    Console(stderr=True, soft_wrap=True).print(f"shardproof: {sentence}", style="red", markup=False, highlight=False)
+    from parity_tests.harness.report.sentence import Sentence
+
+    Console(stderr=True, soft_wrap=True).print(Sentence(f"shardproof: {sentence}", style="red"))
 
 
 class _Unread(BaseException):

@@ -30,6 +30,8 @@ def check_writable(**paths: str | None) -> None:
             raise ValueError(f"{flag} {path} is no picture; end it in {', '.join(ENDINGS)}")
         if option == "json" and file.suffix != ".json":
             raise ValueError(f"{flag} {path}: a file of JSON ends in .json; without a path it is standard output")
+        if option == "html" and file.suffix not in (".html", ".htm"):
+            raise ValueError(f"{flag} {path}: a page ends in .html; - is standard output")
         folder = file.absolute().parent
         if not folder.is_dir():
             raise ValueError(f"{flag} {path}: there is no folder {file.parent}")

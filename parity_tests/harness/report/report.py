@@ -93,9 +93,7 @@ class Report:
     shrinking_steps: int = 0  # runs after the first failure: for a smaller case, and of the smallest again
     dtypes: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(
-        default_factory=dict
-    )  # meshes that cannot shard the sizes given, with the reason
+    left_out: Mapping[str, str] = field(default_factory=dict)  # meshes that cannot shard the sizes given: the reason
     case_of_tensor: Mapping[str, CaseSpec] = field(default_factory=dict)
     trace_seconds: float = 0.0
     is_undecided: bool = False  # neither equal nor a mismatch
@@ -140,6 +138,12 @@ class Report:
             return "mismatch"
         named = {"protocol": self.protocol, "cost": self.cost, "hygiene": self.hygiene}
         return next((name for name, messages in named.items() if messages), "equal")
+
+    @property
+    def confirmation(self) -> str:
+        """`confirmed on gloo, in fresh processes`; without the engine where it is the case's own."""
+        on_engine = "" if self.confirmed_on == self.case.engine else f" on {self.confirmed_on},"
+        return f"confirmed{on_engine} in fresh processes"
 
     @property
     def kind_of_case(self) -> str:
@@ -254,11 +258,9 @@ class Report:
         parts: list[RenderableType] = [Sentence(self._heading(), style="bold")]
         if self.implementation is not None:
             parts += [Sentence(f"  {line}") for line in self.implementation.lines]
-        disagreement = (
-            []
-            if self.engines_disagree is None
-            else [Sentence(f"  engines disagree: {self.engines_disagree}", style="yellow")]
-        )
+        disagreement: list[RenderableType] = []
+        if self.engines_disagree is not None:
+            disagreement.append(Sentence(f"  engines disagree: {self.engines_disagree}", style="yellow"))
         if self.failure is not None:
             failure = Sentence("\n".join("  " + line for line in str(self.failure).splitlines()), style="red")
             # What ranks share is why the engines disagree, so it comes first.
@@ -273,7 +275,7 @@ class Report:
             parts.append(Sentence(f"  undecided: {share}{too_many}: {self.undecided_reason}"))
         parts += [Sentence(f"  left out: {omission}") for omission in self.omissions()]
         if self.confirmed_on is not None:
-            parts.append(Sentence(f"  confirmed on {self.confirmed_on}, in fresh processes"))
+            parts.append(Sentence(f"  {self.confirmation}"))
         if not self.ok:
             parts.append(Sentence("\n".join(self._case_and_replay())))
             if self.case.conditions and not self._ends_by_itself:

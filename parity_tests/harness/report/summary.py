@@ -16,6 +16,7 @@ from rich.text import Text
 from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.judge.compare import TensorComparison
 from parity_tests.harness.report.report import Report
+from parity_tests.harness.report.sentence import Sentence
 from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, NOTHING, RANK_FAILED, USAGE
 
 
@@ -131,10 +132,10 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     not_run = [f"not run: {name}: {reason}" for name, reason in outcome.not_run.items()]
     not_judged = [f"not judged: {reason}" for reason in outcome.not_judged.values()]
     for line in [*_expectations(outcome), *not_run, *not_judged]:
-        console.print(line, markup=False, highlight=False, soft_wrap=one_line)
+        console.print(Sentence(line), soft_wrap=one_line)
     if not options.quiet:
         for line in _not_offered(outcome.not_offered):
-            console.print(line, markup=False, highlight=False, soft_wrap=one_line)
+            console.print(Sentence(line), soft_wrap=one_line)
     if not single and not options.quiet and outcome.seconds:
         console.print(timing(outcome), highlight=False)
     console.print(closing(outcome), highlight=False, soft_wrap=one_line)

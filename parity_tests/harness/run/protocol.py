@@ -185,3 +185,13 @@ def _against(what: str, odd: LedgerRow, rows: Sequence[LedgerRow]) -> Disagreeme
 
 def _sentence(row: LedgerRow) -> str:
     return f"rank {row.rank} issued {row}"
+
+
+def of_returned(rank: int, rows: Sequence[LedgerRow], awaited: LedgerRow | None = None) -> str:
+    """`rank 1 returned without this all_reduce; its last was ...`: `awaited` is a call in which another rank waits."""
+    without = ""
+    if awaited is not None and awaited.peer is None and rank in awaited.group:
+        places = [(row.group, row.group_name, row.seq) for row in rows if row.peer is None]
+        if (awaited.group, awaited.group_name, awaited.seq) not in places:
+            without = f" without this {awaited.op}"
+    return f"rank {rank} returned{without}" + (f"; its last was {rows[-1]}" if rows else "")

@@ -106,7 +106,14 @@ ROWS = [
     (kinds.wrong_counts, {"collective mismatch"}, ["sends 1 row to rank 1, which expects 2", "all_to_all"]),
     (short_recv, {"collective mismatch"}, ["shape differs", "recv float32[2] peer=0", "send float32[4] peer=1"]),
     (kinds.all_send_first, {"stalled"}, ["rank 0 waits in send float32[4] peer=1"]),
-    (kinds.collective_missing, {"stalled"}, ["waits in all_reduce float32[5] SUM (group tp, #1)", "rank 1 finished"]),
+    (
+        kinds.collective_missing,
+        {"stalled"},
+        [
+            "waits in all_reduce float32[5] SUM (group tp, #1)",
+            "rank 1 returned without this all_reduce; its last was all_reduce",
+        ],
+    ),
     (
         kinds.loops,
         {"stalled"},

@@ -207,7 +207,7 @@ BUGS = (
         old="return received, dist.batch_isend_irecv(messages)",
         new="for x in sent:\n        dist.send(x, group=group, group_dst=to)\n    for x in received:\n"
         "        dist.recv(x, group=group, group_src=source)\n    return received, []",
-        expect="deadlock: nobody can run",
+        expect="deadlock: waits in send",
     ),
     InjectedBug(
         name="neighbour of the group taken for a global rank",

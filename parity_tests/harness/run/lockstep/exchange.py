@@ -29,6 +29,7 @@ from parity_tests.harness.run.ledger import Ledger, LedgerRow, call_site, is_plu
 from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.rendezvous import CallsDiffer, MessageQueues, Rendezvous
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
+from parity_tests.harness.run.protocol import of_returned
 
 if TYPE_CHECKING:
     from parity_tests.harness.run.lockstep.repair import Repair
@@ -171,10 +172,9 @@ class Exchange:
         waiting = [
             (rank, call.row) for rank, call in enumerate(self.scheduler.waits) if isinstance(call, CommunicationCall)
         ]
-        states = "; ".join(self._state(rank) for rank in range(self.scheduler.world))
         rank, row = waiting[0]
         note = self._default_group_note(*(row for _, row in waiting)) + self._call_from_two_lines()
-        return self._failure(Deadlock, f"nobody can run: {states}{note}", rank, row.op, row.source)
+        return self._failure(Deadlock, f"{self._state(rank)}{note}", rank, row.op, row.source, awaited=row)
 
     def stalled(self, stack: str, seconds: float) -> RankFailure:
         """The running rank does not come back."""
@@ -188,18 +188,23 @@ class Exchange:
         self.scheduler.fail(self._failure(kind, message, row.rank, row.op, row.source))
 
     def _failure(
-        self, kind: type[RankFailure], message: str, rank: int, op: str | None, source: str | None
+        self,
+        kind: type[RankFailure],
+        message: str,
+        rank: int,
+        op: str | None,
+        source: str | None,
+        awaited: LedgerRow | None = None,
     ) -> RankFailure:
-        others = [self._state(other) for other in range(self.scheduler.world) if other != rank]
+        others = [self._state(other, awaited) for other in range(self.scheduler.world) if other != rank]
         return kind(message, rank=rank, op=op, source=source, case=self.case, others=others, ledger=self.ledger)
 
-    def _state(self, rank: int) -> str:
+    def _state(self, rank: int, awaited: LedgerRow | None = None) -> str:
         pending = self.scheduler.waits[rank]
         if isinstance(pending, CommunicationCall):
             return f"rank {rank} waits in {pending.row}"
         if self.scheduler.finished[rank]:
-            last = next(reversed(self.ledger.of(rank)), None)
-            return f"rank {rank} finished" + (f"; its last was {last}" if last else "")
+            return of_returned(rank, self.ledger.of(rank), awaited)
         last = next(reversed(self.ledger.of(rank)), None)
         return f"rank {rank} can run, last in {last}" if last else f"rank {rank} can run, nothing issued"
 

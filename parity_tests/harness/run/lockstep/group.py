@@ -121,6 +121,10 @@ class LockstepGroup(dist.ProcessGroup):
         self._name, self._desc = "", ""
         self._block: list[CommunicationCall] | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        hint = "mesh[axis] is a process group; mesh.device_mesh[axis] is torch's DeviceMesh"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {hint}")
+
     # What the group is.
 
     def getBackendName(self) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run import failure
 from parity_tests.harness.run.ledger import Ledger, LedgerRow
-from parity_tests.harness.run.protocol import Disagreement, crossed
+from parity_tests.harness.run.protocol import Disagreement, crossed, of_returned
 from parity_tests.harness.run.protocol import disagreement as disagreement
 
 DONE, RAISED, DIED, RUNNING = "done", "raised", "died", "running"
@@ -51,10 +51,15 @@ class Outcome:
         return self.rows[-1] if self.rows else None
 
     def __str__(self) -> str:
+        return self.sentence()
+
+    def sentence(self, awaited: LedgerRow | None = None) -> str:
+        """How it ended, in words; `awaited` is a call in which another rank waits."""
+        if self.kind == DONE:
+            return of_returned(self.rank, self.rows, awaited)
         last = f" in {self.last}" if self.last else ""
         at = f" at {self.source}" if self.source else ""
         what = {
-            DONE: f"finished; its last was {self.last}" if self.last else "finished",
             DIED: f"{_ending(self.exit_code)}{at}; it was last seen so: {self.state}",
             RUNNING: self.state,
         }.get(self.kind)
@@ -100,6 +105,8 @@ def find_root_cause(
         odd = next((o for o in unfinished if not o.is_waiting), unfinished[0])
         stalled = _blame(odd, failure.Stalled, outcomes, case, ledger)
         stalled.args = (f"nothing has moved for {quiet:.1f} s: {odd}",)
+        awaited = odd.last if odd.is_waiting else None
+        stalled.others = tuple(o.sentence(awaited) for o in outcomes if o is not odd)
         return stalled
     return None
 

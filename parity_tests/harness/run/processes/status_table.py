@@ -22,7 +22,7 @@ _PHRASES = {
     STARTING: ("starts", "starts"),
     COMPUTING: ("computes{at}, nothing issued yet", "computes{at}; its last was {}"),
     WAITING: ("waits", "waits in {}"),
-    FINISHED: ("finished, nothing issued", "finished; its last was {}"),
+    FINISHED: ("returned, nothing issued", "returned; its last was {}"),
 }
 
 

@@ -1,0 +1,151 @@
+"""Name the lines whose backward lacks a sum over a mesh axis and issues no collective that could be blamed for it.
+
+After a product with a sharded weight each rank has a part of its input's gradient, and the parts must be summed. Where
+the sum was left out there is no collective for `repaired_lines` to repair. So the case is run again with the sum at one
+edge of the autograd graph at a time, or at all edges into one tensor, and the lines are named where that makes the
+wrong gradients right.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.report.report import Report
+from parity_tests.harness.run.ledger import base, innermost, is_plumbing
+from parity_tests.harness.run.program import Program
+from parity_tests.harness.verify_one_case import verify_case
+
+MAX_RUNS = 16
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # in the stack that torch's anomaly mode keeps for a node
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The gradient of the `place`-th input of an operation: `operation` as in `mm`, or a torch.autograd.Function."""
+
+    operation: str
+    source: str
+    place: int
+    is_handwritten: bool
+
+
+Graph = list[tuple[Edge, Any, Any]]  # each edge with its two nodes, those nearest the outputs first
+
+
+def words_of_missing_sums(scheme: Declared, report: Report, labels: Sequence[str], axis: str) -> dict[str, str]:
+    """For each of these gradients that a sum over `axis` makes right, and no tensor wrong, the lines that lack it.
+
+    Cost: at most 1 + MAX_RUNS runs of the case.
+    """
+    right_before = {tensor.label for tensor in report.tensors if tensor.ok}
+    words: dict[str, str] = {}
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        # 1. The edges of rank 0's graph, and those into one tensor together.
+        graph: Graph = []
+        verify_case(scheme, report.case, wrap_program=_with_graph(lambda mesh, own: _keep_of_rank_0(graph, own)))
+        # 2. The sum at each in turn.
+        for edges in list(_candidates(graph))[:MAX_RUNS]:
+            repaired = verify_case(scheme, report.case, wrap_program=_with_sum(edges, axis))
+            right = {tensor.label for tensor in repaired.tensors if tensor.ok}
+            if repaired.failure is None and right_before <= right:
+                words = {**dict.fromkeys(right.intersection(labels), _words(edges, axis)), **words}
+            if len(words) == len(labels):
+                break
+    return words
+
+
+def _keep_of_rank_0(graph: Graph, own: Graph) -> None:
+    if dist.get_rank() == 0:
+        graph[:] = own
+
+
+def _candidates(graph: Graph) -> Iterator[tuple[Edge, ...]]:
+    """Single edges, those of hand-written functions first; then all edges into one tensor, where it has several."""
+    edges = dict.fromkeys(edge for edge, _, _ in graph)
+    yield from ((edge,) for edge in sorted(edges, key=lambda edge: not edge.is_handwritten))
+    targets = dict.fromkeys(target for _, _, target in graph)
+    into = (tuple(dict.fromkeys(edge for edge, _, other in graph if other is target)) for target in targets)
+    yield from (edges for edges in into if len(edges) > 1)
+
+
+def _with_graph(use: Callable[[Any, Graph], None]) -> Callable[[Program], Program]:
+    """What `verify_case` wraps a program with, so that `use` has the mesh and the graph of each rank's call."""
+
+    def wrap(program: Program) -> Program:
+        def fn(mesh: Any, **arguments: Any) -> Any:
+            returned = program.fn(mesh, **arguments)
+            use(mesh, _graph_of(returned))
+            return returned
+
+        return replace(program, fn=fn)
+
+    return wrap
+
+
+def _with_sum(edges: Sequence[Edge], axis: str) -> Callable[[Program], Program]:
+    """The same, with the gradients at these edges summed over an axis."""
+
+    def add_hooks(mesh: Any, graph: Graph) -> None:
+        for edge, node, _ in graph:
+            if edge in edges:
+                node.register_hook(lambda gradients, _, place=edge.place: _summed(gradients, place, mesh[axis]))
+
+    return _with_graph(add_hooks)
+
+
+def _summed(gradients: Sequence[Any], place: int, group: Any) -> tuple[Any, ...]:
+    total = gradients[place]
+    if type(total) is torch.Tensor:
+        total = total.contiguous().clone()
+        dist.all_reduce(total, group=group)
+    return (*gradients[:place], total, *gradients[place + 1 :])
+
+
+def _graph_of(returned: Any) -> Graph:
+    """The edges below what a function returned."""
+    outputs = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+    nodes = dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
+    graph: Graph = []
+    queue = list(nodes)
+    for node in queue:  # grows as it is read: breadth first
+        for place, (target, _) in enumerate(node.next_functions):
+            if target is not None:
+                graph.append((_edge(node, place), node, target))
+                if target not in nodes:
+                    nodes[target] = None
+                    queue.append(target)
+    return [each for each in graph if each[0].source]
+
+
+def _edge(node: Any, place: int) -> Edge:
+    """With the line of the user's that called the operation, or of the backward that was written by hand."""
+    function = getattr(type(node), "_forward_cls", None)
+    if function is not None and not is_plumbing(function.backward.__code__.co_filename):
+        return Edge(function.__name__, _place_of_def(function.backward.__code__), place, True)
+    stack = FRAME.findall("".join(node.metadata.get("traceback_", ())))
+    source = innermost([(file, int(line)) for file, line in stack])
+    return Edge(re.sub(r"Backward\d*$", "", node.name()).lower(), source or "", place, False)
+
+
+def _place_of_def(code: CodeType) -> str:
+    """file:line of the `def`; the first line of the code of a staticmethod is that of the decorator."""
+    first = code.co_firstlineno
+    lines = linecache.getlines(code.co_filename)[first - 1 :]
+    offset = next((number for number, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
+    return f"{base(code.co_filename)}:{first + offset}"
+
+
+def _words(edges: Sequence[Edge], axis: str) -> str:
+    """`the backward of mm at layer.py:7 lacks a sum over tp`."""
+    places = " and ".join(dict.fromkeys(f"{edge.operation} at {edge.source}" for edge in edges))
+    return f"the backward of {places} lacks a sum over {axis}"
