@@ -26,6 +26,7 @@ from parity_tests.harness.run.program import Program
 from parity_tests.harness.verify_one_case import verify_case
 
 MAX_RUNS = 16
+OF_DTENSOR = {"_FromTorchTensor": "DTensor.from_local", "_ToTorchTensor": "DTensor.to_local"}
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # in the stack that torch's anomaly mode keeps for a node
 
 
@@ -134,7 +135,8 @@ def _edge(node: Any, place: int) -> Edge:
         return Edge(function.__name__, _place_of_def(function.backward.__code__), place, True)
     stack = FRAME.findall("".join(node.metadata.get("traceback_", ())))
     source = innermost([(file, int(line)) for file, line in stack])
-    return Edge(re.sub(r"Backward\d*$", "", node.name()).lower(), source or "", place, False)
+    operation = re.sub(r"Backward\d*$", "", node.name())
+    return Edge(OF_DTENSOR.get(operation) or operation.lower(), source or "", place, False)
 
 
 def _place_of_def(code: CodeType) -> str:
