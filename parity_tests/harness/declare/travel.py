@@ -17,9 +17,15 @@ IMPORTED_WITH_SCHEMES: set[str] = set()
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Also pickles torch's operators, by name: cloudpickle cannot, and every rank has them."""
+    """Also pickles torch's operators, by name: cloudpickle cannot, and every rank has them.
+
+    Code keeps the name of its file, which cloudpickle 3.1.3 leaves out: what goes wrong on a rank is named by its line.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):
+            build, arguments, *_ = self.dispatch_table[types.CodeType](obj)
+            return _code_of_file, (build, arguments, obj.co_filename)
         if type(obj).__module__ in ("torch._ops", "torch._classes") and type(obj).__name__ in _OPERATORS:
             return _operator, (_OPERATORS[type(obj).__name__].format(obj),)
         return super().reducer_override(obj)
@@ -32,6 +38,10 @@ _OPERATORS = {
     "OpOverloadPacket": "ops.{0}",
     "OpOverload": "ops.{0}",
 }
+
+
+def _code_of_file(build: Callable[..., types.CodeType], arguments: tuple[Any, ...], file: str) -> types.CodeType:
+    return build(*arguments).replace(co_filename=file)
 
 
 def _operator(path: str) -> Any:

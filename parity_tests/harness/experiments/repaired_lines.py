@@ -20,7 +20,7 @@ from parity_tests.harness.experiments import cases
 from parity_tests.harness.experiments.unsummed_edges import words_of_missing_sums
 from parity_tests.harness.explain.clues import FORWARD_EQUAL
 from parity_tests.harness.explain.note import CONTEXT, Note
-from parity_tests.harness.explain.places import NOT_FINITE
+from parity_tests.harness.explain.places import NO_PATTERN, NOT_FINITE
 from parity_tests.harness.explain.sums import different_copies, missing_sum
 from parity_tests.harness.judge.compare import TensorComparison
 from parity_tests.harness.report.report import Report
@@ -60,7 +60,7 @@ def name_lines(
                 by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}")
     outputs = [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
     for label, note in _swapped_reductions(scheme, report, other_reports, outputs).items():
-        by_label[label] = (*by_label[label], note)
+        by_label[label] = (*(other for other in by_label[label] if not other.startswith(NO_PATTERN)), note)
     if any(note.startswith(NOT_FINITE) for notes_of_tensor in notes.values() for note in notes_of_tensor):
         for label, site in _read_too_early(scheme, report).items():
             by_label[label] = _extended(by_label[label], NOT_FINITE, f"; read before its wait: {site}", [site])

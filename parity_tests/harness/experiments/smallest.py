@@ -6,6 +6,7 @@ once for each. A case of some other shape may be smaller by far.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.judge.side_checks import unequal_replicas
 from parity_tests.harness.report.report import Report
-from parity_tests.harness.run.failure import Stalled
+from parity_tests.harness.run.failure import CollectiveMismatch, RankFailure, Stalled
 
 MAX_RUNS = 40
 
@@ -94,10 +95,17 @@ def fails_alike(report: Report, other: Report) -> bool:
     if report.ok or report.verdict != other.verdict:
         return False
     if report.failure is not None and other.failure is not None:
-        return (report.failure.op, report.failure.source) == (other.failure.op, other.failure.source)
+        return _places(report.failure) == _places(other.failure)
     wrong = _wrong_labels(report)
     wrong_outputs, wrong_tensors = _wrong_labels(other, "output"), _wrong_labels(other)
     return bool(wrong & (wrong_outputs or wrong_tensors)) if wrong_tensors else not wrong
+
+
+def _places(failure: RankFailure) -> set[str]:
+    """The operation and the line of a failed rank; of calls that do not fit together those of all, in any order."""
+    if isinstance(failure, CollectiveMismatch):
+        return set(re.findall(r"\w+(?= [\w.]+\[)|(?<= at )[^ ;]+:\d+", str(failure.args[0])))
+    return {f"{failure.op} {failure.source}"}
 
 
 def _wrong_labels(report: Report, role: str | None = None) -> set[str]:

@@ -21,7 +21,7 @@ from parity_tests.specimens.engine_agreement import all_gather
 VERDICT_S = 0.05
 FILE = "test_failure_matrix_lockstep.py"
 SIDE = re.compile(
-    r"rank (\d+) (?:in|waits in|returned and never waited for|can run, last in) "
+    r"rank (\d+) (?:in|waits in|returned and never waited for|was on its way, last in) "
     rf"(\w+) .*?\(group ([\w,]+), #(\d+)\) at {FILE}:(\d+)"
 )
 

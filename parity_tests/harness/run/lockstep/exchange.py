@@ -153,7 +153,12 @@ class Exchange:
     def raised(self, rank: int, error: BaseException) -> None:
         """A rank's own exception; the frames shown are the user's. A verdict reached on the rank stays one."""
         error, last = raised_by_function(error), next(reversed(self.ledger.of(rank)), None)
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_plumbing(f.filename)]
+        # Without columns: marks below a line that a narrow terminal breaks would point at nothing.
+        frames = [
+            traceback.FrameSummary(frame.filename, frame.lineno, frame.name)
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not is_plumbing(frame.filename)
+        ]
         summary = "".join(traceback.format_exception_only(error)).strip()
         message = "\n".join([f"rank {rank} raised {summary}", *traceback.format_list(frames)]).rstrip()
         if any(phrase in str(error) for phrase in UNREGISTERED):
@@ -206,7 +211,7 @@ class Exchange:
         if self.scheduler.finished[rank]:
             return of_returned(rank, self.ledger.of(rank), awaited)
         last = next(reversed(self.ledger.of(rank)), None)
-        return f"rank {rank} can run, last in {last}" if last else f"rank {rank} can run, nothing issued"
+        return f"rank {rank} was on its way, last in {last}" if last else f"rank {rank} was on its way, nothing issued"
 
     def _call_from_two_lines(self) -> str:
         """Names the first call that two ranks came to from different lines: a rank that left a call out is one ahead.

@@ -55,7 +55,7 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo
     if backend == "nccl" and torch.cuda.device_count() < case.world:
         count = torch.cuda.device_count()
         here = f"{count} {'is' if count == 1 else 'are'} here"
-        raise NotRun(f"nccl needs {counted(case.world, 'GPU')}, {here}; not run")
+        raise NotRun(f"nccl needs {counted(case.world, 'GPU')}, {here}")
     import_ahead(fn)
     file = discover.file_of(fn)
     function = dumps(fn, file_is_imported=file is not None), file

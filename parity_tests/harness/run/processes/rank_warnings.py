@@ -28,6 +28,25 @@ def not_shown() -> Iterator[None]:
             warnings.showwarning = before
 
 
+@contextlib.contextmanager
+def shown_once() -> Iterator[None]:
+    """Write a warning once inside, though ranks that are threads raise it in each example and each rank."""
+    before, shown = warnings.showwarning, set[str]()
+
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+        text = warnings.formatwarning(message, category, filename, lineno)
+        if text not in shown:
+            shown.add(text)
+            before(message, category, filename, lineno, *rest)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        if warnings.showwarning is show:
+            warnings.showwarning = before
+
+
 def show_once(folder: str) -> None:
     """From here on, write a warning only if no process has written it that was given this folder."""
 

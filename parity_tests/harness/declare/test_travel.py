@@ -1,0 +1,24 @@
+"""A function that is sent to other processes keeps what it is known by."""
+
+import pickle
+
+from parity_tests.harness.declare import travel
+
+
+def outer(x):
+    def inner(y):
+        return [z + x for z in y]
+
+    return inner
+
+
+def test_code_keeps_the_name_of_its_file_and_its_lines():
+    for function in (outer, outer(1)):
+        sent = pickle.loads(travel.dumps(function))
+        for here, there in ((function.__code__, sent.__code__), (_nested(function), _nested(sent))):
+            assert (there.co_filename, there.co_firstlineno) == (here.co_filename, here.co_firstlineno)
+    assert pickle.loads(travel.dumps(outer))(2)([1, 2]) == [3, 4]
+
+
+def _nested(function):
+    return next((const for const in function.__code__.co_consts if hasattr(const, "co_filename")), function.__code__)
