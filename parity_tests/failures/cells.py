@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from parity_tests.failures import kinds
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.exit_status import RANK_FAILED
 from parity_tests.harness.run.failure import NotRun, RankFailure
+from parity_tests.harness.supervised import supervised
 
 ENGINES = ("gloo", "lockstep", "torchrun")
 QUIET_S = 1.5
@@ -71,7 +73,9 @@ def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
             status = _status([*_command(engine, world), engine, str(world), str(output), *rest], errors)
             answered = [Cell(**json.loads(line)) for line in output.read_text().splitlines()]
             if not answered:
-                answered = [Cell(rest[0], "ended", _last_words(status, errors), time.monotonic() - started)]
+                words = _last_words(status, errors)
+                cause = "died" if words.startswith("died: ") else "ended"
+                answered = [Cell(rest[0], cause, words, time.monotonic() - started)]
         by_kind |= {cell.kind: cell for cell in answered}
         rest = [name for name in rest if name not in by_kind]
     return [by_kind[name] for name in names]
@@ -100,8 +104,8 @@ def _command(engine: str, world: int) -> list[str]:
 
 def _last_words(status: int | None, errors: Path) -> str:
     """What a job says that ended before it could answer: our sentence, or how the process ended."""
-    lines = errors.read_text(errors="replace").splitlines()
-    ours = [line for line in lines if line.startswith("shardproof: ")]
+    text = errors.read_text(errors="replace")
+    ours = [sentence.rstrip() for sentence in re.findall(r"^shardproof: (.*\n(?:  .*\n)*)", text, re.MULTILINE)]
     if status is None:
         return "\n".join([*ours, f"the process of the command was ended after {LIMIT_S:g} s without an answer"])
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit code {status}"
@@ -172,4 +176,4 @@ def main(engine: str, world: str, output: str, *names: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(supervised(partial(main, *sys.argv[1:])))

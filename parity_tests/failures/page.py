@@ -20,9 +20,9 @@ A cell is the cause that the sentence begins with. *done*: nothing failed there.
 the command ended before it could answer; under torchrun a rank that is left says why. After the cause stands what the
 sentence does not name of rank, operation and line.
 
-**What cannot be named.** On lockstep the ranks are threads of the command, so that a rank which is killed, or crashes
-in native code, ends the command with it, and nobody is left to say where; `--engine gloo` names rank, operation and
-line. Of a wrong return value the rank is all that there is to name.
+On lockstep the ranks are threads of the command, so that a rank which is killed, or crashes in native code, ends the
+command with it: its parent, which waits for it, says where the ranks were. Of a wrong return value the rank is all that
+there is to name.
 """
 
 

@@ -12,8 +12,11 @@ from parity_tests.failures.cells import Cell, bodies, cells
 
 def test_a_few_cells() -> None:
     dead, equal, odd = cells("lockstep", 2, ["is_killed", "prints_much", "other_shape"])
-    assert (dead.cause, dead.sentence) == ("ended", "the process of the command was killed by SIGKILL")
-    assert dead.lacks == ["rank", "operation", "line"]
+    assert (dead.cause, dead.lacks) == ("died", [])
+    killed, waits, advice = dead.sentence.splitlines()
+    assert killed == "died: rank 1 was killed by SIGKILL; it was last seen so: computes, nothing issued yet"
+    assert waits.startswith("  rank 0 waits in all_reduce float32[3] SUM (group tp, #0) at kinds.py:")
+    assert advice == "  --engine gloo runs each rank in a process of its own"
     assert (equal.cause, equal.lacks) == ("done", [])
     assert odd.cause == "collective mismatch" and odd.lacks == []
     assert odd.sentence.startswith("collective mismatch: shapes differ, [3] and [2]: rank 0 in all_reduce float32[3]")

@@ -26,6 +26,7 @@ from parity_tests.harness.run.failure import (
     raised_by_function,
 )
 from parity_tests.harness.run.ledger import Ledger, LedgerRow, call_site, is_plumbing, raised_at
+from parity_tests.harness.run.lockstep import last_seen
 from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.rendezvous import CallsDiffer, MessageQueues, Rendezvous
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
@@ -124,6 +125,7 @@ class Exchange:
         self.scheduler.check()
         call.order = len(self.ledger.rows)
         self.ledger.rows.append(call.row)
+        last_seen.issued(call.row)
         for other in self._in_flight:
             if other.row.rank != call.row.rank and (other.writes & call.storages or call.writes & other.storages):
                 what = f"rank {call.row.rank} hands in a storage that rank {other.row.rank} has handed in"

@@ -14,6 +14,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from parity_tests.harness.run.failure import RankFailure
+from parity_tests.harness.run.lockstep import last_seen
 from parity_tests.harness.run.lockstep.rank_globals import RankGlobals
 
 
@@ -50,6 +51,7 @@ class Scheduler:
         self.waits = [None] * self.world
         self.finished = [False] * self.world
         self._streams = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
+        last_seen.begin(self.world)
         self._give(self._next_rank(self._runnable(self.world - 1)))
 
     def over(self, seconds: float) -> bool:
@@ -109,6 +111,7 @@ class Scheduler:
         if self.dismissed:
             return
         if all(self.finished):
+            last_seen.begin(0)
             self._over.release()
             return
         runnable = self._runnable(rank)
@@ -143,6 +146,7 @@ class Scheduler:
 
     def _give(self, rank: int) -> None:
         torch.default_generator.set_state(self._streams[rank])
+        last_seen.turn(rank, has_returned=self.finished[self.running])
         self.running = rank
         self._turns[rank].release()
 

@@ -1,0 +1,104 @@
+"""A command in a process of its own, so that somebody is left to say which rank ended it.
+
+On lockstep the ranks are threads of the command, and a rank that is killed or crashes in native code ends it without a
+word. The parent, which has loaded nothing, waits; it reads what the ranks wrote into shared memory (see
+run/lockstep/last_seen.py), and the stack that Python's fault handler wrote.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import IO
+
+from parity_tests.harness.run.exit_status import RANK_FAILED
+from parity_tests.harness.run.processes.status_table import COMPUTING, StatusTable
+
+MOST_RANKS = 64
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+UNDER_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "RANK")  # which ends processes by their numbers itself
+SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+table: StatusTable | None = None  # of the command that runs here, shared with its parent
+
+
+def supervised(call: Callable[[], int]) -> int:
+    """The status of `call`, run in a forked process; 3, and a sentence, where a fatal signal ends that.
+
+    Signals that are sent to this process alone are passed on, and a child whose parent is killed ends with it. To be
+    called before anything starts a thread. Under a launcher such as torchrun `call` runs here.
+    """
+    if not sys.platform.startswith("linux") or any(name in os.environ for name in UNDER_A_LAUNCHER):
+        return call()
+    with tempfile.TemporaryFile("w+") as stack:
+        return _supervised(call, StatusTable(None, MOST_RANKS), stack)
+
+
+def _supervised(call: Callable[[], int], shared: StatusTable, stack: IO[str]) -> int:
+    global table
+    parent, watched = os.getpid(), (*PASSED_ON, signal.SIGCHLD)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by who started this
+            stream.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # none is lost between the fork and the wait
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was killed before that was in force
+            os._exit(RANK_FAILED)
+        faulthandler.enable(os.dup(stack.fileno()), all_threads=False)
+        table = shared
+        return call()
+    status = _exit_code(child, watched)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+    if status >= 0:
+        return status
+    if -status not in FATAL:  # ends this process too, as if there were no other
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(parent, -status)
+    print(f"shardproof: {_sentence(status, shared, stack)}", file=sys.stderr)
+    return RANK_FAILED
+
+
+def _exit_code(child: int, watched: tuple[signal.Signals, ...]) -> int:
+    """Wait for the child, and pass on what other processes send; of a child that a signal ends, minus its number."""
+    while True:
+        received = signal.sigwaitinfo(watched)
+        if received.si_signo == signal.SIGCHLD:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+        elif received.si_code == SENT_BY_A_PROCESS:
+            os.kill(child, received.si_signo)
+
+
+def _sentence(exit_code: int, shared: StatusTable, stack: IO[str]) -> str:
+    """Which rank ran when the process ended, where, and what the others did."""
+    # Imported only now: the parent of a command that ends well loads no torch.
+    from parity_tests.harness.run.failure import Died
+    from parity_tests.harness.run.processes import crash
+    from parity_tests.harness.run.processes.root_cause import DIED, RUNNING, Outcome
+
+    stack.seek(0)
+    line = crash.line(stack.read())
+    statuses = {rank: status for rank in range(shared.world) if (status := shared.status(rank)).writes}
+    outcomes = [
+        Outcome(rank, DIED, source=line, state=str(status), exit_code=exit_code)
+        if status.state == COMPUTING
+        else Outcome(rank, RUNNING, state=str(status))
+        for rank, status in statuses.items()
+    ]
+    dead = next((outcome for outcome in outcomes if outcome.kind == DIED), None)
+    if dead is None:
+        at = f" at {line}" if line else ""
+        return f"the process of the command was killed by {signal.Signals(-exit_code).name}{at}"
+    others = [str(outcome) for outcome in outcomes if outcome is not dead]
+    return f"{Died(str(dead), rank=dead.rank, others=others)}\n  --engine gloo runs each rank in a process of its own"
