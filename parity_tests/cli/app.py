@@ -11,7 +11,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
 import sys
-from functools import partial
 from itertools import zip_longest
 from typing import Annotated, Any
 
@@ -21,7 +20,6 @@ import typer.core
 from parity_tests.cli import case, paper, training, verify
 from parity_tests.cli.help import epilog, versions
 from parity_tests.harness.report.guard import guarded
-from parity_tests.harness.supervised import supervised
 
 app = typer.Typer(
     add_completion=True,
@@ -59,8 +57,6 @@ VERBS = {
     "cost": paper.cost,
     "tour": verify.tour,
 }
-RUN_RANKS = ("verify", "replay", "tour")
-
 for name, verb in VERBS.items():
     app.command(name, cls=Verb, epilog=epilog(name))(verb)
 
@@ -82,8 +78,7 @@ def _about(
 
 def main() -> None:
     """Run a verb; a user's mistake is one sentence on standard error and a status, never a traceback."""
-    runs_ranks = any(verb in sys.argv for verb in RUN_RANKS)
-    sys.exit(supervised(partial(guarded, app)) if runs_ranks else guarded(app))
+    sys.exit(guarded(app))
 
 
 if __name__ == "__main__":

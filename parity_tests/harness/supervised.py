@@ -7,14 +7,18 @@ run/lockstep/last_seen.py), and the stack that Python's fault handler wrote.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import os
 import signal
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Callable
-from typing import IO
+from typing import IO, NoReturn
 
 from parity_tests.harness.run.exit_status import RANK_FAILED
 from parity_tests.harness.run.processes.status_table import COMPUTING, StatusTable
@@ -29,43 +33,63 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 table: StatusTable | None = None  # of the command that runs here, shared with its parent
 
 
-def supervised(call: Callable[[], int]) -> int:
+def supervised(call: Callable[[], int | None]) -> int:
     """The status of `call`, run in a forked process; 3, and a sentence, where a fatal signal ends that.
 
-    Signals that are sent to this process alone are passed on, and a child whose parent is killed ends with it. To be
-    called before anything starts a thread. Under a launcher such as torchrun `call` runs here.
+    Signals that are sent to this process alone are passed on, and a child whose parent is killed ends with it. The
+    forked process never returns from here. `call` runs here under a launcher such as torchrun, and where a fork is not
+    safe: once JAX is loaded, or another thread runs.
     """
-    if not sys.platform.startswith("linux") or any(name in os.environ for name in UNDER_A_LAUNCHER):
-        return call()
-    with tempfile.TemporaryFile("w+") as stack:
-        return _supervised(call, StatusTable(None, MOST_RANKS), stack)
-
-
-def _supervised(call: Callable[[], int], shared: StatusTable, stack: IO[str]) -> int:
-    global table
+    is_launched = any(name in os.environ for name in UNDER_A_LAUNCHER)
+    if is_launched or not sys.platform.startswith("linux") or "jax" in sys.modules or threading.active_count() > 1:
+        return call() or 0
     parent, watched = os.getpid(), (*PASSED_ON, signal.SIGCHLD)
+    with tempfile.TemporaryFile("w+") as stack:
+        shared = StatusTable(None, MOST_RANKS)
+        _flush()
+        signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # none is lost between the fork and the wait
+        child = os.fork()
+        if child == 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+            _run(call, shared, stack, parent)
+        status = _exit_code(child, watched)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        if status >= 0:
+            return status
+        if -status not in FATAL:  # ends this process too, as if there were no other
+            signal.signal(-status, signal.SIG_DFL)
+            os.kill(parent, -status)
+        print(f"shardproof: {_sentence(status, shared, stack)}", file=sys.stderr)
+        return RANK_FAILED
+
+
+def _run(call: Callable[[], int | None], shared: StatusTable, stack: IO[str], parent: int) -> NoReturn:
+    """In the forked process: run the command and leave, as a process does that has run its last line."""
+    global table
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:  # else it was killed before that was in force
+            faulthandler.enable(stack, all_threads=False)
+            table = shared
+            status = call() or 0
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        _flush()
+        os._exit(status)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # closed by who started this
-            stream.flush()
-    signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # none is lost between the fork and the wait
-    child = os.fork()
-    if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was killed before that was in force
-            os._exit(RANK_FAILED)
-        faulthandler.enable(os.dup(stack.fileno()), all_threads=False)
-        table = shared
-        return call()
-    status = _exit_code(child, watched)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
-    if status >= 0:
-        return status
-    if -status not in FATAL:  # ends this process too, as if there were no other
-        signal.signal(-status, signal.SIG_DFL)
-        os.kill(parent, -status)
-    print(f"shardproof: {_sentence(status, shared, stack)}", file=sys.stderr)
-    return RANK_FAILED
+            with contextlib.suppress(OSError):  # or its reader has left
+                stream.flush()
 
 
 def _exit_code(child: int, watched: tuple[signal.Signals, ...]) -> int:

@@ -18,16 +18,17 @@ _PYTHON = str(Path(contextlib.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _HARNESS = str(Path(__file__).parents[1])
 _MESH_VIEW = str(Path(__file__).parents[3] / "torch_impl" / "collectives" / "mesh.py")
+_CONTRACT = str(Path(__file__).parents[3] / "torch_impl" / "contract")
 _COLLECTIVES = str(Path(__file__).parents[3] / "torch_impl" / "collectives")
 
 
 @cache
 def is_plumbing(name: str) -> bool:
-    """Whether a source file is torch's, Python's or the harness's own, as is what a function takes as its mesh.
+    """Whether a source file is torch's, Python's or the harness's own, as are the checks of arguments and the mesh.
 
     The harness's tests are users of it.
     """
-    if name.startswith((_TORCH, _HARNESS, _MESH_VIEW, "<frozen", "<string", "<__array")):
+    if name.startswith((_TORCH, _HARNESS, _MESH_VIEW, _CONTRACT, "<frozen", "<string", "<__array")):
         return not base(name).startswith("test_")
     return (name.startswith(_PYTHON) and "site-packages" not in name) or base(name) == "typing_extensions.py"
 

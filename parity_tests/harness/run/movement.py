@@ -111,16 +111,21 @@ def _order(rows: Iterable[LedgerRow], number_of: Mapping[int, int]) -> Iterator[
 
 
 def _transfers(rows: Sequence[LedgerRow]) -> Iterator[Transfer]:
-    """What the ranks that are there hand to each other; nothing where they disagree on what they do."""
+    """What ranks hand to each other; nothing in a collective that some rank did not issue, or that they disagree on."""
     groups: dict[tuple[int, ...], list[LedgerRow]] = defaultdict(list)
     for row in rows:
         groups[row.group].append(row)
     for group, of_group in groups.items():
         if of_group[0].op in MESSAGES:
             yield from (Transfer(row.rank, row.peer, row.payload, group) for row in of_group if row.op == "send")
-        elif len({row.op for row in of_group}) == 1:
+        elif {row.rank for row in of_group} == set(group) and len({_what(row) for row in of_group}) == 1:
             for row in of_group:
                 yield from _handed(row, {other.rank: other for other in of_group})
+
+
+def _what(row: LedgerRow) -> tuple[object, ...]:
+    """What the rows of a collective that is carried out have in common; blocks of a gather may differ in length."""
+    return row.op, row.dtypes, row.reduce_op, row.root, row.shapes if row.op == "all_reduce" else None
 
 
 def _handed(row: LedgerRow, rows: Mapping[int, LedgerRow]) -> Iterator[Transfer]:

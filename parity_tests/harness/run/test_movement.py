@@ -75,7 +75,7 @@ def test_a_receive_that_nobody_sends_for_has_no_transfer():
 def test_who_did_not_issue_it_is_missing():
     (step,) = steps(Ledger(on_all("all_reduce")[:2]))
     assert step.missing == (2,)
-    assert {(move.source, move.target) for move in step.transfers} == {(0, None), (None, 0), (1, None), (None, 1)}
+    assert step.transfers == ()  # a collective that waits for a rank has handed nothing to any
 
 
 def test_ranks_that_disagree_stand_in_one_step_without_transfers():

@@ -143,6 +143,7 @@ _HOMES = {
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 # What the extra `verify` installs, by import name: `torch_impl` needs none of it.
+_RUN_RANKS = ("verify", "replay", "tour")  # verbs that run a user's function in this process
 _OF_VERIFY = ("jax", "flax", "optax", "hypothesis", "pytest", "cloudpickle", "typer", "rich", "matplotlib")
 _INSTALL = "pip install 'shardproof[verify]'"
 
@@ -192,5 +193,8 @@ def main() -> None:
         print(f"shardproof: needs {', '.join(missing)}; {_INSTALL}", file=sys.stderr)
         sys.exit(2)
     from parity_tests.cli.app import main
+    from parity_tests.harness.supervised import supervised
 
+    if any(verb in sys.argv for verb in _RUN_RANKS):
+        sys.exit(supervised(main))
     main()
