@@ -191,3 +191,32 @@ print(in_global_order.verify(examples=12))
 
 # %%
 ledger_figure(report.ledger, "in_global_order")
+
+# %% [markdown]
+# ## Your turn
+#
+# 1. Attention now has a causal window: a query sees its own position and the three before it. Which of the first four
+#    orders gives its busiest rank the most work? Is DualChunkSwap still worth its permutation?
+# 2. `R` in place of `I` gave twice the gradient on two ranks. What does it give on one, two and four, and on which of
+#    these meshes does a test not see the mistake?
+#
+# The next cell has the answers.
+
+# %%
+for window in (32, 4):
+    keys = np.minimum(np.arange(32) + 1, window)
+    busiest = {name: max(keys[np.asarray(shard, int)].sum() for shard in orders[name]) for name in list(orders)[:4]}
+    shares = ", ".join(f"{name} {4 * most / keys.sum():.2f}" for name, most in busiest.items())
+    print(f"1. window {window:2}, the busiest rank in fair shares: {shares}")
+
+
+def factor_on(tp):
+    def body(mesh, case):
+        x = torch.ones((), requires_grad=True)
+        all_reduce(x, mesh["tp"], out="R").backward()  # every rank has the full cotangent, 1: that is type I
+        return x.grad.item()
+
+    return run(body, CaseSpec("factor", {"tp": tp})).results[0]
+
+
+print("2. times the right gradient:", *(f"tp={tp}: {factor_on(tp):g}" for tp in (1, 2, 4)))

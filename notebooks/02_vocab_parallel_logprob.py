@@ -257,3 +257,29 @@ sent.bar_label(bars, fmt="%.0f", padding=3)
 sent.set(xscale="log", xlim=(1, 2e4), xlabel="KiB that a rank hands to collectives")
 memory_panel.invert_yaxis()
 plt.show()
+
+# %% [markdown]
+# ## Your turn
+#
+# 1. The target's logit is 0, and the only other one, on the other rank, is -20. What does `log(1 + R)` give in
+#    float32, and what can a rank compute that sends $R$ and not $1 + R$?
+# 2. The vocabulary grows from 8 ids to 64. What does the ledger count then? How many times as many bytes would one of
+#    8 ranks hand over that gathers bfloat16 logits of 131,072 ids?
+#
+# The next cell has the answers.
+
+# %%
+pair = torch.tensor([[[0.0, -20.0]]])
+R = pair[0, 0, 1].exp()
+sure = run(
+    lambda mesh, case: ours(mesh, pair.chunk(2, -1)[mesh.rank("tp")], torch.zeros(1, 1, dtype=torch.long)).item(),
+    CaseSpec("sure", {"tp": 2}),
+)
+print("1. float64:               ", torch.log_softmax(pair.double(), -1)[0, 0, 0].item())
+print("   -log(1 + R), -log1p(R):", -(1 + R).log().item(), -R.log1p().item())
+print("   vocab_parallel_logprob:", *sure.results)
+for v in (8, 64):
+    report = chunked_logprob.verify(tp=2, b=1, s=8, v=v, chunk_size=2, dtype="float32", examples=1)
+    assert report.ok
+    print(f"2. v={v:<2} {report.ledger.cost(0, 'fwd')}")
+print(f"   of 131,072 ids on 8 ranks: {2 * 131072 // 8 / (3 * 4):,.0f} times as many bytes for each token")

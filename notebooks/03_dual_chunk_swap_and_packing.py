@@ -217,3 +217,26 @@ def shifted_before_sharding(mesh, x, padded, real):
 
 
 print(shifted_before_sharding.verify(examples=20))
+
+# %% [markdown]
+# ## Your turn
+#
+# 1. One sequence of 4,096 tokens over 8 ranks, and each rank shifts what it has. How many targets are wrong in each
+#    layout? Why are those of DualChunkSwap not one for each of its 16 chunks but the last?
+# 2. DualChunkSwap gives two ranks the same pairs of each padded sequence. Count the pairs of real tokens only: is that
+#    still so for 5 tokens padded to 8, and for 4,093 padded to 4,096?
+#
+# The next cell has the answers.
+
+# %%
+for kind in KINDS:
+    local = TokenLayout.dense(kind, 4096, cp_size=8, cp_rank=0).index  # a row for each rank
+    is_wrong = (local.roll(-1, 1) != local + 1) & (local + 1 < 4096)
+    print(f"1. {kind:16} {is_wrong.sum().item():4} wrong, those of each rank: {is_wrong.sum(1).tolist()}")
+print("   the chunks of rank 7 are neighbours:", local[7, [0, 255, 256, 511]].tolist())
+
+for length, slots in ((5, 8), (4093, 4096)):
+    layout = TokenLayout.packed([0, slots], [0, length], cp_size=2, cp_rank=0)
+    keys = torch.where(layout.padding_mask, 0, layout.position_ids + 1)
+    pairs = [keys[index].sum().item() for index in layout.index]
+    print(f"2. {length} of {slots}: pairs {pairs}, the busiest rank has {2 * max(pairs) / sum(pairs):.3f} fair shares")

@@ -214,3 +214,25 @@ for kv_heads in (64, 16, 8, 4, 1):
 for window in (None, 65536, 16384, 4096, 1):
     traffic = fewest_bytes(hk=8, cp_size=16, layout="contiguous", window=window, **SHAPE)
     print(f"window {window!s:7} {traffic.exchange:10} {traffic.total / 2**20:8.0f} MiB")
+
+# %% [markdown]
+# ## Your turn
+#
+# 1. The titles of the first figure are for 64 tokens. Which of the three comes nearer to a fair share as the sequence
+#    grows, and to what does each go?
+# 2. How many times the bytes of forward does each exchange send in backward on 8 ranks, in bfloat16 and in float32?
+#    What travels around the ring beside keys and values, and in which dtype?
+#
+# The next cell has the answers.
+
+# %%
+for S in (16, 64, 256, 1024):  # `ring` reads it
+    times = {kind: CP * ring(kind)[1].amax(0).sum().item() for kind in ("contiguous", "striped", "dual_chunk_swap")}
+    print(f"1. {S:4} tokens:", ", ".join(f"{kind} {time:.3f}" for kind, time in times.items()))
+
+for itemsize in (2, 4):
+    traffic = attention_bytes(hk=8, cp_size=8, **{**SHAPE, "itemsize": itemsize})
+    ratios = [f"{each.exchange} {each.backward / each.forward:.2f}" for each in traffic if each.exchange != "usp"]
+    print(f"2. numbers of {itemsize} bytes, backward over forward:", ", ".join(ratios))
+    gathered = next(each for each in traffic if each.exchange == "all_gather")
+    print("   bytes of a number of a gradient:", itemsize * (gathered.backward / gathered.forward - 1))

@@ -159,9 +159,9 @@ print(mixed.verify(examples=12))
 
 # %%
 class WithoutHalo(MambaStatePassing):
-    def _convolved(self, x, parameters, segments):
+    def _convolve(self, x, parameters, segments):
         zeros = torch.full_like(segments.halo.before, self.cp_size * len(segments.halo.sent))
-        return super()._convolved(x, parameters, replace(segments, halo=replace(segments.halo, before=zeros)))
+        return super()._convolve(x, parameters, replace(segments, halo=replace(segments.halo, before=zeros)))
 
 
 STRATEGIES["without halo"] = WithoutHalo
@@ -175,6 +175,7 @@ def mixed_without_halo(mesh, projected, conv_weight, dt_bias, A_log, D, strategy
 
 
 broken = mixed_without_halo.verify(cp=2, strategy="without halo", dtype="float32", examples=1)
+assert not broken.ok
 display(broken)
 
 # %% [markdown]
@@ -245,3 +246,31 @@ for tokens in LENGTHS[::2]:
 
 # %%
 print(mamba_cp_bytes(tokens=12000, cp_size=6, **{**LARGE, "num_heads": 64}))
+
+# %% [markdown]
+# ## Your turn
+#
+# 1. Each rank computes the final state of its own tokens from a state of zero, before it knows what came before them.
+#    How do two such states give the state after both halves? What has to travel beside them?
+# 2. Declare `D` as `h cp=I`: each rank then promises the full gradient. What does the report say at `cp=1` and at
+#    `cp=2`?
+#
+# The next cell has the answers.
+
+# %%
+generator = torch.Generator().manual_seed(0)
+x, dt, A, B, C, D = (
+    jnp.asarray(torch.randn(shape, generator=generator).numpy())
+    for shape in ((1, 16, 4, 2), (1, 16, 4), (4,), (1, 16, 2, 2), (1, 16, 2, 2), (4,))
+)
+dt, A = jax.nn.softplus(dt), -jnp.exp(A)
+(_, early), (_, late), (_, both) = (
+    scan(x[:, rows], dt[:, rows], A, B[:, rows], C[:, rows], D) for rows in (slice(8), slice(8, 16), slice(16))
+)
+decay = jnp.exp((dt[:, 8:] * A[None, None]).sum(1))[..., None, None]  # of the second half: one number for each head
+assert jnp.allclose(late + decay * early, both, atol=1e-5)
+print(f"1. late + decay * early: {late.size} numbers of a state and {decay.size} decays travel, for any length")
+promised = scheme(**{**DECLARED, "inputs": {**DECLARED["inputs"], "D": "h cp=I"}})(mixed.fn)
+for cp in (1, 2):
+    report = promised.verify(cp=cp, strategy="state passing", dtype="float32", examples=1)
+    print(f"2. cp={cp}:", report.notes.get("d/d D", ["equal"])[0])

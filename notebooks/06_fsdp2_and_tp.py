@@ -213,3 +213,25 @@ print(norm_that_is_replicated.verify(b=2, h=4, p=3, examples=3))
 
 # %%
 print(norm_of_local_heads.verify(b=2, h=4, p=3, examples=3))
+
+# %% [markdown]
+# ## Your turn
+#
+# 1. Take the gradient of one `q_norm` under the plan that leaves the norms out. What does each rank have, and what
+#    would a sum over `tp` give? Why is a mean not right?
+# 2. `up_proj` is `f/tp/dp_shard d`. Rank 1 is `dp_shard=0, tp=1`: which of the 16 rows does it have? Which would it
+#    have under `f/dp_shard/tp d`, where tensor parallelism shards what FSDP2 left?
+#
+# The next cell has the answers.
+
+# %%
+name = "model.layers.0.self_attn.q_norm.weight"
+addends = [rank.gradients[name] for rank in ranks]  # of the last run above: without the norms
+of_all = {"rank 0": addends[0], "rank 1": addends[1], "mean": sum(addends) / 2, "sum": sum(addends)}
+print("1. off by", *(f"{label} {deviation(each, step.gradients[name]):.0e};" for label, each in of_all.items()))
+coordinates = {"dp_shard": 0, "tp": 1}  # of rank 1; each axis has two ranks
+for order in ("tp/dp_shard", "dp_shard/tp"):
+    rows = torch.arange(16)
+    for axis in order.split("/"):
+        rows = rows.chunk(2)[coordinates[axis]]  # each axis shards what the one before it left
+    print(f"2. f/{order} d: rank 1 has rows {rows.tolist()}")

@@ -209,3 +209,18 @@ for stage, (_, gradient) in enumerate(ranks.results):
 # %%
 write_csv(schedule_order("DualPipeV", 2, 4, 2), "dualpipev.csv")
 print(Path("dualpipev.csv").read_text())
+
+# %% [markdown]
+# ## Your turn
+#
+# 1. How many micro-batches, in multiples of four, does each schedule need on four ranks to be idle for less than 5 %?
+# 2. A message takes a short time. How many of them, one after the other, does each schedule wait for with eight
+#    micro-batches? Why does 1F1B, as idle as GPipe, wait for more?
+#
+# The next cell has the answers.
+
+# %%
+for name in RULES:
+    enough = next(n for n in range(2 * P, 100, P) if max(run(name, n=n).bubble) < 0.05)
+    waits = round((run(name, p2p=0.001).makespan - run(name).makespan) / 0.001)
+    print(f"{name:24}1. {enough:3} micro-batches   2. {waits:3} messages")

@@ -303,3 +303,23 @@ print(f"one loss changes from step to step by {change[-30:].mean():.3f} on avera
 # The first loss is the same. Later ones differ by less than one batch from the next, and Adam, whose steps do not
 # change when a gradient is scaled, hides most of the factor. The norm of the gradient is too large, but nothing says
 # how large it should be. Only a comparison with a reference does.
+
+# %% [markdown]
+# ## Your turn
+#
+# 1. The comment at `out="R"` is true of a head that leaves its ranks' addends as they are. Declare the output of the
+#    layer as `tp=R`, which is what such a head would make of it: which of the two schemes is right then?
+# 2. By which factor do a step of SGD and one of AdamW grow if a gradient is twice too large?
+#
+# The next cell has the answers.
+
+# %%
+for fn in (down_of_the_lower_block.fn, down_of_the_upper_block.fn):
+    before_addends = scheme(**{**DECLARED, "outputs": "b s d tp=R"})(fn)
+    report = before_addends.verify(tp=2, b=2, s=4, f=4, d=8, dtype="float32", examples=1)
+    print(f"1. {fn.__name__}: {'equal' if report.ok else 'mismatch'}", *report.notes.get("d/d x", [])[:1], sep="; ")
+for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+    weight = torch.zeros(2, requires_grad=True)
+    weight.grad = torch.tensor([1.0, 2.0])
+    optimizer([weight], lr=1e-3).step()
+    print(f"2. {optimizer.__name__}: {(weight[1] / weight[0]).item():.3f}")

@@ -11,7 +11,6 @@
 #     name: python3
 # ---
 # %% [markdown]
-# %% [markdown]
 # # One run, every axis
 #
 # A small hybrid language model (attention and Mamba2 layers) trained on several meshes. The curve must not know which:
@@ -119,3 +118,24 @@ panel.text(backward + 2, 1e-9, "backward", fontsize=9)
 panel.set(xlabel="tensor, in the order of execution", ylabel="relative distance", ylim=(1e-18, 1e2))
 panel.legend(loc="center left", fontsize=9)
 plt.show()
+
+# %% [markdown]
+# ## Your turn
+#
+# 1. In the first step with the bug the loss is right and most gradients are wrong. Which gradients are right, and where
+#    in the model are their parameters?
+# 2. Train with the bug on `dp_shard=2` as well, and compare this run with that on `cp=2`. Is the bug found without one
+#    device?
+#
+# The next cell has the answers.
+
+# %%
+gradients = {name.removeprefix("gradient/"): row.ok for name, row in broken[0].rows.items() if "gradient/" in name}
+right = [name for name, is_right in gradients.items() if is_right]
+modules = sorted({name.rpartition(".")[0] for name in right})
+print(f"1. {len(right)} of {len(gradients)}, those of", ", ".join(modules))
+with injected:
+    elsewhere = buggy_run(RUNS["dp_shard=2"], reference_steps, "lockstep")
+pairs = list(zip(broken, elsewhere, strict=True))
+print(f"2. losses of five steps: {max(abs(one.loss - other.loss) for one, other in pairs):.0e} from mesh to mesh,")
+print(f"   {max(abs(one.loss - one.want) for one in broken):.2f} from one device")

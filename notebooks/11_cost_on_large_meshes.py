@@ -116,3 +116,30 @@ slow = replace(H100, name="slow", between_bytes_per_second=H100.between_bytes_pe
 for links in (H100, slow):
     least = [one.least.label for one in over("attention", "cp", WORLDS[::2], {"s": 2**21, **HEADS}, links)]
     print(f"{links.name:5}", *(f"cp={world}: {label:14}" for world, label in zip(WORLDS[::2], least, strict=True)))
+
+# %% [markdown]
+# ## Your turn
+#
+# 1. One sequence of two million tokens on more and more ranks: how do the bytes that a rank of the ring sends change,
+#    and how do its products? On how many ranks do the messages of forward take longer than the products?
+# 2. In the setting of 64 ranks of cp and 8 of tp, USP exchanges heads of 2 ranks. How many times as fast must links
+#    between hosts be for the ring to have the shortest step?
+#
+# The next cell has the answers.
+
+# %%
+rings = [next(way for way in one.candidates if way.label == "ring") for one in attention]
+sends = [sum(line.size for line in way.lines if line.op == "send") for way in rings]
+products = [way.product_seconds["forward"] for way in rings]
+slower = [way.communication("forward") > seconds for way, seconds in zip(rings, products, strict=True)]
+fewer = round(products[0] / products[-1])
+print(f"1. from 8 ranks to 8,192: {sends[-1] / sends[0]:.2f} times the bytes, 1/{fewer:,} of the time of products")
+print(f"   messages take longer than products from {WORLDS[slower.index(True)]:,} ranks on")
+assert slower == sorted(slower)
+
+for tenths in range(10, 30):
+    faster = replace(H100, between_bytes_per_second=tenths / 10 * H100.between_bytes_per_second)
+    least = compared("attention", replace(setting, sheet=faster)).least
+    if least.label == "ring":
+        break
+print(f"2. {least.label} from {tenths / 10} times the bandwidth on, in {1e3 * least.seconds:.2f} ms")

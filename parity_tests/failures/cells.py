@@ -24,7 +24,7 @@ from parity_tests.failures import kinds
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.exit_status import RANK_FAILED
 from parity_tests.harness.run.failure import NotRun, RankFailure
-from parity_tests.harness.supervised import supervised
+from parity_tests.harness.run.supervised import supervised
 
 ENGINES = ("gloo", "lockstep", "torchrun")
 QUIET_S = 1.5

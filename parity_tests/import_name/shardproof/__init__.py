@@ -193,7 +193,7 @@ def main() -> None:
         print(f"shardproof: needs {', '.join(missing)}; {_INSTALL}", file=sys.stderr)
         sys.exit(2)
     from parity_tests.cli.app import main
-    from parity_tests.harness.supervised import supervised
+    from parity_tests.harness.run.supervised import supervised
 
     if any(verb in sys.argv for verb in _RUN_RANKS):
         sys.exit(supervised(main))

@@ -1,12 +1,12 @@
 """What each rank of this process does, in memory that a parent reads after a fatal signal has ended the process.
 
 Ranks of lockstep are threads: one that is killed, or crashes in native code, takes the whole process with it. Where
-`harness.supervised` runs the command, the scheduler and the exchange write here; else nothing is written.
+`run.supervised` runs the command, the scheduler and the exchange write here; else nothing is written.
 """
 
 from __future__ import annotations
 
-from parity_tests.harness import supervised
+from parity_tests.harness.run import supervised
 from parity_tests.harness.run.ledger import LedgerRow
 from parity_tests.harness.run.processes.status_table import COMPUTING, FINISHED, STARTING, WAITING, Slot
 

@@ -2,7 +2,7 @@
 
 On lockstep the ranks are threads of the command, and a rank that is killed or crashes in native code ends it without a
 word. The parent, which has loaded nothing, waits; it reads what the ranks wrote into shared memory (see
-run/lockstep/last_seen.py), and the stack that Python's fault handler wrote.
+lockstep/last_seen.py), and the stack that Python's fault handler wrote.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from parity_tests.harness.run.exit_status import RANK_FAILED
 LIMIT_S = 60.0
 HEAD = """
 import ctypes, os, signal, sys, time
-from parity_tests.harness.supervised import supervised
+from parity_tests.harness.run.supervised import supervised
 """
 
 
