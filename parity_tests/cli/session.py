@@ -37,7 +37,7 @@ from parity_tests.harness.report.out_path import check_folder, check_writable, w
 from parity_tests.harness.report.summary import Expected, Outcome, VerifyOptions
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.failure import NotRun
-from parity_tests.harness.run.processes.rank_warnings import shown_once
+from parity_tests.harness.run.processes.rank_warnings import without_repeats
 from parity_tests.harness.run.speed_advice import without_advice
 from parity_tests.harness.verify import NothingCompared
 from parity_tests.harness.verify import Progress as Progressed
@@ -97,7 +97,7 @@ def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
     several = len(schemes) > 1
     if len(schemes) == 1:
         _check_flags(schemes[0], options)
-    with profiles.in_force(options.profile), shown_once(), progress_bar(options.quiet) as bar:
+    with profiles.in_force(options.profile), without_repeats(), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
         progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
         for scheme in schemes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,10 +44,11 @@ class MeshView:
         self._check(axis)
         return self.device_mesh.get_group(axis)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"mesh: has no {name!r}; mesh.device_mesh is torch's DeviceMesh, mesh[axis] a process group"
-        )
+    if not TYPE_CHECKING:  # else a type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            hint = "mesh.device_mesh is torch's DeviceMesh, mesh[axis] a process group"
+            raise AttributeError(f"mesh: has no {name!r}; {hint}")
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis. Errors: ValueError for an axis that is not in the mesh."""

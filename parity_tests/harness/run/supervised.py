@@ -79,9 +79,10 @@ def _run(call: Callable[[], int | None], shared: StatusTable, stack: IO[str], pa
             print(left.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-    finally:
+    try:
         atexit._run_exitfuncs()
         _flush()
+    finally:
         os._exit(status)
 
 

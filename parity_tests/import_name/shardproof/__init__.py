@@ -142,8 +142,8 @@ _HOMES = {
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
+_RUN_RANKS = ("verify", "replay", "tour")  # verbs that run a user's function in the process of the command
 # What the extra `verify` installs, by import name: `torch_impl` needs none of it.
-_RUN_RANKS = ("verify", "replay", "tour")  # verbs that run a user's function in this process
 _OF_VERIFY = ("jax", "flax", "optax", "hypothesis", "pytest", "cloudpickle", "typer", "rich", "matplotlib")
 _INSTALL = "pip install 'shardproof[verify]'"
 
@@ -195,6 +195,6 @@ def main() -> None:
     from parity_tests.cli.app import main
     from parity_tests.harness.run.supervised import supervised
 
-    if any(verb in sys.argv for verb in _RUN_RANKS):
+    if sys.argv[1:] and sys.argv[1] in _RUN_RANKS:
         sys.exit(supervised(main))
     main()

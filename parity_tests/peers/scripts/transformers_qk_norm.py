@@ -1,6 +1,6 @@
 """Gradients of Qwen3's q_norm under its own tensor plan, accumulated over micro-batches, beside one device."""
 
-import os
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -9,9 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 config = Qwen3Config(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=32)
 config.update({"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False})
 torch.manual_seed(0)
-AutoModelForCausalLM.from_config(config).save_pretrained(
-    folder := f"/tmp/qwen3_{os.environ['TORCHELASTIC_RUN_ID']}_{os.environ['RANK']}"
-)
+AutoModelForCausalLM.from_config(config).save_pretrained(folder := tempfile.mkdtemp())
 one = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 two = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto")
 batches = torch.arange(24).view(3, 2, 4)

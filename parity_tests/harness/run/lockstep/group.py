@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -121,9 +121,11 @@ class LockstepGroup(dist.ProcessGroup):
         self._name, self._desc = "", ""
         self._block: list[CommunicationCall] | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        hint = "mesh[axis] is a process group; mesh.device_mesh[axis] is torch's DeviceMesh"
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {hint}")
+    if not TYPE_CHECKING:  # else a type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            hint = "mesh[axis] is a process group; mesh.device_mesh[axis] is torch's DeviceMesh"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {hint}")
 
     # What the group is.
 

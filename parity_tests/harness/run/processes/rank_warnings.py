@@ -29,8 +29,8 @@ def not_shown() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shown_once() -> Iterator[None]:
-    """Write a warning once inside, though ranks that are threads raise it in each example and each rank."""
+def without_repeats() -> Iterator[None]:
+    """Write each warning once inside, though ranks that are threads raise it in each example and each rank."""
     before, shown = warnings.showwarning, set[str]()
 
     def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
