@@ -8,6 +8,7 @@ wrong gradients right.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -131,8 +132,10 @@ def _graph_of(returned: Any) -> Graph:
 def _edge(node: Any, place: int) -> Edge:
     """With the line of the user's that called the operation, or of the backward that was written by hand."""
     function = getattr(type(node), "_forward_cls", None)
-    if function is not None and not is_plumbing(function.backward.__code__.co_filename):
-        return Edge(function.__name__, _place_of_def(function.backward.__code__), place, True)
+    if function is not None:
+        code = getattr(inspect.unwrap(function.backward), "__code__", None)
+        if code is not None and not is_plumbing(code.co_filename):
+            return Edge(function.__name__, _place_of_def(code), place, True)
     stack = FRAME.findall("".join(node.metadata.get("traceback_", ())))
     source = innermost([(file, int(line)) for file, line in stack])
     operation = re.sub(r"Backward\d*$", "", node.name())
