@@ -14,8 +14,8 @@
 # %% [markdown]
 # # Where a token goes
 #
-# A mixture of experts, its experts sharded over `ep`: a router chooses k experts for each token, rows travel to the
-# ranks of their experts, and what these return travels back and is summed. Who sends how much to whom, which exchange
+# A mixture of experts, its experts sharded over `ep`: a router chooses k experts for each token, which travels to the
+# ranks of its experts, and the sums of what these make of it travel back. Who sends how much to whom, which exchange
 # sends less, the layer verified against every expert on every token, and a gradient that is lost on the way.
 # Everything runs on this CPU.
 
@@ -55,28 +55,29 @@ rank_legend(figure, EP, "expert on rank")
 plt.show()
 
 # %% [markdown]
-# What rank i sends to rank j is the number of choices of i's tokens whose expert is on j: an uneven all-to-all. The
-# counts travel first, so that each rank knows how many rows to expect.
+# What rank i sends to rank j are the tokens of i with any expert on j, each once, however many of its experts are
+# there: an uneven all-to-all. The counts travel first, so that each rank knows how many rows to expect.
 
 
 # %%
 def sent(rank_of_expert):
-    """sent[i, j]: rows that rank i hands to rank j."""
-    of_rank = rank_of_expert.view(EP, -1)
-    return torch.stack([(of_rank == j).sum(1) for j in range(EP)], 1)
+    """sent[i, j]: tokens of rank i that rank j has an expert of."""
+    of_rank = rank_of_expert.view(EP, -1, rank_of_expert.shape[1])
+    return torch.stack([(of_rank == j).any(-1).sum(1) for j in range(EP)], 1)
 
 
 counts = sent(rank_of_expert)
 print("rows from rank (row) to rank (column):", *counts.tolist(), sep="\n  ")
-print("rows that the experts of each rank compute:", counts.sum(0).tolist())
-print("rows that stay at home:", counts.diagonal().sum().item(), "of", counts.sum().item())
+print("rows that travel to another rank or stay:", counts.sum().item(), "for", experts.numel(), "choices")
+print("rows that the experts of each rank compute:", rank_of_expert.flatten().bincount(minlength=EP).tolist())
 
 # %% [markdown]
 # ## Which exchange sends less
 #
-# Rows travel to their experts and back: that grows with k. The alternative gathers all tokens on all ranks and sums
-# the results: that grows with the number of ranks, and hardly with k. With equal loads and numbers of two bytes they
-# cross where a token has about half as many experts again as there are ranks: sums travel in float32.
+# A token travels to the ranks of its experts, and a sum comes back from each: that grows with k until every rank has
+# one of its experts. The alternative gathers all tokens on all ranks and scatters the sums, whatever the choices are;
+# its sums travel in float32. With numbers of two bytes it always sends more, with numbers of four it is about even
+# where every token goes everywhere.
 
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(10.5, 3), sharey=True, layout="constrained")

@@ -26,12 +26,15 @@ class _NoStream:
 
 def megatron_layer(
     num_experts: int, experts: Tensor, width: int, group: ProcessGroup
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """y of tokens and their gates, for these `experts` [t, k] of each token; all ranks of `group` call it together."""
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """(y, rows at their experts, gates of these rows) of tokens and gates, for these `experts` [t, k] of each token.
+
+    All ranks of `group` call it together.
+    """
     dispatcher = _dispatcher(num_experts, experts.shape[1], width, group)
     routing_map = torch.zeros(len(experts), num_experts, dtype=torch.bool).scatter_(1, experts, True)
 
-    def layer(x: Tensor, gates: Tensor) -> Tensor:
+    def layer(x: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         probabilities = gates.new_zeros(routing_map.shape).scatter(1, experts, gates)
         rows, of_rows = dispatcher.dispatch_preprocess(x, routing_map, probabilities)
         # On CUDA it copies these to the host, where the lengths of messages are lists; on a CPU it leaves tensors.
@@ -39,9 +42,9 @@ def megatron_layer(
         dispatcher.output_splits = dispatcher.output_splits.tolist()
         rows, of_rows = dispatcher.token_dispatch(rows, of_rows)
         rows, _, of_rows = dispatcher.dispatch_postprocess(rows, of_rows)
-        # Its experts multiply by the gates, inside; here nothing else is done to the rows.
-        rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows * of_rows[:, None]))
-        return dispatcher.combine_postprocess(rows)
+        # Its experts multiply by the gates, inside; here nothing is done to the rows.
+        returned = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+        return dispatcher.combine_postprocess(returned), rows, of_rows
 
     return layer
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parity_tests.benchmarks import dispatch
-from parity_tests.benchmarks.dispatch import MEGATRON, OURS, Sizes
+from parity_tests.benchmarks.dispatch import MEGATRON, OURS, Combined, Sizes
 from parity_tests.benchmarks.peer_arms import missing
 
 FEW = Sizes(tokens=16, d=8, experts=4, k=2)
@@ -24,7 +24,8 @@ def test_figures_of_few_tokens(keeps_pages):
 @pytest.mark.parametrize("off_by", [1.0, torch.nan])
 def test_a_dispatch_that_is_wrong_is_not_timed(which, off_by):
     tokens = dispatch._drawn(FEW, 0, 2, torch.float32)
-    right = tokens.differentiated(lambda x, gates: x * gates.sum(1, keepdim=True))
+    k = FEW.k
+    right = tokens.differentiated(lambda x, gates: Combined(k * x, x.repeat_interleave(k, 0), gates.flatten()))
     assert dispatch._compared(tokens, {OURS: right}) <= 1
     wrong = [x + off_by if i == which else x for i, x in enumerate(right)]
     with pytest.raises(RuntimeError, match="it is not timed"):

@@ -19,32 +19,37 @@ def _chosen(scheme, case):
 
 
 def cost_by_all_to_all(scheme, case):
-    """Rows of this rank's choices go out and rows of its experts come back, and their gradients; counts go once."""
+    """Each token goes once to each rank of its experts, with gates and choices, and sums come back; counts go once."""
     ep, tp = case.ep, case.mesh.get("tp", 1)
     here = case.e // ep  # experts of a rank
     by_rank = _chosen(scheme, case)
+    row, gates, choices = case.d * case.itemsize, case.k * case.itemsize, case.k * INT64
+    counts, counted = ((1, ep * 2 * INT64) if size > 1 else (0, 0) for size in (ep, tp))
     costs = []
     for rank in range(ep * tp):
         owner, column = divmod(rank, tp)
-        sent = int((by_rank[rank] >= 0).sum())
-        arriving = [_rows_for(by_rank[source * tp + column], owner, here) for source in range(ep)]
+        sent = sum(_rows_for(by_rank[rank], target, here) for target in range(ep))
         of_tp = [sum(_rows_for(by_rank[source * tp + each], owner, here) for source in range(ep)) for each in range(tp)]
-        width = case.d * case.itemsize
-        counts = (1, case.e * INT64) if ep > 1 else (0, 0)
-        forward = {"all_to_all/ep": (2 + counts[0], (sent + sum(arriving)) * width + counts[1])}
-        backward = {"all_to_all/ep": (2, (sent + sum(arriving)) * width)}
+        there_and_back = (sent + of_tp[column]) * row
+        routing = sent * (gates + choices)
+        forward = {"all_to_all/ep": (4 + counts[0], there_and_back + routing + counts[1])}
+        backward = {"all_to_all/ep": (3, there_and_back + of_tp[column] * gates)}
         if "tp" in case.mesh:
             longest = max(of_tp)
-            gathered, scattered = longest * width, tp * longest * case.d * case.accumulator_itemsize
-            counted = (1, case.e * INT64) if tp > 1 else (0, 0)
-            forward |= {"all_gather/tp": (1 + counted[0], gathered + counted[1]), "reduce_scatter/tp": (1, scattered)}
-            backward |= {"all_gather/tp": (1, gathered), "reduce_scatter/tp": (1, scattered)}
+            addends = tp * longest * case.accumulator_itemsize  # of one column
+            gathered = longest * (row + gates + choices)
+            forward |= {
+                "all_gather/tp": (3 + counted[0], gathered + counted[1]),
+                "reduce_scatter/tp": (1, addends * case.d),
+            }
+            backward |= {"all_gather/tp": (1, longest * row), "reduce_scatter/tp": (2, addends * (case.d + case.k))}
         costs.append(Cost(forward=forward, backward=backward))
     return costs
 
 
 def _rows_for(chosen, owner, here):
-    return int((chosen // here == owner).sum())
+    """Tokens that have any expert of `owner`."""
+    return int((chosen // here == owner).any(-1).sum())
 
 
 def cost_by_all_gather(scheme, case):

@@ -42,22 +42,7 @@ def index_select(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
         return x.index_select(dim, index)
     shape = (*x.shape[:dim], len(index), *x.shape[dim:][1:])
     selected = empty(shape, x.dtype, x.device)
-    if x.ndim == 2 and dim == 0 and x.is_contiguous() and x.element_size() == 2 and _gathers_rows():
-        # The same bits. Of elements of 2 bytes torch gathers rows in about half the time.
-        source, target = x.view(torch.bfloat16), selected.view(torch.bfloat16)
-        torch.gather(source, 0, index.long()[:, None].expand(-1, x.shape[1]), out=target)
-        return selected
     return torch.index_select(x, dim, index, out=selected)
-
-
-def _gathers_rows() -> bool:
-    """Whether `torch.gather` of an index that is the same for all columns copies rows, and not element by element."""
-    return _has_fbgemm() and not torch.are_deterministic_algorithms_enabled()
-
-
-@functools.cache
-def _has_fbgemm() -> bool:
-    return "USE_FBGEMM" in torch.__config__.show()
 
 
 def _has_memory(x: Tensor) -> bool:

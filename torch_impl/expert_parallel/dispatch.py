@@ -1,9 +1,9 @@
-"""Dispatch and combine: the rows of tokens to the ranks of their experts, and what the experts return, back.
+"""Dispatch and combine: the rows of tokens to the ranks of their experts, and the sums of what experts return, back.
 
-A *choice* is a slot of a token: choice i is slot i % k of token i // k. Each rank sorts its choices by expert, so that
-the rows for one rank of ep lie side by side, and sends them with one uneven all_to_all. What arrives is in order of
-source rank, then of expert; an index array sorts it by expert alone. Combine goes the same way back: rows return to
-where they were sent from, in the order in which they were sent, and there each is weighed by its gate.
+A *choice* is a slot of a token: choice i is slot i % k of token i // k. A token travels once to each rank of ep that
+has one or more of its experts, however many these are; its gates and the numbers of its experts travel with it, in
+uneven all_to_alls. There an index array sorts the choices of local experts by expert. What these experts make of a
+token is summed before it goes back, and its own rank adds up one row for each rank that it was sent to.
 
 With expert tensor parallelism the tokens are sharded over tp too, so that none is sent twice: a rank exchanges over ep
 among the ranks of its own tp coordinate, and the rows that these received are gathered over tp, once.
@@ -19,11 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import embedding_bag
 
-from torch_impl.collectives import accumulator, all_gather, all_to_all, large_tensors, reduce_scatter
+from torch_impl.collectives import all_gather, all_to_all, large_tensors, reduce_scatter
 from torch_impl.collectives.plain import all_gather_stack, all_to_all_equal
-from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.layouts.index_arrays import inverse_permutation
-from torch_impl.layouts.reorder import _permute
 
 
 @dataclass(frozen=True)
@@ -45,14 +42,9 @@ class SortedChoices:
         """The row of the token of each choice. Gradients of a token's rows are summed in float32 or wider."""
         return _Rows.apply(x, self.order, self.slots)
 
-    def weighed_sums(self, rows: Tensor, gates: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum of the rows of each token times their gates, [tokens, d]; zeros for a token without choices.
-
-        Products and sums are in float32 or wider and are rounded to `dtype` once.
-        """
-        # Rows that have another dtype than gates or sums are widened first; else they are read where they are.
-        wide = dtype if rows.dtype == gates.dtype == dtype else accumulator(rows.dtype)
-        return _WeighedSums.apply(rows.to(wide), gates.to(wide), self.order).to(dtype)
+    def sums(self, rows: Tensor, tokens: int) -> Tensor:
+        """The sum of the rows of each of `tokens` tokens, in float32 or wider and rounded once; zeros without rows."""
+        return _Sums.apply(rows, self.order, self.slots, tokens)
 
 
 def sorted_choices(experts: Tensor, size: int, first: int = 0, kept: Tensor | None = None) -> SortedChoices:
@@ -68,65 +60,64 @@ def sorted_choices(experts: Tensor, size: int, first: int = 0, kept: Tensor | No
     return SortedChoices(numbers.argsort(stable=True), counts, experts.shape[1])
 
 
+def destinations(experts: Tensor, ranks: int, local: int) -> tuple[SortedChoices, Tensor]:
+    """(the ranks that each token is sent to, each once, as choices of ranks; the rows and the choices for each rank).
+
+    The counts are [ranks, 2]. Rank r has the experts from r * local on; a number of no expert, as -1, is of no rank.
+    """
+    is_expert = (experts >= 0) & (experts < ranks * local)
+    owners = torch.where(is_expert, experts.div(local, rounding_mode="floor"), ranks)
+    of_rank = owners.new_zeros(len(experts), ranks + 1).scatter_add_(1, owners, torch.ones_like(owners))[:, :ranks]
+    each_rank = torch.arange(ranks, device=experts.device).expand(len(experts), ranks)
+    targets = sorted_choices(each_rank, ranks, kept=of_rank > 0)
+    return targets, torch.stack([targets.counts, of_rank.sum(0)], 1)
+
+
 @dataclass(frozen=True)
-class Exchange:
-    """How many rows go from and to each rank of ep and of tp, and the order of what arrives.
+class Messages:
+    """How many rows go from and to each rank of ep and of tp.
 
     `to_ranks` and `from_ranks` count the rows that this rank sends to and receives from each rank of ep, `of_tp` those
-    that each rank of tp received. `by_expert` sorts the rows of all tp ranks by expert, `by_source` back; `counts` has
-    the rows of each expert of this rank.
+    that each rank of tp received, and `choices` the choices of local experts that come with all of them.
     """
 
     to_ranks: list[int]
     from_ranks: list[int]
     of_tp: list[int]
-    by_expert: Tensor
-    by_source: Tensor
-    counts: Tensor
+    choices: int
 
     def dispatched(self, rows: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Tensor:
-        """The rows of this rank's experts, sorted by expert, from rows sorted by expert on each rank."""
+        """The rows for this rank of ep, by tp rank and source, from rows that each rank has in order of destination."""
         received = all_to_all(
             rows, ep, split_dim=0, concat_dim=0, split_lengths=self.to_ranks, concat_lengths=self.from_ranks
         )
         # Each tp rank has a part of the expert's columns, so the cotangents of a row are addends: "R".
-        gathered = received if tp is None else all_gather(received, tp, out="R", lengths=self.of_tp)
-        return _permute(gathered, (self.by_expert, self.by_source), 0)
+        return received if tp is None else all_gather(received, tp, out="R", lengths=self.of_tp)
 
     def returned(self, rows: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Tensor:
-        """What the experts made of the rows, back on the ranks that sent them and in the order of sending."""
-        sorted_by_source = _permute(rows, (self.by_source, self.by_expert), 0)
-        summed = sorted_by_source if tp is None else reduce_scatter(sorted_by_source, tp, lengths=self.of_tp)
+        """What was made of the dispatched rows, summed over tp, back on the ranks that sent them, in that order."""
+        summed = rows if tp is None else reduce_scatter(rows, tp, lengths=self.of_tp)
         return all_to_all(
             summed, ep, split_dim=0, concat_dim=0, split_lengths=self.from_ranks, concat_lengths=self.to_ranks
         )
 
 
-def exchange_of(counts: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Exchange:
-    """The exchange of rows of which this rank has counts[e] for each expert e of all ranks.
+def messages_of(counts: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Messages:
+    """The messages of a rank with counts[i] = (rows, choices) for rank i of ep.
 
     Cost:   1 all_to_all of counts over ep, 1 all_gather of the received ones over tp, none in a group of one; one host
             read of both.
     """
-    # 1. Of the experts of this rank: how many rows each rank of ep sends here, and the same of every tp rank.
-    sent = counts.view(ep.size(), -1)
-    received = all_to_all_equal(sent, ep)
-    of_tp = received[None] if tp is None else all_gather_stack(received, tp)  # tp, source, expert
+    received = all_to_all_equal(counts, ep)
+    of_tp = received[None] if tp is None else all_gather_stack(received, tp)  # [tp, source, 2]
+    # The lengths of messages are needed on the host: one read for all of them.
+    sent, *arriving = torch.cat([counts[None], of_tp]).tolist()
     here = 0 if tp is None else tp.rank()
-    # 2. The lengths of messages are needed on the host: one read for all of them.
-    per_rank = torch.cat([sent.sum(1), of_tp.sum(2).flatten()]).tolist()
-    sources = torch.tensor(per_rank[ep.size() :]).view(len(of_tp), -1)
-    # 3. Rows arrive by tp rank, source and expert. A stable sort by expert keeps the order of sources within one.
-    numbers = torch.arange(of_tp.shape[2], device=counts.device).expand(of_tp.shape).flatten()
-    experts = numbers.repeat_interleave(of_tp.flatten(), output_size=int(sources.sum()))
-    by_expert = experts.argsort(stable=True)
-    return Exchange(
-        to_ranks=per_rank[: ep.size()],
-        from_ranks=sources[here].tolist(),
-        of_tp=sources.sum(1).tolist(),
-        by_expert=by_expert,
-        by_source=inverse_permutation(by_expert),
-        counts=of_tp.sum((0, 1)),
+    return Messages(
+        to_ranks=[rows for rows, _ in sent],
+        from_ranks=[rows for rows, _ in arriving[here]],
+        of_tp=[sum(rows for rows, _ in sources) for sources in arriving],
+        choices=sum(choices for sources in arriving for _, choices in sources),
     )
 
 
@@ -152,53 +143,14 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, order: Tensor, slots: int, tokens: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.slots = slots
-        return _sums_by_token(rows, *_rows_of_tokens(order, slots, tokens))
+        # In one pass, in float32 or wider, rounded once.
+        row_of_place, starts = _rows_of_tokens(order, slots, tokens)
+        return embedding_bag(row_of_place, rows, starts, mode="sum")
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
         return _Rows.apply(cotangent, order, ctx.slots), None, None, None
-
-
-class _WeighedSums(torch.autograd.Function):
-    """y[t] = sum_j gates[t, j] * (the row of choice j of t), from rows in the order of choices `order`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, gates: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, gates, order)
-        row_of_place, starts = _rows_of_tokens(order, gates.shape[1], len(gates))
-        gates_of_rows = gates.flatten().index_select(0, order)
-        return _sums_by_token(rows, row_of_place, starts, gates_of_rows.index_select(0, row_of_place))
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        rows, gates, order = ctx.saved_tensors
-        needs_rows, needs_gates, _ = ctx.needs_input_grad
-        tokens, of_rows, of_gates = order // gates.shape[1], None, None
-        if needs_gates:
-            products = _products_with_tokens(rows, cotangent, tokens)
-            flat = gates.new_zeros(gates.numel()).index_copy_(0, order, products.to(gates.dtype))
-            of_gates = flat.view(gates.shape)
-        if needs_rows:
-            of_rows = large_tensors.index_select(cotangent, tokens)
-            of_rows.mul_(gates.flatten().index_select(0, order)[:, None])
-        return of_rows, of_gates, None
-
-
-def _products_with_tokens(rows: Tensor, cotangent: Tensor, tokens: Tensor) -> Tensor:
-    """<rows[i], cotangent[tokens[i]]> of each row, summed in float32 or wider and rounded once.
-
-    As the derivative of `embedding_bag` by its weights, which reads both where they are: no row is copied.
-    """
-    places = torch.arange(len(rows), device=rows.device)
-    derivative = torch.ops.aten._embedding_bag_per_sample_weights_backward
-    return derivative(cotangent, rows, places, places, tokens, 0)  # 0 is the mode "sum"
-
-
-def _sums_by_token(rows: Tensor, row_of_place: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The sum of each token's rows, times their weights, in one pass, in float32 or wider and rounded once."""
-    return embedding_bag(row_of_place, rows, starts, mode="sum", per_sample_weights=weights)
 
 
 def _rows_of_tokens(order: Tensor, slots: int, tokens: int) -> tuple[Tensor, Tensor]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 from typing import Annotated, Literal
 
 from torch_impl.contract import NonNegativeInt, Number, PositiveInt, contract
 
 Rows = Annotated[int, Number(0, integer=True, remedy=", or None for equal loads")]
+COUNT = 8  # bytes of a number of rows, or of an expert
 
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """Bytes that the ranks of ep together send to other ranks for one layer forward, by exchange; as many backward.
+    """Bytes that the ranks of ep together send to other ranks for one layer forward, by exchange; backward, no more.
 
     `fewest` is the exchange that sends less, all_to_all where both send as much.
     """
@@ -35,31 +37,43 @@ def fewest_exchange_bytes(
 ) -> ExchangeCost:
     """Which exchange sends less for `tokens` tokens of all ep ranks together, each with k of num_experts experts.
 
-        all_to_all  2 * rows_sent * d * e + (n - 1) * num_experts * 8,              e = element_size, n = ep_size
-        all_gather  (n - 1) * tokens * (d * e + k * (max(e, 4) + 8) + d * max(e, 4)) + (n - 1) * n * 8
+        all_to_all  rows_sent * (2 * d * e + k * (w + 8)) + (n - 1) * n * 16        w = max(e, 4), n = ep_size
+        all_gather  (n - 1) * tokens * (d * e + k * (w + 8) + d * w) + (n - 1) * n * 8,         e = element_size
 
-    `width` is d. `rows_sent` are the rows whose expert is on another rank; without it those of equal loads,
-    tokens * k * (n - 1) / n, rounded up. Sums travel in float32 or wider, numbers of experts and counts in int64. So
-    all_gather is cheaper where tokens have about as many experts as there are ranks, or more.
+    `width` is d. `rows_sent` has one row for each token and each other rank that has any of its experts. Without it, it
+    is the mean over all sets of k experts, rounded up: tokens * (n - 1) times the probability that a rank has any of
+    them, 1 - C(num_experts - num_experts / n, k) / C(num_experts, k). Gates and the sums of all_gather travel in
+    float32 or wider, numbers of experts and counts in int64. So all_gather is cheaper only where almost every token
+    goes to almost every rank, and its sums are no wider than its tokens.
 
     >>> fewest_exchange_bytes(tokens=4096, k=8, width=2048, num_experts=128, ep_size=8, element_size=2).fewest
     'all_to_all'
-    >>> fewest_exchange_bytes(tokens=4096, k=8, width=2048, num_experts=16, ep_size=2, element_size=2).fewest
+    >>> fewest_exchange_bytes(tokens=4096, k=8, width=2048, num_experts=16, ep_size=2, element_size=4).fewest
     'all_gather'
 
     Errors: TypeError for a size that is no integer; ValueError for one out of range, num_experts that ep ranks cannot
-            share equally, or more rows than choices.
+            share equally, k above num_experts, or more rows than tokens can have.
     """
     function = "expert_parallel.fewest_exchange_bytes"
     if num_experts % ep_size:
         raise ValueError(f"{function}: num_experts={num_experts} must be divisible by ep_size={ep_size}")
-    others, choices = ep_size - 1, tokens * k
-    rows = -(-choices * others // ep_size) if rows_sent is None else rows_sent
-    if rows > choices:
-        raise ValueError(f"{function}: rows_sent={rows} of {choices} choices; count those to other ranks alone")
+    if k > num_experts:
+        raise ValueError(f"{function}: k={k} must be at most num_experts={num_experts}")
+    others = ep_size - 1
+    most = tokens * min(k, others)
+    rows = _expected_rows(tokens, k, num_experts, ep_size) if rows_sent is None else rows_sent
+    if rows > most:
+        raise ValueError(f"{function}: rows_sent={rows} of at most {most}; count a token once for each other rank")
     wide = max(element_size, 4)
-    by_all_to_all = 2 * rows * width * element_size + others * num_experts * 8
-    of_token = width * element_size + k * (wide + 8) + width * wide
-    by_all_gather = others * tokens * of_token + others * ep_size * 8
+    routing = k * (wide + COUNT)
+    by_all_to_all = rows * (2 * width * element_size + routing) + others * ep_size * 2 * COUNT
+    by_all_gather = others * tokens * (width * element_size + routing + width * wide) + others * ep_size * COUNT
     fewest = "all_gather" if by_all_gather < by_all_to_all else "all_to_all"
     return ExchangeCost(by_all_to_all, by_all_gather, fewest)
+
+
+def _expected_rows(tokens: int, k: int, num_experts: int, ranks: int) -> int:
+    """Rows to other ranks where every set of k experts is as likely, rounded up."""
+    local = num_experts // ranks
+    sets, without = comb(num_experts, k), comb(num_experts - local, k)
+    return -(-tokens * (ranks - 1) * (sets - without) // sets)

@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 from torch_impl.collectives import accumulator, no_autocast
 from torch_impl.contract import OneOf, Sharded, ShardedInt, contract, dtype_name
 from torch_impl.contract.derivatives import first_derivative_only
+from torch_impl.expert_parallel.dispatch import SortedChoices
 
 BACKENDS = ("auto", "grouped_mm", "eager")
 GroupedBackend = Annotated[Literal["auto", "grouped_mm", "eager"], OneOf(BACKENDS)]
@@ -57,12 +58,25 @@ class ExpertWeights:
     down: Tensor
     implementations: tuple[str, str]
 
-    def outputs(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """(silu(x A) * (x B)) C of rows sorted by expert; A and B are the halves of gate_up's columns."""
+    def sums(self, x: Tensor, gates: Tensor, choices: SortedChoices, dtype: torch.dtype) -> Tensor:
+        """The sum over the choices of each token of what their experts make of it, times their gates, in `dtype`."""
+        gates_of_rows = gates.flatten().index_select(0, choices.order)
+        outputs = self.outputs(choices.rows(x), choices.counts, gates_of_rows)
+        return choices.sums(outputs.to(dtype), len(x))
+
+    def outputs(self, rows: Tensor, counts: Tensor, gates: Tensor | None = None) -> Tensor:
+        """(g * silu(x A) * (x B)) C of rows sorted by expert, with their gates g, 1 without any.
+
+        A and B are the halves of gate_up's columns. A gate multiplies f columns and not the d of the output, and its
+        gradient needs no output.
+        """
         first, second = self.implementations
-        hidden = _GroupedProduct.apply(rows, self.gate_up, counts, first)
-        gate, up = hidden.to(accumulator(hidden.dtype)).chunk(2, -1)
-        return _GroupedProduct.apply((silu(gate) * up).to(rows.dtype), self.down, counts, second)
+        wide = accumulator(rows.dtype)
+        gate, up = _GroupedProduct.apply(rows, self.gate_up, counts, first).to(wide).chunk(2, -1)
+        hidden = silu(gate) * up
+        if gates is not None:
+            hidden = hidden * gates.to(wide)[:, None]
+        return _GroupedProduct.apply(hidden.to(rows.dtype), self.down, counts, second)
 
 
 def checked_weights(function: str, x: Tensor, gate_up: Tensor, down: Tensor, backend: str) -> ExpertWeights:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import accumulator, all_gather, reduce_scatter
 from torch_impl.collectives.plain import all_gather_concat, all_gather_stack
 from torch_impl.contract import Group, OneOf, Sharded, ShardedBool, ShardedInt, contract
-from torch_impl.expert_parallel.dispatch import exchange_of, sorted_choices
+from torch_impl.expert_parallel.dispatch import SortedChoices, destinations, messages_of, sorted_choices
 from torch_impl.expert_parallel.experts import ExpertWeights, GroupedBackend, checked_weights
 
 EXCHANGES = ("all_to_all", "all_gather")
@@ -43,28 +43,31 @@ def routed_experts(
 
     y[t] = sum_j gates[t, j] * expert(x[t]; experts[t, j]),     expert(x) = (silu(x A) * (x B)) C
 
-    A and B are the two halves of this rank's columns of gate_up, C is its `down`. Ranks may have different numbers of
-    tokens t. A choice counts as 0 and is not sent where `kept` is False or its number is no expert's, such as -1 for
-    padding. Without `tp_group` experts have all of their f columns; with it tokens are sharded over tp too, as sequence
-    parallelism leaves them, and none is sent twice. `exchange` is one of those below, with equal results;
-    `fewest_exchange_bytes` says which sends less. `backend` is that of `grouped_product`.
+    A and B are the two halves of this rank's columns of gate_up, C is its `down`; the gate multiplies the f columns to
+    which C is applied. Ranks may have different numbers of tokens t. A choice counts as 0 and is not sent where `kept`
+    is False or its number is no expert's, such as -1 for padding. Without `tp_group` experts have all of their f
+    columns; with it tokens are sharded over tp too, as sequence parallelism leaves them, and none is sent twice.
+    `exchange` is one of those below, with equal results; `fewest_exchange_bytes` says which sends less. `backend` is
+    that of `grouped_product`.
 
     Gradients are those of this rank's tokens and weights. Ranks that replicate an expert, over edp, add theirs up:
     `sum_layer_gradients`.
 
-    Cost:   with n = ep ranks; backward sends what forward sends, but the counts. Rows are in the dtype of x.
-        all_to_all  1 all_to_all of e counts, 1 of the rows of this rank's choices, 1 of those of its experts back; over
-                    tp 1 all_gather of counts, 1 of the rows and 1 reduce_scatter.
+    Cost:   with n = ep ranks; rows and sums are in the dtype of x.
+        all_to_all  a token is sent once to each rank with any of its experts: 1 all_to_all of 2n counts, 1 of these
+                    rows, 1 of their gates, 1 of their choices, 1 of a sum for each row back; over tp 1 all_gather of
+                    counts, 1 of rows, of gates and of choices, and 1 reduce_scatter. Backward no counts, no choices.
         all_gather  over ep, and over tp before it: 1 all_gather of t, of x, of the gates and of the experts, and 1
                     reduce_scatter of all tokens in float32 or wider. Gradients of the gates are reduce_scattered too.
-            Saves the rows of this rank's experts, their 2f and f columns, and the rows that return.
+        Saves the rows of this rank's experts, and their 2f and f columns.
     Errors: TypeError for another type or dtypes that differ; ValueError for shapes that do not fit, other devices,
             gate_up without twice the columns that down has rows, an unknown exchange, or a backend that cannot run.
     Source: arXiv 2006.16668 (GShard), 2211.15841 (MegaBlocks, dropless).
     """
     weights = checked_weights("expert_parallel.routed_experts", x, gate_up, down, backend)
+    chosen = experts.long() if kept is None else torch.where(kept, experts.long(), -1)
     mixture = _by_all_to_all if exchange == "all_to_all" else _by_all_gather
-    return mixture(x, gates, experts, kept, weights, ep_group, tp_group)
+    return mixture(x, gates, chosen, weights, ep_group, tp_group)
 
 
 # Gradient types: V -> V.
@@ -100,35 +103,25 @@ def shared_experts(
 
 
 def _by_all_to_all(
-    x: Tensor,
-    gates: Tensor,
-    experts: Tensor,
-    kept: Tensor | None,
-    weights: ExpertWeights,
-    ep: ProcessGroup,
-    tp: ProcessGroup | None,
+    x: Tensor, gates: Tensor, chosen: Tensor, weights: ExpertWeights, ep: ProcessGroup, tp: ProcessGroup | None
 ) -> Tensor:
-    """Only the rows of choices travel, to the ranks of their experts and back."""
-    choices = sorted_choices(experts, len(weights.down) * ep.size(), kept=kept)
-    exchange = exchange_of(choices.counts, ep, tp)
-    choices = choices.first(sum(exchange.to_ranks))
-    rows = exchange.dispatched(choices.rows(x), ep, tp)
-    returned = exchange.returned(weights.outputs(rows, exchange.counts), ep, tp)
-    return choices.weighed_sums(returned, gates, x.dtype)
+    """A token travels to the ranks of its experts, once to each, and the sum of what these make of it comes back."""
+    # 1. Tokens, gates and choices to the ranks of the experts.
+    targets, counts = destinations(chosen, ep.size(), len(weights.down))
+    messages = messages_of(counts, ep, tp)
+    targets = targets.first(sum(messages.to_ranks))
+    there = [messages.dispatched(targets.rows(each), ep, tp) for each in (x, gates, chosen)]
+    # 2. What the experts there make of them, and the sums of a token from all ranks that it was sent to.
+    choices = _local_choices(there[2], weights, ep).first(messages.choices)
+    sums = weights.sums(there[0], there[1], choices, x.dtype)
+    return targets.sums(messages.returned(sums, ep, tp), len(x))
 
 
 def _by_all_gather(
-    x: Tensor,
-    gates: Tensor,
-    experts: Tensor,
-    kept: Tensor | None,
-    weights: ExpertWeights,
-    ep: ProcessGroup,
-    tp: ProcessGroup | None,
+    x: Tensor, gates: Tensor, chosen: Tensor, weights: ExpertWeights, ep: ProcessGroup, tp: ProcessGroup | None
 ) -> Tensor:
     """All tokens travel to every rank, which sums what its own experts make of them; the sums are scattered back."""
-    # 1. Gather tokens, gates and choices over tp, then over ep. A choice that is not kept gets no expert.
-    chosen = experts.long() if kept is None else torch.where(kept, experts.long(), -1)
+    # 1. Gather tokens, gates and choices over tp, then over ep.
     axes = [group for group in (tp, ep) if group is not None]
     shards, full_x, full_gates = [], x, gates
     for group in axes:
@@ -137,16 +130,20 @@ def _by_all_gather(
         full_gates = all_gather(full_gates, group, out="R", lengths=lengths)
         chosen = all_gather_concat(chosen, group, 0, lengths)
         shards.append((group, lengths))
-    # 2. The choices of this rank's experts alone.
-    local = len(weights.down)
-    choices = sorted_choices(chosen, local, first=ep.rank() * local)
+    # 2. What the experts of this rank make of them.
+    choices = _local_choices(chosen, weights, ep)
     choices = choices.first(int(choices.counts.sum()))
-    outputs = weights.outputs(choices.rows(full_x), choices.counts)
-    y = choices.weighed_sums(outputs, full_gates, accumulator(x.dtype))
+    y = weights.sums(full_x, full_gates, choices, accumulator(x.dtype))
     # 3. Sum over the ranks, to the rank of each token, in the reverse order.
     for group, lengths in reversed(shards):
         y = reduce_scatter(y, group, lengths=lengths)
     return y.to(x.dtype)
+
+
+def _local_choices(chosen: Tensor, weights: ExpertWeights, ep: ProcessGroup) -> SortedChoices:
+    """The choices of this rank's experts by expert, then all others."""
+    local = len(weights.down)
+    return sorted_choices(chosen, local, first=ep.rank() * local)
 
 
 def _lengths(x: Tensor, group: ProcessGroup | None) -> list[int]:

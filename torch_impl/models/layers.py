@@ -117,8 +117,7 @@ class Experts(nn.Module):
         gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
         weights = checked_weights("models.Experts", hidden_states, gate_up, down, "auto")
         choices = sorted_choices(top_k_index, len(down))
-        outputs = weights.outputs(choices.rows(hidden_states), choices.counts)
-        return choices.weighed_sums(outputs, top_k_weights, hidden_states.dtype)
+        return weights.sums(hidden_states, top_k_weights, choices, hidden_states.dtype)
 
 
 class Moe(nn.Module):
