@@ -13,7 +13,7 @@ NEEDS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help verify test oracles lint types imports notebooks docs browser bench bugs mutants alarms failures peers clean
+.PHONY: help verify test oracles lint types imports notebooks docs sizes browser bench bugs mutants alarms failures peers clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -42,6 +42,9 @@ notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute the notebooks and
 docs: $(VENV)/with-docs ## build the pages into docs/_build, their cells and pictures anew
 	$(BIN)/python docs/images.py
 	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html docs docs/_build/html
+
+sizes: $(VENV)/with-test $(VENV)/with-notebooks $(VENV)/with-docs ## count the installed packages of each extra and write them into docs/how-to/install.md
+	$(BIN)/python docs/installed_sizes.py
 
 browser: $(VENV)/with-docs ## open the built pages in Chromium at three widths, light and dark
 	$(BIN)/python docs/in_a_browser.py

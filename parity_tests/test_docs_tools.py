@@ -1,6 +1,7 @@
 """What builds the pages: docstrings as sentences, sizes of packages, evidence in short; no browser is no pass."""
 
 import importlib.util
+import re
 import sys
 from importlib.metadata import distribution
 
@@ -91,6 +92,27 @@ def test_an_installation_is_what_it_requires():
     files = distribution("jaxtyping").files
     assert installed_sizes.size_of("jaxtyping") == sum(file.locate().stat().st_size for file in files)
     assert installed_sizes.table().count("\n") == 1 + len(installed_sizes.EXTRAS)
+
+
+def test_the_page_on_installation_has_the_sizes_without_a_build():
+    page = installed_sizes.PAGE.read_text()
+    rows = re.findall(r"^\| (`.*?`) \| (.*) \| \d+ \| [\d.]+ [MG]B \|$", page, re.MULTILINE)
+    assert rows == [
+        (f"`'.[{extras}]'`" if extras else "`.`", installed_sizes.PURPOSE[extras]) for extras in installed_sizes.EXTRAS
+    ]
+    versions = r"with Python [\d.]+,\ntorch \d[\w.+]+, jax [\d.]+\."
+    assert re.search(rf"Written by `make sizes` on \d{{4}}-\d\d-\d\d {versions}", page)
+    assert "torch" in re.search(r"The largest of .*", page)[0]
+    assert "{code-cell}" not in page
+
+
+def test_sizes_are_written_anew_and_the_rest_of_the_page_stays():
+    page = installed_sizes.PAGE.read_text()
+    fresh = installed_sizes.with_section(page)
+    before, _, after = page.partition(installed_sizes.HEADING)
+    assert fresh.startswith(before + installed_sizes.HEADING)
+    assert fresh.endswith(after[after.index("\n## ") :])
+    assert installed_sizes.table() in fresh and fresh.count(installed_sizes.HEADING) == 1
 
 
 def test_without_a_browser_the_pages_are_not_run(monkeypatch, capsys):
