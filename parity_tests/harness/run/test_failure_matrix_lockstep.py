@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from parity_tests.specimens.engine_agreement import all_gather
 VERDICT_S = 0.05
 FILE = "test_failure_matrix_lockstep.py"
 SIDE = re.compile(
-    r"rank (\d+) (?:in|waits in|returned and never waited for|was on its way, last in) "
+    r"rank (\d+) (?:in|waits in|returned and never waited for|was stopped before its next collective; its last was) "
     rf"(\w+) .*?\(group ([\w,]+), #(\d+)\) at {FILE}:(\d+)"
 )
 
@@ -266,6 +267,24 @@ def test_a_rank_own_exception_is_the_cause_and_its_frames_are_shown():
     assert repr(error.__cause__) == "KeyError('no such weight')"
     assert 'raise KeyError("no such weight")' in str(error)
     assert error.source == f"{FILE}:{inspect.getsourcelines(raises)[1] + 2}"
+
+
+def test_a_rank_that_neither_waits_nor_has_returned_was_stopped():
+    """Ranks take turns: in the order of ranks the last of four has had none when rank 1 raises, then one."""
+
+    def raises_second(mesh: Any, case: CaseSpec) -> None:
+        dist.all_reduce(torch.ones(3), group=mesh["tp"])
+        raises(mesh, case)
+
+    error, _ = failed(raises, 4, failure.Raised)
+    assert error.others[-1] == "rank 3 was stopped before its first collective"
+    error, _ = failed(raises_second, 4, failure.Raised)
+    stopped = [
+        line for line in error.others if "was stopped before its next collective; its last was all_reduce" in line
+    ]
+    assert stopped and all(line.startswith(("rank 0", "rank 2", "rank 3")) for line in stopped)
+    explained = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "read-a-failure.md").read_text()
+    assert "*was stopped before its next collective*" in explained
 
 
 def test_the_default_group_inside_a_subgroup_is_called_so():

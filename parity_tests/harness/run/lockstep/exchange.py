@@ -213,7 +213,9 @@ class Exchange:
         if self.scheduler.finished[rank]:
             return of_returned(rank, self.ledger.of(rank), awaited)
         last = next(reversed(self.ledger.of(rank)), None)
-        return f"rank {rank} was on its way, last in {last}" if last else f"rank {rank} was on its way, nothing issued"
+        if last is None:
+            return f"rank {rank} was stopped before its first collective"
+        return f"rank {rank} was stopped before its next collective; its last was {last}"
 
     def _call_from_two_lines(self) -> str:
         """Names the first call that two ranks came to from different lines: a rank that left a call out is one ahead.
