@@ -65,11 +65,12 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
     engine = report.case.engine
     if engine not in ("lockstep", "gloo"):
         return report
-    if "gloo" not in scheme.engines or report.case.world > MAX_RANKS or not _could_fail_on_gloo(report):
-        return report
-    on_gloo = _on_fresh_gloo(scheme, report.case)
-    if on_gloo is None or (isinstance(on_gloo.failure, Stalled) and not isinstance(report.failure, Stalled)):
-        return report  # a machine that is busy stalls too, which confirms nothing
+    reason = _unseen_by_gloo(scheme, report)
+    on_gloo = None if reason else _on_fresh_gloo(scheme, report.case)
+    if on_gloo is None:
+        return _not_repeated(report, reason or "its processes could not be started with this function")
+    if isinstance(on_gloo.failure, Stalled) and not isinstance(report.failure, Stalled):
+        return _not_repeated(report, "its processes stalled, as on a busy machine, which confirms nothing")
     if on_gloo.verdict != "equal":
         return replace(
             report, confirmed_on="gloo" if on_gloo.verdict == report.verdict else f"gloo ({on_gloo.verdict})"
@@ -91,22 +92,31 @@ def _without_verdict(report: Report, reason: str) -> Report:
     return replace(report, engines_disagree=reason, notes={}, values_to_avoid=())
 
 
-def _could_fail_on_gloo(report: Report) -> bool:
-    """Whether gloo could see what is wrong.
+def _not_repeated(report: Report, reason: str) -> Report:
+    """A report of lockstep with the reason why gloo says nothing of it; one of gloo is of real processes already."""
+    return replace(report, not_repeated=reason) if report.case.engine == "lockstep" else report
 
-    It does not see work that is never waited for or an output that is read before its wait, it buffers small messages
-    where NCCL waits for the receiver, and it carries out what other backends reject.
-    """
-    if isinstance(report.failure, Unwaited | Deadlock):
-        return False
+
+def _unseen_by_gloo(scheme: Declared, report: Report) -> str | None:
+    """Why gloo could not run the case, or not see what is wrong; None where it can."""
+    if "gloo" not in scheme.engines:
+        return f"the scheme is declared for {', '.join(scheme.engines)} only"
+    if report.case.world > MAX_RANKS:
+        return f"the case has {report.case.world} ranks, and at most {MAX_RANKS} are started for it"
+    if isinstance(report.failure, Deadlock):
+        return "it has no verdict on a deadlock: a rank waits until a time limit, and small messages need no receiver"
+    if isinstance(report.failure, Unwaited):
+        return "it does not see work that is never waited for"
     if report.failure is not None:
-        return True
+        return None
     wrong = [tensor for tensor in report.tensors if not tensor.ok]
     is_poisoned = any((np.isnan(tensor.got) & ~np.isnan(tensor.want)).any() for tensor in wrong)
     if is_poisoned and any(row.is_async for row in report.ledger.rows):
-        return False
+        return "it does not see an output that is read before its wait"
     is_rejection_only = bool(report.protocol) and disagreement(report.ledger) is None
-    return bool(wrong or report.cost or report.hygiene) or not is_rejection_only
+    if is_rejection_only and not (wrong or report.cost or report.hygiene):
+        return "it carries out what other backends reject"
+    return None
 
 
 def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:

@@ -85,6 +85,7 @@ def test_fresh_processes_that_stall_confirm_nothing(monkeypatch):
     monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda *_: stalled)
     report = second_opinion.second_opinion(scheme, before)
     assert (report.verdict, report.confirmed_on, report.engines_disagree) == ("mismatch", None, None)
+    assert "  not confirmed on gloo: its processes stalled, as on a busy machine" in str(report)
 
 
 def test_a_rank_that_raises_is_confirmed():
@@ -192,14 +193,26 @@ def never_waited(mesh, x):
     return x * 2
 
 
+def left_out(mesh, x):
+    if mesh.rank("tp") == 0:
+        dist.all_reduce(torch.zeros(1), group=mesh["tp"])
+    return x * 2
+
+
 @pytest.mark.parametrize(
-    ("function", "verdict"),
-    [(strided, "protocol"), (read_before_its_wait, "mismatch"), (never_waited, "unwaited")],
+    ("function", "verdict", "reason"),
+    [
+        (strided, "protocol", "it carries out what other backends reject"),
+        (read_before_its_wait, "mismatch", "it does not see an output that is read before its wait"),
+        (never_waited, "unwaited", "it does not see work that is never waited for"),
+        (left_out, "deadlock", "it has no verdict on a deadlock"),
+    ],
 )
-def test_what_gloo_cannot_see_stays_a_verdict(function, verdict, monkeypatch):
+def test_what_gloo_cannot_see_stays_a_verdict_and_says_so(function, verdict, reason, monkeypatch):
     monkeypatch.setattr(pool, "run", None)
     report = declared(function).verify(examples=1, tp=2)
     assert (report.verdict, report.confirmed_on, report.engines_disagree) == (verdict, None, None)
+    assert any(line.startswith(f"  not confirmed on gloo: {reason}") for line in str(report).splitlines())
 
 
 def test_one_case_alone_is_judged_once(monkeypatch):
@@ -209,6 +222,7 @@ def test_one_case_alone_is_judged_once(monkeypatch):
         check(scheme.case(tp=2))
     narrow = declared(lambda mesh, x: x * 3, engines=("lockstep",)).verify(examples=1, tp=2)
     assert (narrow.verdict, narrow.confirmed_on) == ("mismatch", None)
+    assert "  not confirmed on gloo: the scheme is declared for lockstep only" in str(narrow).splitlines()
 
 
 def test_state_that_gloo_keeps_between_calls_is_named_too(first):

@@ -130,7 +130,7 @@ def _facts(report: Report) -> Element:
     count = counted(report.examples, "example")
     meshes = " ".join(report.meshes) or mesh_text(report.case.mesh)
     dtypes = " ".join(report.dtypes or (report.case.dtype,))
-    confirmed = f"; {report.confirmation}" if report.confirmed_on else ""
+    confirmed = f"; {report.confirmation}" if report.confirmation else ""
     at = f"; declared at {report.source}" if report.source else ""
     return tag("p", f"{count} on {meshes}, {report.case.engine}, {dtypes}{confirmed}{at}", class_="quiet")
 

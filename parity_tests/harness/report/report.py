@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -107,6 +108,7 @@ class Report:
     replay: str | None = None
     replay_error: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
+    not_repeated: str | None = None  # why a failure on lockstep was not tried on gloo, or says nothing there
     engines_disagree: str | None = None  # why it fails here and passes on gloo in fresh processes
     shards: str | None = None  # the shard of each input on the rank that raised
     scalars: Mapping[str, float] = field(default_factory=dict)  # the value of each input without dims
@@ -140,8 +142,10 @@ class Report:
         return next((name for name, messages in named.items() if messages), "equal")
 
     @property
-    def confirmation(self) -> str:
-        """`confirmed on gloo, in fresh processes`; without the engine where it is the case's own."""
+    def confirmation(self) -> str | None:
+        """`confirmed on gloo, in fresh processes`, without the engine where it is the case's own; or why it is not."""
+        if self.confirmed_on is None:
+            return self.not_repeated and f"not confirmed on gloo: {self.not_repeated}"
         on_engine = "" if self.confirmed_on == self.case.engine else f" on {self.confirmed_on},"
         return f"confirmed{on_engine} in fresh processes"
 
@@ -206,7 +210,7 @@ class Report:
             "examples": self.examples,
             "shrinking_steps": self.shrinking_steps,
             "engine": self.case.engine,
-            "case": dict(_json_case(self.case)),
+            "case": {"conditions": {}, **json.loads(self.case.json)},  # conditions too where the case has none
             "tensors": [
                 {
                     "tensor": r.label,
@@ -274,7 +278,7 @@ class Report:
             too_many = ", too many for a pass" if self.is_undecided else ""
             parts.append(Sentence(f"  undecided: {share}{too_many}: {self.undecided_reason}"))
         parts += [Sentence(f"  left out: {omission}") for omission in self.omissions()]
-        if self.confirmed_on is not None:
+        if self.confirmation is not None:
             parts.append(Sentence(f"  {self.confirmation}"))
         if not self.ok:
             parts.append(Sentence("\n".join(self._case_and_replay())))
@@ -441,9 +445,3 @@ def _short(value: float) -> str:
 def number(value: float) -> float | str:
     """As JSON has it: infinities and what is no number as text."""
     return value if math.isfinite(value) else str(value)
-
-
-def _json_case(case: CaseSpec) -> Mapping[str, Any]:
-    import json
-
-    return {"conditions": {}, **json.loads(case.json)}  # there too where the case has none
