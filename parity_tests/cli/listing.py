@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import json as json_module
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from parity_tests.harness.declare import discover
@@ -15,7 +13,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw.drawing import one_case
-from parity_tests.harness.replay import load_scheme, reruns
+from parity_tests.harness.replay import constants_of, load_scheme, reruns
 from parity_tests.harness.report import picture, summary
 from parity_tests.harness.report.html_page import page
 from parity_tests.harness.report.out_path import check_writable, naming, write_text
@@ -136,18 +134,10 @@ def _replayed(file: str) -> Report:
 def _recorded(file: str) -> tuple[CaseSpec, Declared]:
     """The case of a replay file, which is read and not run, and its scheme."""
     try:
-        body = ast.parse(Path(file).read_text(), file).body
+        constants = constants_of(file)
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise discover.UnusableTarget(f"cannot read {file}: {reason}") from None
-    constants = {
-        node.targets[0].id: node.value.value
-        for node in body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    }
     if not {"CASE", "SOURCE"} <= set(constants):
         raise discover.UnusableTarget(f"{file}: is no replay file (it has no CASE and SOURCE)")
     try:

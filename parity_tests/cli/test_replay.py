@@ -189,6 +189,18 @@ def test_check_leaves_the_file_of_the_last_failure_only():
     assert json.loads(listing._recorded(str(left))[0].json)["dims"] == {"b": 2}
 
 
+def test_a_run_replaces_the_older_replay_of_its_own_scheme_alone():
+    """A replay that was renamed, one of another file and one of another scheme stay."""
+    _, scheme = declared(file="first.py")
+    _, same_name = declared(file="second.py")
+    renamed = Path(scheme.verify(tp=2, b=4).replay).rename("replay_keep.py")
+    others = {Path(same_name.verify(tp=2, b=4).replay), renamed, Path("replay_0123abcd.py")}
+    Path("replay_0123abcd.py").write_text("CASE = '{}'\n")
+    replays = [Path(scheme.verify(tp=2, b=b).replay) for b in (8, 2, 4)]
+    assert len(set(replays)) == 3
+    assert set(Path().glob("replay_*.py")) == {replays[-1], *others}
+
+
 def test_a_report_full_of_quotes_is_still_a_file():
     path, scheme = declared("(1 / 0)", file="quotes.py")
     report = scheme.verify(tp=2, b=2)

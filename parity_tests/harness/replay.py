@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,8 +42,8 @@ The function was defined in a notebook; it lies beside this file as {pickle}. A 
 open it only if you trust where it came from."""
 
 
-def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: str | None = None) -> str:
-    """Write `replay_<id>.py` for a failed report into a folder, which is made; `replaces` is an older one to remove."""
+def write_replay(scheme: Declared, report: Report, folder: str = ".") -> str:
+    """Write `replay_<id>.py` for a failed report into a folder, which is made; it replaces the scheme's older one."""
     import jax
     import torch
 
@@ -69,16 +70,46 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: 
         implementation=IMPLEMENTATION.format(scheme.implementation.target) if scheme.implementation else "",
         further=", implementation=IMPLEMENTATION" if scheme.implementation else "",
     )
-    if replaces and replaces != str(path):
-        for suffix in (".py", ".pkl"):
-            Path(replaces).with_suffix(suffix).unlink(missing_ok=True)
     try:
         with naming(path):
             path.write_text(text)
     except OSError:
         path.unlink(missing_ok=True)  # on a full disk only the first part was written
         raise
+    written = _declaration_of(path)
+    for other in path.parent.glob("replay_*.py"):
+        if other != path and written is not None and _declaration_of(other) == written:
+            for suffix in (".py", ".pkl"):
+                other.with_suffix(suffix).unlink(missing_ok=True)
     return str(path)
+
+
+def _declaration_of(path: Path) -> tuple[str, ...] | None:
+    """What a replay file is of: scheme, file and implementation; None for one that was renamed, edited or is another's.
+
+    Those are kept: whoever gave a replay a name of its own wants it.
+    """
+    try:
+        constants = constants_of(path)
+        case = CaseSpec.from_json(constants["CASE"])
+    except (OSError, SyntaxError, ValueError, KeyError):
+        return None
+    source = constants.get("SOURCE", "")
+    is_pickled = source.endswith(".pkl")  # its name is of the case
+    declaration = (case.scheme, "" if is_pickled else source, constants.get("IMPLEMENTATION", ""))
+    return declaration if path.stem == f"replay_{case.id}" else None
+
+
+def constants_of(file: str | Path) -> dict[str, str]:
+    """The texts that a file gives names to, read and not run. Errors: OSError, SyntaxError, UnicodeDecodeError."""
+    return {
+        node.targets[0].id: node.value.value
+        for node in ast.parse(Path(file).read_text(), str(file)).body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    }
 
 
 def load_scheme(case: CaseSpec, source: str, replay_path: str, implementation: str | None = None) -> Declared:

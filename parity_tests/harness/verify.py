@@ -261,9 +261,6 @@ def _with_simplest(
     return Search([*passing, search.search()], search.runs, failing.case)
 
 
-_LAST_REPLAY: dict[str, str] = {}
-
-
 def check(case: CaseSpec) -> Report:
     """Verify one case and raise unless all four oracles pass; for a failing case a replay file is written."""
     from hypothesis import currently_in_test_context, reject
@@ -273,10 +270,7 @@ def check(case: CaseSpec) -> Report:
     if report.is_undecided and currently_in_test_context():
         reject()  # another example is drawn in its place; where there is none, the test does not pass
     if not report.ok:
-        report = _with_replay_file(scheme, from_one_case(report), ".", replaces=_LAST_REPLAY.get(scheme.key))
-        if report.replay:
-            _LAST_REPLAY[scheme.key] = report.replay
-        report.raise_if_failed()
+        _with_replay_file(scheme, from_one_case(report), ".").raise_if_failed()
     return report
 
 
@@ -300,10 +294,10 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
     each()
 
 
-def _with_replay_file(scheme: Declared, report: Report, folder: str, replaces: str | None = None) -> Report:
+def _with_replay_file(scheme: Declared, report: Report, folder: str) -> Report:
     """The report with its replay file, or with the reason why none could be written."""
     try:
-        return replace(report, replay=write_replay(scheme, report, folder, replaces))
+        return replace(report, replay=write_replay(scheme, report, folder))
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         return replace(report, replay_error=f"{reason}; shardproof verify --replay-dir DIR writes it elsewhere")
