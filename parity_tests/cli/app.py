@@ -10,6 +10,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
+import shlex
 import sys
 from itertools import zip_longest
 from typing import Annotated, Any
@@ -21,7 +22,20 @@ from parity_tests.cli import case, paper, training, verify
 from parity_tests.cli.help import epilog, versions
 from parity_tests.harness.report.guard import guarded
 
+
+class Verbs(typer.core.TyperGroup):
+    """The verbs; a file in place of one is not looked for among them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        file = args[0].partition("::")[0]
+        if file.endswith(".py"):
+            verb = "replay" if os.path.basename(file).startswith("replay_") else "verify"
+            raise ValueError(f"{args[0]}: is a file and no verb; write shardproof {verb} {shlex.join(args)}")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Verbs,
     add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

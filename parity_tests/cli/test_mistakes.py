@@ -85,6 +85,19 @@ def test_a_file_that_is_wrong(shardproof, mistake):
     assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (("rms.py",), "verify rms.py"),
+        (("rms.py::rms", "--option", "a=b c"), "verify rms.py::rms --option 'a=b c'"),
+        (("some/replay_0123abcd.py",), "replay some/replay_0123abcd.py"),
+    ],
+)
+def test_a_file_in_place_of_a_verb(shardproof, words, remedy):
+    sentence = f"shardproof: {words[0]}: is a file and no verb; write shardproof {remedy}\n"
+    assert shardproof(*words) == (2, "", sentence)
+
+
 SIZES = "scheme 'right': "
 
 
