@@ -79,6 +79,8 @@ def replay_file(
             print(report.failure.traceback, file=text_stream)
     if html:
         write_text(html, page([replace(outcome.reports[-1], replay=file)]))
+        if html != "-" and not quiet:
+            print(f"page: {html}", file=text_stream)
     if json:
         write_text(json, summary.as_json(outcome))
     return outcome.status

@@ -34,6 +34,7 @@ from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.report import summary
 from parity_tests.harness.report.html_page import page
 from parity_tests.harness.report.out_path import check_folder, check_writable, write_text
+from parity_tests.harness.report.sentence import Sentence
 from parity_tests.harness.report.summary import Expected, Outcome, VerifyOptions
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.failure import NotRun
@@ -61,6 +62,8 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
         summary.show(console, outcome, options)
     if options.html:
         write_text(options.html, page(outcome.reports, summary.closing(outcome)))
+        if options.html != "-" and not options.quiet:
+            console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # a path stays in one piece
     if options.json:
         write_text(options.json, summary.as_json(outcome))
     if options.junit:

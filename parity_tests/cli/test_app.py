@@ -146,12 +146,18 @@ def test_json_and_junit(shardproof):
 def test_a_page(shardproof):
     written("both.py", RIGHT, WRONG)
     status, out, _ = shardproof("verify", "both.py::wrong", "--mesh", "tp=2", "--dim", "b=4", "--html", "out.html")
-    assert (status, closing(out)) == (1, "1 scheme, 1 mismatch, 0 not run.")
+    assert (status, out.splitlines()[-2:]) == (1, ["1 scheme, 1 mismatch, 0 not run.", "page: out.html"])
     [replay] = [path.name for path in Path().glob("replay_*.py")]
     page = Path("out.html").read_text()
     assert page.startswith("<!DOCTYPE html>") and f"python {replay}" in page and "<title>wrong: mismatch" in page
     status, out, err = shardproof("replay", replay, "--html", "-")
-    assert status == 1 and out.startswith("<!DOCTYPE html>") and "MISMATCH" in err
+    assert status == 1 and out.startswith("<!DOCTYPE html>") and "MISMATCH" in err and "page: " not in err
+    assert closing(shardproof("replay", replay, "--html", "out.html")[1]) == "page: out.html"
+    _, out, err = shardproof("replay", replay, "--html", "out.html", "--json")
+    assert json.loads(out)["status"] == 1 and closing(err) == "page: out.html"
+    _, out, err = shardproof("verify", "both.py", "--examples", "1", "--html", "out.html", "--json")
+    assert json.loads(out)["status"] == 1 and closing(err) == "page: out.html"
+    assert "page: " not in shardproof("verify", "both.py", "--examples", "1", "--html", "out.html", "--quiet")[1]
     _, out, _ = shardproof("verify", "both.py", "--mesh", "tp=2", "--dim", "b=4", "--html", "-")
     assert "<title>2 schemes, 1 mismatch, 0 not run." in out
 
