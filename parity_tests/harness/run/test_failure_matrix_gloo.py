@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from parity_tests.failures import kinds
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.failure import RankFailure
+from parity_tests.harness.run.failure import GROUP_HINT, RankFailure
+from parity_tests.harness.run.lockstep import lockstep
 from parity_tests.harness.run.processes import pool
 
 VERDICT_S = {"raised": 0.5, "unwaited": 0.5}  # own mistakes; all else:
@@ -159,6 +160,20 @@ def test_the_exception_of_a_stage_is_reported_and_not_that_of_torch_around_it() 
     with pytest.raises(RankFailure, match=r"^raised: rank 1 raised KeyError: 'no such weight' at ") as caught:
         pool.run(in_a_stage, case(2))
     assert "failed to run forward" not in str(caught.value) and "failed to run" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("engine", (lockstep.run, pool.run), ids=("lockstep", "gloo"))
+def test_an_attribute_that_a_group_has_not_is_answered_with_what_has_it(engine: Any) -> None:
+    def asks_the_group(mesh: Any, case: Any) -> None:
+        dist.all_reduce(torch.ones(3), group=mesh["tp"].get_group())
+
+    def asks_the_mesh(mesh: Any, case: Any) -> None:
+        dist.all_reduce(torch.ones(3), group=mesh.get_group("tp"))
+
+    with pytest.raises(RankFailure, match=rf"no attribute 'get_group'; {re.escape(GROUP_HINT)}"):
+        engine(asks_the_group, case(2))
+    with pytest.raises(RankFailure, match=r"mesh: has no 'get_group'; mesh\.device_mesh is torch's DeviceMesh"):
+        engine(asks_the_mesh, case(2))
 
 
 def test_the_first_exception_is_reported_before_its_consequences(world: int) -> None:

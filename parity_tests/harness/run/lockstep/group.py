@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from parity_tests.harness.run.failure import GROUP_HINT
 from parity_tests.harness.run.ledger import LedgerRow, call_site, group_label, phase
 from parity_tests.harness.run.lockstep import operations, world
 from parity_tests.harness.run.lockstep.backends import rejection
@@ -124,8 +125,7 @@ class LockstepGroup(dist.ProcessGroup):
     if not TYPE_CHECKING:  # else a type checker would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            hint = "mesh[axis] is a process group; mesh.device_mesh[axis] is torch's DeviceMesh"
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {hint}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {GROUP_HINT}")
 
     # What the group is.
 

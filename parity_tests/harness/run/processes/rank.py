@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.compiling import is_compiling
-from parity_tests.harness.run.failure import RankFailure, RankFault, raised_by_function
+from parity_tests.harness.run.failure import GROUP_HINT, RankFailure, RankFault, raised_by_function
 from parity_tests.harness.run.ledger import LedgerRow, line_of_thread, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
 from parity_tests.harness.run.processes import crash, rank_warnings, status_table
@@ -149,11 +149,13 @@ def _groups() -> set[dist.ProcessGroup]:
 
 def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
     error = raised_by_function(raised)
+    is_of_group = isinstance(error, AttributeError) and isinstance(error.obj, dist.ProcessGroup)
+    hint = f"; {GROUP_HINT}" if is_of_group else ""  # a group of lockstep raises it with the sentence
     return Outcome(
         rank,
         RAISED,
         tuple(recorder.rows),
-        error=str(error) if isinstance(error, RankFault) else f"{type(error).__name__}: {error}",
+        error=str(error) if isinstance(error, RankFault) else f"{type(error).__name__}: {error}{hint}",
         is_sentence=isinstance(error, RankFault),
         cause=error.cause if isinstance(error, RankFailure) else "raised",
         source=raised_at(error),
