@@ -83,6 +83,24 @@ def test_a_file_that_cannot_be_used_is_an_error_in_one_sentence():
     assert "cannot import bad_scheme.py" in error or "ZeroDivisionError" in error
 
 
+def test_a_declaration_that_is_wrong_fails_as_its_own_test_alone():
+    scheme_file("both_scheme.py", "right")
+    with Path("both_scheme.py").open("a") as file:
+        file.write(
+            DECLARED.removeprefix(HEAD)
+            .replace("{name}", "typo")
+            .replace("{factor}", "2")
+            .replace('outputs="b/tp"', 'outputs="b/tq"')
+        )
+    found = outcomes("--shardproof-examples", "1", ".").reports
+    assert {report.nodeid: report.outcome for report in found} == {
+        "both_scheme.py::right": "passed",
+        "both_scheme.py::typo": "failed",
+    }
+    text = str(next(report.longrepr for report in found if report.failed))
+    assert text.startswith("both_scheme.py:") and "scheme 'typo': spec 'b/tq' (output 'out'): axis 'tq' is not" in text
+
+
 def test_a_traceback_has_no_line_of_the_harness():
     scheme_file("of_mine.py", "right", 3)
     Path("test_mine.py").write_text(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from rich.console import Console
@@ -26,6 +26,7 @@ from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.failed_declaration import FailedDeclaration
 from parity_tests.harness.draw import profiles, size_choices
 from parity_tests.harness.implementation.offered import NotApplicable, module_of
 from parity_tests.harness.implementation.substitution import NotOffered, narrowed, on_implementation
@@ -55,7 +56,7 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
             return launch.serve()
     text_to_stderr = "-" in options.files.values()  # standard output is for machines
     with _prints_on_stderr() if text_to_stderr else contextlib.nullcontext():
-        outcome = run(discover.find(targets), options)
+        outcome = run(discover.find_declarations(targets), options)
     outcome.not_run |= {} if targets else discover.left_out()
     console = Console(stderr=text_to_stderr)
     if not outcome.is_one_unusable_scheme:
@@ -92,13 +93,15 @@ def _prints_on_stderr() -> Iterator[None]:
 
 
 @without_advice()
-def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
+def run(declarations: Sequence[Declared | FailedDeclaration], options: VerifyOptions) -> Outcome:
     """Verify schemes in turn with a progress bar on standard error: of the schemes, of a single one its examples."""
     bridge.start(options.jax_cache)
-    places = {scheme.name: (scheme.file, scheme.line) for scheme in schemes}
-    outcome = Outcome(expected=_expected_of(schemes, options), places=places)
-    several = len(schemes) > 1
-    if len(schemes) == 1:
+    places = {each.name: (each.file, each.line) for each in declarations}
+    outcome = Outcome(expected=_expected_of(declarations, options), places=places)
+    outcome.not_judged |= {each.name: each.sentence for each in declarations if isinstance(each, FailedDeclaration)}
+    schemes = [each for each in declarations if isinstance(each, Declared)]
+    several = len(declarations) > 1
+    if schemes and not several:
         _check_flags(schemes[0], options)
     with profiles.in_force(options.profile), without_repeats(), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
@@ -120,7 +123,7 @@ def _show_examples(bar: Progress, task: TaskID, scheme: str, done: int, total: i
     bar.update(task, completed=done, total=total, description=f"{scheme} {state}".rstrip())
 
 
-def _expected_of(schemes: list[Declared], options: VerifyOptions) -> dict[str, Expected]:
+def _expected_of(schemes: Sequence[Declared | FailedDeclaration], options: VerifyOptions) -> dict[str, Expected]:
     """The expected failures of these schemes; the file may name any built-in one besides."""
     if options.expected_failures is None:
         return {}

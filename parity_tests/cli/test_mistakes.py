@@ -1,6 +1,7 @@
 """shardproof: bad input of every kind ends in one sentence on standard error and status 2."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -8,23 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from parity_tests import warm_python
 from parity_tests.harness.declare import discover
-from parity_tests.specimens.user_files import RIGHT, written
+from parity_tests.specimens.user_files import RIGHT, WRONG, written
 
 MISTAKES = {
     "axis": (
         RIGHT.replace("(right)", "(right, inputs={'x': 'b/tq'})"),
-        "cannot import bad.py:9: scheme 'right': spec 'b/tq' (input 'x'): axis 'tq' is not in mesh (tp); "
+        "bad.py:9: scheme 'right': spec 'b/tq' (input 'x'): axis 'tq' is not in mesh (tp); "
         "did you mean 'tp'?",
     ),
     "gradient type": (
         RIGHT.replace("(right)", "(right, outputs='b')"),
-        "cannot import bad.py:9: scheme 'right': spec 'b' (output 'out'): axis 'tp' shards no dim and has no type; "
+        "bad.py:9: scheme 'right': spec 'b' (output 'out'): axis 'tp' shards no dim and has no type; "
         "write tp=R (gradients add up), tp=I (same gradient) or tp=P (values add up)",
     ),
     "arity": (
         RIGHT.replace("(right)", "(right, reference=lambda x, y: x)"),
-        "cannot import bad.py:9: scheme 'right': takes (x) but reference <lambda> takes (x, y); "
+        "bad.py:9: scheme 'right': takes (x) but reference <lambda> takes (x, y); "
         "its argument 'y' is no input of the scheme (x): rename it or add it",
     ),
     "float32": (
@@ -83,6 +85,40 @@ def test_a_file_that_is_wrong(shardproof, mistake):
     body, sentence = MISTAKES[mistake]
     status, out, err = shardproof("verify", written("bad.py", body), "--examples", "2")
     assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
+
+
+TYPO = RIGHT.replace("right", "typo").replace("(typo)", "(typo, outputs='b/tq')")
+TYPO_SAYS = "bad.py:9: scheme 'typo': spec 'b/tq' (output 'out'): axis 'tq' is not in mesh (tp); did you mean 'tp'?"
+UNKNOWN = RIGHT.replace("right", "unknown").replace("declare(unknown)", "scheme(refrence=double)(unknown)")
+
+
+def test_a_declaration_that_is_wrong_costs_its_own_scheme_alone(shardproof):
+    unknown = "bad.py:19: scheme 'unknown': scheme has no keyword 'refrence'; did you mean reference=?"
+    file, command = written("bad.py", TYPO, UNKNOWN, RIGHT), ("verify", "bad.py", "--examples", "2")
+    status, out, err = shardproof(*command, "--json", "o.json")
+    assert (status, err) == (2, "")
+    assert f"not judged: {TYPO_SAYS}" in out.splitlines() and f"not judged: {unknown}" in out.splitlines()
+    assert out.splitlines()[-1] == "1 scheme, 0 mismatches, 0 not run, 2 not judged."
+    record = json.loads(Path("o.json").read_text())
+    assert [report["verdict"] for report in record["reports"]] == ["equal"]
+    assert record["not_judged"] == {"typo": TYPO_SAYS, "unknown": unknown}
+    assert shardproof("verify", f"{file}::right", "--examples", "2")[0] == 0
+    assert shardproof("verify", f"{file}::right", "--examples", "2", "--mesh", "tp=2", "--engine", "gloo")[0] == 0
+    assert shardproof("verify", f"{file}::typo") == (2, "", f"shardproof: {TYPO_SAYS}\n")
+    assert shardproof("draw", f"{file}::typo") == (2, "", f"shardproof: {TYPO_SAYS}\n")
+    assert shardproof("draw", f"{file}::right")[0] == 0
+
+
+def test_a_declaration_that_is_wrong_raises_where_its_file_is_run():
+    done = warm_python.run(written("bad.py", TYPO, RIGHT))
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"ValueError: {TYPO_SAYS.partition(': ')[2]}"
+
+
+def test_a_replay_runs_beside_a_declaration_that_is_wrong(shardproof):
+    file = written("bad.py", TYPO, WRONG)
+    assert shardproof("verify", file, "--examples", "2")[0] == 1
+    [replay] = map(str, Path().glob("replay_*.py"))
+    assert shardproof("replay", replay)[0] == 1
 
 
 @pytest.mark.parametrize(

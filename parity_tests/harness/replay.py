@@ -126,7 +126,8 @@ def load_scheme(case: CaseSpec, source: str, replay_path: str, implementation: s
 
 
 def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
-    from parity_tests.harness.declare.discover import schemes_of_file
+    from parity_tests.harness.declare.discover import declarations_of_file
+    from parity_tests.harness.declare.failed_declaration import FailedDeclaration
 
     name = case.scheme.rpartition(":")[2]
     if source.endswith(".pkl"):
@@ -140,8 +141,10 @@ def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
         return pickle.loads(pickled.read_bytes())
     if case.scheme in TABLE:
         return TABLE[case.scheme]
-    for candidate in schemes_of_file(source):
+    for candidate in declarations_of_file(source):
         if candidate.name == name:
+            if isinstance(candidate, FailedDeclaration):
+                raise ValueError(candidate.sentence)
             return candidate
     raise ValueError(f"replay: {source} no longer declares scheme {name!r}")
 

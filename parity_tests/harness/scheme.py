@@ -12,6 +12,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declaration_errors import DeclarationErrors
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.declare.draws import Draw, values
+from parity_tests.harness.declare.failed_declaration import collects
 from parity_tests.harness.declare.keywords import rejects_unknown_keywords
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Scheme(Declared):
         return f"<scheme {self.name}: {specs} -> {', '.join(repr(str(a.spec)) for a in self.outputs)}>"
 
 
+@collects(enter=lambda declared: discover.enter(declared, DeclarationErrors(declared.name)))
 @rejects_unknown_keywords
 def scheme(
     *,
@@ -168,7 +170,7 @@ def scheme(
         reduced = reduction if all_read else ()
         validation.check_choices(dtypes, engines, replicas, reduced, roundings, leaves, results, errors)
         errors.raise_all()
-        declared = Scheme(
+        return Scheme(
             name=name,
             fn=fn,
             reference=reference,
@@ -198,8 +200,6 @@ def scheme(
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),
         )
-        discover.enter(declared, errors)
-        return declared
 
     return declare
 

@@ -12,12 +12,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parity_tests.harness.declare import scheme_index, travel
+from parity_tests.harness.declare import failed_declaration, scheme_index, travel
 from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.failed_declaration import FailedDeclaration
 
 TABLE: dict[str, Declared] = {}
 
@@ -93,24 +95,40 @@ class NeedsExtra(UnusableTarget):
 
 
 def find(targets: list[str]) -> list[Declared]:
-    """Schemes of all targets: files, `file.py::name`, folders, names, globs; all built-in schemes if there is none."""
-    schemes_by_key: dict[str, Declared] = {}
+    """Schemes of all targets, as `find_declarations` has them. Errors: UnusableTarget for a declaration that failed."""
+    return _usable(find_declarations(targets))
+
+
+def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration]:
+    """Declarations of all targets, those that failed among them; all built-in schemes if there is no target.
+
+    A target is a file, `file.py::name`, a folder, a name or a glob.
+    """
+    by_key: dict[str, Declared | FailedDeclaration] = {}
     for target in targets or ["*"]:
         path = Path(target)
         file, _, name = target.partition("::")
+        found: Sequence[Declared | FailedDeclaration]
         if name:
-            schemes = [scheme_of_file(file, name)]
+            found = [declaration_of_file(file, name)]
         elif path.is_dir():
             files = [file for file in _python_files(path) if "@scheme" in file.read_text(errors="replace")]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
-            schemes = [scheme for file in files for scheme in schemes_of_file(str(file))]
+            found = [each for file in files for each in declarations_of_file(str(file))]
         elif path.suffix == ".py" or path.is_file():
-            schemes = schemes_of_file(target)
+            found = declarations_of_file(target)
         else:
-            schemes = _schemes_by_pattern(target)
-        schemes_by_key |= {scheme.key: scheme for scheme in schemes}
-    return list(schemes_by_key.values())
+            found = _schemes_by_pattern(target)
+        by_key |= {each.key: each for each in found}
+    return list(by_key.values())
+
+
+def _usable(declarations: Sequence[Declared | FailedDeclaration]) -> list[Declared]:
+    for each in declarations:
+        if isinstance(each, FailedDeclaration):
+            raise UnusableTarget(each.sentence)
+    return [each for each in declarations if isinstance(each, Declared)]
 
 
 def _python_files(folder: Path) -> list[Path]:
@@ -148,18 +166,30 @@ def _needs(file: Path) -> str | None:
 
 
 def schemes_of_file(file: str) -> list[Declared]:
-    """Import a file and return the schemes it declares. Errors: UnusableTarget."""
+    """Import a file and return the schemes it declares. Errors: UnusableTarget, also if one declaration failed."""
+    return _usable(declarations_of_file(file))
+
+
+def declarations_of_file(file: str) -> list[Declared | FailedDeclaration]:
+    """Import a file and return what it declares, also what failed, in the order of lines. Errors: UnusableTarget."""
     module = module_of_file(file)
-    declared = [scheme for scheme in TABLE.values() if scheme.of_module and scheme.fn.__module__ == module.__name__]
-    if not declared:
+    schemes = [scheme for scheme in TABLE.values() if scheme.of_module and scheme.fn.__module__ == module.__name__]
+    declarations = [*schemes, *failed_declaration.of_module(module.__name__)]
+    if not declarations:
         raise UnusableTarget(f"{file}: declares no scheme; decorate a function with @scheme")
-    return sorted(declared, key=lambda scheme: scheme.line)
+    return sorted(declarations, key=lambda each: each.line)
 
 
 def scheme_of_file(file: str, name: str) -> Declared:
-    """The scheme that a file declares, or has imported from another module, under this name. Errors: UnusableTarget."""
+    """As `declaration_of_file`. Errors: UnusableTarget, also if the declaration failed."""
+    return _usable([declaration_of_file(file, name)])[0]
+
+
+def declaration_of_file(file: str, name: str) -> Declared | FailedDeclaration:
+    """What a file declares, or has imported from another module, under this name. Errors: UnusableTarget."""
     module = module_of_file(file)
-    by_name = {key: value for key, value in vars(module).items() if isinstance(value, Declared)}
+    by_name = {key: value for key, value in vars(module).items() if isinstance(value, Declared | FailedDeclaration)}
+    by_name |= {each.name: each for each in failed_declaration.of_module(module.__name__)}
     by_name |= {each.name: each for each in TABLE.values() if each.of_module and each.fn.__module__ == module.__name__}
     if name not in by_name:
         has = f"it has {', '.join(sorted(by_name))}" if by_name else "it declares and imports none"
@@ -259,7 +289,8 @@ def _imported(path: Path) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        with failed_declaration.collected(name):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
@@ -276,7 +307,8 @@ def _imported_with_package(path: Path) -> ModuleType:
     before = set(sys.modules)
     sys.path.insert(0, str(root))
     try:
-        module = importlib.import_module(name)
+        with nullcontext() if name in sys.modules else failed_declaration.collected(name):
+            module = importlib.import_module(name)
     finally:
         sys.path.remove(str(root))
     if Path(module.__file__ or "").resolve() != path:

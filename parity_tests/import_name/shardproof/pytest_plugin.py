@@ -48,11 +48,11 @@ class SchemeFile(pytest.File):
     def collect(self) -> Iterator[SchemeTest]:
         import shardproof
 
-        schemes_of_file = shardproof.schemes_of_file  # first: it makes our modules importable beside a user's
-        from parity_tests.harness.declare.discover import UnusableTarget
+        _ = shardproof.schemes_of_file  # first: it makes our modules importable beside a user's
+        from parity_tests.harness.declare.discover import UnusableTarget, declarations_of_file
 
         try:
-            schemes = schemes_of_file(str(self.path))
+            schemes = declarations_of_file(str(self.path))
         except UnusableTarget as reason:
             raise self.CollectError(str(reason)) from None
         for scheme in schemes:
@@ -67,8 +67,12 @@ class SchemeTest(pytest.Item):
         self.scheme = scheme
 
     def runtest(self) -> None:
+        from parity_tests.harness.declare.declaration_failure import DeclarationFailure
+        from parity_tests.harness.declare.failed_declaration import FailedDeclaration
         from shardproof import NotRun, verify
 
+        if isinstance(self.scheme, FailedDeclaration):
+            raise DeclarationFailure(self.scheme.sentence)
         engine, examples = self.config.option.shardproof_engine, self.config.option.shardproof_examples
         if engine not in self.scheme.engines:
             pytest.skip(f"is declared for {', '.join(self.scheme.engines)} only")

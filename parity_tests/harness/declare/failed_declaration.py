@@ -1,0 +1,127 @@
+"""Schemes whose declaration is wrong, in a file that is imported to be judged: the others of that file are judged.
+
+Where a file is imported in the ordinary way, as by `python my_scheme.py`, the decorator raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_importing: str | None = None  # the module whose declarations may fail one by one
+_of_module: dict[str, list[FailedDeclaration]] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class FailedDeclaration:
+    """What the decorator leaves in the module; it can be called as the function, and has nothing else of a scheme."""
+
+    name: str
+    fn: Callable[..., Any]
+    file: str
+    line: int  # of the declaration
+    error: str  # `scheme 'name': ...`
+
+    @property
+    def key(self) -> str:
+        return f"{self.fn.__module__}:{self.name}"
+
+    @property
+    def sentence(self) -> str:
+        return f"{Path(self.file).name}:{self.line}: {self.error}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # While it is unpickled it has no fields yet.
+        raise AttributeError(name if name.startswith("_") or "error" not in vars(self) else self.error)
+
+
+@contextmanager
+def collected(module: str) -> Iterator[None]:
+    """While this module is imported, declarations of its own functions that fail are collected."""
+    global _importing
+    before, _importing = _importing, module
+    _of_module.pop(module, None)
+    try:
+        yield
+    finally:
+        _importing = before
+
+
+def collects(
+    enter: Callable[[Result], object],
+) -> Callable[
+    [Callable[Arguments, Callable[[Callable[..., Any]], Result]]],
+    Callable[Arguments, Callable[[Callable[..., Any]], Result]],
+]:
+    """Of `scheme(...)`: a declaration that raises is collected, if its module is imported to be judged.
+
+    `enter` puts one that does not raise in the table. What it raises is raised in any case: of two schemes of one name
+    it cannot be known which is meant.
+    """
+
+    def of(
+        scheme: Callable[Arguments, Callable[[Callable[..., Any]], Result]],
+    ) -> Callable[Arguments, Callable[[Callable[..., Any]], Result]]:
+        @wraps(scheme)
+        def collecting(*args: Arguments.args, **keywords: Arguments.kwargs) -> Callable[[Callable[..., Any]], Result]:
+            try:
+                declare = scheme(*args, **keywords)
+            except TypeError as error:  # a keyword that there is not, or one that is missing
+                if _importing is None:
+                    raise
+                declare = _raising(error)
+
+            def declare_or_collect(fn: Callable[..., Any]) -> Result:
+                try:
+                    declared = declare(fn)
+                except (ValueError, TypeError) as error:
+                    if _importing is None or getattr(fn, "__module__", None) != _importing:
+                        raise
+                    return cast(Result, _collect(fn, error))
+                enter(declared)
+                return declared
+
+            return declare_or_collect
+
+        return collecting
+
+    return of
+
+
+def _raising(error: TypeError) -> Callable[[Callable[..., Any]], Any]:
+    def declare(fn: Callable[..., Any]) -> Any:
+        raise error
+
+    return declare
+
+
+def _collect(fn: Callable[..., Any], error: Exception) -> FailedDeclaration:
+    name = getattr(fn, "__name__", "?")
+    title = f"scheme '{name}': "
+    file = getattr(sys.modules.get(fn.__module__), "__file__", None) or ""
+    failed = FailedDeclaration(name, fn, file, _line_in(file), title + str(error).removeprefix(title))
+    _of_module.setdefault(fn.__module__, []).append(failed)
+    return failed
+
+
+def of_module(module: str) -> list[FailedDeclaration]:
+    return _of_module.get(module, [])
+
+
+def _line_in(file: str) -> int:
+    """The line of this file that is being executed, the innermost one."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame.f_lineno if frame is not None else 0
