@@ -62,7 +62,7 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
     if not outcome.is_one_unusable_scheme:
         summary.show(console, outcome, options)
     if options.html:
-        write_text(options.html, page(outcome.reports, summary.closing(outcome)))
+        write_text(options.html, page(outcome.reports, summary.closing(outcome), summary.without_report(outcome)))
         if options.html != "-" and not options.quiet:
             console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # a path stays in one piece
     if options.json:

@@ -104,7 +104,7 @@ def _unseen_by_gloo(scheme: Declared, report: Report) -> str | None:
     if report.case.world > MAX_RANKS:
         return f"the case has {report.case.world} ranks, and at most {MAX_RANKS} are started for it"
     if isinstance(report.failure, Deadlock):
-        return "it has no verdict on a deadlock: a rank waits until a time limit, and small messages need no receiver"
+        return "there a deadlock cannot be told from a slow rank, and a small message needs no receiver"
     if isinstance(report.failure, Unwaited):
         return "it does not see work that is never waited for"
     if report.failure is not None:

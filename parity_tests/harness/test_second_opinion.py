@@ -205,7 +205,7 @@ def left_out(mesh, x):
         (strided, "protocol", "it carries out what other backends reject"),
         (read_before_its_wait, "mismatch", "it does not see an output that is read before its wait"),
         (never_waited, "unwaited", "it does not see work that is never waited for"),
-        (left_out, "deadlock", "it has no verdict on a deadlock"),
+        (left_out, "deadlock", "there a deadlock cannot be told from a slow rank"),
     ],
 )
 def test_what_gloo_cannot_see_stays_a_verdict_and_says_so(function, verdict, reason, monkeypatch):

@@ -23,13 +23,18 @@ from parity_tests.harness.report.tensor_maps import maps
 from parity_tests.harness.run.ledger import LedgerRow
 
 
-def page(reports: Sequence[Report], closing: str = "") -> str:
-    """A full page of the verdicts of one scheme or of several; of several, those that are equal are folded."""
+def page(reports: Sequence[Report], closing: str = "", without_report: Sequence[str] = ()) -> str:
+    """A full page of the verdicts of one scheme or of several; of several, those that are equal are folded.
+
+    `without_report` has a sentence for each scheme that was not run or not judged.
+    """
+    others = [tag("p", sentence, class_="quiet") for sentence in without_report]
     if len(reports) == 1:
-        title, parts = f"{_name(reports[0])}: {reports[0].verdict}", [_section(reports[0])]
+        title, parts = f"{_name(reports[0])}: {reports[0].verdict}", [_section(reports[0]), *others]
     else:
         title = closing or "No verdict"
-        parts = [tag("h1", title), _table(reports), *(_folded(report) for report in reports)]
+        failed_first = sorted(reports, key=lambda report: report.ok)
+        parts = [tag("h1", title), _table(failed_first), *others, *(_folded(report) for report in failed_first)]
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -64,7 +69,7 @@ def _table(reports: Sequence[Report]) -> Element:
             tag("td", _verdict(report)),
             tag("td", _headline(report)),
         )
-        for report in sorted(reports, key=lambda report: report.ok)
+        for report in reports
     ]
     head = tag("tr", *(tag("th", name) for name in ("scheme", "verdict", "what is wrong")))
     return tag("div", tag("table", head, *rows), class_="wide")

@@ -35,7 +35,7 @@ html { background: #ffffff; }
   vertical-align: top; overflow-wrap: normal; background: none; }
 .shardproof th { color: var(--quiet); font-weight: 600; }
 .shardproof td.number { text-align: right; font-variant-numeric: tabular-nums; }
-.shardproof .verdict { font-weight: 700; }
+.shardproof .verdict { font-weight: 700; white-space: nowrap; }
 .shardproof .right { color: var(--right); }
 .shardproof .wrong { color: var(--wrong); }
 .shardproof .quiet { color: var(--quiet); }

@@ -129,16 +129,20 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
                 console.print(
                     f"left out: {name_of(report)}: {omission}", markup=False, highlight=False, soft_wrap=one_line
                 )
-    not_run = [f"not run: {name}: {reason}" for name, reason in outcome.not_run.items()]
-    not_judged = [f"not judged: {reason}" for reason in outcome.not_judged.values()]
-    for line in [*_expectations(outcome), *not_run, *not_judged]:
+    for line in [*_expectations(outcome), *without_report(outcome)]:
         console.print(Sentence(line), soft_wrap=one_line)
     if not options.quiet:
         for line in _not_offered(outcome.not_offered):
             console.print(Sentence(line), soft_wrap=one_line)
     if not single and not options.quiet and outcome.seconds:
-        console.print(timing(outcome), highlight=False)
-    console.print(closing(outcome), highlight=False, soft_wrap=one_line)
+        console.print(Sentence(timing(outcome)), soft_wrap=one_line)
+    console.print(Sentence(closing(outcome)), soft_wrap=one_line)
+
+
+def without_report(outcome: Outcome) -> list[str]:
+    """A sentence for each scheme that was not run or not judged."""
+    not_run = [f"not run: {name}: {reason}" for name, reason in outcome.not_run.items()]
+    return not_run + [f"not judged: {reason}" for reason in outcome.not_judged.values()]
 
 
 def _not_offered(reasons: Mapping[str, str]) -> list[str]:

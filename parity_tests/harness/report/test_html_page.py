@@ -203,7 +203,16 @@ def test_several_schemes_have_a_table_and_those_that_fail_come_first(wrong, equa
     anchors = {node.attributes["id"] for node in tree.all() if "id" in node.attributes}
     assert {link.attributes["href"].removeprefix("#") for link in table.all("a")} <= anchors
     assert tree.all("title")[0].text == "2 schemes, 1 mismatch, 0 not run. - shardproof"
+    assert [title.text.split()[0] for title in tree.all("h1")[1:]] == ["gathered_twice"]
+    assert page([equal, wrong]).index('id="scheme-gathered_twice"') < page([equal, wrong]).index('id="scheme-gathered"')
     assert "No verdict" in page([])
+
+
+def test_a_page_names_the_schemes_that_have_no_report(equal, wrong):
+    sentences = ("not run: narrow: is declared for gloo only", "not judged: bad.py:9: scheme 'typo': spec 'b/tq'")
+    for reports in ([equal], [equal, wrong], []):
+        paragraphs = [each.text for each in read(page(reports, "closing", sentences)).all("p")]
+        assert set(sentences) <= set(paragraphs)
 
 
 def test_whatever_a_user_wrote_is_escaped():
