@@ -10,7 +10,7 @@ BUGS = (
         at="expert_parallel:sorted_choices",
         old="is_here = is_here & kept.flatten()",
         new="is_here = is_here & (kept.flatten() | True)",
-        expect="value: ",
+        expect="cost: ",
     ),
     InjectedBug(
         name="choices of no expert sent to the last expert",
@@ -139,7 +139,7 @@ BUGS = (
         at="expert_parallel:destinations",
         old="scatter_add_(1, owners, torch.ones_like(owners))",
         new="scatter_add_(1, owners[:, :1], torch.ones_like(owners[:, :1]))",
-        expect="value: ",
+        expect="raised: ",
     ),
     InjectedBug(
         name="a token sent once for each choice of a rank counted, once sent",
@@ -155,7 +155,7 @@ BUGS = (
         at="expert_parallel:destinations",
         old="torch.stack([targets.counts, of_rank.sum(0)], 1)",
         new="torch.stack([targets.counts, targets.counts], 1)",
-        expect="value: ",
+        expect="raised: ",
     ),
     InjectedBug(
         name="unequal counts over ranks: as many rows expected as are sent",
@@ -203,7 +203,7 @@ BUGS = (
         at="expert_parallel:messages_of",
         old="choices=sum(choices for sources in arriving for _, choices in sources)",
         new="choices=sum(choices for sources in arriving for _, choices in sources[:1])",
-        expect="value: ",
+        expect="raised: ",
     ),
     InjectedBug(
         name="choices of this tp rank's tokens alone",
@@ -211,7 +211,7 @@ BUGS = (
         at="expert_parallel:messages_of",
         old="choices=sum(choices for sources in arriving for _, choices in sources)",
         new="choices=sum(choices for _, choices in arriving[here])",
-        expect="value: ",
+        expect="raised: ",
     ),
     InjectedBug(
         name="counts exchanged twice",
@@ -300,7 +300,7 @@ BUGS = (
         at="expert_parallel:routed_experts",
         old="torch.where(kept, experts.long(), -1)",
         new="torch.where(kept | True, experts.long(), -1)",
-        expect="value: ",
+        expect="cost: ",
     ),
     # Shared experts
     InjectedBug(
