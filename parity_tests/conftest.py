@@ -1,9 +1,11 @@
 """What every test of the suite shares: Hypothesis profiles, a folder of its own, the command, what the header says."""
 
 import gc
+import itertools
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -56,10 +58,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A new folder for each test. Numbered here: pytest would list the thousands that there are to find a number."""
+    folder = tmp_path_factory.mktemp("cases")
+    return (folder / f"case{number}" for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def own_folder(monkeypatch: pytest.MonkeyPatch, own_folders: Iterator[Path]) -> None:
     """Each test runs in an empty folder, where the replay files of failing cases may lie."""
-    monkeypatch.chdir(tmp_path_factory.mktemp("case"))
+    folder = next(own_folders)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
 
 
 @pytest.fixture
