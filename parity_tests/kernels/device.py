@@ -63,6 +63,31 @@ def replace_the_language_once() -> None:
     interpreter._patch_lang = once
 
 
+def derive_types_once() -> None:
+    """The interpreter derives the types of every intermediate anew, those of NumPy by a table of all: a quarter of
+    what a small kernel takes. They are few, and a name tells one from another.
+    """
+    from triton.runtime import interpreter
+
+    if interpreter._get_np_dtype.__module__ != interpreter.__name__:  # they are derived once already
+        return
+
+    def once_by_name(derive: Callable[..., Any]) -> Callable[..., Any]:
+        results: dict[tuple[str, ...], Any] = {}
+
+        def derived(*types: Any) -> Any:
+            names = tuple(each.name for each in types)
+            if names not in results:
+                results[names] = derive(*types)
+            return results[names]
+
+        return derived
+
+    interpreter._get_np_dtype = once_by_name(interpreter._get_np_dtype)
+    tl.block_type.with_element_ty = once_by_name(tl.block_type.with_element_ty)
+
+
 if INTERPRETED:
     round_as_a_gpu_does()
     replace_the_language_once()
+    derive_types_once()
