@@ -87,7 +87,11 @@ class Scheme(Declared):
         return f"<scheme {self.name}: {specs} -> {', '.join(repr(str(a.spec)) for a in self.outputs)}>"
 
 
-@collects(enter=lambda declared: discover.enter(declared, DeclarationErrors(declared.name)))
+def _enter(declared: Scheme) -> None:
+    discover.enter(declared, DeclarationErrors(declared.name))
+
+
+@collects(_enter)
 @rejects_unknown_keywords
 def scheme(
     *,
