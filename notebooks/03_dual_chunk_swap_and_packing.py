@@ -48,15 +48,29 @@ def holders(kind, length, world):
     return torch.arange(world).repeat_interleave(length // world)[index.flatten().argsort()]
 
 
-figure, panels = plt.subplots(1, 3, figsize=(10, 3.6), sharey=True, layout="constrained")
-for panel, kind in zip(panels, KINDS, strict=True):
-    pairs = torch.where(torch.ones(S, S).tril() > 0, holders(kind, S, CP)[:, None], -1)
-    busiest = max((pairs == rank).sum().item() for rank in range(CP)) / (pairs >= 0).sum().item()
-    tiles(panel, pairs, CP, title=f"{kind}\nbusiest rank {busiest:.1%}", xlabel="key (position)")
-panels[0].set_ylabel("query (position)")
-rank_legend(figure, CP)
-plt.show()
+def squares(cp):
+    """The three layouts on so many ranks, with what the busiest rank has to do."""
+    figure, panels = plt.subplots(1, 3, figsize=(10, 3.6), sharey=True, layout="constrained")
+    for panel, kind in zip(panels, KINDS, strict=True):
+        pairs = torch.where(torch.ones(S, S).tril() > 0, holders(kind, S, cp)[:, None], -1)
+        busiest = max((pairs == rank).sum().item() for rank in range(cp)) / (pairs >= 0).sum().item()
+        tiles(panel, pairs, cp, title=f"{kind}\nbusiest rank {busiest:.1%}", xlabel="key (position)")
+    panels[0].set_ylabel("query (position)")
+    rank_legend(figure, cp)
+    plt.show()
 
+
+squares(CP)
+
+# %% [markdown]
+# With a slider, on one rank to eight. The next cell needs a running Jupyter and ipywidgets, which the extra `notebooks`
+# brings. Elsewhere it shows nothing, and the figure above stands for it.
+
+# %% tags=["skip-execution"]
+from ipywidgets import SelectionSlider, interact
+
+slider = SelectionSlider(options=(1, 2, 4, 8), value=CP, description="cp")
+interact(squares, cp=slider)
 # %% [markdown]
 # Striping is as fair once rows are long. What DualChunkSwap has beside it: a rank holds two *runs* of neighbours,
 # so that attention works on full blocks, and a convolution or a recurrence crosses few borders.

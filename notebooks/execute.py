@@ -30,6 +30,12 @@ def executed(script: Path) -> Any:
     return notebook
 
 
+def sliders(notebook: Any) -> list[int]:
+    """The cells with a widget, which are not executed here: a widget needs a running kernel, and its ids are random."""
+    tag = NotebookClient.skip_cells_with_tag.default_value
+    return [number for number, cell in enumerate(notebook.cells) if tag in cell.metadata.get("tags", ())]
+
+
 if __name__ == "__main__":
     chosen = tuple(sys.argv[1:]) or ("",)
     for script in (script for script in SCRIPTS if script.stem.startswith(chosen)):

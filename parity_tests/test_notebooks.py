@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("nbclient", reason="needs pip install 'shardproof[notebooks]'")
+nbformat = pytest.importorskip("nbformat", reason="needs pip install 'shardproof[notebooks]'")
 jupytext = pytest.importorskip("jupytext", reason="needs pip install 'shardproof[notebooks]'")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,6 +62,27 @@ def test_what_is_committed_has_no_warning_in_it(script):
     ]
     assert [output.text for output in outputs if output.get("name") == "stderr"] == []
     assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+
+
+SLIDERS = [(script, index) for script in execute.SCRIPTS for index in execute.sliders(jupytext.read(script))]
+
+
+@pytest.mark.parametrize(("script", "index"), SLIDERS, ids=lambda value: getattr(value, "stem", value))
+def test_a_slider_draws_each_of_its_values_where_a_reader_runs_it(script, index, tmp_path):
+    """What is committed has no output of it: a widget is drawn by a running kernel, and its ids differ each time."""
+    pytest.importorskip("ipywidgets", reason="needs pip install 'shardproof[notebooks]'")
+    notebook = jupytext.read(script)
+    draw = nbformat.v4.new_code_cell("for value in slider.options:\n    slider.value = value\n    squares(value)")
+    notebook.cells = [*notebook.cells[: index + 1], draw]
+    execute.NotebookClient(
+        notebook, timeout=execute.PATIENCE, skip_cells_with_tag="", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    shown = [output.data for output in notebook.cells[index].outputs if "data" in output]
+    assert any("application/vnd.jupyter.widget-view+json" in data for data in shown)
+    figures = [output for output in notebook.cells[-1].outputs if "image/png" in output.get("data", {})]
+    assert len(figures) == 4
+    committed = jupytext.read(script.with_suffix(".ipynb")).cells[index]
+    assert committed.outputs == [] and "widgets" not in jupytext.read(script.with_suffix(".ipynb")).metadata
 
 
 def test_they_are_numbered_from_one_on():
