@@ -47,6 +47,14 @@ REJECTED = [
     (ROUTED, lambda m: routed(m, exchange="ring"), "exchange='ring' is not one of all_to_all, all_gather"),
     (ROUTED, lambda m: routed(m, backend="triton"), "backend='triton' is not one of auto, grouped_mm, eager"),
     (ROUTED, lambda m: routed(m, down=DOWN.to("meta")), "down is on meta but x on cpu; pass one device"),
+    (ROUTED, lambda m: routed(m, gates=GATES.to("meta")), "gates is on meta but x on cpu; pass one device"),
+    (ROUTED, lambda m: routed(m, experts=EXPERTS.to("meta")), "experts is on meta but x on cpu; pass one device"),
+    (ROUTED, lambda m: routed(m, kept=KEPT.to("meta")), "kept is on meta but x on cpu; pass one device"),
+    (
+        ROUTED,
+        lambda m: routed(m, gates=GATES[:, :0], experts=EXPERTS[:, :0]),
+        "experts has k=0 choices of a token; pass one or more",
+    ),
     (
         ROUTED,
         lambda m: routed(m, backend="grouped_mm"),

@@ -200,6 +200,43 @@ def test_experts_may_be_of_any_integer_dtype(exchange):
         assert all(torch.equal(wide, other) for other in narrow) and wide.abs().sum() > 0
 
 
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize(("gate", "size", "scale"), [(16.0, 10.0, 1e-3), (1e-6, 0.01, 100.0), (1e-4, 0.01, 100.0)])
+def test_float16_has_no_gate_times_a_hidden_column(exchange, gate, size, scale):
+    """Which would overflow, or vanish, where the product with the output does not."""
+    hidden = torch.tensor(8 * size).sigmoid() * (8 * size) ** 2
+    expected = gate * 8 * hidden * scale
+
+    def body(mesh, case):
+        x, down = torch.full((1, 8), size).half(), torch.full((1, 8, 8), scale).half()
+        gates, experts = torch.full((1, 1), gate), torch.zeros(1, 1, dtype=torch.int64)
+        return routed_experts(x, gates, experts, torch.ones(1, 8, 16).half(), down, mesh["ep"], exchange=exchange)
+
+    (y,) = run(body, CaseSpec(scheme="float16", mesh={"ep": 1})).results
+    least = 2.0**-24  # the smallest number of float16, which rounds the result
+    assert (y.float() - expected).abs().max() <= 4e-3 * expected + least
+
+
+def test_the_gradient_of_a_narrow_gate_is_rounded_once():
+    """Over tp it is a sum of addends, which were rounded to the dtype of the gates before."""
+    generator = torch.Generator().manual_seed(0)
+    x, cotangent = (torch.randn(8, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    gate_up = torch.randn(2, 4, 2, 8, generator=generator, dtype=torch.float64)
+    down = torch.randn(2, 8, 4, generator=generator, dtype=torch.float64)
+    experts = torch.arange(8)[:, None] % 2
+
+    def body(mesh, case):
+        rank, size = mesh.rank("tp"), mesh.size("tp")
+        own, columns = slice(rank * 8 // size, (rank + 1) * 8 // size), 8 // size
+        gates = torch.full((8 // size, 1), 0.3).requires_grad_()
+        of_rank = gate_up.narrow(3, rank * columns, columns).flatten(2), down.narrow(1, rank * columns, columns)
+        y = routed_experts(x[own], gates, experts[own], *of_rank, mesh["ep"], mesh["tp"])
+        return torch.autograd.grad(y, gates, cotangent[own])[0]
+
+    (alone,), ranks = (run(body, CaseSpec(scheme="gates", mesh={"ep": 1, "tp": tp})).results for tp in (1, 4))
+    assert alone.dtype == torch.float32 and torch.equal(torch.cat(ranks), alone)
+
+
 # A choice that rounding decides is undecided: neither equal nor a mismatch. A mistake beside it is a mismatch.
 
 OF_A_TIE = {"t": 4, "d": 2, "e": 2, "f": 4, "two": 2}

@@ -1,6 +1,7 @@
 """Parity of rotary positions and of a mixture of experts whose experts are all on this rank."""
 
 import jax.numpy as jnp
+import pytest
 import torch
 from hypothesis import given, settings
 from torch.func import functional_call
@@ -12,7 +13,7 @@ from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check, check_cases, every_case, integers, scheme, values
 from torch_impl.expert_parallel import sum_gradients
 from torch_impl.models import HybridConfig, Placement
-from torch_impl.models.layers import Moe, rotated
+from torch_impl.models.layers import Experts, Moe, rotated
 
 
 def at_base(x, places, base):
@@ -67,6 +68,18 @@ def layer_of_experts(mesh, x, router, gate_up, down, k):
     }
     layer = Moe(config, Placement(mesh["dp"], mesh["dp"]), device="meta", dtype=x.dtype)
     return functional_call(layer, weights, (x,), strict=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_of_no_expert_counts_as_zero(dtype):
+    config = HybridConfig(hidden_size=8, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=4)
+    experts = Experts(config, dtype=dtype)
+    x, gates = torch.ones(2, 8, dtype=dtype), torch.ones(2, 2, dtype=dtype)
+    chosen = torch.tensor([[0, -1], [2, -1]])
+    first, second = experts(x, chosen, gates)
+    alone, _ = experts(x, chosen.clamp(0, 1), gates * torch.tensor([[1.0, 0.0]], dtype=dtype))
+    torch.testing.assert_close(first, alone)
+    assert torch.equal(second, torch.zeros_like(second)) and first.abs().sum() > 0
 
 
 def test_parity_of_experts():

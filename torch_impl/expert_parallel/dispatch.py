@@ -43,7 +43,7 @@ class SortedChoices:
         return _Rows.apply(x, self.order, self.slots)
 
     def sums(self, rows: Tensor, tokens: int) -> Tensor:
-        """The sum of the rows of each of `tokens` tokens, in float32 or wider and rounded once; zeros without rows."""
+        """The sum of the rows of each of `tokens` tokens, in float32 or wider, rounded once."""
         return _Sums.apply(rows, self.order, self.slots, tokens)
 
 
@@ -63,7 +63,7 @@ def sorted_choices(experts: Tensor, size: int, first: int = 0, kept: Tensor | No
 def destinations(experts: Tensor, ranks: int, local: int) -> tuple[SortedChoices, Tensor]:
     """(the ranks that each token is sent to, each once, as choices of ranks; the rows and the choices for each rank).
 
-    The counts are [ranks, 2]. Rank r has the experts from r * local on; a number of no expert, as -1, is of no rank.
+    The counts are [ranks, 2]. Rank r has the experts from r * local on; a number of no expert, such as -1, has no rank.
     """
     is_expert = (experts >= 0) & (experts < ranks * local)
     owners = torch.where(is_expert, experts.div(local, rounding_mode="floor"), ranks)

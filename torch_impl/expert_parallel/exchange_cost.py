@@ -14,7 +14,7 @@ COUNT = 8  # bytes of a number of rows, or of an expert
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """Bytes that the ranks of ep together send to other ranks for one layer forward, by exchange; backward, no more.
+    """Bytes that the ranks of ep together send to other ranks for one layer forward, by each exchange.
 
     `fewest` is the exchange that sends less, all_to_all where both send as much.
     """
@@ -43,8 +43,8 @@ def fewest_exchange_bytes(
     `width` is d. `rows_sent` has one row for each token and each other rank that has any of its experts. Without it, it
     is the mean over all sets of k experts, rounded up: tokens * (n - 1) times the probability that a rank has any of
     them, 1 - C(num_experts - num_experts / n, k) / C(num_experts, k). Gates and the sums of all_gather travel in
-    float32 or wider, numbers of experts and counts in int64. So all_gather is cheaper only where almost every token
-    goes to almost every rank, and its sums are no wider than its tokens.
+    float32 or wider, numbers of experts and counts in int64. Ranks have as many tokens each: all_gather pads to the
+    longest. It sends less only where almost every token goes to almost every rank and its sums are in the dtype of x.
 
     >>> fewest_exchange_bytes(tokens=4096, k=8, width=2048, num_experts=128, ep_size=8, element_size=2).fewest
     'all_to_all'

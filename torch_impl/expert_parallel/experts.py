@@ -60,22 +60,26 @@ class ExpertWeights:
 
     def sums(self, x: Tensor, gates: Tensor, choices: SortedChoices, dtype: torch.dtype) -> Tensor:
         """The sum over the choices of each token of what their experts make of it, times their gates, in `dtype`."""
-        gates_of_rows = gates.flatten().index_select(0, choices.order)
-        outputs = self.outputs(choices.rows(x), choices.counts, gates_of_rows)
-        return choices.sums(outputs.to(dtype), len(x))
+        rows, wide = choices.rows(x), accumulator(x.dtype)
+        gates_of_rows = gates.flatten().index_select(0, choices.order).to(wide)
+        if x.dtype == torch.float16:  # its range may not include a hidden column times the gate
+            outputs = self.outputs(rows, choices.counts).to(wide) * gates_of_rows[:, None]
+        else:
+            outputs = self.outputs(rows, choices.counts, gates_of_rows)
+        return choices.sums(outputs.to(torch.promote_types(outputs.dtype, dtype)), len(x)).to(dtype)
 
     def outputs(self, rows: Tensor, counts: Tensor, gates: Tensor | None = None) -> Tensor:
-        """(g * silu(x A) * (x B)) C of rows sorted by expert, with their gates g, 1 without any.
+        """(g * silu(x A) * (x B)) C of rows sorted by expert, with their gates g in float32 or wider, 1 without any.
 
         A and B are the halves of gate_up's columns. A gate multiplies f columns and not the d of the output, and its
         gradient needs no output.
         """
         first, second = self.implementations
-        wide = accumulator(rows.dtype)
-        gate, up = _GroupedProduct.apply(rows, self.gate_up, counts, first).to(wide).chunk(2, -1)
+        wide_hidden = _GroupedProduct.apply(rows, self.gate_up, counts, first).to(accumulator(rows.dtype))
+        gate, up = wide_hidden.chunk(2, -1)
         hidden = silu(gate) * up
         if gates is not None:
-            hidden = hidden * gates.to(wide)[:, None]
+            hidden = hidden * gates[:, None]
         return _GroupedProduct.apply(hidden.to(rows.dtype), self.down, counts, second)
 
 

@@ -47,24 +47,32 @@ def routed_experts(
     which C is applied. Ranks may have different numbers of tokens t. A choice counts as 0 and is not sent where `kept`
     is False or its number is no expert's, such as -1 for padding. Without `tp_group` experts have all of their f
     columns; with it tokens are sharded over tp too, as sequence parallelism leaves them, and none is sent twice.
-    `exchange` is one of those below, with equal results; `fewest_exchange_bytes` says which sends less. `backend` is
-    that of `grouped_product`.
+    `exchange` is one of those below, with results equal but for rounding; `fewest_exchange_bytes` says which sends
+    less. `backend` is that of `grouped_product`. Gates are of any floating dtype, and travel in float32 or wider.
 
-    Gradients are those of this rank's tokens and weights. Ranks that replicate an expert, over edp, add theirs up:
-    `sum_layer_gradients`.
+    All ranks agree on which arguments need a gradient, ranks without tokens too. Gradients are those of this rank's
+    tokens and weights. Ranks that replicate an expert, over edp, add theirs up: `sum_layer_gradients`.
 
-    Cost:   with n = ep ranks; rows and sums are in the dtype of x.
+    Cost:   with n = ep ranks; tokens, and the sums of all_to_all, are in the dtype of x.
         all_to_all  a token is sent once to each rank with any of its experts: 1 all_to_all of 2n counts, 1 of these
                     rows, 1 of their gates, 1 of their choices, 1 of a sum for each row back; over tp 1 all_gather of
                     counts, 1 of rows, of gates and of choices, and 1 reduce_scatter. Backward no counts, no choices.
         all_gather  over ep, and over tp before it: 1 all_gather of t, of x, of the gates and of the experts, and 1
                     reduce_scatter of all tokens in float32 or wider. Gradients of the gates are reduce_scattered too.
-        Saves the rows of this rank's experts, and their 2f and f columns.
+        Saves the rows of this rank's experts and 5 f columns of each, 4 f of them in float32 or wider.
     Errors: TypeError for another type or dtypes that differ; ValueError for shapes that do not fit, other devices,
             gate_up without twice the columns that down has rows, an unknown exchange, or a backend that cannot run.
     Source: arXiv 2006.16668 (GShard), 2211.15841 (MegaBlocks, dropless).
     """
-    weights = checked_weights("expert_parallel.routed_experts", x, gate_up, down, backend)
+    name = "expert_parallel.routed_experts"
+    weights = checked_weights(name, x, gate_up, down, backend)
+    if experts.shape[1] == 0:
+        raise ValueError(f"{name}: experts has k=0 choices of a token; pass one or more")
+    for argument, tensor in (("gates", gates), ("experts", experts), ("kept", kept)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name}: {argument} is on {tensor.device} but x on {x.device}; pass one device")
+    # So wide that the gradient of a gate, a sum over ranks, is rounded once.
+    gates = gates.to(torch.promote_types(gates.dtype, accumulator(x.dtype)))
     chosen = experts.long() if kept is None else torch.where(kept, experts.long(), -1)
     mixture = _by_all_to_all if exchange == "all_to_all" else _by_all_gather
     return mixture(x, gates, chosen, weights, ep_group, tp_group)

@@ -117,6 +117,7 @@ class Experts(nn.Module):
         gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
         weights = checked_weights("models.Experts", hidden_states, gate_up, down, "auto")
         choices = sorted_choices(top_k_index, len(down))
+        choices = choices.first(int(choices.counts.sum()))  # a number of no expert, such as -1, counts as 0
         return weights.sums(hidden_states, top_k_weights, choices, hidden_states.dtype)
 
 

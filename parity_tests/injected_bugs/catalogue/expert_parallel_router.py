@@ -145,8 +145,8 @@ BUGS = (
         name="the gate of an expert taken for its other half",
         kind="order",
         at="expert_parallel:ExpertWeights.outputs",
-        old="gate, up = _GroupedProduct",
-        new="up, gate = _GroupedProduct",
+        old="gate, up = wide_hidden",
+        new="up, gate = wide_hidden",
         expect="value: ",
     ),
     InjectedBug(
