@@ -77,8 +77,8 @@ def test_a_number_of_no_expert_counts_as_zero(dtype):
     x, gates = torch.ones(2, 8, dtype=dtype), torch.ones(2, 2, dtype=dtype)
     chosen = torch.tensor([[0, -1], [2, -1]])
     first, second = experts(x, chosen, gates)
-    alone, _ = experts(x, chosen.clamp(0, 1), gates * torch.tensor([[1.0, 0.0]], dtype=dtype))
-    torch.testing.assert_close(first, alone)
+    (alone,) = experts(x[:1], chosen[:1, :1], gates[:1, :1])
+    assert torch.equal(first, alone)
     assert torch.equal(second, torch.zeros_like(second)) and first.abs().sum() > 0
 
 
