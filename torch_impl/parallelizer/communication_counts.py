@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import comb, prod
 
 import torch
 from torch import nn
@@ -117,26 +117,29 @@ def _unit_counts(
 def expert_counts(
     module: nn.Module, keeps_dtype: bool, tokens: int, k: int, ranks: tuple[int, int], axes: tuple[str, str]
 ) -> list[CollectiveCount]:
-    """What a module of experts over ep and tp sends for `tokens` tokens of k choices, if all experts have equal loads.
+    """What a module of experts over ep and tp sends for `tokens` tokens of k choices, if all sets of k are as likely.
 
-    `ranks` and `axes` are those of ep and of tp. A rank sends its rows whatever the loads; it returns as many to others
-    where the loads are equal.
+    `ranks` and `axes` are those of ep and of tp. A token goes once to each rank with any of its experts: rows are
+    counted as the mean over all sets, rounded up, and as many arrive.
     """
     down = module.get_parameter("down_proj")
     (e, width, _), (ep, tp), (ep_axis, tp_axis) = down.shape, ranks, axes
     itemsize = _itemsizes(down.dtype, keeps_dtype)[0]
-    own, wide, counted = -(-tokens // tp), max(itemsize, SUMMED), e * INT64
-    rows, sums = own * k * width * itemsize, tp * own * k * width * wide
+    own, wide, counted = -(-tokens // tp), max(itemsize, SUMMED), 2 * ep * INT64
+    sets, without = comb(e, k), comb(e - e // ep, k)
+    sent = -(-own * ep * (sets - without) // sets)
+    rows, gates, choices = sent * width * itemsize, sent * k * wide, sent * k * INT64
     counts = []
     if ep > 1:
-        counts.append(CollectiveCount("forward", "all_to_all", ep_axis, 3, 2 * rows + counted))
-        counts.append(CollectiveCount("backward", "all_to_all", ep_axis, 2, 2 * rows))
+        counts.append(CollectiveCount("forward", "all_to_all", ep_axis, 5, 2 * rows + gates + choices + counted))
+        counts.append(CollectiveCount("backward", "all_to_all", ep_axis, 3, 2 * rows + gates))
     if tp > 1:
-        outputs, gates = own * width * itemsize, own * k * wide
-        counts.append(CollectiveCount("forward", "all_gather", tp_axis, 3, counted + rows + outputs))
+        outputs, of_own_gates, sums = own * width * itemsize, own * k * wide, tp * sent * width * wide
+        arrived = rows + gates + choices + counted
+        counts.append(CollectiveCount("forward", "all_gather", tp_axis, 5, arrived + outputs))
         counts.append(CollectiveCount("forward", "reduce_scatter", tp_axis, 1, sums))
-        counts.append(CollectiveCount("backward", "all_gather", tp_axis, 3, rows + outputs + gates))
-        counts.append(CollectiveCount("backward", "reduce_scatter", tp_axis, 1, sums))
+        counts.append(CollectiveCount("backward", "all_gather", tp_axis, 3, rows + outputs + of_own_gates))
+        counts.append(CollectiveCount("backward", "reduce_scatter", tp_axis, 2, sums + tp * gates))
     return counts
 
 

@@ -62,8 +62,9 @@ def test_nothing_is_forked_under_a_launcher():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_parent_ends_both(number):
-    source = f"{HEAD}\ndef call():\n    print(os.getpid(), flush=True)\n    time.sleep(600)\nsys.exit(supervised(call))"
-    process = python(source)
+    # Tests that run in the background inherit that an interrupt is ignored.
+    source = f"{HEAD}\nsignal.signal(signal.SIGINT, signal.default_int_handler)\ndef call():\n"
+    process = python(f"{source}    print(os.getpid(), flush=True)\n    time.sleep(600)\nsys.exit(supervised(call))")
     assert process.stdout is not None
     child = int(process.stdout.readline())
     process.send_signal(number)
