@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from jaxtyping import Bool, Float
 
 from parity_tests.harness.draw.strategy import every_case
+from parity_tests.harness.experiments import undecided
 from parity_tests.harness.experiments.undecided import (
     CHOICE,
     NO_FINITE_GRADIENT,
@@ -20,6 +21,7 @@ from parity_tests.harness.experiments.undecided import (
 )
 from parity_tests.harness.report.report import Undecided
 from parity_tests.harness.report.summary import Outcome, as_junit, closing
+from parity_tests.harness.run.program import Program
 from parity_tests.harness.verify import check
 from parity_tests.harness.verify_one_case import verify_case
 from shardproof import scheme, values
@@ -290,3 +292,12 @@ def test_under_hypothesis_an_undecided_example_is_replaced_by_another():
 
     test()
     assert judged and all(report.ok for report in judged)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_numbers_that_rounding_makes_equal_are_no_tie(dtype):
+    """32,768 normal numbers are distinct as drawn: in bfloat16 most are equal to others, in float32 some are."""
+    declaration = greatest(kinds=("normal",), dtypes=(dtype,), dims={"v": (4096,)})
+    case = declaration.case(tp=1, b=8, v=4096, seed=0, dtype=dtype)
+    full = Program.of(declaration).full_array(declaration.inputs[0], case)
+    assert np.unique(full).size < full.size and not undecided._is_tie(declaration, case)

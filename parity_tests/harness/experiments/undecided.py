@@ -27,13 +27,12 @@ from parity_tests.harness.experiments.neighbours import (
     neighbours,
 )
 from parity_tests.harness.judge import compare
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference
+from parity_tests.harness.judge.reference import Reference
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.verify_one_case import verify_case
 
 MIN_NEIGHBOURS = 4  # after which a case of which no wrong element is explained is a mismatch
-MIN_REPEATS = 4  # of each number in a narrow dtype, on average, for equal ones to count as intended ties
 TIE = "tied inputs have no defined order or gradient; without ties the scheme passes"
 NO_FINITE_GRADIENT = "the reference has no finite gradient at these inputs, and libraries differ in what they put there"
 CHOICE = "the reference jumps as far within the rounding of its inputs"
@@ -64,14 +63,15 @@ def _reason(scheme: Declared, case: CaseSpec, wrong: Sequence[compare.TensorComp
 
 
 def _is_tie(scheme: Declared, case: CaseSpec) -> bool:
-    """Whether inputs have equal numbers, not by chance of a narrow dtype, and all is right once they are distinct."""
+    """Whether equal numbers are drawn, and all is right once they are distinct."""
     program = Program.of(scheme)
-    full = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
-    floating = [arg.name for arg in scheme.inputs if not arg.is_integer]
-    by_chance = 1 if UNIT_ROUNDOFF[case.dtype] <= UNIT_ROUNDOFF["float32"] else MIN_REPEATS
-    if not any(np.unique(full[name]).size * by_chance < full[name].size for name in floating):
+    # As drawn: of many distinct numbers some are equal after they are rounded to the tested dtype.
+    unrounded = replace(case, dtype="float64")
+    drawn = [program.full_array(arg, unrounded) for arg in scheme.inputs if not arg.is_integer]
+    if all(np.unique(x).size == x.size for x in drawn):
         return False
-    distinct_values = {name: distinct(x, case) if name in floating else x for name, x in full.items()}
+    full = {arg.name: (arg, program.full_array(arg, case)) for arg in scheme.inputs}
+    distinct_values = {name: x if arg.is_integer else distinct(x, case) for name, (arg, x) in full.items()}
     return verify_case(scheme, case, arrays=distinct_values).ok
 
 
