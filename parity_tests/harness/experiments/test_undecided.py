@@ -301,3 +301,12 @@ def test_numbers_that_rounding_makes_equal_are_no_tie(dtype):
     case = declaration.case(tp=1, b=8, v=4096, seed=0, dtype=dtype)
     full = Program.of(declaration).full_array(declaration.inputs[0], case)
     assert np.unique(full).size < full.size and not undecided._is_tie(declaration, case)
+
+
+def test_the_example_of_an_undecided_scheme_is_an_undecided_one():
+    declaration = greatest(kinds=("normal", "ties"))
+    report = declaration.verify(b=8, examples=8)
+    assert report.verdict == "undecided" and report.undecided_examples < report.examples
+    cases = [report.case, *report.case_of_tensor.values()]
+    assert all(verify_or_undecided(declaration, case).is_undecided for case in cases)
+    assert not all(tensor.ok for tensor in report.tensors)

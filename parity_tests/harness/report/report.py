@@ -397,10 +397,10 @@ def merge_reports(reports: Iterable[Report]) -> Report:
     undecided = [report for report in of_all_examples if report.is_undecided]
     equal = [report for report in of_all_examples if report.ok]
     in_own_world = [report for report in equal if SPARE not in report.case.mesh]
-    example = (failed or in_own_world or equal or undecided)[-1]
-    too_many = len(undecided) > MAX_UNDECIDED_SHARE * len(of_all_examples)
+    is_undecided = not failed and len(undecided) > MAX_UNDECIDED_SHARE * len(of_all_examples)
+    example = (failed or (undecided if is_undecided else in_own_world or equal))[-1]
     worst: dict[str, tuple[TensorComparison, CaseSpec]] = {}
-    for report in [example] if failed else equal or undecided:
+    for report in [example] if failed else undecided if is_undecided else equal:
         for tensor in report.tensors:
             if tensor.label not in worst or tensor.ratio >= worst[tensor.label][0].ratio:
                 worst[tensor.label] = tensor, report.case
@@ -415,7 +415,7 @@ def merge_reports(reports: Iterable[Report]) -> Report:
         else tuple(sorted({mesh_text(r.case.scheme_mesh) for r in of_all_examples})),
         seconds=sum(report.seconds for report in of_all_examples),
         ledger=example.ledger,
-        is_undecided=bool(undecided) and too_many and not failed,
+        is_undecided=is_undecided,
         undecided_reason=undecided[-1].undecided_reason if undecided else None,
         undecided_examples=len(undecided),
     )
