@@ -61,7 +61,7 @@ def fewest_exchange_bytes(
         raise ValueError(f"{function}: k={k} must be at most num_experts={num_experts}")
     others = ep_size - 1
     most = tokens * min(k, others)
-    rows = _expected_rows(tokens, k, num_experts, ep_size) if rows_sent is None else rows_sent
+    rows = mean_rows(tokens * others, k, num_experts, ep_size) if rows_sent is None else rows_sent
     if rows > most:
         raise ValueError(f"{function}: rows_sent={rows} of at most {most}; count a token once for each other rank")
     wide = max(element_size, 4)
@@ -72,8 +72,10 @@ def fewest_exchange_bytes(
     return ExchangeCost(by_all_to_all, by_all_gather, fewest)
 
 
-def _expected_rows(tokens: int, k: int, num_experts: int, ranks: int) -> int:
-    """Rows to other ranks where every set of k experts is as likely, rounded up."""
-    local = num_experts // ranks
-    sets, without = comb(num_experts, k), comb(num_experts - local, k)
-    return -(-tokens * (ranks - 1) * (sets - without) // sets)
+def mean_rows(pairs: int, k: int, num_experts: int, ranks: int) -> int:
+    """Of these pairs of a token and a rank, those where the rank has any of the token's k experts.
+
+    The mean where every set of k experts is as likely, rounded up.
+    """
+    sets, without = comb(num_experts, k), comb(num_experts - num_experts // ranks, k)
+    return -(-pairs * (sets - without) // sets)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import comb, prod
+from math import prod
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from torch_impl.expert_parallel.exchange_cost import mean_rows
 from torch_impl.parallelizer.blocks import units
 from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise, ReplicatedHeads
 from torch_impl.parallelizer.tp_styles import (
@@ -126,8 +127,7 @@ def expert_counts(
     (e, width, _), (ep, tp), (ep_axis, tp_axis) = down.shape, ranks, axes
     itemsize = _itemsizes(down.dtype, keeps_dtype)[0]
     own, wide, counted = -(-tokens // tp), max(itemsize, SUMMED), 2 * ep * INT64
-    sets, without = comb(e, k), comb(e - e // ep, k)
-    sent = -(-own * ep * (sets - without) // sets)
+    sent = mean_rows(own * ep, k, e, ep)
     rows, gates, choices = sent * width * itemsize, sent * k * wide, sent * k * INT64
     counts = []
     if ep > 1:
