@@ -1,6 +1,7 @@
 """Parity of the dry run of experts over ep and of Conv1D layers: what a rank stores and sends, added up by hand."""
 
 from functools import cache
+from itertools import combinations
 from math import prod
 from types import SimpleNamespace
 from zlib import crc32
@@ -172,20 +173,22 @@ def expected_rows(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
             add("backward", "reduce_scatter", axis, *[reduced] * count)
         if mesh.get("dp_replicate", 1) > 1:
             add("backward", "all_reduce", "dp_replicate", *[reduced // over] * count)
-    # 3. Experts: each rank of tp sends its part of the tokens, k rows of each, and as many come back.
+    # 3. Experts: a rank of tp sends its part of the tokens, each once to every rank of ep with any of its k experts.
     own, wide = -(-tokens // tp), max(compute, 4)
     if k and ep is not None:
-        row_bytes, counts, gates = own * k * D * compute, E * 8, own * k * wide
-        outputs, sums = own * D * compute, tp * own * k * D * wide
+        sets = list(combinations(range(E), k))
+        sent_rows = -(-own * sum(len({e * ep // E for e in each}) for each in sets) // len(sets))
+        row_bytes, gates, choices = sent_rows * D * compute, sent_rows * k * wide, sent_rows * k * 8
+        counts, outputs, sums = 2 * ep * 8, own * D * compute, tp * sent_rows * D * wide
         for _ in range(LAYERS):
             if ep > 1:
-                add("forward", "all_to_all", "ep", counts, row_bytes, row_bytes)
-                add("backward", "all_to_all", "ep", row_bytes, row_bytes)
+                add("forward", "all_to_all", "ep", counts, row_bytes, gates, choices, row_bytes)
+                add("backward", "all_to_all", "ep", row_bytes, gates, row_bytes)
             if tp > 1:
-                add("forward", "all_gather", tp_axis, counts, row_bytes, outputs)
-                add("backward", "all_gather", tp_axis, row_bytes, outputs, gates)
-                for phase in ("forward", "backward"):
-                    add(phase, "reduce_scatter", tp_axis, sums)
+                add("forward", "all_gather", tp_axis, counts, row_bytes, gates, choices, outputs)
+                add("forward", "reduce_scatter", tp_axis, sums)
+                add("backward", "all_gather", tp_axis, row_bytes, outputs, own * k * wide)
+                add("backward", "reduce_scatter", tp_axis, sums, tp * gates)
     # 4. Conv1D layers: the gradient of the input, that of a replicated bias, the output.
     for _ in range(LAYERS if plan and tp > 1 else 0):
         of_bias = [H * compute] if plan is PACKED and not is_bias_frozen else []
