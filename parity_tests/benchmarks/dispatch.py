@@ -191,13 +191,13 @@ def our_layer(tokens: Tokens, x: Tensor, gates: Tensor, group: ProcessGroup) -> 
     messages = messages_of(counts, group, None)
     targets = targets.first(sum(messages.to_ranks))
     x_here, gates_here, chosen = (
-        messages.dispatched(targets.rows(each), group, None) for each in (x, gates, tokens.experts)
+        messages.dispatched(targets.rows(each), group, None) for each in (x, gates, tokens.experts.int())
     )
     local = tokens.num_experts // group.size()
     choices = sorted_choices(chosen, local, first=group.rank() * local).first(messages.choices)
     rows, gates_of_rows = choices.rows(x_here), gates_here.flatten().index_select(0, choices.order)
-    sums = choices.sums(rows, len(x_here))
-    return Combined(targets.sums(messages.returned(sums, group, None), len(x)), rows, gates_of_rows)
+    sums = choices.sums(rows)
+    return Combined(targets.sums(messages.returned(sums, group, None)), rows, gates_of_rows)
 
 
 @dataclass(frozen=True)

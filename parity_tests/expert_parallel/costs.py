@@ -7,7 +7,7 @@ import numpy as np
 from parity_tests.expert_parallel.choices import shards
 from shardproof import Cost
 
-INT64 = 8
+INT64, INT32 = 8, 4
 
 
 def _chosen(scheme, case):
@@ -23,7 +23,7 @@ def cost_by_all_to_all(scheme, case):
     ep, tp = case.ep, case.mesh.get("tp", 1)
     here = case.e // ep  # experts of a rank
     by_rank = _chosen(scheme, case)
-    row, gates, choices = case.d * case.itemsize, case.k * case.accumulator_itemsize, case.k * INT64
+    row, gates, choices = case.d * case.itemsize, case.k * case.accumulator_itemsize, case.k * INT32
     counts, counted = ((1, ep * 2 * INT64) if size > 1 else (0, 0) for size in (ep, tp))
     costs = []
     for rank in range(ep * tp):
@@ -61,7 +61,7 @@ def cost_by_all_gather(scheme, case):
     wide = case.accumulator_itemsize
     forward, backward = {}, {}
     for axis, (size, longest) in axes.items():
-        gathered = longest * (case.d * case.itemsize + case.k * (wide + INT64))
+        gathered = longest * (case.d * case.itemsize + case.k * (wide + INT32))
         lengths = (1, INT64) if size > 1 else (0, 0)
         summed, of_gates = size * longest * case.d * wide, size * longest * case.k * wide
         forward[f"all_gather/{axis}"] = (3 + lengths[0], gathered + lengths[1])

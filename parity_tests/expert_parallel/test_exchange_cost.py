@@ -15,7 +15,7 @@ from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check, every_case, integers, scheme, values
 from torch_impl.expert_parallel import fewest_exchange_bytes, routed_experts
 
-COUNT = 8  # bytes of a number of rows, or of an expert
+COUNT, EXPERT = 8, 4  # bytes of a number of rows, and of the number of an expert
 
 
 def bytes_by_pairs(experts, logits, each, width, element_size, rows_known, mesh):
@@ -29,10 +29,10 @@ def bytes_by_pairs(experts, logits, each, width, element_size, rows_known, mesh)
         ranks = sum(sum(b in {each // (e // ep) for each in chosen} for b in range(1, ep)) for chosen in sets)
         rows = -(-tokens * ranks // len(sets))
     # 1. A row goes to a rank with its gates and choices, and a sum comes back; a rank sends two counts to each other.
-    all_to_all = rows * ((width + width) * element_size + k * (wide + COUNT)) + sum(COUNT + COUNT for _ in pairs)
+    all_to_all = rows * ((width + width) * element_size + k * (wide + EXPERT)) + sum(COUNT + COUNT for _ in pairs)
     # 2. A token goes to every other rank with its gates and experts, and a sum comes back from each; so does a length.
     shard = tokens // ep
-    out, back = shard * (width * element_size + k * wide + k * COUNT), shard * width * wide
+    out, back = shard * (width * element_size + k * wide + k * EXPERT), shard * width * wide
     all_gather = sum(out + back + COUNT for _ in pairs)
     numbers = [all_to_all, all_gather, jnp.where(jnp.asarray(all_gather) < all_to_all, 1, 0)]
     return jnp.stack([jnp.asarray(number, each.dtype) for number in numbers])

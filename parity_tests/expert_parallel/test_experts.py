@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardproof import Cost, check, drawn, every_case, scheme, values
 from torch_impl.expert_parallel import grouped_product
-from torch_impl.expert_parallel.dispatch import _Rows, _Sums
+from torch_impl.expert_parallel.dispatch import SortedChoices
 
 
 def of_the_expert(x, weight, counts):
@@ -104,11 +104,11 @@ def test_a_second_derivative_is_an_error():
 
 def test_rows_and_sums_are_linear_and_differentiated_twice():
     """d/dc of <d/dx <rows(x), c>, v> is rows(v), and so of its transpose; of whole numbers sums are exact."""
-    order, slots, tokens = torch.tensor([3, 0, 5, 1]), 2, 3
-    x, rows = torch.arange(9.0).view(tokens, 3), torch.arange(12.0).view(4, 3)
+    choices = SortedChoices(torch.tensor([3, 0, 5, 1]), torch.tensor([4]), tokens=3, slots=2)
+    x, rows = torch.arange(9.0).view(3, 3), torch.arange(12.0).view(4, 3)
     directions = [
-        (lambda value: _Rows.apply(value, order, slots), x, rows),
-        (lambda value: _Sums.apply(value, order, slots, tokens), rows, x),
+        (choices.rows, x, rows),
+        (choices.sums, rows, x),
     ]
     for apply, value, cotangent in directions:
         value, cotangent = value.clone().requires_grad_(), cotangent.clone().requires_grad_()

@@ -178,7 +178,7 @@ def expected_rows(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
     if k and ep is not None:
         sets = list(combinations(range(E), k))
         sent_rows = -(-own * sum(len({e * ep // E for e in each}) for each in sets) // len(sets))
-        row_bytes, gates, choices = sent_rows * D * compute, sent_rows * k * wide, sent_rows * k * 8
+        row_bytes, gates, choices = sent_rows * D * compute, sent_rows * k * wide, sent_rows * k * 4
         counts, outputs, sums = 2 * ep * 8, own * D * compute, tp * sent_rows * D * wide
         for _ in range(LAYERS):
             if ep > 1:

@@ -12,6 +12,7 @@ among the ranks of its own tp coordinate, and the rows that these received are g
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ from torch_impl.collectives.plain import all_gather_stack, all_to_all_equal
 class SortedChoices:
     """Choices in the order of their experts, tokens in order within one; those of no expert are behind all others.
 
-    `order` are the choices, `counts` how many each expert has.
+    `order` are the choices, `counts` how many each expert has. Row i, of `rows` and for `sums`, is of choice order[i].
     """
 
     order: Tensor
     counts: Tensor
+    tokens: int
     slots: int  # choices of a token
 
     def first(self, count: int) -> SortedChoices:
@@ -40,11 +42,28 @@ class SortedChoices:
 
     def rows(self, x: Tensor) -> Tensor:
         """The row of the token of each choice. Gradients of a token's rows are summed in float32 or wider."""
-        return _Rows.apply(x, self.order, self.slots)
+        return _Rows.apply(x, self)
 
-    def sums(self, rows: Tensor, tokens: int) -> Tensor:
-        """The sum of the rows of each of `tokens` tokens, in float32 or wider, rounded once."""
-        return _Sums.apply(rows, self.order, self.slots, tokens)
+    def sums(self, rows: Tensor) -> Tensor:
+        """The sum of the rows of each token, in float32 or wider, rounded once."""
+        return _Sums.apply(rows, self)
+
+    @cached_property
+    def token_of_row(self) -> Tensor:
+        """The token of each row."""
+        return self.order // self.slots
+
+    @cached_property
+    def rows_by_token(self) -> tuple[Tensor, Tensor]:
+        """(the rows, token by token; how many rows the tokens before each have).
+
+        Sums run in the order of a token's choices on every device.
+        """
+        has_row = self.order.new_zeros(self.tokens * self.slots).index_fill_(0, self.order, 1)
+        ends = has_row.cumsum(0)
+        row_of_place = torch.empty_like(self.order)
+        row_of_place[ends.index_select(0, self.order) - 1] = torch.arange(len(self.order), device=self.order.device)
+        return row_of_place, (ends - has_row)[:: self.slots]
 
 
 def sorted_choices(experts: Tensor, size: int, first: int = 0, kept: Tensor | None = None) -> SortedChoices:
@@ -57,7 +76,7 @@ def sorted_choices(experts: Tensor, size: int, first: int = 0, kept: Tensor | No
     numbers = torch.where(is_here, numbers, size)
     # 2. How many each has, without a bincount, which would wait for the device.
     counts = numbers.new_zeros(size + 1).scatter_add_(0, numbers, torch.ones_like(numbers))[:size]
-    return SortedChoices(numbers.argsort(stable=True), counts, experts.shape[1])
+    return SortedChoices(numbers.argsort(stable=True), counts, *experts.shape)
 
 
 def destinations(experts: Tensor, ranks: int, local: int) -> tuple[SortedChoices, Tensor]:
@@ -66,7 +85,7 @@ def destinations(experts: Tensor, ranks: int, local: int) -> tuple[SortedChoices
     The counts are [ranks, 2]. Rank r has the experts from r * local on; a number of no expert, such as -1, has no rank.
     """
     is_expert = (experts >= 0) & (experts < ranks * local)
-    owners = torch.where(is_expert, experts.div(local, rounding_mode="floor"), ranks)
+    owners = torch.where(is_expert, experts.div(local, rounding_mode="floor"), ranks).long()
     of_rank = owners.new_zeros(len(experts), ranks + 1).scatter_add_(1, owners, torch.ones_like(owners))[:, :ranks]
     each_rank = torch.arange(ranks, device=experts.device).expand(len(experts), ranks)
     targets = sorted_choices(each_rank, ranks, kept=of_rank > 0)
@@ -125,41 +144,25 @@ class _Rows(torch.autograd.Function):
     """The rows of tokens by choice: a token that is read several times has the sum of its rows' cotangents."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, slots: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.slots, ctx.tokens = slots, len(x)
-        return large_tensors.index_select(x, order // slots)
+    def forward(ctx: Any, x: Tensor, choices: SortedChoices) -> Tensor:
+        ctx.choices = choices
+        return large_tensors.index_select(x, choices.token_of_row)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return _Sums.apply(cotangent, order, ctx.slots, ctx.tokens), None, None
+        return _Sums.apply(cotangent, ctx.choices), None
 
 
 class _Sums(torch.autograd.Function):
     """The sum of the rows of each token; the transpose of `_Rows`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, slots: int, tokens: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.slots = slots
+    def forward(ctx: Any, rows: Tensor, choices: SortedChoices) -> Tensor:
+        ctx.choices = choices
         # In one pass, in float32 or wider, rounded once.
-        row_of_place, starts = _rows_of_tokens(order, slots, tokens)
-        return embedding_bag(row_of_place, rows, starts, mode="sum")
+        places, starts = choices.rows_by_token
+        return embedding_bag(places, rows.detach(), starts, mode="sum")
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return _Rows.apply(cotangent, order, ctx.slots), None, None, None
-
-
-def _rows_of_tokens(order: Tensor, slots: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """(the row of each choice that has one, token by token; how many rows the tokens before each have).
-
-    Row i is of choice order[i]; sums run in the order of a token's choices on every device.
-    """
-    has_row = order.new_zeros(tokens * slots).index_fill_(0, order, 1)
-    ends = has_row.cumsum(0)
-    row_of_place = torch.empty_like(order)
-    row_of_place[ends.index_select(0, order) - 1] = torch.arange(len(order), device=order.device)
-    return row_of_place, (ends - has_row)[::slots]
+        return _Rows.apply(cotangent, ctx.choices), None

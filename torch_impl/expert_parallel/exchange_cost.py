@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from torch_impl.contract import NonNegativeInt, Number, PositiveInt, contract
 
 Rows = Annotated[int, Number(0, integer=True, remedy=", or None for equal loads")]
-COUNT = 8  # bytes of a number of rows, or of an expert
+COUNT, EXPERT = 8, 4  # bytes of a number of rows, and of the number of an expert
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,15 @@ def fewest_exchange_bytes(
 ) -> ExchangeCost:
     """Which exchange sends less for `tokens` tokens of all ep ranks together, each with k of num_experts experts.
 
-        all_to_all  rows_sent * (2 * d * e + k * (w + 8)) + (n - 1) * n * 16        w = max(e, 4), n = ep_size
-        all_gather  (n - 1) * tokens * (d * e + k * (w + 8) + d * w) + (n - 1) * n * 8,         e = element_size
+        all_to_all  rows_sent * (2 * d * e + k * (w + 4)) + (n - 1) * n * 16        w = max(e, 4), n = ep_size
+        all_gather  (n - 1) * tokens * (d * e + k * (w + 4) + d * w) + (n - 1) * n * 8,         e = element_size
 
     `width` is d. `rows_sent` has one row for each token and each other rank that has any of its experts. Without it, it
     is the mean over all sets of k experts, rounded up: tokens * (n - 1) times the probability that a rank has any of
     them, 1 - C(num_experts - num_experts / n, k) / C(num_experts, k). Gates and the sums of all_gather travel in
-    float32 or wider, numbers of experts and counts in int64. Ranks have as many tokens each: all_gather pads to the
-    longest. It sends less only where almost every token goes to almost every rank and its sums are in the dtype of x.
+    float32 or wider, numbers of experts in int32, counts in int64. Ranks have as many tokens each: all_gather pads to
+    the longest. It sends less only where almost every token goes to almost every rank and its sums are in the dtype of
+    x.
 
     >>> fewest_exchange_bytes(tokens=4096, k=8, width=2048, num_experts=128, ep_size=8, element_size=2).fewest
     'all_to_all'
@@ -65,7 +66,7 @@ def fewest_exchange_bytes(
     if rows > most:
         raise ValueError(f"{function}: rows_sent={rows} of at most {most}; count a token once for each other rank")
     wide = max(element_size, 4)
-    routing = k * (wide + COUNT)
+    routing = k * (wide + EXPERT)
     by_all_to_all = rows * (2 * width * element_size + routing) + others * ep_size * 2 * COUNT
     by_all_gather = others * tokens * (width * element_size + routing + width * wide) + others * ep_size * COUNT
     fewest = "all_gather" if by_all_gather < by_all_to_all else "all_to_all"

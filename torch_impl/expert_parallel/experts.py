@@ -66,7 +66,7 @@ class ExpertWeights:
             outputs = self.outputs(rows, choices.counts).to(wide) * gates_of_rows[:, None]
         else:
             outputs = self.outputs(rows, choices.counts, gates_of_rows)
-        return choices.sums(outputs.to(torch.promote_types(outputs.dtype, dtype)), len(x)).to(dtype)
+        return choices.sums(outputs.to(torch.promote_types(outputs.dtype, dtype))).to(dtype)
 
     def outputs(self, rows: Tensor, counts: Tensor, gates: Tensor | None = None) -> Tensor:
         """(g * silu(x A) * (x B)) C of rows sorted by expert, with their gates g in float32 or wider, 1 without any.

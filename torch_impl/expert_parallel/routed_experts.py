@@ -73,7 +73,10 @@ def routed_experts(
             raise ValueError(f"{name}: {argument} is on {tensor.device} but x on {x.device}; pass one device")
     # So wide that the gradient of a gate, a sum over ranks, is rounded once.
     gates = gates.to(torch.promote_types(gates.dtype, accumulator(x.dtype)))
-    chosen = experts.long() if kept is None else torch.where(kept, experts.long(), -1)
+    # Numbers of experts travel in int32; those of no expert stay numbers of none.
+    chosen = experts.long().clamp(-1, ep_group.size() * len(down)).int()
+    if kept is not None:
+        chosen = torch.where(kept, chosen, -1)
     mixture = _by_all_to_all if exchange == "all_to_all" else _by_all_gather
     return mixture(x, gates, chosen, weights, ep_group, tp_group)
 
@@ -122,7 +125,7 @@ def _by_all_to_all(
     # 2. What the experts there make of them, and the sums of a token from all ranks that it was sent to.
     choices = _local_choices(there[2], weights, ep).first(messages.choices)
     sums = weights.sums(there[0], there[1], choices, x.dtype)
-    return targets.sums(messages.returned(sums, ep, tp), len(x))
+    return targets.sums(messages.returned(sums, ep, tp))
 
 
 def _by_all_gather(

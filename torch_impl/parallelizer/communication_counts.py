@@ -25,7 +25,7 @@ from torch_impl.parallelizer.tp_styles import (
     ReplicatedOnShards,
 )
 
-INT64 = 8  # bytes of a count
+INT64, INT32 = 8, 4  # bytes of a count, and of the number of an expert
 SUMMED = 4  # bytes of a number in a sum, at least
 
 
@@ -128,7 +128,7 @@ def expert_counts(
     itemsize = _itemsizes(down.dtype, keeps_dtype)[0]
     own, wide, counted = -(-tokens // tp), max(itemsize, SUMMED), 2 * ep * INT64
     sent = mean_rows(own * ep, k, e, ep)
-    rows, gates, choices = sent * width * itemsize, sent * k * wide, sent * k * INT64
+    rows, gates, choices = sent * width * itemsize, sent * k * wide, sent * k * INT32
     counts = []
     if ep > 1:
         counts.append(CollectiveCount("forward", "all_to_all", ep_axis, 5, 2 * rows + gates + choices + counted))
