@@ -108,14 +108,14 @@ def test_the_module_is_the_command(tmp_path):
 def test_the_command_without_its_extra_is_one_sentence(absent, without, tmp_path):
     done = fresh("-m", "shardproof", "tour", folder=tmp_path, packages=[without(*absent)])
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"shardproof: needs {', '.join(absent)}; pip install 'shardproof[verify]'\n"
+    assert done.stderr == f"shardproof: needs {', '.join(absent)}; pip install -e '.[verify]' in the clone\n"
 
 
 def test_a_name_without_its_extra_is_one_sentence(without, tmp_path):
     program = "from shardproof import every_case"
     done = fresh("-c", program, folder=tmp_path, packages=[without(*OF_VERIFY)])
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: shardproof.every_case needs hypothesis; pip install 'shardproof[verify]'"
+        "ImportError: shardproof.every_case needs hypothesis; pip install -e '.[verify]' in the clone"
     )
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("nbclient", reason="needs pip install 'shardproof[notebooks]'")
-nbformat = pytest.importorskip("nbformat", reason="needs pip install 'shardproof[notebooks]'")
-jupytext = pytest.importorskip("jupytext", reason="needs pip install 'shardproof[notebooks]'")
+pytest.importorskip("nbclient", reason="needs pip install -e '.[notebooks]' in the clone")
+nbformat = pytest.importorskip("nbformat", reason="needs pip install -e '.[notebooks]' in the clone")
+jupytext = pytest.importorskip("jupytext", reason="needs pip install -e '.[notebooks]' in the clone")
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 60  # of processor time; where nothing else runs, a notebook takes about as long
@@ -70,7 +70,7 @@ SLIDERS = [(script, index) for script in execute.SCRIPTS for index in execute.sl
 @pytest.mark.parametrize(("script", "index"), SLIDERS, ids=lambda value: getattr(value, "stem", value))
 def test_a_slider_draws_each_of_its_values_where_a_reader_runs_it(script, index, tmp_path):
     """What is committed has no output of it: a widget is drawn by a running kernel, and its ids differ each time."""
-    pytest.importorskip("ipywidgets", reason="needs pip install 'shardproof[notebooks]'")
+    pytest.importorskip("ipywidgets", reason="needs pip install -e '.[notebooks]' in the clone")
     notebook = jupytext.read(script)
     draw = nbformat.v4.new_code_cell("for value in slider.options:\n    slider.value = value\n    squares(value)")
     notebook.cells = [*notebook.cells[: index + 1], draw]

@@ -212,5 +212,5 @@ def missing(name: str) -> str | None:
             warnings.simplefilter("ignore")
             importlib.import_module(module)
     except ImportError as error:
-        return f"not run: pip install 'shardproof[{extra}]' ({str(error).splitlines()[0]})"
+        return f"not run: pip install -e '.[{extra}]' in the clone ({str(error).splitlines()[0]})"
     return None

@@ -52,7 +52,7 @@ def test_a_promise_whose_peer_is_not_installed_is_not_judged():
 def test_what_is_not_installed_is_not_run(monkeypatch):
     monkeypatch.setitem(peer_arms.NEEDS, "megatron-core", ("no_such_package", "bench"))
     reason = missing("megatron-core")
-    assert reason == "not run: pip install 'shardproof[bench]' (No module named 'no_such_package')"
+    assert reason == "not run: pip install -e '.[bench]' in the clone (No module named 'no_such_package')"
     assert figures(**{"megatron-core": {"missing": reason}})["logprob, float32: megatron-core"].measured == reason
 
 

@@ -91,7 +91,7 @@ def _of_config(target: str, changes: Mapping[str, Any]) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError as error:
-        raise UnusableTarget(f"{target}: needs transformers; pip install 'shardproof[hf]'") from error
+        raise UnusableTarget(f"{target}: needs transformers; pip install -e '.[hf]' in the clone") from error
     if (Path(target) / "config.json").is_file():
         config = AutoConfig.from_pretrained(target, local_files_only=True)
         for name, value in changes.items():

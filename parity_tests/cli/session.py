@@ -19,6 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from parity_tests.cli import expected
 from parity_tests.harness.declare import discover, scheme_index
@@ -218,9 +219,19 @@ def _check_options(options: VerifyOptions) -> None:
     check_folder(jax_cache=options.jax_cache, replay_dir=options.replay_dir)
 
 
+NARROWEST_BAR = 52  # columns of a bar, counts of four digits, and the times
+
+
 def progress_bar(quiet: bool = False) -> Progress:
     """On standard error, and only on a terminal."""
-    times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), *times, TextColumn("{task.description}"))
     stderr = Console(stderr=True)
+    times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+    # The name gives way to the times where the terminal is narrow.
+    name = Column(no_wrap=True, overflow="ellipsis", max_width=max(stderr.width - NARROWEST_BAR, 1))
+    columns = (
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        *times,
+        TextColumn("{task.description}", table_column=name),
+    )
     return Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal)

@@ -98,7 +98,7 @@ def test_a_declaration_that_is_wrong_costs_its_own_scheme_alone(shardproof):
     status, out, err = shardproof(*command, "--json", "o.json")
     assert (status, err) == (2, "")
     assert f"not judged: {TYPO_SAYS}" in out.splitlines() and f"not judged: {unknown}" in out.splitlines()
-    assert out.splitlines()[-1] == "1 scheme, 0 mismatches, 0 not run, 2 not judged."
+    assert out.splitlines()[-1] == "3 schemes, 0 mismatches, 0 not run, 2 not judged."
     record = json.loads(Path("o.json").read_text())
     assert [report["verdict"] for report in record["reports"]] == ["equal"]
     assert record["not_judged"] == {"typo": TYPO_SAYS, "unknown": unknown}
@@ -286,5 +286,5 @@ def test_a_component_whose_package_is_missing_is_named_and_left_out(monkeypatch,
     monkeypatch.setattr(discover, "_imported", lambda path: exec(path.read_text(), {}))
     assert discover.built_in() == []
     assert discover.left_out() == {
-        "parity_tests/parallelizer/test_wanting.py": "needs transformers; pip install 'shardproof[hf]'"
+        "parity_tests/parallelizer/test_wanting.py": "needs transformers; pip install -e '.[hf]' in the clone"
     }

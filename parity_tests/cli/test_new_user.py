@@ -69,7 +69,7 @@ def test_a_declaration_that_cannot_be_used_costs_its_scheme_alone(mistake, name,
     status, out, _ = shardproof(*run)
     assert status == 1
     assert f"not judged: scheme '{name}': " in out
-    assert closing(out) == "2 schemes, 1 mismatch, 0 not run, 1 not judged."
+    assert closing(out) == "3 schemes, 1 mismatch, 0 not run, 1 not judged."
     record = json.loads(Path("out.json").read_text())
     assert [report["verdict"] for report in record["reports"]] == ["equal", "mismatch"]
     assert list(record["not_judged"]) == [name]

@@ -87,6 +87,14 @@ def test_a_replay_file_runs_alone():
     assert rows(output) == 2 * rows(str(report))
 
 
+def test_a_replay_has_the_dims_in_the_order_of_the_declaration():
+    Path("swapped.py").write_text(SOURCE.replace("FACTOR", "(2.0 + 1.0 * mesh.rank('tp'))").replace("b/tp", "s/tp b"))
+    [scheme] = schemes_of_file("swapped.py")
+    report = scheme.verify(tp=2)
+    [rerun] = listing.reruns(scheme, listing._recorded(report.replay)[0], None, 1)
+    assert list(rerun.case.dims) == list(report.case.dims) == ["s", "b"]
+
+
 def notes(text):
     """What a report says under its rows, whichever lines it is broken into."""
     table, _, _ = text.partition("\n  protocol")
@@ -196,8 +204,10 @@ def test_a_run_replaces_the_older_replay_of_its_own_scheme_alone():
     renamed = Path(scheme.verify(tp=2, b=4).replay).rename("replay_keep.py")
     others = {Path(same_name.verify(tp=2, b=4).replay), renamed, Path("replay_0123abcd.py")}
     Path("replay_0123abcd.py").write_text("CASE = '{}'\n")
-    replays = [Path(scheme.verify(tp=2, b=b).replay) for b in (8, 2, 4)]
+    reports = [scheme.verify(tp=2, b=b) for b in (8, 2, 4)]
+    replays = [Path(report.replay) for report in reports]
     assert len(set(replays)) == 3
+    assert str(reports[-1]).endswith(f"replay: python {replays[-1]} (in place of {replays[-2]})")
     assert set(Path().glob("replay_*.py")) == {replays[-1], *others}
 
 
@@ -206,7 +216,7 @@ def test_a_report_full_of_quotes_is_still_a_file():
     report = scheme.verify(tp=2, b=2)
     object.__setattr__(report, "notes", {})
     object.__setattr__(report.failure, "args", ('say """no""" \\ to \\n it\'s',))
-    file = write_replay(scheme, report)
+    file, _ = write_replay(scheme, report)
     case, recorded = listing._recorded(file)
     assert (case, recorded.file) == (report.case, str(path))
     compile(Path(file).read_text(), file, "exec")

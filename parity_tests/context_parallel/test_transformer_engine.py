@@ -48,7 +48,7 @@ def test_without_the_package_the_index_is_that_of_the_layout(monkeypatch):
     assert transformer_engine.local_index(LAYOUT) is LAYOUT.local_index
     with pytest.raises(ImportError) as caught:
         transformer_engine.partitioned_indices(LAYOUT.cu_padded, 12, 2, 0)
-    assert str(caught.value) == "context_parallel.te: needs transformer-engine; pip install 'shardproof[te]'"
+    assert str(caught.value) == "context_parallel.te: needs transformer-engine; pip install -e '.[te]' in the clone"
 
 
 def test_on_a_cpu_transformer_engine_is_not_called(extension):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.discover import TABLE
+from parity_tests.harness.draw.size_choices import free_dims
 from parity_tests.harness.report.guard import guarded
 from parity_tests.harness.report.out_path import naming
 from parity_tests.harness.report.sentence import print_report
@@ -42,8 +43,11 @@ The function was defined in a notebook; it lies beside this file as {pickle}. A 
 open it only if you trust where it came from."""
 
 
-def write_replay(scheme: Declared, report: Report, folder: str = ".") -> str:
-    """Write `replay_<id>.py` for a failed report into a folder, which is made; it replaces the scheme's older one."""
+def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[str, list[str]]:
+    """Write `replay_<id>.py` for a failed report into a folder, which is made: (its path, the older ones it replaces).
+
+    Those are the scheme's own, under their own names.
+    """
     import jax
     import torch
 
@@ -77,11 +81,13 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".") -> str:
         path.unlink(missing_ok=True)  # on a full disk only the first part was written
         raise
     written = _declaration_of(path)
-    for other in path.parent.glob("replay_*.py"):
+    replaced = []
+    for other in sorted(path.parent.glob("replay_*.py")):
         if other != path and written is not None and _declaration_of(other) == written:
             for suffix in (".py", ".pkl"):
                 other.with_suffix(suffix).unlink(missing_ok=True)
-    return str(path)
+            replaced.append(other.name)
+    return str(path), replaced
 
 
 def _declaration_of(path: Path) -> tuple[str, ...] | None:
@@ -191,6 +197,9 @@ def reruns(scheme: Declared, case: CaseSpec, engine: str | None, repeat: int) ->
     from parity_tests.harness.experiments.special_values import name_values_to_avoid
     from parity_tests.harness.experiments.undecided import verify_or_undecided
 
+    # A record sorts dims by name; a report has them in the order of the declaration, as the first run had.
+    declared = [*(name for name in free_dims(scheme) if name in case.dims), *case.dims]
+    case = case.replace(dims={name: case.dims[name] for name in declared})
     chosen = engine or case.engine
     if chosen not in scheme.engines:
         raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {chosen}")

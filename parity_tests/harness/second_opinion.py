@@ -174,7 +174,7 @@ def _with_state_between_calls(scheme: Declared, report: Report, after: Report, e
 def _passes_in_fresh_process(scheme: Declared, report: Report) -> bool:
     """Whether the case passes on its own engine in a fresh interpreter that imports only the scheme's file."""
     with tempfile.TemporaryDirectory() as folder:
-        file = write_replay(scheme, report, folder)
+        file, _ = write_replay(scheme, report, folder)
         path = os.pathsep.join(str(Path(entry or ".").resolve()) for entry in sys.path)
         command = [sys.executable, "-m", "parity_tests.cli.app", "replay", file, "--quiet", "--json", "-"]
         try:

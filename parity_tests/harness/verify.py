@@ -297,7 +297,8 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
 def _with_replay_file(scheme: Declared, report: Report, folder: str) -> Report:
     """The report with its replay file, or with the reason why none could be written."""
     try:
-        return replace(report, replay=write_replay(scheme, report, folder))
+        path, replaced = write_replay(scheme, report, folder)
+        return replace(report, replay=path, replaced_replays=tuple(replaced))
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         return replace(report, replay_error=f"{reason}; shardproof verify --replay-dir DIR writes it elsewhere")

@@ -10,7 +10,7 @@ import torch
 
 from torch_impl.kernels import backend, checked_backend, rows_at
 
-pytest.importorskip("triton", reason="not run: needs triton; pip install 'shardproof[triton]'")
+pytest.importorskip("triton", reason="not run: needs triton; pip install -e '.[triton]' in the clone")
 ON_CPU = torch.ones(2)
 
 
@@ -62,7 +62,7 @@ def test_without_triton_the_extra_is_named(backend, x, which, monkeypatch):
     with pytest.raises(ImportError) as caught:
         checked_backend("vocab_parallel.logprob", backend, "vocab_parallel_logits", x)
     assert str(caught.value) == (
-        f"vocab_parallel.logprob: {which}; pip install 'shardproof[triton]', or use 'eager' or 'compile'"
+        f"vocab_parallel.logprob: {which}; pip install -e '.[triton]' in the clone, or use 'eager' or 'compile'"
     )
 
 

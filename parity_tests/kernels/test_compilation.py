@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="not run: needs triton; pip install 'shardproof[triton]'")
+pytest.importorskip("triton", reason="not run: needs triton; pip install -e '.[triton]' in the clone")
 
 import triton
 from triton.backends.compiler import GPUTarget

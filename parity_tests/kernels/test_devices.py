@@ -22,7 +22,8 @@ ROOT = FOLDER.parents[1]
 QUIET = ("-W", "ignore::RuntimeWarning")
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="not run: needs triton; pip install 'shardproof[triton]'"
+        importlib.util.find_spec("triton") is None,
+        reason="not run: needs triton; pip install -e '.[triton]' in the clone",
     ),
     pytest.mark.timeout(1200),
 ]

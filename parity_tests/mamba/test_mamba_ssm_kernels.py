@@ -164,7 +164,7 @@ def test_a_kernel_gets_the_dtypes_and_strides_that_it_takes():
 @pytest.mark.timeout(600)
 def test_the_kernels_of_the_scan_equal_the_reference():
     """On CUDA where there is one, else in Triton's interpreter."""
-    pytest.importorskip("triton", reason="not run: needs triton; pip install 'shardproof[triton]'")
+    pytest.importorskip("triton", reason="not run: needs triton; pip install -e '.[triton]' in the clone")
     settings = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "MAMBA_DETERMINISTIC": "1"}
     command = [sys.executable, "-W", "ignore", "-m", "parity_tests.mamba.scan_kernel"]
     run = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False)

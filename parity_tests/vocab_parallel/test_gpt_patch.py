@@ -287,4 +287,6 @@ def test_a_chunk_of_nothing_and_a_missing_megatron(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(ImportError) as missing:
         patch(chunk_size=1)
-    assert str(missing.value) == (f"{PATCH}: linear CE fusion needs Megatron-core; pip install 'shardproof[megatron]'")
+    assert str(missing.value) == (
+        f"{PATCH}: linear CE fusion needs Megatron-core; pip install -e '.[megatron]' in the clone"
+    )

@@ -41,7 +41,7 @@ def _check_triton(function: str, request: str, name: str, device: torch.device) 
         import triton  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ImportError(
-            f"{function}: {request} needs triton; pip install 'shardproof[triton]', or use 'eager' or 'compile'"
+            f"{function}: {request} needs triton; pip install -e '.[triton]' in the clone, or use 'eager' or 'compile'"
         ) from None
     # Only here, after the check above: the module of a kernel imports Triton.
     from torch_impl.kernels.row_gather import gather_kernel

@@ -210,7 +210,7 @@ def module_of_file(file: str) -> ModuleType:
     except Exception as error:
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS and path.is_relative_to(PACKAGE):
-            raise NeedsExtra(f"needs {package}; pip install 'shardproof[{EXTRAS[package]}]'") from error
+            raise NeedsExtra(f"needs {package}; pip install -e '.[{EXTRAS[package]}]' in the clone") from error
         raise UnusableTarget(f"cannot import {file}{_message_of(error, path)}") from error
 
 

@@ -54,7 +54,7 @@ def test_right_functions_are_equal(engine, shardproof):
     assert f"judged: right_on_{engine}.vocab_parallel_logprob (right_on_{engine}.py:{LINE})" in out
     assert "not applicable: parameter chunk_size (chunk_size=1, 2, 5)" in out
     assert "not run: logprob_with_entropy: not applicable: parameter with_entropy" in out
-    assert closing(out) == "1 scheme, 0 mismatches, 1 not run, 2 not offered."
+    assert closing(out) == "4 schemes, 0 mismatches, 1 not run, 2 not offered."
     record = json.loads(Path("out.json").read_text())
     assert record["not_offered"] == {
         f"vocab_parallel_{name}": f"right_on_{engine}.py has no _compute_distributed_{name}"
@@ -86,7 +86,7 @@ def test_a_module_that_lacks_all_names_judges_nothing(shardproof):
     assert status == 4
     assert "not offered: vocab_parallel_logprob: lacks_all.py has no vocab_parallel_logprob (it has " in out
     assert "not offered: vocab_parallel_softmax: lacks_all.py has no " in out
-    assert closing(out) == "0 schemes, 0 mismatches, 0 not run, 3 not offered."
+    assert closing(out) == "3 schemes, 0 mismatches, 0 not run, 3 not offered."
 
 
 def test_our_own_functions_under_our_names_are_not_offered(shardproof):
@@ -149,7 +149,7 @@ def test_an_expected_failure_is_listed_and_does_not_count(shardproof):
     status, out, _ = shardproof(*run, "--examples", "6", "--json", "out.json", "--junit", "out.xml")
     assert status == 0
     assert "expected: vocab_parallel_logprob: mismatch (the slope)" in out
-    assert closing(out) == "1 scheme, 0 mismatches, 1 expected failure, 0 not run, 2 not offered."
+    assert closing(out) == "3 schemes, 0 mismatches, 1 expected failure, 0 not run, 2 not offered."
     assert json.loads(Path("out.json").read_text())["reports"][0]["expected"]["reason"] == "the slope"
     suite = ElementTree.parse("out.xml").getroot()
     assert [suite.get(name) for name in ("tests", "failures", "skipped")] == ["3", "0", "3"]

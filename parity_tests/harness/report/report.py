@@ -106,6 +106,7 @@ class Report:
     values_to_avoid: tuple[str, ...] = ()  # inputs whose equal numbers, as zeros, cause the failure
     state_between_calls: str | None = None  # where fresh processes show that the function has one
     replay: str | None = None
+    replaced_replays: tuple[str, ...] = ()  # older replay files of the scheme, which are gone
     replay_error: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
     not_repeated: str | None = None  # why a failure on lockstep was not tried on gloo, or says nothing there
@@ -254,7 +255,8 @@ class Report:
         case = f"{self.kind_of_case}: {self.case_text}"
         if not self.replay:
             return [case]
-        command = f"replay: python {self.replay}"
+        gone = f" (in place of {', '.join(self.replaced_replays)})" if self.replaced_replays else ""
+        command = f"replay: python {self.replay}{gone}"
         one_line = f"{case}      {command}"
         return [one_line] if len(one_line) <= LINE else [case, command]
 

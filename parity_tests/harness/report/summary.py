@@ -216,7 +216,8 @@ def _row(report: Report) -> dict[str, str]:
 
 
 def closing(outcome: Outcome) -> str:
-    schemes = len(outcome.reports)
+    """The last line: all schemes, those without a report too, and how many of each kind."""
+    judged = len(outcome.reports)
     unexpected = [report for report in outcome.reports if not outcome.is_expected(report)]
     clear = [report for report in unexpected if report.failed and report.engines_disagree is None]
     failures = sum(report.failure is not None for report in clear)
@@ -226,13 +227,14 @@ def closing(outcome: Outcome) -> str:
     undecided = f", {without_verdict} undecided" if without_verdict else ""
     failed = f", {failures} with a failed rank" if failures else ""
     failed += f", {disagreements} on which engines disagree" if disagreements else ""
-    expected, passes = schemes - len(unexpected), len(outcome.unexpected_passes)
+    expected, passes = judged - len(unexpected), len(outcome.unexpected_passes)
     failed += f", {counted(expected, 'expected failure')}" if expected else ""
     failed += f", {counted(passes, 'unexpected pass')}" if passes else ""
     not_judged = f", {len(outcome.not_judged)} not judged" if outcome.not_judged else ""
     not_offered = f", {len(outcome.not_offered)} not offered" if outcome.not_offered else ""
     meshes = sum(len(report.left_out) for report in outcome.reports)
     omitted = f", {counted(meshes, 'mesh')} left out" if meshes else ""
+    schemes = judged + len(outcome.not_run) + len(outcome.not_judged) + len(outcome.not_offered)
     return (
         f"{counted(schemes, 'scheme')}, {counted(mismatches, 'mismatch')}"
         f"{undecided}{failed}, {len(outcome.not_run)} not run{not_judged}{not_offered}{omitted}."

@@ -145,7 +145,7 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 _RUN_RANKS = ("verify", "replay", "tour")  # verbs that run a user's function in the process of the command
 # What the extra `verify` installs, by import name: `torch_impl` needs none of it.
 _OF_VERIFY = ("jax", "flax", "optax", "hypothesis", "pytest", "cloudpickle", "typer", "rich", "matplotlib")
-_INSTALL = "pip install 'shardproof[verify]'"
+_INSTALL = "pip install -e '.[verify]' in the clone"
 
 
 class _SameName:

@@ -76,4 +76,6 @@ def _extension() -> ModuleType:
     try:
         return importlib.import_module(EXTENSION)
     except ImportError as error:
-        raise ImportError("context_parallel.te: needs transformer-engine; pip install 'shardproof[te]'") from error
+        raise ImportError(
+            "context_parallel.te: needs transformer-engine; pip install -e '.[te]' in the clone"
+        ) from error

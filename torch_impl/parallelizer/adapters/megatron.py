@@ -14,7 +14,7 @@ from torch_impl.parallelizer.mesh_axes import MeshAxes
 
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
 ALIASES = ("params", "grads_params")  # names of no release; optim_grads_params shards what each of them names
-EXTRA = "pip install 'shardproof[megatron]'"
+EXTRA = "pip install -e '.[megatron]' in the clone"
 CUDA_ONLY = ("keep_fp8_transpose_cache_when_using_custom_fsdp", "nccl_ub", "fsdp_double_buffer")
 
 

@@ -239,4 +239,4 @@ def _gpt_model() -> type:
 
 
 def _missing(function: str) -> ImportError:
-    return ImportError(f"{function}: linear CE fusion needs Megatron-core; pip install 'shardproof[megatron]'")
+    return ImportError(f"{function}: linear CE fusion needs Megatron-core; pip install -e '.[megatron]' in the clone")
