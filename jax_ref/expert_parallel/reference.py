@@ -100,19 +100,19 @@ def mixture(
     return jnp.einsum("te,etd->td", gate_matrix(gates, experts, len(down)), outputs)
 
 
-def kept_by_position(experts: Int[Array, "t k"], capacity: int) -> Bool[Array, "t k"]:
-    """Of the choices of an expert the first `capacity`, tokens in their order. A number below 0 is no expert's."""
+def kept_by_position(experts: Choices, size: int, capacity: int) -> Bool[Array, "t k"]:
+    """Of the choices of an expert the first `capacity`, tokens in their order; experts are 0 to size - 1."""
     e, order = experts.reshape(-1), jnp.arange(experts.size)
     is_before = (e[:, None] == e[None, :]) & (order[None, :] < order[:, None])
-    return (is_before.sum(1) < capacity).reshape(experts.shape) & (experts >= 0)
+    return (is_before.sum(1) < capacity).reshape(experts.shape) & (experts >= 0) & (experts < size)
 
 
-def kept_by_probability(experts: Int[Array, "t k"], gates: Float[Array, "t k"], capacity: int) -> Bool[Array, "t k"]:
+def kept_by_probability(experts: Choices, gates: Float[Array, "t k"], size: int, capacity: int) -> Bool[Array, "t k"]:
     """Of the choices of an expert the `capacity` with the largest gates; of equal gates the first."""
     e, g, order = experts.reshape(-1), gates.reshape(-1), jnp.arange(experts.size)
     is_larger = (g[None, :] > g[:, None]) | ((g[None, :] == g[:, None]) & (order[None, :] < order[:, None]))
     is_before = (e[:, None] == e[None, :]) & is_larger
-    return (is_before.sum(1) < capacity).reshape(experts.shape) & (experts >= 0)
+    return (is_before.sum(1) < capacity).reshape(experts.shape) & (experts >= 0) & (experts < size)
 
 
 def load_counts(experts: Choices, size: int) -> Int[Array, " e"]:

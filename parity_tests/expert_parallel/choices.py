@@ -8,7 +8,7 @@ from parity_tests.harness.draw import inputs
 from shardproof import drawn
 
 LOADS = ("random", "random", "one", "first", "last", "missing")
-MISSING = -1  # the number of no expert, as a token of padding has
+MISSING = -1  # the number of no expert that padding usually has; so has the first one behind the last expert
 
 
 def _experts(generator, shape, case):
@@ -22,7 +22,8 @@ def _experts(generator, shape, case):
         order = np.broadcast_to(np.arange(size) if load == "one" else -np.arange(size), order.shape)
     experts = order.argsort(-1)[..., :k]
     is_missing = generator.random((*tokens, 1)) < (0.4 if load == "missing" else 0.0)
-    return np.where(is_missing, MISSING, experts).astype(np.int64)
+    of_none = np.where(generator.random(is_missing.shape) < 0.5, MISSING, size)
+    return np.where(is_missing, of_none, experts).astype(np.int64)
 
 
 def chosen_experts():

@@ -1,7 +1,6 @@
 """Parity of the balance losses, over all tokens, of each sequence and of each rank, each as what it is; and loads."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 import torch
 from jaxtyping import Int
@@ -28,8 +27,8 @@ def sizes_of(x):
 
 
 def real_tokens(probabilities, experts):
-    """Drawn choices of no expert would make the share of a token's choices smaller; here they are of expert 0."""
-    return probabilities, jnp.maximum(experts, 0)
+    """Choices of no expert would make the share of a token's choices smaller: they become the first's or the last's."""
+    return probabilities, experts % probabilities.shape[-1]
 
 
 def of_all_tokens(probabilities, experts):
@@ -46,7 +45,7 @@ def of_all_tokens(probabilities, experts):
 )
 def balance_over_three_axes(mesh, probabilities, experts: Int[Tensor, "t k"]):
     data = over_all(mesh, ("dp", "cp", "ep"))
-    return expert_parallel.global_balance_loss(probabilities, experts.clamp_min(0), data)
+    return expert_parallel.global_balance_loss(probabilities, experts % probabilities.shape[-1], data)
 
 
 @scheme(
@@ -59,7 +58,7 @@ def balance_over_three_axes(mesh, probabilities, experts: Int[Tensor, "t k"]):
     **DECLARED,
 )
 def balance_of_all_tokens(mesh, probabilities, experts: Int[Tensor, "t k"]):
-    return expert_parallel.global_balance_loss(probabilities, experts.clamp_min(0), mesh["data"])
+    return expert_parallel.global_balance_loss(probabilities, experts % probabilities.shape[-1], mesh["data"])
 
 
 def of_sequences(probabilities, experts):
@@ -76,7 +75,7 @@ def of_sequences(probabilities, experts):
     **DECLARED,
 )
 def balance_of_each_sequence(mesh, probabilities, experts: Int[Tensor, "b s k"]):
-    return expert_parallel.sequence_balance_loss(probabilities, experts.clamp_min(0), mesh["cp"])
+    return expert_parallel.sequence_balance_loss(probabilities, experts % probabilities.shape[-1], mesh["cp"])
 
 
 def of_ranks(probabilities, experts, mesh):
@@ -95,7 +94,7 @@ def of_ranks(probabilities, experts, mesh):
     **{**DECLARED, "dims": {**SIZES, "r": "data"}},
 )
 def balance_of_each_rank(mesh, probabilities, experts: Int[Tensor, "t k"]):
-    return expert_parallel.rank_balance_loss(probabilities, experts.clamp_min(0))[None]
+    return expert_parallel.rank_balance_loss(probabilities, experts % probabilities.shape[-1])[None]
 
 
 @scheme(

@@ -26,14 +26,14 @@ DECLARED = dict(
 )
 
 
-def by_rule(experts, gates, capacity, by):
+def by_rule(experts, gates, size, capacity, by):
     if by == "position":
-        return kept_by_position(experts, capacity)
-    return kept_by_probability(experts, gates, capacity)
+        return kept_by_position(experts, size, capacity)
+    return kept_by_probability(experts, gates, size, capacity)
 
 
 def of_all(experts, gates, logits, capacity, by):
-    return by_rule(experts, gates, capacity, by)
+    return by_rule(experts, gates, len(logits), capacity, by)
 
 
 def sent(c, axis, longest):
@@ -60,7 +60,7 @@ def kept_of_all_tokens(mesh, experts: Int[Tensor, "t k"], gates, logits, capacit
 def of_each_rank(experts, gates, logits, capacity, by, mesh):
     """The rule is per rank: each has the capacity for its own tokens."""
     e, g = (x.reshape(mesh["ranks"], -1, x.shape[-1]) for x in (experts, gates))
-    return jax.vmap(lambda e, g: by_rule(e, g, capacity, by))(e, g).reshape(experts.shape)
+    return jax.vmap(lambda e, g: by_rule(e, g, len(logits), capacity, by))(e, g).reshape(experts.shape)
 
 
 @scheme(
@@ -78,7 +78,7 @@ def kept_of_each_rank(mesh, experts: Int[Tensor, "t k"], gates, logits, capacity
 
 def mixture_of_kept(x, gates, experts, gate_up, down, factor, by):
     capacity = -(-Fraction(factor) * experts.size // len(down))  # the mean load, times the factor, rounded up
-    return mixture(x, gates, experts, gate_up, down, by_rule(experts, gates, int(capacity), by))
+    return mixture(x, gates, experts, gate_up, down, by_rule(experts, gates, len(down), int(capacity), by))
 
 
 @scheme(
