@@ -81,6 +81,16 @@ REJECTED = [
         lambda m: ep.grouped_product(X, GATE_UP, COUNTS[:3]),
         "counts is [3] but weight has e=4: e differs, 3 and 4",
     ),
+    (
+        GROUPED,
+        lambda m: ep.grouped_product(X, GATE_UP, torch.tensor([2, 1, 0, 3])),
+        "counts=[2, 1, 0, 3] must be at least 0 and add up to n=5, the rows of x",
+    ),
+    (
+        GROUPED,
+        lambda m: ep.grouped_product(X, GATE_UP, torch.tensor([6, -1, 0, 0])),
+        "counts=[6, -1, 0, 0] must be at least 0 and add up to n=5, the rows of x",
+    ),
     ("softmax_top_k", lambda m: ep.softmax_top_k(LOGITS, 9), "k=9 of e=8 experts; choose at most e"),
     ("softmax_top_k", lambda m: ep.softmax_top_k(LOGITS, 0), "k=0 must be at least 1"),
     ("top_k_softmax", lambda m: ep.top_k_softmax(LOGITS, 9), "k=9 of e=8 experts; choose at most e"),

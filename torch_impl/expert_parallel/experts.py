@@ -42,10 +42,13 @@ def grouped_product(
     runs, else "eager", a product for each expert, which reads counts on the host.
 
     Cost:   no collective. 2 n d m operations forward, 4 n d m backward. Saves x and weight.
-    Errors: TypeError for dtypes that differ; ValueError for shapes that do not fit or a backend that cannot run.
+    Errors: TypeError for dtypes that differ; ValueError for shapes that do not fit, a backend that cannot run, or, on a
+            CPU, counts that do not add up. On a GPU that is not looked at, since a read would wait for the device.
     """
     function = "expert_parallel.grouped_product"
     check_alike(function, x=x, weight=weight)
+    if type(counts) is Tensor and counts.is_cpu and not torch.compiler.is_compiling():
+        _check_counts(function, counts.tolist(), len(x))
     implementation = checked_grouped_backend(function, backend, x, weight)
     return _GroupedProduct.apply(x, weight, counts, implementation)
 
@@ -96,6 +99,13 @@ def checked_weights(function: str, x: Tensor, gate_up: Tensor, down: Tensor, bac
         raise ValueError(f"{function}: {sizes}; pass gate and up side by side, twice as many columns as rows")
     first, second = (checked_grouped_backend(function, backend, x, weight) for weight in (gate_up, down))
     return ExpertWeights(gate_up, down, (first, second))
+
+
+def _check_counts(function: str, counts: list[int], rows: int) -> None:
+    """Errors: ValueError for a negative count, or counts that do not add up to the rows."""
+    if min(counts, default=0) < 0 or sum(counts) != rows:
+        listed = f"{counts[:8]}{'...' if len(counts) > 8 else ''}"
+        raise ValueError(f"{function}: counts={listed} must be at least 0 and add up to n={rows}, the rows of x")
 
 
 def check_alike(function: str, **tensors: Tensor) -> None:
