@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Decorator = Callable[[Callable[..., Any]], Result]  # of a function, to the scheme that it becomes
 
 _importing: str | None = None  # the module whose declarations may fail one by one
 _of_module: dict[str, list[FailedDeclaration]] = {}
@@ -60,21 +61,16 @@ def collected(module: str) -> Iterator[None]:
 
 def collects(
     enter: Callable[[Result], object],
-) -> Callable[
-    [Callable[Arguments, Callable[[Callable[..., Any]], Result]]],
-    Callable[Arguments, Callable[[Callable[..., Any]], Result]],
-]:
+) -> Callable[[Callable[Arguments, Decorator[Result]]], Callable[Arguments, Decorator[Result]]]:
     """Of `scheme(...)`: a declaration that raises is collected, if its module is imported to be judged.
 
     `enter` puts one that does not raise in the table. What it raises is raised in any case: of two schemes of one name
     it cannot be known which is meant.
     """
 
-    def of(
-        scheme: Callable[Arguments, Callable[[Callable[..., Any]], Result]],
-    ) -> Callable[Arguments, Callable[[Callable[..., Any]], Result]]:
+    def of(scheme: Callable[Arguments, Decorator[Result]]) -> Callable[Arguments, Decorator[Result]]:
         @wraps(scheme)
-        def collecting(*args: Arguments.args, **keywords: Arguments.kwargs) -> Callable[[Callable[..., Any]], Result]:
+        def collecting(*args: Arguments.args, **keywords: Arguments.kwargs) -> Decorator[Result]:
             try:
                 declare = scheme(*args, **keywords)
             except TypeError as error:  # a keyword that there is not, or one that is missing
@@ -99,7 +95,7 @@ def collects(
     return of
 
 
-def _raising(error: TypeError) -> Callable[[Callable[..., Any]], Any]:
+def _raising(error: TypeError) -> Decorator[Any]:
     def declare(fn: Callable[..., Any]) -> Any:
         raise error
 
