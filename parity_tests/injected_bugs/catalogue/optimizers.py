@@ -102,7 +102,6 @@ BUGS = (
         old="dtype = accumulator(gradients[0].dtype)",
         new="dtype = gradients[0].dtype",
         expect="value: ",
-        survives="a few bfloat16 numbers leave a budget of as much; a test adds 4,096 of them",
     ),
     InjectedBug(
         name="a repeated gradient counted on every rank in the norm",
