@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import without_other_calls
@@ -15,6 +16,7 @@ from parity_tests.harness.draw.choosers import even_chooser, seeded_chooser
 from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.report.report import Report
+from parity_tests.harness.run.program import Program
 from parity_tests.harness.verify_one_case import verify_case
 
 SHAPES_TRIED = 12
@@ -24,12 +26,16 @@ ORDINARY = ("normal", *BY_NAME, "ties", "iota", "ones")  # kinds of values, thos
 MIN_DIM_SIZE = 3  # along a dim: with two, every error is at one end or the other
 
 
-def reports(scheme: Declared, derived: Iterable[CaseSpec | None]) -> Iterator[Report]:
+def reports(
+    scheme: Declared,
+    derived: Iterable[CaseSpec | None],
+    wrap_program: Callable[[Program], Callable[..., Any]] | None = None,
+) -> Iterator[Report]:
     """Of the derived cases that exist. The reference may reject sizes that are never drawn: no case of this scheme."""
     for case in derived:
         if case is not None:
             with suppress(ReferenceFailure):
-                yield verify_case(scheme, case)
+                yield verify_case(scheme, case, wrap_program=wrap_program)
 
 
 def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> CaseSpec | None:
@@ -38,6 +44,15 @@ def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> Case
     if new_case is None:
         return None
     return new_case.replace(values=case.values if values else normal_values(scheme, new_case))
+
+
+def of_half_masks(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | None:
+    """Normal values at larger sizes on the same mesh, with masks that keep about a half; None without a mask."""
+    masks = [name for name, draw in scheme.draws.items() if draw.kind == "mask"]
+    new_case = larger(scheme, case, seed, values=False) if masks else None
+    if new_case is None:
+        return None
+    return new_case.replace(values={**new_case.values, **{name: {"kind": "mask", "keep": "half"} for name in masks}})
 
 
 def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | None:

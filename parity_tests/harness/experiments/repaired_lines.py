@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.experiments import cases
 from parity_tests.harness.experiments.unsummed_edges import words_of_missing_sums
@@ -114,7 +115,8 @@ def _swapped_reductions(
 ) -> dict[str, Note]:
     """For each wrong output, a note on the reduction that makes it right as a mean, or as a sum, in every failing case.
 
-    One case is not enough: on two ranks a factor of 2 anywhere looks like it.
+    One case is not enough: on two ranks a factor of 2 anywhere looks like it. Nor are failing ones: of two axes, each
+    may have the factor that the other lacks, and the repair must leave right what is right.
     """
     op_of_line = {
         (row.op, row.source): row.reduce_op
@@ -131,12 +133,22 @@ def _swapped_reductions(
         for other in (other for other in failing if label in other.notes):
             repair = _that_make_right(scheme, other, [label], in_question).get(label)
             in_question = [] if repair is None else [repair]
-        for repair in in_question[:1]:
+        for repair in (repair for repair in in_question[:1] if _is_right_elsewhere(scheme, report.case, label, repair)):
             now = op_of_line[repair.op, repair.source]
             notes[label] = Note(
                 f"right once {repair.site} takes {SWAPPED[now]}, not {now}", CONTEXT, sites=[repair.site]
             )
     return notes
+
+
+def _is_right_elsewhere(scheme: Declared, case: CaseSpec, label: str, repair: Repair) -> bool:
+    """Whether the repaired function is right with masks that keep a half, and on another mesh."""
+    derived = (cases.of_half_masks(scheme, case, 7), cases.on_another_mesh(scheme, case, 4))
+    repaired = cases.reports(scheme, derived, under(repair))
+    return all(
+        report.failure is None and all(tensor.ok for tensor in report.tensors if tensor.label == label)
+        for report in repaired
+    )
 
 
 def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:

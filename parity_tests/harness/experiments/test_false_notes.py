@@ -184,6 +184,33 @@ def test_a_sum_is_not_blamed_for_a_factor_that_is_the_ranks_by_chance():
     assert not any("right once" in note for note in notes(declaration.verify()))
 
 
+def test_a_sum_is_not_blamed_for_a_count_that_all_ranks_have_alike_where_nothing_is_masked():
+    def mean_by_a_local_count(mesh, x, keep):
+        return summed((x * keep).sum(), mesh["cp"]) / keep.sum().clamp(min=1)
+
+    declaration = declared(
+        mean_by_a_local_count,
+        lambda x, keep: (x * keep.astype(x.dtype)).sum() / jnp.maximum(keep.sum(), 1).astype(x.dtype),
+        {"x": "s/cp:dual_chunk_swap", "keep": "s/cp:dual_chunk_swap"}, "cp=I",
+        draw={"x": values("normal", "ties"), "keep": mask("s")}, mesh={"cp": (1, 2, 4)},
+    )  # fmt: skip
+    assert not any("right once" in note for note in notes(declaration.verify()))
+
+
+def test_a_sum_is_not_blamed_for_the_size_of_another_axis():
+    """A mean would be right on cp=2 tp=1, and wrong on cp=2 tp=2, where the sum is right."""
+
+    def divided_by_the_other_axis(mesh, x):
+        return summed(x.sum(), mesh["cp"]) / mesh.size("tp")
+
+    declaration = declared(
+        divided_by_the_other_axis, lambda x, mesh: x.sum() / mesh["cp"], {"x": "s/cp tp=R"}, "cp=I tp=I",
+        nograd=("x",), mesh={"cp": (1, 2), "tp": (1, 2)},
+    )  # fmt: skip
+    report = declaration.verify(cp=2, tp=1)
+    assert not report.ok and not any("right once" in note for note in notes(report))
+
+
 def test_the_first_collective_of_the_backward_is_not_named_for_being_first():
     report = two_products_scheme().verify(tp=2, b=4, d=3)
     of_backward = [row for row in report.ledger.of(0) if row.phase == "bwd"]
