@@ -83,7 +83,8 @@ def test_a_file_that_cannot_be_used_is_an_error_in_one_sentence():
     assert "cannot import bad_scheme.py" in error or "ZeroDivisionError" in error
 
 
-def test_a_declaration_that_is_wrong_fails_as_its_own_test_alone():
+@pytest.mark.parametrize("target", [".", "both_scheme.py"])
+def test_a_declaration_that_is_wrong_fails_as_its_own_test_alone(target):
     scheme_file("both_scheme.py", "right")
     with Path("both_scheme.py").open("a") as file:
         file.write(
@@ -92,13 +93,25 @@ def test_a_declaration_that_is_wrong_fails_as_its_own_test_alone():
             .replace("{factor}", "2")
             .replace('outputs="b/tp"', 'outputs="b/tq"')
         )
-    found = outcomes("--shardproof-examples", "1", ".").reports
+        file.write("\n\ndef test_of_its_own():\n    assert right\n")
+    recorder = outcomes("--shardproof-examples", "1", target)
+    found, of_functions = recorder.reports, {} if target == "." else {"both_scheme.py::test_of_its_own": "passed"}
+    assert recorder.errors == []
     assert {report.nodeid: report.outcome for report in found} == {
         "both_scheme.py::right": "passed",
         "both_scheme.py::typo": "failed",
+        **of_functions,
     }
     text = str(next(report.longrepr for report in found if report.failed))
     assert text.startswith("both_scheme.py:") and "scheme 'typo': spec 'b/tq' (output 'out'): axis 'tq' is not" in text
+
+
+def test_a_scheme_that_raises_has_its_case_and_its_replay():
+    scheme_file("raising_scheme.py", "raising", "{}['absent']")
+    (found,) = outcomes("--shardproof-examples", "1", ".").reports
+    text = str(found.longrepr)
+    assert "KeyError: 'absent'" in text and "smallest case: tp=2 b=4 " in text
+    assert f"replay: python {next(Path().glob('replay_*.py'))}" in text
 
 
 def test_a_traceback_has_no_line_of_the_harness():

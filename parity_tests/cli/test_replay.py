@@ -1,6 +1,7 @@
 """Replay files: written on a failure, run alone in a fresh process with the same row and the same status."""
 
 import errno
+import importlib
 import json
 import os
 import resource
@@ -209,6 +210,28 @@ def test_a_run_replaces_the_older_replay_of_its_own_scheme_alone():
     assert len(set(replays)) == 3
     assert str(reports[-1]).endswith(f"replay: python {replays[-1]} (in place of {replays[-2]})")
     assert set(Path().glob("replay_*.py")) == {replays[-1], *others}
+
+
+def test_a_file_that_is_imported_and_read_by_its_path_has_one_replay(monkeypatch):
+    path, scheme = declared()
+    first = Path(scheme.verify(tp=2, b=4).replay)
+    forget(scheme)
+    monkeypatch.syspath_prepend(path.parent)
+    imported = importlib.import_module("twice").twice
+    assert imported.key != scheme.key
+    second = Path(imported.verify(tp=2, b=8).replay)
+    assert second != first and list(Path().glob("replay_*.py")) == [second]
+    forget(imported)
+
+
+def test_a_replay_that_was_moved_together_with_its_file():
+    path, scheme = declared()
+    file = Path(scheme.verify(tp=2, b=4).replay)
+    forget(scheme)
+    Path("elsewhere").mkdir()
+    path.rename(Path("elsewhere") / path.name)
+    moved = file.rename(Path("elsewhere") / file.name)
+    assert status_of(moved) == MISMATCH
 
 
 def test_a_report_full_of_quotes_is_still_a_file():

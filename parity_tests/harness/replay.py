@@ -102,7 +102,9 @@ def _declaration_of(path: Path) -> tuple[str, ...] | None:
         return None
     source = constants.get("SOURCE", "")
     is_pickled = source.endswith(".pkl")  # its name is of the case
-    declaration = (case.scheme, "" if is_pickled else source, constants.get("IMPLEMENTATION", ""))
+    # A file that is imported by its own name and one that is read by its path are the same source.
+    name = case.scheme if is_pickled else case.scheme.rpartition(":")[2]
+    declaration = (name, "" if is_pickled else source, constants.get("IMPLEMENTATION", ""))
     return declaration if path.stem == f"replay_{case.id}" else None
 
 
@@ -147,6 +149,9 @@ def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
         return pickle.loads(pickled.read_bytes())
     if case.scheme in TABLE:
         return TABLE[case.scheme]
+    beside = Path(replay_path).parent / Path(source).name
+    if not Path(source).is_file() and beside.is_file():  # both were moved, or sent
+        source = str(beside)
     for candidate in declarations_of_file(source):
         if candidate.name == name:
             if isinstance(candidate, FailedDeclaration):

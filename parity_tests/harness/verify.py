@@ -50,7 +50,7 @@ from parity_tests.harness.run.failure import Stalled
 from parity_tests.harness.second_opinion import VERIFIED, second_opinion
 
 Progress = Callable[[int, int, str], None]
-FAILS = "fails; looking for its smallest case"
+FAILS = "fails; shrinking"
 
 
 VALUE_EXAMPLES = 8  # where all sizes are given

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,33 @@ def _positive(text: str) -> int:
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """The schemes of a file of such a name, or of one that is named on the command line and is none of tests."""
-    if file_path.suffix != ".py":
-        return None
-    is_of_tests = any(file_path.match(pattern) for pattern in parent.config.getini("python_files"))
-    is_named = parent.session.isinitpath(file_path) or any(file_path.match(pattern) for pattern in FILES)
-    if is_of_tests or not is_named or "@scheme" not in file_path.read_text(errors="replace"):
-        return None
-    return SchemeFile.from_parent(parent, path=file_path)
+    return SchemeFile.from_parent(parent, path=file_path) if _has_schemes(file_path, parent) else None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """The functions of such a file that are tests, also beside a declaration that is wrong."""
+    return ModuleOfSchemes.from_parent(parent, path=module_path) if _has_schemes(module_path, parent) else None
+
+
+def _has_schemes(file: Path, parent: pytest.Collector) -> bool:
+    if file.suffix != ".py":
+        return False
+    is_of_tests = any(file.match(pattern) for pattern in parent.config.getini("python_files"))
+    is_named = parent.session.isinitpath(file) or any(file.match(pattern) for pattern in FILES)
+    return not is_of_tests and is_named and "@scheme" in file.read_text(errors="replace")
+
+
+class ModuleOfSchemes(pytest.Module):
+    """The module of a file that declares schemes; `SchemeFile` has those whose declaration fails."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        import shardproof
+
+        _ = shardproof.schemes_of_file  # first: it makes our modules importable beside a user's
+        from parity_tests.harness.declare.failed_declaration import collected
+
+        with collected(self.path.stem):
+            return list(super().collect())
 
 
 class SchemeFile(pytest.File):
@@ -64,7 +84,7 @@ class SchemeTest(pytest.Item):
 
     def __init__(self, *, scheme: Any, **of_item: Any) -> None:
         super().__init__(**of_item)
-        self.scheme = scheme
+        self.scheme, self.report = scheme, None
 
     def runtest(self) -> None:
         from parity_tests.harness.declare.declaration_failure import DeclarationFailure
@@ -77,10 +97,10 @@ class SchemeTest(pytest.Item):
         if engine not in self.scheme.engines:
             pytest.skip(f"is declared for {', '.join(self.scheme.engines)} only")
         try:
-            report = verify(self.scheme, engine, examples)
+            self.report = verify(self.scheme, engine, examples)
         except NotRun as reason:
             pytest.skip(f"not run: {reason}")
-        report.raise_if_failed()
+        self.report.raise_if_failed()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The report alone: what a scheme lacks is no line of the test's."""
@@ -91,6 +111,8 @@ class SchemeTest(pytest.Item):
         from parity_tests.harness.verify import NothingCompared
 
         of_the_scheme = (VerdictError, RankFailure, ReferenceFailure, DeclarationFailure, NothingCompared)
+        if isinstance(excinfo.value, RankFailure) and self.report is not None:
+            return str(self.report)  # with the case and its replay, which the exception lacks
         if isinstance(excinfo.value, of_the_scheme):
             return str(excinfo.value).lstrip("\n")
         return super().repr_failure(excinfo)

@@ -26,7 +26,7 @@ BUGS = (
         at="expert_parallel:routed_experts",
         old="clamp(-1, ep_group.size() * len(down))",
         new="clamp(-1, ep_group.size() * len(down) - 1)",
-        expect="cost: ",
+        expect="gradient: ",
     ),
     InjectedBug(
         name="rows of the token that has the number of the choice",
