@@ -52,7 +52,7 @@ def test_what_a_backend_means(monkeypatch):
         choose_backend("nvfsdp", "cuda", False)
     monkeypatch.setitem(sys.modules, "megatron_fsdp", None)
     assert choose_backend("auto", "cuda", False) == "native"
-    with pytest.raises(ImportError, match=r"needs megatron-fsdp; pip install 'shardproof\[megatron\]'"):
+    with pytest.raises(ImportError, match=r"needs megatron-fsdp; pip install -e '\.\[megatron\]' in the clone"):
         choose_backend("megatron_fsdp", "cuda", False)
     library("megatron_fsdp", monkeypatch, fully_shard_model=print)
     assert [choose_backend("auto", device, False) for device in ("cuda", "cpu")] == ["megatron_fsdp", "native"]
