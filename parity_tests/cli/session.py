@@ -46,6 +46,8 @@ from parity_tests.harness.verify import NothingCompared
 from parity_tests.harness.verify import Progress as Progressed
 from parity_tests.harness.verify import verify as verify_scheme
 
+BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
+
 
 def verify(targets: list[str], options: VerifyOptions) -> int:
     """Verify every scheme of the targets and print; returns the exit status."""
@@ -219,15 +221,12 @@ def _check_options(options: VerifyOptions) -> None:
     check_folder(jax_cache=options.jax_cache, replay_dir=options.replay_dir)
 
 
-NARROWEST_BAR = 52  # columns of a bar, counts of four digits, and the times
-
-
 def progress_bar(quiet: bool = False) -> Progress:
     """On standard error, and only on a terminal."""
     stderr = Console(stderr=True)
     times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
     # The name gives way to the times where the terminal is narrow.
-    name = Column(no_wrap=True, overflow="ellipsis", max_width=max(stderr.width - NARROWEST_BAR, 1))
+    name = Column(no_wrap=True, overflow="ellipsis", max_width=max(stderr.width - BAR_AND_TIMES, 1))
     columns = (
         BarColumn(bar_width=16),
         MofNCompleteColumn(),

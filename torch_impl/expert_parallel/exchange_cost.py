@@ -44,8 +44,7 @@ def fewest_exchange_bytes(
     is the mean over all sets of k experts, rounded up: tokens * (n - 1) times the probability that a rank has any of
     them, 1 - C(num_experts - num_experts / n, k) / C(num_experts, k). Gates and the sums of all_gather travel in
     float32 or wider, numbers of experts in int32, counts in int64. Ranks have as many tokens each: all_gather pads to
-    the longest. It sends less only where almost every token goes to almost every rank and its sums are in the dtype of
-    x.
+    the longest. It sends less only where almost every token goes to almost every rank, and x is as wide as its sums.
 
     >>> fewest_exchange_bytes(tokens=4096, k=8, width=2048, num_experts=128, ep_size=8, element_size=2).fewest
     'all_to_all'

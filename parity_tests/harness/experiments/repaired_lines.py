@@ -115,8 +115,8 @@ def _swapped_reductions(
 ) -> dict[str, Note]:
     """For each wrong output, a note on the reduction that makes it right as a mean, or as a sum, in every failing case.
 
-    One case is not enough: on two ranks a factor of 2 anywhere looks like it. Nor are failing ones: of two axes, each
-    may have the factor that the other lacks, and the repair must leave right what is right.
+    One case is not enough: on two ranks a factor of 2 anywhere looks like it. Nor are the failing ones: the repair must
+    be right where the function already is, as on a mesh of which two axes are of one size.
     """
     op_of_line = {
         (row.op, row.source): row.reduce_op
@@ -133,7 +133,9 @@ def _swapped_reductions(
         for other in (other for other in failing if label in other.notes):
             repair = _that_make_right(scheme, other, [label], in_question).get(label)
             in_question = [] if repair is None else [repair]
-        for repair in (repair for repair in in_question[:1] if _is_right_elsewhere(scheme, report.case, label, repair)):
+        for repair in in_question[:1]:
+            if not _is_right_elsewhere(scheme, report.case, label, repair):
+                continue
             now = op_of_line[repair.op, repair.source]
             notes[label] = Note(
                 f"right once {repair.site} takes {SWAPPED[now]}, not {now}", CONTEXT, sites=[repair.site]
