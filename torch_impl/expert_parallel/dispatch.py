@@ -61,9 +61,8 @@ class SortedChoices:
         """
         has_row = self.order.new_zeros(self.tokens * self.slots).index_fill_(0, self.order, 1)
         ends = has_row.cumsum(0)
-        row_of_place = torch.empty_like(self.order)
-        row_of_place[ends.index_select(0, self.order) - 1] = torch.arange(len(self.order), device=self.order.device)
-        return row_of_place, (ends - has_row)[:: self.slots]
+        places, rows = ends.index_select(0, self.order) - 1, torch.arange(len(self.order), device=self.order.device)
+        return torch.empty_like(rows).scatter_(0, places, rows), (ends - has_row)[:: self.slots]
 
 
 def sorted_choices(experts: Tensor, size: int, first: int = 0, kept: Tensor | None = None) -> SortedChoices:
@@ -76,7 +75,9 @@ def sorted_choices(experts: Tensor, size: int, first: int = 0, kept: Tensor | No
     numbers = torch.where(is_here, numbers, size)
     # 2. How many each has, without a bincount, which would wait for the device.
     counts = numbers.new_zeros(size + 1).scatter_add_(0, numbers, torch.ones_like(numbers))[:size]
-    return SortedChoices(numbers.argsort(stable=True), counts, *experts.shape)
+    # 3. Narrow numbers are sorted in fewer passes, on a CPU and on a GPU.
+    narrow = numbers.to(torch.int16) if size <= torch.iinfo(torch.int16).max else numbers
+    return SortedChoices(narrow.argsort(stable=True), counts, *experts.shape)
 
 
 def destinations(experts: Tensor, ranks: int, local: int) -> tuple[SortedChoices, Tensor]:
@@ -85,7 +86,7 @@ def destinations(experts: Tensor, ranks: int, local: int) -> tuple[SortedChoices
     The counts are [ranks, 2]. Rank r has the experts from r * local on; a number of no expert, such as -1, has no rank.
     """
     is_expert = (experts >= 0) & (experts < ranks * local)
-    owners = torch.where(is_expert, experts.div(local, rounding_mode="floor"), ranks).long()
+    owners = torch.where(is_expert, experts // local, ranks).long()
     of_rank = owners.new_zeros(len(experts), ranks + 1).scatter_add_(1, owners, torch.ones_like(owners))[:, :ranks]
     each_rank = torch.arange(ranks, device=experts.device).expand(len(experts), ranks)
     targets = sorted_choices(each_rank, ranks, kept=of_rank > 0)
