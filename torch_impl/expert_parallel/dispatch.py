@@ -61,8 +61,10 @@ class SortedChoices:
         """
         has_row = self.order.new_zeros(self.tokens * self.slots).index_fill_(0, self.order, 1)
         ends = has_row.cumsum(0)
-        places, rows = ends.index_select(0, self.order) - 1, torch.arange(len(self.order), device=self.order.device)
-        return torch.empty_like(rows).scatter_(0, places, rows), (ends - has_row)[:: self.slots]
+        row_of_place = torch.empty_like(self.order)
+        rows = torch.arange(len(self.order), device=self.order.device)
+        row_of_place.scatter_(0, ends.index_select(0, self.order) - 1, rows)
+        return row_of_place, (ends - has_row)[:: self.slots]
 
 
 def sorted_choices(experts: Tensor, size: int, first: int = 0, kept: Tensor | None = None) -> SortedChoices:
@@ -86,7 +88,7 @@ def destinations(experts: Tensor, ranks: int, local: int) -> tuple[SortedChoices
     The counts are [ranks, 2]. Rank r has the experts from r * local on; a number of no expert, such as -1, has no rank.
     """
     is_expert = (experts >= 0) & (experts < ranks * local)
-    owners = torch.where(is_expert, experts // local, ranks).long()
+    owners = torch.where(is_expert, experts.div(local, rounding_mode="floor"), ranks).long()
     of_rank = owners.new_zeros(len(experts), ranks + 1).scatter_add_(1, owners, torch.ones_like(owners))[:, :ranks]
     each_rank = torch.arange(ranks, device=experts.device).expand(len(experts), ranks)
     targets = sorted_choices(each_rank, ranks, kept=of_rank > 0)
