@@ -239,15 +239,15 @@ def _flatten_rows(name: str, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of a batch, on the host: sequence i has `real[i]` tokens in a slot of `padded[i]`, in row `row[i]`.
+    """The slots of a batch, on the host: sequence i has `real[i]` tokens in a slot of `padded[i]`.
 
-    There are `rows` rows of `size` tokens, and the slots of a row fill it. `prefix_of[i]` is the sequence that i
-    continues, or -1; it is None where the batch says nothing of prefixes.
+    There are `rows` rows of `size` tokens, and the slots of a row, `counts` of them, fill it. `prefix_of[i]` is the
+    sequence that i continues, or -1; it is None where the batch says nothing of prefixes.
     """
 
     real: Int64[np.ndarray, " q"]
     padded: Int64[np.ndarray, " q"]
-    row: Int64[np.ndarray, " q"]
+    counts: Int64[np.ndarray, " rows"]
     rows: int
     size: int
     prefix_of: Int64[np.ndarray, " q"] | None = None
@@ -268,16 +268,17 @@ class Slots:
     def padding_mask(self) -> Bool[Tensor, " total"]:
         """True at the positions of the stream that are padding: slot by slot, real tokens and then padding."""
         runs = np.empty((len(self.real), 2), dtype=np.int64)
-        runs[:, 0], runs[:, 1] = self.real, self.padded - self.real
+        runs[:, 0] = self.real
+        np.subtract(self.padded, self.real, out=runs[:, 1])
         is_padding = np.zeros(runs.shape, dtype=bool)
         is_padding[:, 1] = True
-        return torch.from_numpy(np.repeat(is_padding.ravel(), runs.ravel()))
+        return torch.from_numpy(is_padding.ravel().repeat(runs.ravel()))
 
     def tables(self, chunks: int, fill: int) -> dict[str, Int32[np.ndarray, "chunks *offsets"]]:
         """For each chunk, what `Stream.tables` has of it; offsets and prefixes are filled at their end."""
         # 1. The slots of each chunk: from one bound to the next.
-        bounds = self.row.searchsorted(np.arange(chunks + 1) * (self.rows // chunks)).tolist()
-        chunk_slots = list(pairwise(bounds))
+        ends = [0, *self.counts.cumsum().tolist()]
+        chunk_slots = list(pairwise(ends[chunk * (self.rows // chunks)] for chunk in range(chunks + 1)))
         # 2. Their offsets, from 0 in each chunk.
         by_table = np.full((2, chunks, 1 + max(end - start for start, end in chunk_slots)), fill, dtype=np.int32)
         for chunk, (start, end) in enumerate(chunk_slots):
@@ -310,17 +311,22 @@ def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size:
     if problem := _table_problem(seq_lens, seq_lens_padded, rows, fill):
         raise ValueError(f"{FUNCTION}: {problem}")
     real, padded = torch.stack([seq_lens, seq_lens_padded.to(seq_lens)]).cpu().long().numpy()
-    # 2. The tail of each row: what its slots leave of it.
+    # 2. The slots, and the tail of each row: what they leave of it.
     is_slot = real != fill
+    lengths, slots, counts = real[is_slot], padded[is_slot], is_slot.sum(1)
     tail = size - padded.sum(1, where=is_slot)
-    if not _lengths_fit(real, padded, is_slot, tail, fill):
+    has_tail = bool(tail.any())
+    # Where all lengths of slots are 0 or more, none of them is fill.
+    fits = lengths.min(initial=0) >= 0 and (slots - lengths).min(initial=0) >= 0
+    fits = fits and np.count_nonzero(padded == fill) == real.size - len(lengths)
+    if not fits or (has_tail and ((tail < 0) | ((tail > 0) & (counts == 0))).any()):
         problem = next(_length_problems(real, padded, is_slot, tail, fill, size))
         raise ValueError(f"{FUNCTION}: {problem}")
-    # 3. The last slot of each row grows by the tail; all slots are in the order of the rows.
-    counts, lengths = is_slot.sum(1), padded[is_slot]
-    has_slots = counts > 0  # a row without has no tail
-    lengths[counts.cumsum()[has_slots] - 1] += tail[has_slots]
-    return Slots(real[is_slot], lengths, np.repeat(np.arange(rows), counts), rows, size)
+    # 3. The last slot of each row grows by the tail.
+    if has_tail:
+        has_slots = counts > 0  # a row without has no tail
+        slots[counts.cumsum()[has_slots] - 1] += tail[has_slots]
+    return Slots(lengths, slots, counts, rows, size)
 
 
 def require_layout(function: str, batch: Mapping[str, Any], is_returned: bool) -> None:
@@ -367,14 +373,6 @@ def _table_problem(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, fill: i
         shapes = f"seq_lens is {list(seq_lens.shape)}, seq_lens_padded is {list(seq_lens_padded.shape)}"
         return f"{shapes}; give a padded length for each length"
     return None
-
-
-def _lengths_fit(real: np.ndarray, padded: np.ndarray, is_slot: np.ndarray, tail: np.ndarray, fill: int) -> bool:
-    """Whether there is none of `_length_problems`, in a few operations. Fill is negative, and so no length."""
-    fits = (real >= 0) & (real <= padded)
-    same_fill = (padded == fill) != is_slot
-    has_room = (tail == 0) | ((tail > 0) & is_slot.any(1))
-    return bool(np.array_equal(fits, is_slot) and same_fill.all() and has_room.all())
 
 
 def _length_problems(

@@ -82,8 +82,8 @@ BUGS = (
         name="the tail of a row taken for real",
         kind="border",
         at="context_parallel:slots_of_lengths",
-        old="return Slots(real[is_slot],",
-        new="return Slots(real[is_slot] + (lengths - padded[is_slot]),",
+        old="return Slots(lengths,",
+        new="return Slots(lengths + (slots - padded[is_slot]),",
         expect="value: ",
     ),
     InjectedBug(
