@@ -1,6 +1,5 @@
 """What every test of the suite shares: Hypothesis profiles, a folder of its own, the command, what the header says."""
 
-import gc
 import itertools
 import os
 import sys
@@ -16,7 +15,9 @@ from hypothesis import settings
 
 from parity_tests.harness.draw import profiles
 from parity_tests.harness.draw.reproducible import make_draws_reproducible
+from parity_tests.harness.run.collector import collect_rarely, freeze_heap
 
+collect_rarely()
 make_draws_reproducible()
 profiles.register_profiles()
 settings.load_profile("dev")  # --hypothesis-profile=ci overrides it
@@ -66,9 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What collecting leaves is there to the end, and the collector need not look through it again and again."""
-    gc.collect()
-    gc.freeze()
+    """What pytest has collected is there to the end, and Python's collector need not look through it again."""
+    freeze_heap()
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ import typer.core
 from parity_tests.cli import case, paper, training, verify
 from parity_tests.cli.help import epilog, versions
 from parity_tests.harness.report.guard import guarded
+from parity_tests.harness.run.collector import collect_rarely
 
 
 class Verbs(typer.core.TyperGroup):
@@ -92,6 +93,7 @@ def _about(
 
 def main() -> None:
     """Run a verb; a user's mistake is one sentence on standard error and a status, never a traceback."""
+    collect_rarely()
     sys.exit(guarded(app))
 
 

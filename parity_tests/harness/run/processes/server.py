@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import importlib
 import importlib.util
 import json
@@ -27,6 +26,7 @@ from typing import NoReturn
 import cloudpickle
 import torch
 
+from parity_tests.harness.run.collector import freeze_heap
 from parity_tests.harness.run.processes.rank_warnings import not_shown
 from parity_tests.harness.run.processes.recorder import Recorder
 
@@ -37,7 +37,7 @@ def main(parent: socket.socket) -> NoReturn:
     warm()
     fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) & ~os.O_ASYNC)  # see ForkServer
     folder = tempfile.mkdtemp(prefix="shardproof_")
-    _freeze()
+    freeze_heap()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -86,7 +86,7 @@ def _serve(parent: socket.socket, ranks: set[int], wake_fds: tuple[int, int]) ->
             _tell(parent, {"forked": pid})
         if "import" in request:
             _import(request["import"], request["origins"])
-            _freeze()
+            freeze_heap()
             _tell(parent, {"imported": len(request["import"])})
         for pid in ranks.intersection(request.get("kill", ())):
             _kill_group(pid)
@@ -94,12 +94,6 @@ def _serve(parent: socket.socket, ranks: set[int], wake_fds: tuple[int, int]) ->
             for pid in ranks.intersection(request.get(what, ())):
                 os.kill(pid, number)  # a child that has not been reaped: the number is no other process's
     return bool(data)
-
-
-def _freeze() -> None:
-    """Ranks share these pages, and their collector has nothing to look for there."""
-    gc.collect()
-    gc.freeze()
 
 
 def _import(names: Sequence[str], origins: Mapping[str, str | None]) -> None:
