@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
 from torch_impl.vocab_parallel.filter_bounds import Candidates
-from torch_impl.vocab_parallel.radix_selection import LargestOnCpu, ListedWeights, float_of, last_kept, order_keys
+from torch_impl.vocab_parallel.radix_selection import (
+    LargestOnCpu,
+    ListedWeights,
+    float_of,
+    last_kept,
+    one_each,
+    order_keys,
+)
 from torch_impl.vocab_parallel.topk_by_radix import _listed_above
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -88,7 +95,7 @@ def of_a_partition(columns, k, low):
 def of_lists(columns, k, low):
     """As on a GPU: each rank raises its lower bound."""
     low = low.clone()
-    return ListedWeights(*_listed_above(columns, k, None, low)), low
+    return ListedWeights(_listed_above(columns, k, None, low), one_each), low
 
 
 @pytest.mark.parametrize("weights_of", [of_a_partition, of_lists])
@@ -99,10 +106,11 @@ def of_lists(columns, k, low):
     dtype=st.sampled_from(DTYPES),
 )
 def test_the_kth_largest_is_that_of_a_sort(weights_of, seed, size, k, dtype):
-    """NaN is no candidate."""
+    """NaN is no candidate; a masked logit is the last one."""
     rng = np.random.Generator(np.random.Philox(key=[seed, 2]))
     rows = torch.from_numpy(np.rint(4 * rng.standard_normal((4, size))) / 2).to(dtype)
     rows[2, rng.integers(0, size)] = math.nan
+    rows[3, rng.integers(0, size) :] = -math.inf
     low = torch.full((4,), -math.inf, dtype=torch.promote_types(dtype, torch.float32))
 
     def body(mesh, case):

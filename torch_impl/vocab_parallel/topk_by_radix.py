@@ -10,7 +10,6 @@ less than 1 - p.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ from torch_impl.vocab_parallel.filter_bounds import (
     weight_of,
 )
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, row_statistics
-from torch_impl.vocab_parallel.radix_selection import LargestOnCpu, ListedWeights, last_kept
+from torch_impl.vocab_parallel.radix_selection import LargestOnCpu, ListedWeights, Weights, last_kept, one_each
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
 
 # The bound on a kept token's probability is halved: sums of that many rounded terms decide, not exact ones.
@@ -90,24 +89,21 @@ def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions)
     """
     low = torch.full((logits.shape[:-1].numel(),), -math.inf, dtype=accumulator(logits.dtype), device=logits.device)
     room = torch.full_like(low, k)
-    if logits.is_cpu:
-        return last_kept(LargestOnCpu(logits, k, options.chunk_size), low, room, options.group)[0]
-    return last_kept(ListedWeights(*_listed_above(logits, k, options.chunk_size, low)), low, room, options.group)[0]
+    counts: Weights = LargestOnCpu(logits, k, options.chunk_size)
+    if not logits.is_cpu:
+        counts = ListedWeights(_listed_above(logits, k, options.chunk_size, low), one_each)
+    return last_kept(counts, low, room, options.group)[0]
 
 
 def _listed_above(
     logits: Float[Tensor, "*a v"], k: int, chunk_size: int | None, low: Float[Tensor, " n"]
-) -> tuple[Candidates, Callable[[slice, Entries], Float[Tensor, " m"]]]:
-    """Columns of weight 1, and in `low` a lower bound of the k-th largest, so that no others need be listed."""
+) -> Candidates:
+    """The columns, and in `low` a lower bound of the k-th largest, so that no others need be listed."""
     group_size = logits.shape[-1] // (MIN_GROUPS * k)
     if group_size > 1:
         for row_slice, block in row_blocks(logits, rows_per_block(logits, chunk_size)):
             low[row_slice] = _kth_largest_of_groups(block, k, group_size)
-
-    def one(row_slice: slice, entries: Entries) -> Tensor:
-        return torch.ones(entries.rows.shape, dtype=low.dtype, device=low.device)
-
-    return Candidates(logits, chunk_size), one
+    return Candidates(logits, chunk_size)
 
 
 def _kth_largest_of_groups(block: Float[Tensor, "n v"], k: int, group_size: int) -> Float[Tensor, " n"]:
