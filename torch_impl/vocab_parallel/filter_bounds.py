@@ -23,7 +23,7 @@ from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block, shi
 SHORT, SHARE = 64, 128
 # Entries that are looked at together, and rows: each entry takes a few integers more then, each row 256 sums.
 JOINED, JOINED_ROWS = 1 << 14, 256
-# A list of all columns of a block takes several times the block's memory.
+# Where nothing is read back to count them, all columns of a block may be listed, which takes several times its memory.
 FINER = 8
 
 
@@ -145,7 +145,7 @@ class Candidates:
     """
 
     def __init__(self, logits: Float[Tensor, "*a v"], chunk_size: int | None) -> None:
-        rows = max(1, rows_per_block(logits, chunk_size) // FINER)
+        rows = max(1, rows_per_block(logits, chunk_size) // (1 if logits.is_cpu else FINER))
         self.dtype, self.device = logits.dtype, logits.device
         self._blocks = list(row_blocks(logits, rows))
         self._lists: list[tuple[slice, Entries]] = []
@@ -158,16 +158,18 @@ class Candidates:
         """
         long, lists, group, count = [], [], [], 0
         for row_slice, block in self._blocks:
-            entries = _entries_between(block, low[row_slice], high[row_slice])
-            if len(entries.rows) > SHORT + block.numel() // SHARE:
-                long.append((row_slice, block))
-                yield row_slice, entries
-                continue
-            count += len(entries.rows)
-            if group and (count > JOINED or row_slice.stop - group[0][0].start > JOINED_ROWS):
-                lists.append(_join_lists(group))
-                group, count = [], len(entries.rows)
-            group.append((row_slice, entries))
+            for part, entries in _entries_between(block, low[row_slice], high[row_slice]):
+                rows = slice(row_slice.start + part.start, row_slice.start + part.stop)
+                if rows != row_slice or len(entries.rows) > SHORT + block.numel() // SHARE:
+                    if part.start == 0:
+                        long.append((row_slice, block))
+                    yield rows, entries
+                    continue
+                count += len(entries.rows)
+                if group and (count > JOINED or rows.stop - group[0][0].start > JOINED_ROWS):
+                    lists.append(_join_lists(group))
+                    group, count = [], len(entries.rows)
+                group.append((rows, entries))
         self._blocks = long
         self._lists += [*lists, _join_lists(group)] if group else lists
         yield from self._lists
@@ -193,10 +195,15 @@ def _join_lists(group: list[tuple[slice, Entries]]) -> tuple[slice, Entries]:
     return slice(start, group[-1][0].stop), Entries(rows, columns, logits)
 
 
-def _entries_between(block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Entries:
+def _entries_between(
+    block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Tensor, " n"]
+) -> Iterator[tuple[slice, Entries]]:
+    """Entries of consecutive rows of the block: all of them together, unless they are many."""
     if block.is_cpu:
-        return Entries(*numpy_selection.columns_between(block, low, high))
-    return _entries_elsewhere(block, low, high)
+        for part, *entries in numpy_selection.columns_between(block, low, high):
+            yield part, Entries(*entries)
+    else:
+        yield slice(0, len(block)), _entries_elsewhere(block, low, high)
 
 
 def _entries_elsewhere(block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Entries:

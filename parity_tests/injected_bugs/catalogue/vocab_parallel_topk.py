@@ -331,8 +331,8 @@ BUGS = (
         name="long lists dropped",
         kind="border",
         at="vocab_parallel:Candidates.between",
-        old="                yield row_slice, entries\n                continue",
-        new="                continue",
+        old="                    yield rows, entries\n                    continue",
+        new="                    continue",
         expect="value: ",
     ),
     InjectedBug(
