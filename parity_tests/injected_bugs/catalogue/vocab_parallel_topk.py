@@ -304,6 +304,22 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
+        name="columns of the first rows listed for others",
+        kind="order",
+        at="vocab_parallel:columns_between",
+        old="logits[part].reshape(-1)",
+        new="logits.reshape(-1)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="columns listed from the last of the partition on and not from the k-th largest",
+        kind="border",
+        at="vocab_parallel:LargestOnCpu._bins_of_partitions",
+        old="largest[:, 0]",
+        new="largest[:, -1]",
+        expect="value: ",
+    ),
+    InjectedBug(
         name="ordinals run on from row to row",
         kind="order",
         at="vocab_parallel:ordinals",
