@@ -89,8 +89,10 @@ def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions)
     """
     low = torch.full((logits.shape[:-1].numel(),), -math.inf, dtype=accumulator(logits.dtype), device=logits.device)
     room = torch.full_like(low, k)
-    counts: Weights = LargestOnCpu(logits, k, options.chunk_size)
-    if not logits.is_cpu:
+    counts: Weights
+    if logits.is_cpu:
+        counts = LargestOnCpu(logits, k, options.chunk_size)
+    else:
         counts = ListedWeights(_listed_above(logits, k, options.chunk_size, low), one_each)
     return last_kept(counts, low, room, options.group)[0]
 
