@@ -94,6 +94,33 @@ def test_positions_of_one_kind_are_unchanged():
     assert out["position_ids"].tolist() == [5, 6, 7, 8]
 
 
+@pytest.mark.parametrize("dtypes", [(torch.int8, torch.int64), (torch.int64, torch.int8), (torch.uint8, torch.int16)])
+def test_each_table_of_lengths_has_a_dtype_of_its_own(dtypes):
+    real, padded = ([[10, 10]], [[60, 44]]) if dtypes[1] == torch.int8 else ([[10, 10]], [[300, 44]])
+    inputs = batch(real, padded, sum(padded[0]))
+    inputs |= {
+        name: inputs[name].to(dtype) for name, dtype in zip(("seq_lens", "seq_lens_padded"), dtypes, strict=True)
+    }
+    out = process_input_for_thd(inputs, seq_lens_padding_value=-100)
+    assert out["cu_seqlens"].tolist() == [0, 10, 20]
+    assert out["cu_seqlens_padded"].tolist() == [0, padded[0][0], sum(padded[0])]
+
+
+@pytest.mark.parametrize("earlier", [150, 263])
+def test_a_prefix_is_a_number_beyond_the_dtype_of_the_lengths(earlier):
+    """In int8 150 is -106 and 263 is 7, an earlier sequence; of 200 sequences there is none with that number."""
+    inputs = batch([[1] * 200], [[1] * 200], 200)
+    prefixes = torch.full((1, 200), -1)
+    prefixes[0, 199] = earlier
+    inputs |= {"seq_lens": inputs["seq_lens"].to(torch.int8), "prefix_of": prefixes}
+    process = partial(process_input_for_thd, inputs, seq_lens_padding_value=-100, return_layout=True)
+    if earlier < 199:
+        assert process()[0]["prefix_of"].tolist() == prefixes[0].tolist()
+    else:
+        with pytest.raises(ValueError, match=f"sequence 199 continues {earlier}"):
+            process()
+
+
 @given(drawn_rows())
 def test_the_stream_is_the_reference(rows):
     inputs = batch_of(rows, 1)

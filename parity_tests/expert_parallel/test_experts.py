@@ -77,6 +77,13 @@ def test_auto_is_the_grouped_kernel_where_it_runs(dtype, monkeypatch):
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize(("d", "m"), [(16, 0), (0, 16)])
+def test_auto_takes_matrices_without_rows_or_columns(d, m):
+    assert grouped_product(*operands(torch.float32, d, m), COUNTS).tolist() == [[0.0] * m] * 8
+    with pytest.raises(ValueError, match="backend='grouped_mm' needs rows of a multiple of 16 bytes"):
+        grouped_product(*operands(torch.float32, d, m), COUNTS, backend="grouped_mm")
+
+
 @pytest.mark.parametrize("backend", ["grouped_mm", "eager"])
 def test_a_weights_gradient_is_summed_in_float32(backend):
     """4,096 ones and one more of 2^-3: a sum in bfloat16 stops at 256."""

@@ -57,6 +57,11 @@ REJECTED = [
     ),
     (
         ROUTED,
+        lambda m: routed(m, gate_up=GATE_UP[:0], down=DOWN[:0]),
+        "gate_up is [0, 8, 12], of no expert; give each rank one or more",
+    ),
+    (
+        ROUTED,
         lambda m: routed(m, backend="grouped_mm"),
         "backend='grouped_mm' needs rows of a multiple of 16 bytes, weight is [4, 6, 8]; use 'auto' or 'eager'",
     ),

@@ -310,7 +310,7 @@ def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size:
             raise TypeError(f"{FUNCTION}: {name} is {dtype_name(lengths)}; lengths are integers")
     if problem := _table_problem(seq_lens, seq_lens_padded, rows, fill):
         raise ValueError(f"{FUNCTION}: {problem}")
-    real, padded = torch.stack([seq_lens, seq_lens_padded.to(seq_lens)]).cpu().long().numpy()
+    real, padded = torch.stack([seq_lens.long(), seq_lens_padded.long()]).cpu().numpy()
     # 2. The slots, and the tail of each row: what they leave of it.
     is_slot = real != fill
     lengths, slots, counts = real[is_slot], padded[is_slot], is_slot.sum(1)
@@ -348,7 +348,7 @@ def _prefixes_of_stream(prefix_of: Any, seq_lens: Tensor, fill: int) -> Int64[np
     if prefix_of.shape != seq_lens.shape:
         shapes = f"{PREFIXES} is {list(prefix_of.shape)}, seq_lens is {list(seq_lens.shape)}"
         raise ValueError(f"{FUNCTION}: {shapes}; give one for each sequence, -1 for none")
-    real, parents = torch.stack([seq_lens, prefix_of.to(seq_lens)]).cpu().long().numpy()
+    real, parents = torch.stack([seq_lens.long(), prefix_of.long()]).cpu().numpy()
     # Fill may stand between sequences: `number` counts those before an entry, and a prefix is an entry that is none.
     is_slot = real != fill
     number = is_slot.ravel().cumsum().reshape(is_slot.shape) - 1

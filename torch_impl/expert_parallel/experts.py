@@ -47,6 +47,7 @@ def grouped_product(
     """
     function = "expert_parallel.grouped_product"
     check_alike(function, x=x, weight=weight)
+    _check_some_expert(function, "weight", weight)
     if type(counts) is Tensor and counts.is_cpu and not torch.compiler.is_compiling():
         _check_counts(function, counts.tolist(), len(x))
     implementation = checked_grouped_backend(function, backend, x, weight)
@@ -89,16 +90,23 @@ class ExpertWeights:
 def checked_weights(function: str, x: Tensor, gate_up: Tensor, down: Tensor, backend: str) -> ExpertWeights:
     """The weights, if they go with x: what signatures do not say.
 
-    Errors: TypeError for dtypes that differ; ValueError for other devices, gate_up without twice the columns that down
-            has rows, or a backend that cannot run.
+    Errors: TypeError for dtypes that differ; ValueError for other devices, no expert, gate_up without twice the columns
+            that down has rows, or a backend that cannot run.
     """
     check_alike(function, x=x, gate_up=gate_up, down=down)
+    _check_some_expert(function, "gate_up", gate_up)
     columns, rows = gate_up.shape[-1], down.shape[-2]
     if columns != 2 * rows:
         sizes = f"gate_up has {columns} columns, down {rows} rows"
         raise ValueError(f"{function}: {sizes}; pass gate and up side by side, twice as many columns as rows")
     first, second = (checked_grouped_backend(function, backend, x, weight) for weight in (gate_up, down))
     return ExpertWeights(gate_up, down, (first, second))
+
+
+def _check_some_expert(function: str, name: str, weight: Tensor) -> None:
+    """Errors: ValueError for the weight of no expert."""
+    if not len(weight):
+        raise ValueError(f"{function}: {name} is {list(weight.shape)}, of no expert; give each rank one or more")
 
 
 def _check_counts(function: str, counts: list[int], rows: int) -> None:
@@ -136,7 +144,7 @@ def _grouped_mm_problem(x: Tensor, weight: Tensor) -> str | None:
         return "needs torch._grouped_mm, which this torch lacks"
     if x.dtype not in SUPPORTED:
         return f"has no {dtype_name(x)}"
-    if any(size * x.element_size() % ALIGNMENT for size in weight.shape[1:]):
+    if any(not size or size * x.element_size() % ALIGNMENT for size in weight.shape[1:]):
         return f"needs rows of a multiple of {ALIGNMENT} bytes, weight is {list(weight.shape)}"
     return None
 
