@@ -4,6 +4,8 @@ One rank runs at a time, so at each change of turn the namespaces of some module
 stops has bound is put aside, and what the rank that goes on had bound comes back. Containers, tensors, caches of
 functions and objects of the user's classes that stand in a global are copied for each rank before its first turn.
 
+What torch.compile binds in a module is every rank's, since compiled code is: it belongs to a function's code object.
+
 Limits: an object of a library's class, a class attribute, a default argument and a variable of a closure are shared as
 before, and so is every module that is not on the list.
 """
@@ -16,6 +18,7 @@ import functools
 import importlib
 import inspect
 import operator
+import re
 import sys
 import sysconfig
 from collections import OrderedDict, defaultdict, deque
@@ -38,6 +41,8 @@ INSTALLED = ("site-packages", "dist-packages")
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"]).resolve()
 MAPPINGS, SEQUENCES = (dict, OrderedDict, defaultdict), (list, deque)
 TENSORS = (torch.Tensor, torch.nn.Parameter)
+# `__import_torch`, `__compiled_fn_1_<uuid>`, `__resume_at_12_3`, `_139873_c0/0`: the names of torch._dynamo's globals.
+OF_COMPILER = re.compile(r"__import_\w+|__\w+_\d+(_[0-9a-f_]{36})?|\w*_\d+_c\d+/\S+")
 # What torch's own context managers patch for the whole process: context_parallel these, loss_parallel the handlers.
 PATCHED_BY_TORCH = (
     "torch.nn.functional",
@@ -178,7 +183,7 @@ class RankGlobals:
             namespace.update(values[name])
             if len(namespace) > len(values[name]):  # another rank has bound more; a module that it imported stays
                 for key in [key for key in namespace if key not in values[name]]:
-                    if not isinstance(namespace[key], ModuleType):
+                    if not (isinstance(namespace[key], ModuleType) or _is_special(key)):
                         del namespace[key]
 
     def _copy_for_rank(self, value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
@@ -229,8 +234,10 @@ class RankGlobals:
 
 
 def _is_special(key: object) -> bool:
-    """The names that Python itself sets in a module, such as `__builtins__`."""
-    return isinstance(key, str) and key.startswith("__") and key.endswith("__")
+    """The names that Python itself sets in a module, such as `__builtins__`, and those that torch.compile does."""
+    if not isinstance(key, str):
+        return False
+    return (key.startswith("__") and key.endswith("__")) or OF_COMPILER.fullmatch(key) is not None
 
 
 def _is_same(old: tuple[Any, Values], new: tuple[Any, Values]) -> bool:

@@ -42,6 +42,10 @@ SAME = MEMORY
 def first_rank():
     return dist.get_rank()
 
+@torch.compile(backend="eager")
+def twice(x):
+    return x * 2
+
 def initialize(mesh):
     global GROUP, RANK
     assert GROUP is None
@@ -77,6 +81,11 @@ BODIES = {
     ),
     "a cached function": (
         "r = S.first_rank(); dist.barrier(group=mesh['tp']); return x * 2 if r == dist.get_rank() else x",
+        "",
+    ),
+    "a compiled function": ("return S.twice(x)", ""),
+    "a function that is compiled within": (
+        "dist.barrier(group=mesh['tp']); return torch.compile(lambda x: x * 2, backend='eager')(x)",
         "",
     ),
     "a new name": (
