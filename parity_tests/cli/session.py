@@ -28,6 +28,7 @@ from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.failed_declaration import FailedDeclaration
+from parity_tests.harness.declare.travel import CannotTravel
 from parity_tests.harness.draw import profiles, size_choices
 from parity_tests.harness.implementation.offered import NotApplicable, module_of
 from parity_tests.harness.implementation.substitution import NotOffered, narrowed, on_implementation
@@ -179,7 +180,7 @@ def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: P
     except NotRun as reason:
         outcome.not_run[scheme.name] = str(reason)
         return
-    except (ReferenceFailure, NothingCompared, DeclarationFailure) as unusable:
+    except (ReferenceFailure, NothingCompared, DeclarationFailure, CannotTravel) as unusable:
         outcome.not_judged[scheme.name] = str(unusable)
         return
     outcome.reports.append(report)

@@ -1,6 +1,9 @@
 """A function that is sent to other processes keeps what it is known by."""
 
 import pickle
+import threading
+
+import pytest
 
 from parity_tests.harness.declare import travel
 
@@ -18,6 +21,18 @@ def test_code_keeps_the_name_of_its_file_and_its_lines():
         for here, there in ((function.__code__, sent.__code__), (_nested(function), _nested(sent))):
             assert (there.co_filename, there.co_firstlineno) == (here.co_filename, here.co_firstlineno)
     assert pickle.loads(travel.dumps(outer))(2)([1, 2]) == [3, 4]
+
+
+def test_what_no_other_process_can_have_is_rejected_with_the_name_of_the_scheme():
+    lock = threading.Lock()
+
+    def locked(x):
+        with lock:
+            return x
+
+    rejected = r"scheme 'locked': the function cannot be sent to other processes: cannot pickle '_thread.lock' object"
+    with pytest.raises(travel.CannotTravel, match=rejected):
+        travel.dumps(locked)
 
 
 def _nested(function):

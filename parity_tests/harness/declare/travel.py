@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -16,13 +17,26 @@ import cloudpickle
 IMPORTED_WITH_SCHEMES: set[str] = set()
 
 
+class CannotTravel(TypeError):
+    """A function uses what no other process can have."""
+
+
 class _Pickler(cloudpickle.Pickler):
     """Also pickles torch's operators, by name: cloudpickle cannot, and every rank has them.
 
     Code keeps the name of its file, which cloudpickle 3.1.3 leaves out: what goes wrong on a rank is named by its line.
+    What torch.compile made of a function cannot be pickled: a global of a file that ranks import is theirs already.
     """
 
+    def __init__(self, file: io.BytesIO, file_is_imported: bool) -> None:
+        super().__init__(file)
+        self._file_is_imported = file_is_imported
+
     def reducer_override(self, obj: Any) -> Any:
+        if self._file_is_imported and type(obj) is types.FunctionType and hasattr(obj, "_torchdynamo_orig_callable"):
+            for name, value in vars(sys.modules.get(obj.__module__, types)).items():
+                if value is obj:
+                    return _global, (obj.__module__, name)
         if isinstance(obj, types.CodeType):
             build, arguments, *_ = self.dispatch_table[types.CodeType](obj)
             return _code_of_file, (build, arguments, obj.co_filename)
@@ -44,6 +58,10 @@ def _code_of_file(build: Callable[..., types.CodeType], arguments: tuple[Any, ..
     return build(*arguments).replace(co_filename=file)
 
 
+def _global(module: str, name: str) -> Any:
+    return getattr(sys.modules[module], name)
+
+
 def _operator(path: str) -> Any:
     import torch
 
@@ -55,13 +73,20 @@ def dumps(travelling: Any, *, file_is_imported: bool = False) -> bytes:
 
     Modules beside the scheme's file travel by value too, unless ranks import the file and so have them: a state that
     functions share must be one and the same there.
+
+    Errors: CannotTravel.
     """
     fn = getattr(travelling, "fn", travelling)
     check_travels(fn)
     imported = set() if file_is_imported else IMPORTED_WITH_SCHEMES
     with _by_value({getattr(fn, "__module__", None) or "__main__", *imported}):
         file = io.BytesIO()
-        _Pickler(file).dump(travelling)
+        try:
+            _Pickler(file, file_is_imported).dump(travelling)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            name = getattr(fn, "__name__", type(fn).__name__)
+            what = f"scheme '{name}': the function cannot be sent to other processes: {error}"
+            raise CannotTravel(f"{what}; make what it uses inside it, or a global of a file that it imports") from error
         return file.getvalue()
 
 
@@ -74,7 +99,7 @@ def without_annotations(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_travels(fn: Any) -> None:
-    """TypeError that names the variable, for a closure or global that no other process can have."""
+    """CannotTravel, which names the variable, for a closure or global that no other process can have."""
     code = getattr(fn, "__code__", None)
     if code is None:
         return
@@ -84,7 +109,7 @@ def check_travels(fn: Any) -> None:
     for name, value in used.items():
         kind = _untravelable(value)
         if kind:
-            raise TypeError(
+            raise CannotTravel(
                 f"scheme '{fn.__name__}': the function uses {name!r}, {kind}, which no other process has; "
                 "pass it as an input or take it from the mesh"
             )
