@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
@@ -102,9 +103,8 @@ class Rank:
     def _mesh(self, case: CaseSpec) -> MeshView:
         # Axes that a job flattened are their mesh's, which serves other jobs.
         self._permanent_groups |= {group for view in self._meshes.values() for group in flattened(view.device_mesh)}
-        for group in (
-            _groups() - self._permanent_groups
-        ):  # the last job's: they hold sockets, and only now has everybody left them
+        # The last jobs' groups hold sockets, and only now has everybody left them.
+        for group in _abandoned(list(_groups() - self._permanent_groups)):
             dist.destroy_process_group(group)
         shape = tuple(case.mesh.items())
         if shape not in self._meshes:
@@ -145,6 +145,36 @@ def rows_so_far() -> tuple[LedgerRow, ...]:
 
 def _groups() -> set[dist.ProcessGroup]:
     return set(dist.distributed_c10d._world.pg_map)
+
+
+def _abandoned(groups: list[Any]) -> list[dist.ProcessGroup]:
+    """Those that nobody can use any more: a function may keep a group in a global, as training code does.
+
+    No object outside torch's own tables refers to them, and no DeviceMesh, which has the names of its groups, does.
+    """
+    if not groups:
+        return []
+    tables = [table for table in vars(dist.distributed_c10d).values() if isinstance(table, dict)]
+    named = {name for each in gc.get_objects() if type(each) is DeviceMesh for name in _names_in(each)}
+    compared = [*groups, object()]  # the last is referred to by nothing but this list
+    groups.clear()
+    references = [sys.getrefcount(compared[i]) - _count_in(tables, compared[i]) for i in range(len(compared))]
+    return [
+        group
+        for group, count in zip(compared[:-1], references, strict=False)
+        if count == references[-1] and group.group_name not in named
+    ]
+
+
+def _count_in(tables: Sequence[dict[Any, Any]], group: object) -> int:
+    """How often torch's tables refer to a group: as a key, and in lists of groups."""
+    as_keys = sum(group in table for table in tables)
+    lists = [value for table in tables for value in table.values() if isinstance(value, list)]
+    return as_keys + sum(each is group for each_list in lists for each in each_list)
+
+
+def _names_in(mesh: DeviceMesh) -> Sequence[str]:
+    return getattr(mesh, "_dim_group_names", ())
 
 
 def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:

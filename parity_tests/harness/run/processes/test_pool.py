@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.failure import NotRun, Raised, RankFailure
@@ -91,6 +92,25 @@ def test_an_idle_pool_takes_no_processor_time_and_runs_again() -> None:
     time.sleep(1.0)
     assert processor_seconds(ranks) == before
     assert pool.run(total, case(2)).results == (1.0, 1.0) and pool._pools[2, "gloo"].pids == ranks
+
+
+KEPT: dict[str, Any] = {}
+
+
+def test_what_a_function_keeps_of_its_groups_serves_the_next_case() -> None:
+    def keeping(mesh: Any, case: CaseSpec) -> tuple[float, float, int]:
+        if not KEPT:
+            KEPT["group"] = dist.new_group([0, 1])
+            KEPT["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=("mine",))
+        dist.new_group([0, 1])  # what nobody keeps holds sockets, and is gone before the next case
+        x, y = torch.ones(1), torch.ones(1)
+        dist.all_reduce(x, group=KEPT["group"])
+        dist.all_reduce(y, group=KEPT["mesh"].get_group())
+        return x.item(), y.item(), len(dist.distributed_c10d._world.pg_map)
+
+    pool.renew(2)
+    first, second, third = (pool.run(keeping, case(2)).results for _ in range(3))
+    assert first == second == third and first[0][:2] == (2.0, 2.0)
 
 
 def test_groups_of_a_mesh_are_those_of_its_axes() -> None:
