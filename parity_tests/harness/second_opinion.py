@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.draw.choosers import seeded_chooser
 from parity_tests.harness.draw.drawing import another
 from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report
+from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, mesh_text
 from parity_tests.harness.run.failure import Deadlock, NotRun, Shared, Stalled, Unwaited
 from parity_tests.harness.run.protocol import disagreement
 from parity_tests.harness.verify_one_case import verify_case
@@ -71,14 +72,23 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
         return _not_repeated(report, reason or "its processes could not be started with this function")
     if isinstance(on_gloo.failure, Stalled) and not isinstance(report.failure, Stalled):
         return _not_repeated(report, "its processes stalled, as on a busy machine, which confirms nothing")
+    if on_gloo.verdict == report.verdict:
+        return replace(report, confirmed_on="gloo")
     if on_gloo.verdict != "equal":
-        return replace(
-            report, confirmed_on="gloo" if on_gloo.verdict == report.verdict else f"gloo ({on_gloo.verdict})"
-        )
+        return _not_repeated(report, f"it fails there in another way, {on_gloo.verdict}")
+    first_calls = {report.case: on_gloo}
     for case in _after_another_call(scheme, report.case, earlier):
         after = _on_fresh_gloo(scheme, case)
-        if after is not None and not after.ok:
+        if after is None or after.ok:
+            continue
+        first = without_other_calls(case)
+        if first not in first_calls:
+            first_calls[first] = _on_fresh_gloo(scheme, first)
+        as_first = first_calls[first]
+        if as_first is not None and as_first.ok:
             return _with_state_between_calls(scheme, report, after, engine)
+        if as_first is not None:  # gloo passes only what the case was shrunk to
+            return _of_another_case(report, as_first, as_first.case)
     if engine == "gloo" and not has_other_schemes:
         return report
     is_process_changed = engine == "gloo" or (has_other_schemes and _passes_in_fresh_process(scheme, report))
@@ -132,41 +142,53 @@ def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:
 
 
 def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | None) -> Iterator[CaseSpec]:
-    """The case that it was shrunk from, if that has another call; the case after such a call, or one of each kind."""
-    if set(OTHER_CALLS) & set(case.conditions) or scheme.module is not None:
+    """Cases after another call: that of the case which `case` was shrunk from, if it has one; then one of each kind."""
+    if scheme.module is not None:
         return
-    records = (
-        [] if earlier is None else [earlier.conditions[name] for name in OTHER_CALLS if name in earlier.conditions]
-    )
-    if earlier is None or earlier.mesh != case.mesh:
-        records.clear()
-    for is_of_the_same_shapes in (True, False):
-        choose = seeded_chooser(case.seed + 1)
-        other = another(scheme, case, case.scheme_mesh, choose, same_shapes=is_of_the_same_shapes)
-        records.append(record_of(other))
-    if earlier is not None and set(OTHER_CALLS) & set(earlier.conditions):
-        yield earlier.replace(
-            conditions={name: earlier.conditions[name] for name in OTHER_CALLS if name in earlier.conditions}
-        )
-        yield earlier
-    for record in records:
-        yield case.replace(conditions={**case.conditions, "call_before": record})
+    first_calls = [without_other_calls(case)]
+    if earlier is not None:
+        first_calls.append(earlier.replace(conditions={}))
+        calls = {name: earlier.conditions[name] for name in OTHER_CALLS if name in earlier.conditions}
+        if calls:
+            yield earlier.replace(conditions=calls)
+            yield earlier
+        if earlier.mesh == case.mesh:
+            yield from (_after(first_calls[0], record) for record in calls.values())
+    # What is kept may be equal by chance, as a count of few elements is: other values are drawn more than once.
+    for attempt, is_of_the_same_shapes in ((1, True), (2, False), (3, True), (4, True)):
+        for first in dict.fromkeys(first_calls):
+            choose = seeded_chooser(first.seed + attempt)
+            other = another(scheme, first, first.scheme_mesh, choose, same_shapes=is_of_the_same_shapes)
+            yield _after(first, record_of(other))
+
+
+def _after(case: CaseSpec, record: Any) -> CaseSpec:
+    return case.replace(conditions={**case.conditions, "call_before": record})
+
+
+def without_other_calls(case: CaseSpec) -> CaseSpec:
+    """The case as the first call."""
+    kept = {name: value for name, value in case.conditions.items() if name not in OTHER_CALLS}
+    return case.replace(conditions=kept)
 
 
 def _with_state_between_calls(scheme: Declared, report: Report, after: Report, engine: str) -> Report:
     """What the failing case of fresh processes shows, of the engine that was verified."""
-    case = after.case.replace(engine=engine)
     if "call_before" in scheme.excluded_conditions:
         return _without_verdict(report, f"{STATE_BETWEEN_CALLS}, which the scheme excludes")
+    shown = _of_another_case(report, after, after.case.replace(engine=engine))
+    return replace(shown, conditions_needed=True, state_between_calls=STATE_BETWEEN_CALLS)
+
+
+def _of_another_case(report: Report, failing: Report, case: CaseSpec) -> Report:
+    """The report of a case that fails in fresh processes in place of one that passes there."""
     of_all_examples = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
     return replace(
-        after,
+        failing,
         case=case,
         **of_all_examples,
-        meshes=report.meshes,
-        case_of_tensor={tensor.label: case for tensor in after.tensors},
-        conditions_needed=True,
-        state_between_calls=STATE_BETWEEN_CALLS,
+        meshes=(mesh_text(case.mesh),),
+        case_of_tensor={tensor.label: case for tensor in failing.tensors},
         confirmed_on="gloo",
     )
 

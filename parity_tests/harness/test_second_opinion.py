@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parity_tests import warm_python
 from parity_tests.harness import second_opinion
 from parity_tests.harness.declare.discover import schemes_of_file
-from parity_tests.harness.run.failure import Stalled
+from parity_tests.harness.run.failure import Raised, Stalled
 from parity_tests.harness.run.processes import pool
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.specimens.small_scheme import declared
@@ -112,6 +112,16 @@ def test_where_gloo_passes_the_engines_disagree(library, first, shardproof):
         scheme.verify(examples=2).raise_if_failed()
 
 
+def test_a_case_that_fails_otherwise_on_gloo_is_not_confirmed(monkeypatch):
+    (scheme,) = schemes_of_file(written("otherwise.py", WRONG))
+    before = verify_case(scheme, scheme.case(tp=2, b=2, dtype="float32"))
+    raised = replace(before, failure=Raised("raised KeyError", rank=0))
+    monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda *_: raised)
+    report = second_opinion.second_opinion(scheme, before)
+    assert (report.verdict, report.confirmed_on, report.engines_disagree) == ("mismatch", None, None)
+    assert "  not confirmed on gloo: it fails there in another way, raised" in str(report)
+
+
 CACHING = """
 import torch
 FIRST = {}
@@ -136,6 +146,45 @@ def test_state_that_the_function_keeps_between_calls_is_named_and_replayed(funct
     assert f"  {second_opinion.STATE_BETWEEN_CALLS}" in str(report).splitlines() and report.case.engine == "lockstep"
     alone = warm_python.run(report.replay)
     assert alone.returncode == 1, alone.stdout + alone.stderr
+
+
+COUNTING = """
+import torch.distributed as dist
+COUNTS = {}
+def counting(mesh, x):
+    if x.shape not in COUNTS:
+        COUNTS[x.shape] = x.detach().clamp(0, 1).sum()
+        dist.all_reduce(COUNTS[x.shape], group=mesh["tp"])
+    return x * COUNTS[x.shape]
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_state_that_is_equal_for_many_values_is_named_too(seed, first):
+    """A count of ones among zeros: the other call of the smallest case may have as many."""
+    more = "reference=lambda x: x * jnp.clip(jax.lax.stop_gradient(x), 0, 1).sum(), dtypes=('float32',)"
+    file = written("counting.py", COUNTING, f"import jax\ndeclare(counting, {more}, draw={{'x': values('normal')}})\n")
+    (scheme,) = schemes_of_file(file)
+    report = scheme.verify(seed=seed)
+    assert (report.verdict, report.engines_disagree) == ("mismatch", None), str(report)
+    assert f"  {second_opinion.STATE_BETWEEN_CALLS}" in str(report).splitlines()
+    assert not any("factor" in note or "rank" in note for notes in report.notes.values() for note in notes)
+
+
+def test_a_case_that_fails_before_it_is_shrunk_keeps_no_state(first, monkeypatch):
+    """Gloo passes what the case was shrunk to, and fails what it was before, as a first call too."""
+    (scheme,) = schemes_of_file(written("shrunk.py", WRONG))
+    record = {"call_before": {"dims": {"b": 2}, "layouts": {}, "lengths": {}, "values": {"x": {"kind": "normal"}}}}
+    small = verify_case(scheme, scheme.case(tp=2, b=2, dtype="float32"))
+    before = scheme.case(tp=2, b=4, dtype="float32").replace(conditions={"call_before": {**record, "seed": 1}})
+    passing = replace(small, tensors=())
+    failing = verify_case(scheme, scheme.case(tp=2, b=4, dtype="float32"))
+    monkeypatch.setattr(
+        second_opinion, "_on_fresh_gloo", lambda _, case: passing if case.dims == small.case.dims else failing
+    )
+    report = second_opinion.second_opinion(scheme, small, before)
+    assert (report.verdict, report.state_between_calls, report.confirmed_on) == ("mismatch", None, "gloo")
+    assert report.case == failing.case and report.meshes == ("tp=2",)
 
 
 def test_a_scheme_may_exclude_that_it_is_called_before(first):
