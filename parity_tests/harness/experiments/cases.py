@@ -38,9 +38,12 @@ def reports(
                 yield verify_case(scheme, case, wrap_program=wrap_program)
 
 
-def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> CaseSpec | None:
-    """The same mesh, dtype and options at larger sizes and another seed; `values` keeps the kinds of its values."""
-    new_case = _larger_case(scheme, case, case.scheme_mesh, seed)
+def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool, place: int = 0) -> CaseSpec | None:
+    """The same mesh, dtype and options at larger sizes and another seed; `values` keeps the kinds of its values.
+
+    `place` 0 is the largest of the first shapes, any other number that one of twice as many.
+    """
+    new_case = _larger_case(scheme, case, case.scheme_mesh, seed, place)
     if new_case is None:
         return None
     return new_case.replace(values=case.values if values else normal_values(scheme, new_case))
@@ -133,16 +136,19 @@ def normal_values(scheme: Declared, case: CaseSpec) -> dict[str, object]:
     }
 
 
-def _larger_case(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int) -> CaseSpec | None:
-    """The largest of some shapes that the mesh can shard, with whatever else a case has drawn from the seed."""
+def _larger_case(
+    scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int, place: int = 0
+) -> CaseSpec | None:
+    """One of the largest shapes that the mesh can shard, with whatever else a case has drawn from the seed."""
     shapes = [
         shape
-        for shape in size_choices.shapes(scheme, {}, [mesh], SHAPES_TRIED, case.options)
+        for shape in size_choices.shapes(scheme, {}, [mesh], SHAPES_TRIED * (1 if place == 0 else 2), case.options)
         if size_choices.compatible(scheme, shape, mesh, case.options) and math.prod(shape.values()) <= MAX_ELEMENTS
     ]
     if not shapes:
         return None
-    shape = max(shapes, key=lambda shape: (min([MIN_DIM_SIZE, *shape.values()]), math.prod(shape.values())))
+    shapes.sort(key=lambda shape: (min([MIN_DIM_SIZE, *shape.values()]), math.prod(shape.values())), reverse=True)
+    shape = shapes[min(place, len(shapes) - 1)]
     fixed = {**mesh, **shape, **case.options}
     new_case = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
     source = case if mesh == case.scheme_mesh else without_other_calls(case)

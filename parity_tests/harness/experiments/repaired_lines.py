@@ -2,11 +2,11 @@
 
 A gradient may be wrong though every collective is right, and the first collective of the backward is not to blame for
 being first. So the case, or a larger one that fails alike, is run again with one line repaired at a time (see
-run/lockstep/repair.py), and the line whose repair makes the tensor right is named; where there is none and a sum is
-missing, `unsummed_edges` looks for its place in the autograd graph. A wrong output is tried with SUM in
-place of AVG, or the reverse, at each line of the forward, in every failing case. An asynchronous collective is named
-as read before its wait where a tensor has fewer unexpected NaN without its poison, although it may stay wrong for
-another reason.
+run/lockstep/repair.py), and the line whose repair makes the tensor right, here and on another mesh, is named; where
+there is none and a sum is missing, `unsummed_edges` looks for its place in the autograd graph. A wrong output is tried
+with SUM in place of AVG, or the reverse, at each line of the forward, in every failing case. An asynchronous collective
+is named as read before its wait where a tensor has fewer unexpected NaN without its poison, although it may stay wrong
+for another reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.experiments import cases
 from parity_tests.harness.experiments.unsummed_edges import words_of_missing_sums
 from parity_tests.harness.explain.clues import FORWARD_EQUAL
-from parity_tests.harness.explain.note import CONTEXT, Note
+from parity_tests.harness.explain.note import CONTEXT, READ_TOO_EARLY, Note
 from parity_tests.harness.explain.places import NO_PATTERN, NOT_FINITE
 from parity_tests.harness.explain.sums import different_copies, missing_sum
 from parity_tests.harness.judge.compare import TensorComparison
@@ -51,7 +51,11 @@ def name_lines(
     if gradients and report.case.world > 1 and not _fails_on_one_rank(scheme, report, gradients):
         clearest = _clearest_failure(report, other_reports, gradients)
         repairs = list(_repairs(clearest.ledger.rows))
-        repair_of_label = _that_make_right(scheme, clearest, gradients, repairs)
+        repair_of_label = {
+            label: repair
+            for label, repair in _that_make_right(scheme, clearest, gradients, repairs).items()
+            if _is_right_on_another_mesh(scheme, report.case, label, repair)
+        }
         for label, repair in repair_of_label.items():
             by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {_words(repair)}", [repair.site])
         for axis in report.case.mesh:
@@ -64,7 +68,7 @@ def name_lines(
         by_label[label] = (*(other for other in by_label[label] if not other.startswith(NO_PATTERN)), note)
     if any(note.startswith(NOT_FINITE) for notes_of_tensor in notes.values() for note in notes_of_tensor):
         for label, site in _read_too_early(scheme, report).items():
-            by_label[label] = _extended(by_label[label], NOT_FINITE, f"; read before its wait: {site}", [site])
+            by_label[label] = _extended(by_label[label], NOT_FINITE, f"; {READ_TOO_EARLY}: {site}", [site])
     return by_label
 
 
@@ -147,6 +151,20 @@ def _is_right_elsewhere(scheme: Declared, case: CaseSpec, label: str, repair: Re
     """Whether the repaired function is right with masks that keep a half, and on another mesh."""
     derived = (cases.of_half_masks(scheme, case, 7), cases.on_another_mesh(scheme, case, 4))
     repaired = cases.reports(scheme, derived, under(repair))
+    return all(
+        report.failure is None and all(tensor.ok for tensor in report.tensors if tensor.label == label)
+        for report in repaired
+    )
+
+
+def _is_right_on_another_mesh(scheme: Declared, case: CaseSpec, label: str, repair: Repair) -> bool:
+    """Whether the repair is right there too, if there is another: where a group is too large, to omit the sum is not.
+
+    True of a single collective of a line, whose number is another there.
+    """
+    if repair.seq is not None:
+        return True
+    repaired = cases.reports(scheme, [cases.on_another_mesh(scheme, case, 4)], under(repair))
     return all(
         report.failure is None and all(tensor.ok for tensor in report.tensors if tensor.label == label)
         for report in repaired

@@ -15,7 +15,8 @@ from parity_tests.specimens.wrong_gradients import (
     summed,
     two_products_scheme,
 )
-from shardproof import mask, permutation, scheme, token_below, values
+from shardproof import ids, mask, permutation, scheme, token_below, values
+from torch_impl.collectives import all_reduce
 
 
 def declared(function, reference, inputs, outputs, **more):
@@ -219,6 +220,63 @@ def test_the_first_collective_of_the_backward_is_not_named_for_being_first():
     assert f"forward equal, gradient not: all_reduce #3 at {line} [bwd] is one too many" in report.notes["d/d w"]
 
 
+class SumOverTheWorld(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+
+def test_a_sum_that_another_mesh_needs_is_not_one_too_many():
+    """A group that is too large: where tp has one rank, to leave the sum out is right, and nowhere else."""
+    declaration = declared(
+        lambda mesh, x, w: SumOverTheWorld.apply(x) @ w.T, lambda x, w: x @ w.T,
+        {"x": "b/dp i tp=I", "w": "o/tp i dp=R"}, "b/dp o/tp", mesh={"dp": (1, 2), "tp": (1, 2)},
+        draw={"x": values("normal"), "w": values("normal")},
+    )  # fmt: skip
+    assert not any("one too many" in note for note in notes(declaration.verify()))
+
+
+def test_a_tensor_of_one_element_is_not_all_that_is_zero():
+    """The offset of a shard by its own width: the smallest case is of one row, the larger uneven ones are not zero."""
+
+    def embedded(mesh, ids, table):
+        start = mesh.rank("tp") * len(table)
+        is_here = (ids >= start) & (ids < start + len(table))
+        rows = table[(ids - start).clamp(0, max(len(table) - 1, 0))] if len(table) else table.sum() + 0.0
+        return all_reduce(torch.where(is_here[..., None], rows, 0.0), mesh["tp"], out="R")
+
+    declaration = declared(
+        embedded, lambda ids, table: table[ids], {"ids": "b s", "table": "v/tp:ragged d"}, "b s d tp=R",
+        draw={"ids": token_below("v"), "table": values("normal")}, reduction=("b", "s"),
+    )  # fmt: skip
+    assert not any(note.startswith(("output is zero", "gradient is zero")) for note in notes(declaration.verify()))
+
+
+def test_a_rank_of_which_no_label_counts_lacks_no_addend():
+    """The mean of the ranks' means: where a rank has no label to count, its mean is zero in the right function too."""
+
+    def mean_of_means(mesh, logits, labels):
+        of_rank = torch.nn.functional.cross_entropy(logits, labels.long(), ignore_index=-100, reduction="sum")
+        return of_rank / (labels != -100).sum().clamp(min=1) / mesh.size("dp")
+
+    def reference(logits, labels):
+        counts = labels != -100
+        of_tokens = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.where(counts, labels, 0)[:, None], 1)[:, 0]
+        return -jnp.where(counts, of_tokens, 0).sum() / jnp.maximum(counts.sum(), 1).astype(logits.dtype)
+
+    declaration = declared(
+        mean_of_means, reference, {"logits": "t/dp v", "labels": "t/dp"}, "dp=P", mesh={"dp": (1, 2, 4)},
+        draw={"logits": values("normal"), "labels": ids("v", ignore=-100)}, reduction=("t", "v"),
+    )  # fmt: skip
+    assert not any("gave only zeros" in note for note in notes(declaration.verify()))
+
+
 def test_a_backward_that_lacks_a_sum_is_named_by_the_collective_of_its_forward():
     def weighted(mesh, x, w):
         everybody = GatherWithoutSum.apply(x, mesh["tp"])
@@ -244,8 +302,9 @@ def test_a_buffer_that_was_read_too_early_is_named():
         return out
 
     declaration = declared(early, lambda x: 1.0 * x, "b tp=R", "b tp=I")
-    line = line_of(early, "work = ")
-    assert any(note.endswith(f"; read before its wait: all_reduce at {line}") for note in notes(declaration.verify()))
+    line, report = line_of(early, "work = "), declaration.verify(tp=1)
+    assert any(note.endswith(f"; read before its wait: all_reduce at {line}") for note in notes(report))
+    assert "one rank is enough" not in str(report)
 
 
 def test_a_nan_that_infinities_make_is_no_buffer_read_too_early():

@@ -35,7 +35,7 @@ from parity_tests.harness.verify_one_case import verify_case
 MIN_NEIGHBOURS = 4  # after which a case of which no wrong element is explained is a mismatch
 TIE = "tied inputs have no defined order or gradient; without ties the scheme passes"
 NO_FINITE_GRADIENT = "the reference has no finite gradient at these inputs, and libraries differ in what they put there"
-CHOICE = "the reference jumps as far within the rounding of its inputs"
+CHOICE = "the reference moves as far within the rounding of its inputs"
 
 
 def verify_or_undecided(scheme: Declared, case: CaseSpec) -> Report:

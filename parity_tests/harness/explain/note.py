@@ -21,6 +21,7 @@ ACROSS_SIZES = "across sizes"  # holds at other sizes and values, on the same me
 ACROSS_MESHES = "across meshes"  # holds on other meshes too
 ROUNDING = "rounding"  # in a wider dtype the error vanishes
 HYPOTHESES = (ACROSS_SIZES, ACROSS_MESHES, ROUNDING)
+READ_TOO_EARLY = "read before its wait"  # words of a note on an asynchronous collective
 
 
 class Note(Finding):

@@ -17,7 +17,7 @@ from parity_tests.harness.declare.conditions import LARGER_WORLD, how_to_exclude
 from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declared import Cost, Implementation
 from parity_tests.harness.declare.draws import EXTREME
-from parity_tests.harness.explain.note import Note
+from parity_tests.harness.explain.note import READ_TOO_EARLY, Note
 from parity_tests.harness.judge.compare import TensorComparison, index_text
 from parity_tests.harness.report.sentence import LINE, Sentence
 from parity_tests.harness.run.failure import RankFailure, Shared
@@ -108,7 +108,7 @@ class Report:
     replay: str | None = None
     replaced_replays: tuple[str, ...] = ()  # older replay files of the scheme, which are gone
     replay_error: str | None = None  # why there is no replay file
-    confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
+    confirmed_on: str | None = None  # the engine on which the case has the same verdict
     not_repeated: str | None = None  # why a failure on lockstep was not tried on gloo, or says nothing there
     engines_disagree: str | None = None  # why it fails here and passes on gloo in fresh processes
     shards: str | None = None  # the shard of each input on the rank that raised
@@ -317,7 +317,8 @@ class Report:
     def _hints(self) -> list[str]:
         """What the failing case shows by itself: that it needs no sharding, or which special values it has."""
         hints = []
-        if self.case.world == 1 and not all(tensor.ok for tensor in self.tensors):
+        is_read_too_early = any(READ_TOO_EARLY in note for notes in self.notes.values() for note in notes)
+        if self.case.world == 1 and not all(tensor.ok for tensor in self.tensors) and not is_read_too_early:
             so = "so called, " if self.conditions_needed and self.case.conditions else ""
             hints.append(
                 f"one rank is enough for it: {so}the function and its reference differ before anything is sharded"
