@@ -195,6 +195,19 @@ FINDINGS = (
         ("megatron_core/layers::column_parallel_linear_of_a_frozen_weight",),
     ),
     Finding(
+        "The fused cross entropy rounds the gradient of float32 logits to bfloat16",
+        "megatron-core",
+        "seen on 0.16.1",
+        "The backward of `fused_vocab_parallel_cross_entropy` ends with `grad_input.to(torch.bfloat16)`, whatever the "
+        "dtype of the logits. Of bfloat16 logits that is their own dtype; of float32 ones the loss is right to "
+        "float32's precision and the gradient to bfloat16's, a relative error of up to 2^-9 in each element. "
+        "`vocab_parallel_cross_entropy` is right in both dtypes. It is so on one rank too.",
+        "Leave `cross_entropy_loss_fusion` off where logits are float32.",
+        "megatron_fused_cross_entropy",
+        ("megatron_core/layers::fused_vocab_parallel_cross_entropy",),
+        kind="precision",
+    ),
+    Finding(
         "The mean cross entropy of sharded logits does not count tokens whose loss is zero",
         "colossalai",
         "seen on 0.5.0",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -139,11 +143,11 @@ def cross_entropy(logits: Any, target: Any, smoothing: float) -> Any:
     return -(1.0 - share) * picked - share * logprobs.mean(-1)
 
 
-def _declare_cross_entropy(smoothing: float) -> None:
+def _declare_cross_entropy(name: str, smoothing: float, function: Callable[..., torch.Tensor]) -> None:
     def loss(mesh: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return vocab_parallel_cross_entropy(logits.clone(), target, smoothing)
+        return function(logits.clone(), target)
 
-    loss.__name__ = "vocab_parallel_cross_entropy" + ("_smoothed" if smoothing else "")
+    loss.__name__ = name
     scheme(
         reference=lambda logits, target: cross_entropy(logits, target, smoothing),
         inputs={"logits": "s b v/tp", "target": "s b"},
@@ -156,5 +160,12 @@ def _declare_cross_entropy(smoothing: float) -> None:
     )(loss)
 
 
-for _smoothing in (0.0, 0.1):
-    _declare_cross_entropy(_smoothing)
+def fused(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return fused_vocab_parallel_cross_entropy(logits, target, parallel_state.get_tensor_model_parallel_group())
+
+
+_declare_cross_entropy("vocab_parallel_cross_entropy", 0.0, vocab_parallel_cross_entropy)
+_declare_cross_entropy(
+    "vocab_parallel_cross_entropy_smoothed", 0.1, partial(vocab_parallel_cross_entropy, label_smoothing=0.1)
+)
+_declare_cross_entropy("fused_vocab_parallel_cross_entropy", 0.0, fused)
