@@ -52,6 +52,10 @@ STATE_BETWEEN_CALLS = (
     "the function keeps state between calls: in fresh processes this case is equal as the first call and fails after "
     "another one"
 )
+PASSES_FRESH = (
+    "the case passes in fresh processes; those of a run serve all of its examples, of which one may have left what the "
+    "function keeps"
+)
 VERIFIED: set[str] = set()  # keys of the schemes of which this process has drawn cases
 
 
@@ -76,7 +80,20 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
         return replace(report, confirmed_on="gloo")
     if on_gloo.verdict != "equal":
         return _not_repeated(report, f"it fails there in another way, {on_gloo.verdict}")
-    first_calls = {report.case: on_gloo}
+    otherwise = _fails_otherwise(scheme, report, on_gloo, earlier)
+    if otherwise is not None:
+        return otherwise
+    if engine == "gloo" and not has_other_schemes:
+        return replace(report, not_repeated=PASSES_FRESH)
+    is_process_changed = engine == "gloo" or (has_other_schemes and _passes_in_fresh_process(scheme, report))
+    if isinstance(report.failure, Shared):
+        return _without_verdict(report, SHARES_NOTHING)
+    return _without_verdict(report, PROCESS_CHANGED if is_process_changed else PASSES_ON_GLOO)
+
+
+def _fails_otherwise(scheme: Declared, report: Report, on_gloo: Report, earlier: CaseSpec | None) -> Report | None:
+    """What fails in fresh processes, which pass the case: that after another call, or what it was shrunk from."""
+    first_calls: dict[CaseSpec, Report | None] = {report.case: on_gloo}
     for case in _after_another_call(scheme, report.case, earlier):
         after = _on_fresh_gloo(scheme, case)
         if after is None or after.ok:
@@ -86,15 +103,10 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
             first_calls[first] = _on_fresh_gloo(scheme, first)
         as_first = first_calls[first]
         if as_first is not None and as_first.ok:
-            return _with_state_between_calls(scheme, report, after, engine)
-        if as_first is not None:  # gloo passes only what the case was shrunk to
+            return _with_state_between_calls(scheme, report, after, report.case.engine)
+        if as_first is not None:
             return _of_another_case(report, as_first, as_first.case)
-    if engine == "gloo" and not has_other_schemes:
-        return report
-    is_process_changed = engine == "gloo" or (has_other_schemes and _passes_in_fresh_process(scheme, report))
-    if isinstance(report.failure, Shared):
-        return _without_verdict(report, SHARES_NOTHING)
-    return _without_verdict(report, PROCESS_CHANGED if is_process_changed else PASSES_ON_GLOO)
+    return None
 
 
 def _without_verdict(report: Report, reason: str) -> Report:

@@ -109,7 +109,7 @@ class Report:
     replaced_replays: tuple[str, ...] = ()  # older replay files of the scheme, which are gone
     replay_error: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine on which the case has the same verdict
-    not_repeated: str | None = None  # why a failure on lockstep was not tried on gloo, or says nothing there
+    not_repeated: str | None = None  # why a failure was not tried in fresh processes of gloo, or says nothing there
     engines_disagree: str | None = None  # why it fails here and passes on gloo in fresh processes
     shards: str | None = None  # the shard of each input on the rank that raised
     scalars: Mapping[str, float] = field(default_factory=dict)  # the value of each input without dims
@@ -146,7 +146,8 @@ class Report:
     def confirmation(self) -> str | None:
         """`confirmed on gloo, in fresh processes`, without the engine where it is the case's own; or why it is not."""
         if self.confirmed_on is None:
-            return self.not_repeated and f"not confirmed on gloo: {self.not_repeated}"
+            on_gloo = "" if self.case.engine == "gloo" else " on gloo"
+            return self.not_repeated and f"not confirmed{on_gloo}: {self.not_repeated}"
         on_engine = "" if self.confirmed_on == self.case.engine else f" on {self.confirmed_on},"
         return f"confirmed{on_engine} in fresh processes"
 
