@@ -31,6 +31,7 @@ from parity_tests.harness.run.processes.root_cause import DONE, RAISED, Outcome
 from torch_impl.collectives import MeshView
 
 BACKEND_TIMEOUT_S = 30  # a last resort, far longer than any of the harness's own limits
+MANY_GROUPS = 16  # of a function's own, each with sockets
 
 # key, function if new, the file to import before it, sys.path, case
 Job = tuple[str, bytes | None, str | None, Sequence[str], str]
@@ -154,6 +155,8 @@ def _abandoned(groups: list[Any]) -> list[dist.ProcessGroup]:
     """
     if not groups:
         return []
+    if len(groups) > MANY_GROUPS:  # what is kept by garbage in cycles
+        gc.collect()
     tables = [table for table in vars(dist.distributed_c10d).values() if isinstance(table, dict)]
     named = {name for each in gc.get_objects() if type(each) is DeviceMesh for name in _names_in(each)}
     compared = [*groups, object()]  # the last is referred to by nothing but this list
