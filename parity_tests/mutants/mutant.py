@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT, PatchedFile
+
+TOP_LEVEL = re.compile(rb"^[^\s)\]}#]", re.MULTILINE)  # where a statement of a module begins
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,12 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """What it is known by from one run to the next, as long as its file is the same up to there."""
-        text = (ROOT / self.file).read_bytes()[: self.stop]
-        identity = "\0".join((self.file, self.kind, str(self.start), self.new)).encode() + text
+        """What it is known by from one run to the next, as long as the function or class around it is the same."""
+        text = (ROOT / self.file).read_bytes()
+        starts = [match.start() for match in TOP_LEVEL.finditer(text)]
+        begin = max((start for start in starts if start <= self.start), default=0)
+        end = min((start for start in starts if start >= self.stop), default=len(text))
+        identity = "\0".join((self.file, self.kind, str(self.start - begin), self.new)).encode() + text[begin:end]
         return hashlib.sha256(identity).hexdigest()[:12]
 
     @property

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import itertools
-import random
 import re
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -43,19 +44,31 @@ def candidates() -> list[Mutant]:
 def sampled(count: int, seed: int, component: str = "") -> list[Mutant]:
     """So many mutants that change the bytecode, of each component in proportion to what it has, at least one.
 
-    The order is drawn too, so that a larger sample of the same seed begins with the smaller one of each component.
+    The order is drawn too, so that a larger sample of the same seed begins with the smaller one of each component. A
+    mutant's place in it follows from its line and function: a change of other lines leaves the sample as it was.
     """
-    rng, by_component = random.Random(seed), dict[str, list[Mutant]]()
+    by_component = dict[str, list[Mutant]]()
     for mutant in candidates():
         by_component.setdefault(mutant.component, []).append(mutant)
     total = sum(map(len, by_component.values()))
     chosen = []
     for name, each in sorted(by_component.items()):
-        rng.shuffle(each)
         if component in ("", name):
             share = count if component else max(1, round(count * len(each) / total))
-            chosen += itertools.islice(filter(changes_bytecode, each), share)
+            chosen += itertools.islice(filter(changes_bytecode, _in_drawn_order(each, seed)), share)
     return chosen
+
+
+def _in_drawn_order(mutants: Iterable[Mutant], seed: int) -> list[Mutant]:
+    """By a hash of each; of equal changes of equal lines in a function, their number tells them apart."""
+    before = Counter[str]()
+
+    def drawn(mutant: Mutant) -> bytes:
+        identity = f"{seed}\0{mutant.file}\0{mutant.symbol}\0{mutant.kind}\0{mutant.place}"
+        before[identity] += 1
+        return hashlib.sha256(f"{identity}\0{before[identity]}".encode()).digest()
+
+    return sorted(mutants, key=drawn)
 
 
 def changes_bytecode(mutant: Mutant) -> bool:

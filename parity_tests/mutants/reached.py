@@ -73,7 +73,10 @@ class TestReach:
 
 
 class Memory:
-    """What was found, by name in a JSON file, as long as production and the text that it was found of are the same."""
+    """What was found, by name in a JSON file, as long as the text that it was found of and what it runs are the same.
+
+    `found` of a scheme are lines by file of production; a file that is none of them cannot make it run another one.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self._production, self._lock = path, _production(), threading.Lock()
@@ -82,16 +85,18 @@ class Memory:
     def get(self, name: str, text: str) -> Any:
         """What was found, or None."""
         record = self._records.get(name)
-        return record["found"] if record is not None and record.get("stamp") == self._stamp(text) else None
+        if record is None or record.get("stamp") != _stamp(text):
+            return None
+        is_as_before = all(self._production.get(file) == stamp for file, stamp in record["files"].items())
+        return record["found"] if is_as_before else None
 
-    def put(self, name: str, text: str, found: Any) -> None:
+    def put(self, name: str, text: str, found: Any, files: Iterable[str]) -> None:
+        """Remember what was found of a text, and the files of production that it runs."""
+        stamps = {file: self._production[file] for file in files}
         with self._lock:
-            self._records[name] = {"stamp": self._stamp(text), "found": found}
+            self._records[name] = {"stamp": _stamp(text), "files": stamps, "found": found}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(self._records))
-
-    def _stamp(self, text: str) -> str:
-        return hashlib.sha256(f"{self._production}\0{text}".encode()).hexdigest()[:16]
 
 
 def of_schemes(memory: Memory, examples: int, workers: Workers, progress: Progress) -> dict[str, CaseReach]:
@@ -105,7 +110,7 @@ def of_schemes(memory: Memory, examples: int, workers: Workers, progress: Progre
     def find(keys: Sequence[str]) -> None:
         progress(f"lines of {', '.join(key.rpartition(':')[2] for key in keys)}")
         for key, masks in _masks(keys, examples, workers).items():
-            memory.put(key, texts[key], masks)
+            memory.put(key, texts[key], masks, masks)
 
     missing = [key for key, text in texts.items() if memory.get(key, text) is None]
     workers.each(find, [missing[i : i + SCHEMES_TOGETHER] for i in range(0, len(missing), SCHEMES_TOGETHER)])
@@ -151,7 +156,8 @@ def of_tests(memory: Memory, files: Iterable[Path], workers: Workers, progress: 
                 find([file])
         elif not workers.stopped.is_set():
             for file in together:
-                memory.put(_name(file), texts[file], _of_file(found or {}, _name(file)))
+                of_file = _of_file(found or {}, _name(file))
+                memory.put(_name(file), texts[file], of_file, _files_of(of_file))
 
     missing = [file for file, text in texts.items() if memory.get(_name(file), text) is None]
     workers.each(find, [missing[i : i + TOGETHER] for i in range(0, len(missing), TOGETHER)])
@@ -187,6 +193,11 @@ def _of_file(found: dict[str, Any], file: str) -> dict[str, Any]:
     return {"tests": tests, "collected": lines.get(COLLECTED + file, {})}
 
 
+def _files_of(found: dict[str, Any]) -> set[str]:
+    """The files of production that a file of tests runs."""
+    return {file for lines in (found["collected"], *(test["lines"] for test in found["tests"])) for file in lines}
+
+
 def _united(many: Iterable[Lines]) -> Lines:
     united: dict[str, set[int]] = {}
     for lines in many:
@@ -199,7 +210,10 @@ def _name(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
-def _production() -> str:
-    """A stamp of production's text."""
-    files = sorted((ROOT / PRODUCTION).rglob("*.py"))
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+def _production() -> dict[str, str]:
+    """A stamp of each file of production."""
+    return {_name(file): _stamp(file.read_text()) for file in (ROOT / PRODUCTION).rglob("*.py")}
+
+
+def _stamp(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -3,6 +3,7 @@
 import ast
 import gc
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 from parity_tests import warm_python
 from parity_tests.injected_bugs.injected_bug import ROOT
 from parity_tests.mutants import equivalents, page, places
+from parity_tests.mutants import mutant as mutant_module
 from parity_tests.mutants.by_tests import CAP_S, Failure, TestRuns, reaching, tree_of
 from parity_tests.mutants.drawn import AT_IMPORT, DrawnCases
 from parity_tests.mutants.journal import Journal, Outcome
@@ -118,6 +120,24 @@ def test_a_sample_repeats_and_has_each_component():
     assert [mutant.key for mutant in sample] == [mutant.key for mutant in places.sampled(24, 3)]
     assert {mutant.component for mutant in sample} == {mutant.component for mutant in places.candidates()}
     assert {mutant.component for mutant in places.sampled(4, 3, "layouts")} == {"layouts"}
+
+
+def test_a_change_of_other_lines_leaves_sample_and_outcomes_as_they_were(monkeypatch, tmp_path):
+    def named(root):
+        monkeypatch.setattr(places, "ROOT", root)
+        monkeypatch.setattr(mutant_module, "ROOT", root)
+        sample = places.sampled(60, 0, "collectives")
+        return {(mutant.file, mutant.symbol, mutant.place): mutant.key for mutant in sample}
+
+    shutil.copytree(ROOT / "torch_impl" / "collectives", tmp_path / "torch_impl" / "collectives")
+    before = named(ROOT)
+    plain = tmp_path / PLAIN
+    plain.write_text(plain.read_text().replace(RETURNED, f"x = x\n    {RETURNED}"))
+    after = named(tmp_path)
+    assert len(before.keys() & after.keys()) >= len(before) - 1
+    assert {symbol for (_, symbol, _), _ in before.items() & after.items()} > {"all_reduce_max"}
+    other_keys = {place for place in before.keys() & after.keys() if before[place] != after[place]}
+    assert {symbol for _, symbol, _ in other_keys} == {"all_reduce_sum"}
 
 
 def test_what_runs_at_import_is_judged_by_what_uses_it():
@@ -248,9 +268,14 @@ def test_workers_hand_out_tasks_in_turn_and_end_what_runs_when_one_raises():
 def test_what_is_reached_is_remembered_while_the_text_is_the_same():
     memory = Memory(Path("lines.json"))
     assert memory.get("a", "text") is None
-    memory.put("a", "text", {PLAIN: {"2": 0b100}})
+    memory.put("a", "text", {PLAIN: {"2": 0b100}}, [PLAIN])
     reach = CaseReach(Memory(Path("lines.json")).get("a", "text"))
     assert memory.get("a", "another text") is None
+    other = Memory(Path("lines.json"))
+    other._production["torch_impl/collectives/lengths.py"] = "changed"
+    assert other.get("a", "text") is not None  # which it does not run
+    other._production[PLAIN] = "changed"
+    assert other.get("a", "text") is None
     assert (reach.cases(PLAIN, [2]), reach.cases(PLAIN, [1])) == ([2], [])
 
 
