@@ -35,6 +35,7 @@ from torch_impl.contract import (
     ShardedInt,
     contract,
     contract_of,
+    is_integer,
     read_contract,
     spec_line,
     type_name,
@@ -299,3 +300,19 @@ def test_a_list_that_must_not_be_empty():
         stages.validate("f", "x", [], {})
     with pytest.raises(TypeError, match=r"^f: x\[0\] is an int; pass a Tensor$"):
         stages.validate("f", "x", [1], {})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.uint8, True),
+        (torch.int16, True),
+        (torch.int64, True),
+        (torch.bool, False),
+        (torch.float8_e4m3fn, False),
+        (torch.bfloat16, False),
+        (torch.complex64, False),
+    ],
+)
+def test_which_tensors_are_of_integers(dtype, expected):
+    assert is_integer(torch.zeros(1, dtype=dtype)) is expected

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.context_parallel.batch_layout import BatchLayout
 from torch_impl.context_parallel.kinds import Batch, require_tensor
-from torch_impl.contract import contract, dtype_name
+from torch_impl.contract import contract, dtype_name, is_integer
 from torch_impl.layouts import TokenLayout
 
 FUNCTION = "context_parallel.thd"
@@ -239,15 +239,16 @@ def _flatten_rows(name: str, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of a batch, on the host: sequence i has `real[i]` tokens in a slot of `padded[i]`.
+    """The slots of a batch, on the host: `runs[i]` is the real tokens of slot i and its padding, `padded[i]` their sum.
 
-    There are `rows` rows of `size` tokens, and the slots of a row, `counts` of them, fill it. `prefix_of[i]` is the
-    sequence that i continues, or -1; it is None where the batch says nothing of prefixes.
+    There are `rows` rows of `size` tokens, which their slots fill; the entries of the tables of lengths that `is_slot`
+    marks are these slots. `prefix_of[i]` is the sequence that i continues, or -1; it is None where the batch says
+    nothing of prefixes.
     """
 
-    real: Int64[np.ndarray, " q"]
+    runs: Int64[np.ndarray, "q 2"]
     padded: Int64[np.ndarray, " q"]
-    counts: Int64[np.ndarray, " rows"]
+    is_slot: Bool[np.ndarray, "rows entries"]
     rows: int
     size: int
     prefix_of: Int64[np.ndarray, " q"] | None = None
@@ -259,30 +260,31 @@ class Slots:
     @cached_property
     def sums(self) -> Int64[np.ndarray, "2 offsets"]:
         """Offsets of the slots in the stream of all rows, and the sums of real lengths."""
-        sums = np.zeros((2, len(self.real) + 1), dtype=np.int64)
-        self.padded.cumsum(out=sums[0, 1:])
-        self.real.cumsum(out=sums[1, 1:])
+        sums = np.zeros((2, len(self.padded) + 1), dtype=np.int64)
+        np.add.accumulate(self.padded, out=sums[0, 1:])
+        np.add.accumulate(self.runs[:, 0], out=sums[1, 1:])
         return sums
 
     @property
     def padding_mask(self) -> Bool[Tensor, " total"]:
         """True at the positions of the stream that are padding: slot by slot, real tokens and then padding."""
-        runs = np.empty((len(self.real), 2), dtype=np.int64)
-        runs[:, 0] = self.real
-        np.subtract(self.padded, self.real, out=runs[:, 1])
-        is_padding = np.zeros(runs.shape, dtype=bool)
-        is_padding[:, 1] = True
-        return torch.from_numpy(is_padding.ravel().repeat(runs.ravel()))
+        is_padding = np.zeros(self.runs.size, dtype=bool)
+        is_padding[1::2] = True
+        return torch.from_numpy(is_padding.repeat(self.runs.ravel()))
 
     def tables(self, chunks: int, fill: int) -> dict[str, Int32[np.ndarray, "chunks *offsets"]]:
         """For each chunk, what `Stream.tables` has of it; offsets and prefixes are filled at their end."""
         # 1. The slots of each chunk: from one bound to the next.
-        ends = [0, *self.counts.cumsum().tolist()]
-        chunk_slots = list(pairwise(ends[chunk * (self.rows // chunks)] for chunk in range(chunks + 1)))
+        ends = self.is_slot.reshape(chunks, -1).sum(1).cumsum().tolist() if chunks > 1 else [len(self.padded)]
+        chunk_slots = list(pairwise([0, *ends]))
         # 2. Their offsets, from 0 in each chunk.
-        by_table = np.full((2, chunks, 1 + max(end - start for start, end in chunk_slots)), fill, dtype=np.int32)
-        for chunk, (start, end) in enumerate(chunk_slots):
-            by_table[:, chunk, : end + 1 - start] = self.sums[:, start : end + 1] - self.sums[:, start : start + 1]
+        if chunks == 1:  # nothing to subtract or to fill
+            by_table = self.sums[:, None].astype(np.int32)
+        else:
+            by_table = np.full((2, chunks, 1 + max(end - start for start, end in chunk_slots)), fill, dtype=np.int32)
+            for chunk, (start, end) in enumerate(chunk_slots):
+                sums = self.sums[:, start : end + 1]
+                by_table[:, chunk, : sums.shape[1]] = sums - sums[:, :1]
         longest = [self.padded[start:end].max(initial=0) for start, end in chunk_slots]
         tables = {
             "cu_seqlens": by_table[1],
@@ -306,27 +308,38 @@ def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size:
     """
     # 1. Both tables as int64 on the host, by one copy. Fill cannot be a length, so an entry is one or the other.
     for name, lengths in (("seq_lens", seq_lens), ("seq_lens_padded", seq_lens_padded)):
-        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        if not is_integer(lengths):
             raise TypeError(f"{FUNCTION}: {name} is {dtype_name(lengths)}; lengths are integers")
     if problem := _table_problem(seq_lens, seq_lens_padded, rows, fill):
         raise ValueError(f"{FUNCTION}: {problem}")
-    real, padded = torch.stack([seq_lens.long(), seq_lens_padded.long()]).cpu().numpy()
+    real, padded = _on_host(seq_lens, seq_lens_padded)
     # 2. The slots, and the tail of each row: what they leave of it.
     is_slot = real != fill
-    lengths, slots, counts = real[is_slot], padded[is_slot], is_slot.sum(1)
+    slots = padded[is_slot]
+    runs = np.empty((len(slots), 2), dtype=np.int64)
+    runs[:, 0] = real[is_slot]
+    np.subtract(slots, runs[:, 0], out=runs[:, 1])
     tail = size - padded.sum(1, where=is_slot)
-    has_tail = bool(tail.any())
-    # Where all lengths of slots are 0 or more, none of them is fill.
-    fits = lengths.min(initial=0) >= 0 and (slots - lengths).min(initial=0) >= 0
-    fits = fits and np.count_nonzero(padded == fill) == real.size - len(lengths)
-    if not fits or (has_tail and ((tail < 0) | ((tail > 0) & (counts == 0))).any()):
+    # Where no run is negative, no length of a slot is, and so none is fill.
+    fits = runs.min(initial=0) >= 0 and np.count_nonzero(padded == fill) == real.size - len(slots)
+    has_slots = is_slot.any(1) if np.count_nonzero(tail) else None  # None where the slots fill every row
+    if not fits or (has_slots is not None and ((tail < 0) | ((tail > 0) & ~has_slots)).any()):
         problem = next(_length_problems(real, padded, is_slot, tail, fill, size))
         raise ValueError(f"{FUNCTION}: {problem}")
     # 3. The last slot of each row grows by the tail.
-    if has_tail:
-        has_slots = counts > 0  # a row without has no tail
-        slots[counts.cumsum()[has_slots] - 1] += tail[has_slots]
-    return Slots(lengths, slots, counts, rows, size)
+    if has_slots is not None:
+        last, added = is_slot.sum(1).cumsum()[has_slots] - 1, tail[has_slots]  # a row without slots has no tail
+        slots[last] += added
+        runs[last, 1] += added
+    return Slots(runs, slots, is_slot, rows, size)
+
+
+def _on_host(a: Tensor, b: Tensor) -> tuple[Int64[np.ndarray, "b q"], Int64[np.ndarray, "b q"]]:
+    """Two tables of one shape as int64 on the host: of a CPU as they are stored, of a device by one copy."""
+    if a.is_cpu and b.is_cpu:
+        return a.long().numpy(), b.long().numpy()
+    on_host = torch.stack([a.long(), b.long()]).cpu().numpy()
+    return on_host[0], on_host[1]
 
 
 def require_layout(function: str, batch: Mapping[str, Any], is_returned: bool) -> None:
@@ -343,12 +356,12 @@ def _prefixes_of_stream(prefix_of: Any, seq_lens: Tensor, fill: int) -> Int64[np
             prefix that is no earlier sequence of its row.
     """
     require_tensor(FUNCTION, PREFIXES, prefix_of)
-    if prefix_of.is_floating_point() or prefix_of.is_complex() or prefix_of.dtype == torch.bool:
+    if not is_integer(prefix_of):
         raise TypeError(f"{FUNCTION}: {PREFIXES} is {dtype_name(prefix_of)}; it has numbers of sequences, or -1")
     if prefix_of.shape != seq_lens.shape:
         shapes = f"{PREFIXES} is {list(prefix_of.shape)}, seq_lens is {list(seq_lens.shape)}"
         raise ValueError(f"{FUNCTION}: {shapes}; give one for each sequence, -1 for none")
-    real, parents = torch.stack([seq_lens.long(), prefix_of.long()]).cpu().numpy()
+    real, parents = _on_host(seq_lens, prefix_of)
     # Fill may stand between sequences: `number` counts those before an entry, and a prefix is an entry that is none.
     is_slot = real != fill
     number = is_slot.ravel().cumsum().reshape(is_slot.shape) - 1

@@ -50,10 +50,11 @@ if TYPE_CHECKING:
     from torch_impl.contract.tensor_kinds import ShardedIds as ShardedIds
     from torch_impl.contract.tensor_kinds import ShardedInt as ShardedInt
     from torch_impl.contract.tensor_kinds import dtype_name as dtype_name
+    from torch_impl.contract.tensor_kinds import is_integer as is_integer
 
 _OF_TENSORS = (
     *("Device", "Dtype", "Group", "Mesh", "Module", "Sharded", "ShardedAny", "ShardedBool", "ShardedIds", "ShardedInt"),
-    "dtype_name",
+    *("dtype_name", "is_integer"),
 )
 
 

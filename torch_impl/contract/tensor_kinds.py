@@ -25,6 +25,12 @@ def dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
+def is_integer(x: Tensor) -> bool:
+    """Whether the elements of tensor `x` are integers; those of a bool are not."""
+    dtype = x.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
 def _is_dtensor(x: Tensor) -> bool:
     """Whether x is a DTensor, whose module takes a second to import: without it there is none."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from torch_impl.contract import contract, dtype_name, type_name
+from torch_impl.contract import contract, dtype_name, is_integer, type_name
 
 # Of equal length. Layouts that are not listed take any size; packed has its rule per sequence, in `validate_offsets`.
 CHUNKS_PER_RANK = {"contiguous": 1, "striped": 1, "dual_chunk_swap": 2}
@@ -164,7 +164,7 @@ def check_row(name: str, offsets: Tensor) -> None:
 
 
 def _check_integers(name: str, offsets: Tensor) -> None:
-    if offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
+    if not is_integer(offsets):
         raise TypeError(f"{name}: dtype is {dtype_name(offsets)}; offsets are integers")
 
 

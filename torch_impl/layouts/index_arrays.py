@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
 
-from torch_impl.contract import contract, dtype_name
+from torch_impl.contract import contract, dtype_name, is_integer
 from torch_impl.layouts.divisibility import check_divisible, first, offsets_of, validate_offsets
 
 _REMEDY = "pass a tensor of positions for each rank"
@@ -284,7 +284,7 @@ def _validate_shards(positions: Iterable[Tensor]) -> list[Tensor]:
         label = f"layouts.inverse: positions[{r}] is"
         if not isinstance(shard, Tensor):
             raise TypeError(f"{label} a {type(shard).__name__}; {_REMEDY}")
-        if shard.is_floating_point() or shard.is_complex() or shard.dtype == torch.bool:
+        if not is_integer(shard):
             raise TypeError(f"{label} {dtype_name(shard)}; positions are integers")
         if shard.ndim != 1:
             raise ValueError(f"{label} {list(shard.shape)}; positions are one row for each rank")
