@@ -26,7 +26,7 @@ Exit status:
 
 
 def main(
-    count: Annotated[int, typer.Option(min=1, help="Mutants, of each component in proportion.")] = 1060,
+    count: Annotated[int, typer.Option(min=1, help="Mutants, of each component in proportion.")] = 1120,
     seed: Annotated[int, typer.Option(min=0, help="Another number draws others.")] = 0,
     component: Annotated[str, typer.Option(help="Mutants of this folder of torch_impl alone.")] = "",
     examples: Annotated[int, typer.Option(min=1, help="Drawn cases of each scheme.")] = 40,
