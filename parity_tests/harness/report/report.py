@@ -321,9 +321,8 @@ class Report:
         is_read_too_early = any(READ_TOO_EARLY in note for notes in self.notes.values() for note in notes)
         if self.case.world == 1 and not all(tensor.ok for tensor in self.tensors) and not is_read_too_early:
             so = "so called, " if self.conditions_needed and self.case.conditions else ""
-            hints.append(
-                f"one rank is enough for it: {so}the function and its reference differ before anything is sharded"
-            )
+            differ = "the function and its reference differ before anything is sharded"
+            hints.append(f"one rank is enough for it: {so}{differ}")
         # Values do not let a rank hang or end its process; what a function raises may depend on them.
         extreme = drawn_kinds(self.case, EXTREME) if self.failure is None or self.failure.cause == "raised" else {}
         if self.values_to_avoid:

@@ -12,5 +12,5 @@ for ranks in (1, 2):
     for smoothing in (0.0, 0.1):
         shard = logits.chunk(ranks, -1)[rank % ranks].clone()
         loss = tensor_parallel.vocab_parallel_cross_entropy(shard, target, smoothing).item()
-        print(f"rank {rank} of tp={ranks}, label_smoothing={smoothing}: loss {loss:.4f}", flush=True)
+        print(f"rank {rank} of tp={ranks}, label_smoothing={smoothing}: loss {loss:.4f}\n", end="", flush=True)
 dist.destroy_process_group()
