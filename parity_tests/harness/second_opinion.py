@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.conditions import OTHER_CALLS, record_of
+from parity_tests.harness.declare.conditions import OTHER_CALLS, record_of, without_other_calls
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.draw.choosers import seeded_chooser
@@ -176,12 +176,6 @@ def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | No
 
 def _after(case: CaseSpec, record: Any) -> CaseSpec:
     return case.replace(conditions={**case.conditions, "call_before": record})
-
-
-def without_other_calls(case: CaseSpec) -> CaseSpec:
-    """The case as the first call."""
-    kept = {name: value for name, value in case.conditions.items() if name not in OTHER_CALLS}
-    return case.replace(conditions=kept)
 
 
 def _with_state_between_calls(scheme: Declared, report: Report, after: Report, engine: str) -> Report:
