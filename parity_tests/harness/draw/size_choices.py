@@ -16,7 +16,7 @@ from parity_tests.harness.declare.dim_formulas import complete_dims, names_in
 from parity_tests.harness.declare.spec import Dim, Sharding
 from parity_tests.harness.draw import custom_layout
 
-LOCAL = (1, 2, 3, 5, 8)
+LOCAL = (2, 3, 5, 8, 1)  # what a rank has of a dim; of 1, much is equal whatever the function does
 TURNS = len(LOCAL) ** 2  # later rounds give few new shapes
 SEARCHED = 4096  # combinations of sizes tried for an `assume`
 FACTORS = range(1, 65)  # tried on dims in formulas until what follows from them can be sharded
@@ -43,8 +43,8 @@ def shapes(
 ) -> list[dict[str, int]]:
     """At most `limit` shapes, simplest first, with at least one for every mesh.
 
-    A round takes local sizes (1, ...), then (2, 3, ...) and so on; inside a round each mesh may add the shape that
-    these local sizes give it. Where there are too many meshes for that, the units of all are joined. A shape that
+    The first has local sizes (1, ...) on the first mesh. A round then takes (2, 3, 5, ...), (3, 5, 8, ...) and so on;
+    inside a round each mesh may add the shape that these local sizes give it. Where there are too many meshes for that, the units of all are joined. A shape that
     custom layouts or `assume` reject on every mesh is left out, unless there is no other. Where sizes follow
     from the mesh, each mesh has shapes of its own.
     """
@@ -66,7 +66,7 @@ def shapes(
     offered: list[dict[str, int]] = []
     chosen: list[dict[str, int]] = []
     for turn in range(TURNS):
-        for unit in units:
+        for unit in units if turn else units[:1]:
             shape = _shape(scheme, fixed, unit, turn)
             if shape is None or shape in offered:
                 continue
@@ -219,7 +219,7 @@ def _shape(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], 
                 return None
             shape[name] = fitting[(turn + index * (turn > 0) + index * (turn // len(fitting))) % len(fitting)]
         else:
-            shift = turn + 2 * index + (turn // len(LOCAL)) * (index + 1)
+            shift = turn - 1 + index + (turn // len(LOCAL)) * (index + 1)
             shape[name] = step * (LOCAL[shift % len(LOCAL)] if turn else 1) + (name in _offsets_dims(scheme))
     return _tied(scheme, fixed, unit, shape)
 
