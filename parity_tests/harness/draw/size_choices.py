@@ -40,17 +40,23 @@ def shapes(
     tried: Sequence[Mapping[str, int]],
     limit: int,
     options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    with_smallest: bool = True,
 ) -> list[dict[str, int]]:
     """At most `limit` shapes, simplest first, with at least one for every mesh.
 
-    The first has local sizes (1, ...) on the first mesh. A round then takes (2, 3, 5, ...), (3, 5, 8, ...) and so on;
-    inside a round each mesh may add the shape that these local sizes give it. Where there are too many meshes for that, the units of all are joined. A shape that
-    custom layouts or `assume` reject on every mesh is left out, unless there is no other. Where sizes follow
-    from the mesh, each mesh has shapes of its own.
+    The first, `with_smallest`, has local sizes (1, ...) on the first mesh. A round then takes (2, 3, 5, ...), the next
+    one (3, 5, 8, ...) and so on; inside a round each mesh may add the shape that these local sizes give it. Where there
+    are too many meshes for that, the units of all are joined. A shape that custom layouts or `assume` reject on every
+    mesh is left out, unless there is no other. Where sizes follow from the mesh, each mesh has shapes of its own.
     """
     if scheme.depends_on_mesh and not all(axis in fixed for axis in scheme.mesh):
         each = max(limit // max(len(tried), 1), 1)
-        return [shape for mesh in tried for shape in shapes(scheme, {**fixed, **mesh}, [mesh], each, options)]
+        return [
+            shape
+            for number, mesh in enumerate(tried)
+            for shape in shapes(scheme, {**fixed, **mesh}, [mesh], each, options, with_smallest=number == 0)
+        ]
     # 1. What sizes must be multiples of, on each mesh; with too many meshes, one unit that serves all of them.
     is_tried = bool(scheme.layouts or scheme.assume)
 
@@ -66,7 +72,7 @@ def shapes(
     offered: list[dict[str, int]] = []
     chosen: list[dict[str, int]] = []
     for turn in range(TURNS):
-        for unit in units if turn else units[:1]:
+        for unit in units if turn else units[:with_smallest]:
             shape = _shape(scheme, fixed, unit, turn)
             if shape is None or shape in offered:
                 continue
