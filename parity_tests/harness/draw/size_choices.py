@@ -16,7 +16,7 @@ from parity_tests.harness.declare.dim_formulas import complete_dims, names_in
 from parity_tests.harness.declare.spec import Dim, Sharding
 from parity_tests.harness.draw import custom_layout
 
-LOCAL = (2, 3, 5, 8, 1)  # what a rank has of a dim; of 1, much is equal whatever the function does
+LOCAL = (2, 3, 5, 1, 8)  # what a rank has of a dim; of 1, much is equal whatever the function does
 TURNS = len(LOCAL) ** 2  # later rounds give few new shapes
 SEARCHED = 4096  # combinations of sizes tried for an `assume`
 FACTORS = range(1, 65)  # tried on dims in formulas until what follows from them can be sharded
