@@ -46,7 +46,7 @@ def shapes(
     """At most `limit` shapes, simplest first, with at least one for every mesh.
 
     The first, `with_smallest`, has local sizes (1, ...) on the first mesh. A round then takes (2, 3, 5, ...), the next
-    one (3, 5, 8, ...) and so on; inside a round each mesh may add the shape that these local sizes give it. Where there
+    one (3, 5, 1, ...) and so on; inside a round each mesh may add the shape that these local sizes give it. Where there
     are too many meshes for that, the units of all are joined. A shape that custom layouts or `assume` reject on every
     mesh is left out, unless there is no other. Where sizes follow from the mesh, each mesh has shapes of its own.
     """
