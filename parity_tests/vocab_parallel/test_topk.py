@@ -53,7 +53,7 @@ def logits_at_each(logits, ids):
     inputs={"logits": "b f/cp:dual_chunk_swap v/tp:ragged", "ids": "b s k"},
     outputs="b s k tp=I cp=R",
     draw={"ids": ids("v", ignore=-100)},
-    dims={"k": (1, 2, 3, 8, 0), "f": "s+e", "e": (0, 1, 2, 3)},
+    dims={"k": (1, 2, 3, 0, 8), "f": "s+e", "e": (0, 1, 2, 3, 5)},
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
     cost=lambda c: Cost(
