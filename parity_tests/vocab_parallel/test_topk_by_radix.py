@@ -2,6 +2,7 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec
-from torch_impl.vocab_parallel.filter_bounds import Candidates
+from shardproof import CaseSpec, check_cases, scheme
+from torch_impl.collectives import accumulator
+from torch_impl.vocab_parallel.filter_bounds import Candidates, _entries_elsewhere
 from torch_impl.vocab_parallel.radix_selection import (
     LargestOnCpu,
     ListedWeights,
@@ -143,3 +145,43 @@ def test_a_round_for_each_byte_and_none_without_a_group(dtype, rounds):
     assert sent == [256 * room.itemsize] * rounds
     alone, above = last_kept(counts(), low, room, None)
     assert (alone.item(), above.item()) == (5.0, 2.0)
+
+
+# On other devices than a CPU the columns are listed by plain operations, which a CPU runs as well.
+
+
+@scheme(
+    reference=lambda logits, k: jnp.sort(logits, -1)[:, logits.shape[-1] - k],
+    mesh={"dp": (1, 2)},
+    inputs={"logits": "n/dp v"},
+    outputs="n/dp",
+    dims={"v": (16, 40, 9)},
+    options={"k": (1, 2, 3, 5)},
+    rank_options={"chunk_size": (None, 1, 2)},
+    nograd=("logits",),
+    dtypes=("float32", "bfloat16", "float64", "float16"),
+)
+def kth_largest_by_groups(mesh, logits, k, chunk_size):
+    """The k-th largest is found among the columns that reach the k-th largest of the groups' maxima."""
+    low = logits.new_full((len(logits),), -math.inf, dtype=accumulator(logits.dtype))
+    weights = ListedWeights(_listed_above(logits[None], k, chunk_size, low), one_each)
+    return last_kept(weights, low, torch.full_like(low, k), None)[0].to(logits.dtype)
+
+
+@scheme(
+    reference=lambda logits, low, high: jnp.where((logits >= low[:, None]) & (logits <= high[:, None]), logits, 0),
+    mesh={"dp": (1, 2)},
+    inputs={"logits": "n/dp v", "low": "n/dp", "high": "n/dp"},
+    outputs="n/dp v",
+    nograd=("logits", "low", "high"),
+    dtypes=("float32", "bfloat16", "float64"),
+)
+def entries_between_bounds(mesh, logits, low, high):
+    """Entries name the rows, the columns and the values of what lies between the bounds of its row."""
+    rows, columns, chosen = _entries_elsewhere(logits, low, high)
+    return torch.zeros_like(logits).index_put_((rows.long(), columns.long()), chosen)
+
+
+@pytest.mark.parametrize("declared", [kth_largest_by_groups, entries_between_bounds], ids=lambda d: d.name)
+def test_parity_of_lists(declared):
+    check_cases(declared, 40)
