@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import OTHER_CALLS, record_of, without_other_calls
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import TABLE
+from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.choosers import seeded_chooser
-from parity_tests.harness.draw.drawing import another
+from parity_tests.harness.draw.drawing import another, draw_case
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, mesh_text
 from parity_tests.harness.run.failure import Deadlock, NotRun, Shared, Stalled, Unwaited
@@ -55,6 +57,10 @@ STATE_BETWEEN_CALLS = (
 PASSES_FRESH = (
     "the case passes in fresh processes; those of a run serve all of its examples, of which one may have left what the "
     "function keeps"
+)
+AFTER_AN_EXAMPLE = (
+    "the case passes in a fresh process, on lockstep too: an example before it has left what the function keeps (a "
+    "cache, a buffer, a counter)"
 )
 VERIFIED: set[str] = set()  # keys of the schemes of which this process has drawn cases
 
@@ -85,10 +91,14 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
         return otherwise
     if engine == "gloo" and not has_other_schemes:
         return replace(report, not_repeated=PASSES_FRESH)
-    is_process_changed = engine == "gloo" or (has_other_schemes and _passes_in_fresh_process(scheme, report))
     if isinstance(report.failure, Shared):
         return _without_verdict(report, SHARES_NOTHING)
-    return _without_verdict(report, PROCESS_CHANGED if is_process_changed else PASSES_ON_GLOO)
+    if engine == "lockstep" and not _passes_in_fresh_process(scheme, report):
+        return _without_verdict(report, PASSES_ON_GLOO)
+    # It is no matter of the engine: something before this case has changed what it gives.
+    if has_other_schemes:
+        return _without_verdict(report, PROCESS_CHANGED)
+    return replace(report, not_repeated=AFTER_AN_EXAMPLE)
 
 
 def _fails_otherwise(scheme: Declared, report: Report, on_gloo: Report, earlier: CaseSpec | None) -> Report | None:
@@ -172,6 +182,22 @@ def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | No
             choose = seeded_chooser(first.seed + attempt)
             other = another(scheme, first, first.scheme_mesh, choose, same_shapes=is_of_the_same_shapes)
             yield _after(first, record_of(other))
+    # What is kept as long as it is large enough shows itself after a larger call, of the same size otherwise.
+    for dim in size_choices.free_dims(scheme):
+        larger = _of_larger(scheme, first_calls[0], dim)
+        if larger is not None:
+            yield _after(first_calls[0], record_of(larger))
+
+
+def _of_larger(scheme: Declared, case: CaseSpec, dim: str) -> CaseSpec | None:
+    """A case on the same mesh that has twice the size of one dim, or the next one that is declared; None for none."""
+    size, declared = case.dims[dim], scheme.dims.get(dim)
+    sizes = (2 * size,) if declared is None else sorted(n for n in declared if isinstance(n, int) and n > size)
+    fixed = {**case.scheme_mesh, **{name: case.dims[name] for name in size_choices.free_dims(scheme)}, **case.options}
+    for other in sizes[:1]:
+        with suppress(ValueError):  # a size that follows from it, or `assume`, does not allow it
+            return draw_case(scheme, seeded_chooser(case.seed), {**fixed, dim: other}, dtype=case.dtype)
+    return None
 
 
 def _after(case: CaseSpec, record: Any) -> CaseSpec:

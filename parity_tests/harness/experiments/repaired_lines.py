@@ -18,7 +18,7 @@ import numpy as np
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.experiments import cases
-from parity_tests.harness.experiments.unsummed_edges import words_of_missing_sums
+from parity_tests.harness.experiments.unsummed_edges import places_of_missing_sums
 from parity_tests.harness.explain.clues import FORWARD_EQUAL
 from parity_tests.harness.explain.note import CONTEXT, READ_TOO_EARLY, Note
 from parity_tests.harness.explain.places import NO_PATTERN, NOT_FINITE
@@ -57,11 +57,13 @@ def name_lines(
             if _is_right_on_another_mesh(scheme, report.case, label, repair)
         }
         for label, repair in repair_of_label.items():
-            by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {_words(repair)}", [repair.site])
+            share = next((axis for axis in report.case.mesh if _is_share(notes[label], axis)), None)
+            by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {_words(repair, share)}", [repair.site])
         for axis in report.case.mesh:
             unequal = [label for label in gradients if label not in repair_of_label and _differs(notes[label], axis)]
-            words_of_label = words_of_missing_sums(scheme, clearest, unequal, axis) if unequal else {}
-            for label, words in words_of_label.items():
+            place_of_label = places_of_missing_sums(scheme, clearest, unequal, axis) if unequal else {}
+            for label, place in place_of_label.items():
+                words = _words_of_sum(place, axis if _is_share(notes[label], axis) else None, f"a sum over {axis}")
                 by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}")
     outputs = [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
     for label, note in _swapped_reductions(scheme, report, other_reports, outputs).items():
@@ -73,9 +75,18 @@ def name_lines(
 
 
 def _differs(notes: Iterable[Note], axis: str) -> bool:
-    """Whether the ranks of an axis have different gradients of what they all have, as where some are not summed."""
+    """Whether the ranks of an axis have parts of a gradient that they should have alike, as where none is summed."""
     words = (f"{missing_sum('gradient', axis)}:", different_copies(axis))
-    return any(note.startswith(words) for note in notes)
+    return _is_share(notes, axis) or any(note.startswith(words) for note in notes)
+
+
+def _is_share(notes: Iterable[Note], axis: str) -> bool:
+    """Whether a tensor is 1/n of the reference, n the ranks of an axis: unsummed equal parts, or their mean."""
+    return any(note.startswith("off by the constant factor") and f"(= 1/{axis})" in note for note in notes)
+
+
+def _words_of_sum(place: str, share: str | None, lacking: str) -> str:
+    return f"{place} gives 1/{share} of the sum" if share else f"{place} lacks {lacking}"
 
 
 def _extended(notes: Iterable[Note], start: str, words: str, sites: Sequence[CallSite] = ()) -> tuple[Note, ...]:
@@ -185,11 +196,11 @@ def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:
                 yield from (Repair(op, source, phase, action, seq) for action in actions)
 
 
-def _words(repair: Repair) -> str:
+def _words(repair: Repair, share: str | None) -> str:
     return {
         OMIT: f"{repair.site} [bwd] is one too many",
         SWAP_SUM_AND_MEAN: f"{repair.site} [bwd] takes a sum for a mean, or a mean for a sum",
-        SUM_GRADIENT: f"the backward of {repair.site} lacks a sum of the ranks' gradients",
+        SUM_GRADIENT: _words_of_sum(f"the backward of {repair.site}", share, "a sum of the ranks' gradients"),
     }[repair.action]
 
 

@@ -44,13 +44,13 @@ class Edge:
 Graph = list[tuple[Edge, Any, Any]]  # each edge with its two nodes, those nearest the outputs first
 
 
-def words_of_missing_sums(scheme: Declared, report: Report, labels: Sequence[str], axis: str) -> dict[str, str]:
+def places_of_missing_sums(scheme: Declared, report: Report, labels: Sequence[str], axis: str) -> dict[str, str]:
     """For each of these gradients that a sum over `axis` makes right, and no tensor wrong, the lines that lack it.
 
     Cost: at most 1 + MAX_RUNS runs of the case.
     """
     right_before = {tensor.label for tensor in report.tensors if tensor.ok}
-    words: dict[str, str] = {}
+    places: dict[str, str] = {}
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         # 1. The edges of rank 0's graph, and those into one tensor together.
         graph: Graph = []
@@ -60,10 +60,10 @@ def words_of_missing_sums(scheme: Declared, report: Report, labels: Sequence[str
             repaired = verify_case(scheme, report.case, wrap_program=_with_sum(edges, axis))
             right = {tensor.label for tensor in repaired.tensors if tensor.ok}
             if repaired.failure is None and right_before <= right:
-                words = {**dict.fromkeys(right.intersection(labels), _words(edges, axis)), **words}
-            if len(words) == len(labels):
+                places = {**dict.fromkeys(right.intersection(labels), _place(edges)), **places}
+            if len(places) == len(labels):
                 break
-    return words
+    return places
 
 
 def _keep_of_rank_0(graph: Graph, own: Graph) -> None:
@@ -150,7 +150,7 @@ def _place_of_def(code: CodeType) -> str:
     return f"{base(code.co_filename)}:{first + offset}"
 
 
-def _words(edges: Sequence[Edge], axis: str) -> str:
-    """`the backward of mm at layer.py:7 lacks a sum over tp`."""
+def _place(edges: Sequence[Edge]) -> str:
+    """`the backward of mm at layer.py:7`."""
     places = " and ".join(dict.fromkeys(f"{edge.operation} at {edge.source}" for edge in edges))
-    return f"the backward of {places} lacks a sum over {axis}"
+    return f"the backward of {places}"

@@ -13,13 +13,16 @@ ZERO_ADDEND = "gave only zeros to the sum"
 
 
 def missing_or_repeated_sum(evidence: Evidence) -> Iterator[Note]:
-    """Copies that add up to the reference lack a sum; addends that each are the reference are summed once too often."""
+    """Copies that add up to the reference lack a sum; addends that each are the reference are summed once too often.
+
+    Equal copies add up too where a sum was divided by the number of ranks; the factor, which is noted, says no less.
+    """
     for axis, values in _unsharded_axes(evidence):
         if axis not in evidence.at:
             if all(_is_right(evidence, value) for value in values):
                 repeated = f"{evidence.role} summed over {axis} once too often"
                 yield Note(f"{repeated}: each rank already has the reference{evidence.caveat}", ACROSS_MESHES, repeated)
-        elif _adds_up(evidence, values):
+        elif _adds_up(evidence, values) and not _are_equal(evidence, values):
             missing = missing_sum(evidence.role, axis)
             what = f"the ranks' {evidence.role}s add up to the reference"
             yield Note(f"{missing}: {what}{evidence.caveat}", ACROSS_MESHES, missing)
@@ -45,7 +48,7 @@ def unequal_copies(evidence: Evidence) -> Iterator[Note]:
             ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
             text = f"wrong only on {axis} {ranks}"
             yield Note(f"{text}: the copies of the other ranks are right", ACROSS_SIZES, text)
-        elif any(evidence.differs(values[0], got=value).any() for value in values[1:]):
+        elif not _are_equal(evidence, values):
             yield Note(different_copies(axis), CONTEXT)
 
 
@@ -72,6 +75,10 @@ def _adds_up(evidence: Evidence, values: np.ndarray) -> bool:
         total = values.sum(axis=0)
     # n terms, each within its budget, add up to n budgets.
     return not evidence.differs(evidence.want, len(values), got=total).any()
+
+
+def _are_equal(evidence: Evidence, values: np.ndarray) -> bool:
+    return not any(evidence.differs(values[0], got=value).any() for value in values[1:])
 
 
 def missing_gradient(evidence: Evidence) -> Iterator[Note]:

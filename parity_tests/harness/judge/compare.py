@@ -4,7 +4,7 @@ The numbers of one element, under the names that `element_budgets` gives them:
 
     error         = | got - want |                 want: of the reference, in float64
     scale         = max( |want| , spread / u )     the size of the terms that were summed into the element
-    last_rounding = u_out * |want|                 of the result
+    last_rounding = u_out * |want|                 of the result; of a sum over ranks u_out * sum of |rank's term|
     summation     = C * u_accumulator * sqrt(terms) * scale + last_rounding
     budget        = max( summation , K * sqrt(roundings) * spread ) + terms * lost_below
 
@@ -162,14 +162,18 @@ def element_budgets(
     out_dtype: str,
     roundings: int,
     u_accumulator: float,
+    rounded: np.ndarray | float = 0.0,
 ) -> np.ndarray:
-    """The largest error each element may have, from dtype, number of terms and conditioning, by the formula above."""
+    """The largest error each element may have, from dtype, number of terms and conditioning, by the formula above.
+
+    `rounded` is the size of what is rounded last, where that is more than the element: the terms of a sum over ranks.
+    """
     u = UNIT_ROUNDOFF[dtype]
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
     spread = np.maximum(spread, float(np.median(spread)) if spread.size else 0.0)
     scale = np.maximum(size, spread / u)
     # An output wider than the tested dtype has less to round; a narrower one was not declared and gets no more.
-    last_rounding = min(UNIT_ROUNDOFF[out_dtype], max(u, u_accumulator)) * size
+    last_rounding = min(UNIT_ROUNDOFF[out_dtype], max(u, u_accumulator)) * np.maximum(size, rounded)
     summation = C * u_accumulator * math.sqrt(max(terms, 1)) * scale + last_rounding
     return np.maximum(summation, K * math.sqrt(roundings) * spread) + max(terms, 1) * lost_below(dtype)
 
@@ -242,7 +246,8 @@ def _compare_elements(
     """Compare every element with its budget. A gradient that no rank returned is right only where zero is exact."""
     # 1. The budget of each element, and the arguments of that of sums in a coarser dtype, for the evidence.
     u, u_accumulator = UNIT_ROUNDOFF[case.dtype], accumulator_roundoff(case.dtype)
-    budgets = element_budgets(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator)
+    rounded = stitched.size_of_terms
+    budgets = element_budgets(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator, rounded)
     if undefined is not None:
         budgets = np.where(undefined, np.inf, budgets)
     coarse = COARSER[case.dtype]

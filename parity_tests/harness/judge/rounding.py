@@ -167,10 +167,24 @@ class TracedProgram:
             each = zip(operation.results, results, result_tangents, operation.numbers, strict=True)
             for index, y, t, number in each:
                 value[index] = y if value_errors is None or not number else self._off_by(y, value_errors, number)
+                t = self._exact_where_infinite(y, t)
                 tangent[index] = self._with_error(y, t, tangent_errors, number) if number else t
             for index in operation.last_used:
                 value[index] = tangent[index] = None
         return [value[i] for i in self._trace.outputs], [tangent[i] for i in self._trace.outputs]
+
+    def _exact_where_infinite(self, value: Any, tangent: Any) -> Any:
+        """The tangent, 0 where the value is infinite: rounding the temperature leaves a masked logit masked.
+
+        JAX's own is infinite there, and NaN once a probability of 0 is multiplied by it, for all of the row.
+        """
+        xp = self._xp
+        if tangent is None:
+            return None
+        is_infinite = xp.isinf(value)
+        if xp is np and not is_infinite.any():
+            return tangent
+        return xp.where(is_infinite, 0.0, tangent)
 
     def _with_error(self, value: Any, tangent: Any, tangent_errors: Any, number: int) -> Any:
         """The tangent with an error of its value's size; infinities have none."""

@@ -26,6 +26,18 @@ class Stitched:
     parts: np.ndarray  # [*sizes of part_axes, *global shape]: before any sum
     part_axes: tuple[str, ...]  # repeating axes, then summed ones
 
+    @property
+    def size_of_terms(self) -> np.ndarray | float:
+        """[*global shape]: the sum of |rank's term|, the largest of all copies; 0 where no ranks are summed.
+
+        Each rank rounds its own term to the dtype that it returns, so that terms which cancel leave their roundings.
+        """
+        if self.summed_ranks == 1:
+            return 0.0
+        count = len(self.copies)
+        sizes = np.abs(self.parts.reshape(count, self.summed_ranks, *self.copies.shape[1:])).sum(1).max(0)
+        return np.where(np.isfinite(sizes), sizes, 0.0)
+
     def by_rank(self, axis: str, at: Mapping[str, int]) -> np.ndarray:
         """[ranks of the axis, *global shape]: what each of its ranks has, the other repeating axes at `at`."""
         parts, names = self.parts, list(self.part_axes)
