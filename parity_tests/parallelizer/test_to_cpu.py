@@ -1,20 +1,34 @@
 """A tensor on the CPU: the full tensor of whatever was distributed, and this rank's shard where that is asked for."""
 
+import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check, every_case, scheme
 from torch_impl.parallelizer import to_cpu
+from torch_impl.parallelizer.tp_styles import shard_of_halves, shard_of_parts
 
-PLACEMENTS = {"whole": Replicate(), "rows": Shard(0), "columns": Shard(1), "addends": Partial()}
+PLACEMENTS = {
+    "whole": Replicate(),
+    "rows": Shard(0),
+    "columns": Shard(1),
+    "addends": Partial(),
+    "halves": shard_of_halves(0),
+}
 
 
 def whole_array(x):
     return x
+
+
+def has_two_halves(case):
+    """Halves of rows need an even number of rows, which no other axis shards."""
+    chosen = (case.options["over_a"], case.options["over_b"])
+    return "halves" not in chosen or (case.i % 2 == 0 and "rows" not in chosen and chosen != ("halves", "halves"))
 
 
 @scheme(
@@ -26,21 +40,78 @@ def whole_array(x):
     rank_options={"over_a": tuple(PLACEMENTS), "over_b": tuple(PLACEMENTS)},
     nograd=("x",),
     dtypes=("float32", "float64"),
+    assume=has_two_halves,
     excluded_conditions=("inference_mode", "overwritten"),  # what is full and on the CPU already is returned as it is
 )
 def full_value_on_the_cpu(mesh, x, over_a, over_b):
-    """Uneven and empty shards; of addends one rank has the value and the others have nothing."""
+    """Uneven and empty shards, and shards of halves; of addends one rank has the value and the others have nothing."""
     placements = [PLACEMENTS[over_a], PLACEMENTS[over_b]]
     cut = [Replicate() if placement.is_partial() else placement for placement in placements]
-    local = distribute_tensor(x, mesh.device_mesh, cut).to_local()
+    local = distribute_tensor(x, mesh.device_mesh, cut, src_data_rank=None).to_local()
     for axis, placement in zip("ab", placements, strict=True):
         local = torch.zeros_like(local) if placement.is_partial() and mesh.rank(axis) else local
     v = DTensor.from_local(local, mesh.device_mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
     return to_cpu(v.requires_grad_())
 
 
+@scheme(
+    reference=whole_array,
+    mesh={"dp": (2, 1), "ep": (2, 1), "tp": (2, 1)},
+    inputs={"x": "e f d dp=I ep=I tp=I"},
+    outputs="e f d dp=I ep=I tp=I",
+    dims={"e": (4, 8), "f": (4, 8), "d": (2, 3)},
+    rank_options={"dim_over_dp": (0, 2)},
+    nograd=("x",),
+    dtypes=("float32", "float64"),
+    excluded_conditions=("inference_mode", "overwritten"),  # what is full and on the CPU already is returned as it is
+)
+def full_stack_on_the_cpu(mesh, x, dim_over_dp):
+    """Experts sharded over ep and halves of their rows over tp, and over dp what FSDP shards: behind ep, or columns."""
+    over_dp = shard_of_parts(0, mesh.size("ep")) if dim_over_dp == 0 else Shard(2)
+    placements = [over_dp, Shard(0), shard_of_halves(1)]
+    return to_cpu(distribute_tensor(x, mesh.device_mesh, placements, src_data_rank=None).requires_grad_())
+
+
+def shard_unless_summed(x, addends):
+    return jnp.zeros_like(x) if addends else x
+
+
+@scheme(
+    reference=shard_unless_summed,
+    mesh={"a": (1, 2), "b": (1, 2)},
+    inputs={"x": "i/a j/b"},
+    outputs="i/a j/b",
+    dims={"i": (2, 4), "j": (2, 4)},
+    options={"addends": ("", "a", "b", "ab")},
+    nograd=("x",),
+    dtypes=("float32", "float64"),
+    excluded_conditions=("inference_mode", "overwritten"),  # a shard on the CPU is returned as it is
+)
+def shard_on_the_cpu(mesh, x, addends):
+    """The shard of a rank, and zeros where an axis has addends and a rank therefore no shard."""
+    placements = [Partial() if axis in addends else Shard(dim) for dim, axis in enumerate("ab")]
+    v = DTensor.from_local(x, mesh.device_mesh, placements, run_check=False)
+    try:
+        return to_cpu(v.requires_grad_(), local=True)
+    except ValueError as error:
+        if not str(error).startswith("parallelizer.to_cpu: v is "):
+            raise
+        return torch.zeros_like(x)
+
+
 @given(every_case(full_value_on_the_cpu))
 def test_parity(case):
+    check(case)
+
+
+@settings(max_examples=12)
+@given(every_case(full_stack_on_the_cpu))
+def test_parity_of_stacks(case):
+    check(case)
+
+
+@given(every_case(shard_on_the_cpu))
+def test_parity_of_shards(case):
     check(case)
 
 
