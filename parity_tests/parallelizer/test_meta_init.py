@@ -14,6 +14,7 @@ from torch_impl.parallelizer.adapters.meta_init import materialize
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 
 SEED = 11
+SEEDS = {"small": SEED, "large": 2**64 - 2**8}  # a generator takes 64 bits without a sign
 
 
 def net_on_meta():
@@ -21,9 +22,9 @@ def net_on_meta():
         return Net().double()
 
 
-def alone(model):
+def alone(model, seed=SEED):
     """What one process gives the model, all at once."""
-    materialize(model, model.named_modules(), torch.device("cpu"), SEED)
+    materialize(model, model.named_modules(), torch.device("cpu"), seed)
     return dict(model.named_parameters())
 
 
@@ -37,15 +38,15 @@ def all_alike(x):
     inputs={"x": "b dp_replicate=I dp_shard=I tp=I"},
     outputs="b dp_replicate=I dp_shard=I tp=I",
     dims={"b": (1,)},
-    rank_options={"strategy": STRATEGIES, "units": ("model", "blocks", "modules")},
+    rank_options={"strategy": STRATEGIES, "units": ("model", "blocks", "modules"), "seed": tuple(SEEDS)},
     nograd=("x",),
     draw={"x": values("ones")},
     random=True,  # each rank's own generator is read for its seed, and only the first one's counts
 )
-def values_of_a_meta_model(mesh, x, strategy, units):
+def values_of_a_meta_model(mesh, x, strategy, units, seed):
     """One where the values on a mesh are those of one process, to the bit."""
     device_mesh = mesh.device_mesh
-    torch.manual_seed(SEED + torch.distributed.get_rank() - int(device_mesh.mesh.flatten()[0]))
+    torch.manual_seed(SEEDS[seed] + torch.distributed.get_rank() - int(device_mesh.mesh.flatten()[0]))
     net = nvfsdp_strategy_parallelize(
         net_on_meta(),
         device_mesh,
@@ -55,12 +56,68 @@ def values_of_a_meta_model(mesh, x, strategy, units):
         init_nvfsdp_with_meta_device=True,
         disable_bucketing=units == "modules",
     )
-    outcome, expected = full_tensors(net), alone(net_on_meta())
+    outcome, expected = full_tensors(net), alone(net_on_meta(), SEEDS[seed])
     return x * float(all(torch.equal(outcome[name], expected[name]) for name in expected))
 
 
-def test_parity():
-    check_cases(values_of_a_meta_model, 25)
+ROWS = 3
+BEGIN = "init_nvfsdp_with_meta_device"
+
+
+class PartlyFilled(nn.Module):
+    """A layer whose initialisation fills its first rows alone; None is a layer without an initialisation."""
+
+    def __init__(self, filled):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(ROWS, 2))
+        if filled is not None:
+            self.reset_parameters = lambda: self.weight[:filled].fill_(1)
+
+
+def problem_of_initialisation(x, on_meta, expected, first, second):
+    """0 none; 1 the flag is wrong; else 2 and 3 a layer without an initialisation, 4 and 5 one that leaves NaN."""
+    filled = (first, second)
+    problems = [1] * (on_meta != expected)
+    if on_meta and expected:
+        problems += [2 + layer for layer in (0, 1) if filled[layer] is None]
+        problems += [4 + layer for layer in (0, 1) if filled[layer] is not None and filled[layer] < ROWS]
+    return x * (problems or [0])[0]
+
+
+@scheme(
+    reference=problem_of_initialisation,
+    mesh={"dp_shard": (1, 2)},
+    inputs={"x": "b dp_shard=I"},
+    outputs="b dp_shard=I",
+    dims={"b": (1,)},
+    options={
+        "on_meta": (True, False),
+        "expected": (True, False),
+        "first": (ROWS, 1, 0, None),
+        "second": (ROWS, 1, 0, None),
+    },
+    nograd=("x",),
+    draw={"x": values("ones")},
+    random=True,  # the seed is read from the generator, which no value depends on here
+)
+def what_cannot_be_initialised(mesh, x, on_meta, expected, first, second):
+    """The first problem of two layers, each of which fills all its rows, some, none, or has no initialisation."""
+    with torch.device("meta" if on_meta else "cpu"):
+        model = nn.Sequential(PartlyFilled(first), PartlyFilled(second))
+    starts = [f"{BEGIN}={expected}, and "]
+    starts += [f"{BEGIN}: '{layer}' has parameters and no reset_parameters" for layer in (0, 1)]
+    starts += [f"{BEGIN}: '{layer}.weight' has no value after the initialisation" for layer in (0, 1)]
+    try:
+        nvfsdp_strategy_parallelize(model, mesh.device_mesh, init_nvfsdp_with_meta_device=expected)
+    except ValueError as error:
+        (number,) = [number for number, start in enumerate(starts, 1) if str(error).startswith(start)]
+        return x * number
+    return x * 0
+
+
+@pytest.mark.parametrize("declared", [values_of_a_meta_model, what_cannot_be_initialised], ids=lambda x: x.name)
+def test_parity(declared):
+    check_cases(declared, 25)
 
 
 def on_ranks(body, **mesh):
