@@ -3,8 +3,10 @@
 import inspect
 import sys
 import types
+import warnings
 from dataclasses import dataclass, fields
 
+import jax.numpy as jnp
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, plan
-from shardproof import CaseSpec
+from parity_tests.parallelizer.styled import linear_layer
+from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from torch_impl.parallelizer.adapters import nvfsdp
 from torch_impl.parallelizer.adapters.megatron import Settings, choose_backend, have, with_megatron_fsdp, with_nvfsdp
 from torch_impl.parallelizer.adapters.nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
@@ -92,6 +95,86 @@ def fully_shard_model(
     wrapped = nn.Identity()
     wrapped.passed = dict(locals())
     return wrapped
+
+
+def groups_of_replicas(x, mesh):
+    replicas, shards = mesh["dp_replicate"], mesh["dp_shard"] * mesh["cp"]
+    return x * jnp.asarray([replicas > 1, replicas * shards if replicas > 1 else 0, shards], x.dtype)
+
+
+@scheme(
+    reference=groups_of_replicas,
+    mesh={"dp_replicate": (1, 2), "dp_shard": (1, 2), "cp": (1, 2)},
+    inputs={"x": "n dp_replicate=I dp_shard=I cp=I"},
+    outputs="n dp_replicate=I dp_shard=I cp=I",
+    dims={"n": (3,)},
+    nograd=("x",),
+    draw={"x": values("ones")},
+)
+def groups_for_megatron_fsdp(mesh, x):
+    """One if an axis of replicas is passed, the ranks of the group that has them too, those that shard a parameter."""
+    axes = mesh_axes(mesh.device_mesh)
+    _ = axes.loss_mesh, axes.shard_mesh  # made here: nothing is sent while another library stands in for the real one
+    with pytest.MonkeyPatch.context() as patch:
+        library("megatron_fsdp", patch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
+        passed = with_megatron_fsdp(nn.Identity(), axes, GIVEN, []).passed
+    assert passed["dp_outer_dim"] in ("dp_replicate", None)
+    group = passed["hybrid_fsdp_group"]
+    shards = axes.shard_mesh.size() if axes.shard_mesh.mesh_dim_names == (passed["dp_shard_dim"],) else 0
+    return x * torch.tensor([passed["dp_outer_dim"] is not None, 0 if group is None else group.size(), shards])
+
+
+STRATEGY_NAMES = ("optim_grads_params", "optim_grads", "optim", "no_shard", "params", "grads_params", "zero3")
+ON_CUDA_ALONE = ("nccl_ub", "fsdp_double_buffer", "keep_fp8_transpose_cache_when_using_custom_fsdp")
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")  # on by default, all others off
+CHANGED = (*ON_CUDA_ALONE, *OVERLAPS, "calculate_per_token_loss", "average_in_collective")
+REPORTED = ("data_parallel_sharding_strategy", *CHANGED)
+
+
+def warnings_of_arguments(x, strategy, first, second):
+    """For each argument 1 if a warning is of it, -1 if it is rejected, and then there is no warning."""
+    changed = {first, second}
+    if strategy == "zero3":
+        counts = {"data_parallel_sharding_strategy": -1}
+    elif changed == {"calculate_per_token_loss", "average_in_collective"}:
+        counts = {"calculate_per_token_loss": -1}
+    else:
+        counts = {name: int(name in changed) for name in (*ON_CUDA_ALONE, "overlap_grad_reduce")}
+        counts["data_parallel_sharding_strategy"] = int(strategy in ("params", "grads_params"))
+        counts["overlap_param_gather"] = int("overlap_param_gather" in changed and strategy == "no_shard")
+    return x * jnp.asarray([counts.get(name, 0) for name in REPORTED], x.dtype)
+
+
+@scheme(
+    reference=warnings_of_arguments,
+    mesh={"dp_shard": (1, 2)},
+    inputs={"x": "n dp_shard=I"},
+    outputs="n dp_shard=I",
+    dims={"n": (len(REPORTED),)},
+    options={"strategy": STRATEGY_NAMES, "first": CHANGED, "second": CHANGED},
+    nograd=("x",),
+    draw={"x": values("ones")},
+    cost=lambda case: Cost(),
+)
+def reported_arguments(mesh, x, strategy, first, second):
+    """How many warnings each argument gets, two of them not at their defaults, and -1 for the one that is rejected."""
+    model, counts = nn.Sequential(linear_layer(torch.ones(2, 2))), dict.fromkeys(REPORTED, 0)
+    switches = {name: name not in OVERLAPS for name in (first, second)}
+    caught = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            nvfsdp_strategy_parallelize(model, mesh.device_mesh, data_parallel_sharding_strategy=strategy, **switches)
+    except ValueError as error:
+        counts[str(error).partition("=")[0]] -= 1
+    for each in caught:
+        counts[str(each.message).partition("=")[0]] += 1
+    return x * torch.tensor(list(counts.values()))
+
+
+@pytest.mark.parametrize("declared", [groups_for_megatron_fsdp, reported_arguments], ids=lambda x: x.name)
+def test_parity(declared):
+    check_cases(declared, 25)
 
 
 def test_every_argument_reaches_megatron_fsdp(monkeypatch):

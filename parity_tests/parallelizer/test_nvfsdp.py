@@ -33,6 +33,7 @@ RATES = {"blocks": 0.5, "head": 0.25}  # of two groups of parameters
 STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 BLOCKS = 2
 SWITCHES = ("plain", "average_in_collective", "disable_bucketing", "calculate_per_token_loss", "grad_reduce_in_fp32")
+SWITCHES += ("preserve_fp32_weights",)  # which leaves wide parameters as they are
 
 
 def trained(x, up_0, down_0, up_1, down_1, head, cotangent, recomputes):
