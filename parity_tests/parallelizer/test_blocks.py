@@ -1,15 +1,19 @@
 """Blocks of a model: which modules are one unit, and what computing them again changes."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import OWN, Chosen, batch, model_of
+from parity_tests.parallelizer.nested_modules import Layer
 from parity_tests.parallelizer.small_net import Net
+from parity_tests.parallelizer.styled import linear_layer
 from parity_tests.parallelizer.training import accumulated, full_arrays
-from shardproof import CaseSpec
+from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.blocks import blocks, checkpoint_blocks, units
 
@@ -62,6 +66,69 @@ def test_a_block_that_shares_with_the_rest_is_left_to_the_root():
 def test_a_model_without_lists_is_the_root_alone():
     assert units(nn.Sequential(linear(), linear())) == []
     assert blocks(nn.ModuleList([linear()])) == []
+
+
+def order_of_gathers(x, tie, entry, forward, backward):
+    """Row i, column j: how many units ahead that of block i gathers that of block j; and 1 at i, i for a unit."""
+    last = len(x) - 1
+    # Blocks that share a parameter are one unit, at the place of the last of them; one tied to the head is in none.
+    units_in_order = [[block] for block in range(last if tie == "head" else last + 1)]
+    if tie == "blocks" and last:
+        units_in_order = [*units_in_order[1:-1], [0, last]]
+    steps = (forward, -backward) if entry == "fsdp2" else (1, -2) if forward else (0, 0)
+    tables = np.zeros((2, last + 1, last + 1))
+    for place, unit in enumerate(units_in_order):
+        for table, step in zip(tables, steps, strict=True):
+            for distance in range(1, abs(step) + 1):
+                other = place + distance if step > 0 else place - distance
+                if 0 <= other < len(units_in_order):
+                    table[unit, units_in_order[other][0]] = distance
+        tables[0, unit, unit] = 1
+    return tuple(x * jnp.asarray(table, x.dtype) for table in tables)
+
+
+@scheme(
+    reference=order_of_gathers,
+    mesh={"dp_shard": (1, 2)},
+    inputs={"x": "n m dp_shard=I"},
+    outputs=("n m dp_shard=I", "n m dp_shard=I"),
+    dims={"n": (1, 2, 4, 5), "m": "n"},
+    options={
+        "tie": ("none", "blocks", "head"),
+        "entry": ("nvfsdp", "fsdp2"),
+        "forward": (1, 0, 2),
+        "backward": (1, 0, 3),
+    },
+    nograd=("x",),
+    draw={"x": values("ones")},
+)
+def units_gathered_ahead(mesh, x, tie, entry, forward, backward):
+    """Which blocks are units, and in which order a unit gathers others ahead, in forward and in backward."""
+    layers = [Layer() for _ in x]
+    net = Tree(blocks=nn.ModuleList(layers), head=linear_layer(torch.ones(2, 2)))
+    if tie != "none":
+        layers[-1].up.weight = (net.head if tie == "head" else layers[0].up).weight
+    if entry == "fsdp2":
+        depths = {"fsdp2_forward_prefetch_depth": forward, "fsdp2_backward_prefetch_depth": backward}
+        fsdp2_strategy_parallelize(net, mesh.device_mesh, **depths)
+    else:
+        paths = [f"{Layer.__module__}.Layer"]
+        nvfsdp_strategy_parallelize(net, mesh.device_mesh, paths, overlap_param_gather=forward > 0)
+    states = {i: layer._get_fsdp_state() for i, layer in enumerate(layers) if isinstance(layer, FSDPModule)}
+    first = {id(state): i for i, state in reversed(states.items())}
+    tables = torch.zeros(2, len(layers), len(layers))
+    for i, state in states.items():
+        tables[0, i, i] = 1
+        for table, ahead in zip(
+            tables, (state._states_to_forward_prefetch, state._states_to_backward_prefetch), strict=True
+        ):
+            for distance, other in enumerate(ahead, 1):
+                table[i, first[id(other)]] = distance
+    return x * tables[0], x * tables[1]
+
+
+def test_parity():
+    check_cases(units_gathered_ahead, 25)
 
 
 def counted(model, kind):

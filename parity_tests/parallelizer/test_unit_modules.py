@@ -1,15 +1,20 @@
-"""Classes from dotted paths: round trips, order, and one error for each kind of bad path."""
+"""Classes from dotted paths, one error for each kind of bad path, and the modules of classes that become units."""
 
 import collections.abc
 import sys
 
+import jax.numpy as jnp
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.fsdp import FSDPModule
 
 from parity_tests.harness.declare.case import CaseSpec
-from torch_impl.parallelizer import import_classes_from_paths
+from parity_tests.parallelizer.nested_modules import Enclosing, Inner, Nested
+from parity_tests.parallelizer.styled import Norm
+from shardproof import check_cases, scheme, values
+from torch_impl.parallelizer import import_classes_from_paths, nvfsdp_strategy_parallelize
 
 NAME = "parallelizer.import_classes_from_paths: class_paths"
 
@@ -20,6 +25,74 @@ class Outer:
 
 
 CLASSES = [torch.nn.Linear, torch.nn.Module, dict, collections.abc.Mapping, Outer, Outer.Inner, CaseSpec]
+
+
+NESTED = {
+    "": "Nested",
+    "first": "Enclosing",
+    "first.inner": "Inner",
+    "first.inner.linear": "Linear",
+    "first.inner.norm": "Norm",
+    "first.inner.weightless": "LayerNorm",
+    "first.head": "Linear",
+    "second": "Inner",
+    "second.linear": "Linear",
+    "second.norm": "Norm",
+    "second.weightless": "LayerNorm",
+    "head": "Linear",
+}
+HAVE_PARAMETERS = ("Linear", "Norm")  # of their own
+UNIT_CLASSES = {
+    **{cls.__name__: f"{cls.__module__}.{cls.__name__}" for cls in (Enclosing, Inner, Nested, Norm)},
+    "Linear": "torch.nn.Linear",
+    "GRU": "torch.nn.GRU",  # of which the model has no instance
+}
+
+
+def outermost_instances(x, first, second, apart):
+    """1 for each unit by its name: the model, and instances that are inside of no other; -1 for what is rejected."""
+    classes = {first, second}
+    if "GRU" in classes:
+        return -x
+    of_classes = [name for name, kind in NESTED.items() if kind in classes]
+
+    def is_unit(name):
+        if not name:
+            return True
+        if apart:
+            return NESTED[name] in HAVE_PARAMETERS
+        return name in of_classes and not any(
+            name.startswith(f"{outer}.") or not outer for outer in of_classes if outer != name
+        )
+
+    return x * jnp.asarray([is_unit(name) for name in NESTED], x.dtype)
+
+
+@scheme(
+    reference=outermost_instances,
+    mesh={"dp_shard": (1, 2)},
+    inputs={"x": "n dp_shard=I"},
+    outputs="n dp_shard=I",
+    dims={"n": (len(NESTED),)},
+    options={"first": tuple(UNIT_CLASSES), "second": tuple(UNIT_CLASSES), "apart": (False, True)},
+    rank_options={"strategy": ("optim_grads_params", "optim", "no_shard")},
+    nograd=("x",),
+    draw={"x": values("ones")},
+)
+def units_of_nested_classes(mesh, x, first, second, apart, strategy):
+    """Which modules are units where two classes are passed, or each module with parameters is to be one."""
+    paths = [UNIT_CLASSES[first], UNIT_CLASSES[second]]
+    try:
+        model = nvfsdp_strategy_parallelize(Nested(), mesh.device_mesh, paths, None, strategy, disable_bucketing=apart)
+    except ValueError as error:
+        if not str(error).startswith("nvfsdp_unit_modules: "):
+            raise
+        return -x
+    return x * torch.tensor([int(isinstance(model.get_submodule(name), FSDPModule)) for name in NESTED])
+
+
+def test_parity():
+    check_cases(units_of_nested_classes, 25)
 
 
 def path_of(cls):
