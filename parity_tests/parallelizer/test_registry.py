@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, empty
 from parity_tests.parallelizer.small_net import BLOCK, Net, plan
+from parity_tests.parallelizer.styled import linear_layer
 from parity_tests.parallelizer.training import broken, full_arrays
-from shardproof import CaseSpec
+from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
@@ -88,6 +90,54 @@ def test_the_strategy_of_a_class():
         register_parallel_strategy(name=Other)(3)
     with pytest.raises(TypeError, match="register_parallel_strategy: name=3 is an int; pass a class of"):
         register_parallel_strategy(3)
+
+
+def full_inside(x, weight, entry):
+    return weight, x * int(entry != "none")
+
+
+@scheme(
+    reference=full_inside,
+    mesh={"dp_shard": (1, 2)},
+    inputs={"x": "b dp_shard=I", "weight": "n i o dp_shard=I"},
+    outputs=("n i o dp_shard=I", "b dp_shard=I"),
+    dims={"b": (1,), "n": (1, 3), "i": (1, 3), "o": (2,)},
+    options={"entry": ("fsdp2", "nvfsdp", "none")},
+    rank_options={"fails": (False, True)},
+    nograd=("x", "weight"),
+    draw={"x": values("ones")},
+    dtypes=("float64", "float32"),
+    excluded_conditions=("strided",),  # FSDP takes contiguous parameters alone
+)
+def gathered_for_a_while(mesh, x, weight, entry, fails):
+    """Parameters inside the context, and one if they are shards again behind it, also where something was raised."""
+    model = nn.Sequential(nn.ModuleList(linear_layer(each) for each in weight))
+    if entry == "fsdp2":
+        fsdp2_strategy_parallelize(model, mesh.device_mesh, MixedPrecisionPolicy())
+    elif entry == "nvfsdp":
+        nvfsdp_strategy_parallelize(model, mesh.device_mesh, ["torch.nn.Linear"])
+    inside = weight[:0]
+    try:
+        with unshard(model):
+            inside = torch.stack([local(parameter) for parameter in model.parameters()])
+            if fails:
+                raise KeyError("inside")
+    except KeyError:
+        assert fails
+    behind = [
+        isinstance(parameter, DTensor) and parameter.placements == (Shard(0),) for parameter in model.parameters()
+    ]
+    assert len(set(behind)) == 1
+    return inside, x * behind[0]
+
+
+def local(parameter):
+    """What this rank has of a parameter, as a copy."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().clone()
+
+
+def test_parity():
+    check_cases(gathered_for_a_while, 20)
 
 
 def test_parameters_are_full_inside_and_sharded_behind():
