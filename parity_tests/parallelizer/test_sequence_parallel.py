@@ -1,5 +1,7 @@
 """Sequence parallelism inside blocks: gradients are those without it, between layers a rank has its positions alone."""
 
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,12 +16,15 @@ from parity_tests.harness.declare.declared import flat
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.configurations import configuration, judged
 from parity_tests.parallelizer.families import Chosen, model_of
+from parity_tests.parallelizer.plain_modules import differentiated
 from parity_tests.parallelizer.steps import dims, mean_loss, reduced_loss, specs
-from parity_tests.parallelizer.styled import EPS, Norm, linear_layer
+from parity_tests.parallelizer.styled import EPS, Norm, accumulated, linear_layer
 from parity_tests.parallelizer.training import parallelized
 from shardproof import CaseSpec, check_cases, ids, scheme, token_below, values
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, translate_to_torch_parallel_style
 from torch_impl.parallelizer.mesh_axes import mesh_axes
+from torch_impl.parallelizer.sequence_parallel import sequence_styles, shard_sequences
+from torch_impl.parallelizer.tp_plan import shard_modules, validate_styles
 
 EVEN = 4  # positions, which tp divides
 QWEN3 = Chosen("qwen3", True, (("num_hidden_layers", 2),))
@@ -124,8 +129,89 @@ def direct_layers_of_sharded_sequences(mesh, x, norm, named_norm, up, down, ends
     return reduced_loss(axes, named, local_loss)
 
 
+class GatedHeads(nn.Module):
+    """A layer of heads, each normed, and where it has a gate of each position, which every rank computes in full."""
+
+    def __init__(self, up, heads_norm, down, gate):
+        super().__init__()
+        self.up, self.heads_norm, self.down = linear_layer(up), Norm(heads_norm), linear_layer(down)
+        self.gate = None if gate is None else linear_layer(gate)
+
+    def forward(self, x):
+        heads = self.up(x).unflatten(-1, (-1, len(self.heads_norm.weight)))
+        y = self.down(self.heads_norm(heads).flatten(-2))
+        return y if self.gate is None else y * torch.sigmoid(self.gate(x))
+
+
+class GatedNet(nn.Module):
+    def __init__(self, norm, layer):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(OrderedDict(norm=Norm(norm), layer=layer))])
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+
+def gated_heads(x, norm, up, heads_norm, down, gate, cotangent, weights, has_gate, mesh):
+    def normed(x, weight):
+        return x * weight / jnp.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+
+    def forward(x, norm, up, heads_norm, down, gate):
+        x = normed(x, norm[None, None])
+        heads = normed(jnp.einsum("bsd,hpd->bshp", x, up), heads_norm[None, None, None])
+        y = jnp.einsum("bshp,dhp->bsd", heads, down)
+        return y * jax.nn.sigmoid(x @ gate.T) if has_gate else y
+
+    # A sum over the ranks leaves each its positions, unless something beside it was computed in full.
+    full, local = x.shape[1], x.shape[1] // mesh["tp"]
+    positions = jnp.asarray([local, full, full if has_gate else local], x.dtype)
+    return *differentiated(forward, (x, norm, up, heads_norm, down, gate), cotangent, weights), positions
+
+
+GATED = {"norm": "d tp=I", "up": "h p d tp=I", "heads_norm": "p tp=I", "down": "d h p tp=I", "gate": "g d tp=I"}
+
+
+@scheme(
+    reference=gated_heads,
+    mesh={"tp": (1, 2, 4)},
+    inputs={"x": "b s d tp=I", **GATED, "cotangent": "b s d tp=I", "weights": "n tp=I"},
+    outputs=("b s d tp=I", "b s d tp=I", *GATED.values(), "k tp=I"),
+    dims={"b": (2,), "s": (8,), "d": (3,), "h": (4,), "p": (2,), "g": (1,), "n": (3,), "k": (3,)},
+    options={"has_gate": (True, False)},
+    rank_options={"times": (1, 2)},
+    nograd=("x", *GATED, "cotangent", "weights"),
+    draw=dict.fromkeys(("x", *GATED, "cotangent", "weights"), values("normal")),
+    dtypes=("float64",),
+    reduction=("b", "s", "d", "h", "p"),
+    roundings=4,
+)
+def layer_of_all_positions(mesh, x, norm, up, heads_norm, down, gate, cotangent, weights, has_gate, times):
+    """A layer between shards of the sequence; positions that enter the norm and the layer, and those it sums."""
+    layer = GatedHeads(up.flatten(0, 1), heads_norm, down.flatten(1), gate if has_gate else None)
+    net, leaves = GatedNet(norm, layer), {"up": "colwise", "heads_norm": "replicated_with_grad_allreduce"}
+    leaves |= {"down": "rowwise"} | ({"gate": "replicate"} if has_gate else {})
+    plan = {f"blocks.0.layer.{leaf}": translate_to_torch_parallel_style(style) for leaf, style in leaves.items()}
+    seen = {}
+    for name, module in net.blocks[0].named_children():
+        module.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0].shape[1]}))
+    styles = validate_styles(net, plan, mesh.size("tp"), fsdp_size=1)
+    changed, gathering = sequence_styles(net, styles)
+    shard_modules(net, changed, mesh.device_mesh)
+    shard_sequences(net, styles, gathering, mesh.device_mesh)
+    layer.down.register_forward_hook(lambda _, args, output: seen.update(sums=output.shape[1]))
+    y, moved, of = accumulated(net, (x,), cotangent, weights, times)
+    named = {"norm": norm, **{f"layer.{name}": each for name, each in (("up", up), ("heads_norm", heads_norm))}}
+    named |= {"layer.down": down, "layer.gate": gate}
+    gradients = (
+        of.get(f"blocks.0.{name}.weight", torch.zeros_like(each)).view(each.shape) for name, each in named.items()
+    )
+    return y, *moved, *gradients, torch.tensor([*seen.values()], dtype=x.dtype)
+
+
 @pytest.mark.parametrize(
-    "declared", [step_of_sharded_sequences, direct_layers_of_sharded_sequences], ids=lambda x: x.name
+    "declared",
+    [step_of_sharded_sequences, direct_layers_of_sharded_sequences, layer_of_all_positions],
+    ids=lambda x: x.name,
 )
 def test_parity(declared):
     check_cases(declared, 8)
