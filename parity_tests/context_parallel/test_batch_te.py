@@ -17,11 +17,18 @@ from shardproof import CaseSpec, Cost, check_cases, integers, lengths, scheme
 from torch_impl import context_parallel as cp
 
 FILL = -1000
+
+
+def with_scores(x, labels, padded, real):
+    """Each row's first label is its score, which is not by token."""
+    return *packed_batch(x, labels, padded, real), labels[:, 0]
+
+
 DECLARED = dict(
-    reference=packed_batch,
+    reference=with_scores,
     mesh={"cp": (1, 2, 4)},
     inputs={"x": "b t d cp=R", "labels": "b t", "padded": "q", "real": "q"},
-    outputs=("b t/cp:packed d",) + 3 * ("b t/cp:packed",) + 2 * ("b q",),
+    outputs=("b t/cp:packed d",) + 3 * ("b t/cp:packed",) + 2 * ("b q",) + ("b",),
     dims={"b": (2, 4), "q": (3, 5, 2), "t": (24, 40, 16), "d": (2, 1, 5)},
     draw={
         "labels": integers(-100, 9),
@@ -34,14 +41,15 @@ DECLARED = dict(
 )
 ByToken = Int[Tensor, "b l"]
 Lengths = Int[Tensor, "b q"]
-Returned = tuple[Float[Tensor, "b l d"], ByToken, ByToken, Bool[Tensor, "b l"], Lengths, Lengths]
+Returned = tuple[Float[Tensor, "b l d"], ByToken, ByToken, Bool[Tensor, "b l"], Lengths, Lengths, Int[Tensor, " b"]]
 
 
 def given_rows(x, labels, padded, real, tail):
     """Rows with a filled entry; with `tail` the last slot is as short as it may be, and the row longer."""
     slots = torch.cat([padded[:-1], real[-1:]]) if tail else padded
     filled = [torch.cat([each, torch.tensor([FILL])]).expand(len(x), -1) for each in (real, slots)]
-    return {"input_ids": x, "labels": labels, "seq_lens": filled[0], "seq_lens_padded": filled[1]}
+    scores = labels[:, 0].clone()
+    return {"input_ids": x, "labels": labels, "scores": scores, "seq_lens": filled[0], "seq_lens_padded": filled[1]}
 
 
 def rows_of(out, b):
@@ -49,7 +57,7 @@ def rows_of(out, b):
     names = ("input_ids", "labels", "position_ids", "padding_mask")
     flat = [out[name].flatten(0, int(out["cu_seqlens"].ndim > 1) and 1) for name in names]
     flat += [out[name].long().diff().flatten() for name in ("cu_seqlens", "cu_seqlens_padded")]
-    return tuple(each.unflatten(0, (b, len(each) // b)) for each in flat)
+    return *(each.unflatten(0, (b, len(each) // b)) for each in flat), out["scores"].flatten()
 
 
 @scheme(**{**DECLARED, "rank_options": {**DECLARED["rank_options"], "as_context": (False, True)}})
@@ -70,12 +78,40 @@ def shares_of_chunks(mesh, x, labels, padded, real, num_chunks, tail) -> Returne
     stacked = cp.split_batch_into_thd_chunks(given_rows(x, labels, padded, real, tail), num_chunks)
     chunks = [stacked] if num_chunks == 1 else [{k: v[i] for k, v in stacked.items()} for i in range(num_chunks)]
     shares = [cp._shard_thd_chunk_for_te(chunk, mesh.device_mesh["cp"], "thd", FILL, 0) for chunk in chunks]
-    names = ("input_ids", "labels", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
+    names = ("input_ids", "labels", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "scores")
     return rows_of({name: torch.stack([share[name] for share in shares]) for name in names}, len(x))
 
 
+def stream_by_hand(ids, kinds, padded):
+    return ids, kinds, padded.max()[None]
+
+
+@scheme(
+    reference=stream_by_hand,
+    mesh={"cp": (1, 2, 3)},
+    inputs={"ids": "1 t", "kinds": "k 1 t", "padded": "q"},
+    outputs=("1 t/cp:packed", "k 1 t/cp:packed", "1"),
+    dims={"k": (3, 2), "q": (3, 5, 2), "t": (24, 60, 36)},
+    draw={"ids": integers(0, 9), "kinds": integers(0, 99), "padded": lengths("t", padded=True)},
+    rank_options={"less": ((), ("max_seqlen",), ("max_seqlen", "cu_seqlens_padded"))},
+    cost=lambda c: Cost(),
+)
+def share_of_a_stream(
+    mesh, ids, kinds, padded, less
+) -> tuple[Int[Tensor, "1 l"], Int[Tensor, "k 1 l"], Int[Tensor, "1"]]:
+    """Positions of several kinds are sharded too; what a stream lacks of `less` follows from its other offsets."""
+    batch = {"input_ids": ids, "position_ids": kinds, "seq_lens": padded[None], "seq_lens_padded": padded[None]}
+    stream = {name: x for name, x in cp.process_input_for_thd(batch).items() if name not in less}
+    out = cp._shard_thd_chunk_for_te(stream, mesh.device_mesh["cp"], "thd", FILL, 0)
+    assert "prefix_of" not in out
+    return out["input_ids"][None].clone(), out["position_ids"].clone(), out["max_seqlen"].long()[None]
+
+
+SCHEMES = (share_of_a_batch, shares_of_chunks, share_of_a_stream)
+
+
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", [share_of_a_batch, shares_of_chunks], ids=lambda declared: declared.name)
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
     check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
 
