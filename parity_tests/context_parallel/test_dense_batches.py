@@ -1,5 +1,7 @@
 """Parity of what a dense batch has inside its context and after: positions of every kind, a mask, a loss mask."""
 
+import warnings
+
 import jax.numpy as jnp
 import pytest
 import torch
@@ -14,16 +16,16 @@ KINDS = 2
 POSITIONS = ("rows", "one row", "kinds")
 ByToken = Int[Tensor, "b l"]
 Entries = tuple[
-    ByToken, ByToken, ByToken, Int[Tensor, "k b l"], Bool[Tensor, "b l"], Int[Tensor, "b s"], Int[Tensor, "1"]
+    ByToken, ByToken, ByToken, Int[Tensor, "k b l"], Bool[Tensor, "b l"], Int[Tensor, "b s"], Int[Tensor, "two"]
 ]
 
 
-def batch_by_hand(ids, steps, less, positions, masked):
-    """Columns from s - `less` on are padding; `masked` takes r more off row r."""
+def batch_by_hand(ids, steps, less, positions, mask):
+    """Columns from s - `less` on are padding; with `mask` "padding" r more of row r are."""
     rows, size = ids.shape
     column, row, real = jnp.arange(size), jnp.arange(rows), size - less
     added = column >= real
-    padding = added[None] | (masked & (column[None] >= real - row[:, None]))
+    padding = added[None] | ((mask == "padding") & (column[None] >= real - row[:, None]))
     given = steps.cumsum(-1)
     last = given[..., real - 1 : real]
     counted = jnp.where(added[None, None], last + (column - real + 1)[None, None], given)
@@ -32,7 +34,8 @@ def batch_by_hand(ids, steps, less, positions, masked):
     restarting = (jnp.diff(rows_of[..., :real]) <= 0).any() & (positions != "kinds")
     weights = jnp.where(added[None], 0, 3 * ids)
     sharded = jnp.where(added[None], 11, ids), weights, weights, jnp.broadcast_to(rows_of, steps.shape), padding
-    return *sharded, weights, restarting.astype(ids.dtype)[None]
+    facts = jnp.stack([restarting, restarting & (mask == "none")])
+    return *sharded, weights, facts.astype(ids.dtype)
 
 
 @scheme(
@@ -44,31 +47,34 @@ def batch_by_hand(ids, steps, less, positions, masked):
         "k b s/cp:dual_chunk_swap",
         "b s/cp:dual_chunk_swap",
         "b s",
-        "1",
+        "two",
     ),
-    dims={"b": (3,), "s": (12, 24), "k": (KINDS,)},
+    dims={"b": (3,), "s": (12, 24), "k": (KINDS,), "two": (2,)},
     draw={"ids": integers(1, 9), "steps": integers(0, 5)},
-    options={"less": (3, 1, 0), "positions": POSITIONS, "masked": (False, True)},
+    options={"less": (3, 1, 0), "positions": POSITIONS, "mask": ("padding", "none", "ones")},
     cost=lambda c: Cost(),
 )
-def entries_of_a_dense_batch(mesh, ids, steps, less, positions, masked) -> Entries:
-    """Ids, the loss mask in the batch and the caller's own, positions and padding; the loss mask after; a restart."""
+def entries_of_a_dense_batch(mesh, ids, steps, less, positions, mask) -> Entries:
+    """Ids, the batch's loss mask and the caller's, positions and padding; the loss mask after; a restart, a warning."""
     rows, real = len(ids), ids.shape[1] - less
     kinds = steps.cumsum(-1)[..., :real]
     given = {"rows": kinds[0], "one row": kinds[0, :1], "kinds": kinds}[positions]
     batch = {"input_ids": ids[:, :real], "position_ids": given}
-    does_restart = restarts(given)
-    if masked or does_restart:  # without a mask such positions have a warning
-        batch["attention_mask"] = (torch.arange(real) < real - masked * torch.arange(rows)[:, None]).int()
+    if mask != "none":
+        fewer = (mask == "padding") * torch.arange(rows)[:, None]
+        batch["attention_mask"] = (torch.arange(real) < real - fewer).int()
     loss_mask = 3 * ids[:, :real]
-    factory, padded = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, loss_mask, padding_token_id=11)
+    with warnings.catch_warnings(record=True) as caught:  # without a mask such positions have a warning
+        warnings.simplefilter("always")
+        factory, padded = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, loss_mask, padding_token_id=11)
+    warned = any("position_ids start anew inside a row" in str(each.message) for each in caught)
     with factory():
         places = padded["position_ids"].expand(KINDS, rows, -1)
         padding = padded.get("padding_mask", torch.zeros_like(padded["input_ids"], dtype=torch.bool))
         inside = padded["input_ids"], padded["loss_mask"], loss_mask, places, padding
         inside = tuple(each.clone() for each in inside)
     after = torch.nn.functional.pad(loss_mask, (0, less))
-    return *inside, after.clone(), torch.tensor([does_restart]).to(ids)
+    return *inside, after.clone(), torch.tensor([restarts(given), warned]).to(ids)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
