@@ -10,10 +10,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 import jax_ref.layouts
-from parity_tests.context_parallel.key_costs import cheaper, needed_keys, visible_pairs
+from parity_tests.context_parallel.key_costs import around_the_ring, as_a_halo, cheaper, needed_keys, visible_pairs
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, check, every_case, scheme, token_below
+from shardproof import CaseSpec, check, check_cases, every_case, scheme, token_below
 from torch_impl.context_parallel import attention_bytes, attention_cost, context_parallel_attention, fewest_bytes
+from torch_impl.context_parallel.key_routes import key_traffic
+from torch_impl.layouts import TokenLayout
 
 
 def sent_to_others(row):
@@ -176,6 +178,52 @@ def bytes_of_exchanges(mesh, ids) -> Int[Tensor, "k r/cp"]:
 @given(every_case(bytes_of_exchanges))
 def test_bytes_are_those_of_each_message(case):
     check(case)
+
+
+RANKS, ROUTES = 4, ("ring", "halo")
+DOCUMENTS = {"one": (0, 32), "of a share": (0, 8, 16, 24, 32), "over shares": (0, 5, 20, 32)}
+
+
+def rows_by_route(ids, documents, kind, causal, window):
+    """Of both routes, the one that is taken first: which it is, and each rank's rows of keys and of gradients."""
+    offsets = DOCUMENTS[documents]
+    visible = visible_pairs(offsets[-1], causal is not False, window, offsets)
+    needed = needed_keys(getattr(jax_ref.layouts, kind)(offsets[-1], RANKS), visible)
+    ways = [("ring", "send", around_the_ring(needed)), ("halo", "all_to_all", as_a_halo(needed))]
+    if not any("send" in table for table in cheaper(needed).keys) and any(map(any, needed)):
+        ways.reverse()
+    rows = []
+    for route, op, sent in ways:
+        rows.append([ROUTES.index(route)] * RANKS)
+        rows += [[table.get(op, (0, 0))[1] for table in tables] for tables in (sent.keys, sent.gradients)]
+    return jnp.asarray(rows, ids.dtype) + 0 * ids
+
+
+@scheme(
+    reference=rows_by_route,
+    mesh={"cp": (1, 2, 4)},
+    inputs={"ids": "k r/cp"},
+    outputs="k r/cp",
+    dims={"k": (6,), "r": (RANKS,)},
+    draw={"ids": token_below("r")},
+    options={
+        "documents": tuple(DOCUMENTS),
+        "kind": ("contiguous", "striped"),
+        "causal": (None, True, False),
+        "window": (None, 3, 9),
+    },
+)
+def rows_of_keys_by_route(mesh, ids, documents, kind, causal, window) -> Int[Tensor, "k r/cp"]:
+    """Each rank fills in its own columns. With None an argument is left out."""
+    layout = TokenLayout.packed(DOCUMENTS[documents], cp_size=RANKS, cp_rank=0, kind=kind)
+    rules = {name: x for name, x in (("causal", causal), ("window", window)) if x is not None}
+    found = key_traffic(layout, **rules)
+    rows = [row for way in found for row in ([ROUTES.index(way.route)] * RANKS, way.keys, way.gradients)]
+    return torch.tensor(rows, dtype=ids.dtype, device=ids.device)[:, mesh.global_ids("r")]
+
+
+def test_parity_of_rows_by_route():
+    check_cases(rows_of_keys_by_route, 40)
 
 
 def exchanges(**shapes):

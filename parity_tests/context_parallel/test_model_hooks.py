@@ -103,15 +103,19 @@ def adapted_layer(mesh, x, states, window, recomputed, masked, embedded):
     outputs="b h s/cp:dual_chunk_swap p",
     dims={"b": (1, 2), "h": (2,), "s": (16,), "e": (16, 3), "p": (4,)},
     draw={name: values("normal", "ties") for name in ("x", "states")},
+    rank_options={"where": ("scope", "after")},
     reduction=("s", "p"),
     dtypes=("float32", "float64"),
 )
-def layer_with_a_scope(mesh, x, states):
+def layer_with_a_scope(mesh, x, states, where):
+    """Attention is torch's own in a scope, and once the context is left."""
     layer = Layer(None)
     with context(mesh, x.shape[2] * mesh.size("cp"), "alltoall"):
         x = x + layer.own(x)
-        with local_attention():
-            return x + layer.cross(x, states)
+        if where == "scope":
+            with local_attention():
+                return x + layer.cross(x, states)
+    return x + layer.cross(x, states)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
