@@ -10,6 +10,7 @@ from parity_tests.harness.draw.choosers import seeded_chooser
 from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.verify_one_case import verify_case
 from shardproof import scheme, token_below, values
+from torch_impl.collectives import all_reduce
 
 
 def softmax(mesh, x):
@@ -56,3 +57,48 @@ def test_no_false_alarm(name):
     for seed in range(40):
         report = verify_case(declaration, draw_case(declaration, seeded_chooser(seed), {}, seed=seed))
         assert report.ok, str(report)
+
+
+def test_a_masked_logit_over_a_drawn_temperature_leaves_its_row_a_budget():
+    """The derivative of -inf / T by T is infinite, and NaN once it is multiplied by the probability 0."""
+    declaration = scheme(
+        reference=lambda x, t: jax.nn.softmax(x / t[:, None], -1),
+        mesh={"dp": (1, 2)},
+        inputs={"x": "b/dp v", "t": "b/dp"},
+        outputs="b/dp v",
+        draw={"x": values("neg_inf_mask"), "t": values("positive")},
+        dtypes=("float32",),
+    )(lambda mesh, x, t: (x / t[:, None]).softmax(-1))
+    report = declaration.verify(examples=80, seed=2)
+    assert report.ok and not report.undecided_examples, str(report)
+
+
+def rms_of_columns(mesh, x, w):
+    y = x.float() @ w.float()
+    mean = all_reduce(y.square().sum(-1, keepdim=True), mesh["tp"], out="R") / mesh.total("f")
+    return (y / torch.sqrt(1e-3 + mean)).to(x.dtype)
+
+
+def rms_of_all_columns(x, w):
+    return x @ w / jnp.sqrt(1e-3 + ((x @ w) ** 2).mean(-1, keepdims=True))
+
+
+def test_addends_of_a_gradient_that_cancel_leave_their_roundings():
+    """Each rank rounds its own addend of d/d x to bfloat16, which may be a hundred times their sum."""
+    declared = scheme(
+        reference=rms_of_all_columns,
+        mesh={"tp": (1, 2, 4)},
+        inputs={"x": "b d tp=R", "w": "d f/tp"},
+        outputs="b f/tp",
+        draw={"x": values("normal"), "w": values("normal")},
+        reduction=("d", "f"),
+        dtypes=("bfloat16",),
+    )
+    assert declared(rms_of_columns).verify(examples=80, seed=1).ok
+
+    def rounded_again(mesh, x, w):
+        y = rms_of_columns(mesh, x, w)
+        y.register_hook(lambda g: g * (1 + 2.0**-5 * mesh.rank("tp")))
+        return y
+
+    assert not declared(rounded_again).verify(examples=20).ok

@@ -288,3 +288,33 @@ def test_state_that_gloo_keeps_between_calls_is_named_too(first):
     report = scheme.verify("gloo", tp=2, seed=3, examples=12)
     assert (report.verdict, report.case.engine) == ("mismatch", "gloo") and "call_before" in report.case.conditions
     assert f"  {second_opinion.STATE_BETWEEN_CALLS}" in str(report).splitlines()
+
+
+GROWING = """
+import torch
+KEPT = {}
+def growing(mesh, x):
+    n = mesh.size("tp")
+    if len(KEPT.get(n, ())) < x.shape[1]:
+        KEPT[n] = torch.arange(x.shape[1]) + 100 * x.shape[1]
+    return x * KEPT[n][: x.shape[1]]
+scheme(
+    reference=lambda x: x * (jnp.arange(x.shape[1]) + 100 * x.shape[1]).astype(x.dtype),
+    mesh={"tp": (1, 2)}, inputs={"x": "b/tp v"}, outputs="b/tp v", dims={"v": (4, 3, 2)}, dtypes=("float32",),
+)(growing)
+"""
+
+
+def test_what_is_kept_while_it_is_long_enough_shows_itself_after_a_longer_call(first):
+    (scheme,) = schemes_of_file(written("growing.py", GROWING))
+    report = scheme.verify(tp=2)
+    assert (report.verdict, report.state_between_calls) == ("mismatch", second_opinion.STATE_BETWEEN_CALLS)
+
+
+def test_a_case_that_passes_in_a_fresh_process_of_lockstep_too_is_after_an_example(first, monkeypatch):
+    (scheme,) = schemes_of_file(written("left.py", WRONG))
+    before = verify_case(scheme, scheme.case(tp=2, b=2, dtype="float32"))
+    monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda *_: replace(before, tensors=()))
+    monkeypatch.setattr(second_opinion, "_passes_in_fresh_process", lambda *_: True)
+    report = second_opinion.second_opinion(scheme, before)
+    assert (report.verdict, report.not_repeated) == ("mismatch", second_opinion.AFTER_AN_EXAMPLE)
