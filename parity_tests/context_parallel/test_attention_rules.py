@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 
 from shardproof import Cost, check_cases, drawn, scheme
 from torch_impl.context_parallel import adapt_model_to_context, create_context_parallel_ctx
@@ -165,20 +166,20 @@ def calls_of_attention(mesh, calls, fused) -> tuple[Int[Tensor, " n"], Int[Tenso
     On one rank, around which a ring sends nothing, since the kernels are a setting of the process. A thread without a
     context has the only one.
     """
-    size, before = 4, torch.backends.mha.get_fastpath_enabled()
+    size, before = 4, get_fastpath_enabled()
     # After the context groups are always enabled, since torch, too, takes none without; and nothing is drawn.
     plain = [
         [has_mask, 0, heads, groups, 1, more, there] for has_mask, _, heads, groups, _, more, there in calls.tolist()
     ]
     try:
-        torch.backends.mha.set_fastpath_enabled(fused)
+        set_fastpath_enabled(fused)
         with create_context_parallel_ctx(mesh.device_mesh["cp"], [torch.zeros(size)], [0], set(), "alltoall"):
-            settings = [torch.backends.mha.get_fastpath_enabled()]
+            settings = [get_fastpath_enabled()]
             inside = [rule_of_call(size, call) for call in calls.tolist()]
-        settings.append(torch.backends.mha.get_fastpath_enabled())
+        settings.append(get_fastpath_enabled())
         after = [rule_of_call(size, call) for call in plain]
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        set_fastpath_enabled(before)
     return tuple(torch.tensor(each).to(calls) for each in (inside, after, settings))
 
 
