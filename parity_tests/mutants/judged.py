@@ -2,7 +2,7 @@
 
 `judged.toml` has an entry for each: the file, the line with the change in it, and the reason. An equivalent mutant is
 listed on the page and not counted. Some have the same values in every case, some change cost alone, which rules are to
-leave out, and some are read on CUDA alone, where this sample is not judged.
+leave out, and some are run by CUDA or another version of torch alone, where this sample is not judged.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ Not made are mutants of
 {rules}
 
 A survivor that was looked at and that no test on a CPU can see is equivalent and not counted: its values are the same,
-or it changes cost alone, or CUDA alone runs it. `parity_tests/mutants/judged.toml` says why, line by line.
+or it changes cost alone, or CUDA or another version of torch alone runs it. `parity_tests/mutants/judged.toml` says
+why, line by line.
 
 Written by `make mutants` on {date} with Python {python}, torch {torch}, jax {jax}:
 {count} mutants of {candidates}, seed {seed}.
