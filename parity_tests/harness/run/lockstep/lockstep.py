@@ -172,6 +172,8 @@ class Session:
                 thread = self._threads[self._scheduler.running].ident or 0
                 if time.monotonic() - since < compiling.LIMIT_S and compiling.is_compiling(thread):
                     continue
+                if self._scheduler.moves != moves:  # the rank may have left the compiler before it was asked
+                    continue
                 stalled = self._exchange.stalled(_users_stack(thread), quiet_s)
                 self._scheduler.failure = self._scheduler.failure or stalled
                 # Takes effect at the thread's next Python instruction; one inside a C call is left behind.

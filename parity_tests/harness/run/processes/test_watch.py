@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from parity_tests.harness.run.ledger import line_of_thread
-from parity_tests.harness.run.processes.status_table import COMPUTING, SLOT, TEXT, WAITING, StatusTable
+from parity_tests.harness.run.processes.root_cause import DONE, Outcome
+from parity_tests.harness.run.processes.status_table import COMPUTING, FINISHED, SLOT, TEXT, WAITING, StatusTable
 from parity_tests.harness.run.processes.watch import RankHandle, Watch, _Stillness
 
 
@@ -69,6 +70,33 @@ def test_a_rank_that_is_killed_in_the_middle_of_its_message_is_gone(pieces: int)
     watch._hear(handle)
     assert handle.is_gone and handle.outcome is None
     handle.close()
+
+
+class LeavesTheCompiler(RankHandle):
+    """A rank that ends while the question whether it compiles is on its way."""
+
+    def __init__(self, table: StatusTable) -> None:
+        ours, theirs = socket.socketpair()
+        self._slot, self._theirs = table.slot(0), Connection(theirs.detach())
+        super().__init__(0, os.getpid(), *[Connection(ours.detach())] * 2, Path())
+        self._slot.enter(COMPUTING)
+        self._theirs.send("ready")
+
+    def is_compiling(self) -> bool:
+        self._slot.enter(FINISHED)
+        self._theirs.send(Outcome(0, DONE, (), b"its result"))
+        return False
+
+
+def test_a_rank_that_leaves_the_compiler_as_it_is_asked_is_waited_for() -> None:
+    table, (silent, other) = StatusTable(None, 1), socket.socketpair()
+    server = SimpleNamespace(fileno=silent.fileno, exit_code=lambda pid: None)
+    handle = LeavesTheCompiler(table)
+    outcomes, quiet = Watch([handle], server, table).outcomes(quiet_s=0.2)
+    assert quiet is None
+    assert [each.result for each in outcomes] == [b"its result"]
+    for each in (handle, silent, other):
+        each.close()
 
 
 def test_a_slot_holds_the_last_collective_and_no_more_than_its_size() -> None:

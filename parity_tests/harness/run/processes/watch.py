@@ -77,6 +77,10 @@ class _Stillness:
         self.idle_seconds = 0.0 if moved or worked else self.idle_seconds + seconds
         self._writes, self._ticks = writes, ticks
 
+    def has_ended(self) -> bool:
+        """Whether the status table has changed since the last step."""
+        return self._table.writes() != self._writes
+
 
 def _ticks(pid: int) -> int:
     """Processor time of a process in clock ticks; 0 where the system does not say."""
@@ -123,6 +127,8 @@ class Watch:
                 limit = STALL_S if still.idle_seconds >= STALL_S else max(quiet_s, STALL_S)
             if still.seconds >= limit:
                 if still.seconds < compiling.LIMIT_S and any(handle.is_compiling() for handle in self._pending()):
+                    continue
+                if still.has_ended():  # a rank may have left the compiler before it was asked
                     continue
                 return self._collected(), still.seconds
         return self._collected(), None
