@@ -55,12 +55,8 @@ STATE_BETWEEN_CALLS = (
     "another one"
 )
 PASSES_FRESH = (
-    "the case passes in fresh processes; those of a run serve all of its examples, of which one may have left what the "
-    "function keeps"
-)
-AFTER_AN_EXAMPLE = (
-    "the case passes in a fresh process, on lockstep too: an example before it has left what the function keeps (a "
-    "cache, a buffer, a counter)"
+    "the case passes in fresh processes: an example before it may have left what the function keeps (a cache, a "
+    "buffer, a counter)"
 )
 VERIFIED: set[str] = set()  # keys of the schemes of which this process has drawn cases
 
@@ -98,7 +94,7 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
     # It is no matter of the engine: something before this case has changed what it gives.
     if has_other_schemes:
         return _without_verdict(report, PROCESS_CHANGED)
-    return replace(report, not_repeated=AFTER_AN_EXAMPLE)
+    return replace(report, not_repeated=PASSES_FRESH)
 
 
 def _fails_otherwise(scheme: Declared, report: Report, on_gloo: Report, earlier: CaseSpec | None) -> Report | None:

@@ -317,4 +317,4 @@ def test_a_case_that_passes_in_a_fresh_process_of_lockstep_too_is_after_an_examp
     monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda *_: replace(before, tensors=()))
     monkeypatch.setattr(second_opinion, "_passes_in_fresh_process", lambda *_: True)
     report = second_opinion.second_opinion(scheme, before)
-    assert (report.verdict, report.not_repeated) == ("mismatch", second_opinion.AFTER_AN_EXAMPLE)
+    assert (report.verdict, report.not_repeated) == ("mismatch", second_opinion.PASSES_FRESH)
