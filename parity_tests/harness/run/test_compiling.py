@@ -37,6 +37,14 @@ def compiles(mesh, case):
     return True
 
 
+def compiles_and_computes(mesh, case):
+    if mesh.rank("tp") == 1:
+        COMPILE_FOR(2.5 * QUIET_S, time.sleep)
+        time.sleep(QUIET_S / 2)
+    dist.barrier(group=mesh["tp"])
+    return True
+
+
 def runs_what_is_compiled(mesh, case):
     def hangs():
         time.sleep(5 * QUIET_S)
@@ -46,9 +54,10 @@ def runs_what_is_compiled(mesh, case):
     dist.barrier(group=mesh["tp"])
 
 
+@pytest.mark.parametrize("function", [compiles, compiles_and_computes])
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_a_compilation_is_waited_for(engine):
-    assert run(compiles, CASE, engine, quiet_s=QUIET_S).results == (True, True)
+def test_a_compilation_is_waited_for(engine, function):
+    assert run(function, CASE, engine, quiet_s=QUIET_S).results == (True, True)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])

@@ -164,16 +164,19 @@ class Session:
 
         Inside torch.compile it may take longer.
         """
-        moves, since = -1, 0.0
+        moves, moved, since, is_compiling = -1, 0.0, 0.0, False
         while not self._scheduler.over(min(quiet_s, 0.25)):
+            now = time.monotonic()
             if self._scheduler.moves != moves:
-                moves, since = self._scheduler.moves, time.monotonic()
-            elif time.monotonic() - since >= quiet_s:
-                thread = self._threads[self._scheduler.running].ident or 0
-                if time.monotonic() - since < compiling.LIMIT_S and compiling.is_compiling(thread):
-                    continue
-                if self._scheduler.moves != moves:  # the rank may have left the compiler before it was asked
-                    continue
+                moves, moved, since, is_compiling = self._scheduler.moves, now, now, False
+                continue
+            if not is_compiling and now - since < quiet_s:
+                continue
+            thread = self._threads[self._scheduler.running].ident or 0
+            is_compiling = now - moved < compiling.LIMIT_S and compiling.is_compiling(thread)
+            if is_compiling:
+                since = now  # what comes after the compiler counts
+            elif now - since >= quiet_s and self._scheduler.moves == moves:  # it may have left before it was asked
                 stalled = self._exchange.stalled(_users_stack(thread), quiet_s)
                 self._scheduler.failure = self._scheduler.failure or stalled
                 # Takes effect at the thread's next Python instruction; one inside a C call is left behind.

@@ -68,14 +68,19 @@ class _Stillness:
 
     def __init__(self, table: StatusTable) -> None:
         self._table, self._writes, self._ticks = table, table.writes(), ()
-        self.seconds = self.idle_seconds = 0.0
+        self.seconds = self.idle_seconds = self.unwritten_seconds = 0.0
 
     def step(self, seconds: float, handles: Sequence[RankHandle]) -> None:
         writes, ticks = self._table.writes(), tuple(_ticks(handle.pid) for handle in handles)
         moved, worked = writes != self._writes, ticks != self._ticks
         self.seconds = 0.0 if moved else self.seconds + seconds
         self.idle_seconds = 0.0 if moved or worked else self.idle_seconds + seconds
+        self.unwritten_seconds = 0.0 if moved else self.unwritten_seconds + seconds
         self._writes, self._ticks = writes, ticks
+
+    def restart(self) -> None:
+        """A rank is in the compiler: what comes after counts, although the table has not changed."""
+        self.seconds = self.idle_seconds = 0.0
 
     def has_ended(self) -> bool:
         """Whether the status table has changed since the last step."""
@@ -102,7 +107,7 @@ class Watch:
     def outcomes(self, quiet_s: float) -> tuple[list[Outcome], float | None]:
         """Every rank's outcome, and the seconds without a move if that is why they were stopped."""
         start = last = time.monotonic()
-        still, deadline = _Stillness(self._table), None
+        still, deadline, is_compiling = _Stillness(self._table), None, False
         while self._pending():
             self._receive(TICK_S)
             now = time.monotonic()
@@ -125,12 +130,13 @@ class Watch:
                 break
             else:
                 limit = STALL_S if still.idle_seconds >= STALL_S else max(quiet_s, STALL_S)
-            if still.seconds >= limit:
-                if still.seconds < compiling.LIMIT_S and any(handle.is_compiling() for handle in self._pending()):
-                    continue
-                if still.has_ended():  # a rank may have left the compiler before it was asked
-                    continue
-                return self._collected(), still.seconds
+            if is_compiling or still.seconds >= limit:
+                in_time = still.unwritten_seconds < compiling.LIMIT_S
+                is_compiling = in_time and any(handle.is_compiling() for handle in self._pending())
+                if is_compiling:
+                    still.restart()
+                elif still.seconds >= limit and not still.has_ended():  # a rank may have left before it was asked
+                    return self._collected(), still.seconds
         return self._collected(), None
 
     def _pending(self) -> list[RankHandle]:
