@@ -45,8 +45,8 @@ def closing(counts: Iterable[Counts]) -> list[str]:
         f"{alarms} false alarms in {total.total()} examples of {judged} of {len(counts)} schemes ({dtypes}){few}; "
         "promised are 0.",
         f"{undecided} examples are undecided.",
-        f"{sum(each.conditions for each in counts)} were called under calling conditions, "
-        f"and at least {min((each.examples.total() for each in counts), default=0)} are of each scheme; "
+        f"{sum(each.conditions for each in counts)} were called under calling conditions; of each scheme there are "
+        f"{min((each.examples.total() for each in counts), default=0)} examples or more; "
         f"{sum(each.seconds for each in counts):.0f} s of processor time.",
     ]
 

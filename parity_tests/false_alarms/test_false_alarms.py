@@ -75,7 +75,10 @@ def test_a_scheme_that_was_not_judged_counts_as_none(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "schemes", lambda: [discover.lookup(SUM), discover.lookup(TERM)])
     counts = run.all_counts([journal, tmp_path / "none.jsonl"])
     assert [(each.scheme, each.examples.total()) for each in counts] == [(SUM, 3), (TERM, 0)]
-    assert "in 3 examples of 1 of 2 schemes" in page.closing(counts)[0] and "at least 0 are" in page.closing(counts)[2]
+    assert (
+        "in 3 examples of 1 of 2 schemes" in page.closing(counts)[0]
+        and "there are 0 examples or more" in page.closing(counts)[2]
+    )
 
 
 def test_a_record_that_was_cut_off_is_named(tmp_path):

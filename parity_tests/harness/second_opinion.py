@@ -226,15 +226,11 @@ def _passes_in_fresh_process(scheme: Declared, report: Report) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         file, _ = write_replay(scheme, report, folder)
         path = os.pathsep.join(str(Path(entry or ".").resolve()) for entry in sys.path)
-        command = [sys.executable, "-m", "parity_tests.cli.app", "replay", file, "--quiet", "--json", "-"]
+        outcome = Path(folder, "outcome.json")  # the scheme's file may print what it likes
+        command = [sys.executable, "-m", "parity_tests.cli.app", "replay", file, "--quiet", "--json", str(outcome)]
+        environment = os.environ | {"PYTHONPATH": path}
         try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=FRESH_PROCESS_TIMEOUT_S,
-                env=os.environ | {"PYTHONPATH": path},
-            )
-            return json.loads(done.stdout)["status"] == 0
+            subprocess.run(command, capture_output=True, timeout=FRESH_PROCESS_TIMEOUT_S, env=environment)
+            return json.loads(outcome.read_text())["status"] == 0
         except (OSError, subprocess.TimeoutExpired, ValueError):
             return False

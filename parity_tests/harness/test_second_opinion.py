@@ -318,3 +318,9 @@ def test_a_case_that_passes_in_a_fresh_process_of_lockstep_too_is_after_an_examp
     monkeypatch.setattr(second_opinion, "_passes_in_fresh_process", lambda *_: True)
     report = second_opinion.second_opinion(scheme, before)
     assert (report.verdict, report.not_repeated) == ("mismatch", second_opinion.PASSES_FRESH)
+
+
+def test_a_file_that_prints_passes_in_a_fresh_process():
+    (scheme,) = schemes_of_file(written("printing.py", RIGHT, "print('it is ready')\n"))
+    report = verify_case(scheme, scheme.case(tp=2, b=2, dtype="float32"))
+    assert second_opinion._passes_in_fresh_process(scheme, report)

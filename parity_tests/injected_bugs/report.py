@@ -29,9 +29,9 @@ SCHEDULE_LOGGER = "torch_impl.pipelining.schedule"  # warns of few micro-batches
 HEAD = """# Injected bugs
 
 A test suite is worth what it catches. `parity_tests/injected_bugs/` is a catalogue of bugs, written by hand, that are
-injected one at a time into our own components, in memory; the tree is never written. Every bug must be caught by an
-oracle, and reported in the right words, by the same drawn examples that the parity tests judge. Every fourth example
-stands inside sub-groups of a larger world.
+injected one at a time into our own components, in memory; the tree is never written. An oracle should
+catch each bug, and report it in the right words, on the drawn examples that the parity tests judge; those that survive
+are listed. Every fourth example stands inside sub-groups of a larger world.
 
 Beside it stands a test as it is often written: two ranks, one shape, equal shards, float32, three seeds, the same
 budgets. *By one shape* counts its values and failed ranks; *by values alone* what drawn examples catch without the

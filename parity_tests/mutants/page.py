@@ -66,8 +66,8 @@ def closing(outcomes: Sequence[Outcome]) -> list[str]:
         f"{share(caught_by_cases, len(real))} are caught by drawn cases alone; promised are {PROMISED_DRAWN:.0%}{few}.",
         f"{share(caught, len(real))} are caught by drawn cases or tests; promised are {PROMISED_TESTS:.0%}{few}.",
         f"{len(outcomes) - len(real)} more are read as equivalent.",
-        f"{len(untested)} survivors are counted as such although not all tests were run on them.",
-        f"{capped} of the survivors had all the time that there is, and not all tests.",
+        f"{len(untested)} of the survivors have tests that were not run yet.",
+        f"{capped} of the survivors had their time before all tests were run.",
     ]
 
 
@@ -104,7 +104,7 @@ def write(outcomes: Sequence[Outcome], path: Path, seed: int, examples: int, can
     """Write the page."""
     text = HEAD.format(
         kinds=", ".join(KINDS),
-        rules="\n".join(f"- {rule};" for rule in RULES),
+        rules=";\n".join(f"- {rule}" for rule in RULES) + ".",
         examples=examples,
         farthest=FARTHEST,
         cap=CAP_S,

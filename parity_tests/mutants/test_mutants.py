@@ -336,7 +336,7 @@ def test_the_page_counts_by_component_and_lists_survivors(monkeypatch):
     capped = replace(survivor, capped=True)
     assert page.closing([capped])[-1].startswith("1 of") and page.closing([survivor])[-1].startswith("0 of")
     untested = replace(survivor, is_tested=False)
-    assert page.closing([untested])[-2].startswith("1 survivors are counted") and page.survivors(
+    assert page.closing([untested])[-2].startswith("1 of the survivors have tests") and page.survivors(
         [untested]
     ) == page.survivors([capped])
     assert page.survivors([capped]).endswith("Not all of its tests have run.")
