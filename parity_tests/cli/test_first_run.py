@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, complex64
 
 from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.run.failure import Raised
@@ -54,6 +54,9 @@ def test_number_and_kind_of_outputs():
     def whole_numbers(mesh, x):
         return x.long()
 
+    def rotated(mesh, x):
+        return x.to(complex64)
+
     def named(mesh, x):
         return {"y": x}
 
@@ -64,6 +67,9 @@ def test_number_and_kind_of_outputs():
     assert said_by_a_rank(number) == "scheme 'number': rank 0 returned float for 'out'; return a tensor"
     assert said_by_a_rank(whole_numbers) == (
         "scheme 'whole_numbers': rank 0 returned torch.int64 for 'out'; annotate the return as Int or Bool if it is one"
+    )
+    assert said_by_a_rank(rotated) == (
+        "scheme 'rotated': rank 0 returned torch.complex64 for 'out'; return its torch.view_as_real"
     )
     message = said_by_a_rank(named, reference=lambda x: {"z": x}, outputs={"z": "b s/cp"})
     assert message == "scheme 'named': rank 0 returned ['y'], outputs has ['z']"

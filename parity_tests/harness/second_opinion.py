@@ -58,6 +58,7 @@ PASSES_FRESH = (
     "the case passes in fresh processes: an example before it may have left what the function keeps (a cache, a "
     "buffer, a counter)"
 )
+CARRIED_OUT = "it carries out what other backends reject"
 VERIFIED: set[str] = set()  # keys of the schemes of which this process has drawn cases
 
 
@@ -78,10 +79,12 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
         return _not_repeated(report, reason or "its processes could not be started with this function")
     if isinstance(on_gloo.failure, Stalled) and not isinstance(report.failure, Stalled):
         return _not_repeated(report, "its processes stalled, as on a busy machine, which confirms nothing")
-    if on_gloo.verdict == report.verdict:
+    if on_gloo.verdict == report.verdict or _is_of_gloo_too(report, on_gloo):
         return replace(report, confirmed_on="gloo")
     if on_gloo.verdict != "equal":
         return _not_repeated(report, f"it fails there in another way, {on_gloo.verdict}")
+    if _is_rejection_only(report):
+        return _not_repeated(report, CARRIED_OUT)
     otherwise = _fails_otherwise(scheme, report, on_gloo, earlier)
     if otherwise is not None:
         return otherwise
@@ -141,10 +144,21 @@ def _unseen_by_gloo(scheme: Declared, report: Report) -> str | None:
     is_poisoned = any((np.isnan(tensor.got) & ~np.isnan(tensor.want)).any() for tensor in wrong)
     if is_poisoned and any(row.is_async for row in report.ledger.rows):
         return "it does not see an output that is read before its wait"
-    is_rejection_only = bool(report.protocol) and disagreement(report.ledger) is None
-    if is_rejection_only and not (wrong or report.cost or report.hygiene):
-        return "it carries out what other backends reject"
     return None
+
+
+def _is_rejection_only(report: Report) -> bool:
+    """Whether all that is wrong is a call which backends reject."""
+    if report.failure is not None or report.cost or report.hygiene or not all(tensor.ok for tensor in report.tensors):
+        return False
+    return bool(report.protocol) and disagreement(report.ledger) is None
+
+
+def _is_of_gloo_too(report: Report, on_gloo: Report) -> bool:
+    """Whether gloo shows the same failure by another verdict: it raises what it rejects, and an exit is a death."""
+    if on_gloo.verdict == "raised":
+        return _is_rejection_only(report)
+    return on_gloo.verdict == "died" and isinstance(getattr(report.failure, "__cause__", None), SystemExit)
 
 
 def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+import torch.nn.functional as F
 
 from parity_tests.harness.declare.case import DTYPES
 from parity_tests.harness.draw.choosers import seeded_chooser
@@ -102,3 +103,26 @@ def test_addends_of_a_gradient_that_cancel_leave_their_roundings():
         return y
 
     assert not declared(rounded_again).verify(examples=20).ok
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gelu_that_cancels_in_its_tail_is_right(dtype):
+    """Torch's is x / 2 * (1 + erf(x / sqrt 2)); JAX's has erfc, which is exact where that cancels."""
+    declaration = scheme(
+        reference=lambda x, w: jax.nn.gelu(x, approximate=False) * w,
+        mesh={"tp": (1, 2)},
+        inputs={"x": "b f/tp", "w": "b f/tp"},
+        outputs="b f/tp",
+        draw={"x": lambda rng, shape: 3 * rng.normal(size=shape), "w": values("normal")},
+        dtypes=(dtype,),
+    )
+
+    def gated(approximate):
+        def gelu(mesh, x, w):
+            return (F.gelu(x.float(), approximate=approximate) * w.float()).to(x.dtype)
+
+        return declaration(gelu)
+
+    report = gated("none").verify(examples=60)
+    assert report.ok and not report.undecided_examples, str(report)
+    assert dtype == "bfloat16" or not gated("tanh").verify(examples=20).ok

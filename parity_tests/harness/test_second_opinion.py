@@ -1,6 +1,7 @@
 """A failure is judged once more in fresh processes: confirmed, engines disagree, or nothing that they could see."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -260,7 +261,6 @@ def left_out(mesh, x):
 @pytest.mark.parametrize(
     ("function", "verdict", "reason"),
     [
-        (strided, "protocol", "it carries out what other backends reject"),
         (read_before_its_wait, "mismatch", "it does not see an output that is read before its wait"),
         (never_waited, "unwaited", "it does not see work that is never waited for"),
         (left_out, "deadlock", "there a deadlock cannot be told from a slow rank"),
@@ -271,6 +271,44 @@ def test_what_gloo_cannot_see_stays_a_verdict_and_says_so(function, verdict, rea
     report = declared(function).verify(examples=1, tp=2)
     assert (report.verdict, report.confirmed_on, report.engines_disagree) == (verdict, None, None)
     assert any(line.startswith(f"  not confirmed on gloo: {reason}") for line in str(report).splitlines())
+
+
+def test_what_gloo_carries_out_and_others_reject_stays_a_finding():
+    report = declared(strided).verify(examples=1, tp=2)
+    assert (report.verdict, report.confirmed_on, report.engines_disagree) == ("protocol", None, None)
+    assert report.not_repeated == second_opinion.CARRIED_OUT
+
+
+def receives_into_a_view(mesh, x):
+    peer, group = 1 - mesh.rank("tp"), mesh["tp"]
+    buffer = torch.zeros(3, 2).t()
+    for work in dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, torch.ones(2, 3), group=group, group_peer=peer),
+            dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer),
+        ]
+    ):
+        work.wait()
+    return x * 2
+
+
+def leaves(mesh, x):
+    if mesh.rank("tp") == 1:
+        os._exit(3)
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "verdict", "remedy"),
+    [
+        (receives_into_a_view, "protocol", "its buffer has strides (1, 2), which gloo rejects"),
+        (leaves, "raised", "SystemExit: os._exit(3)"),
+    ],
+)
+def test_what_gloo_shows_by_another_verdict_is_confirmed(function, verdict, remedy):
+    report = declared(function).verify(examples=1, tp=2)
+    assert (report.verdict, report.confirmed_on) == (verdict, "gloo")
+    assert remedy in " ".join(str(report).split())
 
 
 def test_one_case_alone_is_judged_once(monkeypatch):

@@ -33,6 +33,7 @@ from parity_tests.injected_bugs.trials import SchemeTrials
 # What a sentence begins with or contains, and the kinds of mistakes that it can truly mean.
 MEANS = (
     ("within what", {"precision"}),
+    ("error of rounding", {"precision"}),
     ("that of the other call", {"call"}),
     ("in another order", {"order", "sequence", "border", "group", "schedule"}),
     (" off along ", {"border", "order", "sequence"}),

@@ -41,6 +41,13 @@ def test_what_refers_to_dims_once_all_tensors_can_be_read():
     )
 
 
+@pytest.mark.parametrize("name", ["dtypes", "engines", "nograd"])
+def test_a_text_in_place_of_a_tuple_is_one_error(name):
+    with pytest.raises(ValueError) as caught:
+        declared(lambda mesh, x: x, **{name: "float32"})
+    assert str(caught.value) == f"scheme '<lambda>': {name} is the text 'float32'; write ('float32',)"
+
+
 def test_one_error_is_a_sentence():
     errors = DeclarationErrors("f")
     with errors.collected():

@@ -84,6 +84,8 @@ def input_arguments(
     if not set(inputs) <= set(signature):
         errors.raise_all()
     flat = dict(_leaves(inputs))
+    if isinstance(nograd, str):
+        raise errors(f"nograd is the text {nograd!r}; write ({nograd!r},)")
     for name in nograd:
         with errors.collected():
             if name not in flat:
@@ -291,6 +293,9 @@ def check_choices(
     results: Sequence[Argument],
     errors: DeclarationErrors,
 ) -> None:
+    for name, value in (("dtypes", dtypes), ("engines", engines)):
+        if isinstance(value, str):
+            raise errors(f"{name} is the text {value!r}; write ({value!r},)")
     for dtype in dtypes:
         with errors.collected():
             if dtype not in DTYPES:

@@ -23,12 +23,12 @@ from parity_tests.harness.draw import inputs
 from parity_tests.harness.experiments import cases
 from parity_tests.harness.experiments.repaired_lines import name_lines
 from parity_tests.harness.explain.evidence import SINGLE_ELEMENT, Evidence
-from parity_tests.harness.explain.note import ACROSS_MESHES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
-from parity_tests.harness.explain.places import NO_PATTERN, SAME_VALUES, worst_element
+from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
+from parity_tests.harness.explain.places import ALL_OF_ITS, NO_PATTERN, SAME_VALUES, worst_element
 from parity_tests.harness.explain.sums import ZERO_ADDEND, zero_addend
 from parity_tests.harness.judge.compare import COARSER, max_finite
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
-from parity_tests.harness.report.report import Report, sizes
+from parity_tests.harness.report.report import Report, mesh_text, sizes
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.verify_one_case import verify_case
 
@@ -111,7 +111,10 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
     same_tensor = [other for other in failing if label in other.notes]
     survivors: list[Note] = []
     for origin in (report, *same_tensor):
+        is_of_this_mesh = origin.case.mesh == report.case.mesh
         for note in origin.notes[label]:
+            if note.scope == ACROSS_SIZES and not is_of_this_mesh:
+                continue
             is_repeated = any(claim in earlier.claims for earlier in survivors for claim in note.claims)
             if note.scope in HYPOTHESES and not is_repeated:
                 survivor = _tested_hypothesis(scheme, report, origin, label, note, same_tensor)
@@ -146,7 +149,8 @@ def _tested_hypothesis(
     2. Any other keeps the claims that each case supports which could show its pattern; without any left it is None.
     3. One of another case is printed with the sizes of that case.
     4. One of this case says so if no other case could test it, or takes the words of a larger case if it rests on one
-       element.
+       element or is of all elements of a region.
+    5. One that is of this mesh alone names another mesh on which it does not hold.
     """
     is_of_this_case = origin is report
     if note.scope == ROUNDING:
@@ -163,12 +167,16 @@ def _tested_hypothesis(
         if not is_of_this_case or not all(note.supported_by(other.notes[label]) for other in on_this_mesh):
             return None
         return _compared_with_passing(scheme, origin.case, label, note)
+
+    def applies(other: Report) -> bool:
+        return note.applies is None or note.applies(_evidence(other, label))
+
     relevant = [
         other
         for other in same_tensor
         if other is not origin
         and (note.scope == ACROSS_MESHES or other.case.mesh == origin.case.mesh)
-        and (note.applies is None or note.applies(_evidence(other, label)))
+        and applies(other)
     ]
     # What only another case suggests must be supported by one at least: with no other, by the failing case itself.
     witnesses = relevant if relevant or is_of_this_case else [report]
@@ -181,16 +189,25 @@ def _tested_hypothesis(
         return supported.extended(f" (at {sizes(origin.case)})")
     if not relevant:
         return _untested(note)
-    return _clearer(supported, label, relevant) if supported.endswith(SINGLE_ELEMENT) else supported
+    clearer = _clearer(supported, label, relevant)
+    elsewhere = [other for other in same_tensor if other.case.mesh != origin.case.mesh and applies(other)]
+    unlike = [mesh_text(other.case.mesh) for other in elsewhere if not note.supported_by(other.notes[label])]
+    return clearer.extended(f"; not so on {unlike[0]}") if unlike and clearer is supported else clearer
 
 
-def _clearer(note_on_one_element: Note, label: str, relevant: Sequence[Report]) -> Note:
-    """A note that rests on one element, in the words of a larger case that has more."""
+def _clearer(note_on_few: Note, label: str, relevant: Sequence[Report]) -> Note:
+    """A note that rests on one element, or on each of a region, in the words of a larger case that shows more."""
+    if not _rests_on_few(note_on_few):
+        return note_on_few
     for other in relevant:
         for note in other.notes[label]:
-            if not note.endswith(SINGLE_ELEMENT) and note.supported_by([note_on_one_element]):
+            if not _rests_on_few(note) and note.supported_by([note_on_few]):
                 return note.extended(f" (at {sizes(other.case)})")
-    return note_on_one_element
+    return note_on_few
+
+
+def _rests_on_few(note: Note) -> bool:
+    return note.endswith(SINGLE_ELEMENT) or ALL_OF_ITS in note
 
 
 def _untested(note: Note) -> Note:

@@ -402,3 +402,36 @@ def test_other_values_in_another_order_are_those_of_the_other_call(monkeypatch):
     of_all = notes(declaration.verify(examples=60))
     assert "same values in another order, that of the other call" in of_all[0], of_all
     assert not any("not undone" in note for note in of_all)
+
+
+class BorrowsWithoutReturning(torch.autograd.Function):
+    """The next rank's first element behind the own ones; the backward keeps only the gradient of the own."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        first = [torch.empty_like(x[:, :1]) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(first, x[:, :1].contiguous(), group=group)
+        rank = dist.get_rank(group)
+        last = torch.zeros_like(first[0]) if rank == len(first) - 1 else first[rank + 1]
+        return torch.cat([x, last], 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient[:, :-1], None
+
+
+def test_a_region_is_counted_in_a_larger_case_and_names_a_mesh_that_refutes_it():
+    def differences(mesh, x):
+        longer = BorrowsWithoutReturning.apply(x, mesh["cp"])
+        return longer[:, 1:] - longer[:, :-1]
+
+    def reference(x):
+        longer = jnp.pad(x, ((0, 0), (0, 1)))
+        return longer[:, 1:] - longer[:, :-1]
+
+    declaration = declared(differences, reference, "b s/cp", "b s/cp", mesh={"cp": (2, 3)})
+    (note, *_) = [note for note in notes(declaration.verify(cp=2)) if note.startswith("wrong only where")]
+    assert note.startswith("wrong only where cp rank 1 owns (") and "all of its" not in note, note
+    report = declaration.verify(cp=2, s=6, b=2)
+    (note, *_) = [note for note in notes(report) if note.startswith("wrong only where")]
+    assert note == "wrong only where cp rank 1 owns (2 of its 6 elements); not so on cp=3", note

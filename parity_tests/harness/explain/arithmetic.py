@@ -329,10 +329,20 @@ def extra_roundings(evidence: Evidence) -> Iterator[Note]:
             return
 
 
+SMALL_ERROR = "an error of rounding"
+SEPARATE = 16.0  # times the budget, from where on a coarser dtype can be distinguished from a formula that cancels
+
+
 def narrow_sums(evidence: Evidence) -> Iterator[Note]:
-    """The error is within the budgets that sums in a coarser dtype would have."""
-    if evidence.coarse_budgets is not None and replace(evidence, budgets=evidence.coarse_budgets).wrong_count == 0:
+    """The error is within the budgets that sums in a coarser dtype would have, and not far below them."""
+    coarse = evidence.coarse_budgets
+    if coarse is not None and replace(evidence, budgets=coarse).wrong_count == 0:
         what = f"within what {evidence.coarse_dtype} accumulation may do"
+        with np.errstate(over="ignore", invalid="ignore"):
+            error = np.abs(evidence.got - evidence.want)[evidence.is_wrong]
+            between = np.sqrt(evidence.budgets * coarse)[evidence.is_wrong]
+        if (coarse > SEPARATE * evidence.budgets).all() and (error < between).all():
+            what = f"{SMALL_ERROR}, far below {evidence.coarse_dtype} accumulation: a formula that cancels"
         yield Note(f"{what}{evidence.caveat if evidence.got.size == 1 else ''}", ROUNDING, what)
 
 

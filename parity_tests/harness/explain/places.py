@@ -15,6 +15,7 @@ from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, Note
 from parity_tests.harness.judge.compare import index_text
 
 NO_PATTERN = "no pattern"
+ALL_OF_ITS = "all of its"
 NOT_FINITE = "not finite first at "
 
 
@@ -77,7 +78,7 @@ def worst_element(evidence: Evidence) -> Note:
 def _region_note(evidence: Evidence, where: str, region: np.ndarray) -> Note:
     """How many are wrong in the region, and the number that explains them."""
     inside = evidence.restricted_to(region)
-    count = "all of its" if inside.wrong_count == inside.got.size else f"{inside.wrong_count} of its {inside.got.size}"
+    count = ALL_OF_ITS if inside.wrong_count == inside.got.size else f"{inside.wrong_count} of its {inside.got.size}"
     number_note = next(chain(named_change(inside), fitted_change(inside)), None)
     text = f"{where} ({count} elements)"
     if number_note is None:

@@ -21,6 +21,14 @@ def test_a_few_roundings_more():
     assert headline(got + 1.0, want, **fields).startswith("no pattern")
 
 
+def test_an_error_far_below_a_narrow_sum_is_of_a_formula():
+    """Beyond 2**-20 of each number, and below the mean of that and the coarser budget, or above it."""
+    want, wide = numbers(9), {"coarse_budgets": 2.0**-8 * np.abs(numbers(9))}
+    words = "an error of rounding, far below bfloat16 accumulation: a formula that cancels"
+    assert headline(want * (1 + 2.0**-17), want, **wide) == words
+    assert headline(want * (1 + 2.0**-10), want, **wide) == "within what bfloat16 accumulation may do"
+
+
 def test_one_element_is_reported_as_such():
     clue = headline([2.01], [2.0], coarse_budgets=np.array([0.1]))
     assert clue == "within what bfloat16 accumulation may do; rests on a single element"

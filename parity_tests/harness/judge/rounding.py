@@ -34,6 +34,9 @@ EXACT = frozenset(
         "floor", "ceil", "round", "reduce_precision", "optimization_barrier",
     )
 )  # fmt: skip
+# Of operations that libraries compute in another way: torch has 1 + erf(x) in gelu where JAX has erfc(-x), which is
+# exact to its own last place far below 1. Their error is that of a number which is 1 or more.
+AS_LARGE_AS_ONE = frozenset(("erfc",))
 # Signs. Operation i reads from i * STRIDE modulo POOL // 2 on; the two have no common factor, so that no two of that
 # many operations read the same.
 POOL = 8191
@@ -166,9 +169,12 @@ class TracedProgram:
             results, result_tangents = operation.step([value[i] for i in operands], [tangent[i] for i in operands])
             each = zip(operation.results, results, result_tangents, operation.numbers, strict=True)
             for index, y, t, number in each:
-                value[index] = y if value_errors is None or not number else self._off_by(y, value_errors, number)
+                size = self._size(y, operation.equation.primitive.name) if number else None
+                value[index] = (
+                    y if value_errors is None or size is None else self._off_by(y, size, value_errors, number)
+                )
                 t = self._exact_where_infinite(y, t)
-                tangent[index] = self._with_error(y, t, tangent_errors, number) if number else t
+                tangent[index] = t if size is None else self._with_error(size, t, tangent_errors, number)
             for index in operation.last_used:
                 value[index] = tangent[index] = None
         return [value[i] for i in self._trace.outputs], [tangent[i] for i in self._trace.outputs]
@@ -186,18 +192,23 @@ class TracedProgram:
             return tangent
         return xp.where(is_infinite, 0.0, tangent)
 
-    def _with_error(self, value: Any, tangent: Any, tangent_errors: Any, number: int) -> Any:
-        """The tangent with an error of its value's size; infinities have none."""
+    def _size(self, value: Any, name: str) -> Any:
+        """The number whose rounding the operation's error is: its result, or 1 where libraries cancel."""
+        return self._xp.maximum(value, 1.0) if name in AS_LARGE_AS_ONE else value
+
+    def _with_error(self, size: Any, tangent: Any, tangent_errors: Any, number: int) -> Any:
+        """The tangent with an error of that size; infinities have none."""
         xp = self._xp
-        errors = self._errors_of(tangent_errors, value.size, number)
-        finite = xp.where(xp.isfinite(value), value, 0.0)
-        error = errors.reshape((len(tangent_errors), *value.shape)).astype(value.dtype) * finite[None]
+        errors = self._errors_of(tangent_errors, size.size, number)
+        finite = xp.where(xp.isfinite(size), size, 0.0)
+        error = errors.reshape((len(tangent_errors), *size.shape)).astype(size.dtype) * finite[None]
         return error if tangent is None else tangent + error
 
-    def _off_by(self, value: Any, value_errors: Any, number: int) -> Any:
+    def _off_by(self, value: Any, size: Any, value_errors: Any, number: int) -> Any:
         """The value with a real error."""
         relative = self._errors_of(value_errors[None], value.size, number).reshape(value.shape)
-        return (value * (1.0 + relative)).astype(value.dtype)
+        off = value * (1.0 + relative) if size is value else value + size * relative
+        return off.astype(value.dtype)
 
     def _errors_of(self, errors: Any, size: int, number: int) -> Any:
         """`size` errors of each row, read from another place in the pool for each operation."""

@@ -253,10 +253,12 @@ class Program:
                 "as Float if it is one"
             )
         if not arg.is_integer and not part.is_floating_point():
-            raise RankFault(
-                f"scheme '{self.name}': rank {rank} returned {part.dtype} for '{arg.name}'; annotate the return "
-                "as Int or Bool if it is one"
+            remedy = (
+                "return its torch.view_as_real"
+                if part.is_complex()
+                else "annotate the return as Int or Bool if it is one"
             )
+            raise RankFault(f"scheme '{self.name}': rank {rank} returned {part.dtype} for '{arg.name}'; {remedy}")
         return part
 
 

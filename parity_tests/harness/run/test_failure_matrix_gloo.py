@@ -162,6 +162,16 @@ def test_the_exception_of_a_stage_is_reported_and_not_that_of_torch_around_it() 
     assert "failed to run forward" not in str(caught.value) and "failed to run" in "".join(caught.value.__notes__)
 
 
+def interrupts(mesh: Any, case: Any) -> None:
+    if mesh.rank("tp") == 1:
+        raise KeyboardInterrupt
+
+
+def test_an_exception_without_words_ends_in_no_colon() -> None:
+    with pytest.raises(RankFailure, match=r"^raised: rank 1 raised KeyboardInterrupt at "):
+        pool.run(interrupts, case(2))
+
+
 @pytest.mark.parametrize("engine", (lockstep.run, pool.run), ids=("lockstep", "gloo"))
 def test_an_attribute_that_a_group_has_not_is_answered_with_what_has_it(engine: Any) -> None:
     def asks_the_group(mesh: Any, case: Any) -> None:

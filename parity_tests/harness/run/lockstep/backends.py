@@ -28,7 +28,8 @@ def rejection(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> s
                 return f"gloo and NCCL have no {_name(tensor.dtype)}; pass another dtype"
             if not _is_contiguous(tensor):
                 strides = ", ".join(map(str, tensor.stride()))
-                return f"its {name} has strides ({strides}), {_consequence(op, len(inputs))}; pass {_remedy(name)}"
+                word = "buffer" if op == "recv" else name
+                return f"its {word} has strides ({strides}), {_consequence(op, len(inputs))}; {_remedy(op, name)}"
     return UNEVEN if len(inputs) == 1 and _is_uneven(op, outputs) else None
 
 
@@ -51,8 +52,10 @@ def _consequence(op: str, inputs: int) -> str:
     return f"which NCCL rejects ('Tensors must be contiguous'){other}"
 
 
-def _remedy(name: str) -> str:
-    return "x.contiguous()" if name == "input" else "a contiguous output"
+def _remedy(op: str, name: str) -> str:
+    if op == "recv":  # into a copy the numbers would be lost
+        return "receive into a contiguous one and copy from it"
+    return "pass x.contiguous()" if name == "input" else "pass a contiguous output"
 
 
 def _name(dtype: torch.dtype) -> str:

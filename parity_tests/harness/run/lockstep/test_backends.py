@@ -29,6 +29,12 @@ def test_strides_are_reported(op, strides):
     assert rejection(op, [CONTIGUOUS], [x]).startswith("its output has strides (")
 
 
+def test_a_buffer_of_a_receive_is_not_to_be_copied():
+    sentence = rejection("recv", [STRIDED["transposed"]], [])
+    assert sentence.startswith("its buffer has strides (1, 6), which gloo rejects")
+    assert sentence.endswith("; receive into a contiguous one and copy from it")
+
+
 @pytest.mark.parametrize(
     "x",
     [

@@ -188,7 +188,9 @@ def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
         rank,
         RAISED,
         tuple(recorder.rows),
-        error=str(error) if isinstance(error, RankFault) else f"{type(error).__name__}: {error}{hint}",
+        error=str(error)
+        if isinstance(error, RankFault)
+        else f"{type(error).__name__}: {error}{hint}".removesuffix(": "),
         is_sentence=isinstance(error, RankFault),
         cause=error.cause if isinstance(error, RankFailure) else "raised",
         source=raised_at(error),
