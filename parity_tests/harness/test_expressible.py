@@ -296,6 +296,7 @@ def test_a_wrong_value_in_an_overwritten_input():
     assert wrong.verdict == "mismatch" and [tensor.label for tensor in wrong.tensors if not tensor.ok] == ["x after"]
     untouched = declared(lambda mesh, x: x * 2, lambda x: (x * 2.0, x * 0.5), **specs).verify(examples=4)
     assert [tensor.label for tensor in untouched.tensors if not tensor.ok] == ["x after"]
+    assert untouched.notes["x after"][0] == "as it was before the call: nothing is written to it"
 
 
 def test_an_input_that_is_overwritten_without_a_word_is_reported():

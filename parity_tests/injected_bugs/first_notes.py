@@ -46,7 +46,15 @@ MEANS = (
     ("is added once", {"reduction", "scale", "tied", "statistic"}),
     ("is left out", {"reduction", "scale", "tied", "statistic", "border"}),
 )
-STATES = ("no pattern", "not finite", "finite where", "no gradient", "forward equal", "the reference's")
+STATES = (
+    "no pattern",
+    "not finite",
+    "finite where",
+    "no gradient",
+    "forward equal",
+    "as it was before",
+    "the reference's",
+)
 UNDECIDED = "which is right only where"  # of a fact that no passing case could be compared with
 ANYWHERE = ("wrong only", "right only", "is zero", "hold different copies")  # of a place: true of any kind but one
 TRUE, FALSE, NOTHING = "true", "false", "claims nothing"

@@ -30,6 +30,11 @@ def explain(evidence: Evidence) -> tuple[Note, ...]:
     return (*missing, *notes) or (places.worst_element(evidence),)
 
 
+def _not_written(evidence: Evidence) -> Iterator[Note]:
+    if evidence.before is not None and np.array_equal(evidence.got, evidence.before, equal_nan=True):
+        yield Note("as it was before the call: nothing is written to it")
+
+
 def _right_forward(evidence: Evidence) -> Iterator[Note]:
     if evidence.role == "gradient" and evidence.outputs_pass:
         yield Note(FORWARD_EQUAL, CONTEXT)
@@ -57,6 +62,7 @@ def _first_divergence(evidence: Evidence) -> Iterator[Note]:
 # `fitted_change` and `wrong_region`, since rounding errors may by chance be near a fitted number, or in one place.
 CLUES = (
     _narrow_result,
+    _not_written,
     places.non_finite_elements,
     arithmetic.extra_roundings,
     arithmetic.named_change,

@@ -45,6 +45,7 @@ def collect_evidence(
         custom_layouts=scheme.layouts,
         borders={**_borders(case, tensor), **id_marks(scheme, program, case, tensor)},
         inputs=_addable(scheme, program, case, tensor),
+        before=program.full_array(tensor.argument, case) if tensor.argument.modified else None,
         by_rank={axis: tensor.stitched.by_rank(axis, at) for axis in tensor.stitched.part_axes if case.mesh[axis] > 1},
         gradient_is_none=tensor.gradient_is_none,
         outputs_pass=outputs_pass,

@@ -51,6 +51,7 @@ class Evidence:
     custom_layouts: Mapping[str, Layout] = field(default_factory=dict)  # tried besides the built-in layouts
     borders: Mapping[str, np.ndarray] = field(default_factory=dict)  # "sequence boundaries", "padding", ...
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # full, in the shape of `got`
+    before: np.ndarray | None = None  # of an input that the function modifies, what it was given
     by_rank: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
     outputs_pass: bool = False
     gradient_is_none: np.ndarray | None = None  # where None was returned, for which `got` has zeros
@@ -114,6 +115,7 @@ class Evidence:
             layouts=(),
             borders={},
             inputs={},
+            before=None,
             by_rank={},
             gradient_is_none=None if self.gradient_is_none is None else self.gradient_is_none[mask],
             coarse_budgets=None,
