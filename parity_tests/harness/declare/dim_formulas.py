@@ -43,6 +43,8 @@ def check_dims(
             if unknown:
                 nor = f"no input has dim {unknown[0]}, nor is it an axis ({', '.join(mesh)})"
                 raise errors(f"dims[{name!r}] = {choices!r}: {nor}")
+            if isinstance(choices, int):
+                raise errors(f"dims[{name!r}] is {choices!r}; write ({choices!r},)")
             sizes = () if name in formulas else choices
             if not choices or not all(isinstance(size, int) and size >= 0 for size in sizes):
                 raise errors(f"dims[{name!r}] is {choices!r}; give a tuple of sizes or a formula such as '2*g'")

@@ -48,6 +48,12 @@ def test_a_text_in_place_of_a_tuple_is_one_error(name):
     assert str(caught.value) == f"scheme '<lambda>': {name} is the text 'float32'; write ('float32',)"
 
 
+def test_a_size_in_place_of_a_tuple():
+    with pytest.raises(ValueError) as caught:
+        declared(lambda mesh, x: x, dims={"b": 4})
+    assert str(caught.value) == "scheme '<lambda>': dims['b'] is 4; write (4,)"
+
+
 def test_one_error_is_a_sentence():
     errors = DeclarationErrors("f")
     with errors.collected():

@@ -256,6 +256,8 @@ def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict
                 raise ValueError(f"scheme '{scheme.name}': {name}={value!r}; sizes are integers >= {smallest}")
             sizes[name] = value
         elif name in options:
+            if isinstance(value, str) and all(isinstance(choice, bool) for choice in options[name]):
+                raise ValueError(f"scheme '{scheme.name}': {name}={value!r}; its choices are True and False")
             chosen[name] = value
         else:
             names = [*scheme.mesh, *sorted(dims), *options]

@@ -14,6 +14,7 @@ from parity_tests.harness.draw import inputs
 from parity_tests.harness.draw.choosers import even_chooser, seeded_chooser
 from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.specimens.drawn_schemes import array, cases, sequences, tokens
+from parity_tests.specimens.small_scheme import declared
 from shardproof import every_case
 
 
@@ -121,3 +122,10 @@ def test_even_examples_go_through_each_menu(seed):
     again = [even_chooser(number, seed)(menu) for number in range(4, 24)]
     other = [even_chooser(number, seed ^ 1)(menu) for number in range(4, 24)]
     assert orders == again != other and even_chooser(0, seed)(menu) == "a"
+
+
+def test_a_text_for_an_option_that_is_true_or_false():
+    flagged = declared(lambda mesh, x, twice: x * 2, lambda x, twice: x * 2.0, options={"twice": (True, False)})
+    with pytest.raises(ValueError) as caught:
+        flagged.verify(twice="maybe")
+    assert str(caught.value) == "scheme '<lambda>': twice='maybe'; its choices are True and False"

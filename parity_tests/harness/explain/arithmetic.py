@@ -74,7 +74,7 @@ MEANING_ON_EACH_RANK = {
     _CONSTANT: "a local statistic is in place of the global one",
 }
 MEANING_AT_EACH_INDEX = {
-    _FACTOR: "a count or sum there is over other elements than the reference's",
+    _FACTOR: "a count, a sum or a weight there is not the reference's",
     _CONSTANT: "a statistic there is of other elements than the reference's",
 }
 _MEANING_OF_ZERO = {"gradient": "backward does not reach this input", "output": "nothing was written to it"}

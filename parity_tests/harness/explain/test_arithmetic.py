@@ -139,7 +139,7 @@ def test_another_factor_at_each_index_of_a_dim():
     got = want * np.array([[0.75], [1.0], [0.375]])
     assert headline(got, want, dims=("b", "s")) == (
         "off by a constant factor at each index of b (0.75, 1, 0.375): "
-        "a count or sum there is over other elements than the reference's"
+        "a count, a sum or a weight there is not the reference's"
     )
 
 
