@@ -112,7 +112,8 @@ def printed(finding: Finding) -> str:
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(finding.ranks)]
     script = FOLDER / "scripts" / f"{finding.script}.py"
     done = subprocess.run([*command, str(script)], env=_environment(), capture_output=True, text=True, timeout=300)
-    lines = [line for line in done.stdout.strip().splitlines() if not any(word in line for word in CHATTER)]
+    printed_lines = [line for line in done.stdout.splitlines() if line]  # ranks that write at once leave empty ones
+    lines = [line for line in printed_lines if not any(word in line for word in CHATTER)]
     print(f"{finding.script}: {len(lines)} lines", flush=True)
     return "\n".join(sorted(lines) if any(line.startswith("rank ") for line in lines) else lines)
 
