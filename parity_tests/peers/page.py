@@ -13,8 +13,8 @@ Functions of other projects, each called as its user calls it, judged by `shardp
 is written from the mathematics. `make peers` runs them all, on lockstep and on processes of gloo, and writes this
 page. Corrections are welcome: a scheme that calls a function otherwise than its manual says is our mistake.
 
-Every script below runs without Shardproof, by the command above it, on the versions named. Under it are the lines that
-it printed; those that begin with a rank are sorted, and what the library logs is left out.
+Every script below runs without Shardproof, on the versions named. Under it are the lines that it printed; those that
+begin with a rank are sorted, and what the library logs is left out.
 """
 
 
@@ -52,12 +52,12 @@ def _finding(
         ("smallest case", case),
         ("until it is mended", finding.meanwhile),
         ("issue", finding.issue or "none is known to us"),
+        ("script", f"the one below, by `torchrun --nproc-per-node {finding.ranks}` and its path"),
     ]
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows if value)])
     script = f"```{{literalinclude}} ../parity_tests/peers/scripts/{finding.script}.py\n:language: python\n```"
-    command = f"```sh\ntorchrun --nproc-per-node {finding.ranks} parity_tests/peers/scripts/{finding.script}.py\n```"
     output = f"```text\n{printed[finding.script]}\n```"
-    return f"### {number}. {finding.title}\n\n{finding.what}\n\n{table}\n\n{command}\n\n{script}\n\n{output}\n"
+    return f"### {number}. {finding.title}\n\n{finding.what}\n\n{table}\n\n{script}\n\n{output}\n"
 
 
 def _right(folder: str, outcomes: Iterable[Outcome], version: str) -> str:
