@@ -401,7 +401,9 @@ def merge_reports(reports: Iterable[Report]) -> Report:
     equal = [report for report in of_all_examples if report.ok]
     in_own_world = [report for report in equal if SPARE not in report.case.mesh]
     is_undecided = not failed and len(undecided) > MAX_UNDECIDED_SHARE * len(of_all_examples)
-    example = (failed or (undecided if is_undecided else in_own_world or equal))[-1]
+    shown = failed or (undecided if is_undecided else in_own_world or equal)
+    # The last one, or where all are equal the last on the largest mesh: a single rank has no collectives to show.
+    example = shown[-1] if failed or is_undecided else max(reversed(shown), key=lambda report: report.case.world)
     worst: dict[str, tuple[TensorComparison, CaseSpec]] = {}
     for report in [example] if failed else undecided if is_undecided else equal:
         for tensor in report.tensors:
@@ -417,7 +419,6 @@ def merge_reports(reports: Iterable[Report]) -> Report:
         if failed
         else tuple(sorted({mesh_text(r.case.scheme_mesh) for r in of_all_examples})),
         seconds=sum(report.seconds for report in of_all_examples),
-        ledger=example.ledger,
         is_undecided=is_undecided,
         undecided_reason=undecided[-1].undecided_reason if undecided else None,
         undecided_examples=len(undecided),

@@ -343,6 +343,6 @@ def _error(tensor: TensorComparison | None) -> str:
 
 
 def _bytes(report: Report) -> int:
-    """Bytes that the busiest rank handed to collectives in the last case."""
+    """Bytes that the busiest rank handed to collectives in the case of the report."""
     ranks = {row.rank for row in report.ledger.rows}
     return max((sum(row.payload for row in report.ledger.of(rank)) for rank in ranks), default=0)

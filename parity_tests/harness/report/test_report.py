@@ -236,6 +236,14 @@ def test_many_examples_become_one_report():
     assert failing.tensors[0].error == 1.0 and not failing.ok
 
 
+def test_a_report_of_many_examples_shows_the_last_one_on_the_largest_mesh():
+    declaration = of_ones(unharmed)
+    meshes = [(2, 0), (2, 1), (1, 2)]
+    reports = [verify_case(declaration, declaration.case(tp=tp, seed=seed, dtype="float32")) for tp, seed in meshes]
+    assert merge_reports(reports).case == reports[1].case
+    assert merge_reports(reports[2:]).case == reports[2].case
+
+
 def test_a_terminal_breaks_sentences_at_80_columns_below_their_beginning():
     note = "    off by the constant factor 0.5 (= 1/tp): a reduction is missing or repeated, or a mean divides by 2"
     for width in (80, 200):
