@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parity_tests.harness.run import compiling
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.ledger import line_of_thread
 from parity_tests.harness.run.processes import server
@@ -114,6 +115,7 @@ class Member:
         self.store, self.channel = connect()
         self._table = StatusTable(None, 1)
         self._shown: tuple[float, tuple[int, ...]] = (0.0, ())
+        self._moved = 0.0  # when the status table was seen to change
         self._runner: Rank | None = None
         self._thread = threading.Thread()
         self.outcome: Outcome | None = None
@@ -136,11 +138,15 @@ class Member:
         self._thread.start()
 
     def tick(self) -> None:
-        """Wait a moment for the job, and show that this rank is getting on."""
+        """Wait a moment for the job, and show that this rank is getting on: its table has changed, or it compiles."""
         self._thread.join(TICK_S)
-        when, writes = self._shown
-        if time.monotonic() >= when + SHOW_S and writes != self._table.writes():
-            self._shown = time.monotonic(), self._table.writes()
+        now, (when, writes) = time.monotonic(), self._shown
+        if now < when + SHOW_S:
+            return
+        has_moved = writes != self._table.writes()
+        self._moved = now if has_moved else self._moved
+        if has_moved or (now - self._moved < compiling.LIMIT_S and compiling.is_compiling(self._thread.ident)):
+            self._shown = now, self._table.writes()
             self.channel.add("moves")
 
     def seen(self) -> Outcome:

@@ -19,7 +19,7 @@ from parity_tests.warm_python import TORCH, TORCH_AND_JAX
 LIMIT_S = 120
 
 JOB = """
-    import os, signal, sys
+    import os, signal, sys, time, types
     import torch, torch.distributed as dist
     from parity_tests.harness.declare.case import CaseSpec
     from parity_tests.harness.run.processes import launch
@@ -54,6 +54,15 @@ JOB = """
     def skips(mesh, case):
         if mesh.rank("tp") == 1:
             dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+    scope = {}
+    of_the_compiler = "/site-packages/torch/_inductor/of_this_test.py"
+    exec(compile("def compile_for(seconds, sleep): sleep(seconds)", of_the_compiler, "exec"), scope)
+
+    def compiles(mesh, case, compile_for=types.FunctionType(scope["compile_for"].__code__, {})):
+        if mesh.rank("tp") == 1:
+            compile_for(3.0, time.sleep)
+        return healthy(mesh, case)
 
     def loops(mesh, case):
         while mesh.rank("tp") == 1:
@@ -140,6 +149,13 @@ def test_after_a_failure_the_ranks_meet_again(script: Path) -> None:
     assert "other_dtype CollectiveMismatch collective mismatch: dtype differs" in mismatch
     assert "skips Stalled stalled" in stalled
     assert "rank 1 waits in all_reduce float32[3] SUM (group tp, #0)" in stalled
+
+
+def test_a_compilation_is_waited_for(script: Path) -> None:
+    (lead, printed), (follow, _) = two_ranks(script.parent, str(script), "compiles", "skips")
+    assert (lead, follow) == (3, 3)
+    compiled, stalled = printed.splitlines()
+    assert compiled == "compiles 2 3 3" and stalled.startswith("skips Stalled stalled")
 
 
 def test_a_rank_in_an_endless_loop_ends_the_job(script: Path) -> None:
