@@ -143,56 +143,70 @@ def _tested_hypothesis(
 ) -> Note | None:
     """What is printed of a hypothesis of `origin`, which is `report` itself or that of another failing case.
 
-    1. One on rounding must be that of each failing case, and is tried in wider dtypes; that of another case is dropped.
-       One on an addend of zeros must be that of each failing case of the mesh, and is tried in cases that pass, as
-       that of a stage which has no part in a loss is always zero.
-    2. Any other keeps the claims that each case supports which could show its pattern; without any left it is None.
-    3. One of another case is printed with the sizes of that case.
-    4. One of this case says so if no other case could test it, or takes the words of a larger case if it rests on one
-       element or is of all elements of a region.
-    5. One that is of this mesh alone names another mesh on which it does not hold.
+    One on rounding or on an addend of zeros needs further cases; those of another case are dropped.
     """
     is_of_this_case = origin is report
     if note.scope == ROUNDING:
-        if not is_of_this_case or not all(
-            any(n.scope == ROUNDING for n in other.notes[label]) for other in same_tensor
-        ):
-            return None
-        vanishes = _vanishes(scheme, origin, label)
-        if vanishes is None:
-            return _untested(note)
-        return note if vanishes else None
+        return _tested_rounding(scheme, report, label, note, same_tensor) if is_of_this_case else None
     if note.endswith(ZERO_ADDEND):
-        on_this_mesh = [other for other in same_tensor if other.case.mesh == origin.case.mesh]
-        if not is_of_this_case or not all(note.supported_by(other.notes[label]) for other in on_this_mesh):
-            return None
-        return _compared_with_passing(scheme, origin.case, label, note)
-
-    def applies(other: Report) -> bool:
-        return note.applies is None or note.applies(_evidence(other, label))
-
-    relevant = [
-        other
-        for other in same_tensor
-        if other is not origin
-        and (note.scope == ACROSS_MESHES or other.case.mesh == origin.case.mesh)
-        and applies(other)
-    ]
-    # What only another case suggests must be supported by one at least: with no other, by the failing case itself.
-    witnesses = relevant if relevant or is_of_this_case else [report]
-    supported: Note | None = note
-    for other in witnesses:
-        supported = supported and supported.supported_by(other.notes[label])
+        return _tested_zero_addend(scheme, report, label, note, same_tensor) if is_of_this_case else None
+    comparable = [other for other in same_tensor if other is not origin and _applies(note, other, label)]
+    of_this_mesh = [other for other in comparable if other.case.mesh == origin.case.mesh]
+    of_other_meshes = [other for other in comparable if other.case.mesh != origin.case.mesh]
+    relevant = comparable if note.scope == ACROSS_MESHES else of_this_mesh
+    # 1. The claims that each of them supports; what another case suggests needs one case at least.
+    supported = _supported(note, relevant if relevant or is_of_this_case else [report], label)
     if supported is None:
         return None
+    # 2. The sizes of the case that suggests it, if that is another.
     if not is_of_this_case:
         return supported.extended(f" (at {sizes(origin.case)})")
+    # 3. What was not tested, the words of a larger case, or a mesh on which it does not hold.
     if not relevant:
         return _untested(note)
     clearer = _clearer(supported, label, relevant)
-    elsewhere = [other for other in same_tensor if other.case.mesh != origin.case.mesh and applies(other)]
-    unlike = [mesh_text(other.case.mesh) for other in elsewhere if not note.supported_by(other.notes[label])]
-    return clearer.extended(f"; not so on {unlike[0]}") if unlike and clearer is supported else clearer
+    refuted_on = next((o for o in of_other_meshes if not note.supported_by(o.notes[label])), None)
+    if refuted_on is None or clearer is not supported:
+        return clearer
+    return clearer.extended(f"; not so on {mesh_text(refuted_on.case.mesh)}")
+
+
+def _tested_rounding(
+    scheme: Declared, report: Report, label: str, note: Note, same_tensor: Sequence[Report]
+) -> Note | None:
+    """The note if each failing case has one of its kind, and the error vanishes as one of rounding does."""
+    if not all(any(n.scope == ROUNDING for n in other.notes[label]) for other in same_tensor):
+        return None
+    vanishes = _vanishes(scheme, report, label)
+    if vanishes is None:
+        return _untested(note)
+    return note if vanishes else None
+
+
+def _tested_zero_addend(
+    scheme: Declared, report: Report, label: str, note: Note, same_tensor: Sequence[Report]
+) -> Note | None:
+    """The note if each failing case of the mesh supports it, and no case that passes has the same zeros.
+
+    A stage that has no part in a loss always adds zeros.
+    """
+    of_this_mesh = [other for other in same_tensor if other.case.mesh == report.case.mesh]
+    if not all(note.supported_by(other.notes[label]) for other in of_this_mesh):
+        return None
+    return _compared_with_passing(scheme, report.case, label, note)
+
+
+def _applies(note: Note, report: Report, label: str) -> bool:
+    """Whether a report could show the pattern of a note."""
+    return note.applies is None or note.applies(_evidence(report, label))
+
+
+def _supported(note: Note, reports: Sequence[Report], label: str) -> Note | None:
+    """The note with the claims that every report supports; None without any left."""
+    supported: Note | None = note
+    for report in reports:
+        supported = supported and supported.supported_by(report.notes[label])
+    return supported
 
 
 def _clearer(note_on_few: Note, label: str, relevant: Sequence[Report]) -> Note:
