@@ -33,6 +33,7 @@ from parity_tests.harness.run.program import Program
 from parity_tests.harness.verify_one_case import verify_case
 
 UNTESTED = "; from one case"
+NOT_SO_ON = "; not so on "  # another mesh
 MORE = 8  # larger cases, where none of the first ones fails
 
 
@@ -106,7 +107,8 @@ def _elements(report: Report) -> int:
 def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[Report]) -> Iterator[Note]:
     """Notes on one tensor: facts of its own case, hypotheses of that and of other failing cases, context of its own.
 
-    Hypotheses of its own case come first; one that makes a claim of an earlier one is left out.
+    Hypotheses of its own case come first. One that makes a claim of an earlier one is left out, and so are those that
+    another mesh refutes where others remain.
     """
     same_tensor = [other for other in failing if label in other.notes]
     survivors: list[Note] = []
@@ -119,6 +121,7 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
             if note.scope in HYPOTHESES and not is_repeated:
                 survivor = _tested_hypothesis(scheme, report, origin, label, note, same_tensor)
                 survivors += [] if survivor is None else [survivor]
+    survivors = [note for note in survivors if NOT_SO_ON not in note] or survivors
     observed = [n for n in report.notes[label] if n.scope == OBSERVED and not n.startswith(NO_PATTERN)]
     context = [note for note in report.notes[label] if note.scope == CONTEXT]
     yield from [*observed, *survivors, *context] or [worst_element(_evidence(report, label))]
@@ -168,7 +171,7 @@ def _tested_hypothesis(
     refuted_on = next((o for o in of_other_meshes if not note.supported_by(o.notes[label])), None)
     if refuted_on is None or clearer is not supported:
         return clearer
-    return clearer.extended(f"; not so on {mesh_text(refuted_on.case.mesh)}")
+    return clearer.extended(f"{NOT_SO_ON}{mesh_text(refuted_on.case.mesh)}")
 
 
 def _tested_rounding(
@@ -263,11 +266,12 @@ PASSING_TRIED = 4
 
 
 def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
-    """Whether the error of a tensor is one of rounding; None if a rank failed in every run.
+    """Whether the error of a tensor is one of rounding; None if no run shows it.
 
     A rounding error vanishes in a wider dtype. If the function casts to a fixed dtype it does not vanish, but changes
     completely when the inputs change slightly; so does that of a few elements alone, which a branch for one dtype could
-    have as well. A mistake is in every dtype, and hardly changes where inputs hardly do.
+    have as well. A mistake is in every dtype, and hardly changes where inputs hardly do. A function that fails in wider
+    dtypes has that test alone, in its own.
     """
     case, off = report.case, ROUNDINGS_OFF * UNIT_ROUNDOFF[COARSER[report.case.dtype]]
     wider = [case.replace(dtype=dtype) for dtype in WIDER if UNIT_ROUNDOFF[dtype] < UNIT_ROUNDOFF[case.dtype]]
@@ -276,12 +280,10 @@ def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
         evidence = _evidence(report, label)
         few = evidence.wrong_count < FEW * evidence.got.size
         return not few or _is_erratic(scheme, case, label, off) is not False
-    if not reports:
-        return None
-    wide = reports[0].case
+    wide = reports[0].case if reports else case
     larger = [cases.larger(scheme, wide, seed, values=seed == 1) for seed in (1, 2)]
     answers = (_is_erratic(scheme, other, label, off) for other in (*larger, wide) if other is not None)
-    return next((answer for answer in answers if answer is not None), False)
+    return next((answer for answer in answers if answer is not None), False if reports else None)
 
 
 def _is_erratic(scheme: Declared, case: CaseSpec, label: str, off: float) -> bool | None:

@@ -121,9 +121,29 @@ def _borders(case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
                 edges |= np.insert(changes, 0, False, axis=index) | np.insert(
                     changes, shape[index] - 1, False, axis=index
                 )
+    # From narrow to wide: a region is named only if it is smaller than those named before.
+    masks |= _halos(tensor, 1)
     if edges.any():
         masks["shard borders"] = edges
-    return masks
+    return masks | _halos(tensor, 2) | _halos(tensor, 3)
+
+
+def _halos(tensor: TensorComparison, count: int) -> dict[str, np.ndarray]:
+    """Masks of a few places before and after the borders of shards, where they are no more than half of the tensor."""
+    shape, places = tensor.want.shape, "place" if count == 1 else f"{count} places"
+    before, after = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    for index in range(len(shape)):
+        for owner in tensor.owners.values():
+            for last in np.unique(np.nonzero(np.diff(owner, axis=index))[index]):
+                before |= _along(_span(shape[index], last - count + 1, last + 1), index, shape)
+                after |= _along(_span(shape[index], last + 1, last + 1 + count), index, shape)
+    named = {f"the last {places} before a shard border": before, f"the first {places} after a shard border": after}
+    return {name: mask for name, mask in named.items() if mask.any() and 2 * mask.sum() <= mask.size}
+
+
+def _span(size: int, start: int, end: int) -> np.ndarray:
+    places = np.arange(size)
+    return (places >= start) & (places < end)
 
 
 def _sequences(case: CaseSpec, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -85,6 +85,13 @@ def test_a_fit_needs_two_values_that_are_not_lost_in_their_budget():
     assert headline(0.73 * want, want) == "no pattern; worst at (0)"
 
 
+def test_gradients_of_a_softmax_of_two_show_no_factor_at_each_index():
+    """Its two rows are opposite, so that one number fits each pair, whatever is wrong."""
+    row, other = numbers(4) + 3, numbers(4, seed=1) + 3
+    want, got = np.stack([row, -row * (1 + 1e-9)]), np.stack([other, -other])
+    assert not any("at each index" in note for note in explain(evidence(got, want, dims=("e", "d"))))
+
+
 def test_fine_elements_weigh_more_than_coarse_ones():
     want = np.array([1e6, 1.0, 2.0, 3.0])
     coarse = np.array([0.6, 0.0, 0.0, 0.0])  # within the budget of a million
