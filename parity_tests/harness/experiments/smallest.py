@@ -81,7 +81,7 @@ def _all_are_fixed(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
 def _given_above_least(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> tuple[str, ...]:
     """The fixed axes and dims of which the declaration has a smaller size."""
     axes = [axis for axis, choices in scheme.mesh.items() if min(choices) < case.mesh[axis]]
-    dims = [dim for dim in size_choices.free_dims(scheme) if _steps(scheme, dim, case.dims[dim])]
+    dims = [dim for dim in size_choices.free_dims(scheme) if any(_fitting_sizes(scheme, case, dim))]
     return tuple(name for name in (*axes, *dims) if name in fixed)
 
 
@@ -122,7 +122,7 @@ def _smaller(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> Iter
             yield from _resized(scheme, case, mesh, free)
             yield from _resized(scheme, case, mesh, _in_proportion(free, case.mesh[axis], size))
     for dim in size_choices.free_dims(scheme):
-        for size in _steps(scheme, dim, case.dims[dim]) if dim not in fixed else ():
+        for size in _smaller_sizes(scheme, case, dim) if dim not in fixed else ():
             yield from _resized(scheme, case, case.scheme_mesh, {**_free(scheme, case), dim: size})
 
 
@@ -135,12 +135,24 @@ def _free(scheme: Declared, case: CaseSpec) -> dict[str, int]:
     return {dim: case.dims[dim] for dim in size_choices.free_dims(scheme)}
 
 
-def _steps(scheme: Declared, dim: str, size: int) -> list[int]:
-    """Sizes smaller than `size`: of those declared if there are, else 1, the halves between and all of the last few."""
-    declared = scheme.dims.get(dim)
-    if declared is not None and not isinstance(declared, str):
-        return sorted(choice for choice in declared if choice < size)
-    return sorted({1, size // 4, size // 2, *range(max(1, size - 4), size)} - {0, size})
+def _smaller_sizes(scheme: Declared, case: CaseSpec, dim: str) -> list[int]:
+    """Smaller sizes of a dim: those declared if there are, else the least, some between and the last few."""
+    fitting = list(_fitting_sizes(scheme, case, dim))
+    count = len(fitting)
+    if isinstance(scheme.dims.get(dim), tuple):
+        return fitting
+    return [fitting[at] for at in sorted({0, count // 4, count // 2, *range(count - 4, count)}) if 0 <= at < count]
+
+
+def _fitting_sizes(scheme: Declared, case: CaseSpec, dim: str) -> Iterator[int]:
+    """The smaller sizes of a dim, ascending, that the mesh of the case can shard."""
+    declared, size = scheme.dims.get(dim), case.dims[dim]
+    sizes = sorted(declared) if isinstance(declared, tuple) else range(1, size)
+    for smaller in sizes:
+        dims = complete_dims(scheme.dims, {**_free(scheme, case), dim: smaller}, case.scheme_mesh)
+        fits = min(dims.values()) >= 0 and size_choices.compatible(scheme, dims, case.scheme_mesh)
+        if smaller < size and fits:
+            yield smaller
 
 
 def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Mapping[str, int]) -> Iterator[CaseSpec]:

@@ -33,6 +33,17 @@ def test_sizes_stay_divisible_and_declared():
     assert dict(report.case.dims) == {"b": 4, "v": 6} and report.smallest
 
 
+def test_the_least_size_that_can_be_sharded_is_tried():
+    def wrong(mesh, x):
+        return x * 2
+
+    report = declared(wrong, "s/tp:dual_chunk_swap", mesh={"tp": (4,)}, dims={"s": (24, 40)}).verify()
+    assert dict(report.case.dims) == {"s": 24} and report.smallest
+    any_size = declared(wrong, "s/tp:dual_chunk_swap", mesh={"tp": (4,)})
+    failing = verify_case(any_size, any_size.case(s=24, dtype="float32"))
+    assert dict(shrink(any_size, failing, {}).case.dims) == {"s": 8}
+
+
 def test_what_was_given_is_not_changed():
     def wrong(mesh, x):
         return x * 2
