@@ -68,6 +68,7 @@ def test_meshes_that_do_not_divide_the_sizes_are_counted_and_named(shardproof):
     reason = "b=7 cannot be sharded by contiguous over tp=2 (needs a multiple of 2); pad to 8"
     status, out, _ = shardproof("verify", written("right.py", RIGHT), "--dim", "b=7", "--json", "out.json")
     assert status == 0 and f"  left out: tp=2: {reason}" in out.splitlines()
+    assert "  left out: all meshes but tp=1, which shards nothing" in out.splitlines()
     assert closing(out) == "1 scheme, 0 mismatches, 0 not run, 1 mesh left out."
     assert json.loads(Path("out.json").read_text())["reports"][0]["left_out"] == {"tp=2": reason}
     wide = RIGHT.replace("right", "wide").replace("(wide)", "(wide, mesh={'tp': (1, 2, 4)})")

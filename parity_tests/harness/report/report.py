@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -199,9 +199,11 @@ class Report:
 
     def omissions(self) -> list[str]:
         """The meshes that were left out, those of one reason together: `tp=2 tp=4: v=7 cannot be sharded ...`."""
-        reasons = dict.fromkeys(self.left_out.values())
-        meshes_of = {reason: [mesh for mesh, other in self.left_out.items() if other == reason] for reason in reasons}
-        return [f"{' '.join(meshes)}: {reason}" for reason, meshes in meshes_of.items()]
+        of = self.left_out
+        meshes_of = {reason: [mesh for mesh in of if of[mesh] == reason] for reason in of.values()}
+        omissions = [f"{' '.join(meshes)}: {reason}" for reason, meshes in meshes_of.items()]
+        is_unsharded = bool(omissions) and self.ok and math.prod(self.case.scheme_mesh.values()) == 1
+        return omissions + [f"all meshes but {mesh_text(self.case.scheme_mesh)}, which shards nothing"] * is_unsharded
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what `--json` writes."""
@@ -393,17 +395,16 @@ class Report:
         return ("\n  " if self.protocol or self.cost or self.hygiene else "   ").join(lines)
 
 
-def merge_reports(reports: Iterable[Report]) -> Report:
+def merge_reports(reports: Sequence[Report]) -> Report:
     """One report of many examples of a scheme, with the worst comparison of each tensor; if one failed, its own."""
-    of_all_examples = list(reports)
-    failed = [report for report in of_all_examples if report.failed]
-    undecided = [report for report in of_all_examples if report.is_undecided]
-    equal = [report for report in of_all_examples if report.ok]
-    in_own_world = [report for report in equal if SPARE not in report.case.mesh]
-    is_undecided = not failed and len(undecided) > MAX_UNDECIDED_SHARE * len(of_all_examples)
-    shown = failed or (undecided if is_undecided else in_own_world or equal)
+    failed = [report for report in reports if report.failed]
+    undecided = [report for report in reports if report.is_undecided]
+    equal = [report for report in reports if report.ok]
+    is_undecided = not failed and len(undecided) > MAX_UNDECIDED_SHARE * len(reports)
+    shown = failed or (undecided if is_undecided else [r for r in equal if SPARE not in r.case.mesh] or equal)
     # The last one, or where all are equal the last on the largest mesh: a single rank has no collectives to show.
     example = shown[-1] if failed or is_undecided else max(reversed(shown), key=lambda report: report.case.world)
+    meshes = [example.case.mesh] if failed else [report.case.scheme_mesh for report in reports]
     worst: dict[str, tuple[TensorComparison, CaseSpec]] = {}
     for report in [example] if failed else undecided if is_undecided else equal:
         for tensor in report.tensors:
@@ -413,12 +414,10 @@ def merge_reports(reports: Iterable[Report]) -> Report:
         example,
         tensors=tuple(tensor for tensor, _ in worst.values()),
         case_of_tensor={label: case for label, (_, case) in worst.items()},
-        examples=len(of_all_examples),
-        dtypes=tuple(dict.fromkeys(report.case.dtype for report in of_all_examples)),
-        meshes=(mesh_text(example.case.mesh),)
-        if failed
-        else tuple(sorted({mesh_text(r.case.scheme_mesh) for r in of_all_examples})),
-        seconds=sum(report.seconds for report in of_all_examples),
+        examples=len(reports),
+        dtypes=tuple(dict.fromkeys(report.case.dtype for report in reports)),
+        meshes=tuple(sorted(set(map(mesh_text, meshes)))),
+        seconds=sum(report.seconds for report in reports),
         is_undecided=is_undecided,
         undecided_reason=undecided[-1].undecided_reason if undecided else None,
         undecided_examples=len(undecided),

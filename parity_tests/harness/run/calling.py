@@ -11,6 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import COTANGENT
+from parity_tests.harness.run.failure import message_of
 
 # Torch's words where a graph was not retained, and where the first backward wrote into what it had saved.
 ONCE = ("backward through the graph a second time", "modified by an inplace operation")
@@ -83,7 +84,7 @@ def gradients(
     try:
         return torch.autograd.grad(outputs, variables, cotangents, retain_graph=again, allow_unused=True)
     except RuntimeError as error:
-        if any(words in str(error) for words in ONCE):
+        if any(words in message_of(error) for words in ONCE):
             return first
         raise
 

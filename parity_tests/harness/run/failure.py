@@ -23,6 +23,14 @@ def raised_by_function(error: BaseException) -> BaseException:
     return error
 
 
+def message_of(error: BaseException) -> str:
+    """The message of an exception, also where making it raises another."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"<its message raises {type(second).__name__}>"
+
+
 class RankFault(Exception):
     """Raised on a rank by the harness itself: what the function returned does not fit its declaration."""
 

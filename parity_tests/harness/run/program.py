@@ -241,6 +241,12 @@ class Program:
             )
         if hasattr(part, "to_local"):
             part = part.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        unreadable = "sparse" if part.layout != torch.strided else "meta" if part.is_meta else None
+        if unreadable:
+            raise RankFault(
+                f"scheme '{self.name}': rank {rank} returned a {unreadable} tensor for '{arg.name}'; "
+                "return a dense one with values"
+            )
         want = inputs.local_shape(arg, case, coords, self.layouts)
         if tuple(part.shape) != want:
             raise RankFault(

@@ -23,6 +23,7 @@ from parity_tests.harness.run.failure import (
     Shared,
     Stalled,
     Unwaited,
+    message_of,
     raised_by_function,
 )
 from parity_tests.harness.run.ledger import Ledger, LedgerRow, call_site, is_plumbing, raised_at
@@ -162,8 +163,8 @@ class Exchange:
             if not is_plumbing(frame.filename)
         ]
         summary = "".join(traceback.format_exception_only(error)).strip()
-        message = "\n".join([f"rank {rank} raised {summary}", *traceback.format_list(frames)]).rstrip()
-        if any(phrase in str(error) for phrase in UNREGISTERED):
+        message = "".join([f"rank {rank} raised {summary}\n", *traceback.format_list(frames)]).rstrip()
+        if any(phrase in message_of(error) for phrase in UNREGISTERED):
             message += f"\nif it is the process group of another rank: {THREADS}"
         if isinstance(error, RankFault):  # the harness's own sentence, with the rank in it
             message = str(error)

@@ -140,6 +140,7 @@ class Session:
     ) -> RunResult:
         # 1. Lay out the example where the rank threads, which sleep in `Scheduler.enter`, will find it.
         started = time.perf_counter()
+        output = sys.stdout, sys.stderr
         self._job, self._case = fn, case
         self._results: list[Any] = [None] * self._scheduler.world
         self._exchange.reset(case)
@@ -157,6 +158,8 @@ class Session:
             raise
         finally:
             self._scheduler.globals.end()
+            # Ranks that redirect the output take turns, and the last to restore it may restore that of another.
+            sys.stdout, sys.stderr = output
         return RunResult(tuple(self._results), self._exchange.ledger, time.perf_counter() - started)
 
     def _await(self, quiet_s: float) -> None:

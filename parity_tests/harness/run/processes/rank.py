@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.compiling import is_compiling
-from parity_tests.harness.run.failure import GROUP_HINT, RankFailure, RankFault, raised_by_function
+from parity_tests.harness.run.failure import GROUP_HINT, RankFailure, RankFault, message_of, raised_by_function
 from parity_tests.harness.run.ledger import LedgerRow, line_of_thread, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
 from parity_tests.harness.run.processes import crash, rank_warnings, status_table
@@ -190,7 +190,7 @@ def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
         tuple(recorder.rows),
         error=str(error)
         if isinstance(error, RankFault)
-        else f"{type(error).__name__}: {error}{hint}".removesuffix(": "),
+        else f"{type(error).__name__}: {message_of(error)}{hint}".removesuffix(": "),
         is_sentence=isinstance(error, RankFault),
         cause=error.cause if isinstance(error, RankFailure) else "raised",
         source=raised_at(error),

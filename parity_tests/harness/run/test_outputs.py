@@ -1,0 +1,64 @@
+"""What a rank returns, prints to or raises, that the engines could trip over."""
+
+import contextlib
+import io
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.failure import Raised
+from shardproof import scheme
+
+CASE = CaseSpec("outputs", {"tp": 2})
+ENGINES = pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+
+
+class Unprintable(ValueError):
+    """An exception without a message."""
+
+    def __str__(self):
+        raise KeyError("no such field")
+
+
+def raises_unprintable(mesh, case):
+    if mesh.rank("tp") == 1:
+        raise Unprintable
+    dist.barrier(group=mesh["tp"])
+
+
+@ENGINES
+def test_an_exception_whose_message_raises_is_reported(engine):
+    with pytest.raises(Raised, match=r"rank 1 raised .*Unprintable"):
+        run(raises_unprintable, CASE, engine)
+
+
+def redirects(mesh, case):
+    with contextlib.redirect_stdout(io.StringIO()):
+        dist.barrier(group=mesh["tp"])  # another rank enters its own block here
+
+
+def replaces(mesh, case):
+    sys.stdout = io.StringIO()
+
+
+@pytest.mark.parametrize("function", [redirects, replaces])
+def test_the_output_is_restored_after_a_run(function):
+    before = sys.stdout
+    run(function, CASE, "lockstep")
+    assert sys.stdout is before
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta"])
+def test_a_tensor_without_dense_values_is_rejected(kind):
+    def unreadable(mesh, x):
+        return x.to_sparse() if kind == "sparse" else x.to("meta")
+
+    declared = scheme(
+        reference=lambda x: x, mesh={"tp": (2,)}, inputs={"x": "n/tp"}, outputs="n/tp", nograd=("x",),
+        dtypes=("float32",),
+    )(unreadable)  # fmt: skip
+    text = str(declared.verify(n=4))
+    assert f"rank 0 returned a {kind} tensor for 'out'; return a dense one with values" in text
