@@ -150,9 +150,16 @@ def _fitting_sizes(scheme: Declared, case: CaseSpec, dim: str) -> Iterator[int]:
     sizes = sorted(declared) if isinstance(declared, tuple) else range(1, size)
     for smaller in sizes:
         dims = complete_dims(scheme.dims, {**_free(scheme, case), dim: smaller}, case.scheme_mesh)
-        fits = min(dims.values()) >= 0 and size_choices.compatible(scheme, dims, case.scheme_mesh)
-        if smaller < size and fits:
+        if smaller < size and _fit(scheme, dims, case.scheme_mesh):
             yield smaller
+
+
+def _fit(scheme: Declared, dims: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
+    """Whether the mesh can shard these sizes, and `assume` allows them; it may raise for some that are never drawn."""
+    try:
+        return min(dims.values(), default=0) >= 0 and size_choices.compatible(scheme, dims, mesh)
+    except ValueError:
+        return False
 
 
 def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Mapping[str, int]) -> Iterator[CaseSpec]:
@@ -161,7 +168,7 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
     Lengths of shards or sequences that no longer fit are drawn anew, the simplest.
     """
     dims = complete_dims(scheme.dims, free, mesh)
-    if min(dims.values(), default=0) < 0 or not size_choices.compatible(scheme, dims, mesh):
+    if not _fit(scheme, dims, mesh):
         return
     try:
         simplest_case = draw_case(

@@ -44,6 +44,16 @@ def test_the_least_size_that_can_be_sharded_is_tried():
     assert dict(shrink(any_size, failing, {}).case.dims) == {"s": 8}
 
 
+def test_sizes_at_which_assume_raises_are_no_smaller_case():
+    def wrong(mesh, x):
+        return x * 2
+
+    assume = {4: True, 3: True}
+    any_size = declared(wrong, "b tp=I", assume=lambda case: assume[case.dims["b"]])
+    failing = verify_case(any_size, any_size.case(b=4, tp=1, dtype="float32"))
+    assert dict(shrink(any_size, failing, {}).case.dims) == {"b": 3}
+
+
 def test_what_was_given_is_not_changed():
     def wrong(mesh, x):
         return x * 2

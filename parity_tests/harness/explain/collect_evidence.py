@@ -113,16 +113,9 @@ def _borders(case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
         if name in case.lengths:
             for text, mask in zip(("sequence boundaries", "padding"), _sequences(case, name), strict=True):
                 masks[text] = masks.get(text, False) | _along(mask, index, shape)
-    edges = np.zeros(shape, dtype=bool)
-    for index in range(len(shape)):
-        for owner in tensor.owners.values():
-            changes = np.diff(owner, axis=index) != 0
-            if shape[index] > 1:
-                edges |= np.insert(changes, 0, False, axis=index) | np.insert(
-                    changes, shape[index] - 1, False, axis=index
-                )
     # From narrow to wide: a region is named only if it is smaller than those named before.
     masks |= _halos(tensor, 1)
+    edges = np.logical_or(*_beside_borders(tensor, 1))
     if edges.any():
         masks["shard borders"] = edges
     return masks | _halos(tensor, 2) | _halos(tensor, 3)
@@ -130,20 +123,30 @@ def _borders(case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
 
 def _halos(tensor: TensorComparison, count: int) -> dict[str, np.ndarray]:
     """Masks of a few places before and after the borders of shards, where they are no more than half of the tensor."""
-    shape, places = tensor.want.shape, "place" if count == 1 else f"{count} places"
-    before, after = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
-    for index in range(len(shape)):
-        for owner in tensor.owners.values():
-            for last in np.unique(np.nonzero(np.diff(owner, axis=index))[index]):
-                before |= _along(_span(shape[index], last - count + 1, last + 1), index, shape)
-                after |= _along(_span(shape[index], last + 1, last + 1 + count), index, shape)
+    places, (before, after) = "place" if count == 1 else f"{count} places", _beside_borders(tensor, count)
     named = {f"the last {places} before a shard border": before, f"the first {places} after a shard border": after}
     return {name: mask for name, mask in named.items() if mask.any() and 2 * mask.sum() <= mask.size}
 
 
-def _span(size: int, start: int, end: int) -> np.ndarray:
-    places = np.arange(size)
-    return (places >= start) & (places < end)
+def _beside_borders(tensor: TensorComparison, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `count` places before each place at which another rank's shard begins, and those from there on."""
+    before, after = np.zeros(tensor.want.shape, dtype=bool), np.zeros(tensor.want.shape, dtype=bool)
+    for axis, size in enumerate(tensor.want.shape):
+        for owner in tensor.owners.values() if size > 1 else ():
+            changes = np.diff(owner, axis=axis) != 0
+            last, first = np.insert(changes, size - 1, False, axis=axis), np.insert(changes, 0, False, axis=axis)
+            for places in range(count):
+                before |= _moved(last, -places, axis)
+                after |= _moved(first, places, axis)
+    return before, after
+
+
+def _moved(mask: np.ndarray, places: int, axis: int) -> np.ndarray:
+    """The mask moved along an axis; what is moved beyond its end is lost."""
+    moved = np.roll(mask, places, axis)
+    if places:
+        np.moveaxis(moved, axis, 0)[slice(places) if places > 0 else slice(places, None)] = False
+    return moved
 
 
 def _sequences(case: CaseSpec, name: str) -> tuple[np.ndarray, np.ndarray]:
