@@ -161,17 +161,16 @@ def _tested_hypothesis(
     supported = _supported(note, relevant if relevant or is_of_this_case else [report], label)
     if supported is None:
         return None
-    # 2. The sizes of the case that suggests it, if that is another.
+    # 2. The sizes of the case that suggests it, if that is another, or the words of a larger case.
     if not is_of_this_case:
-        return supported.extended(f" (at {sizes(origin.case)})")
-    # 3. What was not tested, the words of a larger case, or a mesh on which it does not hold.
-    if not relevant:
-        return _untested(note)
-    clearer = _clearer(supported, label, relevant)
+        supported = supported.extended(f" (at {sizes(origin.case)})")
+    elif relevant:
+        supported = _clearer(supported, label, relevant)
+    # 3. A mesh on which it does not hold, or that nothing has tested it.
     refuted_on = next((o for o in of_other_meshes if not note.supported_by(o.notes[label])), None)
-    if refuted_on is None or clearer is not supported:
-        return clearer
-    return clearer.extended(f"{NOT_SO_ON}{mesh_text(refuted_on.case.mesh)}")
+    if refuted_on is not None:
+        return supported.extended(f"{NOT_SO_ON}{mesh_text(refuted_on.case.mesh)}")
+    return supported if relevant or not is_of_this_case else _untested(note)
 
 
 def _tested_rounding(

@@ -139,19 +139,24 @@ def _smaller_sizes(scheme: Declared, case: CaseSpec, dim: str) -> list[int]:
     """Smaller sizes of a dim: those declared if there are, else the least, some between and the last few."""
     fitting = list(_fitting_sizes(scheme, case, dim))
     count = len(fitting)
-    if isinstance(scheme.dims.get(dim), tuple):
+    if _declared_sizes(scheme, dim) is not None:
         return fitting
     return [fitting[at] for at in sorted({0, count // 4, count // 2, *range(count - 4, count)}) if 0 <= at < count]
 
 
 def _fitting_sizes(scheme: Declared, case: CaseSpec, dim: str) -> Iterator[int]:
     """The smaller sizes of a dim, ascending, that the mesh of the case can shard."""
-    declared, size = scheme.dims.get(dim), case.dims[dim]
-    sizes = sorted(declared) if isinstance(declared, tuple) else range(1, size)
-    for smaller in sizes:
+    size, declared = case.dims[dim], _declared_sizes(scheme, dim)
+    for smaller in range(1, size) if declared is None else declared:
         dims = complete_dims(scheme.dims, {**_free(scheme, case), dim: smaller}, case.scheme_mesh)
         if smaller < size and _fit(scheme, dims, case.scheme_mesh):
             yield smaller
+
+
+def _declared_sizes(scheme: Declared, dim: str) -> list[int] | None:
+    """The sizes of a dim, ascending, where they are declared and no rule."""
+    declared = scheme.dims.get(dim)
+    return None if declared is None or isinstance(declared, str) else sorted(declared)
 
 
 def _fit(scheme: Declared, dims: Mapping[str, int], mesh: Mapping[str, int]) -> bool:

@@ -72,7 +72,20 @@ def test_a_halo_without_backward_is_named_by_its_width():
         convolved, reference, "b s/cp", "b s/cp", mesh={"cp": (1, 2, 4)}, assume=lambda c: c.dims["s"] >= 8
     )
     first = declaration.verify().notes["d/d x"][0]
-    assert first.startswith("wrong only at the last 2 places before a shard border"), first
+    assert first.startswith("wrong only at the last 2 places before a shard border of s (all of its elements)"), first
+
+
+def test_the_two_chunks_of_the_last_rank_have_a_border_between_them():
+    def differences_within_chunks(mesh, x):
+        return torch.cat([chunk.diff(dim=1, prepend=chunk[:, :1] * 0) for chunk in x.chunk(2, 1)], 1)
+
+    def reference(x):
+        return x - jnp.pad(x, ((0, 0), (1, 0)))[:, :-1]
+
+    layout = "b s/cp:dual_chunk_swap"
+    declaration = declared(differences_within_chunks, reference, layout, layout, mesh={"cp": (2,)}, nograd=("x",))
+    first = declaration.verify(s=16, b=1).notes["out"][0]
+    assert first.startswith("wrong only at the first place after a shard border of s (all of its elements)"), first
 
 
 def smoothed(eps_of_others, where):
@@ -470,7 +483,7 @@ def test_a_missing_gradient_of_a_border_is_no_region_of_a_rank():
 
     declaration = declared(differences, reference, "b s/cp", "b s/cp", mesh={"cp": (2, 3)})
     first, *others = notes(declaration.verify(cp=2, s=6, b=2))
-    assert first.startswith("wrong only at the first place after a shard border (all of its elements)"), first
+    assert first.startswith("wrong only at the first place after a shard border of s (all of its elements)"), first
     assert not any("rank 1 owns" in note for note in others)
 
 

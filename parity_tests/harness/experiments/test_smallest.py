@@ -44,6 +44,15 @@ def test_the_least_size_that_can_be_sharded_is_tried():
     assert dict(shrink(any_size, failing, {}).case.dims) == {"s": 8}
 
 
+@pytest.mark.parametrize("sizes", [[8, 4], range(4, 8)])
+def test_sizes_may_be_declared_by_any_sequence(sizes):
+    def wrong(mesh, x):
+        return x * 2
+
+    declaration = declared(wrong, "b", "b", mesh={"tp": (1,)}, dims={"b": sizes})
+    assert dict(declaration.verify().case.dims) == {"b": 4}
+
+
 def test_sizes_at_which_assume_raises_are_no_smaller_case():
     def wrong(mesh, x):
         return x * 2

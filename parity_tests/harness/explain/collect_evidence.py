@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -31,6 +31,7 @@ def collect_evidence(
     """The evidence of one run on one tensor."""
     at = tensor.stitched.coordinates[tensor.copy]
     divergence = disagreement(ledger)
+    sharded_dims = _sharded_dims(scheme, case, tensor)
     return Evidence(
         name=tensor.name,
         role=tensor.role,
@@ -41,9 +42,9 @@ def collect_evidence(
         dims=tensor.argument.spec.dim_names,
         owners=tensor.owners,
         at=at,
-        layouts=_sharded_dims(scheme, case, tensor),
+        layouts=sharded_dims,
         custom_layouts=scheme.layouts,
-        borders={**_borders(case, tensor), **id_marks(scheme, program, case, tensor)},
+        borders={**_borders(case, tensor, sharded_dims), **id_marks(scheme, program, case, tensor)},
         inputs=_addable(scheme, program, case, tensor),
         before=program.full_array(tensor.argument, case) if tensor.argument.modified else None,
         by_rank={axis: tensor.stitched.by_rank(axis, at) for axis in tensor.stitched.part_axes if case.mesh[axis] > 1},
@@ -104,7 +105,7 @@ def _sharded_dims(scheme: Declared, case: CaseSpec, tensor: TensorComparison) ->
     return tuple(placed)
 
 
-def _borders(case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
+def _borders(case: CaseSpec, tensor: TensorComparison, sharded_dims: Sequence[ShardedDim]) -> dict[str, np.ndarray]:
     """Masks of the places where mistakes are common: borders of sequences, padding, borders of shards."""
     shape = tensor.want.shape
     names = tensor.argument.spec.dim_names
@@ -113,40 +114,42 @@ def _borders(case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
         if name in case.lengths:
             for text, mask in zip(("sequence boundaries", "padding"), _sequences(case, name), strict=True):
                 masks[text] = masks.get(text, False) | _along(mask, index, shape)
+    edges = np.zeros(shape, dtype=bool)
+    for index in range(len(shape)):
+        for owner in tensor.owners.values() if shape[index] > 1 else ():
+            changes = np.diff(owner, axis=index) != 0
+            edges |= np.insert(changes, 0, False, axis=index) | np.insert(changes, shape[index] - 1, False, axis=index)
     # From narrow to wide: a region is named only if it is smaller than those named before.
-    masks |= _halos(tensor, 1)
-    edges = np.logical_or(*_beside_borders(tensor, 1))
-    if edges.any():
-        masks["shard borders"] = edges
-    return masks | _halos(tensor, 2) | _halos(tensor, 3)
+    halos = [_halos(case, tensor, sharded_dims, width) for width in (1, 2, 3)]
+    return masks | halos[0] | ({"shard borders": edges} if edges.any() else {}) | halos[1] | halos[2]
 
 
-def _halos(tensor: TensorComparison, count: int) -> dict[str, np.ndarray]:
-    """Masks of a few places before and after the borders of shards, where they are no more than half of the tensor."""
-    places, (before, after) = "place" if count == 1 else f"{count} places", _beside_borders(tensor, count)
-    named = {f"the last {places} before a shard border": before, f"the first {places} after a shard border": after}
-    return {name: mask for name, mask in named.items() if mask.any() and 2 * mask.sum() <= mask.size}
+def _halos(
+    case: CaseSpec, tensor: TensorComparison, sharded_dims: Sequence[ShardedDim], width: int
+) -> dict[str, np.ndarray]:
+    """Masks of some places before and after the borders of a dim's shards, if they are at most half of its places."""
+    masks, places = {}, "place" if width == 1 else f"{width} places"
+    for sharded in sharded_dims:
+        name, shape = tensor.argument.spec.dim_names[sharded.dim], tensor.want.shape
+        begins = _beginnings(sharded, shape[sharded.dim], is_packed=name in case.lengths)
+        before = np.isin(np.arange(len(begins)), np.subtract.outer(np.flatnonzero(begins), 1 + np.arange(width)))
+        after = np.isin(np.arange(len(begins)), np.add.outer(np.flatnonzero(begins), np.arange(width)))
+        for text, mask in ((f"the last {places} before", before), (f"the first {places} after", after)):
+            if mask.any() and 2 * mask.sum() <= len(mask):
+                masks[f"{text} a shard border of {name}"] = _along(mask, sharded.dim, shape)
+    return masks
 
 
-def _beside_borders(tensor: TensorComparison, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `count` places before each place at which another rank's shard begins, and those from there on."""
-    before, after = np.zeros(tensor.want.shape, dtype=bool), np.zeros(tensor.want.shape, dtype=bool)
-    for axis, size in enumerate(tensor.want.shape):
-        for owner in tensor.owners.values() if size > 1 else ():
-            changes = np.diff(owner, axis=axis) != 0
-            last, first = np.insert(changes, size - 1, False, axis=axis), np.insert(changes, 0, False, axis=axis)
-            for places in range(count):
-                before |= _moved(last, -places, axis)
-                after |= _moved(first, places, axis)
-    return before, after
-
-
-def _moved(mask: np.ndarray, places: int, axis: int) -> np.ndarray:
-    """The mask moved along an axis; what is moved beyond its end is lost."""
-    moved = np.roll(mask, places, axis)
-    if places:
-        np.moveaxis(moved, axis, 0)[slice(places) if places > 0 else slice(places, None)] = False
-    return moved
+def _beginnings(sharded: ShardedDim, size: int, is_packed: bool) -> np.ndarray:
+    """Where a rank's consecutive positions begin, but for the first of all; each of dual_chunk_swap's two chunks."""
+    begins = np.zeros(size, dtype=bool)
+    for positions in sharded.positions:
+        follows = np.diff(positions, prepend=-2) == 1
+        if sharded.layout == "dual_chunk_swap" and not is_packed:
+            follows[len(positions) // 2 :][:1] = False  # the last rank's chunks are neighbours
+        begins[positions[~follows]] = True
+    begins[:1] = False
+    return begins
 
 
 def _sequences(case: CaseSpec, name: str) -> tuple[np.ndarray, np.ndarray]:

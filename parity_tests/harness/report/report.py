@@ -202,8 +202,8 @@ class Report:
         of = self.left_out
         meshes_of = {reason: [mesh for mesh in of if of[mesh] == reason] for reason in of.values()}
         omissions = [f"{' '.join(meshes)}: {reason}" for reason, meshes in meshes_of.items()]
-        is_unsharded = bool(omissions) and self.ok and math.prod(self.case.scheme_mesh.values()) == 1
-        return omissions + [f"all meshes but {mesh_text(self.case.scheme_mesh)}, which shards nothing"] * is_unsharded
+        only = self.meshes if omissions and self.ok and len(self.meshes) == self.case.world == 1 else ()
+        return omissions + [f"all meshes but {mesh}, which shards nothing" for mesh in only]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what `--json` writes."""

@@ -241,11 +241,10 @@ class Program:
             )
         if hasattr(part, "to_local"):
             part = part.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-        unreadable = "sparse" if part.layout != torch.strided else "meta" if part.is_meta else None
-        if unreadable:
+        if part.layout != torch.strided or part.is_meta:
+            what = "on meta" if part.is_meta else f"of layout {part.layout}"
             raise RankFault(
-                f"scheme '{self.name}': rank {rank} returned a {unreadable} tensor for '{arg.name}'; "
-                "return a dense one with values"
+                f"scheme '{self.name}': rank {rank} returned a tensor {what} for '{arg.name}'; return a dense one"
             )
         want = inputs.local_shape(arg, case, coords, self.layouts)
         if tuple(part.shape) != want:
