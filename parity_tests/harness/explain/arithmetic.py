@@ -192,8 +192,7 @@ def _has_values_of_parts(evidence: Evidence, part_of: PartOf) -> bool:
     owner = part_of(evidence)
     parts = [evidence.restricted_to(owner == value) for value in np.unique(owner)]
     wrong = [part for part in parts if part.wrong_count]
-    have_two_values = all(_has_two_values(np.abs(part.want[_informative(part)])) for part in wrong)
-    return _are_parts_wrong(len(wrong), len(parts)) and have_two_values
+    return _are_parts_wrong(len(wrong), len(parts)) and all(map(_has_two_values, wrong))
 
 
 def _are_parts_wrong(wrong: int, parts: int) -> bool:
@@ -209,7 +208,7 @@ def _numbers_of_parts(
     for value in np.unique(owner):
         part = evidence.restricted_to(owner == value)
         number = fitted(part) if part.wrong_count else neutral
-        if number is None:
+        if number is None or (part.wrong_count and not _has_two_values(part)):
             return []
         numbers.append(number)
         wrong += part.wrong_count > 0
@@ -227,6 +226,15 @@ def _parts(evidence: Evidence) -> Iterator[tuple[str, PartOf, Mapping[str, str]]
         yield f"at each index of {dim}", partial(_index_along, number=number), MEANING_AT_EACH_INDEX
 
 
+SAME_VALUE = 2.0**-20  # of the largest: the gradients of the two entries of a softmax differ by rounding and sign alone
+
+
+def _has_two_values(part: Evidence) -> bool:
+    """Whether the part has two values that differ by more than rounding and sign, without which any error fits."""
+    values = np.abs(part.want[_informative(part)])
+    return values.size > 1 and bool(np.ptp(values) > SAME_VALUE * values.max())
+
+
 def _owner_along(evidence: Evidence, axis: str) -> np.ndarray:
     return evidence.owners[axis]
 
@@ -238,7 +246,7 @@ def _index_along(evidence: Evidence, number: int) -> np.ndarray:
 def fitted_factor(evidence: Evidence) -> float | None:
     """f with got = f * want on every element; None unless there are two different values to support it."""
     informative = _informative(evidence)
-    if not _has_two_values(np.abs(evidence.want[informative])):
+    if len(np.unique(np.abs(evidence.want[informative]))) < 2:
         return None
     weight = _weights(evidence, informative)
     want, got = evidence.want[informative] * weight, evidence.got[informative] * weight
@@ -250,19 +258,11 @@ def fitted_factor(evidence: Evidence) -> float | None:
 def fitted_constant(evidence: Evidence) -> float | None:
     """c with got = want + c on every element; None unless there are two different values to support it."""
     informative = _informative(evidence)
-    if not _has_two_values(evidence.want[informative]):
+    if len(np.unique(evidence.want[informative])) < 2:
         return None
     weight = _weights(evidence, informative) ** 2
     constant = float(weight @ (evidence.got[informative] - evidence.want[informative]) / weight.sum())
     return constant if _explains(evidence, _plus, constant) else None
-
-
-SAME_VALUE = 2.0**-20  # of the largest: the gradients of the two entries of a softmax differ by rounding and sign alone
-
-
-def _has_two_values(values: np.ndarray) -> bool:
-    """Whether two of these numbers differ by more than rounding; any number fits several equal ones."""
-    return values.size > 1 and bool(np.ptp(values) > SAME_VALUE * np.abs(values).max())
 
 
 MIN_REDUCTION = 4.0  # the factor by which a fitted number must reduce the largest error
