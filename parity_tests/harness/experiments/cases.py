@@ -38,12 +38,15 @@ def reports(
                 yield verify_case(scheme, case, wrap_program=wrap_program)
 
 
-def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool, place: int = 0) -> CaseSpec | None:
+def larger(
+    scheme: Declared, case: CaseSpec, seed: int, *, values: bool, place: int = 0, other_sizes: bool = False
+) -> CaseSpec | None:
     """The same mesh, dtype and options at larger sizes and another seed; `values` keeps the kinds of its values.
 
-    `place` 0 is the largest of the first shapes, any other number that one of twice as many.
+    `place` 0 is the largest of the first shapes, any other number that one of twice as many. With `other_sizes` those
+    come first in which most dims have another size than in the case.
     """
-    new_case = _larger_case(scheme, case, case.scheme_mesh, seed, place)
+    new_case = _larger_case(scheme, case, case.scheme_mesh, seed, place, other_sizes=other_sizes)
     if new_case is None:
         return None
     return new_case.replace(values=case.values if values else normal_values(scheme, new_case))
@@ -137,7 +140,7 @@ def normal_values(scheme: Declared, case: CaseSpec) -> dict[str, object]:
 
 
 def _larger_case(
-    scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int, place: int = 0
+    scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int, place: int = 0, *, other_sizes: bool = False
 ) -> CaseSpec | None:
     """One of the largest shapes that the mesh can shard, with whatever else a case has drawn from the seed."""
     shapes = [
@@ -147,7 +150,12 @@ def _larger_case(
     ]
     if not shapes:
         return None
-    shapes.sort(key=lambda shape: (min([MIN_DIM_SIZE, *shape.values()]), math.prod(shape.values())), reverse=True)
+
+    def extent(shape: Mapping[str, int]) -> tuple[int, int, int]:
+        others = sum(size != case.dims.get(dim) for dim, size in shape.items()) if other_sizes else 0
+        return others, min([MIN_DIM_SIZE, *shape.values()]), math.prod(shape.values())
+
+    shapes.sort(key=extent, reverse=True)
     shape = shapes[min(place, len(shapes) - 1)]
     fixed = {**mesh, **shape, **case.options}
     new_case = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)

@@ -22,6 +22,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.experiments import cases
 from parity_tests.harness.experiments.repaired_lines import name_lines
+from parity_tests.harness.explain.collect_evidence import borders
 from parity_tests.harness.explain.evidence import SINGLE_ELEMENT, Evidence
 from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
 from parity_tests.harness.explain.places import ALL_OF_ITS, NO_PATTERN, SAME_VALUES, worst_element
@@ -87,7 +88,7 @@ def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:
     derived = (
         cases.larger(scheme, case, 1, values=True),
         cases.larger(scheme, case, 2, values=False),
-        cases.larger(scheme, case, 3, values=False),
+        cases.larger(scheme, case, 3, values=False, other_sizes=True),
         cases.on_another_mesh(scheme, case, 4),
         cases.of_one_id(scheme, case, 5, shard=0),
         cases.of_one_id(scheme, case, 6, shard=1),
@@ -124,11 +125,11 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
     survivors = [note for note in survivors if NOT_SO_ON not in note] or survivors
     observed = [n for n in report.notes[label] if n.scope == OBSERVED and not n.startswith(NO_PATTERN)]
     context = [note for note in report.notes[label] if note.scope == CONTEXT]
-    yield from [*observed, *survivors, *context] or [worst_element(_evidence(report, label))]
+    yield from [*observed, *survivors, *context] or [worst_element(_evidence(scheme, report, label))]
 
 
-def _evidence(report: Report, label: str) -> Evidence:
-    """The part of the evidence on a tensor that its report has."""
+def _evidence(scheme: Declared, report: Report, label: str) -> Evidence:
+    """The part of the evidence on a tensor that its report and its scheme have."""
     tensor = next(tensor for tensor in report.tensors if tensor.label == label)
     return Evidence(
         tensor.name,
@@ -137,6 +138,7 @@ def _evidence(report: Report, label: str) -> Evidence:
         tensor.want,
         tensor.element_budgets,
         owners=tensor.owners,
+        borders=borders(scheme, Program.of(scheme), report.case, tensor),
         max_finite=max_finite(tensor.dtype),
     )
 
@@ -149,16 +151,20 @@ def _tested_hypothesis(
     One on rounding or on an addend of zeros needs further cases; those of another case are dropped.
     """
     is_of_this_case = origin is report
+    # Of few elements another pattern may be noted; but the case that is printed must have this one too.
+    must_fit = not is_of_this_case and note.fits is not None and _applies(scheme, note, report, label)
+    if must_fit and not _is_shown(scheme, note, report, label):
+        return None
     if note.scope == ROUNDING:
         return _tested_rounding(scheme, report, label, note, same_tensor) if is_of_this_case else None
     if note.endswith(ZERO_ADDEND):
         return _tested_zero_addend(scheme, report, label, note, same_tensor) if is_of_this_case else None
-    comparable = [other for other in same_tensor if other is not origin and _applies(note, other, label)]
+    comparable = [other for other in same_tensor if other is not origin and _applies(scheme, note, other, label)]
     of_this_mesh = [other for other in comparable if other.case.mesh == origin.case.mesh]
     of_other_meshes = [other for other in comparable if other.case.mesh != origin.case.mesh]
     relevant = comparable if note.scope == ACROSS_MESHES else of_this_mesh
     # 1. The claims that each of them supports; what another case suggests needs one case at least.
-    supported = _supported(note, relevant if relevant or is_of_this_case else [report], label)
+    supported = _supported(scheme, note, relevant if relevant or is_of_this_case else [report], label)
     if supported is None:
         return None
     # 2. The sizes of the case that suggests it, if that is another, or the words of a larger case.
@@ -167,7 +173,7 @@ def _tested_hypothesis(
     elif relevant:
         supported = _clearer(supported, label, relevant)
     # 3. A mesh on which it does not hold, or that nothing has tested it.
-    refuted_on = next((o for o in of_other_meshes if not note.supported_by(o.notes[label])), None)
+    refuted_on = next((o for o in of_other_meshes if not _is_shown(scheme, note, o, label)), None)
     if refuted_on is not None:
         return supported.extended(f"{NOT_SO_ON}{mesh_text(refuted_on.case.mesh)}")
     return supported if relevant or not is_of_this_case else _untested(note)
@@ -198,16 +204,25 @@ def _tested_zero_addend(
     return _compared_with_passing(scheme, report.case, label, note)
 
 
-def _applies(note: Note, report: Report, label: str) -> bool:
+def _applies(scheme: Declared, note: Note, report: Report, label: str) -> bool:
     """Whether a report could show the pattern of a note."""
-    return note.applies is None or note.applies(_evidence(report, label))
+    return note.applies is None or note.applies(_evidence(scheme, report, label))
 
 
-def _supported(note: Note, reports: Sequence[Report], label: str) -> Note | None:
+def _is_shown(scheme: Declared, note: Note, report: Report, label: str) -> bool:
+    """Whether a report supports a note, or has its pattern beside what is noted of it."""
+    if note.supported_by(report.notes[label]):
+        return True
+    return note.fits is not None and note.fits(_evidence(scheme, report, label))
+
+
+def _supported(scheme: Declared, note: Note, reports: Sequence[Report], label: str) -> Note | None:
     """The note with the claims that every report supports; None without any left."""
     supported: Note | None = note
     for report in reports:
-        supported = supported and supported.supported_by(report.notes[label])
+        has_number = bool(note.implied)  # of which a report must have a note
+        if has_number or not _is_shown(scheme, note, report, label):
+            supported = supported and supported.supported_by(report.notes[label])
     return supported
 
 
@@ -251,7 +266,7 @@ def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: N
         if tensor is not None and tensor.want.any():
             at = tensor.stitched.coordinates[tensor.copy]
             by_rank = {axis: tensor.stitched.by_rank(axis, at) for axis in tensor.stitched.part_axes}
-            evidence = replace(_evidence(report, label), by_rank=by_rank, at=at)
+            evidence = replace(_evidence(scheme, report, label), by_rank=by_rank, at=at)
             is_zero = any(note.claims.keys() & other.claims.keys() for other in zero_addend(evidence))
             return None if is_zero else note.extended(", unlike in cases that pass")
     return note.extended(", which is right only where it has no part in it")
@@ -276,7 +291,7 @@ def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
     wider = [case.replace(dtype=dtype) for dtype in WIDER if UNIT_ROUNDOFF[dtype] < UNIT_ROUNDOFF[case.dtype]]
     reports = [other for other in cases.reports(scheme, wider or [case]) if other.failure is None]
     if any(label not in other.notes for other in reports):
-        evidence = _evidence(report, label)
+        evidence = _evidence(scheme, report, label)
         few = evidence.wrong_count < FEW * evidence.got.size
         return not few or _is_erratic(scheme, case, label, off) is not False
     wide = reports[0].case if reports else case
@@ -298,10 +313,9 @@ def _is_erratic(scheme: Declared, case: CaseSpec, label: str, off: float) -> boo
     other = verify_case(scheme, case, arrays=moved)
     if other.failure is not None:
         return None
-    with np.errstate(invalid="ignore"):
-        first, second = (
-            next(tensor.got - tensor.want for tensor in r.tensors if tensor.label == label) for r in (report, other)
-        )
+    tensors = [next(tensor for tensor in r.tensors if tensor.label == label) for r in (report, other)]
+    with np.errstate(invalid="ignore"):  # of one copy: two that differ may be off in opposite directions
+        first, second = (tensor.stitched.copies[tensors[0].copy] - tensor.want for tensor in tensors)
     finite = np.isfinite(first) & np.isfinite(second)
     first, second = first[finite], second[finite]
     size = float(np.linalg.norm(first) * np.linalg.norm(second))

@@ -401,6 +401,26 @@ def test_an_order_among_large_numbers_is_no_rounding(seed):
     assert not any("accumulation may do" in note for note in notes(check_notes(declaration, report)))
 
 
+def test_the_error_of_one_copy_is_compared_and_not_that_of_opposite_ones():
+    """Each of two ranks keeps the mean of its own half: what one adds is what the other takes away."""
+
+    def running_mean(mesh, x, running):
+        running.mul_(0.9).add_(0.1 * x.mean((0, 2)))
+        return x * 2
+
+    def reference(x, running):
+        return x * 2, 0.9 * running + 0.1 * x.mean((0, 2))
+
+    declaration = declared(
+        running_mean, reference, {"x": "n c w/tp", "running": "c tp=I"}, "n c w/tp", mesh={"tp": (1, 2)},
+        modifies=("running",), nograd=("running",), reduction=("n", "w"),
+        draw={"x": values("normal", "ties"), "running": values("normal", "ties")},
+    )  # fmt: skip
+    for seed in range(3):
+        of_all = notes(declaration.verify(seed=seed))
+        assert of_all[0] == "tp ranks hold different copies of what should be one value", of_all
+
+
 def test_other_values_in_another_order_are_those_of_the_other_call(monkeypatch):
     """A cached permutation: the layout is right, the order is that of the first call."""
     orders = {}

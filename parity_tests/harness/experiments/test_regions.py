@@ -1,6 +1,7 @@
 """Where a tensor is wrong: halos by their width, and regions of one rank that another mesh refutes."""
 
 import jax.numpy as jnp
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -93,3 +94,57 @@ def test_a_region_is_counted_in_a_larger_case_and_names_a_mesh_that_refutes_it()
     assert note.startswith("wrong only where cp rank 1 owns (") and "all of its" not in note, note
     (note, *_) = notes(declaration.verify(cp=2, s=6, b=2))
     assert note.startswith("wrong only where cp rank 1 owns (") and note.endswith("); not so on cp=3"), note
+
+
+def test_a_halo_that_small_cases_hide_is_named_by_a_case_that_shows_it():
+    """Of four places on two ranks the first two after a border are all that rank 1 has."""
+
+    class NextTwo(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, group):
+            firsts = [torch.empty_like(x[..., :2]) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(firsts, x[..., :2].contiguous(), group=group)
+            return torch.cat([x, [*firsts, torch.zeros_like(firsts[0])][dist.get_rank(group) + 1]], -1)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient[..., :-2], None
+
+    def convolved(mesh, x, weight):
+        return torch.nn.functional.conv1d(NextTwo.apply(x, mesh["cp"]), weight)
+
+    def reference(x, weight):
+        longer, size = jnp.pad(x, ((0, 0), (0, 0), (0, 2))), x.shape[-1]
+        return sum(jnp.einsum("ncs,oc->nos", longer[..., i : i + size], weight[..., i]) for i in range(3))
+
+    declaration = scheme(
+        reference=reference, mesh={"cp": (1, 2, 4)}, inputs={"x": "n c s/cp", "weight": "o c 3 cp=R"},
+        outputs="n o s/cp", draw={"x": values("normal"), "weight": values("normal")}, dtypes=("float32",),
+        reduction=("c",), assume=lambda case: case.s >= 2 * case.cp, nograd=("weight",),
+    )(convolved)  # fmt: skip
+    named = "wrong only at the first 2 places after a shard border of s (all of its elements)"
+    for sizes in ({}, {"cp": 2, "s": 32}, {"cp": 4, "s": 32}):
+        first, *others = declaration.verify(**sizes).notes["d/d x"]
+        assert first.startswith(named) and "not so on" not in first, first
+        assert not any("owns" in note for note in others), others
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "h": 8}], ids=str)
+def test_a_border_is_not_named_where_a_declared_size_or_the_printed_case_has_other_places(sizes):
+    """Each rank scales its heads as if it had them all: of two heads a rank the wrong ones are at the border."""
+
+    def scores(mesh, x, query, key):
+        own = torch.arange(len(query)) * 2 // len(query)
+        return torch.einsum("td,hde,hed->th", x, query, key[own])
+
+    def reference(x, query, key):
+        own = jnp.arange(len(query)) * 2 // len(query)
+        return jnp.einsum("td,hde,hed->th", x, query, key[own])
+
+    declaration = scheme(
+        reference=reference, mesh={"tp": (1, 2, 4)}, outputs="t h/tp", dims={"h": (4, 8)}, reduction=("d", "e"),
+        inputs={"x": "t d tp=R", "query": "h/tp d e", "key": "2 e d tp=R"}, dtypes=("float32",),
+        draw={name: values("normal") for name in ("x", "query", "key")}, nograd=("x", "key"),
+    )(scores)  # fmt: skip
+    of_all = notes(declaration.verify(**sizes))
+    assert not any("shard borders" in note for note in of_all), of_all

@@ -44,7 +44,7 @@ def collect_evidence(
         at=at,
         layouts=sharded_dims,
         custom_layouts=scheme.layouts,
-        borders={**_borders(case, tensor, sharded_dims), **id_marks(scheme, program, case, tensor)},
+        borders=borders(scheme, program, case, tensor),
         inputs=_addable(scheme, program, case, tensor),
         before=program.full_array(tensor.argument, case) if tensor.argument.modified else None,
         by_rank={axis: tensor.stitched.by_rank(axis, at) for axis in tensor.stitched.part_axes if case.mesh[axis] > 1},
@@ -105,8 +105,13 @@ def _sharded_dims(scheme: Declared, case: CaseSpec, tensor: TensorComparison) ->
     return tuple(placed)
 
 
+def borders(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
+    """Masks of the places where mistakes are common: borders of sequences and shards, padding, kinds of ids."""
+    return {**_borders(case, tensor, _sharded_dims(scheme, case, tensor)), **id_marks(scheme, program, case, tensor)}
+
+
 def _borders(case: CaseSpec, tensor: TensorComparison, sharded_dims: Sequence[ShardedDim]) -> dict[str, np.ndarray]:
-    """Masks of the places where mistakes are common: borders of sequences, padding, borders of shards."""
+    """Those of sequences, padding and shards."""
     shape = tensor.want.shape
     names = tensor.argument.spec.dim_names
     masks: dict[str, np.ndarray] = {}

@@ -29,13 +29,15 @@ class Note(Finding):
 
     `claims` are alternatives, of which one is true: each with its words, which the text of the note joins by `or`.
     `implied` are weaker claims, that a case supports too if it supports this one. `applies` says of the evidence of
-    another case whether it could show the pattern at all; without it, each can. `sites` are the call sites that it
-    blames.
+    another case whether it could show the pattern at all; without it, each can. `fits` says of the evidence of a case
+    that has other notes whether it shows the pattern none the less; without it, the claims decide. `sites` are the call
+    sites that it blames.
     """
 
     claims: Mapping[str, str]
     implied: frozenset[str]
     applies: Callable[[Any], bool] | None
+    fits: Callable[[Any], bool] | None
     scope: str
 
     def __new__(
@@ -46,14 +48,15 @@ class Note(Finding):
         implied: Iterable[str] = (),
         applies: Callable[[Any], bool] | None = None,
         sites: Iterable[CallSite] = (),
+        fits: Callable[[Any], bool] | None = None,
     ) -> Self:
         note = super().__new__(cls, text, sites)
-        note.scope, note.implied, note.applies = scope, frozenset(implied), applies
+        note.scope, note.implied, note.applies, note.fits = scope, frozenset(implied), applies, fits
         note.claims = {claims: ""} if isinstance(claims, str) else dict(claims)
         return note
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return str(self), self.scope, self.claims, self.implied, self.applies, self.sites
+        return str(self), self.scope, self.claims, self.implied, self.applies, self.sites, self.fits
 
     def supported_by(self, other_notes: Iterable[Note]) -> Note | None:
         """This note with the claims that one of the notes of another case supports, or None if there are none.
@@ -69,8 +72,9 @@ class Note(Finding):
         text = str(self)
         if len(claims) < len(self.claims):
             text = text.replace(" or ".join(self.claims.values()), " or ".join(claims.values()), 1)
-        return Note(text, self.scope, claims, self.implied, self.applies, self.sites)
+        return Note(text, self.scope, claims, self.implied, self.applies, self.sites, self.fits)
 
     def extended(self, words: str, sites: Iterable[CallSite] = ()) -> Note:
         """The note with words after it, and the call sites that these blame."""
-        return Note(f"{self}{words}", self.scope, self.claims, self.implied, self.applies, (*self.sites, *sites))
+        all_sites = (*self.sites, *sites)
+        return Note(f"{self}{words}", self.scope, self.claims, self.implied, self.applies, all_sites, self.fits)

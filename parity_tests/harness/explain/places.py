@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,33 +38,65 @@ def wrong_region(evidence: Evidence) -> Iterator[Note]:
     A region is named only if it is smaller than those named before.
     """
     smallest_size = evidence.got.size
-    for words, region in chain(_owned_regions(evidence), _border_regions(evidence)):
-        if region.sum() < smallest_size:
-            smallest_size = int(region.sum())
-            yield _region_note(evidence, words, region)
+    for region in chain(_owned_regions(evidence), _border_regions(evidence)):
+        if region.mask.sum() < smallest_size:
+            smallest_size = int(region.mask.sum())
+            yield _region_note(evidence, region)
     for axis, ranks in evidence.owners.items():
         wrong, right = np.unique(ranks[evidence.is_wrong]), np.unique(ranks[~evidence.is_wrong])
         if len(right) == 1 and len(wrong) > 1 and right[0] not in wrong:
-            text = f"right only where {axis} rank {int(right[0])} owns"
-            yield Note(text, ACROSS_SIZES, text)
+            text, fits = f"right only where {axis} rank {int(right[0])} owns", partial(_is_right_only_where, axis=axis)
+            yield Note(text, ACROSS_SIZES, text, fits=partial(fits, rank=int(right[0])))
 
 
-def _owned_regions(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
-    single_owners = []
+class Region(NamedTuple):
+    """Where all wrong elements are, in words, with what a note on it says of other cases."""
+
+    words: str
+    mask: np.ndarray
+    applies: Callable[[Evidence], bool] | None
+    fits: Callable[[Evidence], bool]
+
+
+def _owned_regions(evidence: Evidence) -> Iterator[Region]:
+    single_owners = {}
     for axis, ranks in evidence.owners.items():
         wrong = np.unique(ranks[evidence.is_wrong])
         if len(wrong) == 1 and (ranks != wrong[0]).any():
-            single_owners.append((axis, int(wrong[0])))
+            single_owners[axis] = int(wrong[0])
     if single_owners:
-        region = np.logical_and.reduce([evidence.owners[axis] == rank for axis, rank in single_owners])
-        who = " and ".join(f"{axis} rank {rank}" for axis, rank in single_owners)
-        yield f"wrong only where {who} {'owns' if len(single_owners) == 1 else 'own'}", region
+        who = " and ".join(f"{axis} rank {rank}" for axis, rank in single_owners.items())
+        words = f"wrong only where {who} {'owns' if len(single_owners) == 1 else 'own'}"
+        fits = partial(_is_wrong_only_where, ranks=single_owners)
+        yield Region(words, _is_owned_by(evidence, single_owners), None, fits)
 
 
-def _border_regions(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
+def _border_regions(evidence: Evidence) -> Iterator[Region]:
     for name, mask in evidence.borders.items():
-        if not (evidence.is_wrong & ~mask).any():
-            yield f"wrong only at {name}", mask
+        if _is_wrong_only_at(evidence, name):
+            applies, fits = (partial(f, name=name) for f in (_has_border, _is_wrong_only_at))
+            yield Region(f"wrong only at {name}", mask, applies, fits)
+
+
+def _is_owned_by(evidence: Evidence, ranks: Mapping[str, int]) -> np.ndarray:
+    return np.logical_and.reduce([evidence.owners[axis] == rank for axis, rank in ranks.items()])
+
+
+def _is_wrong_only_where(evidence: Evidence, ranks: Mapping[str, int]) -> bool:
+    return not (evidence.is_wrong & ~_is_owned_by(evidence, ranks)).any()
+
+
+def _is_right_only_where(evidence: Evidence, axis: str, rank: int) -> bool:
+    return bool((evidence.is_wrong | (evidence.owners[axis] == rank)).all())
+
+
+def _has_border(evidence: Evidence, name: str) -> bool:
+    """Whether there is such a border, and anything beside it."""
+    return name in evidence.borders and not evidence.borders[name].all()
+
+
+def _is_wrong_only_at(evidence: Evidence, name: str) -> bool:
+    return not (evidence.is_wrong & ~evidence.borders[name]).any()
 
 
 def worst_element(evidence: Evidence) -> Note:
@@ -75,17 +109,18 @@ def worst_element(evidence: Evidence) -> Note:
     return Note(f"{NO_PATTERN}; worst at {index_text(index)}" + (f", owner {', '.join(holders)}" if holders else ""))
 
 
-def _region_note(evidence: Evidence, where: str, region: np.ndarray) -> Note:
+def _region_note(evidence: Evidence, region: Region) -> Note:
     """How many are wrong in the region, and the number that explains them."""
-    inside = evidence.restricted_to(region)
+    where, inside = region.words, evidence.restricted_to(region.mask)
     count = ALL_OF_ITS if inside.wrong_count == inside.got.size else f"{inside.wrong_count} of its {inside.got.size}"
     number_note = next(chain(named_change(inside), fitted_change(inside)), None)
     text = f"{where} ({count} elements)"
     if number_note is None:
-        return Note(text, ACROSS_SIZES, where)
+        return Note(text, ACROSS_SIZES, where, applies=region.applies, fits=region.fits)
     claims = {f"{where}: {claim}": words for claim, words in number_note.claims.items()}
-    weaker = {f"{where}: {claim}" for claim in number_note.implied}
-    return Note(f"{text}; there {number_note}", ACROSS_SIZES, claims, {where, *weaker})
+    weaker = {where, *(f"{where}: {claim}" for claim in number_note.implied)}
+    text = f"{text}; there {number_note}"
+    return Note(text, ACROSS_SIZES, claims, weaker, region.applies, fits=region.fits)
 
 
 def _first_place(evidence: Evidence, mask: np.ndarray) -> str:
