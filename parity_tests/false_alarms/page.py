@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from parity_tests.false_alarms.run import EACH, Counts
+from parity_tests.harness.declare.counted import counted
 from parity_tests.injected_bugs.report import markdown
 
 PROMISED = 100_000
@@ -44,7 +45,7 @@ def closing(counts: Iterable[Counts]) -> list[str]:
     return [
         f"{alarms} false alarms in {total.total()} examples of {judged} of {len(counts)} schemes ({dtypes}){few}; "
         "promised are 0.",
-        f"{undecided} examples are undecided.",
+        f"{counted(undecided, 'example')} {'is' if undecided == 1 else 'are'} undecided.",
         f"{sum(each.conditions for each in counts)} were called under calling conditions; of each scheme there are "
         f"{min((each.examples.total() for each in counts), default=0)} examples or more; "
         f"{sum(each.seconds for each in counts):.0f} s of processor time.",
@@ -82,7 +83,7 @@ def write(counts: Sequence[Counts], path: Path) -> None:
         table=table(counts),
     )
     listed = sentences(counts)
-    path.write_text(text + ("\n" + "\n".join(listed) + "\n" if listed else ""))
+    path.write_text(text.rstrip("\n") + "\n" + ("\n" + "\n".join(listed) + "\n" if listed else ""))
 
 
 def _row(name: str, group: Sequence[Counts]) -> tuple[str, ...]:
