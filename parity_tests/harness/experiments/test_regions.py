@@ -1,10 +1,15 @@
 """Where a tensor is wrong: halos by their width, and regions of one rank that another mesh refutes."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from parity_tests.harness.explain.evidence import Evidence
+from parity_tests.harness.explain.places import wrong_region
 from shardproof import scheme, values
 
 
@@ -127,6 +132,16 @@ def test_a_halo_that_small_cases_hide_is_named_by_a_case_that_shows_it():
         first, *others = declaration.verify(**sizes).notes["d/d x"]
         assert first.startswith(named) and "not so on" not in first, first
         assert not any("owns" in note for note in others), others
+
+
+def test_a_note_on_a_border_does_not_fit_a_case_that_has_no_such_border():
+    got, mask = np.zeros(8), np.arange(8) == 3
+    got[3] = 1.0
+    evidence = Evidence("x", "output", got, np.zeros(8), np.full(8, 1e-6), borders={"a border": mask})
+    (note,) = wrong_region(evidence)
+    elsewhere, without = replace(evidence, borders={"a border": ~mask}), replace(evidence, borders={})
+    assert [note.applies(each) for each in (evidence, elsewhere, without)] == [True, True, False]
+    assert [note.fits(each) for each in (evidence, elsewhere, without)] == [True, False, False]
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2, "h": 8}], ids=str)

@@ -96,7 +96,7 @@ def _has_border(evidence: Evidence, name: str) -> bool:
 
 
 def _is_wrong_only_at(evidence: Evidence, name: str) -> bool:
-    return not (evidence.is_wrong & ~evidence.borders[name]).any()
+    return name in evidence.borders and not (evidence.is_wrong & ~evidence.borders[name]).any()
 
 
 def worst_element(evidence: Evidence) -> Note:
