@@ -30,17 +30,18 @@ SMALL = dict(mesh={"tp": (1, 2, 3, 4)}, dims={"b": (1, 2), "s": (3,), "v": (2, 7
 def filter_cost(c, known_range):
     """What the docstring says: one exchange of lists, or rounds of 256 sums; a width where the range is not known."""
     token, has_k, has_p = c.b * c.s * c.accumulator_itemsize, c.top_k is not None, c.top_p < 1.0
-    integers = 0 if known_range else 1
+    integers, widths = 0 if known_range else 1, 0
     if has_k and c.top_k <= 1024:
         gathers, numbers, rounds = 1, c.top_k + 2 + has_p, 0
     elif has_k or has_p:
-        gathers, numbers, rounds = 1 + has_p, 3 + 2 * has_p, c.itemsize * (has_k + has_p)
-        integers += has_p
+        gathers, numbers, rounds = 1 + 2 * has_p, 3 + 3 * has_p, c.itemsize * (has_k + has_p)
+        widths = has_p
     else:
         gathers, numbers, rounds = 1, 3, 0
     if c.mesh["tp"] == 1:  # one rank has full rows: there is nothing to merge
-        gathers = numbers = integers = 0
-    forward = {"all_gather": (gathers + integers, numbers * token + integers * INTEGER)} if gathers + integers else {}
+        gathers = numbers = integers = widths = 0
+    sent = numbers * token + integers * INTEGER + widths * c.accumulator_itemsize
+    forward = {"all_gather": (gathers + integers, sent)} if gathers + integers else {}
     return Cost(forward=forward | ({"all_reduce": (rounds, rounds * 256 * token)} if rounds else {}))
 
 
@@ -113,6 +114,26 @@ def sampling_beside_a_peaked_row(mesh, logits, target, top_k, top_p, temperature
     return vp.DistributedLogprobWithSampling.apply(
         logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
     )
+
+
+@scheme(
+    mesh={"tp": (1, 2)},
+    dims={"b": (1,), "s": (2, 3), "v": (12800, 16896)},
+    options={"top_k": (None, 9000), "top_p": (0.5, 0.9), "temperature": (1.0, 0.25)},
+    cost=lambda c: filter_cost(c, known_range=True),
+    **{**DECLARED, "draw": {**DECLARED["draw"], "logits": decided_rows("normal")}, "dtypes": ("float64",)},
+)
+def sampling_of_flat_and_peaked_rows(mesh, logits, target, top_k, top_p, temperature):
+    """So long that of flat rows top-p keeps tokens of less than (1 - p) / TAIL."""
+    return vp.DistributedLogprobWithSampling.apply(
+        logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
+    )
+
+
+@given(every_case(sampling_of_flat_and_peaked_rows))
+@settings(max_examples=12)
+def test_parity_of_flat_and_peaked_rows(case):
+    check(case)
 
 
 @given(every_case(logprob_with_sampling))

@@ -6,13 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check_cases, scheme
 from torch_impl.collectives import accumulator
-from torch_impl.vocab_parallel.filter_bounds import Candidates, _entries_elsewhere
+from torch_impl.vocab_parallel import topk_by_radix
+from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, _entries_elsewhere
+from torch_impl.vocab_parallel.fused_logprob import LogprobOptions
 from torch_impl.vocab_parallel.radix_selection import (
     LargestOnCpu,
     ListedWeights,
@@ -145,6 +147,42 @@ def test_a_round_for_each_byte_and_none_without_a_group(dtype, rounds):
     assert sent == [256 * room.itemsize] * rounds
     alone, above = last_kept(counts(), low, room, None)
     assert (alone.item(), above.item()) == (5.0, 2.0)
+
+
+ROW_SIZE = 20_000
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    spreads=st.sampled_from([(4.0, 6.0, 9.0), (1.0, 0.5, 2.0), (6.0, 1.0, 0.0)]),
+    top_p=st.sampled_from([0.0, 0.5, 0.9, 0.999]),
+    temperature=st.sampled_from([1.0, 0.5]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(max_examples=40)
+def test_top_p_keeps_what_it_keeps_where_every_column_is_listed(seed, spreads, top_p, temperature, dtype):
+    rng = np.random.Generator(np.random.Philox(key=[seed, 3]))
+    z = rng.standard_normal((3, ROW_SIZE)) * np.array(spreads)[:, None]
+    z[1, rng.random(ROW_SIZE) < 0.3] = -math.inf
+    rows, options = torch.from_numpy(z).to(dtype), LogprobOptions(None, 0, ROW_SIZE, temperature)
+    column, limits = torch.zeros(3, 1, dtype=torch.int32), Limits(None, top_p)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk_by_radix, "TAIL", 2.0**1000)  # no column is as small as that
+        every_column_listed, ties, _ = topk_by_radix.topk_by_radix(rows, column, options, limits)
+    bounds, ties_of_few, _ = topk_by_radix.topk_by_radix(rows, column, options, limits)
+    for a, b in zip(bounds, every_column_listed, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(ties_of_few.counts, ties.counts)
+
+
+@pytest.mark.parametrize(("spread", "times"), [(5.0, 1), (1.0, 2)])
+def test_flat_rows_alone_are_listed_again(monkeypatch, spread, times):
+    rows = torch.from_numpy(np.random.default_rng(0).standard_normal((3, ROW_SIZE)) * spread)
+    lists = []
+    monkeypatch.setattr(topk_by_radix, "Candidates", lambda *args: lists.append(Candidates(*args)) or lists[-1])
+    options, column = LogprobOptions(None, 0, ROW_SIZE, 1.0), torch.zeros(3, 1, dtype=torch.int32)
+    topk_by_radix.topk_by_radix(rows, column, options, Limits(None, 0.9))
+    assert len(lists) == times
 
 
 # On other devices than a CPU the columns are listed by plain operations, which a CPU runs as well.

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch_impl.vocab_parallel import long_rows, numpy_selection
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block, shifted_logits
 
-# An entry takes 8 bytes and its logit. With at most this many a block, all lists stay below 1/20 of the logits.
-SHORT, SHARE = 64, 128
+# A list is kept if it is short, or takes at most this part of its block; an entry takes 8 bytes and its logit.
+SHORT, PART = 64, 20
 # Entries that are looked at together, and rows: each entry takes a few integers more then, each row 256 sums.
 JOINED, JOINED_ROWS = 1 << 14, 256
 # Where nothing is read back to count them, all columns of a block may be listed, which takes several times its memory.
@@ -160,7 +160,7 @@ class Candidates:
         for row_slice, block in self._blocks:
             for part, entries in _entries_between(block, low[row_slice], high[row_slice]):
                 rows = slice(row_slice.start + part.start, row_slice.start + part.stop)
-                if rows != row_slice or len(entries.rows) > SHORT + block.numel() // SHARE:
+                if rows != row_slice or len(entries.rows) > SHORT + block.nbytes // (PART * (8 + block.itemsize)):
                     if part.start == 0:
                         long.append((row_slice, block))
                     yield rows, entries

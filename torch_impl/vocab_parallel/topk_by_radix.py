@@ -2,7 +2,8 @@
 
 The k-th largest logit is selected by counts of all columns; the last token of top-p by the masses of those that
 can be kept. A token of a probability below (1 - p) / V cannot: all tokens of such probabilities together have
-less than 1 - p.
+less than 1 - p. Of peaked rows a tenth of all columns are above that bound, and one in a hundred is above
+(1 - p) / TAIL. So the columns above the second bound are listed first, and their mass says whether they are enough.
 
 `radix_selection.last_kept` finds both.
 """
@@ -17,7 +18,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
-from torch_impl.collectives.plain import all_gather_stack
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.filter_bounds import (
     Candidates,
@@ -39,6 +39,12 @@ from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
 
 # The bound on a kept token's probability is halved: sums of that many rounded terms decide, not exact ones.
 SLACK = 0.5
+
+# Where no more tokens than these lie near the second bound, the mass below it is small enough.
+TAIL = 2048
+
+# Of a row's mass: more than the rounding of its sums. No smaller difference of two sums decides anything.
+RESOLUTION = 2.0**-16
 
 # Groups of columns for each of the k largest: with fewer their k-th largest maximum is a poor bound.
 MIN_GROUPS = 2
@@ -142,14 +148,11 @@ def _top_p(
     row_max, row_sum_m1, temperature = survivors.row_max, survivors.row_sum_m1, options.temperature
     room = room_for(row_sum_m1, top_p)
     keeps_only_first = room <= 0  # the first token is enough; the rounds have nothing to find
-    # 1. No token below `low` can be kept (see the top of this file).
-    likely = (SLACK * (1.0 - top_p) / _columns_of_all(logits, options)).log()
-    low = row_max + temperature * (likely.to(row_sum_m1.dtype) + row_sum_m1.log1p())
-    low = torch.where(keeps_only_first, row_max, torch.maximum(low, survivors.threshold))
-    # 2. The last logit of which a token is kept, and the mass above it.
+    # 1. No token below `low` can be kept.
     is_on_this_rank = first == (0 if options.group is None else options.group.rank())
     masses = Masses(row_max, is_on_this_rank, temperature)
-    candidates = Candidates(logits, options.chunk_size)
+    low, candidates = _likely(logits, survivors, masses, room, top_p, options)
+    # 2. The last logit of which a token is kept, and the mass above it.
     threshold, above = last_kept(ListedWeights(candidates, masses.of_entries), low, room, options.group)
     threshold, above = torch.where(keeps_only_first, row_max, threshold), torch.where(keeps_only_first, 0.0, above)
     # 3. How many tokens of that very logit are kept.
@@ -159,6 +162,42 @@ def _top_p(
     more = ties_within(room - above, weight, ties.counts.sum(0) - first_is_tie)
     row_sum_m1_kept = torch.where(row_sum_m1.isnan(), row_sum_m1, above + more * weight)
     return FilterBounds(row_max, row_sum_m1_kept, threshold, more + first_is_tie), ties
+
+
+def _likely(
+    logits: Float[Tensor, "*a v"],
+    survivors: FilterBounds,
+    masses: Masses,
+    room: Float[Tensor, " n"],
+    top_p: float,
+    options: LogprobOptions,
+) -> tuple[Float[Tensor, " n"], Candidates]:
+    """(low, columns): what top-p keeps is not below `low`, and of the columns those above it are listed. 1 all_gather.
+
+    Where room is 0 or less, the first token is enough, and nothing else is to be listed.
+    """
+    row_max, log_total = survivors.row_max, survivors.row_sum_m1.log1p()
+
+    def above(log_probability: Float[Tensor, "*n"]) -> Float[Tensor, " n"]:
+        z = row_max + options.temperature * (log_probability.to(log_total.dtype) + log_total)
+        return torch.where(room <= 0, row_max, torch.maximum(z, survivors.threshold))
+
+    # 1. The columns above the second bound, and their mass. With it goes this rank's width, for the first bound.
+    guess = above(torch.tensor(math.log((1.0 - top_p) / TAIL)))
+    candidates = Candidates(logits, options.chunk_size)
+    listed = torch.zeros(len(room) + 1, dtype=room.dtype, device=room.device)
+    for row_slice, entries in candidates.between(guess, torch.full_like(guess, math.inf)):
+        listed[:-1][row_slice].index_add_(0, entries.rows, masses.of_entries(row_slice, entries))
+    listed[-1] = logits.shape[-1]
+    listed = statistics.gather_statistics(listed, options.group).sum(0)
+    # 2. What is below it, of all ranks, is less than 1 - p. NaN decides nothing; such a row has no lists.
+    tail = survivors.row_sum_m1 - listed[:-1]
+    has_more = tail > (1.0 - top_p - RESOLUTION) * (1.0 + survivors.row_sum_m1)
+    if not has_more.any():
+        return guess, candidates
+    # 3. The rows for which these are not enough have the first bound.
+    certain = above((SLACK * (1.0 - top_p) / listed[-1].double()).log())
+    return torch.where(has_more, torch.minimum(certain, guess), guess), Candidates(logits, options.chunk_size)
 
 
 class Masses(NamedTuple):
@@ -193,10 +232,3 @@ def _ties(
     message[1].masked_fill_(target < 0, math.inf)
     ties, before = statistics.gather_statistics(message, options.group).unbind(1)
     return Ties(ties, before, candidates)
-
-
-def _columns_of_all(logits: Float[Tensor, "*a v"], options: LogprobOptions) -> Float[Tensor, ""]:
-    """V, the columns of all ranks. One all_gather of one integer; it stays on the device."""
-    width = torch.tensor([logits.shape[-1]], device=logits.device)
-    widths = width if options.group is None else all_gather_stack(width, options.group)
-    return widths.sum().double()
