@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from parity_tests.cli import complete
 from parity_tests.cli.values import Dims, FigurePath, HtmlPath, JsonPath, Mesh, Replay, Traceback, sizes
+from parity_tests.harness.declare import scheme_index
 
 
 def draw(
@@ -18,9 +20,14 @@ def draw(
     json: JsonPath = None,
 ) -> None:
     """Pictures of a scheme's layouts and gradient types."""
+    fixed = {**sizes(mesh, "--mesh"), **sizes(dim, "--dim")}
+    is_text = figure is None and json is None and not Path(target).exists()
+    if is_text and (picture := scheme_index.stored_picture(target, fixed)):
+        print(f"{target}\n{picture}\n")
+        return
     from parity_tests.cli import listing
 
-    listing.pictures(target, {**sizes(mesh, "--mesh"), **sizes(dim, "--dim")}, figure, json)
+    listing.pictures(target, fixed, figure, json)
 
 
 def replay(

@@ -1,5 +1,6 @@
 """Which file declares each built-in scheme, kept between processes: a name is found without importing every test.
 
+Beside it stand the pictures of each scheme on its declared meshes: `shardproof draw` prints them without torch and JAX.
 The index is made from the imported schemes and is valid for the sources that it was made from: any change of a source,
 of Python, torch or JAX, or of the optional packages makes a new one. It stands in the user's cache folder; where that
 cannot be written, every process imports the schemes. Nothing heavy is imported here.
@@ -12,9 +13,11 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("jax_ref", "parity_tests", "torch_impl")
 VERSIONS = ("torch", "jax", "numpy", "transformers", "safetensors")  # what declarations depend on
+MOST_MESHES = 12  # of a scheme, whose pictures are stored
 MOST_FILES = 8  # indices of other checkouts and environments that the folder keeps
 
 
@@ -68,15 +72,41 @@ def entry_of(scheme: Declared) -> Entry:
 
 def entries() -> list[Entry]:
     """Every built-in scheme, in order of file and line, from the index of these sources or else by importing them."""
-    file = _file()
     with suppress(OSError, ValueError, TypeError):
-        return [Entry(**record) for record in json.loads(file.read_text())]
+        return [Entry(**record) for record in json.loads(_file("schemes").read_text())]
     from parity_tests.harness.declare import discover
 
-    imported = [entry_of(scheme) for scheme in discover.built_in()]
+    schemes = discover.built_in()
+    imported = [entry_of(scheme) for scheme in schemes]
     if _is_complete(imported, discover.left_out()):
-        _store(imported, file)
+        with suppress(OSError):
+            _store({scheme.name: dict(_pictures(scheme)) for scheme in schemes}, _file("pictures"))
+            _store([asdict(entry) for entry in imported], _file("schemes"))
     return imported
+
+
+def stored_picture(name: str, sizes: Mapping[str, int]) -> str | None:
+    """The picture of a built-in scheme with these sizes of mesh axes; None if it is not stored."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(_file("pictures").read_text())[name][_key_of(sizes)]
+    return None
+
+
+def _pictures(scheme: Declared) -> Iterator[tuple[str, str]]:
+    """The picture for each part of each mesh that is declared, as sizes may be given for some of its axes."""
+    from parity_tests.harness.draw.drawing import one_case
+    from parity_tests.harness.draw.size_choices import meshes
+    from parity_tests.harness.report.picture import scheme_picture
+
+    declared = meshes(scheme, {}, None)[:MOST_MESHES]
+    parts = {part for mesh in declared for n in range(len(mesh) + 1) for part in combinations(mesh.items(), n)}
+    for part in sorted(parts):
+        with suppress(ValueError):  # no case has these sizes
+            yield _key_of(dict(part)), scheme_picture(scheme, one_case(scheme, **dict(part)))
+
+
+def _key_of(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in sorted(sizes.items()))
 
 
 def _is_complete(imported: list[Entry], left_out: dict[str, str]) -> bool:
@@ -92,25 +122,21 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def _store(entries: list[Entry], file: Path) -> None:
-    """Write the index. It is moved into place, so that no process reads half of one."""
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
-            json.dump([asdict(entry) for entry in entries], part)
-        os.replace(part.name, file)
-        _remove_old(file.parent)
+def _store(content: Any, file: Path) -> None:
+    """Write a file of the index. It is moved into place, so that no process reads half of one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
+        json.dump(content, part)
+    os.replace(part.name, file)
+    kind = file.name.partition("-")[0]
+    by_age = sorted(file.parent.glob(f"{kind}-*.json"), key=lambda file: file.stat().st_mtime)
+    for old in by_age[:-MOST_FILES]:
+        old.unlink(missing_ok=True)
 
 
-def _remove_old(folder: Path) -> None:
-    by_age = sorted(folder.glob("schemes-*.json"), key=lambda file: file.stat().st_mtime)
-    for file in by_age[:-MOST_FILES]:
-        file.unlink(missing_ok=True)
-
-
-def _file() -> Path:
+def _file(kind: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "shardproof" / f"schemes-{_fingerprint()}.json"
+    return cache / "shardproof" / f"{kind}-{_fingerprint()}.json"
 
 
 def _fingerprint() -> str:

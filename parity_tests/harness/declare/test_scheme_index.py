@@ -9,8 +9,12 @@ import pytest
 
 from parity_tests import warm_python
 from parity_tests.harness.declare import discover, scheme_index
+from parity_tests.harness.draw.drawing import one_case
+from parity_tests.harness.draw.size_choices import meshes
+from parity_tests.harness.report.picture import scheme_picture
 
 QUIET_LIST = "from parity_tests.cli.app import app; import sys; app(['list', '-q'], standalone_mode=False); "
+DRAW = "from parity_tests.cli.app import app; import sys; app(['draw', *sys.argv[1:]], standalone_mode=False); "
 LOADED = "print([name for name in ('torch', 'jax', 'hypothesis') if name in sys.modules])"
 
 
@@ -25,7 +29,8 @@ def test_it_has_what_importing_gives(cache, monkeypatch):
     assert [entry.key for entry in imported] == [scheme.key for scheme in discover.built_in()]
     monkeypatch.setattr(discover, "built_in", None)
     assert scheme_index.entries() == imported
-    assert [file.suffix for file in cache.iterdir()] == [".json"]
+    assert sorted(file.name.partition("-")[0] for file in cache.glob("*.json")) == ["pictures", "schemes"]
+    assert len(list(cache.iterdir())) == 2
 
 
 def test_a_name_imports_its_file_and_no_other(cache):
@@ -46,6 +51,30 @@ def test_the_list_loads_neither_torch_nor_jax(cache):
     assert run.stdout.splitlines() == [*names, "[]"], run.stderr
 
 
+def test_a_picture_of_a_declared_mesh_loads_neither_torch_nor_jax(cache):
+    scheme = next(each for each in discover.built_in() if {"cp", "tp"} <= set(each.mesh))
+    scheme_index.entries()
+    mesh = meshes(scheme, {}, None)[1]
+    for given in ({}, mesh, {"tp": mesh["tp"]}):
+        options = [word for axis, size in given.items() for word in ("--mesh", f"{axis}={size}")]
+        command = [sys.executable, "-c", DRAW + LOADED, scheme.name, *options]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=scheme_index.ROOT)
+        picture = scheme_picture(scheme, one_case(scheme, **given))
+        assert run.stdout == f"{scheme.name}\n{picture}\n\n[]\n", run.stderr
+
+
+def test_other_sizes_have_no_stored_picture(cache):
+    assert scheme_index.stored_picture("vocab_parallel_logprob", {"tp": 2}) is None
+    scheme_index.entries()
+    assert scheme_index.stored_picture("vocab_parallel_logprob", {"tp": 2}) is not None
+    for name, sizes in (
+        ("vocab_parallel_logprob", {"tp": 2, "v": 8}),
+        ("vocab_parallel_logprob", {"cp": 2}),
+        ("a", {}),
+    ):
+        assert scheme_index.stored_picture(name, sizes) is None
+
+
 def test_what_could_not_be_imported_is_not_taken_for_all_there_is(cache, monkeypatch):
     """A process in which a package is hidden, or that looks for schemes elsewhere, leaves no index to the next."""
     monkeypatch.setattr(discover, "left_out", lambda: {"test_hf_plan.py": "needs torch; pip install it"})
@@ -58,8 +87,9 @@ def test_what_could_not_be_imported_is_not_taken_for_all_there_is(cache, monkeyp
 @pytest.mark.parametrize("text", ["", "[{", '[{"key": "of another version"}]', "\x00\xff"])
 def test_a_damaged_index_is_made_anew(text, cache):
     expected = scheme_index.entries()
-    (file,) = cache.iterdir()
-    file.write_text(text)
+    for file in cache.iterdir():
+        file.write_text(text)
+    assert scheme_index.stored_picture("vocab_parallel_logprob", {"tp": 2}) is None
     assert scheme_index.entries() == expected == scheme_index.entries()
 
 
@@ -68,14 +98,14 @@ def test_a_changed_source_has_another_index(cache, tmp_path, monkeypatch):
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
     monkeypatch.setattr(scheme_index, "ROOT", tmp_path / "root")
-    names = [scheme_index._file().name]
+    names = [scheme_index._file("schemes").name]
     os.utime(source, ns=(1, 1))
-    names.append(scheme_index._file().name)
+    names.append(scheme_index._file("schemes").name)
     source.write_text("x = 12\n")
     os.utime(source, ns=(1, 1))
-    names.append(scheme_index._file().name)
+    names.append(scheme_index._file("schemes").name)
     source.with_name("other.py").write_text("")
-    names.append(scheme_index._file().name)
+    names.append(scheme_index._file("schemes").name)
     assert len(set(names)) == 4
 
 
@@ -95,5 +125,5 @@ def test_a_few_old_ones_are_kept(cache):
         file.write_text("[]")
         os.utime(file, (number, number))
     scheme_index.entries()
-    left = sorted(Path(file).name for file in cache.iterdir())
+    left = sorted(Path(file).name for file in cache.glob("schemes-*"))
     assert len(left) == scheme_index.MOST_FILES and f"schemes-{0:016x}.json" not in left
