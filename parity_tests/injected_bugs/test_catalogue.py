@@ -5,11 +5,12 @@ from collections import Counter
 
 import pytest
 
+from parity_tests.harness.declare.discover import built_in
 from parity_tests.injected_bugs import report
 from parity_tests.injected_bugs.catalogue import APPLICABLE, CATALOGUE
 from parity_tests.injected_bugs.injected_bug import InjectedBug, patched_text
 from parity_tests.injected_bugs.runner import EXAMPLES, BugRunner, Catch, Outcome, lines_that_name, run_bugs
-from parity_tests.injected_bugs.trials import SchemeTrials
+from parity_tests.injected_bugs.trials import SchemeTrials, fixed_cases
 from parity_tests.vocab_parallel.test_sampling_filter import filtered_by_lists
 
 COUNTED = [bug for bug in CATALOGUE if not bug.equivalent]
@@ -72,6 +73,13 @@ def test_a_constant_affects_the_schemes_that_run_a_line_with_its_name():
     assert runner.affected(bug) == [by_line[naming]]
     runner.schemes = [by_line[naming + 1]]
     assert runner.affected(bug) == runner.schemes, "where none does, those that run any line of the file"
+
+
+def test_cases_of_one_shape_have_a_dtype_that_their_scheme_declares():
+    without_float32 = [scheme for scheme in built_in() if "float32" not in scheme.dtypes]
+    assert without_float32
+    for scheme in without_float32:
+        assert {case.dtype for case in fixed_cases(scheme)} <= set(scheme.dtypes)
 
 
 @pytest.mark.timeout(1800)

@@ -123,7 +123,8 @@ def fixed_cases(scheme: Declared) -> list[CaseSpec]:
         for shape in size_choices.shapes(scheme, {}, tried, limit=5)
         if size_choices.compatible(scheme, shape, tried[0])
     ]
-    case = draw_case(scheme, simplest, {**tried[0], **shapes[len(shapes) // 2]}, dtype="float32", seed=0)
+    dtype = "float32" if "float32" in scheme.dtypes else scheme.dtypes[0]
+    case = draw_case(scheme, simplest, {**tried[0], **shapes[len(shapes) // 2]}, dtype=dtype, seed=0)
     anywhere = {
         arg.name: {**case.values[arg.name], "picks": [[0, "anywhere"]]}
         for arg in scheme.inputs
