@@ -178,7 +178,7 @@ def warm() -> None:
     torch.set_num_threads(1)
     with Recorder():
         x = torch.ones(1, requires_grad=True)
-        torch.autograd.grad((x * x).sum(), x)
+        torch.autograd.grad(x * x, x, torch.ones(1))  # a given cotangent, for which torch imports SymPy
     cloudpickle.loads(cloudpickle.dumps(lambda: x))
 
 
