@@ -145,8 +145,9 @@ FLOORS = (
 )
 
 
-# What a notebook shows of a case and of a ledger is drawn above them, and imported when it is asked for.
-DRAWN_ABOVE = ["case.py: report", "ledger.py: report"]
+# What a notebook shows of a case and of a ledger, and the pictures that stand beside the index of schemes, are drawn
+# above them, and imported when they are needed.
+DRAWN_ABOVE = ["case.py: report", "scheme_index.py: report", "ledger.py: report"]
 
 
 def test_the_rooms_of_the_harness_import_downwards():

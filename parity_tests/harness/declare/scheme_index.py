@@ -13,11 +13,10 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("jax_ref", "parity_tests", "torch_impl")
 VERSIONS = ("torch", "jax", "numpy", "transformers", "safetensors")  # what declarations depend on
-MOST_MESHES = 12  # of a scheme, whose pictures are stored
 MOST_FILES = 8  # indices of other checkouts and environments that the folder keeps
 
 
@@ -75,12 +73,13 @@ def entries() -> list[Entry]:
     with suppress(OSError, ValueError, TypeError):
         return [Entry(**record) for record in json.loads(_file("schemes").read_text())]
     from parity_tests.harness.declare import discover
+    from parity_tests.harness.report.declared_pictures import declared_pictures
 
     schemes = discover.built_in()
     imported = [entry_of(scheme) for scheme in schemes]
     if _is_complete(imported, discover.left_out()):
         with suppress(OSError):
-            _store({scheme.name: dict(_pictures(scheme)) for scheme in schemes}, _file("pictures"))
+            _store({scheme.name: declared_pictures(scheme) for scheme in schemes}, _file("pictures"))
             _store([asdict(entry) for entry in imported], _file("schemes"))
     return imported
 
@@ -88,24 +87,12 @@ def entries() -> list[Entry]:
 def stored_picture(name: str, sizes: Mapping[str, int]) -> str | None:
     """The picture of a built-in scheme with these sizes of mesh axes; None if it is not stored."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads(_file("pictures").read_text())[name][_key_of(sizes)]
+        return json.loads(_file("pictures").read_text())[name][sizes_key(sizes)]
     return None
 
 
-def _pictures(scheme: Declared) -> Iterator[tuple[str, str]]:
-    """The picture for each part of each mesh that is declared, as sizes may be given for some of its axes."""
-    from parity_tests.harness.draw.drawing import one_case
-    from parity_tests.harness.draw.size_choices import meshes
-    from parity_tests.harness.report.picture import scheme_picture
-
-    declared = meshes(scheme, {}, None)[:MOST_MESHES]
-    parts = {part for mesh in declared for n in range(len(mesh) + 1) for part in combinations(mesh.items(), n)}
-    for part in sorted(parts):
-        with suppress(ValueError):  # no case has these sizes
-            yield _key_of(dict(part)), scheme_picture(scheme, one_case(scheme, **dict(part)))
-
-
-def _key_of(sizes: Mapping[str, int]) -> str:
+def sizes_key(sizes: Mapping[str, int]) -> str:
+    """Sizes as the stored pictures are named."""
     return " ".join(f"{axis}={size}" for axis, size in sorted(sizes.items()))
 
 
