@@ -335,7 +335,8 @@ def test_parity_of_the_compiled_backend():
         options = dict(temperature=temperature, with_entropy=True, backend="compile")
         return vp.vocab_parallel_logprob(logits, target, mesh["tp"], **owned, **options)
 
-    for seed, sizes in enumerate([{"tp": 2, "b": 2, "s": 3, "v": 12}, {"tp": 3, "b": 1, "s": 5, "v": 20}]):
+    short = {"tp": 2, "b": 2, "s": 3, "v": 12}, {"tp": 3, "b": 1, "s": 5, "v": 20}
+    for seed, sizes in enumerate([*short, {"tp": 2, "b": 1, "s": 3, "v": 10000}]):
         case = compiled_logprob.case(seed=seed, dtype="float32", temperature=0.7, **sizes)
         verify_case(compiled_logprob, case, quiet_s=240.0).raise_if_failed()
 

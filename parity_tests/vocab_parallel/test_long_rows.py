@@ -105,6 +105,30 @@ def test_rows_do_not_depend_on_their_tile(monkeypatch, dtype, width):
         assert all(map(torch.equal, sums_and_gradients(rows), in_one_tile))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_expression_that_is_compiled_is_equal_to_the_tiles(dtype):
+    rows = drawn_rows(5056, dtype)
+    rows[0, :7] = -math.inf
+    row_max = long_rows.row_sums(rows, 0.7, False)[0]
+    intercept, slope = torch.linspace(-1.0, 2.0, 2 * len(rows), dtype=row_max.dtype).view(2, -1, 1)
+    for row_slope in (None, slope):
+        tiled, fused = torch.empty_like(rows), torch.empty_like(rows)
+        long_rows.write_terms(tiled, rows, row_max, 0.7, intercept, row_slope)
+        long_rows.write_fused_terms(fused, rows, row_max, 0.7, intercept, row_slope)
+        assert torch.equal(tiled, fused)
+
+
+def test_masked_logits_add_nothing_to_the_weighted_sum():
+    """A tile in which one row has -inf beside rows that have none."""
+    rows = drawn_rows(4352, torch.float64)
+    rows[3, 1::2] = -math.inf
+    p = torch.softmax(rows, -1)
+    shifted = (rows - rows.amax(-1, keepdim=True)).clamp_min(-1e4)
+    _, row_sum_m1, weighted_sum = long_rows.row_sums(rows, 1.0, True)
+    mean = weighted_sum / (long_rows.LOG2_E * (1.0 + row_sum_m1))
+    torch.testing.assert_close(mean, (p * shifted).sum(-1, keepdim=True))
+
+
 def test_strided_rows_are_equal_to_contiguous_ones():
     rows = drawn_rows(8192, torch.float32)
     for strided in (rows[:, 64:4352], rows[::2]):
