@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parity_tests.benchmarks.live_peak import LivePeak
 from parity_tests.benchmarks.operations import costliest
+from parity_tests.benchmarks.passes import ALONE
 from parity_tests.benchmarks.peer_arms import COMPILED, HEAD, LOGPROB, Arm, ArmInputs, missing
 from parity_tests.harness.run.processes.recorder import Recorder
 
@@ -34,8 +35,6 @@ WORLD = 2
 DTYPES = ("float32", "bfloat16")
 ROUNDS, WARM = 7, 2
 BOUND = "bound"
-NEW_MEMORY = "new memory of a gradient"  # the first write to each page of it, which in place is not needed
-PAGE = 4096  # bytes
 # What is timed: tokens, vocabulary, and the width of hidden states.
 TIMED = {"logprob": {"s": 512, "v": 131072}, "head": {"s": 512, "v": 65536, "d": 1024}}
 
@@ -91,7 +90,7 @@ def _compared(
         if name.startswith("ours"):
             fresh = _fresh(timed)
             results[name]["operations"] = costliest(lambda arm=arm, fresh=fresh: arm(fresh))
-    jobs: dict[str, Callable[[ArmInputs], Any]] = {BOUND: _bound(timed), NEW_MEMORY: _touch_new_memory, **running}
+    jobs: dict[str, Callable[[ArmInputs], Any]] = {BOUND: _bound(timed), **_alone(timed), **running}
     times = {name: {"wall": [], "cpu": []} for name in jobs}
     for turn in range(WARM + ROUNDS):
         for name, job in jobs.items():
@@ -144,10 +143,9 @@ def _sent_and_kept(arm: Arm, inputs: ArmInputs) -> dict[str, Any]:
     }
 
 
-def _touch_new_memory(inputs: ArmInputs) -> None:
-    """Allocate as much as a rank's logits, or its weight, take, and write one element of each page."""
-    new = torch.empty_like(inputs.shard).flatten()
-    new[:: PAGE // new.itemsize] = 0.0
+def _alone(inputs: ArmInputs) -> dict[str, Callable[[ArmInputs], Any]]:
+    """The experiments; a head has new memory alone."""
+    return dict(list(ALONE.items())[:1]) if inputs.hidden.numel() else ALONE
 
 
 def _bound(inputs: ArmInputs) -> Callable[[ArmInputs], Any]:

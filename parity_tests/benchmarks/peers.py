@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from parity_tests.benchmarks.arms import BOUND, DTYPES, NEW_MEMORY, ROUNDS, TIMED, WORLD
+from parity_tests.benchmarks.arms import BOUND, DTYPES, ROUNDS, TIMED, WORLD
 from parity_tests.benchmarks.figure import Figure, spread
+from parity_tests.benchmarks.passes import ALONE
 from parity_tests.benchmarks.ranks import found_by
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.discover import lookup
@@ -84,7 +85,7 @@ def figures() -> Iterator[Figure]:
 
 
 def _promised(target: Wanted, dtype: str, ranks: list[Mapping[str, Any]]) -> Figure:
-    """One ratio; where it is missed, with what our arm spends its time in."""
+    """One ratio; where it is missed, with what passes over the logits take alone, and our arm's operations."""
     title = f"{target.work}, {dtype}, over {BOUNDS[target.topic] if target.over == BOUND else target.over}"
     promised = f"<= {target.at_most[DTYPES.index(dtype)]} times"
     for name in (target.arm, target.over):
@@ -99,8 +100,9 @@ def _promised(target: Wanted, dtype: str, ranks: list[Mapping[str, Any]]) -> Fig
         measured += f"; {name} {spread([1e3 * value for value in seconds])} ms"
     how = _sizes(target.topic, dtype) + "; CPU time, median over median"
     if not is_kept:
-        new_memory = spread([1e3 * value for value in _slowest(ranks, NEW_MEMORY, "cpu")])
-        how += f"; {NEW_MEMORY} alone {new_memory} ms; {ranks[0][target.arm]['operations']}"
+        for name in filter(ranks[0].__contains__, ALONE):
+            how += f"; {name} alone {spread([1e3 * value for value in _slowest(ranks, name, 'cpu')])} ms"
+        how += f"; {ranks[0][target.arm]['operations']}"
     return Figure(title, promised, measured, is_kept, how)
 
 
@@ -119,7 +121,7 @@ def _compared(topic: str, dtype: str, ranks: list[Mapping[str, Any]]) -> Iterato
         f"memory is live tensors beside the inputs, in parts of a rank's {'logits' if topic == 'logprob' else 'weight'}"
     )
     for name in ranks[0]:
-        if name in (BOUND, NEW_MEMORY):
+        if name == BOUND or name in ALONE:
             continue
         title = f"{TITLES[topic]}, {dtype}: {name}"
         if "missing" in ranks[0][name]:

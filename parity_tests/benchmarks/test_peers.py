@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from parity_tests.benchmarks import peer_arms
-from parity_tests.benchmarks.arms import BOUND, NEW_MEMORY, _worst
+from parity_tests.benchmarks.arms import BOUND, _worst
+from parity_tests.benchmarks.passes import ALONE
 from parity_tests.benchmarks.peer_arms import HEAD, LOGPROB, ArmInputs, missing
 from parity_tests.benchmarks.peers import WANTED, _compared, _promised
 from parity_tests.harness.run.engines import run
@@ -39,9 +40,11 @@ def test_an_arm_is_shown_as_a_ratio_to_ours():
 @pytest.mark.parametrize(("of_peer", "is_met"), [([0.003] * 3, True), ([0.002, 0.001, 0.003], False)])
 def test_a_promised_ratio_that_is_missed_shows_where_the_time_goes(of_peer, is_met):
     peer, ours = {"cpu": of_peer}, {**TIMES, "operations": "exp2_ 90% in 3 calls"}
-    figure = _promised(WANTED[0], "bfloat16", [{"ours": ours, "megatron-core": peer, NEW_MEMORY: TIMES}] * 2)
+    arms = {"ours": ours, "megatron-core": peer, **dict.fromkeys(ALONE, TIMES)}
+    figure = _promised(WANTED[0], "bfloat16", [arms] * 2)
     assert (figure.promised, figure.is_met) == ("<= 0.9 times", is_met)
-    assert figure.how.endswith("exp2_ 90% in 3 calls") is not is_met
+    alone = "; ".join(f"{name} alone 2 (2 to 2) ms" for name in ALONE)
+    assert figure.how.endswith(f"{alone}; exp2_ 90% in 3 calls") is not is_met
 
 
 def test_a_promise_whose_peer_is_not_installed_is_not_judged():
