@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import combinations
+from typing import Any
 
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.scheme_index import sizes_key
@@ -21,6 +22,7 @@ def declared_pictures(scheme: Declared) -> Mapping[str, str]:
     parts = {part for mesh in declared for n in range(len(mesh) + 1) for part in combinations(mesh.items(), n)}
     pictures = {}
     for part in sorted(parts):
+        sizes: dict[str, Any] = dict(part)
         with suppress(ValueError):  # no case has these sizes
-            pictures[sizes_key(dict(part))] = scheme_picture(scheme, one_case(scheme, **dict(part)))
+            pictures[sizes_key(sizes)] = scheme_picture(scheme, one_case(scheme, **sizes))
     return pictures
