@@ -30,11 +30,13 @@ def columns_between(
     is_inside = logits >= low.numpy()[:, None]
     if (high < math.inf).any():
         is_inside &= logits <= high.numpy()[:, None]
-    counts = np.count_nonzero(is_inside, axis=-1)
-    for part in _parts(counts, logits.size // PARTS):
-        place, per_row = np.flatnonzero(is_inside[part]), counts[part]
+    for part in _parts(is_inside):
+        place = np.flatnonzero(is_inside[part])
+        first_of_row = np.arange(part.start, part.stop + 1) * logits.shape[-1]
+        first_of_row -= first_of_row[0]
+        per_row = np.diff(np.searchsorted(place, first_of_row))
         rows = np.repeat(np.arange(len(per_row), dtype=np.int32), per_row)
-        first = np.repeat(np.arange(len(per_row)) * logits.shape[-1], per_row)
+        first = np.repeat(first_of_row[:-1], per_row)
         columns, selected = (place - first).astype(np.int32), logits[part].reshape(-1).take(place)
         yield part, torch.from_numpy(rows), torch.from_numpy(columns), torch.from_numpy(selected).to(block.dtype)
 
@@ -53,12 +55,13 @@ def largest(block: Float[Tensor, "n v"], k: int, workspace: Float[Tensor, "#n v"
     return copy[:, first:]
 
 
-def _parts(counts: np.ndarray, most: int) -> list[slice]:
-    """Rows in a row that have about `most` columns together, or one row of more."""
-    if counts.sum() <= most:
-        return [slice(0, len(counts))]
-    number = counts.cumsum() // max(most, 1)
-    ends = [*(np.flatnonzero(np.diff(number)) + 1).tolist(), len(counts)]
+def _parts(is_inside: np.ndarray) -> list[slice]:
+    """Adjacent rows that have about a part of the block's columns inside, or one row of more."""
+    most = is_inside.size // PARTS
+    if np.count_nonzero(is_inside) <= most:  # to count each row takes nine times as long
+        return [slice(0, len(is_inside))]
+    number = np.count_nonzero(is_inside, axis=-1).cumsum() // max(most, 1)
+    ends = [*(np.flatnonzero(np.diff(number)) + 1).tolist(), len(is_inside)]
     return [slice(start, end) for start, end in pairwise([0, *ends])]
 
 
