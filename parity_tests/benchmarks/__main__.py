@@ -36,6 +36,7 @@ SECTIONS = {
     "dispatch": "Dispatch and combine of tokens beside their messages",
     "mamba": "Mamba2 on packed sequences beside a loop",
     "kernels": "Kernels on a GPU",
+    "gate": "The gate",
 }
 
 

@@ -242,15 +242,18 @@ def closing(outcome: Outcome) -> str:
 
 
 def timing(outcome: Outcome) -> str:
+    """How many examples in which time, what part of it references and ranks take, and the slowest schemes."""
     total = sum(outcome.seconds.values())
-    traced = sum(report.trace_seconds for report in outcome.reports)
+    tracing, running = (
+        sum(getattr(report, name) for report in outcome.reports) for name in ("trace_seconds", "seconds")
+    )
     examples = sum(report.examples for report in outcome.reports)
     slowest = sorted(outcome.seconds.items(), key=lambda item: -item[1])[:SLOWEST]
     named = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest)
-    share = traced / total if total else 0.0
     of = f" of {outcome.processes} processes together" if outcome.processes > 1 else ""
     return (
-        f"{counted(examples, 'example')} in {total:.0f} s{of}, {share:.0%} of it tracing references; slowest: {named}"
+        f"{counted(examples, 'example')} in {total:.0f} s{of}, {tracing / (total or 1.0):.0%} of it tracing references "
+        f"and {running / (total or 1.0):.0%} running ranks; slowest: {named}"
     )
 
 

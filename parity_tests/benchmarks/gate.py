@@ -1,0 +1,86 @@
+"""What the gate takes, by the record of its last run here: `.ci/run` writes the seconds of each step, `make test` those
+of each test. It is not run anew for the page: it takes longer than all that the page measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from parity_tests.benchmarks.figure import Figure
+from parity_tests.harness.declare.counted import counted
+
+BUILD = Path("build")
+STEPS, TESTS = "gate.tsv", "tests.xml"
+MOST_SECONDS = {"the tests, `make test`": 480, "the gate, `.ci/run`, in all": 900}
+LONG = 2.0  # seconds; a test that takes longer has a reason
+LONGEST, FOLDERS = 80, 8
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A test and its seconds, those of its fixtures included."""
+
+    file: str  # the module, with dots
+    name: str
+    seconds: float
+
+    @property
+    def folder(self) -> str:
+        """The folder below `parity_tests`, or the file itself if it stands there."""
+        return self.file.split(".")[1]
+
+
+def figures(build: Path = BUILD) -> Iterator[Figure]:
+    """The two promises of the gate, each with where the time goes."""
+    try:
+        steps, tests = steps_of((build / STEPS).read_text()), tests_of((build / TESTS).read_text())
+    except OSError as error:
+        for title, most in MOST_SECONDS.items():
+            yield Figure(title, f"<= {most} s", "not run", None, f"no {error.filename}: `.ci/run` writes it")
+        return
+    by_step = ", ".join(f"{name} {seconds} s" for name, seconds in steps.items())
+    for (title, most), seconds, how in zip(
+        MOST_SECONDS.items(), (steps["tests"], sum(steps.values())), (profile(tests), by_step), strict=True
+    ):
+        yield Figure(title, f"<= {most} s", f"{seconds} s of wall-clock time", seconds <= most, how)
+
+
+def steps_of(record: str) -> dict[str, int]:
+    """Seconds of each step. Errors: ValueError unless every step passed."""
+    rows = [line.split("\t") for line in record.splitlines()]
+    if others := [name for _, outcome, name in rows if outcome != "passed"]:
+        raise ValueError(f"benchmarks: the gate did not pass: {', '.join(others)}; run .ci/run again")
+    return {name: int(seconds) for seconds, _, name in rows}
+
+
+def tests_of(report: str) -> list[Timed]:
+    """The tests of a JUnit report."""
+    return [
+        Timed(case.get("classname", ""), case.get("name", ""), float(case.get("time", "0")))
+        for case in ElementTree.fromstring(report).iter("testcase")
+    ]
+
+
+def profile(tests: list[Timed]) -> str:
+    """Where the seconds of the tests go, and what would be left without the longest."""
+    total = sum(test.seconds for test in tests)
+    by_seconds = sorted(tests, key=lambda test: -test.seconds)
+    longer = [test for test in tests if test.seconds > LONG]
+    parity = sum(test.seconds for test in tests if "parity" in test.name)
+    folders: dict[str, float] = {}
+    for test in tests:
+        folders[test.folder] = folders.get(test.folder, 0.0) + test.seconds
+    left = total - sum(test.seconds for test in by_seconds[:LONGEST])
+    return (
+        f"{counted(len(tests), 'test')} in {total:.0f} s of all processes together; {_shares(folders, total)}; parity "
+        f"tests {parity / total:.0%}; {counted(len(longer), 'test')} of more than {LONG:g} s "
+        f"{sum(test.seconds for test in longer) / total:.0%}; all but the {LONGEST} longest take {left:.0f} s"
+    )
+
+
+def _shares(seconds: Mapping[str, float], total: float) -> str:
+    largest = sorted(seconds.items(), key=lambda item: -item[1])[:FOLDERS]
+    return ", ".join(f"{name} {value / total:.0%}" for name, value in largest)
