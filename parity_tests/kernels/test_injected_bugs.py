@@ -21,7 +21,7 @@ SCHEMES = (
 @pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")
 @pytest.mark.timeout(900)
 def test_drawn_examples_catch_the_bugs():
-    outcomes = run_bugs(BUGS, BugRunner(EXAMPLES, schemes=SCHEMES, with_baseline=False))
+    outcomes = run_bugs(BUGS, BugRunner(EXAMPLES, schemes=SCHEMES, with_baseline=False, until_caught=True))
     text = "\n".join(report.closing(outcomes, EXAMPLES))
     survivors = {outcome.bug.name for outcome in outcomes if not outcome.caught}
     assert survivors <= {CAUGHT_BY_HAND}, text
