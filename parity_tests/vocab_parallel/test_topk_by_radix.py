@@ -175,6 +175,33 @@ def test_top_p_keeps_what_it_keeps_where_every_column_is_listed(seed, spreads, t
     assert torch.equal(ties_of_few.counts, ties.counts)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_thousands_of_equal_masses_are_summed_without_drift(ranks):
+    """97,000 tokens of one probability; below the second bound are tokens of 1 - p and a little, so that some are kept.
+
+    Summed in float32, one after the other, the 97,000 are off by more than that little.
+    """
+    equal, rare, p = 97_000, 4_000, 0.999
+    tail = 1 - p + 5e-4
+    rare_logit = math.log(tail / (1 - tail) * (1 + equal * math.exp(-3.15)) / rare)
+    z = torch.cat([torch.zeros(1), torch.full((equal,), -3.15), torch.full((rare,), rare_logit)])[None]
+
+    def body(mesh, case):
+        start, end = (rank * z.shape[-1] // ranks for rank in (mesh.rank("tp"), mesh.rank("tp") + 1))
+        options = LogprobOptions(mesh["tp"] if ranks > 1 else None, start, end)
+        column = torch.full((1, 1), -1, dtype=torch.int32)
+        bounds, _, _ = topk_by_radix.topk_by_radix(z[:, start:end], column, options, Limits(None, p))
+        return [x.item() for x in bounds]
+
+    results = run(body, CaseSpec(scheme="ties", mesh={"tp": ranks})).results
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk_by_radix, "TAIL", 2.0**1000)
+        every_column_listed = run(body, CaseSpec(scheme="ties", mesh={"tp": ranks})).results
+    assert results == every_column_listed
+    threshold, ties = results[0][2:]
+    assert threshold == z[0, -1].item() and 0 < ties < rare
+
+
 @pytest.mark.parametrize(("spread", "times"), [(5.0, 1), (1.0, 2)])
 def test_flat_rows_alone_are_listed_again(monkeypatch, spread, times):
     rows = torch.from_numpy(np.random.default_rng(0).standard_normal((3, ROW_SIZE)) * spread)

@@ -183,9 +183,10 @@ def write_gradient(
 
 
 def _write_gradient_compiled(out: Tensor, block: Tensor, *more: Any) -> None:
-    """`write_gradient` with one fused pass: of long rows that of step 2 alone, since ids in it cost half as much again.
+    """`write_gradient` under the compiler: of long rows the pass of step 2 alone.
 
-    A call takes 16 ms instead of 26 for 512 rows of 65,536 columns.
+    With the comparison of each column with the row's id in the pass, 512 float32 rows of 65,536 columns took 26 ms of a
+    core, and 14 ms without it.
     """
     if long_rows.applies_to(block):
         write_gradient(out, block, *more, write_terms=kernels.compiled(long_rows.write_fused_terms))

@@ -61,7 +61,7 @@ def row_sums(
         terms = torch.exp2(shifted, out=buffers[-1])
         _reduce_spans(torch.sum, terms, span_sum[rows])
         if weighted_sum is not None:
-            weighted_sum[rows] = _weighted_sum(terms, shifted)
+            weighted_sum[rows] = terms.mul_(shifted.clamp_min_(LOWEST_SHIFTED)).sum(-1, keepdim=True)
     # 2. The span with the maximum again, for all rows at once. There is nothing beyond the last column: -inf.
     row_max, span = span_max.max(-1, keepdim=True)
     columns = torch.add(torch.arange(SPAN, device=block.device), span, alpha=SPAN)
@@ -111,18 +111,6 @@ def write_fused_terms(
     shifted = (block.to(row_max.dtype) - row_max) * (LOG2_E / temperature)
     factor = row_intercept if row_slope is None else shifted.clamp_min(LOWEST_SHIFTED) * row_slope + row_intercept
     out.copy_(shifted.exp2() * factor)
-
-
-def _weighted_sum(terms: Float[Tensor, "m v"], shifted: Float[Tensor, "m v"]) -> Float[Tensor, "m 1"]:
-    """The sum of exp2(b) b of each row, 0 where b is -inf; it overwrites both.
-
-    A floor for b would be a pass of its own. So rows with -inf, which are few, are seen by their NaN.
-    """
-    weighted_sum = terms.mul_(shifted).sum(-1, keepdim=True)
-    if not weighted_sum.isnan().any():
-        return weighted_sum
-    torch.exp2(shifted, out=terms)
-    return terms.mul_(shifted.clamp_min_(LOWEST_SHIFTED)).sum(-1, keepdim=True)
 
 
 def finite_shift(row_max: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:

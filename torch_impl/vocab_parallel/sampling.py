@@ -243,9 +243,9 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
 
     Cost:   forward, with top_k <= 1024, 1 all_gather of top_k + 2 numbers per token (with top_p one more); else
             R = 2, 4 or 8 rounds for logits of 2, 4 or 8 bytes: R all_reduce of 256 numbers per token for top_k,
-            as many for top_p, 1 all_gather of 3 numbers, for top_p 1 of 2 numbers and 1 of 1 number and of one more in
-            all, for min_p 1 of 1 number. One integer more without a range. Backward none. Saves the logits by reference
-            and 5 numbers per token.
+            as many for top_p, 1 all_gather of 3 numbers, for top_p 1 of 2 numbers and 1 of one number per token and
+            one of the call, for min_p 1 of 1 number. One integer more without a range. Backward none. Saves the logits
+            by reference and 5 numbers per token.
     Errors: TypeError if tp_group is None or no ProcessGroup, ids are not int32 or int64, logits not floating, top_k no
             integer; ValueError if target and logits disagree in shape, the range does not fit the shard or lacks
             an end, or top_p or temperature is out of range; RuntimeError in backward after inference_only=True.

@@ -46,9 +46,9 @@ BUGS = (
     InjectedBug(
         name="long rows: entropy's mean over terms and not over their shifted logits",
         kind="statistic",
-        at="vocab_parallel:_weighted_sum",
-        old="terms.mul_(shifted).sum(",
-        new="terms.mul_(shifted.clamp_min(-1.0)).sum(",
+        at="vocab_parallel:row_sums",
+        old="terms.mul_(shifted.clamp_min_(LOWEST_SHIFTED)).sum(",
+        new="terms.mul_(shifted.clamp_min_(-1.0)).sum(",
         expect="value: ",
     ),
     InjectedBug(

@@ -170,8 +170,8 @@ BUGS = (
         name="likely tokens bounded by p, not by 1 - p",
         kind="statistic",
         at="vocab_parallel:_likely",
-        old="certain = above((SLACK * (1.0 - top_p) /",
-        new="certain = above((SLACK * (1.0 + 9 * top_p) /",
+        old="certain = logit_at(math.log(SLACK * (1.0 - top_p) /",
+        new="certain = logit_at(math.log(SLACK * (1.0 + 9 * top_p) /",
         expect="value: ",
     ),
     InjectedBug(
@@ -186,8 +186,8 @@ BUGS = (
         name="likely tokens bounded without the temperature",
         kind="scale",
         at="vocab_parallel:_likely",
-        old="z = row_max + options.temperature * (log_probability.to(log_total.dtype) + log_total)",
-        new="z = row_max + (log_probability.to(log_total.dtype) + log_total) / 9",
+        old="z = row_max + options.temperature * (log_probability + log_total)",
+        new="z = row_max + (log_probability + log_total) / 9",
         expect="value: ",
     ),
     InjectedBug(
