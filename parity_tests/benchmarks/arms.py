@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parity_tests.benchmarks.live_peak import LivePeak
 from parity_tests.benchmarks.operations import costliest
-from parity_tests.benchmarks.passes import ALONE
+from parity_tests.benchmarks.passes import ALONE, NEW_MEMORY
 from parity_tests.benchmarks.peer_arms import COMPILED, HEAD, LOGPROB, Arm, ArmInputs, missing
 from parity_tests.harness.run.processes.recorder import Recorder
 
@@ -145,7 +145,7 @@ def _sent_and_kept(arm: Arm, inputs: ArmInputs) -> dict[str, Any]:
 
 def _alone(inputs: ArmInputs) -> dict[str, Callable[[ArmInputs], Any]]:
     """The experiments; a head has new memory alone."""
-    return dict(list(ALONE.items())[:1]) if inputs.hidden.numel() else ALONE
+    return {NEW_MEMORY: ALONE[NEW_MEMORY]} if inputs.hidden.numel() else ALONE
 
 
 def _bound(inputs: ArmInputs) -> Callable[[ArmInputs], Any]:

@@ -1,6 +1,6 @@
 """What passes over a rank's logits take alone, on plain tensors: the experiments beside a promise that is missed.
 
-An implementation of the mathematics has these passes and more, so that it cannot take less.
+Eager operations cannot do without those of the entropy, nor a compiler without the fused ones.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def touch_new_memory(inputs: ArmInputs) -> None:
 
 
 def entropy_passes(inputs: ArmInputs) -> None:
-    """What the entropy adds to each tile of the logits: of the forward a product and its sum, of the backward a floor,
-    a linear function and a product. In float32 buffers that stay in a cache."""
+    """What the entropy adds to each tile of the logits as eager operations: of the forward a floor, a product and its
+    sum, of the backward a floor and a linear function. In float32 buffers that stay in a cache."""
     rows, width = inputs.shard.flatten(0, -2).shape
     terms, shifted = torch.ones(2, TILE_ROWS, width)
     of_row = torch.ones(TILE_ROWS, 1)
     for _ in range(0, rows, TILE_ROWS):
-        terms.mul_(shifted).sum(-1)
+        terms.mul_(shifted.clamp_min_(FLOOR)).sum(-1)
         shifted.clamp_min_(FLOOR).mul_(of_row).add_(of_row)
 
 
@@ -53,8 +53,9 @@ def _write_softmax(logits: Tensor, row_max: Tensor, row_sum: Tensor) -> None:
     logits.copy_(((logits.float() - row_max) * LOG2_E).exp2() / row_sum)
 
 
+NEW_MEMORY = "new memory of a gradient"  # the first write to each page of it, which in place is not needed
 ALONE = {
-    "new memory of a gradient": touch_new_memory,  # the first write to each page of it, which in place is not needed
+    NEW_MEMORY: touch_new_memory,
     "the passes of the entropy": entropy_passes,
     "two fused passes over the logits": fused_passes,
 }

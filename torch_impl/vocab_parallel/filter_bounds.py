@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_impl.vocab_parallel import long_rows, numpy_selection
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block, shifted_logits
 
-# A list is kept if it is short, or takes at most this part of its block; an entry takes 8 bytes and its logit.
+# A list is kept if it is short, or takes at most 1 / PART of its block's bytes; an entry takes 8 and its logit.
 SHORT, PART = 64, 20
 # Entries that are looked at together, and rows: each entry takes a few integers more then, each row 256 sums.
 JOINED, JOINED_ROWS = 1 << 14, 256

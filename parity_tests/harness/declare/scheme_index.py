@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -70,25 +70,27 @@ def entry_of(scheme: Declared) -> Entry:
 
 def entries() -> list[Entry]:
     """Every built-in scheme, in order of file and line, from the index of these sources or else by importing them."""
-    with suppress(OSError, ValueError, TypeError):
-        return [Entry(**record) for record in json.loads(_file("schemes").read_text())]
+    if index := _stored():
+        return [Entry(**record) for record in index["schemes"]]
     from parity_tests.harness.declare import discover
     from parity_tests.harness.report.declared_pictures import declared_pictures
 
     schemes = discover.built_in()
     imported = [entry_of(scheme) for scheme in schemes]
     if _is_complete(imported, discover.left_out()):
-        with suppress(OSError):
-            _store({scheme.name: declared_pictures(scheme) for scheme in schemes}, _file("pictures"))
-            _store([asdict(entry) for entry in imported], _file("schemes"))
+        _store(
+            lambda: {
+                "schemes": [asdict(entry) for entry in imported],
+                "pictures": {scheme.name: declared_pictures(scheme) for scheme in schemes},
+            }
+        )
     return imported
 
 
 def stored_picture(name: str, sizes: Mapping[str, int]) -> str | None:
     """The picture of a built-in scheme with these sizes of mesh axes; None if it is not stored."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads(_file("pictures").read_text())[name][sizes_key(sizes)]
-    return None
+    index = _stored()
+    return index["pictures"].get(name, {}).get(sizes_key(sizes)) if index else None
 
 
 def sizes_key(sizes: Mapping[str, int]) -> str:
@@ -109,21 +111,34 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def _store(content: Any, file: Path) -> None:
-    """Write a file of the index. It is moved into place, so that no process reads half of one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
-        json.dump(content, part)
-    os.replace(part.name, file)
-    kind = file.name.partition("-")[0]
-    by_age = sorted(file.parent.glob(f"{kind}-*.json"), key=lambda file: file.stat().st_mtime)
-    for old in by_age[:-MOST_FILES]:
-        old.unlink(missing_ok=True)
+def _stored() -> dict[str, Any] | None:
+    """The index of these sources, if there is one: a record of each scheme, and its pictures by name and sizes."""
+    try:
+        index = json.loads(_file().read_text())
+        are_records = index["schemes"] and all(isinstance(Entry(**each).key, str) for each in index["schemes"])
+        are_texts = all(isinstance(text, str) for each in index["pictures"].values() for text in each.values())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return index if are_records and are_texts else None
 
 
-def _file(kind: str) -> Path:
+def _store(index: Callable[[], dict[str, Any]]) -> None:
+    """Write the index if there is where to. It is moved into place, so that no process reads half of one."""
+    file = _file()
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            part = Path(folder) / file.name
+            part.write_text(json.dumps(index()))
+            os.replace(part, file)
+        by_age = sorted(file.parent.glob("schemes-*.json"), key=lambda file: file.stat().st_mtime)
+        for old in by_age[:-MOST_FILES]:
+            old.unlink(missing_ok=True)
+
+
+def _file() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "shardproof" / f"{kind}-{_fingerprint()}.json"
+    return cache / "shardproof" / f"schemes-{_fingerprint()}.json"
 
 
 def _fingerprint() -> str:

@@ -1,5 +1,6 @@
 """The index of built-in schemes: what importing them gives, of these sources alone, and never in the way."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from parity_tests import warm_python
 from parity_tests.harness.declare import discover, scheme_index
 from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.draw.size_choices import meshes
+from parity_tests.harness.report import declared_pictures
 from parity_tests.harness.report.picture import scheme_picture
 
 QUIET_LIST = "from parity_tests.cli.app import app; import sys; app(['list', '-q'], standalone_mode=False); "
@@ -24,16 +26,21 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "shardproof"
 
 
-def test_it_has_what_importing_gives(cache, monkeypatch):
+@pytest.fixture
+def few_pictures(monkeypatch):
+    """All of them take three seconds."""
+    monkeypatch.setattr(declared_pictures, "declared_pictures", lambda scheme: {"tp=2": f"drawn: {scheme.name}"})
+
+
+def test_it_has_what_importing_gives(cache, monkeypatch, few_pictures):
     imported = scheme_index.entries()
     assert [entry.key for entry in imported] == [scheme.key for scheme in discover.built_in()]
     monkeypatch.setattr(discover, "built_in", None)
     assert scheme_index.entries() == imported
-    assert sorted(file.name.partition("-")[0] for file in cache.glob("*.json")) == ["pictures", "schemes"]
-    assert len(list(cache.iterdir())) == 2
+    assert [file.name.partition("-")[0] for file in cache.iterdir()] == ["schemes"]
 
 
-def test_a_name_imports_its_file_and_no_other(cache):
+def test_a_name_imports_its_file_and_no_other(cache, few_pictures):
     scheme_index.entries()
     script = (
         "import sys; from parity_tests.harness.declare import discover\n"
@@ -44,7 +51,7 @@ def test_a_name_imports_its_file_and_no_other(cache):
     assert run.stdout == "True\n", run.stderr
 
 
-def test_the_list_loads_neither_torch_nor_jax(cache):
+def test_the_list_loads_neither_torch_nor_jax(cache, few_pictures):
     names = [entry.name for entry in scheme_index.entries()]
     command = [sys.executable, "-c", QUIET_LIST + LOADED]
     run = subprocess.run(command, capture_output=True, text=True, cwd=scheme_index.ROOT)
@@ -84,8 +91,14 @@ def test_what_could_not_be_imported_is_not_taken_for_all_there_is(cache, monkeyp
     assert scheme_index.entries() == [] and not cache.exists()
 
 
-@pytest.mark.parametrize("text", ["", "[{", '[{"key": "of another version"}]', "\x00\xff"])
-def test_a_damaged_index_is_made_anew(text, cache):
+OF_ANOTHER_VERSION = '{"schemes": [{"key": "of another version"}], "pictures": {}}'
+NO_SCHEMES = '{"schemes": [], "pictures": {}}'
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[{", "[]", "5", "[" * 200_000, NO_SCHEMES, OF_ANOTHER_VERSION, "\x00\xff"], ids=len
+)
+def test_a_damaged_index_is_made_anew(text, cache, few_pictures):
     expected = scheme_index.entries()
     for file in cache.iterdir():
         file.write_text(text)
@@ -98,27 +111,39 @@ def test_a_changed_source_has_another_index(cache, tmp_path, monkeypatch):
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
     monkeypatch.setattr(scheme_index, "ROOT", tmp_path / "root")
-    names = [scheme_index._file("schemes").name]
+    names = [scheme_index._file().name]
     os.utime(source, ns=(1, 1))
-    names.append(scheme_index._file("schemes").name)
+    names.append(scheme_index._file().name)
     source.write_text("x = 12\n")
     os.utime(source, ns=(1, 1))
-    names.append(scheme_index._file("schemes").name)
+    names.append(scheme_index._file().name)
     source.with_name("other.py").write_text("")
-    names.append(scheme_index._file("schemes").name)
+    names.append(scheme_index._file().name)
     assert len(set(names)) == 4
 
 
-def test_a_folder_that_cannot_be_written_costs_time_alone(cache):
+def test_pictures_that_are_no_text_are_made_anew(cache, few_pictures):
+    expected = scheme_index.entries()
+    (file,) = cache.iterdir()
+    index = json.loads(file.read_text())
+    for pictures in (5, {"vocab_parallel_logprob": 5}, {"vocab_parallel_logprob": {"tp=2": 5}}):
+        file.write_text(json.dumps({**index, "pictures": pictures}))
+        assert scheme_index.stored_picture("vocab_parallel_logprob", {"tp": 2}) is None
+    assert scheme_index.entries() == expected
+    assert json.loads(file.read_text()) == index
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(cache, monkeypatch, few_pictures):
     expected = scheme_index.entries()
     for file in cache.iterdir():
         file.unlink()
     cache.rmdir()
     cache.write_text("a file, so that no folder can be made")
+    monkeypatch.setattr(declared_pictures, "declared_pictures", None)  # nothing is drawn that cannot be stored
     assert scheme_index.entries() == expected
 
 
-def test_a_few_old_ones_are_kept(cache):
+def test_a_few_old_ones_are_kept(cache, few_pictures):
     cache.mkdir()
     for number in range(scheme_index.MOST_FILES + 3):
         file = cache / f"schemes-{number:016x}.json"
