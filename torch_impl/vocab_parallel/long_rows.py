@@ -108,7 +108,7 @@ def write_fused_terms(
     row_slope: Float[Tensor, "n 1"] | None,
 ) -> None:
     """`write_terms` as one expression, for the compiler to fuse."""
-    shifted = (block.to(row_max.dtype) - row_max) * (LOG2_E / temperature)
+    shifted = (block - row_max) * (LOG2_E / temperature)  # in the dtype of row_max, which is as wide
     factor = row_intercept if row_slope is None else shifted.clamp_min(LOWEST_SHIFTED) * row_slope + row_intercept
     out.copy_(shifted.exp2() * factor)
 
