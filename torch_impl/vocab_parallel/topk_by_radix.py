@@ -192,7 +192,7 @@ def _likely(
             mass = masses.of_entries(row_slice, entries).double()
             listed[:-1][row_slice].index_add_(0, entries.rows, mass)
     listed[-1] = logits.shape[-1]
-    listed = statistics.gather_statistics(listed.to(room.dtype), options.group).sum(0)
+    listed = statistics.gather_statistics(listed.to(room.dtype).unsqueeze(0), options.group).sum((0, 1))
     # 2. What is below it, of all ranks, is less than 1 - p. NaN decides nothing; such a row has no lists.
     tail = survivors.row_sum_m1 - listed[:-1]
     has_more = tail > (1.0 - top_p - RESOLUTION) * (1.0 + survivors.row_sum_m1)
