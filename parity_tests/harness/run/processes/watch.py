@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -16,6 +17,8 @@ from parity_tests.harness.run.processes.status_table import COMPUTING, STARTING,
 
 TICK_S = 0.05
 STALL_S = 1.25  # all ranks wait or are done, and nothing moves
+WINDOW_S = 0.25  # over which the processor time of ranks is compared
+AT_WORK = 0.2  # of a core, all ranks together: more than their groups take while they wait
 START_S = 120.0  # ranks are up and the function is loaded
 PROBE_S = 0.3  # after which their ledgers are compared
 COLLECT_S = 0.25  # for the others, after the first failure
@@ -61,22 +64,31 @@ class RankHandle:
 
 
 class _Stillness:
-    """For how long the status table has not changed, and for how long no rank has used the processor either.
+    """For how long the status table has not changed, and for how long the ranks have not been at work either.
 
-    Ranks that move a large tensor all wait, and the status table says no more; but their threads are at work.
+    Ranks that move a large tensor all wait, and the status table says no more; but their threads are at work. Each
+    group of gloo looks for messages 200 times a second, so that eight ranks that only wait take 2 to 6 % of a core.
     """
 
     def __init__(self, table: StatusTable) -> None:
-        self._table, self._writes, self._ticks = table, table.writes(), ()
+        self._table, self._writes = table, table.writes()
+        self._window, self._worked = 0.0, dict[int, float]()
         self.seconds = self.idle_seconds = self.unwritten_seconds = 0.0
 
     def step(self, seconds: float, handles: Sequence[RankHandle]) -> None:
-        writes, ticks = self._table.writes(), tuple(_ticks(handle.pid) for handle in handles)
-        moved, worked = writes != self._writes, ticks != self._ticks
-        self.seconds = 0.0 if moved else self.seconds + seconds
-        self.idle_seconds = 0.0 if moved or worked else self.idle_seconds + seconds
-        self.unwritten_seconds = 0.0 if moved else self.unwritten_seconds + seconds
-        self._writes, self._ticks = writes, ticks
+        writes = self._table.writes()
+        if writes != self._writes:
+            self._writes, self._window, self._worked = writes, 0.0, _worked(handles)
+            self.seconds = self.idle_seconds = self.unwritten_seconds = 0.0
+            return
+        self.seconds += seconds
+        self.unwritten_seconds += seconds
+        self._window += seconds
+        if self._window >= WINDOW_S:
+            worked = _worked(handles)
+            used = sum(worked[pid] - self._worked.get(pid, 0.0) for pid in worked)
+            self.idle_seconds = 0.0 if used > AT_WORK * self._window else self.idle_seconds + self._window
+            self._window, self._worked = 0.0, worked
 
     def restart(self) -> None:
         """A rank is in the compiler: what comes after counts, although the table has not changed."""
@@ -87,13 +99,17 @@ class _Stillness:
         return self._table.writes() != self._writes
 
 
-def _ticks(pid: int) -> int:
-    """Processor time of a process in clock ticks; 0 where the system does not say."""
+def _worked(handles: Sequence[RankHandle]) -> dict[int, float]:
+    return {handle.pid: _processor_seconds(handle.pid) for handle in handles}
+
+
+def _processor_seconds(pid: int) -> float:
+    """Processor time of a process; 0 where the system does not say."""
     try:
         user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     except OSError:
-        return 0
-    return int(user) + int(system)
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
