@@ -186,6 +186,22 @@ def test_thousands_of_equal_masses_are_summed_without_drift(ranks):
     rare_logit = math.log(tail / (1 - tail) * (1 + equal * math.exp(-3.15)) / rare)
     z = torch.cat([torch.zeros(1), torch.full((equal,), -3.15), torch.full((rare,), rare_logit)])[None]
 
+    threshold, ties = bounds_where_every_column_is_listed_too(z, p, ranks)
+    assert threshold == z[0, -1].item() and 0 < ties < rare
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_is_certain_not_to_be_kept_depends_on_the_columns_of_all_ranks(ranks):
+    """One token of 0.85 and 8,000 of 0.15 together: of all columns' flat share, half of 1 - p, each has three times."""
+    rare, p = 8_000, 0.9
+    z = torch.cat([torch.zeros(1), torch.full((rare,), math.log(0.15 / 0.85 / rare))])[None]
+    threshold, ties = bounds_where_every_column_is_listed_too(z, p, ranks)
+    assert threshold == z[0, -1].item() and 0 < ties < rare / 2
+
+
+def bounds_where_every_column_is_listed_too(z, p, ranks):
+    """Threshold of the only row's top-p and ties kept, the same on every rank and where no column is left out."""
+
     def body(mesh, case):
         start, end = (rank * z.shape[-1] // ranks for rank in (mesh.rank("tp"), mesh.rank("tp") + 1))
         options = LogprobOptions(mesh["tp"] if ranks > 1 else None, start, end)
@@ -196,10 +212,8 @@ def test_thousands_of_equal_masses_are_summed_without_drift(ranks):
     results = run(body, CaseSpec(scheme="ties", mesh={"tp": ranks})).results
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topk_by_radix, "TAIL", 2.0**1000)
-        every_column_listed = run(body, CaseSpec(scheme="ties", mesh={"tp": ranks})).results
-    assert results == every_column_listed
-    threshold, ties = results[0][2:]
-    assert threshold == z[0, -1].item() and 0 < ties < rare
+        assert results == run(body, CaseSpec(scheme="ties", mesh={"tp": ranks})).results
+    return results[0][2:]
 
 
 @pytest.mark.parametrize(("spread", "times"), [(5.0, 1), (1.0, 2)])

@@ -416,10 +416,10 @@ def block_function(f: Callable[..., Any], options: LogprobOptions, logits: Tenso
 
 def implementation_of(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """The implementation of a function of row blocks: itself for eager, compiled, or its Triton kernel."""
-    if backend == "compile" and f is write_gradient:
-        return _write_gradient_compiled
-    if backend != "triton":
-        return f if backend == "eager" else kernels.compiled(f)
+    if backend == "eager":
+        return f
+    if backend == "compile":
+        return _write_gradient_compiled if f is write_gradient else kernels.compiled(f)
     from torch_impl.kernels import softmax  # here: only it needs triton
 
     return {statistics.local_statistics: softmax.local_statistics, write_gradient: softmax.write_gradient}[f]
