@@ -97,6 +97,10 @@ def verify(
     traceback: Traceback = False,
 ) -> None:
     """Compare schemes with their references on drawn cases."""
+    if engine in ("gloo", "nccl"):
+        from parity_tests.harness.run.processes import forks
+
+        forks.start_ahead()
     from parity_tests.cli import session
 
     mesh_sizes, dim_sizes = sizes(mesh, "--mesh"), sizes(dim, "--dim")

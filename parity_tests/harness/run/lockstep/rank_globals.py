@@ -84,16 +84,20 @@ def import_ahead(job: Any) -> None:
 
     Some take the default group as the default of an argument when they are imported: within a rank, that rank's.
     """
-    home = job.fn.__module__ if isinstance(job, Program) else getattr(job, "__module__", "")
-    for name in _imported_by(home):
-        for imported in _deferred_imports(name):
+    for imported in imports_of(job):
+        if imported.startswith("torch."):
             with suppress(ImportError):  # as the function will say itself, or what is imported is no module
                 importlib.import_module(imported)
 
 
+def imports_of(job: Any) -> list[str]:
+    """Names that the job's module, and the user's modules that it imports, import anywhere in their source."""
+    home = job.fn.__module__ if isinstance(job, Program) else getattr(job, "__module__", "")
+    return [imported for name in _imported_by(home) for imported in _imports(name)]
+
+
 @functools.cache
-def _deferred_imports(name: str) -> tuple[str, ...]:
-    """Names in torch that a module imports anywhere in its source."""
+def _imports(name: str) -> tuple[str, ...]:
     try:
         tree = ast.parse(inspect.getsource(sys.modules[name]))
     except (OSError, TypeError, SyntaxError):  # no source, as of a notebook's cells
@@ -104,7 +108,7 @@ def _deferred_imports(name: str) -> tuple[str, ...]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return tuple(dict.fromkeys(name for name in names if name.startswith("torch.")))
+    return tuple(dict.fromkeys(names))
 
 
 def _imported_by(module: str) -> set[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import select
@@ -11,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ SHARED = (
     "torch_impl",
     "transformers",
 )
+JAX = ("jax", "jax.numpy")  # which start threads at their first use, and none before
 
 
 class ServerGone(RuntimeError):
@@ -38,7 +41,7 @@ class ServerGone(RuntimeError):
 
 
 class ForkServer:
-    """A running fork server. `folder` is for the pools; the server makes it, and removes it at its end."""
+    """A fork server, which imports torch first. It makes `folder` for the pools, and removes it at its end."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -62,7 +65,11 @@ class ForkServer:
         self._unread = b""
         self._ended: dict[int, int] = {}
         self._imported: set[str] = set()
-        self.folder: str = self._await("up", START_S)["folder"]
+
+    @functools.cached_property
+    def folder(self) -> str:
+        """Where pools keep their files; the first answer of a server that is up."""
+        return self._await("up", START_S)["folder"]
 
     @property
     def pid(self) -> int:
@@ -89,10 +96,10 @@ class ForkServer:
         work, control = (Connection(ours.detach()) for ours, _ in pairs)
         return pid, work, control
 
-    def import_ahead(self) -> None:
-        """Import in the server what this process has of `SHARED`: ranks that it forks from now on have it too."""
-        packages = shared_packages()
-        inside = tuple(f"{package}." for package in packages - {"torch._dynamo"})  # which has its modules imported
+    def import_ahead(self, packages: frozenset[str]) -> None:
+        """Import these `shared_packages` in the server: ranks that it forks from now on have them too."""
+        # Of a package of SHARED all modules that this process has; torch._dynamo has its own imported, as JAX has.
+        inside = tuple(f"{package}." for package in packages - {"torch._dynamo", *JAX})
         names = [name for name in list(sys.modules) if name.startswith(inside)]
         names = [name for name in dict.fromkeys([*packages, *names]) if name not in self._imported]
         if names:
@@ -168,10 +175,49 @@ class ForkServer:
         return messages
 
 
-def shared_packages() -> frozenset[str]:
-    """The packages of `SHARED` that this process has, and what the first call of a DTensor imports."""
+_ahead: ForkServer | None = None
+
+
+def start_ahead() -> None:
+    """Start a server that imports torch while this process imports JAX; the first pool takes it."""
+    global _ahead
+    if _ahead is None:
+        _ahead = ForkServer()
+
+
+def server() -> ForkServer:
+    """A server that is up: the one that was started ahead, if it is alive, or a new one."""
+    global _ahead
+    taken, _ahead = _ahead, None
+    if taken is not None and not taken.is_alive:
+        taken.close()
+        taken = None
+    taken = taken or ForkServer()
+    _ = taken.folder
+    return taken
+
+
+def _drop_ahead(end: Callable[[ForkServer], None]) -> None:
+    global _ahead
+    dropped, _ahead = _ahead, None
+    if dropped is not None:
+        end(dropped)
+
+
+atexit.register(_drop_ahead, ForkServer.close)
+os.register_at_fork(after_in_child=functools.partial(_drop_ahead, ForkServer.forget))
+
+
+def shared_packages(imports: Collection[str] = ()) -> frozenset[str]:
+    """The packages of `SHARED` that this process has, what the first call of a DTensor imports, and JAX if ranks import
+    a file of the user's with these `imports`, among which it is.
+    """
     packages = {name for name in SHARED if sys.modules.get(name) is not None}
-    return frozenset(packages | {"torch._dynamo"} if "torch.distributed.tensor" in packages else packages)
+    if "torch.distributed.tensor" in packages:
+        packages.add("torch._dynamo")
+    if any(name.partition(".")[0] == "jax" for name in imports):
+        packages.update(JAX)
+    return frozenset(packages)
 
 
 def _origin(package: str) -> str | None:

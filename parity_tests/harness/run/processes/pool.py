@@ -28,8 +28,8 @@ from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.ledger import Ledger, RunResult
-from parity_tests.harness.run.lockstep.rank_globals import import_ahead
-from parity_tests.harness.run.processes import crash
+from parity_tests.harness.run.lockstep.rank_globals import import_ahead, imports_of
+from parity_tests.harness.run.processes import crash, forks
 from parity_tests.harness.run.processes.forks import ForkServer, shared_packages
 from parity_tests.harness.run.processes.root_cause import find_root_cause
 from parity_tests.harness.run.processes.status_table import StatusTable
@@ -59,9 +59,10 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo
     import_ahead(fn)
     file = discover.file_of(fn)
     function = dumps(fn, file_is_imported=file is not None), file
+    packages = shared_packages(() if file is None else imports_of(fn))
     with _lock:
         try:
-            return _pool(case.world, backend).run(function, case, quiet_s, setup_key_of(fn, case))
+            return _pool(case.world, backend).run(function, case, quiet_s, packages, setup_key_of(fn, case))
         finally:
             _suspend_when_idle()
 
@@ -100,7 +101,7 @@ def _pool(world: int, backend: str) -> Pool:
     if _server is not None and not _server.is_alive:
         close()
     if _server is None:
-        _server = ForkServer()
+        _server = forks.server()
     return _pools.setdefault((world, backend), Pool(world, backend, _server))
 
 
@@ -164,19 +165,24 @@ class Pool:
         return [handle.pid for handle in self._handles]
 
     def run(
-        self, function: tuple[bytes, str | None], case: CaseSpec, quiet_s: float, setup_key: object = None
+        self,
+        function: tuple[bytes, str | None],
+        case: CaseSpec,
+        quiet_s: float,
+        packages: frozenset[str],
+        setup_key: object = None,
     ) -> RunResult:
-        """One job; `function` is pickled, with the file to import before it."""
+        """One job; `function` is pickled, with the file to import before it. Its ranks may need the packages."""
         has_ended = any(self._server.exit_code(pid) is not None for pid in self.pids)
         # Ranks without a state are forked anew where each would have to import what the server can import once.
-        lacks_packages = setup_key is None and not shared_packages() <= self._packages
+        lacks_packages = setup_key is None and not packages <= self._packages
         if setup_key != self._setup_key or has_ended or lacks_packages:
             self.kill()
         self._setup_key = setup_key
         self._resume()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.kill)
-            table = self._table or self._fork()
+            table = self._table or self._fork(packages)
             start = time.monotonic()
             self._send(function, case)
             outcomes, quiet = Watch(self._handles, self._server, table).outcomes(quiet_s)
@@ -212,11 +218,11 @@ class Pool:
             self._table.close()
         self._handles, self._table, self._is_suspended = [], None, False
 
-    def _fork(self) -> StatusTable:
+    def _fork(self, packages: frozenset[str]) -> StatusTable:
         self.generation += 1
         self._sent_keys.clear()
-        self._packages = shared_packages()
-        self._server.import_ahead()
+        self._packages = packages
+        self._server.import_ahead(packages)
         folder = tempfile.mkdtemp(prefix=f"{self.backend}{self.world}_", dir=self._server.folder)
         self._table = StatusTable(Path(folder) / "status", self.world)
         for rank in range(self.world):

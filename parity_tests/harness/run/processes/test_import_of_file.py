@@ -71,6 +71,18 @@ def test_a_file_is_imported_once_by_each_rank(tmp_path):
     assert scheme.verify("gloo", examples=3, tp=2).ok
 
 
+def test_jax_is_imported_once_in_the_server_and_starts_no_thread_there(tmp_path):
+    """Each rank would import it with the file, for a reference that no rank evaluates."""
+    pool.close()
+    was_there = "import sys\nwas_there = 'jax' in sys.modules"
+    file = written(tmp_path, "with_jax.py", imports="", body="x * 2 if was_there else x * 0")
+    Path(file).write_text(f"{was_there}\n{Path(file).read_text()}")
+    (scheme,) = schemes_of_file(file)
+    assert scheme.verify("gloo", examples=2, tp=2).ok
+    if Path("/proc/self/task").exists():
+        assert len(os.listdir(f"/proc/{pool.pids()[0]}/task")) == 1
+
+
 def test_a_file_that_verifies_as_it_is_imported_does_so_in_the_parent_alone(tmp_path):
     file = written(tmp_path, "recursive.py", imports=SHIM, body="x.twice()")
     with open(file, "a") as end:

@@ -119,7 +119,7 @@ STARTING = """
         os.kill(os.getpid(), signal.SIGKILL)
 
     forks.ForkServer._await = killed
-    forks.ForkServer()
+    forks.server()
 """
 
 
@@ -133,6 +133,27 @@ def test_a_server_whose_parent_is_killed_while_it_starts_ends_with_it() -> None:
         runs = _runs(server)
         if runs:
             os.kill(server, signal.SIGKILL)
+    assert not runs
+
+
+AHEAD = """
+    from parity_tests.harness.run.processes import forks
+
+    forks.start_ahead()
+    print(forks._ahead.pid, flush=True)
+"""
+
+
+def test_a_server_that_no_pool_takes_ends_with_the_process() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(AHEAD)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        server = int(process.stdout.readline())
+    assert process.returncode == 0
+    deadline = time.monotonic() + GONE_S * LOADED
+    while (runs := _runs(server)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if runs:
+        os.kill(server, signal.SIGKILL)
     assert not runs
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.failure import NotRun, Raised, RankFailure
-from parity_tests.harness.run.processes import pool
+from parity_tests.harness.run.processes import forks, pool
 from parity_tests.harness.run.processes.recorder import FUNCTIONAL, IN_PLACE, MISSING, SILENT
 
 HOT_START_S = 0.5
@@ -270,6 +270,19 @@ def test_a_server_killed_between_runs_is_replaced() -> None:
     os.kill(pool.pids()[0], signal.SIGKILL)
     pool._server._process.wait(10)
     assert pool.run(total, case(2)).results == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_server_started_ahead_is_taken_while_it_is_alive(is_killed: bool) -> None:
+    pool.close()
+    forks.start_ahead()
+    forks.start_ahead()
+    (ahead,) = {forks._ahead}
+    if is_killed:
+        os.kill(ahead.pid, signal.SIGKILL)
+        ahead._process.wait(10)
+    assert pool.run(total, case(2)).results == (1.0, 1.0)
+    assert (pool._server is ahead) != is_killed and forks._ahead is None
 
 
 def test_threads_of_the_caller_take_turns() -> None:
