@@ -18,7 +18,8 @@ from parity_tests.harness.run.processes.status_table import COMPUTING, STARTING,
 TICK_S = 0.05
 STALL_S = 1.25  # all ranks wait or are done, and nothing moves
 WINDOW_S = 0.25  # over which the processor time of ranks is compared
-AT_WORK = 0.2  # of a core, all ranks together: more than their groups take while they wait
+AT_WORK = 0.03  # of a core for each rank: more than its groups take while it waits
+TICK_OF_CLOCK_S = 1.0 / os.sysconf("SC_CLK_TCK")  # in which the system counts processor time
 START_S = 120.0  # ranks are up and the function is loaded
 PROBE_S = 0.3  # after which their ledgers are compared
 COLLECT_S = 0.25  # for the others, after the first failure
@@ -67,7 +68,7 @@ class _Stillness:
     """For how long the status table has not changed, and for how long the ranks have not been at work either.
 
     Ranks that move a large tensor all wait, and the status table says no more; but their threads are at work. Each
-    group of gloo looks for messages 200 times a second, so that eight ranks that only wait take 2 to 6 % of a core.
+    group of gloo looks for messages 200 times a second, so that a rank that only waits takes up to 1 % of a core.
     """
 
     def __init__(self, table: StatusTable) -> None:
@@ -87,7 +88,8 @@ class _Stillness:
         if self._window >= WINDOW_S:
             worked = _worked(handles)
             used = sum(worked[pid] - self._worked.get(pid, 0.0) for pid in worked)
-            self.idle_seconds = 0.0 if used > AT_WORK * self._window else self.idle_seconds + self._window
+            at_work = used > AT_WORK * len(worked) * self._window + TICK_OF_CLOCK_S  # one of them may be a stray one
+            self.idle_seconds = 0.0 if at_work else self.idle_seconds + self._window
             self._window, self._worked = 0.0, worked
 
     def restart(self) -> None:
@@ -109,7 +111,7 @@ def _processor_seconds(pid: int) -> float:
         user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     except OSError:
         return 0.0
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return (int(user) + int(system)) * TICK_OF_CLOCK_S
 
 
 class Watch:
