@@ -12,9 +12,9 @@ from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.replay import constants_of, load_scheme, reruns
 from parity_tests.harness.report import picture, summary
+from parity_tests.harness.report.declared_pictures import pictured_case
 from parity_tests.harness.report.html_page import page
 from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.harness.report.report import Report
@@ -29,7 +29,7 @@ def pictures(target: str, sizes: Mapping[str, Any], figure: str | None, json: st
     """Print the picture of every scheme of a target; the first one's goes to `figure` as well."""
     check_writable(figure=figure, json=json)
     schemes = discover.find([target])
-    cases = [(scheme, one_case(scheme, **sizes)) for scheme in schemes]
+    cases = [(scheme, pictured_case(scheme, sizes)) for scheme in schemes]
     for scheme, case in cases if json != "-" else ():
         print(f"{scheme.name}\n{picture.scheme_picture(scheme, case)}\n")
     if json:

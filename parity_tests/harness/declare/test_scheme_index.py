@@ -10,9 +10,9 @@ import pytest
 
 from parity_tests import warm_python
 from parity_tests.harness.declare import discover, scheme_index
-from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.draw.size_choices import meshes
 from parity_tests.harness.report import declared_pictures
+from parity_tests.harness.report.declared_pictures import pictured_case
 from parity_tests.harness.report.picture import scheme_picture
 
 QUIET_LIST = "from parity_tests.cli.app import app; import sys; app(['list', '-q'], standalone_mode=False); "
@@ -66,7 +66,7 @@ def test_a_picture_of_a_declared_mesh_loads_neither_torch_nor_jax(cache):
         options = [word for axis, size in given.items() for word in ("--mesh", f"{axis}={size}")]
         command = [sys.executable, "-c", DRAW + LOADED, scheme.name, *options]
         run = subprocess.run(command, capture_output=True, text=True, cwd=scheme_index.ROOT)
-        picture = scheme_picture(scheme, one_case(scheme, **given))
+        picture = scheme_picture(scheme, pictured_case(scheme, given))
         assert run.stdout == f"{scheme.name}\n{picture}\n\n[]\n", run.stderr
 
 
