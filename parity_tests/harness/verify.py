@@ -47,6 +47,7 @@ from parity_tests.harness.judge.reference import CLOCK
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merge_reports, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
+from parity_tests.harness.run.processes import pool
 from parity_tests.harness.second_opinion import VERIFIED, second_opinion
 
 Progress = Callable[[int, int, str], None]
@@ -245,6 +246,7 @@ def _search(
         if progress:
             progress(len(reports), total, FAILS if reports[-1].failed else "")
         if reports[-1].failed:
+            pool.start_ahead()  # for the second opinion
             return _with_simplest(scheme, reports, draw, chooser)
     return Search(reports)
 

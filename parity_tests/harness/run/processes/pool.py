@@ -80,6 +80,12 @@ def renew(world: int, backend: str = "gloo") -> None:
             _pools[world, backend].kill()
 
 
+def start_ahead() -> None:
+    """Start the server, if there is none, while this process does something else before its first run."""
+    if _server is None:
+        forks.start_ahead()
+
+
 def close() -> None:
     """End all pools and the server. The next run starts them again."""
     global _server
