@@ -5,6 +5,7 @@ A case that is drawn for a verdict may have one rank, or a rank without a positi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,23 +31,30 @@ def pictured_case(scheme: Declared, sizes: Mapping[str, Any]) -> CaseSpec:
 
     Errors: ValueError as of draw_case.
     """
-    given = {axis: size for axis, size in sizes.items() if axis in scheme.mesh}
-    for mesh in sorted(meshes(scheme, given, None), key=_several_ranks_first):
-        best, most = None, -1
-        for seed in range(SEEDS):
-            with suppress(ValueError):  # no shape goes with this mesh, or with these sizes
-                case = one_case(scheme, seed=seed, **{**mesh, **sizes})
-                if (positions := _fewest_positions(scheme, case)) > most:
-                    best, most = case, positions
-            if best is None or most >= ENOUGH:
-                break
-        if best is not None:
-            return best
+    for mesh in _meshes_with(scheme, {axis: size for axis, size in sizes.items() if axis in scheme.mesh}):
+        if (case := _telling_case(scheme, {**mesh, **sizes})) is not None:
+            return case
     return one_case(scheme, **sizes)
 
 
-def _several_ranks_first(mesh: Mapping[str, int]) -> tuple[int, int]:
-    return -sum(size > 1 for size in mesh.values()), math.prod(mesh.values())
+def _meshes_with(scheme: Declared, given: Mapping[str, int]) -> list[dict[str, int]]:
+    return sorted(
+        meshes(scheme, given, None),
+        key=lambda mesh: (-sum(size > 1 for size in mesh.values()), math.prod(mesh.values())),
+    )
+
+
+def _telling_case(scheme: Declared, sizes: Mapping[str, Any]) -> CaseSpec | None:
+    """Of a few cases of these sizes, the one whose poorest rank has the most positions; None if there is no case."""
+    best, most = None, -1
+    for seed in range(SEEDS):
+        with suppress(ValueError):  # no shape goes with this mesh, or with these sizes
+            case = one_case(scheme, seed=seed, **sizes)
+            if (positions := _fewest_positions(scheme, case)) > most:
+                best, most = case, positions
+        if best is None or most >= ENOUGH:
+            break
+    return best
 
 
 def _fewest_positions(scheme: Declared, case: CaseSpec) -> int:
@@ -62,11 +70,17 @@ def _fewest_positions(scheme: Declared, case: CaseSpec) -> int:
 
 def declared_pictures(scheme: Declared) -> Mapping[str, str]:
     """The picture for each part of each declared mesh, as sizes may be given for some of its axes; by `sizes_key`."""
+
+    @functools.cache
+    def picture_on(*mesh: tuple[str, int]) -> str | None:
+        case = _telling_case(scheme, dict(mesh))
+        return None if case is None else scheme_picture(scheme, case)
+
     declared = meshes(scheme, {}, None)[:MOST_MESHES]
     parts = {part for mesh in declared for n in range(len(mesh) + 1) for part in combinations(mesh.items(), n)}
     pictures = {}
     for part in sorted(parts):
-        sizes: dict[str, Any] = dict(part)
-        with suppress(ValueError):  # no case has these sizes
-            pictures[sizes_key(sizes)] = scheme_picture(scheme, pictured_case(scheme, sizes))
+        on_meshes = (picture_on(*mesh.items()) for mesh in _meshes_with(scheme, dict(part)))
+        if (picture := next(filter(None, on_meshes), None)) is not None:
+            pictures[sizes_key(dict(part))] = picture
     return pictures
