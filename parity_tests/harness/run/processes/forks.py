@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ SHARED = (
     "torch_impl",
     "transformers",
 )
+READ_BY_JAX = ("JAX_", "TF_CPP_", "TPU_", "XLA_")  # variables of the environment
 JAX = ("jax", "jax.numpy")  # which start threads at their first use, and none before
 
 
@@ -45,6 +46,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
+        self.environment = _environment()
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -56,7 +58,7 @@ class ForkServer:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is the parent's to handle
-            env=_environment(),
+            env=self.environment,
         )
         # A server that imports torch reads nothing. Meanwhile the kernel ends it by SIGIO once this process has ended.
         fcntl.fcntl(theirs, fcntl.F_SETOWN, self._process.pid)
@@ -108,6 +110,17 @@ class ForkServer:
                 self._socket.sendall(_line({"import": names, "origins": origins}))
             self._await("imported", START_S)
             self._imported.update(names)
+
+    def takes(self, environment: Mapping[str, str]) -> bool:
+        """Set what is other in this environment, if JAX alone reads it: this process has set some, too."""
+        names = {name for name, _ in environment.items() ^ self.environment.items()}
+        if not all(name.startswith(READ_BY_JAX) for name in names):
+            return False
+        _ = self.folder  # a server that still imports torch would be ended by what is sent to it
+        with _ends_as_gone():
+            self._socket.sendall(_line({"environment": {name: environment.get(name) for name in names}}))
+        self.environment = dict(environment)
+        return True
 
     def exit_code(self, pid: int, timeout: float = 0.0) -> int | None:
         """Exit code of an ended rank, -N for signal N; None while it runs."""
@@ -186,10 +199,14 @@ def start_ahead() -> None:
 
 
 def server() -> ForkServer:
-    """A server that is up: the one that was started ahead, if it is alive, or a new one."""
+    """A server that is up: the one that was started ahead, or a new one.
+
+    A file may set variables of the environment, which packages read as they are imported: the server has read those of
+    torch when it was started, and none of JAX's.
+    """
     global _ahead
     taken, _ahead = _ahead, None
-    if taken is not None and not taken.is_alive:
+    if taken is not None and not (taken.is_alive and taken.takes(_environment())):
         taken.close()
         taken = None
     taken = taken or ForkServer()

@@ -84,6 +84,10 @@ def _serve(parent: socket.socket, ranks: set[int], wake_fds: tuple[int, int]) ->
                 os.close(fd)
             ranks.add(pid)
             _tell(parent, {"forked": pid})
+        for name, value in request.get("environment", {}).items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         if "import" in request:
             _import(request["import"], request["origins"])
             freeze_heap()

@@ -285,6 +285,25 @@ def test_a_server_started_ahead_is_taken_while_it_is_alive(is_killed: bool) -> N
     assert (pool._server is ahead) != is_killed and forks._ahead is None
 
 
+@pytest.mark.parametrize(("name", "is_taken"), [("JAX_NUMPY_RANK_PROMOTION", True), ("TORCH_COMPILE_DISABLE", False)])
+def test_ranks_of_a_server_started_ahead_have_the_environment_of_now(
+    name: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch reads as it is imported is too late for that server, what JAX reads is not."""
+
+    def value(mesh: Any, case: CaseSpec) -> str | None:
+        return os.environ.get(name)
+
+    pool.close()
+    forks.start_ahead()
+    (ahead,) = {forks._ahead}
+    monkeypatch.setenv(name, "1")
+    assert pool.run(value, case(2)).results == ("1", "1")
+    assert (pool._server is ahead) == is_taken
+    monkeypatch.undo()
+    pool.close()  # the next one has the environment of the other tests
+
+
 def test_threads_of_the_caller_take_turns() -> None:
     results: dict[int, tuple] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -17,9 +17,8 @@ from parity_tests.harness.run.processes.status_table import COMPUTING, STARTING,
 
 TICK_S = 0.05
 STALL_S = 1.25  # all ranks wait or are done, and nothing moves
-WINDOW_S = 0.25  # over which the processor time of ranks is compared
-AT_WORK = 0.03  # of a core for each rank: more than its groups take while it waits
-TICK_OF_CLOCK_S = 1.0 / os.sysconf("SC_CLK_TCK")  # in which the system counts processor time
+WINDOW_S = 0.25  # over which what ranks demand of the processor is compared
+AT_WORK = 0.25  # of it, for the busiest thread: more than one takes that only looks for messages
 START_S = 120.0  # ranks are up and the function is loaded
 PROBE_S = 0.3  # after which their ledgers are compared
 COLLECT_S = 0.25  # for the others, after the first failure
@@ -67,30 +66,33 @@ class RankHandle:
 class _Stillness:
     """For how long the status table has not changed, and for how long the ranks have not been at work either.
 
-    Ranks that move a large tensor all wait, and the status table says no more; but their threads are at work. Each
-    group of gloo looks for messages 200 times a second, so that a rank that only waits takes up to 1 % of a core.
+    Ranks that move a large tensor all wait, and the status table says no more; but at any time one of their threads
+    runs, or would if the machine had a processor for it. A rank that only waits has a thread for each of its groups
+    that looks for messages 200 times a second, all of them together a good part of a core, but each of them little.
     """
 
     def __init__(self, table: StatusTable) -> None:
         self._table, self._writes = table, table.writes()
-        self._window, self._worked = 0.0, dict[int, float]()
+        self._window, self._demands = 0.0, None
         self.seconds = self.idle_seconds = self.unwritten_seconds = 0.0
 
     def step(self, seconds: float, handles: Sequence[RankHandle]) -> None:
         writes = self._table.writes()
         if writes != self._writes:
-            self._writes, self._window, self._worked = writes, 0.0, _worked(handles)
+            self._writes, self._window, self._demands = writes, 0.0, None
             self.seconds = self.idle_seconds = self.unwritten_seconds = 0.0
             return
         self.seconds += seconds
         self.unwritten_seconds += seconds
+        if self._demands is None:
+            self._demands = _demands(handles)
+            return
         self._window += seconds
         if self._window >= WINDOW_S:
-            worked = _worked(handles)
-            used = sum(worked[pid] - self._worked.get(pid, 0.0) for pid in worked)
-            at_work = used > AT_WORK * len(worked) * self._window + TICK_OF_CLOCK_S  # one of them may be a stray one
-            self.idle_seconds = 0.0 if at_work else self.idle_seconds + self._window
-            self._window, self._worked = 0.0, worked
+            before, self._demands = self._demands, _demands(handles)
+            busiest = max((now - before.get(thread, 0.0) for thread, now in self._demands.items()), default=0.0)
+            self.idle_seconds = 0.0 if busiest > AT_WORK * self._window else self.idle_seconds + self._window
+            self._window = 0.0
 
     def restart(self) -> None:
         """A rank is in the compiler: what comes after counts, although the table has not changed."""
@@ -101,17 +103,14 @@ class _Stillness:
         return self._table.writes() != self._writes
 
 
-def _worked(handles: Sequence[RankHandle]) -> dict[int, float]:
-    return {handle.pid: _processor_seconds(handle.pid) for handle in handles}
-
-
-def _processor_seconds(pid: int) -> float:
-    """Processor time of a process; 0 where the system does not say."""
-    try:
-        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    except OSError:
-        return 0.0
-    return (int(user) + int(system)) * TICK_OF_CLOCK_S
+def _demands(handles: Sequence[RankHandle]) -> dict[str, float]:
+    """Processor time in seconds that each thread of the ranks has had, or has been ready for; empty if unknown here."""
+    seconds = {}
+    for handle in handles:
+        for file in Path(f"/proc/{handle.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                seconds[str(file)] = sum(map(int, file.read_text().split()[:2])) / 1e9
+    return seconds
 
 
 class Watch:
