@@ -31,13 +31,13 @@ def of_ledger(ledger: Ledger) -> str:
 
 def of_scheme(scheme: Declared) -> str:
     """The specs of a scheme with the strips of one case, on the largest mesh that has one."""
-    from parity_tests.harness.draw.drawing import one_case
+    from parity_tests.harness.report.declared_pictures import pictured_case
 
     largest: dict[str, Any] = {axis: max(sizes) for axis, sizes in scheme.mesh.items()}
     try:
-        case = one_case(scheme, **largest)
+        case = pictured_case(scheme, largest)
     except ValueError:  # its dims, or `assume`, do not go with that mesh
-        case = one_case(scheme)
+        case = pictured_case(scheme, {})
     sizes = ", ".join(f"{axis} {' '.join(map(str, tried))}" for axis, tried in scheme.mesh.items())
     head = tag("p", tag("b", scheme.name), f" over {sizes}; below, {_sizes(case.mesh)} with {_sizes(case.dims)}")
     return in_notebook(head, *_tensors(scheme, case))

@@ -277,7 +277,8 @@ def test_a_server_started_ahead_is_taken_while_it_is_alive(is_killed: bool) -> N
     pool.close()
     forks.start_ahead()
     forks.start_ahead()
-    (ahead,) = {forks._ahead}
+    ahead = forks._ahead
+    assert ahead is not None
     if is_killed:
         os.kill(ahead.pid, signal.SIGKILL)
         ahead._process.wait(10)
@@ -296,7 +297,8 @@ def test_ranks_of_a_server_started_ahead_have_the_environment_of_now(
 
     pool.close()
     forks.start_ahead()
-    (ahead,) = {forks._ahead}
+    ahead = forks._ahead
+    assert ahead is not None
     monkeypatch.setenv(name, "1")
     assert pool.run(value, case(2)).results == ("1", "1")
     assert (pool._server is ahead) == is_taken

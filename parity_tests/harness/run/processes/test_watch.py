@@ -19,7 +19,7 @@ import pytest
 from parity_tests.harness.run.ledger import line_of_thread
 from parity_tests.harness.run.processes.root_cause import DONE, Outcome
 from parity_tests.harness.run.processes.status_table import COMPUTING, FINISHED, SLOT, TEXT, WAITING, StatusTable
-from parity_tests.harness.run.processes.watch import RankHandle, Watch, _Stillness
+from parity_tests.harness.run.processes.watch import RankHandle, Watch, _demands, _Stillness
 
 
 def most_idle_seconds(code: str) -> float:
@@ -56,6 +56,15 @@ time.sleep(60)
 @pytest.mark.parametrize("code", ["import time\nprint(1, flush=True)\ntime.sleep(60)", LOOKING])
 def test_a_rank_asleep_is_idle_also_if_each_of_its_groups_looks_for_messages(code: str) -> None:
     assert most_idle_seconds(code) > 0  # a thread that is ready and has to wait, on a busy machine, counts as work
+
+
+def test_a_rank_that_ends_while_its_threads_are_listed_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(folder: str) -> list[str]:
+        raise ProcessLookupError(folder)
+
+    assert _demands([SimpleNamespace(pid=os.getpid())])
+    monkeypatch.setattr(os, "listdir", ended)
+    assert _demands([SimpleNamespace(pid=os.getpid())]) == {}
 
 
 def test_a_change_on_the_board_starts_the_clock_anew() -> None:

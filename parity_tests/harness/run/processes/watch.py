@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -107,9 +108,12 @@ def _demands(handles: Sequence[RankHandle]) -> dict[str, float]:
     """Processor time in seconds that each thread of the ranks has had, or has been ready for; empty if unknown here."""
     seconds = {}
     for handle in handles:
-        for file in Path(f"/proc/{handle.pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):  # the thread has ended
-                seconds[str(file)] = sum(map(int, file.read_text().split()[:2])) / 1e9
+        folder = f"/proc/{handle.pid}/task"
+        with contextlib.suppress(OSError):  # the rank has ended
+            for thread in os.listdir(folder):
+                with contextlib.suppress(OSError):  # the thread has ended
+                    text = Path(folder, thread, "schedstat").read_text()
+                    seconds[f"{folder}/{thread}"] = sum(map(int, text.split()[:2])) / 1e9
     return seconds
 
 
