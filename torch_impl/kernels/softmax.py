@@ -1,11 +1,14 @@
 """Triton kernels of the softmax: statistics of one rank's columns, and the gradient of log-probability and entropy.
 
-Statistics: a program reads one row, some columns at a time, and updates
+Statistics: a program reads one row once, STEP columns at a time, and computes
 
     m = max_v z_v      R = sum_v exp(b_v) - 1      D = sum_v exp(b_v) b_v      b_v = (z_v - m) / temperature
 
-which it rescales to the new maximum at each step: R is all terms but one largest, which is 1. The eager equivalent is
-`vocab_parallel.statistics.local_statistics`, which also says what the results mean.
+R is all terms but one largest, which is 1. Each of the program's STEP lanes has the three of its own columns, one in
+every step, and rescales them to its own maximum; the lanes are merged at the end of the row. A maximum over all lanes
+in every step made a program wait for it: on an H100 4096 bfloat16 rows of 131,072 columns took 0.49 ms, and 0.37 ms
+without, where half a copy of them takes 0.36 ms. The eager equivalent is `vocab_parallel.statistics.local_statistics`,
+which also says what the results mean.
 
 Gradient, of log-probability and negative entropy together, in one read and one write: a program computes some columns
 of one row; where several ids of a row are looked up, a second, small kernel writes the gradient at those. The eager
@@ -18,7 +21,7 @@ no constexpr is an integer. n rows, v columns, k ids of each row; the dtype is f
 
     logits_ptr         [n, v]  the logits z, in any dtype and strides (row_stride, column_stride)
     out_ptr            what is written: statistics [f, n], contiguous; or the gradient [n, v], in any dtype and strides
-    temperature_ptr    [1]     a tensor, since Triton passes Python floats as float32, also where logits are float64
+    temperature        a float64 by its annotation, since Triton passes other Python floats as float32
     column_ptr         [n, k]  int32 columns of the ids in this shard; -1: on another rank, below: out of the vocabulary
     z_t_ptr            [n, k]  the logits at the ids, in the dtype of the logits
     row_max_ptr        [n]     m
@@ -45,10 +48,12 @@ from torch import Tensor
 
 from torch_impl.collectives import accumulator
 
-STATISTICS_STEP = 4096  # columns that a program of the statistics reads at a time
-GRADIENT_STEP = 2048  # columns of a program of the gradient
-WARPS = 8
+# Of some forty settings the fastest on an H100, of 4096 bfloat16 rows of 131,072 columns.
+STATISTICS_STEP, STATISTICS_WARPS = 2048, 16  # columns that a program of the statistics reads at a time
+STATISTICS_UNROLL = tl.constexpr(4)  # steps whose columns are loaded before the first of them is used
+GRADIENT_STEP, GRADIENT_WARPS = 1024, 2  # columns of a program of the gradient
 IDS = 64  # ids that a program takes at a time
+LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # a finite floor for shifted logits, so that 0 log 0 is 0
 ON_ANOTHER_RANK = tl.constexpr(-1)  # -1 is an id of another rank, a lower column an out-of-vocabulary id
 
@@ -71,18 +76,17 @@ def local_statistics(
         _statistics[(n,)](
             block,
             out if column is None else column.contiguous(),
-            torch.full((1,), temperature, dtype=out.dtype, device=out.device),
             out,
             n,
             v,
             k,
             (2 + k) * n,
             *block.stride(),
-            HAS_TEMPERATURE=temperature != 1.0,
+            temperature,
             WITH_ENTROPY=with_entropy,
             STEP=min(step, triton.next_power_of_2(max(v, 1))),
             IDS=min(IDS, triton.next_power_of_2(k)) if k else 0,
-            num_warps=WARPS,
+            num_warps=STATISTICS_WARPS,
         )
     return out
 
@@ -91,7 +95,6 @@ def local_statistics(
 def _statistics(
     logits_ptr,
     column_ptr,
-    temperature_ptr,
     out_ptr,
     n,
     v,
@@ -99,55 +102,57 @@ def _statistics(
     entropy_offset,
     row_stride,
     column_stride,
-    HAS_TEMPERATURE: tl.constexpr,
+    temperature: tl.float64,
     WITH_ENTROPY: tl.constexpr,
     STEP: tl.constexpr,
     IDS: tl.constexpr,
 ):
-    # 1. One row, read once, with the running maximum m, R and D of the blocks so far.
+    # 1. One row, read once. A lane has m, R and D of its own columns so far, b and D in base 2.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
-    temperature = tl.load(temperature_ptr)
-    row_max = tl.full((), float("-inf"), temperature.dtype)
-    row_sum_m1, shifted_sum = tl.zeros((), temperature.dtype), tl.zeros((), temperature.dtype)
-    for start in range(0, v, STEP):
-        columns = start + tl.arange(0, STEP)
-        z = tl.load(row_ptr + columns.to(tl.int64) * column_stride, mask=columns < v, other=float("-inf"))
-        z = z.to(temperature.dtype)
-        # 2. The new maximum; logits of this block, and the old maximum, shifted by it.
-        new_max = tl.maximum(row_max, tl.max(z, 0))
-        finite_max = tl.where(tl.abs(new_max) < float("inf"), new_max, 0.0)  # a row of -inf: -inf - -inf would be NaN
-        shifted = z - finite_max
-        shifted_max = row_max - finite_max
-        if HAS_TEMPERATURE:
-            shifted = shifted / temperature
-            shifted_max = shifted_max / temperature
-        # 3. Terms of this block; `weight` rescales the sums of the blocks before it.
-        terms = tl.exp(shifted)
-        weight = tl.exp(shifted_max)
-        sum_at_max = tl.sum(tl.where(z == new_max, terms, 0.0), 0)
-        sum_below_max = tl.sum(tl.where(z == new_max, 0.0, terms), 0)
+    dtype = out_ptr.dtype.element_ty
+    to_base_2 = LOG2_E / tl.full((), temperature, dtype)
+    lanes = tl.arange(0, STEP)
+    lane_max = tl.full((STEP,), float("-inf"), dtype)
+    lane_sum_m1, lane_shifted_sum = tl.zeros((STEP,), dtype), tl.zeros((STEP,), dtype)
+    for start in tl.range(0, v, STEP, loop_unroll_factor=STATISTICS_UNROLL):
+        columns = start + lanes
+        z = tl.load(row_ptr + columns.to(tl.int64) * column_stride, mask=columns < v, other=float("-inf")).to(dtype)
+        # 2. The smaller of z and the maximum so far, shifted by the larger: `term` is that of z, or where z is the new
+        #    maximum the weight of the terms before it. Equal ones are selected, since -inf - -inf is NaN.
+        is_new_max = z > lane_max
+        shifted = tl.where(z == lane_max, 0.0, -tl.abs(z - lane_max)) * to_base_2
+        term = tl.exp2(shifted)
+        # 3. The terms before are the 1 that was left out, and R; now the 1 of z is left out. A lane that has seen but
+        #    -inf has counted these as equal, which its weight of 0 undoes.
+        weight = tl.where(is_new_max, term, 1.0)
+        lane_sum_m1 = weight * lane_sum_m1 + term
         if WITH_ENTROPY:
-            finite_shift = tl.where(weight > 0.0, shifted_max, 0.0)  # 0 * -inf is NaN
-            block_sum = tl.sum(terms * tl.maximum(shifted, LOWEST), 0)
-            shifted_sum = weight * (shifted_sum + (1.0 + row_sum_m1) * finite_shift) + block_sum
-        # The 1 that was left out counts for its weight once another term is the largest.
-        new_at_max = tl.where(new_max > row_max, (sum_at_max - 1.0) + weight, sum_at_max)
-        row_sum_m1 = weight * row_sum_m1 + sum_below_max + new_at_max
-        row_max = new_max
-    # 4. Store m, NaN where R is, since a maximum passes over NaN; R; the logits at the ids; the mean shifted logit.
+            shifted_terms = tl.where(is_new_max, lane_sum_m1, term)  # those whose b is `shifted`, or lower by that
+            lane_shifted_sum = weight * lane_shifted_sum + shifted_terms * tl.maximum(shifted, LOWEST)
+        lane_max = tl.where(is_new_max, z, lane_max)
+    # 4. The lanes, by their weights: R leaves out the 1 of the first lane that has the maximum.
+    row_max = tl.max(lane_max, 0)
+    finite_max = tl.where(tl.abs(row_max) < float("inf"), row_max, 0.0)  # a row of -inf: -inf - -inf would be NaN
+    lane_shift = (lane_max - finite_max) * to_base_2
+    lane_weight = tl.exp2(lane_shift)
+    first = tl.min(tl.where(lane_max == row_max, lanes, STEP), 0)
+    row_sum_m1 = tl.sum(lane_weight * lane_sum_m1 + tl.where(lanes == first, 0.0, lane_weight), 0)
+    # 5. Store m, NaN where R is, since a maximum passes over NaN; R; the logits at the ids; the mean shifted logit.
     row_max = tl.where((row_sum_m1 != row_sum_m1) & (row_max < float("inf")), float("nan"), row_max)
     tl.store(out_ptr + row, row_max)
     tl.store(out_ptr + n + row, row_sum_m1)
     if IDS > 0:
-        for first in range(0, k, IDS):
-            index = first + tl.arange(0, IDS)
+        for first_id in range(0, k, IDS):
+            index = first_id + tl.arange(0, IDS)
             column = tl.load(column_ptr + row * k + index, mask=index < k, other=-1).to(tl.int64)
-            z_t = tl.load(row_ptr + column * column_stride, mask=column >= 0, other=float("inf")).to(temperature.dtype)
+            z_t = tl.load(row_ptr + column * column_stride, mask=column >= 0, other=float("inf")).to(dtype)
             z_t = tl.where((column >= 0) & (z_t == float("inf")), float("nan"), z_t)  # a logit of +inf; see statistics
             tl.store(out_ptr + (2 + index.to(tl.int64)) * n + row, z_t, mask=index < k)
     if WITH_ENTROPY:
-        tl.store(out_ptr + entropy_offset + row, shifted_sum / (1.0 + row_sum_m1))
+        lane_sum = lane_weight * (lane_shifted_sum + (1.0 + lane_sum_m1) * lane_shift)
+        shifted_sum = tl.sum(tl.where(lane_weight > 0.0, lane_sum, 0.0), 0)  # 0 * -inf is NaN
+        tl.store(out_ptr + entropy_offset + row, shifted_sum / (LOG2_E * (1.0 + row_sum_m1)))
 
 
 class IdCotangents(Protocol):
@@ -178,11 +183,10 @@ def write_gradient(
     if not n or not v:  # a grid of no programs
         return
     # A kernel takes every pointer: `unread` is passed for absent tensors, which the constexpr flags exclude.
-    unread = row_max = normaliser.row_max
+    unread = normaliser.row_max
     k = 0 if at_ids is None else at_ids.column.shape[-1]
     column, g_same, g_total = (unread,) * 3 if at_ids is None else (at_ids.column, at_ids.g_same, at_ids.g_total)
     entropy_rows = (unread, unread) if entropy is None else entropy
-    temperature_tensor = torch.full((1,), temperature, dtype=row_max.dtype, device=row_max.device)
     row_inputs = [x.contiguous() for x in (*normaliser, *entropy_rows, column, g_same)]
     settings = dict(HAS_TEMPERATURE=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=entropy is not None)
     width = min(step, triton.next_power_of_2(v))
@@ -193,16 +197,16 @@ def write_gradient(
         _gradient[(n, triton.cdiv(v, width))](
             out,
             block,
-            temperature_tensor,
             *row_inputs,
             g_total.contiguous(),
             v,
             k,
             *out.stride(),
             *block.stride(),
+            temperature,
             STEP=width,
             IDS=min(IDS, triton.next_power_of_2(k)) if k else 0,
-            num_warps=WARPS,
+            num_warps=GRADIENT_WARPS,
             **settings,
         )
         # 3. and 5. again, for several ids of a row.
@@ -210,7 +214,7 @@ def write_gradient(
             width = min(IDS, triton.next_power_of_2(k))
             g_other = at_ids.g_other.contiguous()
             _gradient_at_ids[(n, triton.cdiv(k, width))](
-                out, z_t, temperature_tensor, *row_inputs, g_other, k, *out.stride(), IDS=width, **settings
+                out, z_t, *row_inputs, g_other, k, *out.stride(), temperature, IDS=width, **settings
             )
     # Autograd does not see what a Triton kernel writes in place.
     torch.autograd.graph.increment_version(out)
@@ -220,7 +224,6 @@ def write_gradient(
 def _gradient(
     out_ptr,
     logits_ptr,
-    temperature_ptr,
     row_max_ptr,
     log_row_sum_ptr,
     shifted_mean_ptr,
@@ -234,6 +237,7 @@ def _gradient(
     out_column_stride,
     row_stride,
     column_stride,
+    temperature: tl.float64,
     HAS_TEMPERATURE: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
@@ -245,7 +249,7 @@ def _gradient(
     columns = start + tl.arange(0, STEP)
     in_row = columns < v
     columns_64 = columns.to(tl.int64)
-    temperature = tl.load(temperature_ptr)
+    temperature = tl.full((), temperature, row_max_ptr.dtype.element_ty)
     z_ptr = logits_ptr + row * row_stride + columns_64 * column_stride
     z = tl.load(z_ptr, mask=in_row, other=float("-inf")).to(temperature.dtype)
     shifted = _shifted_logits(z, row, temperature, row_max_ptr, HAS_TEMPERATURE)
@@ -293,7 +297,6 @@ def _largest_column(column_ptr, row, k, IDS: tl.constexpr):
 def _gradient_at_ids(
     out_ptr,
     z_t_ptr,
-    temperature_ptr,
     row_max_ptr,
     log_row_sum_ptr,
     shifted_mean_ptr,
@@ -304,6 +307,7 @@ def _gradient_at_ids(
     k,
     out_row_stride,
     out_column_stride,
+    temperature: tl.float64,
     HAS_TEMPERATURE: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
@@ -312,7 +316,7 @@ def _gradient_at_ids(
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * IDS + tl.arange(0, IDS)
     offset = row * k + index
-    temperature = tl.load(temperature_ptr)
+    temperature = tl.full((), temperature, row_max_ptr.dtype.element_ty)
     column = tl.load(column_ptr + offset, mask=index < k, other=-1).to(tl.int64)
     gradient = tl.load(g_same_ptr + offset, mask=index < k, other=0.0)
     z_t = tl.load(z_t_ptr + offset, mask=index < k, other=float("-inf")).to(temperature.dtype)
