@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,16 @@ STRICT = ("jax_ref", "parity_tests")  # packages whose references broadcast noth
 
 
 def start(cache: str | None = None) -> Any:
-    """Import JAX for the CPU with float64, strict promotion and a compilation cache, if given; returns jax."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    """Import JAX for the CPU with float64, strict promotion and a compilation cache, if given; returns jax.
+
+    A platform that the user has named, by JAX_PLATFORMS or in jax.config, stays.
+    """
     import jax
 
+    # Also where a file of schemes has imported JAX before. JAX's default takes a GPU if it can use one, and three
+    # quarters of the GPU's memory, which the ranks need.
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -121,6 +121,28 @@ print(bridge.to_jax("logits", np.ones(3)).dtype)
 """
 
 
+PLATFORMS = """
+import sys
+import jax
+if sys.argv[1:]:
+    jax.config.update("jax_platforms", sys.argv[1])
+from parity_tests.harness.judge import bridge
+print(bridge.start().config.jax_platforms)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "configured", "expected"),
+    [({}, [], "cpu"), ({"JAX_PLATFORMS": "cuda"}, [], "cuda"), ({}, ["cuda"], "cuda")],
+)
+def test_jax_runs_on_the_cpu_unless_the_user_says_otherwise(environment, configured, expected):
+    """Also if it was imported before: where JAX finds a GPU it would take most of its memory."""
+    environment = {name: x for name, x in os.environ.items() if name != "JAX_PLATFORMS"} | environment
+    command = [sys.executable, "-c", PLATFORMS, *configured]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == expected
+
+
 def test_with_x64_off_nothing_passes():
     environment = {**os.environ, "JAX_ENABLE_X64": "0", "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", NARROW], env=environment, capture_output=True, text=True, check=True)

@@ -1,4 +1,7 @@
-"""Whether a thread is inside torch.compile: the first compilation of C++ may take a minute, and is no stall."""
+"""Whether a thread is inside torch.compile or Triton's compiler, which may take a minute at first and is no stall.
+
+So may the choice of a kernel's settings, for each of which Triton compiles and times it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 from parity_tests.harness.run.ledger import is_plumbing
 
 LIMIT_S = 600.0  # for a compilation, after which the rank is stalled all the same
-COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/")
+COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/compiler/", "/triton/runtime/autotuner.py")
 
 
 def is_compiling(thread: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""A rank inside torch.compile is waited for; what it has compiled is not."""
+"""A rank inside torch.compile or Triton's compiler is waited for; what it has compiled is not."""
 
 import time
 import types
@@ -20,19 +20,27 @@ def run_compiled(function):
 """
 
 
-def compiler():
-    """Two functions whose frames stand in a file of the compiler."""
+def compiler(file):
+    """Two functions whose frames stand in a file of a compiler."""
     scope = {}
-    exec(compile(SOURCE, "/site-packages/torch/_inductor/of_this_test.py", "exec"), scope)
+    exec(compile(SOURCE, f"/site-packages/{file}", "exec"), scope)
     return [types.FunctionType(scope[name].__code__, {}) for name in ("compile_for", "run_compiled")]
 
 
-COMPILE_FOR, RUN_COMPILED = compiler()
+COMPILE_FOR, RUN_COMPILED = compiler("torch/_inductor/of_this_test.py")
+TUNE_FOR, _ = compiler("triton/runtime/autotuner.py")
 
 
 def compiles(mesh, case):
     if mesh.rank("tp") == 1:
         COMPILE_FOR(3 * QUIET_S, time.sleep)
+    dist.barrier(group=mesh["tp"])
+    return True
+
+
+def tunes_a_kernel(mesh, case):
+    if mesh.rank("tp") == 1:
+        TUNE_FOR(3 * QUIET_S, time.sleep)
     dist.barrier(group=mesh["tp"])
     return True
 
@@ -54,7 +62,7 @@ def runs_what_is_compiled(mesh, case):
     dist.barrier(group=mesh["tp"])
 
 
-@pytest.mark.parametrize("function", [compiles, compiles_and_computes])
+@pytest.mark.parametrize("function", [compiles, tunes_a_kernel, compiles_and_computes])
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_a_compilation_is_waited_for(engine, function):
     assert run(function, CASE, engine, quiet_s=QUIET_S).results == (True, True)

@@ -259,5 +259,8 @@ def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     devices = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
-    # Files that ranks import may make arrays of JAX, which are float64 in the parent.
-    return os.environ | {"PYTHONPATH": path, "JAX_ENABLE_X64": "1"} | threads | devices
+    # Files that ranks import may make arrays of JAX, which are float64 in the parent. Packages that look for a GPU when
+    # they are imported must not initialize CUDA, which no fork could use any more.
+    own = {"PYTHONPATH": path, "JAX_ENABLE_X64": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    defaults = {"JAX_PLATFORMS": "cpu", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return defaults | os.environ | own | threads | devices

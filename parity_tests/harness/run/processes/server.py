@@ -28,7 +28,6 @@ import torch
 
 from parity_tests.harness.run.collector import freeze_heap
 from parity_tests.harness.run.processes.rank_warnings import not_shown
-from parity_tests.harness.run.processes.recorder import Recorder
 
 SIGNALS = {"suspend": signal.SIGSTOP, "resume": signal.SIGCONT}
 
@@ -162,13 +161,15 @@ def _tell(parent: socket.socket, message: dict) -> None:
 
 
 # What every rank needs, imported once here so that a rank is a copy and not a start; what functions need besides comes
-# with `import_ahead`. No thread is started and no CUDA context is made: a fork would inherit either in a state of no
-# use. That torch has one thread is set in the server's environment, before torch is loaded.
+# with `import_ahead`. No thread is started and CUDA is not initialized: a fork would inherit either in a state of no
+# use. So nothing is differentiated here, since torch's autograd counts the GPUs at its first call, which initializes
+# CUDA. That torch has one thread is set in the server's environment, before torch is loaded.
 NEEDED = (
     "parity_tests.harness.run.processes.rank",
     "parity_tests.harness.run.program",
     "shardproof",
     "torch.distributed.nn.functional",
+    "torch.fx.experimental.symbolic_shapes",  # for a given cotangent
     "torch.utils.checkpoint",
     "torch_impl.collectives",
 )
@@ -180,10 +181,7 @@ def warm() -> None:
         for name in NEEDED:
             importlib.import_module(name)
     torch.set_num_threads(1)
-    with Recorder():
-        x = torch.ones(1, requires_grad=True)
-        torch.autograd.grad(x * x, x, torch.ones(1))  # a given cotangent, for which torch imports SymPy
-    cloudpickle.loads(cloudpickle.dumps(lambda: x))
+    cloudpickle.loads(cloudpickle.dumps(lambda: None))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import socket
 import sys
 
 import pytest
+import torch
 
-from parity_tests.harness.run.processes.server import _import, _serve
+from parity_tests.harness.run.processes.server import _import, _serve, warm
 
 
 @pytest.mark.timeout(10)
@@ -27,6 +28,19 @@ def test_a_line_that_comes_in_two_reads_is_one() -> None:
         parent.sendall(b'{"kill": ')
         parent.sendall(b"[]}\n")
         assert _serve(served, set(), (0, 0))
+
+
+def test_nothing_is_differentiated_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's autograd counts the GPUs at its first call, after which no fork can use CUDA."""
+
+    def differentiates(*_: object, **__: object) -> None:
+        raise AssertionError("autograd has run in the fork server")
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", differentiates)
+    x = torch.ones(1, requires_grad=True)
+    with pytest.raises(AssertionError, match="autograd has run"):
+        torch.autograd.grad(x * x, x)
+    warm()
 
 
 @pytest.mark.parametrize("is_the_same", [True, False])
