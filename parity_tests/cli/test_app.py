@@ -49,7 +49,7 @@ def test_4_nothing_ran(shardproof):
     status, out, err = shardproof("verify", written("gpus.py", RIGHT), "--engine", "nccl", "--mesh", "tp=2")
     assert (status, err) == (4, "")
     assert out.splitlines() == [
-        "not run: right: nccl needs 2 GPUs, 0 are here",
+        "not run: right: nccl needs a GPU, none is here",
         "1 scheme, 0 mismatches, 1 not run.",
     ]
 

@@ -32,7 +32,7 @@ NOT_HERE = {
     r"shardproof train .*": "training/test_session.py, over fewer steps",
     r"shardproof trace --mesh .*": "training/test_traced.py",
     r"shardproof trace my_pair\.py.*": "cli/test_trace.py",
-    r"shardproof verify .* --engine nccl": "a GPU for each rank; without one it is not run, as cli/test_app.py asks",
+    r"shardproof verify .* --engine nccl": "a GPU; without one it is not run, as cli/test_app.py asks",
     r"torchrun --standalone --nproc-per-node 2 .* verify .*": "test_worked_example.py",
     r"torchrun --standalone --nproc-per-node [48] .*": "as many ranks are too many for two cores, with GPUs or without",
     r"torchrun --nnodes 2 .*": "two hosts; training/test_torchrun.py makes two of one, as namespaces or over loopback",

@@ -250,7 +250,7 @@ def test_statuses(capsys):
     report = scheme.verify(tp=2, b=2)
     assert status_of(report.replay) == 3
     assert status_of(report.replay, "nccl") == 4
-    assert capsys.readouterr().err == "shardproof: not run: nccl needs 2 GPUs, 0 are here\n"
+    assert capsys.readouterr().err == "shardproof: not run: nccl needs a GPU, none is here\n"
     assert status_of(report.replay, "mpi") == 2
     assert status_of("nothing.py") == 2
     assert capsys.readouterr().err == (

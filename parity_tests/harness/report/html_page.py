@@ -137,7 +137,7 @@ def _facts(report: Report) -> Element:
     dtypes = " ".join(report.dtypes or (report.case.dtype,))
     confirmed = f"; {report.confirmation}" if report.confirmation else ""
     at = f"; declared at {report.source}" if report.source else ""
-    return tag("p", f"{count} on {meshes}, {report.case.engine}, {dtypes}{confirmed}{at}", class_="quiet")
+    return tag("p", f"{count} on {meshes}, {report.engine_text}, {dtypes}{confirmed}{at}", class_="quiet")
 
 
 def _notes(report: Report) -> list[Element]:

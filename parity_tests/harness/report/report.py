@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
@@ -310,7 +311,13 @@ class Report:
         if self.shrinking_steps:
             count += f" and {counted(self.shrinking_steps, 'shrinking step')}"
         meshes = " ".join(self.meshes) or mesh_text(self.case.mesh)
-        return f"{name}    {meshes}   {self.case.engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
+        return f"{name}    {meshes}   {self.engine_text}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
+
+    @property
+    def engine_text(self) -> str:
+        """The engine; of nccl the GPUs too, which ranks share where there are fewer: `nccl on 1 GPU`."""
+        gpus = torch.cuda.device_count() if self.case.engine == "nccl" else 0
+        return f"nccl on {counted(gpus, 'GPU')}" if gpus else self.case.engine
 
     @property
     def _ends_by_itself(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from rich.console import Console
 
 from parity_tests import integers, scheme, values
@@ -73,6 +74,13 @@ unharmed    tp=2   lockstep   1 example   float32
 def test_text():
     assert str(report_of(doubled)) == DOUBLED
     assert str(report_of(unharmed)) == UNHARMED
+
+
+def test_the_gpus_that_ranks_share_are_shown(monkeypatch):
+    report = report_of(unharmed)
+    on_nccl = replace(report, case=report.case.replace(engine="nccl"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert str(on_nccl).startswith("unharmed    tp=2   nccl on 1 GPU   1 example   float32")
 
 
 def scaled(mesh, x, scale, count):

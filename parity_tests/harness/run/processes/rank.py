@@ -123,7 +123,10 @@ def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slo
     with Recorder(slot, case.mesh) as recorder:
         _current = recorder
         try:
-            result = cloudpickle.dumps(fn(mesh, case))
+            returned = fn(mesh, case)
+            if mesh.device_mesh.device_type == "cuda":
+                torch.cuda.synchronize()  # a kernel that fails, and a collective that never ends, are this function's
+            result = cloudpickle.dumps(returned)
         except BaseException as error:
             return _raised(rank, recorder, error)
         finally:
@@ -211,12 +214,25 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
     rank_warnings.show_once(str(Path(folder).parent))  # of all pools: a failing case is run again in new ones
     crash.record(crash.path(folder, rank))
     slot = status_table.StatusTable(Path(folder) / "status", world).slot(rank)
-    member = Rank(slot, backend, dist.FileStore(str(Path(folder) / "store"), world), rank, world, gpu=rank)
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    member = Rank(slot, backend, store, rank, world, gpu_of(rank, world) if backend == "nccl" else 0)
     try:
         while True:
             work.send(member.run(work.recv(), ready=lambda: work.send("ready")))
     except (EOFError, ConnectionError):
         _end()  # the parent has let go
+
+
+def gpu_of(rank: int, world: int) -> int:
+    """A GPU of this rank's own or, where there are fewer than ranks, one that several share.
+
+    NCCL rejects two ranks of one host on a GPU. With a host's name for each rank it takes them for ranks of as many
+    hosts, whose messages go over the loopback device; their kernels take turns on the GPU.
+    """
+    count = torch.cuda.device_count()
+    if world > count:
+        os.environ["NCCL_HOSTID"] = f"rank {rank} of {os.getppid()}"
+    return rank % count
 
 
 def _answer(control: Connection) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.failure import NotRun, Raised, RankFailure
 from parity_tests.harness.run.processes import forks, pool
+from parity_tests.harness.run.processes import rank as rank_process
 from parity_tests.harness.run.processes.recorder import FUNCTIONAL, IN_PLACE, MISSING, SILENT
 
 HOT_START_S = 0.5
@@ -320,10 +321,38 @@ def test_threads_of_the_caller_take_turns() -> None:
     assert results == {1: (0.0,), 2: (1.0,) * 2, 4: (6.0,) * 4}
 
 
-def test_nccl_without_enough_gpus_is_not_run() -> None:
+@pytest.mark.parametrize(
+    ("count", "world", "gpus", "hosts"), [(4, 4, [0, 1, 2, 3], 0), (1, 3, [0, 0, 0], 3), (2, 4, [0, 1, 0, 1], 4)]
+)
+def test_ranks_share_gpus_only_where_these_are_fewer(
+    count: int, world: int, gpus: list[int], hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setenv("NCCL_HOSTID", "")
+    names = set()
+    for rank, gpu in enumerate(gpus):
+        assert rank_process.gpu_of(rank, world) == gpu
+        names.add(os.environ["NCCL_HOSTID"])
+    assert len(names - {""}) == hosts
+
+
+def total_on_its_gpu(mesh: Any, case: CaseSpec) -> float:
+    x = torch.full((3,), float(mesh.rank("tp")), device=mesh.device_mesh.device_type)
+    dist.all_reduce(x, group=mesh["tp"])
+    return x[0].item()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: needs CUDA")
+def test_nccl_runs_more_ranks_than_there_are_gpus() -> None:
+    world = torch.cuda.device_count() + 1
+    assert pool.run(total_on_its_gpu, case(world), "nccl").results == (world * (world - 1) / 2,) * world
+
+
+def test_nccl_without_a_gpu_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(NotRun) as caught:
-        pool.run(total, case(64), backend="nccl")
-    assert str(caught.value) == f"nccl needs 64 GPUs, {torch.cuda.device_count()} are here"
+        pool.run(total, case(2), backend="nccl")
+    assert str(caught.value) == "nccl needs a GPU, none is here"
 
 
 def test_every_operator_of_c10d_is_written_down_or_rejected() -> None:
