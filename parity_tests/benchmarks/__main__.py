@@ -1,6 +1,7 @@
 """`python -m parity_tests.benchmarks`, or `make bench`: measure the promised figures, write docs/benchmarks.md.
 
-A promise that is missed is printed as missed. With --only the page keeps its other sections.
+A promise that is missed is printed as missed. With --only the page keeps its other sections; without, it keeps those
+that were measured apart and of which nothing can run here, as the kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def main(
                 figures.append(figure)
             sections.append((title, figures))
     if only is None:
-        page.write_text(text(sections, on, time.perf_counter() - start))
+        before = page.read_text() if page.exists() else ""
+        page.write_text(text(sections, on, time.perf_counter() - start, before))
     else:
         page.write_text(with_section(page.read_text(), *sections[0], on))
     console.print(f"written: {page}")

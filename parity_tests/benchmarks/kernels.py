@@ -1,29 +1,32 @@
 """The Triton kernels on a GPU, beside the copy of as many bytes: what fraction of the memory's speed they reach.
 
 One read of the logits forward, one read and one write backward: half a copy and a copy. The arms are first held
-against their budgets, then timed in turn, so that the clocks of the GPU meet all of them alike.
+against their budgets, then timed in turn, so that the clocks of the GPU meet all of them alike. CALLS calls are queued
+at a time, as in a training step, where the GPU is behind the CPU; what a call alone takes until the GPU is done, the
+CPU's time to queue it included, is a figure of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parity_tests.benchmarks.figure import Figure, spread
-from torch_impl.kernels import rows_at
-from torch_impl.layouts import dual_chunk_swap
 from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.fused_logprob import id_cotangents
 
 ROWS, COLUMNS = 4096, 131072  # 1 GiB in bfloat16
-ROUNDS, WARM = 21, 3
+ROUNDS, WARM, CALLS = 21, 3, 8
 NOT_RUN = "not run: needs CUDA"
 BACKENDS = ("triton", "compile", "eager")
 PROMISED_FRACTION, PROMISED_ENTROPY, PROMISED_MEMORY = 0.85, 1.15, {"apart": 1.05, "in place": 0.05}
@@ -33,6 +36,8 @@ PROMISES = {
     "extra memory, gradient apart": f"<= {PROMISED_MEMORY['apart']} of the logits",
     "extra memory, gradient in place": f"<= {PROMISED_MEMORY['in place']} of the logits",
 }
+# What people call instead, with their mean over the logits in float32 taken out: one loss for each row.
+PEERS = ("cross_entropy", "cross_entropy, compiled", "liger-kernel")
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,12 @@ def figures() -> Iterator[Figure]:
 
 def measured(device: torch.device, rows: int, columns: int, backends: tuple[str, ...], rounds: int) -> Iterator[Figure]:
     """The figures of one device; the first backend is the one that promises are about."""
-    logits = _logits(device, rows, columns)
+    logits, first = _logits(device, rows, columns), backends[0]
     check(logits, backends)
     arms = arms_of(logits, backends)
-    seconds = in_turn(arms, device, rounds)
+    seconds = in_turn(arms, device, rounds, CALLS)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    how = f"{rows} x {columns} bfloat16 on {name}, {rounds} rounds in turn; median (least to greatest)"
+    how = f"{rows} x {columns} bfloat16 on {name}, {rounds} rounds of {CALLS} calls in turn; median (least to greatest)"
     copied = 2 * logits.nbytes / min(seconds["copy"]) / 1e9
     yield Figure("copy of the logits", "-", f"{spread([1e3 * s for s in seconds['copy']])} ms", None, how)
     for arm, times in seconds.items():
@@ -69,12 +74,15 @@ def measured(device: torch.device, rows: int, columns: int, backends: tuple[str,
             promised = PROMISES.get(arm)
             is_kept = sorted(fractions)[rounds // 2] >= PROMISED_FRACTION if promised else None
             yield Figure(arm, promised or "-", text, is_kept, f"{how}; a copy moves {copied:.0f} GB/s at best")
-    first = backends[0]
     pairs = zip(seconds[f"logprob and entropy, {first}"], seconds[_both(first)], strict=True)
     ratios = [with_entropy / alone for with_entropy, alone in pairs]
     is_kept = sorted(ratios)[rounds // 2] <= PROMISED_ENTROPY
     title = "logprob with entropy over logprob alone"
     yield Figure(title, PROMISES[title], spread(ratios), is_kept, how)
+    alone = in_turn({first: arms[_both(first)]}, device, rounds)[first]
+    yield Figure(
+        f"a call alone, {first}", "-", f"{spread([1e3 * s for s in alone])} ms", None, "forward and backward, the same"
+    )
     if device.type == "cuda":
         yield from memory(logits, first)
 
@@ -82,15 +90,48 @@ def measured(device: torch.device, rows: int, columns: int, backends: tuple[str,
 def memory(logits: Tensor, backend: str) -> Iterator[Figure]:
     """The allocator's peak above what was there, in units of the logits."""
     for name, promised in PROMISED_MEMORY.items():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        local = logits.clone()
-        logprob_and_gradient(local, backend, inplace_gradient=name == "in place")
-        torch.cuda.synchronize()
-        extra = (torch.cuda.max_memory_allocated() - before) / logits.nbytes - 1.0
+        is_in_place = name == "in place"
+        extra = _extra_memory(logits, partial(logprob_and_gradient, backend=backend, inplace_gradient=is_in_place))
         title = f"extra memory, gradient {name}"
         yield Figure(title, PROMISES[title], f"{extra:.3f}", extra <= promised, f"peak of the allocator, {backend}")
+    for name, job in peer_jobs().items():
+        yield Figure(f"extra memory, {name}", "-", f"{_extra_memory(logits, job):.3f}", None, "peak of the allocator")
+
+
+def _extra_memory(logits: Tensor, job: Callable[[Tensor], Any]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    job(logits.clone())
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / logits.nbytes - 1.0
+
+
+def peer_jobs() -> dict[str, Callable[[Tensor], Tensor]]:
+    """The gradient by each peer that is installed; liger-kernel's is written over the logits."""
+    jobs: dict[str, Callable[[Tensor], Tensor]] = {
+        PEERS[0]: partial(_gradient_of, loss=_cross_entropy),
+        PEERS[1]: partial(_gradient_of, loss=lambda *inputs: _compiled_cross_entropy()(*inputs)),
+    }
+    if find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers import LigerCrossEntropyLoss
+
+        jobs[PEERS[2]] = partial(_gradient_of, loss=LigerCrossEntropyLoss(reduction="none"))
+    return jobs
+
+
+def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), target, reduction="none")
+
+
+@functools.cache
+def _compiled_cross_entropy() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(_cross_entropy)
+
+
+def _gradient_of(logits: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    z, target, ones = logits.detach().requires_grad_(), *_target(logits.device, *logits.shape)
+    return torch.autograd.grad(loss(z, target), z, ones)[0]
 
 
 def arms_of(logits: Tensor, backends: tuple[str, ...]) -> dict[str, Arm]:
@@ -111,9 +152,8 @@ def arms_of(logits: Tensor, backends: tuple[str, ...]) -> dict[str, Arm]:
         arms[f"gradient, {backend}"] = Arm(
             partial(write, into, logits, st.Normaliser(*statistics), at_ids, None, 1.0, True), 1.0
         )
-    order = torch.cat(dual_chunk_swap(len(logits), 2, device=logits.device))
-    for backend in backends:
-        arms[f"rows in DualChunkSwap order, {backend}"] = Arm(partial(rows_at, logits, order, backend=backend), 1.0)
+    if logits.is_cuda:
+        arms |= {name: Arm(partial(job, over), 1.5) for name, job in peer_jobs().items()}
     return arms
 
 
@@ -147,29 +187,32 @@ def check(logits: Tensor, backends: tuple[str, ...]) -> None:
             raise RuntimeError(f"benchmarks: {backend} is {worst:.2g} budgets off its twin; it is not timed")
 
 
-def in_turn(arms: Mapping[str, Arm], device: torch.device, rounds: int) -> dict[str, list[float]]:
+def in_turn(arms: Mapping[str, Arm], device: torch.device, rounds: int, calls: int = 1) -> dict[str, list[float]]:
     """Seconds of every arm in every round, after some rounds to compile and warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(WARM + rounds):
         for name, arm in arms.items():
-            elapsed = _seconds(arm.job, device)
+            elapsed = _seconds(arm.job, device, calls)
             if turn >= WARM:
                 seconds[name].append(elapsed)
     return seconds
 
 
-def _seconds(job: Callable[[], Any], device: torch.device) -> float:
+def _seconds(job: Callable[[], Any], device: torch.device, calls: int) -> float:
+    """Of one of so many calls, queued on a GPU that has nothing else to do."""
     if device.type != "cuda":
         start = time.perf_counter()
-        job()
-        return time.perf_counter() - start
+        for _ in range(calls):
+            job()
+        return (time.perf_counter() - start) / calls
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     before.record()
-    job()
+    for _ in range(calls):
+        job()
     after.record()
     after.synchronize()
-    return before.elapsed_time(after) / 1e3
+    return before.elapsed_time(after) / 1e3 / calls
 
 
 class _WholeRows(torch.autograd.Function):
@@ -186,9 +229,9 @@ class _WholeRows(torch.autograd.Function):
 
 def logprob_and_gradient(logits: Tensor, backend: str, **options: bool) -> Tensor:
     plan = fused_logprob.LogprobOptions(None, 0, logits.shape[-1], backend=backend, **options)
-    z = logits.detach().requires_grad_()
-    outputs = _WholeRows.apply(z, _target(logits), plan)
-    return torch.autograd.grad(outputs, z, [torch.ones_like(output) for output in outputs])[0]
+    z, target, ones = logits.detach().requires_grad_(), *_target(logits.device, *logits.shape)
+    outputs = _WholeRows.apply(z, target, plan)
+    return torch.autograd.grad(outputs, z, [ones] * len(outputs))[0]
 
 
 def _logits(device: torch.device, rows: int, columns: int) -> Tensor:
@@ -196,13 +239,15 @@ def _logits(device: torch.device, rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
 
 
-def _target(logits: Tensor) -> Tensor:
-    return torch.arange(len(logits), device=logits.device) * 7919 % logits.shape[-1]
+@functools.cache
+def _target(device: torch.device, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """An id of each row, and its cotangent."""
+    return torch.arange(rows, device=device) * 7919 % columns, torch.ones(rows, device=device)
 
 
 def _kernel_inputs(logits: Tensor) -> tuple[Tensor, Any, tuple[Tensor, Tensor]]:
     """(columns, their cotangents, m and log(1 + R))."""
-    column = st.local_column(_target(logits).unsqueeze(-1), 0, logits.shape[-1])
+    column = st.local_column(_target(logits.device, *logits.shape)[0].unsqueeze(-1), 0, logits.shape[-1])
     row_max = logits.amax(-1).float()
     log_row_sum = torch.stack([(row.float() - m).exp().sum().log() for row, m in zip(logits, row_max, strict=True)])
     return column, id_cotangents(column, torch.ones(column.shape, device=logits.device)), (row_max, log_row_sum)

@@ -43,22 +43,32 @@ def _processor() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def text(sections: Sequence[tuple[str, Sequence[Figure]]], on: str, seconds: float) -> str:
-    """The text of the page."""
+def text(sections: Sequence[tuple[str, Sequence[Figure]]], on: str, seconds: float, before: str = "") -> str:
+    """The text of the page. A section of which nothing ran here stays as `before`, the page, has it: with its date."""
+    measured_apart = {title: text for title, text in _texts(before)[1].items() if "\nMeasured apart, " in text}
     parts = [HEAD.format(machine=on)]
-    parts += [_section(title, figures) for title, figures in sections]
+    for title, figures in sections:
+        nothing_ran = all(figure.measured.startswith("not run") for figure in figures)
+        kept = measured_apart.get(f"## {title}") if nothing_ran else None
+        parts.append(kept or _section(title, figures))
     parts.append(f"{LAST} {seconds:.0f} s.\n")
     return "".join(parts)
 
 
 def with_section(page: str, title: str, figures: Sequence[Figure], on: str) -> str:
     """The page with another text of one section, or with it as its last, which says that it was measured apart."""
-    head, *sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
-    *body, last = re.split(rf"^(?={LAST})", "".join(sections), flags=re.MULTILINE)
-    texts = {text.partition("\n")[0]: text for text in re.split(r"^(?=## )", "".join(body), flags=re.MULTILINE) if text}
+    head, texts, last = _texts(page)
     texts[f"## {title}"] = _section(title, figures, f"Measured apart, {on}\n\n")
     (whole_run,) = re.findall(r"^\d{4}-.*$", head, re.MULTILINE)
     return HEAD.format(machine=whole_run) + "".join(texts.values()) + last
+
+
+def _texts(page: str) -> tuple[str, dict[str, str], str]:
+    """What stands before the sections of a page, the sections by their titles, and the last line."""
+    head, *sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
+    *body, last = re.split(rf"^(?={LAST})", "".join(sections), flags=re.MULTILINE)
+    texts = (text for text in re.split(r"^(?=## )", "".join(body), flags=re.MULTILINE) if text)
+    return head, {text.partition("\n")[0]: text for text in texts}, last
 
 
 def _section(title: str, figures: Sequence[Figure], on: str = "") -> str:

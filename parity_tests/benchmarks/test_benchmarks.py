@@ -58,6 +58,16 @@ def test_a_page_shows_kept_missed_and_unpromised_figures():
     assert page.endswith("The run took 7 s.\n")
 
 
+def test_what_cannot_run_here_stays_as_it_was_measured_elsewhere():
+    on_a_gpu = [Figure("kernel", "<= 2 s", "1 s", True, "once")]
+    here = [Figure("kernel", "<= 2 s", "not run: needs CUDA", None, "-")]
+    page = text([("Kernels", here)], "2026-01-01: here.", 7.0)
+    assert "not run" in text([("Kernels", here)], "2026-01-03: here.", 7.0, page)
+    measured = with_section(page, "Kernels", on_a_gpu, "2026-01-02: there.")
+    again = text([("Kernels", here)], "2026-01-03: here.", 7.0, measured)
+    assert "Measured apart, 2026-01-02: there.\n\n" in again and "| 1 s | kept |" in again and "not run" not in again
+
+
 def test_a_section_is_measured_apart():
     page = text([("Times", [Figure("early", "-", "1 s", None, "once")])] * 1, "2026-01-01: here.", 7.0)
     later = [Figure("early", "-", "2 s", None, "again")]

@@ -3,6 +3,7 @@
 import torch
 
 from parity_tests.benchmarks import kernels
+from parity_tests.vocab_parallel.rounding import equal_to_rounding
 
 
 def test_without_a_gpu_every_promise_is_reported_as_not_run(monkeypatch):
@@ -15,8 +16,14 @@ def test_without_a_gpu_every_promise_is_reported_as_not_run(monkeypatch):
 def test_arms_are_checked_and_timed_in_turn_on_whatever_there_is():
     figures = list(kernels.measured(torch.device("cpu"), 8, 64, ("eager",), rounds=3))
     assert figures[0].name == "copy of the logits"
-    assert {"statistics, eager", "gradient, eager", "rows in DualChunkSwap order, eager"} <= {f.name for f in figures}
+    assert {"statistics, eager", "gradient, eager", "a call alone, eager"} <= {f.name for f in figures}
     assert all("to" in figure.measured for figure in figures)
+
+
+def test_a_peer_computes_the_negative_gradient():
+    logits = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ours, theirs = kernels.logprob_and_gradient(logits, "eager"), kernels.peer_jobs()["cross_entropy"](logits)
+    assert equal_to_rounding(ours, -theirs)
 
 
 def test_an_arm_that_is_wrong_is_not_timed(monkeypatch):
