@@ -79,16 +79,30 @@ def test_shape_and_dtype_are_those_of_torch_empty() -> None:
         assert (x.shape, x.dtype, x.device, x.is_contiguous()) == (shape, torch.float64, CPU, True)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [0, 1, -2, -1])
 @pytest.mark.parametrize("size", [3, 2 * large_tensors.MIN_BYTES // 8], ids=["small", "large"])
 def test_selected_rows_are_those_of_torch(dim: int, size: int) -> None:
-    x = torch.arange(4.0 * size).view((4, size) if dim == 0 else (size, 4))
+    x = torch.arange(4.0 * size).view((4, size) if dim % 2 == 0 else (size, 4))
     index = torch.tensor([2, 0, 2])
-    assert torch.equal(large_tensors.index_select(x, index, dim), x.index_select(dim, index))
+    selected = large_tensors.index_select(x, index, dim)
+    assert selected.is_contiguous() and torch.equal(selected, x.index_select(dim, index))
     needs_gradient = x.clone().requires_grad_()
     large_tensors.index_select(needs_gradient, index, dim).sum().backward()
     counts = torch.tensor([1.0, 0.0, 2.0, 0.0])
-    assert torch.equal(needs_gradient.grad, counts.unsqueeze(1 - dim).expand_as(x))
+    assert torch.equal(needs_gradient.grad, counts.unsqueeze(1 - dim % 2).expand_as(x))
+
+
+@pytest.mark.parametrize("size", [3, 2 * large_tensors.MIN_BYTES // 8], ids=["small", "large"])
+@pytest.mark.parametrize("place", [-1, 4])
+def test_an_index_out_of_range_is_rejected(size: int, place: int) -> None:
+    with pytest.raises(IndexError):
+        large_tensors.index_select(torch.ones(4, size), torch.tensor([0, place]))
+
+
+@pytest.mark.parametrize(("shape", "count"), [((0, 4), 0), ((3, 0), 2), ((3, 4), 0), ((5,), 3)])
+def test_selecting_nothing_and_single_elements(shape: tuple[int, ...], count: int) -> None:
+    x, index = torch.ones(shape), torch.arange(count)
+    assert torch.equal(large_tensors.index_select(x, index), x[index])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch, in make_dual
@@ -113,6 +127,8 @@ def test_tensors_without_memory_of_their_own_are_left_alone() -> None:
     x = torch.ones(3)
     assert torch.equal(torch.func.grad(twice)(x), torch.full((3,), 2.0))
     assert torch.equal(torch.compile(twice, fullgraph=True, backend="eager")(x), torch.tensor(6.0))
+    selected = torch.compile(large_tensors.index_select, fullgraph=True, backend="eager")
+    assert torch.equal(selected(torch.ones(LARGE), torch.tensor([2, 0, 2])), torch.ones(LARGE))
     with FakeTensorMode():
         assert large_tensors.empty(LARGE, torch.float32, CPU).shape == LARGE
     assert large_tensors.empty(LARGE, torch.float32, torch.device("meta")).is_meta

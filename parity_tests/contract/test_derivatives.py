@@ -19,13 +19,13 @@ from torch_impl.parallelizer.fsdp2 import _Untangled
 from torch_impl.vocab_parallel import allgather_cp_sharded_tensor, gather_logits_at_global_indices
 
 TWO = CaseSpec(scheme="derivatives", mesh={"x": 2})
-NEEDS_TRITON = ("torch_impl.kernels.row_gather", "torch_impl.kernels.softmax")
+NEEDS_TRITON = "torch_impl.kernels.softmax"
 # Linear: backward calls the transpose, or operations of torch. Each is differentiated twice here, in
 # collectives/test_cotangents.py or in mamba/test_all_to_all.py; _Rows and _Sums of a mixture of experts in
-# expert_parallel/test_experts.py; _RowsAt, which is Triton's, in kernels/.
+# expert_parallel/test_experts.py.
 LINEAR = (
     *("_AllReduce", "_Replicated", "_Broadcast", "_ToSource", "AllGather", "_Shard", "ReduceScatter", "_AllToAll"),
-    *("_RingShift", "AllGatherCPTensor", "GatherOverCp", "LogitsAt", "_RowsAt", "_Permute", "_Untangled"),
+    *("_RingShift", "AllGatherCPTensor", "GatherOverCp", "LogitsAt", "_Permute", "_Untangled"),
     *("_Rows", "_Sums", "_Waited"),
 )
 
@@ -33,7 +33,7 @@ LINEAR = (
 def functions():
     classes = set()
     for module in pkgutil.walk_packages(torch_impl.__path__, "torch_impl."):
-        if module.name not in NEEDS_TRITON:
+        if module.name != NEEDS_TRITON:
             members = vars(importlib.import_module(module.name)).values()
             classes |= {m for m in members if inspect.isclass(m) and issubclass(m, torch.autograd.Function)}
     return sorted((c for c in classes if c.__module__.startswith("torch_impl.")), key=lambda c: c.__qualname__)

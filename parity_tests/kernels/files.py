@@ -3,7 +3,6 @@
 ON_A_DEVICE = (
     "test_softmax_statistics.py",
     "test_softmax_gradient.py",
-    "test_row_gather.py",
     "test_wiring.py",
     "test_compositions.py",
     "test_injected_bugs.py",

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from jax_ref.vocab_parallel import gather_logprob, logprob, logprob_and_negative_entropy, sequence
+from jax_ref.vocab_parallel import gather_logprob, logprob, logprob_and_negative_entropy
 from parity_tests.kernels import device as device  # rounds as a GPU does
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import Cost, ids, scheme, values
-from torch_impl.kernels import rows_at
 from torch_impl.kernels.softmax import local_statistics, write_gradient
-from torch_impl.layouts import dual_chunk_swap
 from torch_impl.vocab_parallel import fused_logprob, vocab_parallel_logprob
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.fused_logprob import EntropyCotangent, id_cotangents
@@ -138,18 +136,3 @@ class _InSteps(torch.autograd.Function):
         entropy = EntropyCotangent(shifted_mean, g_entropy.reshape(-1))
         write_gradient(gradient, rows, st.Normaliser(*normaliser), at_target, entropy, ctx.temperature, True, STEP)
         return gradient.view(logits.shape), None, None, None, None, None
-
-
-@scheme(
-    reference=sequence,
-    mesh={"cp": (1, 2, 3)},
-    inputs={"x": "b s d cp=R"},
-    outputs="b s/cp:dual_chunk_swap d",
-    dtypes=("float32", "float64", "bfloat16", "float16"),
-    cost=lambda c: Cost(),
-    engines=("lockstep",),  # the interpreter is this process's
-)
-def triton_sharded_sequence(mesh, x):
-    cp = mesh.size("cp")
-    positions = dual_chunk_swap(x.shape[1], cp)[mesh.rank("cp")]
-    return rows_at(x, positions, 1, backend="triton")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_impl.kernels import backend, checked_backend, rows_at
+from torch_impl.kernels import backend, checked_backend
 
 pytest.importorskip("triton", reason="not run: needs triton; pip install -e '.[triton]' in the clone")
 ON_CPU = torch.ones(2)
@@ -39,17 +39,17 @@ def test_the_device_decides_without_a_backend(backend, x, chosen):
 @pytest.mark.parametrize(
     ("backend", "text"),
     [
-        ("cuda", "kernels.rows_at: backend='cuda' is not one of auto, eager, compile, triton"),
+        ("cuda", "f: backend='cuda' is not one of auto, eager, compile, triton"),
         (
             "triton",
-            "kernels.rows_at: backend='triton' runs on CUDA but x is on cpu; use 'auto', 'eager' or 'compile', or set "
+            "f: backend='triton' runs on CUDA but x is on cpu; use 'auto', 'eager' or 'compile', or set "
             "TRITON_INTERPRET=1 before triton is first imported",
         ),
     ],
 )
 def test_rejections(backend, text):
     with pytest.raises(ValueError) as caught:
-        rows_at(ON_CPU, torch.tensor([0]), backend=backend)
+        checked_backend("f", backend, "x", ON_CPU)
     assert str(caught.value) == text
 
 

@@ -15,13 +15,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torch_impl.kernels import row_gather, softmax
+from torch_impl.kernels import softmax
 
 ARCHITECTURES = (80, 90)
 ALIGNED = [["tt.divisibility", 16]]
 UNALIGNED = ("column_ptr", "k", "temperature")
 SETTINGS = dict(HAS_TEMPERATURE=True, WITH_ENTROPY=True)
-NUMBERS = "n v k rows count inner entropy_offset row_stride out_row_stride outer_stride"
+NUMBERS = "n v k entropy_offset row_stride out_row_stride"
 ACCUMULATED = "row_max log_row_sum shifted_mean g_entropy g_same g_total g_other"  # each _ptr
 
 
@@ -29,8 +29,8 @@ def compiled(kernel, architecture, logits, accumulator, constants, **options):
     """The kernel for pointers to such dtypes, all aligned; what is no pointer nor constant is an int32."""
     names = kernel.arg_names
     types = dict.fromkeys(NUMBERS.split(), "i32") | {f"{name}_ptr": f"*{accumulator}" for name in ACCUMULATED.split()}
-    types |= dict.fromkeys(("logits_ptr", "z_t_ptr", "source_ptr", "out_ptr"), f"*{logits}")
-    types |= {"column_ptr": "*i32", "index_ptr": "*i64", "temperature": "fp64"}
+    types |= dict.fromkeys(("logits_ptr", "z_t_ptr", "out_ptr"), f"*{logits}")
+    types |= {"column_ptr": "*i32", "temperature": "fp64"}
     if kernel is softmax._statistics:
         types["out_ptr"] = f"*{accumulator}"
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
@@ -101,9 +101,3 @@ def test_a_kernel_spills_nothing_and_moves_several_words_at_once(name, logits, a
 def test_a_kernel_compiles_for_float64(name):
     kernel, constants, warps = KERNELS[name]
     assert compiled(kernel, 90, "fp64", "fp64", constants, num_warps=warps).asm["cubin"]
-
-
-def test_the_gather_asserts_on_the_device_that_an_index_is_inside():
-    constants = dict(column_stride=1, HEIGHT=4, COLUMNS=1024)
-    binary = compiled(row_gather.gather_kernel, 90, "i32", "i32", constants, debug=True, sanitize_overflow=False)
-    assert "__assertfail" in binary.asm["ptx"]

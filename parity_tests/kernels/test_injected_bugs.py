@@ -11,11 +11,7 @@ from parity_tests.kernels.device import INTERPRETED
 # Only rows of which one target is all but certain show it, which 40 draws may lack; a test has one:
 # test_softmax_gradient.py::test_a_target_that_is_all_but_certain_keeps_its_digits.
 CAUGHT_BY_HAND = "one minus exp where it cancels"
-SCHEMES = (
-    schemes.logprob_in_steps,
-    schemes.triton_gather_logprob,
-    schemes.triton_sharded_sequence,
-)
+SCHEMES = (schemes.logprob_in_steps, schemes.triton_gather_logprob)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")

@@ -21,13 +21,13 @@ RULES = (
     "texts: docstrings, messages of exceptions, warnings and logs, `__repr__` and `__str__`",
     "types: annotations, `TypeAlias`, blocks under `TYPE_CHECKING`, the package `torch_impl.contract`",
     "cost alone: decorators such as `functools.cache`, constants whose name says BYTES, BLOCK, CHUNK, CACHE or ROWS",
-    "Triton's kernels (`row_gather.py`, `softmax.py` of `torch_impl.kernels`), which have a test of their own",
+    "Triton's kernels (`softmax.py` of `torch_impl.kernels`), which have a test of their own",
     "blocks under `with torch.cuda.device(...)`, which no CPU enters: of `_seed_generators` of "
     "`torch_impl.parallelizer.adapters.meta_init`; tests enter the rest with stand-ins for kernels",
     "files that only import, `__init__.py`",
     "mutants whose bytecode is that of the original, line numbers aside, and those that cannot be compiled",
 )
-LEFT_OUT_FILES = ("__init__.py", "kernels/row_gather.py", "kernels/softmax.py")
+LEFT_OUT_FILES = ("__init__.py", "kernels/softmax.py")
 LEFT_OUT_COMPONENTS = ("contract",)
 SHOWN = ("__repr__", "__str__", "__format__")
 SPOKEN = ("warn", "warning", "info", "debug", "error", "exception")

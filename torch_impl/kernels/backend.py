@@ -44,10 +44,10 @@ def _check_triton(function: str, request: str, name: str, device: torch.device) 
             f"{function}: {request} needs triton; pip install -e '.[triton]' in the clone, or use 'eager' or 'compile'"
         ) from None
     # Only here, after the check above: the module of a kernel imports Triton.
-    from torch_impl.kernels.row_gather import gather_kernel
+    from torch_impl.kernels.softmax import _statistics
 
     # Triton decides when a kernel is declared: only under its interpreter a kernel is not a JITFunction.
-    if device.type != "cuda" and isinstance(gather_kernel, triton.JITFunction):
+    if device.type != "cuda" and isinstance(_statistics, triton.JITFunction):
         raise ValueError(
             f"{function}: backend='triton' runs on CUDA but {name} is on {device.type}; use 'auto', 'eager' or "
             "'compile', or set TRITON_INTERPRET=1 before triton is first imported"

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Int, Int64, Shaped
 from torch import Tensor
 
+from torch_impl.collectives import large_tensors
 from torch_impl.contract import PositiveInt, contract
-from torch_impl.kernels import rows_at
 from torch_impl.layouts.divisibility import first, host_offsets, offsets_of, without_fill
 from torch_impl.layouts.index_arrays import inverse_permutation
 
@@ -179,7 +179,7 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, dim: int) -> Tensor:
         ctx.save_for_backward(index, back)
         ctx.dim = dim
-        return rows_at(x, index, dim)
+        return large_tensors.index_select(x, index, dim)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:

@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 
-from torch_impl.collectives import all_gather
+from torch_impl.collectives import all_gather, large_tensors
 from torch_impl.collectives.lengths import dim_from_front
 from torch_impl.contract import GradientType, Group, OneOf, ShardedAny, contract
-from torch_impl.kernels import rows_at
 from torch_impl.layouts.cache import Value, cached, cached_tensor, for_training, has_numbers
 from torch_impl.layouts.divisibility import (
     check_row,
@@ -229,7 +228,7 @@ class TokenLayout:
         """
         dim = dim_from_front("TokenLayout.shard", "dim", dim, x)
         self._check_rows("shard", x, dim, self.total, "global")
-        return rows_at(x, self.local_index, dim)
+        return large_tensors.index_select(x, self.local_index, dim)
 
     @contract("TokenLayout.unshard")
     def unshard(
@@ -261,7 +260,7 @@ class TokenLayout:
         self._check_rows("unshard", x, dim, self.counts[self.cp_rank], "local")
         # The gather leaves rank-major order; the inverse index restores the global one.
         rank_major = all_gather(x, group, out=gradient, dim=dim, lengths=self.counts)
-        full = rows_at(rank_major, self.inverse, dim)
+        full = large_tensors.index_select(rank_major, self.inverse, dim)
         return full.narrow(dim, 0, self.original_length) if trim else full
 
     def draw(self) -> str:

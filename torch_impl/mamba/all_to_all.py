@@ -12,9 +12,9 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torch_impl.collectives import large_tensors
 from torch_impl.collectives.plain import all_to_all_equal
 from torch_impl.contract import Group, ShardedAny, contract
-from torch_impl.kernels import rows_at
 from torch_impl.layouts import (
     TokenLayout,
     _deinterleave_packed_seqs,
@@ -154,7 +154,7 @@ def _part_cp2hp(part: Tensor, cu_seqlens: Tensor | None, tokens: TokenLayout, gr
     rank_major = _columns_for_tokens(part, group)
     if tokens.kind == "dual_chunk_swap":
         return _undo_attention_load_balancing(rank_major, tokens.cp_size)
-    return rows_at(rank_major, tokens.inverse.to(part.device), 1)
+    return large_tensors.index_select(rank_major, tokens.inverse.to(part.device), 1)
 
 
 def reference_all_to_all_hp2cp(
@@ -168,5 +168,5 @@ def reference_all_to_all_hp2cp(
     if tokens.kind == "dual_chunk_swap":
         rank_major = _redo_attention_load_balancing(x, tokens.cp_size)
     else:
-        rank_major = rows_at(x, tokens.index.flatten().to(x.device), 1)
+        rank_major = large_tensors.index_select(x, tokens.index.flatten().to(x.device), 1)
     return _tokens_for_columns(rank_major, group)

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
-from torch_impl.collectives import accumulator, all_gather, no_autocast
+from torch_impl.collectives import accumulator, all_gather, large_tensors, no_autocast
 from torch_impl.contract import PositiveInt, Sharded, contract
-from torch_impl.kernels import rows_at
 from torch_impl.mamba.mix import SsmParameters, convolution, decays, gate, steps
 from torch_impl.mamba.scan import _log_decays, scan
 from torch_impl.mamba.segments import Blocks, Segments, segments_of
@@ -108,21 +107,22 @@ class MambaStatePassing(MixerStrategy):
         since = running_sums(logs, segments.ids)
         left = states_left(u, B, sums_after(logs, segments.ids), segments.leaving, segments.count)
         # 2. The states that enter, by one all-gather; 3. their part of each output.
-        entering = self._entering(left, rows_at(with_zeros(since), segments.last, 1), segments)
+        entering = self._entering(left, large_tensors.index_select(with_zeros(since), segments.last, 1), segments)
         return read_entering(C, since, entering, segments.entering)
 
     def _convolve(self, x: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
         """The convolution of the local rows, each segment preceded by the k - 1 rows before it."""
         halo = segments.halo
         # 1. Gather the last rows of every rank's segments. "R": each rank reads other rows, so cotangents add up.
-        gathered = all_gather(rows_at(x, halo.sent, 1)[None], self.cp_group, out="R")  # b k c -> n b k c
+        sent = large_tensors.index_select(x, halo.sent, 1)
+        gathered = all_gather(sent[None], self.cp_group, out="R")  # b k c -> n b k c
         # 2. Select the rows before each local segment, and put them in front of it.
-        before = rows_at(with_zeros(gathered.transpose(0, 1).flatten(1, 2)), halo.before, 1)
-        extended = rows_at(torch.cat([x, before], 1), halo.extended, 1)
+        before = large_tensors.index_select(with_zeros(gathered.transpose(0, 1).flatten(1, 2)), halo.before, 1)
+        extended = large_tensors.index_select(torch.cat([x, before], 1), halo.extended, 1)
         # 3. Convolve, and drop the outputs at the rows in front.
         ids = halo.ids.expand(len(x), -1)
         y = convolution(extended, parameters.conv_weight, parameters.conv_bias, ids)
-        return rows_at(y, halo.local, 1)
+        return large_tensors.index_select(y, halo.local, 1)
 
     def _entering(self, left: Tensor, logs: Tensor, segments: Segments) -> Tensor:
         """[b, g, h, p, n]: the state that enters each segment, from the final states and log decays of all segments."""
@@ -130,15 +130,16 @@ class MambaStatePassing(MixerStrategy):
         message = torch.cat([left.flatten(-2), logs[..., None]], -1)[None]
         gathered = all_gather(message, self.cp_group, out="R").transpose(0, 1).flatten(1, 2)  # b n*g h p*n+1
         # 2. Sort the segments of each sequence by position, b q m h ...
-        by_sequence = rows_at(gathered, segments.order.flatten(), 1).unflatten(1, segments.order.shape)
+        order = segments.order
+        by_sequence = large_tensors.index_select(gathered, order.flatten(), 1).unflatten(1, order.shape)
         states, logs = by_sequence[..., :-1], by_sequence[..., -1]
         # 3. Decays from the end of segment m to the end of segment k; row k + 1 of the padded ones is the state after
         #    k + 1 segments, row 0 the zero state of a segment that none precedes.
         through = _log_decays(logs, segments.sequences.expand(len(by_sequence), -1, -1)).exp()
         prefixes = F.pad(through, (0, 0, 0, 0, 1, 0))
         # 4. The row of each local segment, times the states.
-        row = torch.arange(len(segments.order), device=left.device)[:, None] * prefixes.shape[2] + segments.before
-        weights = rows_at(prefixes.flatten(1, 2), row.flatten(), 1).unflatten(1, row.shape)
+        row = torch.arange(len(order), device=left.device)[:, None] * prefixes.shape[2] + segments.before
+        weights = large_tensors.index_select(prefixes.flatten(1, 2), row.flatten(), 1).unflatten(1, row.shape)
         return torch.einsum("bqemh,bqmhx->bqehx", weights, states).flatten(1, 2).view_as(left)
 
 
@@ -184,9 +185,9 @@ def read_entering(
 
     Cost: t * h * p * n multiplications, one state a block.
     """
-    states = rows_at(entering, blocks.segment, 1).unflatten(2, (C.shape[2], -1))
+    states = large_tensors.index_select(entering, blocks.segment, 1).unflatten(2, (C.shape[2], -1))
     read = torch.einsum("bmlgn,bmgepn->bmlgep", _blocks_of(C, blocks), states).flatten(3, 4).flatten(1, 2)
-    return rows_at(with_zeros(read), blocks.index, 1) * since.exp()[..., None]
+    return large_tensors.index_select(with_zeros(read), blocks.index, 1) * since.exp()[..., None]
 
 
 def with_zeros(x: Float[Tensor, "b t *a"]) -> Float[Tensor, "b t+1 *a"]:
@@ -195,4 +196,4 @@ def with_zeros(x: Float[Tensor, "b t *a"]) -> Float[Tensor, "b t+1 *a"]:
 
 
 def _blocks_of(x: Float[Tensor, "b t *a"], blocks: Blocks) -> Float[Tensor, "b m l *a"]:
-    return rows_at(with_zeros(x), blocks.rows.flatten(), 1).unflatten(1, blocks.rows.shape)
+    return large_tensors.index_select(with_zeros(x), blocks.rows.flatten(), 1).unflatten(1, blocks.rows.shape)

@@ -13,10 +13,10 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torch_impl.collectives import large_tensors
 from torch_impl.collectives.gathers import ReduceScatter
 from torch_impl.collectives.plain import all_gather_concat
 from torch_impl.contract import Group, NonNegativeInt, PositiveInt, ShardedAny, contract
-from torch_impl.kernels import rows_at
 from torch_impl.layouts import contiguous, dual_chunk_swap, indivisible
 from torch_impl.layouts.index_arrays import inverse_permutation
 
@@ -106,13 +106,14 @@ class GatherOverCp(torch.autograd.Function):
         rank_major = all_gather_concat(tensor, group, ctx.dim, [local] * cp)
         # 2. Put the positions in the order of the sequence: the inverse of the order in which the ranks have them.
         positions = torch.cat(positions_of_ranks(local * cp, cp, tensor.device))
-        return rows_at(rank_major, inverse_permutation(positions), ctx.dim)
+        return large_tensors.index_select(rank_major, inverse_permutation(positions), ctx.dim)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         size, cp = grad_output.shape[ctx.dim], ctx.group.size()
         # The same in reverse. The result is replicated (R), so the gradient is the sum of all ranks' cotangents.
-        rank_major = rows_at(grad_output, torch.cat(positions_of_ranks(size, cp, grad_output.device)), ctx.dim)
+        positions = torch.cat(positions_of_ranks(size, cp, grad_output.device))
+        rank_major = large_tensors.index_select(grad_output, positions, ctx.dim)
         return ReduceScatter.apply(rank_major, ctx.group, ctx.dim, [size // cp] * cp), None, None
 
 
@@ -121,7 +122,7 @@ def cp_shard(x: Shaped[Tensor, "*a"], rank: int, cp: int, dim: int = 1) -> Shape
     # A single rank has every position in order, and any number of them.
     if cp == 1:
         return x
-    return rows_at(x, positions_of_ranks(x.shape[dim], cp, x.device)[rank], dim)
+    return large_tensors.index_select(x, positions_of_ranks(x.shape[dim], cp, x.device)[rank], dim)
 
 
 def positions_of_ranks(size: int, cp: int, device: torch.device) -> list[Int64[Tensor, " _"]]:

@@ -224,7 +224,7 @@ STRIDES = (
             ("addend to be scattered", "collectives:reduce_scatter_sum", "shards = x.to(", "x", "value: "),
             ("tensor to be exchanged", "collectives:_exchange", "x.split(sent", "x", "value: "),
             ("cotangent of permuted rows", "layouts:_Permute.backward", "apply(cotangent", "cotangent", "gradient: "),
-            ("tensor to select rows from", "kernels:_index_select", "select(x,", "x", "value: "),
+            ("tensor to select rows from", "collectives:index_select", "MIN_BYTES:\n        return x.", "x", "value: "),
             (
                 "cotangent of an attention", "context_parallel:_BlockwiseAttention.backward",
                 "pending_dkv, cotangent,", "cotangent", "gradient: ",
@@ -275,19 +275,19 @@ STORAGE = (
                 "return x if group.size() == 1 else result",
             ),
             (
-                "gathered sequence", "vocab_parallel:GatherOverCp.forward", "return rows_at(",
-                "return tensor if cp == 1 else rows_at(",
+                "gathered sequence", "vocab_parallel:GatherOverCp.forward", "return large_tensors.index_select(",
+                "return tensor if cp == 1 else large_tensors.index_select(",
             ),
         )
     ),
     InjectedBug(
         name="rows in order without a copy",
         kind="call",
-        at="kernels:_index_select",
-        old="return large_tensors.index_select(x, index, dim % x.ndim)",
+        at="collectives:index_select",
+        old="if not _has_memory(x)",
         new=(
             "in_order = torch.arange(x.shape[dim], device=x.device)\n"
-            "    return x if torch.equal(index.long(), in_order) else x.index_select(dim, index)"
+            "    if torch.equal(index.long(), in_order):\n        return x\n    if not _has_memory(x)"
         ),
         expect="hygiene: shares its storage with input",
     ),

@@ -8,18 +8,18 @@ BUGS = (
         name="labels sharded by another layout",
         kind="order",
         at="context_parallel:_shard_tokens",
-        old="share = rows_at(x, index, 2 if",
+        old="share = large_tensors.index_select(x, index, 2 if",
         new="at = index if name != 'labels' else torch.arange(len(index)) + layout.cp_rank * len(index)\n"
-        "        share = rows_at(x, at, 2 if",
+        "        share = large_tensors.index_select(x, at, 2 if",
         expect="value: ",
     ),
     InjectedBug(
         name="positions sharded by another layout",
         kind="order",
         at="context_parallel:_shard_tokens",
-        old="share = rows_at(x, index, 2 if",
+        old="share = large_tensors.index_select(x, index, 2 if",
         new="at = index if name != 'position_ids' else torch.arange(len(index)) + layout.cp_rank * len(index)\n"
-        "        share = rows_at(x, at, 2 if",
+        "        share = large_tensors.index_select(x, at, 2 if",
         expect="value: ",
     ),
     InjectedBug(

@@ -39,7 +39,7 @@ BUGS = (
         name="the inputs of a layer sharded in blocks",
         kind="order",
         at="context_parallel:_shard",
-        old="return rows_at(x, layout.local_index, dim)",
+        old="return large_tensors.index_select(x, layout.local_index, dim)",
         new="return x.chunk(layout.cp_size, dim)[layout.cp_rank]",
         expect="value: ",
     ),

@@ -161,29 +161,4 @@ BUGS = (
         new="gradient_ptr = out_ptr + column * out_column_stride",
         expect="gradient: ",
     ),
-    # Which rows are gathered
-    InjectedBug(
-        name="index read one place too early",
-        kind="order",
-        at="kernels:gather_kernel",
-        old="tl.load(index_ptr + out_row, mask",
-        new="tl.load(index_ptr + tl.maximum(out_row - 1, 0), mask",
-        expect="value: ",
-    ),
-    InjectedBug(
-        name="rows of the first batch for all",
-        kind="order",
-        at="kernels:gather_kernel",
-        old="source_ptr + outer * outer_stride",
-        new="source_ptr + outer * 0",
-        expect="value: ",
-    ),
-    InjectedBug(
-        name="gradient of taken rows from the last to the first",
-        kind="order",
-        at="kernels:_RowsAt.backward",
-        old="index_add(ctx.dim, index, cotangent)",
-        new="index_add(ctx.dim, index.flip(0), cotangent)",
-        expect="gradient: ",
-    ),
 )

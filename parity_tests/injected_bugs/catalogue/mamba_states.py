@@ -50,8 +50,8 @@ BUGS = (
         name="a halo without its gradient",
         kind="reduction",
         at="mamba:MambaStatePassing._convolve",
-        old='gathered = all_gather(rows_at(x, halo.sent, 1)[None], self.cp_group, out="R")  # b k c -> n b k c',
-        new='gathered = all_gather(rows_at(x, halo.sent, 1)[None], self.cp_group, out="R").detach()',
+        old='gathered = all_gather(sent[None], self.cp_group, out="R")  # b k c -> n b k c',
+        new='gathered = all_gather(sent[None], self.cp_group, out="R").detach()',
         expect="gradient: ",
     ),
     InjectedBug(
@@ -171,8 +171,8 @@ BUGS = (
         name="each block read with the first segment's state",
         kind="order",
         at="mamba:read_entering",
-        old="rows_at(entering, blocks.segment, 1)",
-        new="rows_at(entering, blocks.segment * 0, 1)",
+        old="large_tensors.index_select(entering, blocks.segment, 1)",
+        new="large_tensors.index_select(entering, blocks.segment * 0, 1)",
         expect="value: ",
     ),
     InjectedBug(
