@@ -26,8 +26,8 @@ def test_the_figures_of_a_record(tmp_path):
     assert (whole.measured, whole.is_met) == ("901 s of wall-clock time", False)
     assert whole.how == "verify 60 s, tests 480 s, docs 361 s"
     assert tests.how == (
-        "2 tests in 8 s of all processes together; mamba 75%, test_pages 25%; parity tests 75%; 1 test of more than "
-        "2 s 75%; all but the 80 longest take 0 s"
+        "2 tests in 8 s of all processes together; mamba 75%, test_pages 25%; parity tests 75%, without them 2 s; "
+        "1 test of more than 2 s 75%; all but the 80 longest take 0 s"
     )
 
 
