@@ -54,6 +54,7 @@ def main(
         raise typer.BadParameter(f"--only {only!r} is not one of {', '.join(SECTIONS)}")
     console, on, start = Console(soft_wrap=True, highlight=False), machine(), time.perf_counter()
     console.print(on, markup=False)
+    before = page.read_text() if page.exists() else text([], on, 0.0)
     seconds, sections = {"alarms": {"seconds": alarm_seconds}, "survivors": {"seconds": stall_seconds}}, []
     for name, title in SECTIONS.items():
         if only in (None, name):
@@ -64,10 +65,9 @@ def main(
                 figures.append(figure)
             sections.append((title, figures))
     if only is None:
-        before = page.read_text() if page.exists() else ""
         page.write_text(text(sections, on, time.perf_counter() - start, before))
     else:
-        page.write_text(with_section(page.read_text(), *sections[0], on))
+        page.write_text(with_section(before, *sections[0], on))
     console.print(f"written: {page}")
 
 

@@ -76,7 +76,8 @@ def profile(tests: list[Timed]) -> str:
     left = total - sum(test.seconds for test in by_seconds[:LONGEST])
     return (
         f"{counted(len(tests), 'test')} in {total:.0f} s of all processes together; {_shares(folders, total)}; parity "
-        f"tests {parity / total:.0%}, without them {total - parity:.0f} s; {counted(len(longer), 'test')} of more than {LONG:g} s "
+        f"tests {parity / total:.0%}, without them {total - parity:.0f} s; "
+        f"{counted(len(longer), 'test')} of more than {LONG:g} s "
         f"{sum(test.seconds for test in longer) / total:.0%}; all but the {LONGEST} longest take {left:.0f} s"
     )
 

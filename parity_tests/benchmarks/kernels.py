@@ -1,9 +1,9 @@
 """The Triton kernels on a GPU, beside the copy of as many bytes: what fraction of the memory's speed they reach.
 
-One read of the logits forward, one read and one write backward: half a copy and a copy. The arms are first held
-against their budgets, then timed in turn, so that the clocks of the GPU meet all of them alike. CALLS calls are queued
-at a time, as in a training step, where the GPU is behind the CPU; what a call alone takes until the GPU is done, the
-CPU's time to queue it included, is a figure of its own.
+One read of the logits forward, one read and one write backward: half a copy and a copy. Our arms are first held
+against their budgets, then all are timed in turn, so that the clocks of the GPU meet them alike. CALLS calls are queued
+at a time, as in a training step. What is more than the statistics and the gradient together take is the GPU waiting for
+the CPU, which queues some twenty small operations. A call alone, until the GPU is done, is a figure of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def figures() -> Iterator[Figure]:
         yield from measured(torch.device("cuda"), ROWS, COLUMNS, BACKENDS, ROUNDS)
         return
     for name, promised in PROMISES.items():
-        yield Figure(name, promised, NOT_RUN, None, f"{ROWS} x {COLUMNS} bfloat16 on one GPU; not yet measured")
+        yield Figure(name, promised, NOT_RUN, None, f"{ROWS} x {COLUMNS} bfloat16 on one GPU")
 
 
 def measured(device: torch.device, rows: int, columns: int, backends: tuple[str, ...], rounds: int) -> Iterator[Figure]:
@@ -81,7 +81,11 @@ def measured(device: torch.device, rows: int, columns: int, backends: tuple[str,
     yield Figure(title, PROMISES[title], spread(ratios), is_kept, how)
     alone = in_turn({first: arms[_both(first)]}, device, rounds)[first]
     yield Figure(
-        f"a call alone, {first}", "-", f"{spread([1e3 * s for s in alone])} ms", None, "forward and backward, the same"
+        f"a call alone, {first}",
+        "-",
+        f"{spread([1e3 * s for s in alone])} ms",
+        None,
+        f"{_both(first)}, until the GPU is done",
     )
     if device.type == "cuda":
         yield from memory(logits, first)

@@ -48,19 +48,27 @@ def text(sections: Sequence[tuple[str, Sequence[Figure]]], on: str, seconds: flo
     measured_apart = {title: text for title, text in _texts(before)[1].items() if "\nMeasured apart, " in text}
     parts = [HEAD.format(machine=on)]
     for title, figures in sections:
-        nothing_ran = all(figure.measured.startswith("not run") for figure in figures)
-        kept = measured_apart.get(f"## {title}") if nothing_ran else None
+        kept = measured_apart.get(f"## {title}") if _nothing_ran(figures) else None
         parts.append(kept or _section(title, figures))
     parts.append(f"{LAST} {seconds:.0f} s.\n")
     return "".join(parts)
 
 
 def with_section(page: str, title: str, figures: Sequence[Figure], on: str) -> str:
-    """The page with another text of one section, or with it as its last, which says that it was measured apart."""
+    """The page with another text of one section, or with it as its last, which says that it was measured apart.
+
+    It stays as it is if nothing of the section ran here and it was measured elsewhere.
+    """
     head, texts, last = _texts(page)
+    if _nothing_ran(figures) and "\nMeasured apart, " in texts.get(f"## {title}", ""):
+        return page
     texts[f"## {title}"] = _section(title, figures, f"Measured apart, {on}\n\n")
     (whole_run,) = re.findall(r"^\d{4}-.*$", head, re.MULTILINE)
     return HEAD.format(machine=whole_run) + "".join(texts.values()) + last
+
+
+def _nothing_ran(figures: Sequence[Figure]) -> bool:
+    return all(figure.measured.startswith("not run") for figure in figures)
 
 
 def _texts(page: str) -> tuple[str, dict[str, str], str]:

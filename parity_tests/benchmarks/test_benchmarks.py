@@ -64,6 +64,7 @@ def test_what_cannot_run_here_stays_as_it_was_measured_elsewhere():
     page = text([("Kernels", here)], "2026-01-01: here.", 7.0)
     assert "not run" in text([("Kernels", here)], "2026-01-03: here.", 7.0, page)
     measured = with_section(page, "Kernels", on_a_gpu, "2026-01-02: there.")
+    assert with_section(measured, "Kernels", here, "2026-01-03: here.") == measured
     again = text([("Kernels", here)], "2026-01-03: here.", 7.0, measured)
     assert "Measured apart, 2026-01-02: there.\n\n" in again and "| 1 s | kept |" in again and "not run" not in again
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before a file of schemes makes an array: see `bridge.start`
 
 import shlex
 import sys

@@ -13,12 +13,12 @@ STRICT = ("jax_ref", "parity_tests")  # packages whose references broadcast noth
 def start(cache: str | None = None) -> Any:
     """Import JAX for the CPU with float64, strict promotion and a compilation cache, if given; returns jax.
 
-    A platform that the user has named, by JAX_PLATFORMS or in jax.config, stays.
+    A platform that the user has named, by JAX_PLATFORMS or by `jax_platforms` of jax.config, stays.
     """
     import jax
 
-    # Also where a file of schemes has imported JAX before. JAX's default takes a GPU if it can use one, and three
-    # quarters of the GPU's memory, which the ranks need.
+    # Also where a file of schemes has imported JAX before, unless it has made an array. JAX's default takes a GPU if it
+    # can use one, and three quarters of the GPU's memory, which the ranks need.
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)

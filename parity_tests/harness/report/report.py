@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -315,9 +316,11 @@ class Report:
 
     @property
     def engine_text(self) -> str:
-        """The engine; of nccl the GPUs too, which ranks share where there are fewer: `nccl on 1 GPU`."""
+        """The engine; of nccl the GPUs too, if ranks share them: `nccl on 1 GPU`."""
         gpus = torch.cuda.device_count() if self.case.engine == "nccl" else 0
-        return f"nccl on {counted(gpus, 'GPU')}" if gpus else self.case.engine
+        worlds = [math.prod(map(int, re.findall(r"=(\d+)", mesh))) for mesh in self.meshes]
+        is_shared = 0 < gpus < max(worlds, default=self.case.world)
+        return f"nccl on {counted(gpus, 'GPU')}" if is_shared else self.case.engine
 
     @property
     def _ends_by_itself(self) -> bool:

@@ -81,6 +81,8 @@ def test_the_gpus_that_ranks_share_are_shown(monkeypatch):
     on_nccl = replace(report, case=report.case.replace(engine="nccl"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert str(on_nccl).startswith("unharmed    tp=2   nccl on 1 GPU   1 example   float32")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert str(on_nccl).startswith("unharmed    tp=2   nccl   1 example   float32")
 
 
 def scaled(mesh, x, scale, count):

@@ -15,20 +15,23 @@ SOURCE = """
 def compile_for(seconds, sleep):
     sleep(seconds)
 
+def _bench(seconds, sleep):
+    sleep(seconds)
+
 def run_compiled(function):
     function()
 """
 
 
 def compiler(file):
-    """Two functions whose frames stand in a file of a compiler."""
+    """Three functions whose frames stand in a file of a compiler."""
     scope = {}
     exec(compile(SOURCE, f"/site-packages/{file}", "exec"), scope)
-    return [types.FunctionType(scope[name].__code__, {}) for name in ("compile_for", "run_compiled")]
+    return [types.FunctionType(scope[name].__code__, {}) for name in ("compile_for", "_bench", "run_compiled")]
 
 
-COMPILE_FOR, RUN_COMPILED = compiler("torch/_inductor/of_this_test.py")
-TUNE_FOR, _ = compiler("triton/runtime/autotuner.py")
+COMPILE_FOR, _, RUN_COMPILED = compiler("torch/_inductor/of_this_test.py")
+_, TUNE_FOR, LAUNCH = compiler("triton/runtime/autotuner.py")
 
 
 def compiles(mesh, case):
@@ -68,7 +71,14 @@ def test_a_compilation_is_waited_for(engine, function):
     assert run(function, CASE, engine, quiet_s=QUIET_S).results == (True, True)
 
 
+def launches_a_tuned_kernel(mesh, case):
+    if mesh.rank("tp") == 1:
+        LAUNCH(lambda: time.sleep(5 * QUIET_S))
+    dist.barrier(group=mesh["tp"])
+
+
+@pytest.mark.parametrize("function", [runs_what_is_compiled, launches_a_tuned_kernel])
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_compiled_code_that_hangs_is_stalled(engine):
+def test_compiled_code_that_hangs_is_stalled(engine, function):
     with pytest.raises(Stalled):
-        run(runs_what_is_compiled, CASE, engine, quiet_s=QUIET_S)
+        run(function, CASE, engine, quiet_s=QUIET_S)

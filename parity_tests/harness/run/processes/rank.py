@@ -196,7 +196,7 @@ def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
         else f"{type(error).__name__}: {message_of(error)}{hint}".removesuffix(": "),
         is_sentence=isinstance(error, RankFault),
         cause=error.cause if isinstance(error, RankFailure) else "raised",
-        source=raised_at(error),
+        source=raised_at(error) or (recorder.rows[-1].source if recorder.rows else None),
         trace="".join(traceback.format_exception(raised)),
         from_backend=recorder.is_backends(error),
     )
@@ -229,9 +229,9 @@ def gpu_of(rank: int, world: int) -> int:
     NCCL rejects two ranks of one host on a GPU. With a host's name for each rank it takes them for ranks of as many
     hosts, whose messages go over the loopback device; their kernels take turns on the GPU.
     """
-    count = torch.cuda.device_count()
+    count = max(1, torch.cuda.device_count())
     if world > count:
-        os.environ["NCCL_HOSTID"] = f"rank {rank} of {os.getppid()}"
+        os.environ |= {"NCCL_HOSTID": f"rank {rank} of {os.getppid()}", "NCCL_NET": "Socket"}
     return rank % count
 
 
