@@ -16,7 +16,7 @@ PACKED = {"mesh": RANKS, "dims": {"n": (3, 5)}, "draw": {"offsets": offsets("s",
 
 
 def numbered(x, ids):
-    return x * ids.to(x.dtype)[:, None]
+    return x * ids.to(x)[:, None]
 
 
 def gathered_cost(case):

@@ -67,12 +67,12 @@ STAND_INS = {
 
 
 def _bottom_right(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
-    seen = torch.zeros(q.shape[2], k.shape[2])
+    seen = torch.zeros(q.shape[2], k.shape[2], device=q.device)
     return seen.masked_fill(~torch.ones_like(seen).tril(k.shape[2] - q.shape[2]).bool(), -torch.inf if is_causal else 0)
 
 
 def _top_left(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
-    seen = torch.zeros(q.shape[2], k.shape[2])
+    seen = torch.zeros(q.shape[2], k.shape[2], device=q.device)
     if is_causal:
         seen = seen.masked_fill(~torch.ones_like(seen).tril().bool(), -torch.inf)
     if bias is None:

@@ -79,7 +79,7 @@ def masks_that_a_context_drops(mesh, seen, window, shape, addends) -> Int[Tensor
     codes = []
     with create_context_parallel_ctx(mesh.device_mesh["cp"], [torch.zeros(size)], [0], set()):
         for pairs in seen[:, :, None] > 0:
-            mask = torch.zeros(pairs.shape).masked_fill(~pairs, -torch.inf) if addends else pairs
+            mask = torch.zeros(pairs.shape, device=pairs.device).masked_fill(~pairs, -torch.inf) if addends else pairs
             mask = {"square": mask, "more keys": F.pad(mask, (0, 1)), "fewer queries": mask[..., : size // 2, :]}[shape]
             try:
                 codes.append(int(not model["own"](torch.zeros(1), mask)))

@@ -65,8 +65,8 @@ def positions_in_slots(ids, padded):
     draw={"ids": integers(0, 9), "padded": lengths("t", padded=True)},
 )
 def positions_of_a_batch(mesh, ids, padded) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-    full = torch.zeros(len(ids), mesh.total("t"), dtype=torch.int64)
-    slots = torch.cat([padded, torch.tensor([-1])]).expand(len(ids), -1)
+    full = padded.new_zeros(len(ids), mesh.total("t"))
+    slots = torch.cat([padded, padded.new_tensor([-1])]).expand(len(ids), -1)
     batches = {"input_ids": full, "seq_lens_padded": slots}, {"input_ids": full, "position_ids": None}
     built = [cp._build_position_ids(dict(batch), "cpu")["position_ids"] for batch in batches]
     assert cp._build_position_ids({"position_ids": built[0]}, "cpu")["position_ids"] is built[0]

@@ -54,7 +54,7 @@ def has_group(c):
 def dense_rows_there_and_back(mesh, x, less, named, beside) -> tuple[Rows, Rows]:
     """The last `less` columns are not in the batch, and padded; `beside` it is a sequence at another dim."""
     rows = x[:, : x.shape[1] - less]
-    batch = {"input_ids": torch.zeros(rows.shape[:2], dtype=torch.int64), "beside": rows.transpose(0, 1)}
+    batch = {"input_ids": rows.new_zeros(rows.shape[:2], dtype=torch.int64), "beside": rows.transpose(0, 1)}
     device_mesh = mesh.device_mesh["cp"] if named or mesh.size("cp") > 1 else None
     dims = {"beside": 0} if beside else None
     factory, padded, layout = cp.make_cp_batch_and_ctx(device_mesh, batch, extra_seq_buffers=dims, return_layout=True)

@@ -47,7 +47,7 @@ Returned = tuple[Float[Tensor, "b l d"], ByToken, ByToken, Bool[Tensor, "b l"], 
 def given_rows(x, labels, padded, real, tail):
     """Rows with a filled entry; with `tail` the last slot is as short as it may be, and the row longer."""
     slots = torch.cat([padded[:-1], real[-1:]]) if tail else padded
-    filled = [torch.cat([each, torch.tensor([FILL])]).expand(len(x), -1) for each in (real, slots)]
+    filled = [torch.cat([each, each.new_tensor([FILL])]).expand(len(x), -1) for each in (real, slots)]
     scores = labels[:, 0].clone()
     return {"input_ids": x, "labels": labels, "scores": scores, "seq_lens": filled[0], "seq_lens_padded": filled[1]}
 

@@ -130,7 +130,7 @@ def tables_of_lengths(mesh, ids, tables, fill, num_chunks) -> tuple[Codes, Int[T
         code = rule_broken(lambda: cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, **settings))  # noqa: B023
         codes.append(code)
         if code[0] not in (0, SLOT_RULE):
-            streams.append(torch.full((2 * len(ids), ids.shape[1]), -1))
+            streams.append(ids.new_full((2 * len(ids), ids.shape[1]), -1))
             continue
         out = cp.split_batch_into_thd_chunks(batch, **settings)
         streams.append(torch.stack([out["position_ids"], out["padding_mask"]]).view(-1, ids.shape[1]))

@@ -67,8 +67,9 @@ def mask_of(size, window):
     return ((distance >= 0) & (distance < (window or size)))[None, None]
 
 
-def context(mesh, size, rotate="allgather"):
-    return create_context_parallel_ctx(mesh.device_mesh["cp"], [torch.zeros(size)], [0], set(), rotate)
+def context(mesh, size, rotate="allgather", device=None):
+    buffers = [torch.zeros(size, device=device)]
+    return create_context_parallel_ctx(mesh.device_mesh["cp"], buffers, [0], set(), rotate)
 
 
 @scheme(
@@ -91,7 +92,7 @@ def adapted_layer(mesh, x, states, window, recomputed, masked, embedded):
     parts = (x / 2, (x / 4, x / 4)) if embedded else (x, ())
     size, model = x.shape[2], nn.ModuleList([Layer(window)])
     adapt_model_to_context(model, local=["*.cross"], sharded=["?", "?.own"])
-    with context(mesh, size):
+    with context(mesh, size, device=x.device):
         mask = mask_of(size, window) if masked else None
         return model[0](parts[0], mask, states, recomputed, masked == "by name", position_embeddings=parts[1])
 
@@ -110,7 +111,7 @@ def adapted_layer(mesh, x, states, window, recomputed, masked, embedded):
 def layer_with_a_scope(mesh, x, states, where):
     """Attention is torch's own in a scope, and once the context is left."""
     layer = Layer(None)
-    with context(mesh, x.shape[2] * mesh.size("cp"), "alltoall"):
+    with context(mesh, x.shape[2] * mesh.size("cp"), "alltoall", x.device):
         x = x + layer.own(x)
         if where == "scope":
             with local_attention():

@@ -32,7 +32,7 @@ def attended(q, k, v, causal):
     dtypes=("float32", "float64"),
 )
 def attention_inside(mesh, q, k, v, causal, rotate):
-    buffer = torch.zeros(q.shape[2] * mesh.size("cp"))
+    buffer = torch.zeros(q.shape[2] * mesh.size("cp"), device=q.device)
     with create_context_parallel_ctx(mesh.device_mesh["cp"], [buffer], [0], set(), rotate):
         return BOUND(q, k, v, is_causal=causal)
 

@@ -210,7 +210,7 @@ def tables_of_layout(mesh, ids, padded, real, validate) -> Tables:
     layout = TokenLayout.packed(*offsets, total=ids.shape[1], validate=validate, **sizes)
     for each in offsets:
         each.fill_(0)
-    ranks = torch.tensor([int(rank) for rank in layout.draw().replace("|", "")], dtype=ids.dtype)
+    ranks = torch.tensor([int(rank) for rank in layout.draw().replace("|", "")]).to(ids)
     assert layout.local_cu.dtype == torch.int32  # as attention's kernels take offsets
     by_token = layout.position_ids, layout.sequence_ids, layout.padding_mask, ranks
     return *(layout.shard(x, 0) for x in by_token), layout.local_cu.to(ids)
@@ -267,7 +267,7 @@ def in_all_orders(x, y):
 def sharded_by_dense_layouts(mesh, x, y) -> tuple[Row, Row, Row, Row, Row, Row, Row, Row, Row, Row]:
     """By a layout, and by the positions of this rank."""
     n, rank = mesh.size("cp"), mesh.rank("cp")
-    ranks, counts = dict(cp_size=n, cp_rank=rank), steep_lengths(len(y), n)
+    ranks, counts = dict(cp_size=n, cp_rank=rank, device=x.device), steep_lengths(len(y), n)
     shards = [TokenLayout.dense(kind, len(x), real_length=len(x) - 3, **ranks).shard(x, 0) for kind in DENSE]
     positions = (contiguous_positions, striped_positions, dual_chunk_swap_positions)
     shards += [x[of_rank(len(x), n, rank)] for of_rank in positions]

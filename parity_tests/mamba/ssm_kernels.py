@@ -15,7 +15,7 @@ def scan(x, dt, A, B, C, chunk_size, D=None, initial_states=None, seq_idx=None, 
     heads_per_group = x.shape[2] // B.shape[2]
     B, C = (part.float().repeat_interleave(heads_per_group, 2) for part in (B, C))
     state = x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[3]) if initial_states is None else initial_states
-    state, last, rows = state.float(), torch.zeros(len(x), dtype=torch.int32), []
+    state, last, rows = state.float(), torch.zeros(len(x), dtype=torch.int32, device=x.device), []
     for t in range(x.shape[1]):
         sequence = last if seq_idx is None else seq_idx[:, t]
         state = torch.where((sequence == last)[:, None, None, None], state, 0.0)

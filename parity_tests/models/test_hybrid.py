@@ -98,7 +98,8 @@ def of_rows(tokens):
 
 
 def rows(mesh, order, ids, groups, parameters, **chosen):
-    layout = TokenLayout.dense(order, ids.shape[1], cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+    of_rank = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"), device=ids.device)
+    layout = TokenLayout.dense(order, ids.shape[1], **of_rank)
     return rank_logits(mesh, layout.shard(ids, 1), layout, parameters, len(groups), order=order, **chosen)
 
 

@@ -127,10 +127,10 @@ def step_with_router_losses(mesh, x, parameters, k, balance, z):
         hidden_size=d, num_experts=e, num_experts_per_tok=k, moe_intermediate_size=f,
         balance_coefficient=balance, z_coefficient=z,
     )  # fmt: skip
-    layer = Moe(config, Placement(mesh["cp"], mesh["cp"]), dtype=x.dtype)
+    layer = Moe(config, Placement(mesh["cp"], mesh["cp"]), device=x.device, dtype=x.dtype)
     layer.load_state_dict({f"{part}.{leaf}": x for part, leaves in parameters.items() for leaf, x in leaves.items()})
     layer.begin_step(shards=len(x) * mesh.total("b") * mesh.size("cp"), averaged_over=1)
-    total = torch.zeros((), dtype=x.dtype)
+    total = x.new_zeros(())
     for batch in x:
         loss = layer(batch).square().sum() / (len(x) * mesh.total("b") * mesh.total("s") * d)
         loss.backward()

@@ -160,7 +160,7 @@ def norm_over_stages(mesh, table, first, second):
     place = torch.device(mesh.device_mesh.device_type)
     schedule = {1: "LoopedBFS", 2: "1F1B"}[mesh.size("pp")]
     stages, parts = split_model_into_stages(
-        Tied(table, first, second), mesh.device_mesh, "pp", schedule, place, layers_per_stage=1
+        Tied(table, first, second).to(place), mesh.device_mesh, "pp", schedule, place, layers_per_stage=1
     )
     gradients = {"embed_tokens": table, "lm_head": table, "layers.0": first, "layers.1": second}
     for part in parts:

@@ -90,7 +90,7 @@ class _Step(torch.autograd.Function):
         for number, loss in enumerate(ctx.losses):
             ctx.model.set_requires_gradient_sync(number == len(ctx.losses) - 1)
             loss.backward(ctx.ranks * cotangent)
-        gradients = {name: to_cpu(parameter.grad) for name, parameter in ctx.model.named_parameters()}
+        gradients = {name: to_cpu(x.grad).to(cotangent.device) for name, x in ctx.model.named_parameters()}
         return None, None, None, *(gradients[name] for name in ctx.names)
 
 

@@ -116,7 +116,7 @@ def units_gathered_ahead(mesh, x, tie, entry, forward, backward):
         nvfsdp_strategy_parallelize(net, mesh.device_mesh, paths, overlap_param_gather=forward > 0)
     states = {i: layer._get_fsdp_state() for i, layer in enumerate(layers) if isinstance(layer, FSDPModule)}
     first = {id(state): i for i, state in reversed(states.items())}
-    tables = torch.zeros(2, len(layers), len(layers))
+    tables = x.new_zeros(2, len(layers), len(layers))
     for i, state in states.items():
         tables[0, i, i] = 1
         for table, ahead in zip(

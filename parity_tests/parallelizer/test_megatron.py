@@ -121,7 +121,7 @@ def groups_for_megatron_fsdp(mesh, x):
     assert passed["dp_outer_dim"] in ("dp_replicate", None)
     group = passed["hybrid_fsdp_group"]
     shards = axes.shard_mesh.size() if axes.shard_mesh.mesh_dim_names == (passed["dp_shard_dim"],) else 0
-    return x * torch.tensor([passed["dp_outer_dim"] is not None, 0 if group is None else group.size(), shards])
+    return x * x.new_tensor([passed["dp_outer_dim"] is not None, 0 if group is None else group.size(), shards])
 
 
 STRATEGY_NAMES = ("optim_grads_params", "optim_grads", "optim", "no_shard", "params", "grads_params", "zero3")
@@ -169,7 +169,7 @@ def reported_arguments(mesh, x, strategy, first, second):
         counts[str(error).partition("=")[0]] -= 1
     for each in caught:
         counts[str(each.message).partition("=")[0]] += 1
-    return x * torch.tensor(list(counts.values()))
+    return x * x.new_tensor(list(counts.values()))
 
 
 @pytest.mark.parametrize("declared", [groups_for_megatron_fsdp, reported_arguments], ids=lambda x: x.name)

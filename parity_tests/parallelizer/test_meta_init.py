@@ -22,9 +22,9 @@ def net_on_meta():
         return Net().double()
 
 
-def alone(model, seed=SEED):
+def alone(model, seed=SEED, device="cpu"):
     """What one process gives the model, all at once."""
-    materialize(model, model.named_modules(), torch.device("cpu"), seed)
+    materialize(model, model.named_modules(), torch.device(device), seed)
     return dict(model.named_parameters())
 
 
@@ -56,8 +56,8 @@ def values_of_a_meta_model(mesh, x, strategy, units, seed):
         init_nvfsdp_with_meta_device=True,
         disable_bucketing=units == "modules",
     )
-    outcome, expected = full_tensors(net), alone(net_on_meta(), SEEDS[seed])
-    return x * float(all(torch.equal(outcome[name], expected[name]) for name in expected))
+    outcome, expected = full_tensors(net), alone(net_on_meta(), SEEDS[seed], x.device)
+    return x * float(all(torch.equal(outcome[name], expected[name].cpu()) for name in expected))
 
 
 ROWS = 3

@@ -59,7 +59,9 @@ def part_and_kind(x, part, kind):
 )
 def parallelized_once(mesh, x, part, kind, entry):
     """0 where a model was not parallel, else the number of the part that is named, and 10 more for a replica of DDP."""
-    model = network() if part == "none" else made_parallel(network(), PARTS[part], kind, mesh)
+    model = network().to(x.device)
+    if part != "none":
+        model = made_parallel(model, PARTS[part], kind, mesh)
     try:
         ENTRIES[entry](model, mesh.device_mesh)
     except ValueError as error:

@@ -135,7 +135,7 @@ def work_of_blocks(mesh, ids, scope, shares_keys, forward, backward) -> Int[Tens
         **SCOPES[scope][0],
     )
     with Count() as count:
-        model(torch.eye(3)).sum().backward()
+        model(torch.eye(3, device=ids.device)).sum().backward()
     states = [unit[0]._get_fsdp_state() for unit in units(model)]
     rows = [[count.cosines, count.products, int(model.config.use_cache), *[0] * (BLOCKS - 3)]]
     for name in ("_states_to_forward_prefetch", "_states_to_backward_prefetch"):

@@ -88,7 +88,7 @@ def units_of_nested_classes(mesh, x, first, second, apart, strategy):
         if not str(error).startswith("nvfsdp_unit_modules: "):
             raise
         return -x
-    return x * torch.tensor([int(isinstance(model.get_submodule(name), FSDPModule)) for name in NESTED])
+    return x * x.new_tensor([int(isinstance(model.get_submodule(name), FSDPModule)) for name in NESTED])
 
 
 def test_parity():

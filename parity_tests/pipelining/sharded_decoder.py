@@ -185,7 +185,7 @@ def sharded_loss(mesh, token, target, weights, name, source, names, shape, reduc
         (schedule, parts, has_first, has_last, stages), is_astray = pipelined(
             mesh, model, token.device, size, name, source, names, shape, reduction, seq_len
         )
-        loss = torch.zeros((), dtype=values[0].dtype)
+        loss = values[0].new_zeros(())
         for length in (token.shape[1], token.shape[1] - 1):
             if length < token.shape[1]:
                 reset_pp_stage_shapes(schedule, stages, model.config, size, length)
@@ -197,7 +197,7 @@ def sharded_loss(mesh, token, target, weights, name, source, names, shape, reduc
             astray.extend((stage._inference_mode.name == "STATIC") != has_shapes for stage in stages)
         astray.append(is_astray)
         gradients = {
-            leaf.removeprefix("part."): to_cpu(parameter.grad)
+            leaf.removeprefix("part."): to_cpu(parameter.grad).to(token.device)
             for part in parts
             for leaf, parameter in part.named_parameters()
         }

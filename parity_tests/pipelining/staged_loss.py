@@ -42,15 +42,16 @@ def staged_loss(mesh, chosen, parameters, ids, targets, schedule, has_seq_len):
             built.step(*([ids] if has_first else []), **last)
         scale_grads_by_divisor(stages, STEPS)
         gradients = {name: p.grad for stage in reversed(stages) for name, p in stage.submod.named_parameters()}
-        return sum(losses, torch.zeros((), dtype=values[0].dtype)).detach(), gradients
+        return sum(losses, values[0].new_zeros(())).detach(), gradients
 
     return Stepped.apply(run, tuple(leaves), *leaves.values())
 
 
 def filled(chosen, values):
     """The model with these values, in their dtype; no random state moves."""
+    first = next(iter(values.values()))
     with torch.random.fork_rng(devices=[]):
-        model = model_of(chosen, next(iter(values.values())).dtype)
+        model = model_of(chosen, first.dtype).to(first.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(values[name])

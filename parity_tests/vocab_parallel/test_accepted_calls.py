@@ -68,8 +68,8 @@ def accepted_sampling_params(mesh, x, top_k, top_p, temperature, with_entropy):
 
     def call():
         vp.get_next_token_logprobs_from_logits(
-            torch.zeros(1, 2, dtype=torch.int64),
-            torch.zeros(1, 2, 4),
+            x.new_zeros(1, 2, dtype=torch.int64),
+            x.new_zeros(1, 2, 4, dtype=torch.float32),
             vocab_parallel_rank=mesh.rank("tp"),
             vocab_parallel_group=mesh["tp"],
             sampling_params=params,
@@ -122,15 +122,16 @@ def accepted_placements(mesh, x, logits_over_cp, ids, order, flaw):
     s, cp = 4, mesh.size("cp")
     is_sharded = logits_over_cp == "sharded"
     dtype = torch.int64 if flaw == "logits of integers" else torch.float32
-    logits = torch.zeros(1, s // cp if is_sharded else s, 3, dtype=dtype)
+    logits = x.new_zeros(1, s // cp if is_sharded else s, 3, dtype=dtype)
     logits = DTensor.from_local(logits, mesh.device_mesh, [Shard(1) if is_sharded else Replicate(), Shard(2)])
-    stored = torch.zeros(1, s // cp if ids == "sharded" else s, dtype=torch.int64)
+    stored = x.new_zeros(1, s // cp if ids == "sharded" else s, dtype=torch.int64)
     if flaw in ("ids of floats", "ids without a batch"):
         stored = stored.float() if flaw == "ids of floats" else stored[0]
     if ids != "plain":
         placement = Shard(stored.ndim - 1) if ids == "sharded" else Replicate()
         stored = DTensor.from_local(stored, mesh.device_mesh, [placement, Replicate()])
-    index = {None: None, "permuted": torch.arange(s).flip(0), "repeated": torch.zeros(s, dtype=torch.int64)}[order]
+    places = torch.arange(s, device=x.device)
+    index = {None: None, "permuted": places.flip(0), "repeated": 0 * places}[order]
     rules = (*FLAWS.values(), ("next_token_logits is sharded over cp", "seq_index is", "input_ids is sharded over cp"))
     return x * broken_rule(
         lambda: vp.get_next_token_logprobs_from_logits(stored, logits, seq_index=index), NEXT_TOKEN, rules
@@ -161,8 +162,8 @@ def accepted_offsets(mesh, x, lengths, extra, unit):
 
     def call():
         vp.from_parallel_logits_to_logprobs_packed_sequences(
-            torch.zeros(1, POSITIONS // mesh.size("cp"), 3),
-            torch.zeros(1, POSITIONS, dtype=torch.int64),
+            x.new_zeros(1, POSITIONS // mesh.size("cp"), 3, dtype=torch.float32),
+            x.new_zeros(1, POSITIONS, dtype=torch.int64),
             offsets[0],
             8,
             3 * mesh.rank("tp"),

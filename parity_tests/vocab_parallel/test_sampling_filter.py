@@ -25,7 +25,7 @@ from torch_impl.vocab_parallel.topk_by_radix import topk_by_radix
 def filtered_columns(group, logits, top_k, top_p, temperature):
     """Which of this rank's columns are kept; the limits are on."""
     options = LogprobOptions(group, temperature=temperature)
-    elsewhere = torch.full((logits.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
+    elsewhere = logits.new_full((logits.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
     selection = sampling_filter(logits, elsewhere, options, limits_of(top_k, top_p))
     rows = logits.reshape(len(elsewhere), logits.shape[-1])
     kept = keep_first(rows, selection.threshold, selection.last_tie)
@@ -110,7 +110,7 @@ def filtered_by_radix(mesh, logits, top_k, top_p, temperature) -> tuple[Bool[Ten
     is_first = mesh.global_ids("v") == 0
     rows[len(logits) :, :, is_first] = math.nan
     options, limits = LogprobOptions(mesh["tp"], temperature=temperature), limits_of(top_k, top_p)
-    elsewhere = torch.full((rows.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
+    elsewhere = rows.new_full((rows.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
     threshold = topk_by_radix(rows, elsewhere, options, limits)[0].threshold
     is_kept = (rows >= threshold.view(*rows.shape[:-1], 1)) & (rows > -math.inf)
     kept, beside_nan = is_kept.split(len(logits))
