@@ -14,7 +14,7 @@ from jax_ref.optimizers import clipped
 from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import distributed, local, parameter
 from shardproof import CaseSpec, Cost, check, check_cases, every_case, scheme, values
-from torch_impl.optimizers import clip_grad_norm_, gradient_norm
+from torch_impl.optimizers import clip_grad_norm_, clipping, gradient_norm
 
 # None: left out, so that the default counts
 NORMS = {"norm_type": (2.0, 1.0, math.inf, 3.0, None), "max_norm": (0.5, 1e4, 0.0, math.inf)}
@@ -279,6 +279,26 @@ def test_large_and_narrow_gradients_neither_overflow_nor_stall():
 
 def test_no_parameters_have_the_norm_zero():
     assert gradient_norm([]).item() == clip_grad_norm_([], 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda")],
+)
+def test_a_stage_without_parameters_adds_its_zero_where_the_others_have_gradients(backends, device, monkeypatch):
+    """NCCL takes no tensor of a CPU: this rank would raise, and the others wait for it."""
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
+    assert clipping._device_of(object()).type == device
+    assert clipping._device_of(None).type == "cpu"
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_a_stage_without_parameters_takes_part(engine):
+    def body(mesh, case):
+        parameters = [with_gradient(torch.tensor([3.0, 4.0]))] if mesh.rank("pp") else []
+        return gradient_norm(parameters, pp=mesh["pp"]).item()
+
+    assert run(body, CaseSpec("clipping", {"pp": 2}), engine).results == (5.0, 5.0)
 
 
 def with_gradient(gradient):

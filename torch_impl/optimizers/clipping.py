@@ -205,7 +205,7 @@ def _norm(shards: Sequence[_Shard], norm_type: float, pp: ProcessGroup | None) -
     by_sharding: dict[tuple[tuple[int, ...], ...], list[_Shard]] = defaultdict(list)
     for shard in shards:
         by_sharding[shard.ranks].append(shard)
-    device = shards[0].parameter.device if shards else torch.device("cpu")
+    device = shards[0].parameter.device if shards else _device_of(pp)
     totals = {key: _local_total(alike, norm_type, device) for key, alike in by_sharding.items()}
     # 2. Over the ranks of each group in turn, all that is sharded over it together. The group is that of its first
     #    parameter, so that ranks with the same parameters reduce in the same order.
@@ -223,6 +223,12 @@ def _norm(shards: Sequence[_Shard], norm_type: float, pp: ProcessGroup | None) -
     for shard in shards:
         dtype = torch.promote_types(dtype, shard.parameter.dtype.to_real())
     return (total if norm_type == math.inf else total ** (1.0 / norm_type)).to(dtype)
+
+
+def _device_of(group: ProcessGroup | None) -> torch.device:
+    """Where the other ranks have their gradients, for a stage of a pipeline without parameters: on GPUs with NCCL."""
+    is_on_gpus = group is not None and "cuda:nccl" in dist.get_backend_config(group)
+    return torch.device("cuda" if is_on_gpus else "cpu")
 
 
 def _local_total(shards: Sequence[_Shard], norm_type: float, device: torch.device) -> Tensor:
