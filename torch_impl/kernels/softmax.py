@@ -131,13 +131,8 @@ def _statistics(
             shifted_terms = tl.where(is_new_max, lane_sum_m1, term)  # those whose b is `shifted`, or lower by that
             lane_shifted_sum = weight * lane_shifted_sum + shifted_terms * tl.maximum(shifted, LOWEST)
         lane_max = tl.where(is_new_max, z, lane_max)
-    # 4. The lanes, by their weights: R leaves out the 1 of the first lane that has the maximum.
-    row_max = tl.max(lane_max, 0)
-    finite_max = tl.where(tl.abs(row_max) < float("inf"), row_max, 0.0)  # a row of -inf: -inf - -inf would be NaN
-    lane_shift = (lane_max - finite_max) * to_base_2
-    lane_weight = tl.exp2(lane_shift)
-    first = tl.min(tl.where(lane_max == row_max, lanes, STEP), 0)
-    row_sum_m1 = tl.sum(lane_weight * lane_sum_m1 + tl.where(lanes == first, 0.0, lane_weight), 0)
+    # 4. Of the lanes those of the row.
+    row_max, row_sum_m1, shifted_sum = _of_lanes(lane_max, lane_sum_m1, lane_shifted_sum, to_base_2, lanes, STEP)
     # 5. Store m, NaN where R is, since a maximum passes over NaN; R; the logits at the ids; the mean shifted logit.
     row_max = tl.where((row_sum_m1 != row_sum_m1) & (row_max < float("inf")), float("nan"), row_max)
     tl.store(out_ptr + row, row_max)
@@ -150,9 +145,20 @@ def _statistics(
             z_t = tl.where((column >= 0) & (z_t == float("inf")), float("nan"), z_t)  # a logit of +inf; see statistics
             tl.store(out_ptr + (2 + index.to(tl.int64)) * n + row, z_t, mask=index < k)
     if WITH_ENTROPY:
-        lane_sum = lane_weight * (lane_shifted_sum + (1.0 + lane_sum_m1) * lane_shift)
-        shifted_sum = tl.sum(tl.where(lane_weight > 0.0, lane_sum, 0.0), 0)  # 0 * -inf is NaN
         tl.store(out_ptr + entropy_offset + row, shifted_sum / (LOG2_E * (1.0 + row_sum_m1)))
+
+
+@triton.jit
+def _of_lanes(lane_max, lane_sum_m1, lane_shifted_sum, to_base_2, lanes, STEP: tl.constexpr):
+    """m, R and D of a row from those of its lanes, by their weights: R leaves out the 1 of the first that has m."""
+    row_max = tl.max(lane_max, 0)
+    finite_max = tl.where(tl.abs(row_max) < float("inf"), row_max, 0.0)  # a row of -inf: -inf - -inf would be NaN
+    lane_shift = (lane_max - finite_max) * to_base_2
+    lane_weight = tl.exp2(lane_shift)
+    first = tl.min(tl.where(lane_max == row_max, lanes, STEP), 0)
+    row_sum_m1 = tl.sum(lane_weight * lane_sum_m1 + tl.where(lanes == first, 0.0, lane_weight), 0)
+    lane_sum = lane_weight * (lane_shifted_sum + (1.0 + lane_sum_m1) * lane_shift)
+    return row_max, row_sum_m1, tl.sum(tl.where(lane_weight > 0.0, lane_sum, 0.0), 0)  # 0 * -inf is NaN
 
 
 class IdCotangents(Protocol):

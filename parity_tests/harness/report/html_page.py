@@ -20,6 +20,7 @@ from parity_tests.harness.report.movement_picture import movement
 from parity_tests.harness.report.page_style import in_notebook, style
 from parity_tests.harness.report.report import Report, mesh_text
 from parity_tests.harness.report.tensor_maps import maps
+from parity_tests.harness.run.engines import engine_text
 from parity_tests.harness.run.ledger import LedgerRow
 
 
@@ -137,7 +138,9 @@ def _facts(report: Report) -> Element:
     dtypes = " ".join(report.dtypes or (report.case.dtype,))
     confirmed = f"; {report.confirmation}" if report.confirmation else ""
     at = f"; declared at {report.source}" if report.source else ""
-    return tag("p", f"{count} on {meshes}, {report.engine_text}, {dtypes}{confirmed}{at}", class_="quiet")
+    return tag(
+        "p", f"{count} on {meshes}, {engine_text(report.case, report.meshes)}, {dtypes}{confirmed}{at}", class_="quiet"
+    )
 
 
 def _notes(report: Report) -> list[Element]:

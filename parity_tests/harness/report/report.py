@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
@@ -22,6 +20,7 @@ from parity_tests.harness.declare.draws import EXTREME
 from parity_tests.harness.explain.note import READ_TOO_EARLY, Note
 from parity_tests.harness.judge.compare import TensorComparison, index_text
 from parity_tests.harness.report.sentence import LINE, Sentence
+from parity_tests.harness.run.engines import engine_text
 from parity_tests.harness.run.failure import RankFailure, Shared
 from parity_tests.harness.run.ledger import Finding, Ledger
 
@@ -292,9 +291,8 @@ class Report:
             if self.case.conditions and not self._ends_by_itself:
                 only = "only when" if self.conditions_needed else "seen when"
                 is_raised = self.failure is not None and self.failure.cause == "raised"
-                advice = (
-                    how_to_exclude(self.case, self.excluded_conditions, is_raised) if self.conditions_needed else ""
-                )
+                excluded = self.excluded_conditions
+                advice = how_to_exclude(self.case, excluded, is_raised) if self.conditions_needed else ""
                 parts.append(Sentence(f"  {only} {' and '.join(phrases(self.case))}{advice}"))
             if self.state_between_calls is not None:
                 parts.append(Sentence(f"  {self.state_between_calls}"))
@@ -307,20 +305,12 @@ class Report:
         return fragment(self)
 
     def _heading(self) -> str:
-        name = self.scheme.rpartition(":")[2]
+        name, engine = self.scheme.rpartition(":")[2], engine_text(self.case, self.meshes)
         count = counted(self.examples, "example")
         if self.shrinking_steps:
             count += f" and {counted(self.shrinking_steps, 'shrinking step')}"
         meshes = " ".join(self.meshes) or mesh_text(self.case.mesh)
-        return f"{name}    {meshes}   {self.engine_text}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
-
-    @property
-    def engine_text(self) -> str:
-        """The engine; of nccl the GPUs too, if ranks share them: `nccl on 1 GPU`."""
-        gpus = torch.cuda.device_count() if self.case.engine == "nccl" else 0
-        worlds = [math.prod(map(int, re.findall(r"=(\d+)", mesh))) for mesh in self.meshes]
-        is_shared = 0 < gpus < max(worlds, default=self.case.world)
-        return f"nccl on {counted(gpus, 'GPU')}" if is_shared else self.case.engine
+        return f"{name}    {meshes}   {engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
 
     @property
     def _ends_by_itself(self) -> bool:

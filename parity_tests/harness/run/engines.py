@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
+from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.run.ledger import RunResult
 
 LOCKSTEP_QUIET_S, PROCESS_QUIET_S = 30.0, 10.0
@@ -40,3 +43,14 @@ def run(
     from parity_tests.harness.run.processes import pool
 
     return pool.run(fn, case, backend=engine, quiet_s=quiet_s or PROCESS_QUIET_S)
+
+
+def engine_text(case: CaseSpec, meshes: Iterable[str]) -> str:
+    """The engine as a report names it; of nccl the GPUs too, if ranks of a mesh share them: `nccl on 1 GPU`."""
+    if case.engine != "nccl":
+        return case.engine
+    import torch  # here: what lists schemes has no need of it
+
+    gpus = torch.cuda.device_count()
+    worlds = [math.prod(map(int, re.findall(r"=(\d+)", mesh))) for mesh in meshes]
+    return f"nccl on {counted(gpus, 'GPU')}" if 0 < gpus < max(worlds, default=case.world) else "nccl"

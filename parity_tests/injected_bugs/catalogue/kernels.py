@@ -27,7 +27,7 @@ BUGS = (
     InjectedBug(
         name="largest term of every lane left out",
         kind="statistic",
-        at="kernels:_statistics",
+        at="kernels:_of_lanes",
         old="tl.where(lanes == first, 0.0, lane_weight)",
         new="tl.where(lanes == first, 0.0, 0.0)",
         expect="value: ",
@@ -43,7 +43,7 @@ BUGS = (
     InjectedBug(
         name="shifted logits of a lane not lowered",
         kind="statistic",
-        at="kernels:_statistics",
+        at="kernels:_of_lanes",
         old="lane_weight * (lane_shifted_sum + (1.0 + lane_sum_m1) * lane_shift)",
         new="lane_weight * lane_shifted_sum",
         expect="value: ",
@@ -51,7 +51,7 @@ BUGS = (
     InjectedBug(
         name="largest equal logits counted once",
         kind="statistic",
-        at="kernels:_statistics",
+        at="kernels:_of_lanes",
         old="tl.where(lanes == first, 0.0, lane_weight)",
         new="tl.where(lane_max == row_max, 0.0, lane_weight)",
         expect="value: ",
@@ -59,7 +59,7 @@ BUGS = (
     InjectedBug(
         name="lanes not brought to the maximum of the row",
         kind="statistic",
-        at="kernels:_statistics",
+        at="kernels:_of_lanes",
         old="lane_weight * lane_sum_m1 + tl.where",
         new="lane_sum_m1 + tl.where",
         expect="value: ",
