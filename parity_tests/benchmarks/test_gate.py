@@ -32,8 +32,22 @@ def test_the_figures_of_a_record(tmp_path):
 
 
 def test_a_gate_that_did_not_pass_has_no_figures(tmp_path):
-    with pytest.raises(ValueError, match=r"the gate did not pass: tests, browser; run \.ci/run again"):
+    with pytest.raises(ValueError, match=r"the gate did not pass: tests; run \.ci/run again"):
         recorded(tmp_path, "60\tpassed\tverify\n480\tFAILED (2)\ttests\n1\tNOT RUN\tbrowser\n")
+
+
+@pytest.mark.parametrize(("seconds", "is_met"), [(480, None), (901, False)])
+def test_a_gate_of_which_a_step_could_not_run_is_never_kept(seconds, is_met, tmp_path):
+    tests, whole = recorded(tmp_path, f"{seconds}\tpassed\ttests\n0\tNOT RUN\tbrowser\n")
+    assert (tests.is_met, whole.is_met) == (seconds == 480, is_met)
+    assert whole.how == f"tests {seconds} s, browser not run"
+
+
+def test_a_file_that_was_skipped_as_a_whole_is_counted():
+    report = REPORT.replace(
+        "<testsuite>", '<testsuite><testcase classname="" name="parity_tests.peers.test_x" time="0"/>'
+    )
+    assert gate.profile(gate.tests_of(report)).startswith("3 tests in 8 s of all processes together; mamba 75%")
 
 
 def test_without_a_record_nothing_is_judged(tmp_path):

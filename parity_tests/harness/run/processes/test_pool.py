@@ -328,7 +328,8 @@ def test_ranks_share_gpus_only_where_these_are_fewer(
     count: int, world: int, gpus: list[int], hosts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setenv("NCCL_HOSTID", "")
+    for name in ("NCCL_HOSTID", "NCCL_NET"):
+        monkeypatch.setenv(name, "")
     names = set()
     for rank, gpu in enumerate(gpus):
         assert rank_process.gpu_of(rank, world) == gpu
