@@ -36,8 +36,6 @@ PROMISES = {
     "extra memory, gradient apart": f"<= {PROMISED_MEMORY['apart']} of the logits",
     "extra memory, gradient in place": f"<= {PROMISED_MEMORY['in place']} of the logits",
 }
-# What people call instead, with their mean over the logits in float32 taken out: one loss for each row.
-PEERS = ("cross_entropy", "cross_entropy, compiled", "liger-kernel")
 
 
 @dataclass(frozen=True)
@@ -112,15 +110,15 @@ def _extra_memory(logits: Tensor, job: Callable[[Tensor], Any]) -> float:
 
 
 def peer_jobs() -> dict[str, Callable[[Tensor], Tensor]]:
-    """The gradient by each peer that is installed; liger-kernel's is written over the logits."""
+    """The gradient by what people call instead, if it is installed; liger-kernel's is written over the logits."""
     jobs: dict[str, Callable[[Tensor], Tensor]] = {
-        PEERS[0]: partial(_gradient_of, loss=_cross_entropy),
-        PEERS[1]: partial(_gradient_of, loss=lambda *inputs: _compiled_cross_entropy()(*inputs)),
+        "cross_entropy": partial(_gradient_of, loss=_cross_entropy),
+        "cross_entropy, compiled": partial(_gradient_of, loss=lambda *inputs: _compiled_cross_entropy()(*inputs)),
     }
     if find_spec("liger_kernel") is not None:
         from liger_kernel.transformers import LigerCrossEntropyLoss
 
-        jobs[PEERS[2]] = partial(_gradient_of, loss=LigerCrossEntropyLoss(reduction="none"))
+        jobs["liger-kernel"] = partial(_gradient_of, loss=LigerCrossEntropyLoss(reduction="none"))
     return jobs
 
 

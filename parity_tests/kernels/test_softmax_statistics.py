@@ -30,7 +30,8 @@ if INTERPRETED:  # a rank's tensors are on the CPU
 def is_within_budget(z, column, temperature, step):
     """Whether m and z_t are the twin's own, R and d within budget, all in the accumulation dtype.
 
-    R and d of a row with a logit of +inf, which has no softmax, are any numbers that leave no finite normaliser.
+    R and d of a row with a logit of +inf are not compared: it has no softmax, and m = +inf makes its normaliser NaN
+    whatever R is.
     """
     got = local_statistics(z, column, temperature, True, step=step)
     want = st.local_statistics(z, column, temperature, True)
