@@ -1,4 +1,4 @@
-"""The specs of a scheme that are not written out: those of a contract, which a signature states already."""
+"""Specs that a scheme does not write out: taken from a contract, a function's annotated signature."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def specs(
     outputs: Any,
     errors: Callable[[str], ValueError],
 ) -> tuple[Any, Any]:
-    """The specs of the inputs and outputs of `fn`: as declared, else those of the contract.
+    """The specs of the inputs and outputs of `fn`: as declared, else from the contract.
 
-    Of the contract's inputs those are taken whose names are in `signature`; of several forms of its result the first.
+    Takes the contract's inputs with names in `signature`, and the first form of its result.
     """
     if inputs is not None and outputs is not None:
         return inputs, outputs

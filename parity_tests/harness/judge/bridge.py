@@ -1,4 +1,4 @@
-"""The bridge to JAX: float64 switched on before the first array, own copies in, no dtype narrowed either way."""
+"""The bridge to JAX: enables float64 before the first array, copies arrays in, and never narrows a dtype."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-STRICT = ("jax_ref", "parity_tests")  # packages whose references broadcast nothing unseen
+STRICT = ("jax_ref", "parity_tests")  # packages whose references must broadcast explicitly
 
 
 def start(cache: str | None = None) -> Any:
     """Import JAX for the CPU with float64, strict promotion and a compilation cache, if given; returns jax.
 
-    A platform that the user has named, by JAX_PLATFORMS or by `jax_platforms` of jax.config, stays.
+    A platform that the user has set in JAX_PLATFORMS or in `jax_platforms` of jax.config is kept.
     """
     import jax
 
-    # Also where a file of schemes has imported JAX before, unless it has made an array. JAX's default takes a GPU if it
-    # can use one, and three quarters of the GPU's memory, which the ranks need.
+    # This also works after a file of schemes has imported JAX, unless it has created an array. By default JAX takes a
+    # GPU if there is one, and three quarters of its memory, which the ranks need.
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
@@ -32,7 +32,7 @@ def start(cache: str | None = None) -> Any:
 
 
 def call_reference(reference: Callable[..., Any], **arguments: Any) -> Any:
-    """What a reference returns: a user's may broadcast as JAX does, `x * w + b`, one of this project's may not."""
+    """The reference's result: a user's reference may broadcast like `x * w + b`, this project's references may not."""
     import jax
 
     home = getattr(reference, "__module__", None) or type(reference).__module__
@@ -41,9 +41,9 @@ def call_reference(reference: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def to_jax(name: str, array: Any) -> Any:
-    """JAX's own copy of a NumPy array or torch tensor, of the same dtype.
+    """A JAX copy of a NumPy array or torch tensor, with the same dtype.
 
-    Nothing is shared: memory passed by DLPack would change under JAX when the torch tensor is written.
+    Never shares memory: an array passed by DLPack would change under JAX when the torch tensor is written.
     """
     import jax.numpy as jnp
 
@@ -57,12 +57,12 @@ def to_jax(name: str, array: Any) -> Any:
 
 
 def from_jax(name: str, array: Any) -> np.ndarray:
-    """A writable NumPy copy of a JAX array; rejects what is none, and any float narrower than float64."""
+    """A writable NumPy copy of a JAX array; rejects other types, and any float narrower than float64."""
     import jax
 
     if not isinstance(array, jax.Array):
         raise TypeError(f"bridge: {name} is {type(array).__name__}; the reference must return JAX arrays")
-    # bfloat16 is no floating dtype to NumPy.
+    # NumPy does not count bfloat16 as floating.
     if (np.issubdtype(array.dtype, np.floating) or str(array.dtype) == "bfloat16") and array.dtype != np.float64:
         raise TypeError(
             f"bridge: {name} came out as {array.dtype} for float64 inputs; drop the cast in the reference, "
