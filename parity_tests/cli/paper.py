@@ -1,4 +1,4 @@
-"""The verbs that only calculate: a pipeline schedule, what sharding a model would do, what a scheme costs."""
+"""The verbs that only calculate: a pipeline schedule, a plan for sharding a model, the cost of a scheme."""
 
 from __future__ import annotations
 

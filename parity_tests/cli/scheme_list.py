@@ -1,4 +1,4 @@
-"""The table of built-in schemes, from the index alone: torch and JAX are not imported for it."""
+"""The table of built-in schemes, from the index alone, without importing torch and JAX."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from rich.table import Table
 from parity_tests.harness.declare import scheme_index
 from parity_tests.harness.report.out_path import check_writable, write_text
 
-WIDEST = 400  # where there is no terminal, lines are as long as they must be
-TABLE_WIDTH = 160  # columns of a terminal in which no cell of the table has to break
+WIDEST = 400  # without a terminal, lines are as long as necessary
+TABLE_WIDTH = 160  # columns of a terminal that need no line break in any cell
 
 
 def show(pattern: str, json: str | None, quiet: bool = False) -> None:
-    """Print the built-in schemes whose name matches, names alone if `quiet`. Errors: UnusableTarget where none does."""
+    """Print the built-in schemes with a matching name, only names if `quiet`.
+
+    Errors: UnusableTarget if none matches.
+    """
     check_writable(json=json)
     everything = scheme_index.entries()
     entries = [entry for entry in everything if fnmatch(entry.name, pattern)]
@@ -42,7 +45,7 @@ def show(pattern: str, json: str | None, quiet: bool = False) -> None:
 
 
 def _stacked(entry: scheme_index.Entry) -> str:
-    """A scheme on lines of its own, for narrow terminals: no spec and no path is broken."""
+    """A scheme on its own lines, for narrow terminals: specs and paths are not broken."""
     mesh = "  ".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in entry.mesh.items())
     indent = "\n    "
     return indent.join([entry.name, mesh, *_specs(entry), entry.reference, f"{entry.file}:{entry.line}"])

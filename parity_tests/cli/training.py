@@ -19,7 +19,7 @@ Mamba = Annotated[
 Attention = Annotated[
     str, typer.Option(help="ring, all_gather, ulysses or usp.", autocompletion=complete.of_run("ATTENTION"))
 ]
-# Options of trace that say nothing of a pair.
+# Options of trace that do not apply to a pair.
 OF_OUR_MODEL = ("schedule", "mamba", "attention", "tied")
 OF_THE_STEP = ("mesh", *OF_OUR_MODEL, "seed", "engine")
 Schedule = Annotated[
@@ -175,7 +175,7 @@ def _of_sharded(
     every_tensor: bool,
     quiet: bool,
 ) -> int:
-    """The trace of a sharded model; a bare name is a function of the same file."""
+    """Trace a sharded model; a bare name is a function in the same file."""
     from parity_tests.tracing import sharded_session
 
     file = sharded.partition("::")[0]
