@@ -1,4 +1,4 @@
-"""A scheme takes its specs from a contract: from that of a public function, or from its own annotations."""
+"""A scheme takes its specs from a public function's contract, or from its own annotations."""
 
 import jax.numpy as jnp
 import pytest
@@ -21,7 +21,7 @@ def reference(logits, weight, scale=1.0):
     return jnp.einsum("bsv,v->bs", logits, weight) * scale
 
 
-def test_the_specs_are_those_of_the_public_function():
+def test_specs_come_from_the_public_function():
     @scheme(reference=reference, mesh={"tp": (1, 2)}, contract=weighted, options={"scale": (1.0, 2.0)})
     def weighted_over_tp(mesh, logits, weight, scale):
         return all_reduce(weighted(logits, weight, scale), mesh["tp"])
@@ -32,7 +32,7 @@ def test_the_specs_are_those_of_the_public_function():
     assert weighted_over_tp.verify(tp=2, b=1, s=2, v=4).ok
 
 
-def test_the_specs_are_those_of_the_annotations():
+def test_specs_come_from_the_annotations():
     @scheme(
         reference=lambda x, ids: x[ids],
         mesh={"tp": (1, 2)},
@@ -46,7 +46,7 @@ def test_the_specs_are_those_of_the_annotations():
     assert looked_up.verify(tp=2, k=4).ok
 
 
-def test_what_is_declared_comes_first():
+def test_declared_specs_take_precedence():
     @scheme(
         reference=reference, mesh={"tp": (1, 2)}, contract=weighted,
         inputs={"logits": "b s v/tp:ragged", "weight": "v/tp:ragged"},

@@ -32,7 +32,7 @@ def biased(x, b):
 
 
 @pytest.mark.parametrize("module", ["jax_ref.norms", "parity_tests.judge.test_bridge", "my_project.reference", None])
-def test_a_reference_of_this_project_broadcasts_nothing_unseen(module):
+def test_this_projects_references_must_not_broadcast(module):
     biased.__module__ = module
     if module is not None and module.startswith(("jax_ref", "parity_tests")):
         with pytest.raises(ValueError, match="rank"):
@@ -67,7 +67,7 @@ def test_jax_has_its_own_copy():
     assert [float(copy.max()) for copy in moved] == [1.0, 1.0]
 
 
-def test_what_comes_back_is_a_writable_copy():
+def test_results_are_writable_copies():
     source = jnp.ones(5)
     back = bridge.from_jax("x", source)
     back[:] = 3.0
@@ -83,7 +83,7 @@ def test_awkward_tensors():
     assert bridge.to_jax("x", torch.zeros(0, 3, dtype=torch.float64)).shape == (0, 3)
 
 
-def test_bfloat16_goes_as_what_it_means():
+def test_bfloat16_must_be_widened_first():
     """NumPy has no bfloat16: whoever bridges one widens it first; the message says so."""
     with pytest.raises(TypeError) as caught:
         bridge.to_jax("x", torch.ones(3, dtype=torch.bfloat16))
@@ -101,7 +101,7 @@ def test_a_narrow_float_is_rejected_on_the_way_back(dtype):
 
 
 @pytest.mark.parametrize("thing", [1.0, np.ones(3), [1.0]])
-def test_what_is_no_jax_array_is_rejected(thing):
+def test_only_jax_arrays_are_accepted(thing):
     with pytest.raises(TypeError) as caught:
         bridge.from_jax("output 'y'", thing)
     name = type(thing).__name__

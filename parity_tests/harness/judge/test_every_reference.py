@@ -16,7 +16,7 @@ SCHEMES = {scheme.reference: scheme for scheme in built_in()}  # one for each re
 
 @pytest.fixture
 def traced(monkeypatch):
-    """What `evaluate` traces, and the arrays of the call."""
+    """The program that `evaluate` traces, and the arrays of the call."""
     calls = []
     chosen = reference.evaluator
 
