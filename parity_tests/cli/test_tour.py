@@ -1,4 +1,4 @@
-"""The first run ends with status 0 only where all is as it should be."""
+"""The tour exits with status 0 only if everything is right."""
 
 import io
 from dataclasses import replace
