@@ -138,7 +138,7 @@ def trace(
     every_tensor: Annotated[bool, typer.Option("--whole", "--verbose", "-v", help="Print every tensor.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each trace only.")] = False,
 ) -> None:
-    """Name the first module whose tensors differ. A sharded model's and one device's, or a pair of your own."""
+    """Name the first module with different tensors. Compares a sharded model with one device, or your own pair."""
     if file is not None and "::" in file:
         foreign = [name for name in OF_OUR_MODEL if _is_on_command_line(context, name)]
         if foreign:

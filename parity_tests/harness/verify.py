@@ -4,14 +4,14 @@ From a drawn case to the lines under a red row of the report:
 
 1. `verify_one_case.verify_case` evaluates the reference, runs the ranks and compares every tensor. For each wrong one,
    `explain.clues` makes notes from its numbers, each with its scope: the cases that could refute it.
-2. `undecided.mark_undecided` replaces the mismatch by the verdict `undecided` where the reference itself jumps within
+2. `undecided.mark_undecided` replaces the mismatch by the verdict `undecided` if the reference is discontinuous within
    the rounding of its inputs. `verify_or_undecided` is steps 1 and 2.
-3. `simplest_choices.SimplestCase` replaces what was drawn by the simplest of the menus that fails alike, and
-   `smallest.shrink` its sizes by the smallest.
+3. `simplest_choices.SimplestCase` replaces drawn choices by the simplest ones with the same failure, and
+   `smallest.shrink` replaces the sizes by the smallest.
 4. `special_values.name_values_to_avoid` verifies the case with normal values, to name the inputs whose ties or zeros
    the failure needs.
 5. `second_opinion` verifies it on gloo, in fresh processes.
-6. `notes.check_notes` verifies other cases and keeps the notes that hold in each that fails too.
+6. `notes.check_notes` verifies other cases and keeps the notes that hold in every one that fails.
 7. `repaired_lines.name_lines` adds the line of a collective whose repair makes the tensor right.
 8. A replay file is written, and the report prints the notes that remain, the best explanation first.
 
