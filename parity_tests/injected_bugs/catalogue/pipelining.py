@@ -149,6 +149,7 @@ BUGS = (
         old="return -(-stages // pp_size) * pp_size",
         new="return stages // pp_size * pp_size",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_partition.py catches it",
     ),
     InjectedBug(
         name="stages that are too few for the layers",
@@ -245,6 +246,7 @@ BUGS = (
         old='elif event.action.kind in ("B", "W"):',
         new='elif event.action.kind in ("W",):',
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_reference.py catches it",
     ),
     InjectedBug(
         name="a backward before its forward accepted",
@@ -277,6 +279,7 @@ BUGS = (
         old="column {error.position + 1}: {error.problem}",
         new="column {error.position}: {error.problem}",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_csv_schedule.py catches it",
     ),
     InjectedBug(
         name="forwards of the last stage in any order",
@@ -425,6 +428,7 @@ BUGS = (
         old="sum(rank == self.stage_to_rank[stage] for rank in self.stage_to_rank[:stage])",
         new="stage",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_pictures.py catches it",
     ),
     InjectedBug(
         name="a number at the start of its box",
@@ -433,6 +437,7 @@ BUGS = (
         old="centre, number = start + length / 2,",
         new="centre, number = start,",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_pictures.py catches it",
     ),
     # Advice on the number of stages
     InjectedBug(
@@ -442,5 +447,6 @@ BUGS = (
         old="range(num_layers, 0, -1)",
         new="range(1, num_layers + 1)",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_partition.py catches it",
     ),
 )
