@@ -223,7 +223,10 @@ def test_schemes_of_parts_that_are_not_public_are_listed_with_all(shardproof):
     assert public < everything and "vocab_parallel_logprob" in public
     assert {"filtered_by_lists", "numbered_in_blocks"} <= others
     status, _, err = shardproof("list", "filtered_by_lists")
-    assert (status, err) == (2, "filtered_by_lists: no public scheme of this name; --all shows the others\n")
+    assert (status, err) == (
+        2,
+        "shardproof: filtered_by_lists: no public scheme of this name; --all shows the others\n",
+    )
     assert shardproof("list", "filtered_by_lists", "--all", "-q")[1] == "filtered_by_lists\n"
 
 

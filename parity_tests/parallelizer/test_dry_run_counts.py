@@ -91,6 +91,27 @@ def dims_of(style, name):
     return (bias if name.endswith("bias") else weight), parts
 
 
+def add_of_styles(add, keys, tp, tokens, compute):
+    """Add what each module sends by its style; the number of those without a rule."""
+    unknown = 0
+    for key, style in keys.items() if tp > 1 else ():
+        count, weight = 2 if "*" in key else 1, SHAPES.get(f"{key}.weight")
+        if weight is None:
+            continue
+        if style == "all_reduce":
+            unknown += 1
+        elif style == "replicated_with_grad_allreduce":
+            moving = [name for name in SHAPES if name.startswith(key) and name != FROZEN]
+            add(
+                "backward", "all_reduce", 0, count * sum(prod(SHAPES[n]) for n in moving) * compute, count * len(moving)
+            )
+        else:
+            out, inner = weight if key != "embed" else (D, 0)
+            for phase, op, numbers in STYLES[style][3]:
+                add(phase, op, 0, count * tokens * numbers(inner, out, tp) * compute, count)
+    return unknown
+
+
 def expected_report(mesh, axes, plan, dtype, tokens):
     tp, replicas = (mesh.get(axis, 1) for axis in (axes[0], axes[2]))
     shards = prod(size for axis, size in mesh.items() if axis not in (axes[0], axes[2]))
@@ -130,22 +151,7 @@ def expected_report(mesh, axes, plan, dtype, tokens):
         if replicas > 1:
             add("backward", "all_reduce", 2, reduced // shards)
     # 3. tp: each module by its style.
-    unknown = 0
-    for key, style in keys.items() if tp > 1 else ():
-        count, weight = 2 if "*" in key else 1, SHAPES.get(f"{key}.weight")
-        if weight is None:
-            continue
-        if style == "all_reduce":
-            unknown += 1
-        elif style == "replicated_with_grad_allreduce":
-            moving = [name for name in SHAPES if name.startswith(key) and name != FROZEN]
-            add(
-                "backward", "all_reduce", 0, count * sum(prod(SHAPES[n]) for n in moving) * compute, count * len(moving)
-            )
-        else:
-            out, inner = weight if key != "embed" else (D, 0)
-            for phase, op, numbers in STYLES[style][3]:
-                add(phase, op, 0, count * tokens * numbers(inner, out, tp) * compute, count)
+    unknown = add_of_styles(add, keys, tp, tokens, compute)
     unmatched = int(plan is None and tp > 1)
     sent = {(phase, op, axes[role]): tuple(each) for (phase, op, role), each in sent.items() if each[0]}
     return {

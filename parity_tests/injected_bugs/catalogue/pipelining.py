@@ -3,7 +3,6 @@
 from parity_tests.injected_bugs.injected_bug import TRAIN_VERIFY, InjectedBug
 
 BUGS = (
-    # Models in stages
     InjectedBug(
         name="a tied gradient that is not summed",
         kind="tied",
@@ -109,7 +108,6 @@ BUGS = (
         new="set_shapes(stages, sizes, 2 * microbatch_size, seq_len",
         expect="collective mismatch: ",
     ),
-    # Partitions and schedules
     InjectedBug(
         name="a v that does not turn round",
         kind="schedule",
