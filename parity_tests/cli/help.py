@@ -15,6 +15,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "list": (
         "shardproof list",
         "shardproof list 'vocab_parallel_*' --quiet",
+        "shardproof list --all",
         "shardproof list vocab_parallel_logprob --json",
     ),
     "draw": (
