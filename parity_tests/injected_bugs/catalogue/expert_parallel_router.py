@@ -40,8 +40,8 @@ BUGS = (
         name="one group more than is searched",
         kind="border",
         at="expert_parallel:_within_groups",
-        old="_largest(of_two, chosen_groups)",
-        new="_largest(of_two, min(chosen_groups + 1, groups))",
+        old="_largest(pair_sums, chosen_groups)",
+        new="_largest(pair_sums, min(chosen_groups + 1, groups))",
         expect="value: ",
     ),
     InjectedBug(
