@@ -114,10 +114,8 @@ MISSING = {
 }
 
 # Methods of torch's class that serve every group, whatever carries out its collectives.
-INHERITED = frozenset(
-    ("BackendType", "_get_backend_name", "_id", "_pybind11_conduit_v1_", "abort", "boxed", "name", "rank")
-    + ("set_timeout", "shutdown", "size", "unbox")
-)
+INHERITED = {"BackendType", "_get_backend_name", "_id", "_pybind11_conduit_v1_", "abort", "boxed", "name", "rank"}
+INHERITED |= {"set_timeout", "shutdown", "size", "unbox"}
 
 
 class LockstepBackend:
