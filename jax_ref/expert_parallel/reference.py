@@ -129,7 +129,8 @@ def balance_loss(probabilities: Float[Array, "t e"], experts: Int[Array, "t k"])
     """e * sum_e f_e P_e;  f_e is expert e's share of all choices, P_e its mean probability over tokens.
 
     A row without an expert is padding and counts in neither. A row with some of its k experts is a token, and f counts
-    the choices that it has. The loss is 1 if f or P is uniform, 0 without tokens. f is a count and has no gradient.  Source: arXiv 2101.03961.
+    the choices that it has. The loss is 1 if f or P is uniform, 0 without tokens. f is a count and has no gradient.
+    Source: arXiv 2101.03961.
     """
     size = probabilities.shape[-1]
     counts, tokens = load_counts(experts, size).astype(probabilities.dtype), is_token(experts, size)
