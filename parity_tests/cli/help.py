@@ -15,7 +15,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "list": (
         "shardproof list",
         "shardproof list 'vocab_parallel_*' --quiet",
-        "shardproof list --all",
         "shardproof list vocab_parallel_logprob --json",
     ),
     "draw": (
