@@ -120,14 +120,28 @@ def load_counts(experts: Choices, size: int) -> Int[Array, " e"]:
     return _one_hot(experts.reshape(-1), size).sum(0)
 
 
-def balance_loss(probabilities: Float[Array, "t e"], experts: Int[Array, "t k"]) -> Float[Array, ""]:
-    """e * sum_e f_e P_e;  f_e the share of the choices that expert e has, P_e the mean probability of e.
+def is_token(experts: Choices, size: int) -> Bool[Array, "*t"]:
+    """True for a row with at least one expert; padding has none."""
+    return _one_hot(experts, size).any((-2, -1))
 
-    1 where both are equal over the experts. f is a count and has no gradient.  Source: arXiv 2101.03961.
+
+def balance_loss(probabilities: Float[Array, "t e"], experts: Int[Array, "t k"]) -> Float[Array, ""]:
+    """e * sum_e f_e P_e;  f_e the share of the choices that expert e has, P_e the mean probability of e over tokens.
+
+    A row without an expert is no token: neither f nor P has it. A row with some of its k experts is a token, and f has
+    the choices that it has. 1 where f or P is equal over the experts, 0 without tokens. f is a count and has no
+    gradient.  Source: arXiv 2101.03961.
     """
     size = probabilities.shape[-1]
-    share = load_counts(experts, size) / experts.size
-    return size * (share * probabilities.mean(0)).sum()
+    counts, tokens = load_counts(experts, size).astype(probabilities.dtype), is_token(experts, size)
+    share = counts / jnp.maximum(counts.sum(), 1.0)
+    mean = jnp.where(tokens[:, None], probabilities, 0.0).sum(0) / _at_least_one(tokens, probabilities)
+    return size * (share * mean).sum()
+
+
+def _at_least_one(tokens: Bool[Array, "*t"], like: Float[Array, "..."]) -> Float[Array, ""]:
+    """The number of tokens; 1 without any, so that a sum over none divided by it is 0."""
+    return jnp.maximum(tokens.sum(), 1).astype(like.dtype)
 
 
 def sequence_balance_loss(probabilities: Float[Array, "b s e"], experts: Int[Array, "b s k"]) -> Float[Array, " b"]:
@@ -135,6 +149,14 @@ def sequence_balance_loss(probabilities: Float[Array, "b s e"], experts: Int[Arr
     return jax.vmap(balance_loss)(probabilities, experts)
 
 
-def z_loss(logits: Float[Array, "t e"]) -> Float[Array, ""]:
-    """The mean over tokens of (log sum_e exp(logits[t, e]))^2.  Source: arXiv 2202.08906."""
-    return (jax.nn.logsumexp(logits, axis=-1) ** 2).mean()
+def z_loss(logits: Float[Array, "t e"], experts: Int[Array, "t k"] | None = None) -> Float[Array, ""]:
+    """The mean over tokens of (log sum_e exp(logits[t, e]))^2; rows without an expert are no tokens.
+
+    Without `experts` every row is a token.  Source: arXiv 2202.08906.
+    """
+    if experts is None:
+        return (jax.nn.logsumexp(logits, axis=-1) ** 2).mean()
+    tokens = is_token(experts, logits.shape[-1])
+    # Padding may hold NaN, so it is replaced before the exponential and not only after it.
+    squares = jax.nn.logsumexp(jnp.where(tokens[:, None], logits, 0.0), axis=-1) ** 2
+    return jnp.where(tokens, squares, 0.0).sum() / _at_least_one(tokens, logits)

@@ -16,6 +16,7 @@ from torch_impl.expert_parallel.balance import global_balance_loss as global_bal
 from torch_impl.expert_parallel.balance import load_counts as load_counts
 from torch_impl.expert_parallel.balance import rank_balance_loss as rank_balance_loss
 from torch_impl.expert_parallel.balance import sequence_balance_loss as sequence_balance_loss
+from torch_impl.expert_parallel.balance import token_count as token_count
 from torch_impl.expert_parallel.balance import with_loss as with_loss
 from torch_impl.expert_parallel.balance import z_loss as z_loss
 from torch_impl.expert_parallel.capacity import expert_capacity as expert_capacity

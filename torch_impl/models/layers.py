@@ -130,7 +130,7 @@ class Moe(nn.Module):
     loss of each sequence and its z-loss, times their coefficients, as a mean over all sequences of the step. Padding is
     routed too, and counts as any token.
 
-    Cost:   in a step forward 1 all_reduce of b * e int64 over cp.
+    Cost:   in a step forward 1 all_reduce of b * (e + 1) int64 over cp.
     """
 
     def __init__(self, config: HybridConfig, placement: Placement, **factory: Any) -> None:
