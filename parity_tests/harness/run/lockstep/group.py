@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from parity_tests.harness.run.failure import CANNOT_RUN, GROUP_HINT
 from parity_tests.harness.run.ledger import LedgerRow, call_site, group_label, phase
 from parity_tests.harness.run.lockstep import operations, world
-from parity_tests.harness.run.lockstep.backends import rejection
+from parity_tests.harness.run.lockstep.backends import LockstepBackend, rejection
 from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.exchange import Exchange
 from parity_tests.harness.run.lockstep.operations import listed, nested, reduce_op, root_place
@@ -116,34 +116,6 @@ MISSING = {
 # Methods of torch's class that serve every group, whatever carries out its collectives.
 INHERITED = {"BackendType", "_get_backend_name", "_id", "_pybind11_conduit_v1_", "abort", "boxed", "name", "rank"}
 INHERITED |= {"set_timeout", "shutdown", "size", "unbox"}
-
-
-class LockstepBackend:
-    """The answer to `group._get_backend(device)`: torch 2.14 asks it which optional features the backend has.
-
-    It has none of them, as gloo: a batch of messages is issued one by one, and a tensor is allocated by torch.
-    """
-
-    supports_coalescing = supports_reconfigure = supports_shrinking = supports_splitting = False
-    supports_time_estimate = supports_window = False
-
-    def __init__(self, group: LockstepGroup) -> None:
-        self._group = group
-
-    def name(self) -> str:
-        return world.BACKEND
-
-    def rank(self) -> int:
-        return self._group.rank()
-
-    def size(self) -> int:
-        return self._group.size()
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise NotImplementedError(f"{CANNOT_RUN}: {name} of a backend; call the process group, or use --engine gloo")
 
 
 def create(options: Any, backend_options: Any) -> LockstepGroup:
