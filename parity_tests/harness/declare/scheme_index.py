@@ -31,7 +31,10 @@ MOST_FILES = 8  # of other checkouts and environments
 
 @dataclass(frozen=True)
 class Entry:
-    """A built-in scheme: its key in the table, its file relative to the root, and its arguments."""
+    """A built-in scheme: its key in the table, its file relative to the root, and its arguments.
+
+    `public` says whether it verifies a public function or class, see `public_names.is_public`.
+    """
 
     key: str
     name: str
@@ -43,15 +46,18 @@ class Entry:
     dtypes: list[str]
     engines: list[str]
     reference: str
+    public: bool
 
     def to_dict(self) -> dict[str, Any]:
         """As `shardproof list --json` prints it."""
-        record = {name: value for name, value in asdict(self).items() if name not in ("key", "line")}
+        record = {name: value for name, value in asdict(self).items() if name not in ("key", "line", "public")}
         return {**record, "file": f"{self.file}:{self.line}"}
 
 
 def entry_of(scheme: Declared) -> Entry:
     """The entry of an imported scheme, built-in or a user's."""
+    from parity_tests.harness.implementation.public_names import is_public
+
     reference = getattr(scheme.reference, "__name__", type(scheme.reference).__name__)
     path = Path(scheme.file)
     return Entry(
@@ -65,6 +71,7 @@ def entry_of(scheme: Declared) -> Entry:
         dtypes=list(scheme.dtypes),
         engines=list(scheme.engines),
         reference=f"{scheme.reference.__module__}.{reference}",
+        public=is_public(scheme.fn),
     )
 
 
