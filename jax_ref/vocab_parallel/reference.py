@@ -2,7 +2,7 @@
 
     z   logits [..., v]        t   a target id        T   a temperature, y = z / T
 
-1. what a row of logits has: log-probabilities, normaliser, negative entropy
+1. what a row of logits has: log-probabilities, negative entropy
 2. softmax, log-softmax, cross entropy
 3. the log-probability of a target, of several ids
 4. the distribution that a sampler draws from: top-k, top-p
@@ -36,12 +36,6 @@ def log_probabilities(logits: Float[Array, "*a v"], temperature: float = 1.0) ->
     """log p of z / T. The difference z - m comes first: it is exact where a quotient is not."""
     shifted, row_sum_m1 = _shifted_and_row_sum_m1(logits, temperature)
     return shifted - jnp.log1p(row_sum_m1)[..., None]
-
-
-def normaliser(logits: Float[Array, "*a v"]) -> tuple[Float[Array, "*a"], Float[Array, "*a"]]:
-    """(m, log(1 + R)), whose sum is lse = log sum_v exp(z_v)."""
-    _, row_sum_m1 = _shifted_and_row_sum_m1(logits, 1.0)
-    return logits.max(-1), jnp.log1p(row_sum_m1)
 
 
 def negative_entropy(logits: Float[Array, "*a v"], temperature: float = 1.0) -> Float[Array, "*a"]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof import check, every_case, scheme, token_below
-from torch_impl.parallelizer.mesh_axes import check_one_root, mesh_axes
+from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 WORLD = 8
 NUMBERS = 8  # of one mesh
@@ -106,8 +106,7 @@ MESHES = (
     ),
     ({"cp": 8}, {"shard": "dp_shard_cp"}, "cp", None, "cp", None, "cp"),
 )
-# Names that are no axis, of one role twice, of both generations, of an axis beside one that it contains; another root.
-ANOTHER_ROOT = {"moe_mesh": "ep"}
+# Names that are no axis, of one role twice, of both generations, of an axis beside one that it contains.
 REJECTED = (
     ({"dp_shard": 4, "tp": 2}, {"tp": "tensr"}),
     ({"dp_shard": 4, "tp": 2}, {"replicate": "copies"}),
@@ -120,7 +119,6 @@ REJECTED = (
     ({"dp_shard_cp": 4, "cp": 2}, {}),
     ({"dp_cp": 4, "dp_shard": 2}, {}),
     ({"ep_shard": 2, "ep": 4}, {}),
-    ({"dp_shard": 4, "tp": 2}, ANOTHER_ROOT),
 )
 
 
@@ -155,7 +153,7 @@ def expected_mesh(sizes, axes, rank):
 def expected_column(case, rank):
     """What a rank sees: the mesh of each role, the ranks of data and of shards, has it stages, is it rejected."""
     if case >= len(MESHES):
-        return [*[0] * NUMBERS, int(case < len(MESHES) + len(REJECTED))]
+        return [*[0] * NUMBERS, 1]
     sizes, _, *roles = MESHES[case]
     fsdp, loss = (role if isinstance(role, list) else [role] for role in (roles[0], roles[2]))
     shards, data = (
@@ -185,18 +183,8 @@ def positions(ranks, world):
 
 
 def actual_column(mesh, case):
-    if case >= len(MESHES) + len(REJECTED):
-        root, _ = slices_of(mesh, {"dp_shard": 4, "tp": 2})
-        of_one_root = ((root["dp_shard"], root["tp"]), (root, None))
-        return [
-            *[0] * NUMBERS,
-            max(is_rejected(check_one_root, world_mesh=one, moe_mesh=other) for one, other in of_one_root),
-        ]
     if case >= len(MESHES):
         sizes, own_names = REJECTED[case - len(MESHES)]
-        if own_names == ANOTHER_ROOT:
-            roots = [slices_of(mesh, each)[0] for each in (sizes, {"ep": WORLD})]
-            return [*[0] * NUMBERS, is_rejected(check_one_root, world_mesh=roots[0]["tp"], moe_mesh=roots[1])]
         return [*[0] * NUMBERS, is_rejected(mesh_axes, slices_of(mesh, sizes)[0], own_names)]
     sizes, own_names, *_ = MESHES[case]
     device_mesh, world = slices_of(mesh, sizes)
@@ -222,7 +210,7 @@ def by_coordinates(ids, case):
     outputs="k r/x",
     dims={"k": (NUMBERS + 1,), "r": (WORLD,)},
     draw={"ids": token_below("r")},
-    options={"case": tuple(range(len(MESHES) + len(REJECTED) + 1))},
+    options={"case": tuple(range(len(MESHES) + len(REJECTED)))},
 )
 def axes_of_ranks(mesh, ids, case) -> Int[Tensor, "k r/x"]:
     """Each rank fills in its own column."""
