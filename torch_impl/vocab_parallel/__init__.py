@@ -1,7 +1,8 @@
 """Functions of logits whose vocabulary is sharded over the ranks of a group.
 
 Read `fused_logprob` for the formula, its forward and its backward; `logprob` has the public functions. `adapters` has
-functions under the names of other libraries, which only pass their arguments on.
+functions under the names of other libraries, which only pass their arguments on. Which of the six routes to a softmax
+and to a sampler's bounds is taken when, `docs/reference/vocab-parallel.md` has in a table.
 
 Arguments with one meaning throughout the package, unless a function says otherwise:
 
