@@ -15,10 +15,10 @@ EXTENSION = "transformer_engine_torch"
 
 
 def local_index(layout: TokenLayout) -> Int64[Tensor, " local"]:
-    """The positions that this rank holds, computed by Transformer Engine where it can, else by the layout.
+    """The positions that this rank holds, computed by Transformer Engine if possible, else by the layout.
 
-    Both are equal. The lengths of `layout` are validated before: Transformer Engine has only a device-side assertion
-    for a length that does not divide, which ends the process or passes silently.
+    Both give the same positions. The lengths of `layout` must be valid: for a length that does not divide, Transformer
+    Engine has only a device-side assertion, which ends the process or passes silently.
     """
     if layout.cu_padded.is_cuda and layout.cp_size > 1 and importlib.util.find_spec(EXTENSION):
         return partitioned_indices(layout.cu_padded, layout.total, layout.cp_size, layout.cp_rank)
@@ -42,7 +42,7 @@ def partitioned_indices(
 
 
 def _extension() -> ModuleType:
-    # By its name, so that this module can be imported and type-checked where the library is not installed.
+    # Import it by name, so that this module can be imported and type-checked without the library.
     try:
         return importlib.import_module(EXTENSION)
     except ImportError as error:
