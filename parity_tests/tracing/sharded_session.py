@@ -27,6 +27,7 @@ from parity_tests.harness.report.out_path import check_writable
 from parity_tests.harness.run.engines import run as on_ranks
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.ledger import at_users_line
+from parity_tests.harness.run.raised import RAISED, first_line_of
 from parity_tests.tracing import show
 from parity_tests.tracing.events import LOSS, OUT, Event
 from parity_tests.tracing.lines import Found, Line, lines
@@ -132,8 +133,8 @@ def _called(target: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Errors: ReferenceFailure for the user's own exception, with its line."""
     try:
         return function(*arguments)
-    except Exception as error:
-        first = f"{type(error).__name__}: {error}".splitlines()[0]
+    except RAISED as error:
+        first = f"{type(error).__name__}: {first_line_of(error)}"
         raise ReferenceFailure(f"{target}: raised {first}{at_users_line(error)}") from error
 
 

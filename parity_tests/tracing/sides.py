@@ -10,6 +10,7 @@ import torch
 from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.run.failure import Raised
 from parity_tests.harness.run.ledger import at_users_line, raised_at
+from parity_tests.harness.run.raised import first_line_of
 
 
 def of_torch(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -52,6 +53,6 @@ def _kind(x: Any) -> str:
     return f"a {type(x).__name__}" + (f" of {x.dtype}" if isinstance(x, torch.Tensor) else "")
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """Type and first line; JAX's messages go on with advice."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {first_line_of(error)}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from parity_tests.harness.declare.declaration_failure import raised_by
+from parity_tests.harness.run.raised import RAISED, first_line_of
 
 Layout = Callable[[int, int], Any]
 # Exceptions for a size that does not fit: a layout's own check, an assertion, or a library's view or reshape.
@@ -25,7 +26,7 @@ def parts(name: str, layout: Layout, dim: str, size: int, axis: str, world: int)
         return list(positions) if isinstance(positions, Iterable) else positions
     except REJECTIONS as error:
         raise ValueError(f"{dim}={size} cannot be sharded by {name} over {axis}={world}: {_words(error)}") from error
-    except Exception as error:
+    except RAISED as error:
         raise raised_by(f"layout '{name}'", error) from error
 
 
@@ -63,7 +64,7 @@ def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | N
             f"{name} shards no size of {dim} over {axis}={world}, of {world} to {last} tried: {_words(error)}; "
             f"if it shards others, name them: dims={{{dim!r}: (...)}}"
         )
-    except Exception as error:
+    except RAISED as error:
         raise raised_by(f"layout '{name}'", error) from error
     return None
 
@@ -71,13 +72,13 @@ def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | N
 def _takes(layout: Layout, size: int, world: int) -> bool:
     try:
         layout(size, world)
-    except Exception:  # reported when that size is used
+    except RAISED:  # reported when that size is used
         return False
     return True
 
 
 def _words(error: Exception) -> str:
-    kind, (first, *_) = type(error).__name__, str(error).splitlines() or [""]
+    kind, first = type(error).__name__, first_line_of(error)
     if not first:
         return f"it raises {kind} without a message"
     return first if isinstance(error, ValueError) else f"{kind}: {first}"

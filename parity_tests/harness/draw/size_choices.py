@@ -15,6 +15,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.dim_formulas import complete_dims, names_in
 from parity_tests.harness.declare.spec import Dim, Sharding
 from parity_tests.harness.draw import custom_layout
+from parity_tests.harness.run.raised import RAISED, message_of
 
 LOCAL = (2, 3, 5, 1, 8)  # local sizes of a dim; with 1, many mistakes do not show
 TURNS = len(LOCAL) ** 2  # more rounds give few new shapes
@@ -125,8 +126,11 @@ def assumed_options(
         case = CaseSpec(scheme.key, mesh, shape, options=options)
         try:
             allowed += [options] if scheme.assume(case) else []
-        except Exception as error:
-            what = f"assume raised {type(error).__name__} at {sizes_text(mesh, shape, options)}: {error}"
+        except RAISED as error:
+            from parity_tests.harness.run.ledger import at_users_line  # here: it loads torch
+
+            where = f"{at_users_line(error)} with {sizes_text(mesh, shape, options)}"
+            what = f"assume raised {type(error).__name__}{where}: {message_of(error)}"
             raise ValueError(f"scheme '{scheme.name}': {what}") from error
     return allowed
 

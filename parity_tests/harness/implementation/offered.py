@@ -18,6 +18,7 @@ from typing import Any
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.implementation.public_names import PublicName
+from parity_tests.harness.run.raised import RAISED, message_of
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -37,9 +38,11 @@ def module_of(target: str) -> ModuleType:
         sys.path.append(str(Path.cwd()))  # also for the ranks, which get this process's path
     try:
         return importlib.import_module(target)
-    except Exception as error:
+    except RAISED as error:
         hint = f"; did you mean {target}.py?" if Path(f"{target}.py").is_file() else ""
-        raise discover.UnusableTarget(f"cannot import {target}: {type(error).__name__}: {error}{hint}") from error
+        raise discover.UnusableTarget(
+            f"cannot import {target}: {type(error).__name__}: {message_of(error)}{hint}"
+        ) from error
 
 
 class Offered:

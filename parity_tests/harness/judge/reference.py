@@ -25,6 +25,7 @@ from parity_tests.harness.judge.rounding import POOL, evaluator
 from parity_tests.harness.judge.step import DIRECTIONS
 from parity_tests.harness.run.ledger import at_users_line
 from parity_tests.harness.run.program import Program
+from parity_tests.harness.run.raised import RAISED, first_line_of
 
 MAX_PROGRAMS = 250
 POINTS = 4  # random inputs, each with its negative: a piecewise derivative that is 0 at one is rarely 0 at the other
@@ -187,7 +188,7 @@ def _call(
                 results = program(*flat)
         except ReferenceFailure:
             raise
-        except Exception as error:
+        except RAISED as error:
             message = f"raised {type(error).__name__}{at_users_line(error)}: {_first_line(error)}"
             raise _failure(scheme, message + _remedy(error, case)) from error
         _PROGRAMS.setdefault(scheme.reference, {})[signature] = program, structure
@@ -367,7 +368,7 @@ def _failure(scheme: Declared, message: str) -> ReferenceFailure:
 SIZE_ERRORS = (ArithmeticError, AssertionError, IndexError, TypeError, ValueError)  # raised by some sizes
 
 
-def _remedy(error: Exception, case: CaseSpec) -> str:
+def _remedy(error: BaseException, case: CaseSpec) -> str:
     """The remedy for an exception of the reference."""
     import jax
 
@@ -384,7 +385,7 @@ def _remedy(error: Exception, case: CaseSpec) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    line = (str(error).strip().splitlines() or ["no message"])[0]
+    line = first_line_of(error) or "no message"
     line = line.partition(" when jax_numpy_dtype_promotion=strict")[0]
     what, strict, _ = line.partition(" and with the config option jax_numpy_rank_promotion")
     return f"{what}; nothing is broadcast unseen, write bias[None, None] for a dim that lacks two" if strict else line

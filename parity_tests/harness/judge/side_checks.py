@@ -24,6 +24,7 @@ from parity_tests.harness.run.ledger import PHASES, CallSite, Finding, Ledger
 from parity_tests.harness.run.lockstep.backends import UNEVEN
 from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.run.protocol import disagreement
+from parity_tests.harness.run.raised import RAISED
 
 UNEQUAL_REPLICAS = " differs between replicas"
 
@@ -57,7 +58,7 @@ def costs_of_ranks(scheme: Declared, case: CaseSpec, program: Program) -> list[C
         if isinstance(declared, Cost):
             return [declared] * case.world
         return [declared[_place(scheme, case, rank)] for rank in range(case.world)]
-    except Exception as error:
+    except RAISED as error:
         raise raised_by(f"scheme '{scheme.name}': its cost", error) from error
 
 

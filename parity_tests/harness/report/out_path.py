@@ -64,7 +64,7 @@ def write_text(path: str, text: str) -> None:
         print(text)
         return
     with naming(path):
-        Path(path).write_text(f"{text}\n")
+        Path(path).write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import COTANGENT
-from parity_tests.harness.run.failure import message_of
+from parity_tests.harness.run.raised import message_of
 
 # Torch's messages for a graph that was not retained, and for a first backward that wrote into a saved tensor.
 ONCE = ("backward through the graph a second time", "modified by an inplace operation")

@@ -10,6 +10,7 @@ from typing import Any
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.run.raised import chain, message_of
 
 # After the name of an attribute that a process group has not, as in mesh["tp"].get_group().
 GROUP_HINT = "mesh[axis] is a process group; mesh.device_mesh[axis] is torch's DeviceMesh"
@@ -19,17 +20,10 @@ WRAPPED = "failed to run forward"  # in the message of torch's exception around 
 
 def raised_by_function(error: BaseException) -> BaseException:
     """The exception that the function raised: torch wraps that of a pipeline's stage in one that does not name it."""
-    while type(error) is RuntimeError and WRAPPED in str(error) and error.__cause__ is not None:
-        error = error.__cause__
+    for each in chain(error):
+        if type(each) is not RuntimeError or WRAPPED not in message_of(each) or each.__cause__ is None:
+            return each
     return error
-
-
-def message_of(error: BaseException) -> str:
-    """The message of an exception, also where making it raises another."""
-    try:
-        return str(error)
-    except Exception as second:
-        return f"<its message raises {type(second).__name__}>"
 
 
 class RankFault(Exception):
@@ -67,7 +61,8 @@ class RankFailure(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # An exception is pickled as its type and its positional arguments, and this one has others.
         fields = {name: getattr(self, name) for name in ("rank", "op", "source", "case", "others", "ledger")}
-        return partial(type(self), **fields), self.args
+        notes = {"__notes__": [self.traceback]} if self.traceback else None  # a cause is not pickled
+        return partial(type(self), **fields), self.args, notes
 
     @property
     def traceback(self) -> str | None:

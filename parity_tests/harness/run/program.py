@@ -25,6 +25,7 @@ from parity_tests.harness.draw import inputs
 from parity_tests.harness.run import calling, modules
 from parity_tests.harness.run.failure import RankFailure, RankFault
 from parity_tests.harness.run.ledger import at_users_line
+from parity_tests.harness.run.raised import RAISED, message_of
 from torch_impl.collectives.mesh import MeshView
 
 
@@ -97,11 +98,13 @@ class Program:
         assert self.setup is not None
         try:
             self.setup(self._scheme_mesh(mesh))
-        except Exception as error:
+        except RAISED as error:
             if isinstance(error, RankFailure):
                 raise
             who = f"scheme '{self.name}': setup of rank {torch.distributed.get_rank()}"
-            raise RankFault(f"{who} raised {type(error).__name__}: {error}{at_users_line(error)}") from error
+            raise RankFault(
+                f"{who} raised {type(error).__name__}: {message_of(error)}{at_users_line(error)}"
+            ) from error
 
     def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
         earlier, between = conditions.other_case(case, "call_before"), conditions.other_case(case, "call_between")

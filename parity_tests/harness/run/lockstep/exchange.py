@@ -23,7 +23,6 @@ from parity_tests.harness.run.failure import (
     Shared,
     Stalled,
     Unwaited,
-    message_of,
     raised_by_function,
 )
 from parity_tests.harness.run.ledger import Ledger, LedgerRow, call_site, is_plumbing, raised_at
@@ -32,6 +31,7 @@ from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.rendezvous import CallsDiffer, MessageQueues, Rendezvous
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
 from parity_tests.harness.run.protocol import of_returned
+from parity_tests.harness.run.raised import message_of, printable
 
 if TYPE_CHECKING:
     from parity_tests.harness.run.lockstep.repair import Repair
@@ -162,7 +162,7 @@ class Exchange:
             for frame in traceback.extract_tb(error.__traceback__)
             if not is_plumbing(frame.filename)
         ]
-        summary = "".join(traceback.format_exception_only(error)).strip()
+        summary = printable("".join(traceback.format_exception_only(error))).strip()
         message = "".join([f"rank {rank} raised {summary}\n", *traceback.format_list(frames)]).rstrip()
         if any(phrase in message_of(error) for phrase in UNREGISTERED):
             message += f"\nif it is the process group of another rank: {THREADS}"

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from parity_tests.harness.run.ledger import LedgerRow, call_site, group_label, phase
 from parity_tests.harness.run.lockstep.operations import uneven_splits
 from parity_tests.harness.run.processes import status_table
+from parity_tests.harness.run.raised import chain
 
 # operator -> (family, input argument, output argument; None: a new tensor)
 _Table = Mapping[str, tuple[str, str, str | None]]
@@ -296,11 +297,7 @@ class Recorder(TorchDispatchMode):
 
     def is_backends(self, error: BaseException | None) -> bool:
         """True if the error, or an error that caused it, was raised inside a collective."""
-        while error is not None:
-            if any(error is backend_error for backend_error in self.backend_errors):
-                return True
-            error = error.__cause__ or error.__context__
-        return False
+        return any(each is of_backend for each in chain(error) for of_backend in self.backend_errors)
 
 
 def observe_waits(current: Callable[[], Recorder | None]) -> None:
