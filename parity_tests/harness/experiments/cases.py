@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from parity_tests.harness.declare.case import CaseSpec
@@ -14,9 +13,9 @@ from parity_tests.harness.declare.draws import BY_NAME
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.choosers import even_chooser, seeded_chooser
 from parity_tests.harness.draw.drawing import draw_case
-from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.program import Program
+from parity_tests.harness.run.raised import none_if_raised
 from parity_tests.harness.verify_one_case import verify_case
 
 SHAPES_TRIED = 12
@@ -33,12 +32,12 @@ def reports(
 ) -> Iterator[Report]:
     """Verify the derived cases that exist.
 
-    Skips sizes that the reference rejects, as the scheme may never draw them.
+    Skips cases for which a draw, the reference or the cost raises, as the scheme may never draw them.
     """
     for case in derived:
-        if case is not None:
-            with suppress(ReferenceFailure):
-                yield verify_case(scheme, case, wrap_program=wrap_program)
+        report = None if case is None else none_if_raised(verify_case)(scheme, case, wrap_program=wrap_program)
+        if report is not None:
+            yield report
 
 
 def larger(
@@ -85,13 +84,11 @@ def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | N
     return None
 
 
-def of_the_menu(scheme: Declared, case: CaseSpec, number: int) -> CaseSpec | None:
+@none_if_raised  # `assume` or a layout allows these options only with sizes that are never drawn
+def of_the_menu(scheme: Declared, case: CaseSpec, number: int) -> CaseSpec:
     """Normal values at drawn sizes on the same mesh, with the same dtype and options."""
     fixed = {**case.scheme_mesh, **case.options}
-    try:
-        drawn = draw_case(scheme, even_chooser(number), fixed, dtype=case.dtype, engine=case.engine)
-    except ValueError:  # `assume` or a layout allows these options only with sizes that are never drawn
-        return None
+    drawn = draw_case(scheme, even_chooser(number), fixed, dtype=case.dtype, engine=case.engine)
     return drawn.replace(values=normal_values(scheme, drawn))
 
 
@@ -107,6 +104,7 @@ def on_one_rank(scheme: Declared, case: CaseSpec) -> CaseSpec | None:
     return without_other_calls(case.replace(mesh=mesh, layouts=layouts))
 
 
+@none_if_raised  # a derived size or a layout does not allow it
 def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSpec | None:
     """All ids equal, in the middle of a shard, and wide tensors, so that the elements of one id are a region."""
     by_ids = [arg for arg in scheme.inputs if scheme.draws[arg.name].kind == "ids"]
@@ -118,11 +116,8 @@ def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSp
         size, declared = case.dims[dim], scheme.dims.get(dim)
         choices = [other for other in declared or () if isinstance(other, int)]
         shape[dim] = size if dim in short else max(choices) if choices else size * -(-WIDE // max(size, 1))
-    try:
-        fixed = {**case.scheme_mesh, **shape, **case.options}
-        new_case = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
-    except ValueError:  # a derived size or a layout does not allow it
-        return None
+    fixed = {**case.scheme_mesh, **shape, **case.options}
+    new_case = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
     ids = {arg.name: {**new_case.values[arg.name], "picks": [[shard, "middle"]]} for arg in by_ids}
     return new_case.replace(
         mesh=case.mesh, values={**normal_values(scheme, new_case), **ids}, conditions=case.conditions
@@ -142,6 +137,7 @@ def normal_values(scheme: Declared, case: CaseSpec) -> dict[str, object]:
     }
 
 
+@none_if_raised
 def _larger_case(
     scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int, place: int = 0, *, other_sizes: bool = False
 ) -> CaseSpec | None:

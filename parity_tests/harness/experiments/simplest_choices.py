@@ -14,6 +14,7 @@ from parity_tests.harness.declare.draws import Chooser
 from parity_tests.harness.draw.choosers import Choice, RecordingChooser, shrunk_example, simplest
 from parity_tests.harness.experiments.smallest import fails_alike
 from parity_tests.harness.report.report import Report
+from parity_tests.harness.run.raised import RAISED, none_if_raised
 
 MAX_RUNS = 60
 EXAMPLES_OF_A_STRATEGY = 30
@@ -29,7 +30,9 @@ class SimplestCase:
         report: Report,
         choices: Sequence[Choice],
     ) -> None:
-        self.draw, self.verify, self.report, self.choices = draw, verify, report, list(choices)
+        # None where a draw, the reference or the cost raises, which is no simpler case.
+        self.draw, self.verify = none_if_raised(draw), none_if_raised(verify)
+        self.report, self.choices = report, list(choices)
         self.runs = 0
         self._tried = {report.case.json}
         self._shrunk = set[int]()  # indices of choices whose example Hypothesis has shrunk
@@ -74,19 +77,18 @@ class SimplestCase:
 
     def _shrink_example(self, number: int, choice: Choice) -> bool:
         """Whether Hypothesis finds a simpler example of the strategy."""
-        from hypothesis.errors import NoSuchExample
-
         if number in self._shrunk:
             return False
         self._shrunk.add(number)
 
         def fails(example: Any) -> bool:
             choices = self._with(number, choice._replace(example=example))
-            return self._failing(self.draw(RecordingChooser(simplest, choices))) is not None
+            case = self.draw(RecordingChooser(simplest, choices))
+            return case is not None and self._failing(case) is not None
 
         try:
             example = shrunk_example(choice.strategy, fails, EXAMPLES_OF_A_STRATEGY)
-        except NoSuchExample:
+        except RAISED:  # Hypothesis finds no example, or the strategy cannot draw another
             return False
         # Verify it once more to record its choices.
         return self._is_taken(self._with(number, choice._replace(example=example)))
@@ -98,7 +100,7 @@ class SimplestCase:
         """Whether these choices give a new case with the same failure, which is then the simplest so far."""
         chooser = RecordingChooser(simplest, choices)
         case = self.draw(chooser)
-        if case.json in self._tried or len(self._tried) > MAX_RUNS:
+        if case is None or case.json in self._tried or len(self._tried) > MAX_RUNS:
             return False
         self._tried.add(case.json)
         report = self._failing(case)
@@ -110,4 +112,4 @@ class SimplestCase:
         """The report of a case if it fails like the first one."""
         self.runs += 1
         report = self.verify(case)
-        return report if fails_alike(report, self.report) else None
+        return report if report is not None and fails_alike(report, self.report) else None

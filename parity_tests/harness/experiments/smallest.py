@@ -19,12 +19,14 @@ from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.choosers import simplest
 from parity_tests.harness.draw.drawing import another, draw_case, sequence_count
 from parity_tests.harness.experiments.undecided import verify_or_undecided
-from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.judge.side_checks import unequal_replicas
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import CollectiveMismatch, RankFailure, Stalled
+from parity_tests.harness.run.raised import none_if_raised
 
 MAX_RUNS = 40
+# None where a draw, the reference or the cost raises: sizes that are never drawn need not be supported.
+_tried = none_if_raised(verify_or_undecided)
 
 
 def shrink(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
@@ -47,8 +49,8 @@ def shrink(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report
 def with_fewest_conditions(scheme: Declared, report: Report) -> Report:
     """The report of the case without the calling conditions that the failure does not need."""
     for case in with_one_less(report.case):
-        other = verify_or_undecided(scheme, case)
-        if fails_alike(other, report):
+        other = _tried(scheme, case)
+        if other is not None and fails_alike(other, report):
             return with_fewest_conditions(scheme, replace(other, smallest=report.smallest, as_given=report.as_given))
     return replace(report, conditions_needed=bool(report.case.conditions))
 
@@ -56,15 +58,12 @@ def with_fewest_conditions(scheme: Declared, report: Report) -> Report:
 def _of_smallest_sizes(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
     runs = 0
     while True:
-        for case in _smaller(scheme, report.case, fixed):
+        for case in filter(None, _smaller(scheme, report.case, fixed)):
             if runs == MAX_RUNS:
                 return report
             runs += 1
-            try:
-                other = verify_or_undecided(scheme, case)
-            except ReferenceFailure:  # sizes that are never drawn, which the reference may not support
-                continue
-            if fails_alike(other, report):
+            other = _tried(scheme, case)
+            if other is not None and fails_alike(other, report):
                 report = replace(other, smallest=False, conditions_needed=report.conditions_needed)
                 break
         else:
@@ -112,18 +111,21 @@ def _wrong_labels(report: Report, role: str | None = None) -> set[str]:
     return {tensor.label for tensor in report.tensors if not tensor.ok and role in (None, tensor.role)}
 
 
-def _smaller(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> Iterator[CaseSpec]:
-    """Valid cases in a smaller world or with one size smaller; for each size, the smallest first and one step last."""
+def _smaller(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> Iterator[CaseSpec | None]:
+    """Cases in a smaller world or with one size smaller; for each size, the smallest first and one step last.
+
+    None for sizes that cannot be sharded.
+    """
     if SPARE in case.mesh:
         yield case.replace(mesh=case.scheme_mesh)
     for axis, choices in scheme.mesh.items():
         for size in sorted(choice for choice in choices if axis not in fixed and choice < case.mesh[axis]):
             mesh, free = {**case.scheme_mesh, axis: size}, _free(scheme, case)
-            yield from _resized(scheme, case, mesh, free)
-            yield from _resized(scheme, case, mesh, _in_proportion(free, case.mesh[axis], size))
+            yield _resized(scheme, case, mesh, free)
+            yield _resized(scheme, case, mesh, _in_proportion(free, case.mesh[axis], size))
     for dim in size_choices.free_dims(scheme):
         for size in _smaller_sizes(scheme, case, dim) if dim not in fixed else ():
-            yield from _resized(scheme, case, case.scheme_mesh, {**_free(scheme, case), dim: size})
+            yield _resized(scheme, case, case.scheme_mesh, {**_free(scheme, case), dim: size})
 
 
 def _in_proportion(free: Mapping[str, int], ranks: int, fewer: int) -> dict[str, int]:
@@ -148,8 +150,7 @@ def _fitting_sizes(scheme: Declared, case: CaseSpec, dim: str) -> Iterator[int]:
     """The smaller sizes of a dim, ascending, that the case's mesh can shard."""
     size, declared = case.dims[dim], _declared_sizes(scheme, dim)
     for smaller in range(1, size) if declared is None else declared:
-        dims = complete_dims(scheme.dims, {**_free(scheme, case), dim: smaller}, case.scheme_mesh)
-        if smaller < size and _fit(scheme, dims, case.scheme_mesh):
+        if smaller < size and _dims(scheme, {**_free(scheme, case), dim: smaller}, case.scheme_mesh) is not None:
             yield smaller
 
 
@@ -159,28 +160,26 @@ def _declared_sizes(scheme: Declared, dim: str) -> list[int] | None:
     return None if declared is None or isinstance(declared, str) else sorted(declared)
 
 
-def _fit(scheme: Declared, dims: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
-    """Whether the mesh can shard these sizes, and `assume` allows them; it may raise for sizes that are never drawn."""
-    try:
-        return min(dims.values(), default=0) >= 0 and size_choices.compatible(scheme, dims, mesh)
-    except ValueError:
-        return False
+@none_if_raised
+def _dims(scheme: Declared, free: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int] | None:
+    """All dims, if the mesh can shard them and `assume` allows them; it may raise for sizes that are never drawn."""
+    dims = complete_dims(scheme.dims, free, mesh)
+    fits = min(dims.values(), default=0) >= 0 and size_choices.compatible(scheme, dims, mesh)
+    return dims if fits else None
 
 
-def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Mapping[str, int]) -> Iterator[CaseSpec]:
+@none_if_raised  # no declared mesh or shape has these sizes, or a draw does not take them
+def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Mapping[str, int]) -> CaseSpec | None:
     """The case with other sizes, if they can be sharded: its own values, seed and options, its lengths if they fit.
 
     Lengths of shards or sequences that no longer fit are drawn again, as simple as possible.
     """
-    dims = complete_dims(scheme.dims, free, mesh)
-    if not _fit(scheme, dims, mesh):
-        return
-    try:
-        simplest_case = draw_case(
-            scheme, simplest, {**mesh, **dims, **case.options}, dtype=case.dtype, engine=case.engine, seed=case.seed
-        )
-    except ValueError:  # no declared mesh or shape has these sizes
-        return
+    dims = _dims(scheme, free, mesh)
+    if dims is None:
+        return None
+    simplest_case = draw_case(
+        scheme, simplest, {**mesh, **dims, **case.options}, dtype=case.dtype, engine=case.engine, seed=case.seed
+    )
     layouts = {
         key: case.layouts[key] if _same_dim(key, case, simplest_case, mesh) else simplest_case.layouts[key]
         for key in simplest_case.layouts
@@ -198,7 +197,7 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
         values=case.values,
         schedule=case.schedule,
     )
-    yield resized.replace(conditions={**case.conditions, **_resized_other_calls(scheme, case, resized)})
+    return resized.replace(conditions={**case.conditions, **_resized_other_calls(scheme, case, resized)})
 
 
 def _resized_other_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) -> dict[str, Any]:
