@@ -11,6 +11,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before a file of schemes creates an array: see `bridge.start`
 
+import io
 import shlex
 import sys
 from itertools import zip_longest
@@ -95,6 +96,9 @@ def _about(
 def main() -> None:
     """Run a verb; a user's mistake prints one sentence on standard error and sets a status, without a traceback."""
     collect_rarely()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path may have bytes that are no text
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(guarded(app))
 
 

@@ -67,8 +67,9 @@ STATUS = {
     0: "all equal",
     1: "a mismatch: value, gradient, protocol, cost or hygiene",
     2: "usage: a target, option or declaration that cannot be used",
-    3: "a rank failed: raised, died, deadlock, stalled",
+    3: "a rank failed: raised, died, deadlock, stalled; or a user's code exited or ended the process",
     4: "nothing ran",
+    70: "an internal error, which is a bug of this command",
     130: "interrupted",
     141: "nobody reads the output any more",
 }
@@ -79,7 +80,9 @@ def epilog(verb: str | None) -> str:
     """Examples of a verb, or of the command; and statuses, which a verb that judges has all of."""
     lines = ["\b", "Examples:", *(f"  {line}" for line in (EXAMPLES[verb] if verb else FIRST))]
     lines += ["", "\b", "Exit status:"]
-    statuses = STATUS if verb is None or verb in JUDGING else {0: "done", **{n: STATUS[n] for n in (2, 130, 141)}}
+    statuses = (
+        STATUS if verb is None or verb in JUDGING else {0: "done", **{n: STATUS[n] for n in (2, 3, 70, 130, 141)}}
+    )
     return "\n".join([*lines, *(f"  {number:>3}  {what}" for number, what in statuses.items())])
 
 

@@ -6,7 +6,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from rich.console import Console
@@ -25,27 +27,28 @@ from parity_tests.cli import expected
 from parity_tests.harness.declare import discover, scheme_index
 from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.counted import counted
-from parity_tests.harness.declare.declaration_failure import DeclarationFailure
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.failed_declaration import FailedDeclaration
-from parity_tests.harness.declare.travel import CannotTravel
+from parity_tests.harness.declare.failed_declaration import FailedDeclaration, FailedImport
 from parity_tests.harness.draw import profiles, size_choices
+from parity_tests.harness.experiments.notes import from_one_case
 from parity_tests.harness.implementation.offered import NotApplicable, module_of
 from parity_tests.harness.implementation.substitution import NotOffered, narrowed, on_implementation
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.report import summary
+from parity_tests.harness.report.guard import sentence_of
 from parity_tests.harness.report.html_page import page
 from parity_tests.harness.report.out_path import check_folder, check_writable, write_text
+from parity_tests.harness.report.report import Report
 from parity_tests.harness.report.sentence import Sentence
 from parity_tests.harness.report.summary import Expected, Outcome, VerifyOptions
-from parity_tests.harness.run.exit_status import EQUAL
+from parity_tests.harness.run import journal
+from parity_tests.harness.run.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudged
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.processes.rank_warnings import without_repeats
 from parity_tests.harness.run.speed_advice import without_advice
-from parity_tests.harness.verify import NothingCompared
 from parity_tests.harness.verify import Progress as Progressed
 from parity_tests.harness.verify import verify as verify_scheme
+from parity_tests.harness.verify import with_replay_file
 
 BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
 
@@ -78,7 +81,7 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
 
         launch.finish(outcome.status)
     if outcome.is_one_unusable_scheme:
-        raise ReferenceFailure(next(iter(outcome.not_judged.values())))
+        raise NotJudged(next(iter(outcome.not_judged.values())), outcome.status)
     return outcome.status
 
 
@@ -97,26 +100,27 @@ def _prints_on_stderr() -> Iterator[None]:
 
 
 @without_advice()
-def run(declarations: Sequence[Declared | FailedDeclaration], options: VerifyOptions) -> Outcome:
+def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], options: VerifyOptions) -> Outcome:
     """Verify schemes in turn, with a progress bar on standard error: of schemes, or of a single scheme's examples."""
     bridge.start(options.jax_cache)
     places = {each.name: (each.file, each.line) for each in declarations}
     outcome = Outcome(expected=_expected_of(declarations, options), places=places)
-    outcome.not_judged |= {each.name: each.sentence for each in declarations if isinstance(each, FailedDeclaration)}
+    for each in declarations:
+        if isinstance(each, FailedDeclaration | FailedImport):
+            outcome.reject(each.name, each.sentence, each.status)
     schemes = [each for each in declarations if isinstance(each, Declared)]
     several = len(declarations) > 1
     if schemes and not several:
         _check_flags(schemes[0], options)
+        if journal.current is not None and not any(options.files.values()):
+            journal.current.alone()
     with profiles.in_force(options.profile), without_repeats(), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
         progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
         for scheme in schemes:
             bar.update(task, description=scheme.name)
-            reason = _not_applicable(scheme, options) if several else None
-            if reason:
-                outcome.not_run[scheme.name] = reason
-            elif (judged := _on_implementation(scheme, options, outcome)) is not None:
-                _one(judged, options, outcome, progress)
+            judged = partial(_one, scheme, options, progress, several=several)
+            outcome.add(_remembered(scheme, judged, options.replay_dir or "."))
             bar.advance(task, int(several))
             if options.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break
@@ -127,7 +131,9 @@ def _show_examples(bar: Progress, task: TaskID, scheme: str, done: int, total: i
     bar.update(task, completed=done, total=total, description=f"{scheme} {state}".rstrip())
 
 
-def _expected_of(schemes: Sequence[Declared | FailedDeclaration], options: VerifyOptions) -> dict[str, Expected]:
+def _expected_of(
+    schemes: Sequence[Declared | FailedDeclaration | FailedImport], options: VerifyOptions
+) -> dict[str, Expected]:
     """The expected failures of these schemes; the file may also name other built-in schemes."""
     if options.expected_failures is None:
         return {}
@@ -149,22 +155,55 @@ def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
                 raise ValueError(f"scheme '{scheme.name}': {flag} {text}: {name!r} is a {what}; write {other} {text}")
 
 
-def _on_implementation(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> Declared | None:
-    """The scheme on the judged functions; None, with an entry in the outcome, if they are missing."""
-    if options.implementation is None:
-        return scheme
+def _remembered(scheme: Declared, judged: Callable[[], Outcome], folder: str) -> Outcome:
+    """The outcome of a scheme: that of an earlier process of this command, which has died, or else `judged()`.
+
+    If that process died of this scheme after it had found a failing case, this is its report; `folder` is for replays.
+    """
+    record = journal.current
+    if record is None:
+        return judged()
+    outcome: Outcome | None = record.outcome(scheme.key)
+    if outcome is not None:
+        return outcome
+    sentence = record.sentence(scheme.key)
+    if sentence is None:
+        record.begin(scheme.key)
+        outcome = judged()
+        record.done(scheme.key, outcome)
+        return outcome
+    outcome = Outcome()
+    report: Report | None = record.report(scheme.key)
+    if report is None:
+        outcome.reject(scheme.name, f"scheme '{scheme.name}': {sentence}", RANK_FAILED)
+    else:
+        outcome.reports.append(with_replay_file(scheme, from_one_case(replace(report, unfinished=sentence)), folder))
+    return outcome
+
+
+def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, *, several: bool) -> Outcome:
+    """The outcome of one scheme. Of several, one that raises costs its own verdict alone."""
+    outcome = Outcome()
     try:
-        return narrowed(on_implementation(scheme, options.implementation), options.fixed)
-    except NotOffered as reason:
-        outcome.not_offered[scheme.name] = str(reason)
-    except NotApplicable as reason:
-        outcome.not_run[scheme.name] = f"not applicable: {reason}"
-    return None
+        reason = _not_applicable(scheme, options) if several else None
+        if reason:
+            outcome.not_run[scheme.name] = reason
+        else:
+            _judge(scheme, options, outcome, progress)
+    except (Exception, SystemExit) as error:
+        status, sentence = sentence_of(error)
+        if status == INTERNAL:
+            traceback.print_exception(error)
+        title = f"scheme '{scheme.name}': "
+        outcome.reject(scheme.name, title + sentence.removeprefix(title), status)
+    return outcome
 
 
-def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None) -> None:
+def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None) -> None:
     start = time.perf_counter()
     try:
+        if options.implementation is not None:
+            scheme = narrowed(on_implementation(scheme, options.implementation), options.fixed)
         report = verify_scheme(
             scheme,
             options.engine,
@@ -175,13 +214,17 @@ def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: P
             world=_fixed_world(options.engine),
             inside_subgroup=options.inside_subgroup,
             progress=progress,
+            found=None if journal.current is None else partial(journal.current.found, scheme.key),
             replay_folder=options.replay_dir or ".",
         )
+    except NotOffered as reason:
+        outcome.not_offered[scheme.name] = str(reason)
+        return
+    except NotApplicable as reason:
+        outcome.not_run[scheme.name] = f"not applicable: {reason}"
+        return
     except NotRun as reason:
         outcome.not_run[scheme.name] = str(reason)
-        return
-    except (ReferenceFailure, NothingCompared, DeclarationFailure, CannotTravel) as unusable:
-        outcome.not_judged[scheme.name] = str(unusable)
         return
     outcome.reports.append(report)
     outcome.seconds[scheme.name] = time.perf_counter() - start

@@ -103,6 +103,9 @@ def _schemes(tour: Tour, examples: int, everything: bool) -> None:
     for name, reason in outcome.not_run.items():
         tour.wrong.append(f"{name} was not run")
         tour.console.print(f"not run: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+    for name, reason in outcome.not_judged.items():
+        tour.wrong.append(f"{name} was not judged")
+        tour.console.print(f"not judged: {reason}", markup=False, highlight=False, soft_wrap=True)
     for file, reason in discover.left_out().items():
         tour.console.print(f"not run: {file}: {reason}", markup=False, highlight=False, soft_wrap=True)
     if not outcome.reports:

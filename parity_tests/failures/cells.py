@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,9 @@ from typing import Any
 
 from parity_tests.failures import kinds
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.exit_status import RANK_FAILED
+from parity_tests.harness.run import exits
+from parity_tests.harness.run.exit_status import EQUAL, RANK_FAILED
+from parity_tests.harness.run.exits import signal_name
 from parity_tests.harness.run.failure import NotRun, RankFailure
 from parity_tests.harness.run.supervised import supervised
 
@@ -30,7 +30,8 @@ ENGINES = ("gloo", "lockstep", "torchrun")
 QUIET_S = 1.5
 LIMIT_S, ENDING_S = 300.0, 10.0  # for a process to answer, and then to end
 RETURNED = ("returns_none", "returns_another_structure", "returns_nan", "writes_its_input")
-HANGING = ("loops", "sleeps", "hangs_in_c")  # last, since a rank that hangs may be of no further use
+# Last, since a rank that hangs may be of no further use.
+HANGING = ("loops", "sleeps", "hangs_in_c", "holds_the_interpreter", "is_stopped")
 OPERATION = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|send|recv|barrier)\b")
 
 
@@ -74,7 +75,7 @@ def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
             answered = [Cell(**json.loads(line)) for line in output.read_text().splitlines()]
             if not answered:
                 words = _last_words(status, errors)
-                cause = "died" if words.startswith("died: ") else "ended"
+                cause = next((cause for cause in ("died", "stalled") if words.startswith(f"{cause}: ")), "ended")
                 answered = [Cell(rest[0], cause, words, time.monotonic() - started)]
         by_kind |= {cell.kind: cell for cell in answered}
         rest = [name for name in rest if name not in by_kind]
@@ -108,7 +109,7 @@ def _last_words(status: int | None, errors: Path) -> str:
     ours = [sentence.rstrip() for sentence in re.findall(r"^shardproof: (.*\n(?:  .*\n)*)", text, re.MULTILINE)]
     if status is None:
         return "\n".join([*ours, f"the process of the command was ended after {LIMIT_S:g} s without an answer"])
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit code {status}"
+    how = f"was killed by {signal_name(-status)}" if status < 0 else f"left with exit code {status}"
     return "\n".join(ours) or f"the process of the command {how}"
 
 
@@ -172,7 +173,8 @@ def main(engine: str, world: str, output: str, *names: str) -> int:
         from parity_tests.harness.run.processes import launch
 
         launch.finish(0)
-    os._exit(0 if engine != "torchrun" else RANK_FAILED)  # whatever thread of lockstep still loops
+        exits.leave(RANK_FAILED)
+    return EQUAL
 
 
 if __name__ == "__main__":

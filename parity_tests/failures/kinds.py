@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -82,6 +84,51 @@ def hangs_in_c(mesh: Any, case: Any) -> None:
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
     if mesh.rank("tp") == 1:
         ctypes.CDLL(None).sleep(int(HANGS_S))
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
+def holds_the_interpreter(mesh: Any, case: Any) -> None:
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+    if mesh.rank("tp") == 1:
+        re.match("(a+)+$", "a" * 60 + "b")  # longer than anyone waits, and no other thread gets a turn
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
+def is_stopped(mesh: Any, case: Any) -> None:
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+    if mesh.rank("tp") == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
+def leaves_in_a_thread(mesh: Any, case: Any) -> None:
+    if mesh.rank("tp") == 1:
+        thread = threading.Thread(target=os._exit, args=(0,))
+        thread.start()
+        thread.join()
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
+def raises_from_itself(mesh: Any, case: Any) -> None:
+    if mesh.rank("tp") == 1:
+        error = KeyError("no such weight")
+        raise error from error
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
+def message_raises(mesh: Any, case: Any) -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise SystemExit
+
+    if mesh.rank("tp") == 1:
+        raise Silent
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
+def message_is_unprintable(mesh: Any, case: Any) -> None:
+    if mesh.rank("tp") == 1:
+        raise ValueError("\ud800 \x1b[31m \x00 \u202e")
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 

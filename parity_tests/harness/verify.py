@@ -45,9 +45,11 @@ from parity_tests.harness.experiments.special_values import name_values_to_avoid
 from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.judge.reference import CLOCK
 from parity_tests.harness.replay import write_replay
+from parity_tests.harness.report.guard import sentence_of
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merge_reports, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
 from parity_tests.harness.run.processes import pool
+from parity_tests.harness.run.raised import RAISED
 from parity_tests.harness.second_opinion import VERIFIED, second_opinion
 
 Progress = Callable[[int, int, str], None]
@@ -85,9 +87,12 @@ def verify(
     world: int | None = None,
     inside_subgroup: bool | None = None,
     progress: Progress | None = None,
+    found: Callable[[Report], object] | None = None,
     replay_folder: str = ".",
 ) -> Report:
     """See Scheme.verify; `fixed` gives mesh axes, dims and options, `world` the number of ranks.
+
+    `found` is called with the first failing report, before other cases are tried for a smaller one.
 
     `progress(done, total, state)` is called after each drawn example, but not after the first cases, which are the only
     ones if nothing but values is drawn; `state` is empty until an example fails.
@@ -107,8 +112,10 @@ def verify(
     reports = _until_one_fails(scheme, first_cases)
     # 2. The rest is drawn, and a failure is reduced to the simplest case.
     search = Search(reports, as_drawn=next((report.case for report in reports if report.failed), None))
+    if found and search.as_drawn is not None:
+        found(merge_reports(reports))
     if total > len(reports) and search.as_drawn is None:
-        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress)
+        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, found)
         reports += search.reports
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok]
@@ -121,11 +128,22 @@ def verify(
     )
     if report.ok:
         return report
-    if report.is_undecided:
-        return _with_replay_file(scheme, name_values_to_avoid(scheme, report), replay_folder)
-    smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, fixed))
-    opinion = second_opinion(scheme, smallest, search.as_drawn)
-    return _with_replay_file(scheme, check_notes(scheme, opinion), replay_folder)
+    # 4. More is tried on other cases; if a step raises, the report stays as it is.
+    if not report.is_undecided:
+        report = _kept(report, lambda found: _with_smallest_case(scheme, found, fixed))
+    report = _kept(report, lambda found: name_values_to_avoid(scheme, found))
+    if not report.is_undecided:
+        report = _kept(report, lambda found: second_opinion(scheme, found, search.as_drawn))
+        report = _kept(report, lambda found: check_notes(scheme, found))
+    return with_replay_file(scheme, report, replay_folder)
+
+
+def _kept(report: Report, step: Callable[[Report], Report]) -> Report:
+    """`step(report)`; if that raises, the report itself with a sentence: a failure that was found is never lost."""
+    try:
+        return step(report)
+    except RAISED as error:
+        return replace(report, unfinished=sentence_of(error)[1])
 
 
 def _with_smallest_case(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
@@ -232,6 +250,7 @@ def _search(
     seed: int,
     total: int,
     progress: Progress | None,
+    found: Callable[[Report], object] | None,
 ) -> Search:
     """Verify drawn cases until one fails, and simplify that one."""
 
@@ -246,6 +265,8 @@ def _search(
         if progress:
             progress(len(reports), total, FAILS if reports[-1].failed else "")
         if reports[-1].failed:
+            if found:
+                found(merge_reports(reports))
             pool.start_ahead()  # it serves the second opinion
             return _with_simplest(scheme, reports, draw, chooser)
     return Search(reports)
@@ -272,7 +293,7 @@ def check(case: CaseSpec) -> Report:
     if report.is_undecided and currently_in_test_context():
         reject()  # Hypothesis draws another example; if there is none, the test does not pass
     if not report.ok:
-        _with_replay_file(scheme, from_one_case(report), ".").raise_if_failed()
+        with_replay_file(scheme, from_one_case(report), ".").raise_if_failed()
     return report
 
 
@@ -296,7 +317,7 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
     each()
 
 
-def _with_replay_file(scheme: Declared, report: Report, folder: str) -> Report:
+def with_replay_file(scheme: Declared, report: Report, folder: str) -> Report:
     """The report with its replay file, or with the reason why it could not be written."""
     try:
         path, replaced = write_replay(scheme, report, folder)

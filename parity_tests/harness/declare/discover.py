@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import linecache
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,7 +20,10 @@ from typing import Any
 
 from parity_tests.harness.declare import failed_declaration, scheme_index, travel
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.failed_declaration import FailedDeclaration
+from parity_tests.harness.declare.failed_declaration import FailedDeclaration, FailedImport
+from parity_tests.harness.run import exits, journal
+from parity_tests.harness.run.exit_status import RANK_FAILED
+from parity_tests.harness.run.raised import message_of
 
 TABLE: dict[str, Declared] = {}
 
@@ -90,6 +94,16 @@ class UnusableTarget(Exception):
     """A target that names no scheme, or a file that cannot be imported; the message is for users."""
 
 
+class LeftImport(UnusableTarget):
+    """The import of a file exits, or ended an earlier process of this command; the message names the line."""
+
+    status = RANK_FAILED
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.line = line
+
+
 class NeedsExtra(UnusableTarget):
     """A file that needs a package which is not installed; the message names the extra."""
 
@@ -99,16 +113,16 @@ def find(targets: list[str]) -> list[Declared]:
     return _usable(find_declarations(targets))
 
 
-def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration]:
+def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration | FailedImport]:
     """Declarations of all targets, including failed ones; all built-in schemes if there is no target.
 
     A target is a file, `file.py::name`, a folder, a name or a glob.
     """
-    by_key: dict[str, Declared | FailedDeclaration] = {}
+    by_key: dict[str, Declared | FailedDeclaration | FailedImport] = {}
     for target in targets or ["*"]:
         path = Path(target)
         file, _, name = target.partition("::")
-        found: Sequence[Declared | FailedDeclaration]
+        found: Sequence[Declared | FailedDeclaration | FailedImport]
         if name:
             found = [declaration_of_file(file, name)]
         elif path.is_dir():
@@ -124,8 +138,10 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration]:
     return list(by_key.values())
 
 
-def _usable(declarations: Sequence[Declared | FailedDeclaration]) -> list[Declared]:
+def _usable(declarations: Sequence[Declared | FailedDeclaration | FailedImport]) -> list[Declared]:
     for each in declarations:
+        if isinstance(each, FailedImport):
+            raise LeftImport(each.sentence, each.line)
         if isinstance(each, FailedDeclaration):
             raise UnusableTarget(each.sentence)
     return [each for each in declarations if isinstance(each, Declared)]
@@ -170,11 +186,20 @@ def schemes_of_file(file: str) -> list[Declared]:
     return _usable(declarations_of_file(file))
 
 
-def declarations_of_file(file: str) -> list[Declared | FailedDeclaration]:
-    """Import a file and return its declarations, including failed ones, in order of lines. Errors: UnusableTarget."""
-    module = module_of_file(file)
-    schemes = [scheme for scheme in TABLE.values() if scheme.of_module and scheme.fn.__module__ == module.__name__]
-    declarations = [*schemes, *failed_declaration.of_module(module.__name__)]
+def declarations_of_file(file: str) -> list[Declared | FailedDeclaration | FailedImport]:
+    """Import a file and return its declarations, including failed ones, in order of lines. Errors: UnusableTarget.
+
+    If the import exits, the schemes declared by then are returned too: a training script often ends with an exit.
+    """
+    declarations: list[Declared | FailedDeclaration | FailedImport] = []
+    try:
+        name = module_of_file(file).__name__
+    except LeftImport as left:
+        path = Path(file).resolve()
+        declarations.append(FailedImport(path.name, str(path), left.line, str(left)))
+        name = _name_of(path)
+    declarations += [scheme for scheme in TABLE.values() if scheme.of_module and scheme.fn.__module__ == name]
+    declarations += failed_declaration.of_module(name)
     if not declarations:
         raise UnusableTarget(f"{file}: declares no scheme; decorate a function with @scheme")
     return sorted(declarations, key=lambda each: each.line)
@@ -203,15 +228,35 @@ def module_of_file(file: str) -> ModuleType:
     if not path.is_file():
         hint = nearest(path.name, sorted(other.name for other in path.parent.glob("*.py")))
         raise UnusableTarget(f"{file}: {'is a folder; give a file' if path.is_dir() else f'no such file{hint}'}")
+    key, record = f"import {path}", journal.current
+    sentence = None if record is None else record.sentence(key)
+    if sentence is not None:
+        raise LeftImport(f"cannot import {file}: {sentence}", _line_of(path, sentence))
     try:
-        return _imported(path)
-    except SystemExit:
-        raise UnusableTarget(f"cannot import {file}: it exits; put what runs under if __name__ == '__main__'") from None
+        if record is None or _name_of(path) in sys.modules:
+            return _imported(path)
+        record.begin(key)
+        try:
+            return _imported(path)
+        finally:
+            record.done(key)
+    except SystemExit as left:
+        from parity_tests.harness.run.ledger import at_users_line  # here: it loads torch
+
+        at = at_users_line(left)
+        what = f" by {message_of(left)}" if isinstance(left.code, str) else ""
+        remedy = "put what runs under if __name__ == '__main__'"
+        raise LeftImport(f"cannot import {file}: it exits{what}{at}; {remedy}", _line_of(path, at)) from None
     except Exception as error:
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS and path.is_relative_to(PACKAGE):
             raise NeedsExtra(f"needs {package}; pip install -e '.[{EXTRAS[package]}]' in the clone") from error
         raise UnusableTarget(f"cannot import {file}{_message_of(error, path)}") from error
+
+
+def _line_of(path: Path, sentence: str) -> int:
+    """The line of this file that a sentence names last; 0 if it names none."""
+    return int([0, *re.findall(rf"\b{re.escape(path.name)}:(\d+)", sentence)][-1])
 
 
 def _schemes_by_pattern(pattern: str) -> list[Declared]:
@@ -266,11 +311,20 @@ def import_on_rank(file: str) -> None:
     _on_rank.add(file)
     is_importing_on_rank = True
     try:
-        _imported(Path(file))
-    except LeftToParent:
+        with exits.raised():
+            _imported(Path(file))
+    except (LeftToParent, SystemExit):  # the parent has reported an exit
         pass
     finally:
         is_importing_on_rank = False
+
+
+_left: dict[str, SystemExit] = {}  # modules whose import has exited
+
+
+def _name_of(path: Path) -> str:
+    """The name under which a file outside of any package is imported."""
+    return f"{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
 
 
 def _imported(path: Path) -> ModuleType:
@@ -278,7 +332,9 @@ def _imported(path: Path) -> ModuleType:
         return importlib.import_module(".".join(["parity_tests", *path.relative_to(PACKAGE).with_suffix("").parts]))
     if (path.parent / "__init__.py").is_file():
         return _imported_with_package(path)
-    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
+    name = _name_of(path)
+    if name in _left:
+        raise _left[name]
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -291,6 +347,10 @@ def _imported(path: Path) -> ModuleType:
     try:
         with failed_declaration.collected(name):
             spec.loader.exec_module(module)
+    except SystemExit as left:  # the module stays, with the schemes that stand before the exit
+        _left[name] = left
+        travel.IMPORTED_WITH_SCHEMES |= {name}
+        raise
     except BaseException:
         del sys.modules[name]
         raise
@@ -328,5 +388,6 @@ def _message_of(error: Exception, path: Path) -> str:
         lines, text = [error.lineno], f"SyntaxError: {error.msg}"
     else:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        text = str(error) if str(error).startswith("scheme '") else f"{type(error).__name__}: {error}"
+        message = message_of(error)
+        text = message if message.startswith("scheme '") else f"{type(error).__name__}: {message}"
     return f":{lines[-1]}: {text}" if lines and lines[-1] else f": {text}"

@@ -13,6 +13,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
+from parity_tests.harness.run.exit_status import RANK_FAILED, USAGE
+from parity_tests.harness.run.raised import message_of
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Decorator = Callable[[Callable[..., Any]], Result]  # from a function to its scheme
@@ -33,6 +36,7 @@ class FailedDeclaration:
     file: str
     line: int  # of the declaration
     error: str  # `scheme 'name': ...`
+    status: int = USAGE
 
     @property
     def key(self) -> str:
@@ -48,6 +52,21 @@ class FailedDeclaration:
     def __getattr__(self, name: str) -> Any:
         # No fields exist during unpickling.
         raise AttributeError(name if name.startswith("_") or "error" not in vars(self) else self.error)
+
+
+@dataclass(frozen=True)
+class FailedImport:
+    """Stands for what a file declares after the line at which its import left, or ended the process."""
+
+    name: str
+    file: str
+    line: int
+    sentence: str
+    status: int = RANK_FAILED
+
+    @property
+    def key(self) -> str:
+        return f"import {self.file}"
 
 
 @contextmanager
@@ -109,7 +128,7 @@ def _collect(fn: Callable[..., Any], error: Exception) -> FailedDeclaration:
     name = getattr(fn, "__name__", "?")
     title = f"scheme '{name}': "
     file = getattr(sys.modules.get(fn.__module__), "__file__", None) or ""
-    failed = FailedDeclaration(name, fn, file, _line_in(file), title + str(error).removeprefix(title))
+    failed = FailedDeclaration(name, fn, file, _line_in(file), title + message_of(error).removeprefix(title))
     _of_module.setdefault(fn.__module__, []).append(failed)
     return failed
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from parity_tests.harness.run.exit_status import EQUAL, INTERRUPTED, NOTHING, RANK_FAILED, UNREAD, USAGE
+from parity_tests.harness.run import exit_status
+from parity_tests.harness.run.exit_status import EQUAL, INTERNAL, INTERRUPTED, NOTHING, RANK_FAILED, UNREAD, USAGE
+from parity_tests.harness.run.raised import message_of
+
+COMMAND_LINE = ("typer", "click")  # packages that leave by SystemExit once a command has returned a status
+OF_THE_COMMAND = (*COMMAND_LINE, "rich", "jax", "jaxlib", "numpy", "hypothesis", "cloudpickle")
+CLI = str(Path(__file__).resolve().parents[2] / "cli")
 
 
 @contextmanager
@@ -40,7 +48,8 @@ def delayed_interrupts() -> Iterator[None]:
 def guarded(call: Callable[[], Any]) -> int:
     """The status of a call, with one sentence for: 2 a user's mistake, 3 lost processes, 4 a missing requirement.
 
-    141 if the reader of standard output has closed it, as `| head` does; then nothing is printed.
+    3 also for a SystemExit that the command line did not raise; 70 for an internal error, after its traceback; 141 if
+    the reader of standard output has closed it, as `| head` does, and then nothing is printed.
     """
     try:
         with delayed_interrupts(), _while_it_is_read():
@@ -48,27 +57,60 @@ def guarded(call: Callable[[], Any]) -> int:
     except _Unread:
         return UNREAD
     except (KeyboardInterrupt, SystemExit) as stop:  # typer turns the first into an exit
+        if isinstance(stop, SystemExit) and not _is_command_lines(stop):
+            return _reported(stop)
         if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
             raise
         _complain("interrupted; what was not printed was not judged")
         return INTERRUPTED
     except Exception as error:
-        outcome = _sentence(error)
-        if outcome is None:
-            raise
-        status, sentence = outcome
-        _complain(sentence)
-        return status
+        return _reported(error)
 
 
-def _sentence(error: Exception) -> tuple[int, str] | None:
-    """The status and sentence for a user's mistake; None for any other exception, which is this project's bug."""
+def _is_command_lines(left: SystemExit) -> bool:
+    """Whether the command line has raised it, and not a user's code."""
+    *_, (frame, _) = traceback.walk_tb(left.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] in COMMAND_LINE
+
+
+def _reported(error: BaseException) -> int:
+    """The status of an error, after its sentence is printed; an internal error's traceback is printed before that."""
+    status, sentence = sentence_of(error)
+    if status == INTERNAL:
+        traceback.print_exception(error)
+    _complain(sentence)
+    return status
+
+
+def sentence_of(error: BaseException) -> tuple[int, str]:
+    """The status and sentence of a user's mistake, or of an internal error: an exception that no user's code raised."""
+    known = _known(error)
+    if known is not None:
+        return known
+    from parity_tests.harness.run.ledger import innermost  # here: it loads torch
+
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_globals.get("__name__", "").partition(".")[0])
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    at = innermost(
+        [(file, line) for file, line, package in frames if package not in OF_THE_COMMAND and not file.startswith(CLI)]
+    )
+    raised = f"{type(error).__name__}: {message_of(error) or 'no message'}"
+    if at or isinstance(error, SystemExit):
+        return exit_status.of_error(error), f"{at or 'code without a line'} raised {raised}"
+    file, line, _ = frames[-1] if frames else ("?", 0, "")
+    return INTERNAL, f"internal error at {os.path.basename(file)}:{line}: {raised}; please report it with its traceback"
+
+
+def _known(error: BaseException) -> tuple[int, str] | None:
+    """The status and sentence of an exception that is made to be read; None for any other."""
     if isinstance(error, OSError):
         return USAGE, f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
     if isinstance(error, MemoryError):
         return USAGE, f"{error or 'the memory is used up'}; choose smaller sizes by --dim"
     if isinstance(error, (ValueError, TypeError, ImportError)):
-        return USAGE, str(error)
+        return exit_status.of_error(error), str(error)
     # Imported only now, so that shell completion and --help stay fast.
     from parity_tests.harness.declare.discover import UnusableTarget
     from parity_tests.harness.judge.reference import ReferenceFailure
@@ -79,7 +121,8 @@ def _sentence(error: Exception) -> tuple[int, str] | None:
         return NOTHING, f"not run: {error}"
     if isinstance(error, ServerGone):
         return RANK_FAILED, str(error)
-    return (USAGE, str(error)) if isinstance(error, (UnusableTarget, ReferenceFailure)) else None
+    is_sentence = isinstance(error, (UnusableTarget, ReferenceFailure, exit_status.NotJudged))
+    return (exit_status.of_error(error), str(error)) if is_sentence else None
 
 
 def _complain(sentence: str) -> None:

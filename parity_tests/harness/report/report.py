@@ -109,6 +109,7 @@ class Report:
     replay: str | None = None
     replaced_replays: tuple[str, ...] = ()  # older replay files of the scheme, now deleted
     replay_error: str | None = None  # why there is no replay file
+    unfinished: str | None = None  # why a failing case was not made smaller, or its notes not tested
     confirmed_on: str | None = None  # the engine on which the case has the same verdict
     not_repeated: str | None = None  # why it was not repeated in fresh processes of gloo, or proves nothing there
     engines_disagree: str | None = None  # why it fails here and passes on gloo in fresh processes
@@ -345,6 +346,8 @@ class Report:
             hint = f"inside a larger world: {SPARE} is no axis of the scheme, whose mesh is half of the ranks"
             never = f"; if it never is, declare excluded_conditions=({LARGER_WORLD!r},)" if self.smallest else ""
             hints.append(f"{hint}{never}")
+        if self.unfinished is not None:
+            hints.append(f"left as it was found: {self.unfinished}")
         if self.replay_error is not None:
             hints.append(f"no replay file was written: {self.replay_error}")
         return hints

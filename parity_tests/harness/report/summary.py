@@ -17,7 +17,7 @@ from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.judge.compare import TensorComparison
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.report.sentence import Sentence
-from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, NOTHING, RANK_FAILED, USAGE
+from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, NOTHING, RANK_FAILED, USAGE, worst
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,34 @@ class Outcome:
     not_judged: dict[str, str] = field(
         default_factory=dict
     )  # schemes that cannot be judged as declared, with a sentence for each
+    statuses: dict[str, int] = field(default_factory=dict)  # of those whose status is not 2
+
+    def add(self, other: Outcome) -> None:
+        """Add the outcomes of other schemes."""
+        self.reports += other.reports
+        for mine, theirs in (
+            (self.not_run, other.not_run),
+            (self.seconds, other.seconds),
+            (self.places, other.places),
+            (self.not_offered, other.not_offered),
+            (self.not_judged, other.not_judged),
+            (self.statuses, other.statuses),
+        ):
+            mine.update(theirs)
+
+    def reject(self, name: str, sentence: str, status: int = USAGE) -> None:
+        """A scheme that has no verdict."""
+        self.not_judged[name] = sentence
+        if status != USAGE:
+            self.statuses[name] = status
 
     @property
     def status(self) -> int:
         unexpected = [report for report in self.reports if not self.is_expected(report)]
-        if any(report.failure is not None for report in unexpected):
-            return RANK_FAILED
-        if self.unexpected_passes or any(not report.ok for report in unexpected):
-            return MISMATCH
-        if self.not_judged:
-            return USAGE
-        return EQUAL if self.reports else NOTHING
+        statuses = [self.statuses.get(name, USAGE) for name in self.not_judged]
+        statuses += [MISMATCH if report.failure is None else RANK_FAILED for report in unexpected if not report.ok]
+        statuses += [MISMATCH] * len(self.unexpected_passes)
+        return worst(statuses) or (EQUAL if self.reports else NOTHING)
 
     @property
     def is_one_unusable_scheme(self) -> bool:

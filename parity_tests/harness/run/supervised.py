@@ -1,8 +1,10 @@
-"""Run a command in its own process, so that the parent can report which rank killed it.
+"""Run a command in its own process, so that no way in which that process ends can lose or fake a verdict.
 
-On lockstep the ranks are threads of the command, and a rank that is killed or crashes in native code ends the whole
-process without a message. The parent, which has loaded nothing, waits; it reads the ranks' last state from shared
-memory (see lockstep/last_seen.py) and the stack that Python's fault handler wrote.
+On lockstep the ranks are threads of the command, and references, draws and imports run in it too: a crash in native
+code, a signal or `os._exit` ends the whole process. The parent, which has loaded nothing, waits. It believes a status
+only if the child has recorded it as its last act (last_words.py). It ends a child that is stopped, or whose interpreter
+is not free any more during a run of lockstep. If schemes are left to judge after a death, it starts another child,
+which takes the verdicts so far from the journal (journal.py).
 """
 
 from __future__ import annotations
@@ -16,74 +18,296 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from typing import IO, NoReturn
+from dataclasses import dataclass
+from typing import IO, Any, NoReturn
 
-from parity_tests.harness.run.exit_status import RANK_FAILED
+from parity_tests.harness.run import exits, journal
+from parity_tests.harness.run.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD
+from parity_tests.harness.run.exits import STACKS
+from parity_tests.harness.run.journal import Journal
+from parity_tests.harness.run.last_words import LastWords
 from parity_tests.harness.run.processes.status_table import COMPUTING, StatusTable
 
 MOST_RANKS = 64
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+ASKS_TO_END = (*PASSED_ON, signal.SIGQUIT)  # any other signal that ends the child is a failure of the child
 UNDER_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "RANK")  # which kills processes by their ids itself
 SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+TICK_S = 0.5
+MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while the interpreter is free
+STOPPED_S = 3.0  # for which a child may be stopped while its parent runs
+GRACE_S = 5.0  # between a signal that was passed on and the end
+STACKS_S = 0.5  # for the fault handler to write the stacks of all threads
+INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
 
 table: StatusTable | None = None  # of the command in this process, shared with its parent
+words: LastWords | None = None  # likewise
 
 
 def supervised(call: Callable[[], int | None]) -> int:
-    """The status of `call`, run in a forked process; 3, and a sentence on stderr, if a fatal signal ends it.
+    """The status of `call`, run in a forked process; 3, and a sentence on stderr, if that does not come to its end.
 
     Signals sent to this process alone are forwarded, and the child ends when its parent is killed. The forked process
     never returns from here. `call` runs in this process under a launcher such as torchrun, and if a fork is not safe:
     JAX is loaded, or another thread runs.
     """
     is_launched = any(name in os.environ for name in UNDER_A_LAUNCHER)
+    if is_launched:
+        exits.install(_complain)  # the launcher would take the exit code of a user's call for that of the command
     if is_launched or not sys.platform.startswith("linux") or "jax" in sys.modules or threading.active_count() > 1:
         return call() or 0
-    parent, watched = os.getpid(), (*PASSED_ON, signal.SIGCHLD)
-    with tempfile.TemporaryFile("w+") as stack:
-        shared = StatusTable(None, MOST_RANKS)
+    with tempfile.TemporaryFile("w+") as stack, tempfile.TemporaryFile() as file:
+        return _Command(call, stack, Journal(file)).status()
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a child ended that did not come to its end; `why` and `seconds` if its parent has ended it."""
+
+    exit_code: int  # minus N for signal N
+    why: str = ""  # "stopped", "silent" or "asked"
+    seconds: float = 0.0
+
+
+class _Command:
+    """One command, and the child that runs it."""
+
+    def __init__(self, call: Callable[[], int | None], stack: IO[str], record: Journal) -> None:
+        self._call, self._stack, self._journal = call, stack, record
+        self._parent = os.getpid()
+        self._table, self._words = StatusTable(None, MOST_RANKS), LastWords()
+        self._asked: int | None = None  # the signal that asks this command to end
+
+    def status(self) -> int:
+        # Blocked until this process ends: none is lost between the fork and the wait, and none interrupts a sentence.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*PASSED_ON, signal.SIGCHLD))
+        death: Death | None = None
+        lost: set[str] = set()
+        while True:
+            ended = self._ended(self._fork(death))
+            if isinstance(ended, int):
+                return ended
+            death, key = ended, self._journal.begun
+            if self._asked is not None or -death.exit_code in ASKS_TO_END:
+                return self._as_asked(self._asked or -death.exit_code, death)
+            if death.exit_code == -signal.SIGPIPE and key is None:
+                return UNREAD
+            if key is None or key in lost or self._words.is_judged or self._journal.is_alone:
+                _complain(self._sentence(death))
+                return RANK_FAILED
+            lost.add(key)
+
+    def _fork(self, death: Death | None) -> int:
+        """A child that runs the command; after a death, one that goes on where that one was."""
         _flush()
-        signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # none is lost between the fork and the wait
+        key, noted = self._journal.begun, self._words.noted
+        self._journal.start_child()
         child = os.fork()
         if child == 0:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
-            _run(call, shared, stack, parent)
-        status = _exit_code(child, watched)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
-        if status >= 0:
-            return status
-        if -status not in FATAL:  # end this process the same way
-            signal.signal(-status, signal.SIG_DFL)
-            os.kill(parent, -status)
-        print(f"shardproof: {_sentence(status, shared, stack)}", file=sys.stderr)
-        return RANK_FAILED
+            self._run(death, key, noted)
+        return child
+
+    def _ended(self, child: int) -> int | Death:
+        """Wait for the child and forward signals from other processes: the status that it has recorded, or a death."""
+        watch = _Watch(self._words)
+        why, seconds, ends_at = "", 0.0, float("inf")
+        while True:
+            received = signal.sigtimedwait((*PASSED_ON, signal.SIGCHLD), TICK_S)
+            if received is not None and received.si_signo in PASSED_ON:
+                self._asked = self._asked or received.si_signo
+                ends_at = min(ends_at, time.monotonic() + GRACE_S)
+                if received.si_code == SENT_BY_A_PROCESS:
+                    os.kill(child, received.si_signo)
+            code = watch.exit_code(child)
+            if code is not None:
+                finished = self._words.finished
+                return Death(code, why, seconds) if finished is None or code < 0 else finished
+            if why:
+                continue
+            why, seconds = watch.step(is_overdue=time.monotonic() > ends_at)
+            if why:
+                self._end(child)
+
+    def _end(self, child: int) -> None:
+        """Let the child write its stacks, even while its interpreter is not free, and kill it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, STACKS)
+            os.kill(child, signal.SIGCONT)
+            time.sleep(STACKS_S)
+            os.kill(child, signal.SIGKILL)
+
+    def _as_asked(self, number: int, death: Death) -> int:
+        """The child has ended because somebody asked this command to end, which it now does in the same way."""
+        if death.why:
+            _complain(self._sentence(death))
+        if number == signal.SIGINT:
+            if death.exit_code != INTERRUPTED:  # else it has said so itself
+                _complain(INTERRUPTED_SENTENCE)
+            return INTERRUPTED
+        _complain(f"ended by {exits.signal_name(number)}; what was not printed was not judged")
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(self._parent, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
+        return RANK_FAILED  # not reached
+
+    def _run(self, death: Death | None, lost: str | None, noted: str) -> NoReturn:
+        """In the forked process: run the command and exit as a process does after its last line."""
+        global table, words
+        status = INTERNAL
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() == self._parent:  # else it was killed before prctl took effect
+                sentence = None if death is None else self._sentence(death, noted)
+                self._table.clear()
+                self._words.clear()
+                self._stack.seek(0)
+                self._stack.truncate()
+                faulthandler.enable(self._stack, all_threads=False)
+                faulthandler.register(STACKS, self._stack, all_threads=True)
+                table, words, journal.current = self._table, self._words, self._journal
+                exits.install(self._words.note)
+                if sentence is not None and lost is not None:
+                    self._journal.lose(lost, sentence)
+                self._journal.read()
+                status = _status_of(self._call)
+                _flush()
+                self._words.judged(status)
+                status = _status_after_exit_functions(status)
+                _flush()
+                self._words.finish(status)
+        finally:
+            exits.leave(status)
+
+    def _sentence(self, death: Death, noted: str | None = None) -> str:
+        """A sentence: which rank ran when the process ended, where, and the state of the others."""
+        # Imported only now: the parent of a command that comes to its end loads no torch.
+        from parity_tests.harness.run.failure import Died, Stalled
+        from parity_tests.harness.run.processes import crash
+        from parity_tests.harness.run.processes.root_cause import DIED, RUNNING, Outcome, ending
+
+        self._stack.seek(0)
+        written = self._stack.read()
+        noted = self._words.noted if noted is None else noted
+        line = crash.line_of_running(written) if death.why else crash.line(written)
+        line = noted.rpartition(" at ")[2] or line
+        at = f" at {line}" if line else ""
+        by = f" by {noted.rpartition(' at ')[0]}" if noted else ""
+        statuses = {rank: status for rank in range(self._table.world) if (status := self._table.status(rank)).writes}
+        running = next((rank for rank, status in statuses.items() if status.state == COMPUTING), None)
+        others = [
+            str(Outcome(rank, RUNNING, state=str(status))) for rank, status in statuses.items() if rank != running
+        ]
+        if death.why == "asked":
+            return f"the command was killed {GRACE_S:g} s after it was asked to end; it was{at or ' in native code'}"
+        if running is None:
+            how = _HOW[death.why].format(seconds=death.seconds) if death.why else f"{ending(death.exit_code)}{by}"
+            after = ", after all verdicts were printed" if self._words.is_judged else ""
+            return f"the process of the command {how}{at}{after}"
+        state = statuses[running].sentence(line)
+        if death.why:
+            how = f"rank {running} {_HOW[death.why].format(seconds=death.seconds)}: it {state}"
+            return str(Stalled(how, rank=running, source=line, others=others))
+        dead = Outcome(
+            running, DIED, source=line, state=str(statuses[running]), exit_code=death.exit_code, error=by.strip()
+        )
+        died = Died(str(dead), rank=running, source=line, others=others)
+        return f"{died}\n  --engine gloo runs each rank in a process of its own"
 
 
-def _run(call: Callable[[], int | None], shared: StatusTable, stack: IO[str], parent: int) -> NoReturn:
-    """In the forked process: run the command and exit as a process does after its last line."""
-    global table
-    status = 1
+_HOW = {
+    "stopped": "was stopped by a signal and not continued for {seconds:.0f} s",
+    "silent": "has held the interpreter for {seconds:.0f} s, in native code",
+}
+
+
+class _Watch:
+    """Whether the child is stopped, or has missed the beat of a run.
+
+    Time in which the parent itself is delayed does not count.
+    """
+
+    def __init__(self, of_child: LastWords) -> None:
+        self._words, self._pulse = of_child, of_child.pulse
+        self._is_stopped, self._seconds, self._last = False, 0.0, time.monotonic()
+
+    def exit_code(self, child: int) -> int | None:
+        """How the child has ended, or None; notes whether it is stopped."""
+        while True:
+            changed, status = os.waitpid(child, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            if not changed:
+                return None
+            if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
+                return os.waitstatus_to_exitcode(status)
+            self._is_stopped, self._seconds = os.WIFSTOPPED(status), 0.0
+
+    def step(self, *, is_overdue: bool) -> tuple[str, float]:
+        """Why the child must be ended, and the seconds since it last moved; an empty string if it need not be."""
+        now = time.monotonic()
+        self._seconds += min(now - self._last, 2 * TICK_S)
+        self._last = now
+        pulse = self._words.pulse
+        if pulse != self._pulse and not self._is_stopped:
+            self._pulse, self._seconds = pulse, 0.0
+        if is_overdue:
+            return "asked", self._seconds
+        if self._is_stopped:
+            return ("stopped", self._seconds) if self._seconds >= STOPPED_S else ("", 0.0)
+        _, limit = pulse
+        return ("silent", self._seconds) if limit and self._seconds >= limit + MARGIN_S else ("", 0.0)
+
+
+def _status_of(call: Callable[[], int | None]) -> int:
+    """The status of the command, however it ends; from then on, an interrupt is ignored."""
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:  # else it was killed before prctl took effect
-            faulthandler.enable(stack, all_threads=False)
-            table = shared
-            status = call() or 0
-    except SystemExit as left:
-        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*PASSED_ON, signal.SIGCHLD))
+            return call() or 0
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _complain(INTERRUPTED_SENTENCE)
+        return INTERRUPTED
+    except SystemExit as left:  # the command line's own: those of users are turned into sentences before
         if isinstance(left.code, str):
-            print(left.code, file=sys.stderr)
-    except BaseException:
+            _complain(left.code)
+            return RANK_FAILED
+        return left.code or 0
+    except BaseException as error:
         traceback.print_exc()
-    try:
-        atexit._run_exitfuncs()
-        _flush()
-    finally:
-        os._exit(status)
+        _complain(f"internal error: {type(error).__name__}")
+        return INTERNAL
+
+
+def _status_after_exit_functions(status: int) -> int:
+    """Run the `atexit` functions; one that exits would take the verdict away, so that it is reported, and 3."""
+    exited: list[str] = []
+    previous_hook = sys.unraisablehook
+
+    def hook(lost: Any) -> None:
+        if not isinstance(lost.exc_value, SystemExit):
+            previous_hook(lost)
+            return
+        from parity_tests.harness.run.ledger import at_users_line
+
+        message = f": {lost.exc_value}" if lost.exc_value.args else ""
+        exited.append(f"an atexit function raised SystemExit{at_users_line(lost.exc_value)}{message}")
+
+    sys.unraisablehook = hook
+    atexit._run_exitfuncs()
+    sys.unraisablehook = previous_hook
+    for sentence in exited:
+        _complain(f"{sentence}; all verdicts were printed before")
+    return RANK_FAILED if exited else status
+
+
+def _complain(sentence: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"shardproof: {sentence}", file=sys.stderr)
 
 
 def _flush() -> None:
@@ -91,39 +315,3 @@ def _flush() -> None:
         if stream is not None:  # closed by the process that started this one
             with contextlib.suppress(OSError):  # or its reader has left
                 stream.flush()
-
-
-def _exit_code(child: int, watched: tuple[signal.Signals, ...]) -> int:
-    """Wait for the child and forward signals from other processes; returns minus N if signal N ended the child."""
-    while True:
-        received = signal.sigwaitinfo(watched)
-        if received.si_signo == signal.SIGCHLD:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
-        elif received.si_code == SENT_BY_A_PROCESS:
-            os.kill(child, received.si_signo)
-
-
-def _sentence(exit_code: int, shared: StatusTable, stack: IO[str]) -> str:
-    """A sentence: which rank ran when the process ended, where, and the state of the others."""
-    # Imported only now: the parent of a command that ends normally loads no torch.
-    from parity_tests.harness.run.failure import Died
-    from parity_tests.harness.run.processes import crash
-    from parity_tests.harness.run.processes.root_cause import DIED, RUNNING, Outcome
-
-    stack.seek(0)
-    line = crash.line(stack.read())
-    statuses = {rank: status for rank in range(shared.world) if (status := shared.status(rank)).writes}
-    outcomes = [
-        Outcome(rank, DIED, source=line, state=str(status), exit_code=exit_code)
-        if status.state == COMPUTING
-        else Outcome(rank, RUNNING, state=str(status))
-        for rank, status in statuses.items()
-    ]
-    dead = next((outcome for outcome in outcomes if outcome.kind == DIED), None)
-    if dead is None:
-        at = f" at {line}" if line else ""
-        return f"the process of the command was killed by {signal.Signals(-exit_code).name}{at}"
-    others = [str(outcome) for outcome in outcomes if outcome is not dead]
-    return f"{Died(str(dead), rank=dead.rank, others=others)}\n  --engine gloo runs each rank in a process of its own"

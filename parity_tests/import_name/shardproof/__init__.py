@@ -142,7 +142,8 @@ _HOMES = {
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
-_RUN_RANKS = ("verify", "replay", "tour")  # commands that run a user's function in their own process
+# Commands that run a user's code in their own process.
+_RUN_USERS_CODE = ("verify", "replay", "tour", "draw", "timeline", "new", "trace", "cost")
 # Packages of the extra `verify`, by import name: `torch_impl` needs none of them.
 _OF_VERIFY = ("jax", "flax", "optax", "hypothesis", "pytest", "cloudpickle", "typer", "rich", "matplotlib")
 _INSTALL = "pip install -e '.[verify]' in the clone"
@@ -192,9 +193,13 @@ def main() -> None:
     if missing := [package for package in _OF_VERIFY if find_spec(package) is None]:
         print(f"shardproof: needs {', '.join(missing)}; {_INSTALL}", file=sys.stderr)
         sys.exit(2)
-    from parity_tests.cli.app import main
-    from parity_tests.harness.run.supervised import supervised
+    try:
+        from parity_tests.cli.app import main
+        from parity_tests.harness.run.supervised import supervised
 
-    if sys.argv[1:] and sys.argv[1] in _RUN_RANKS:
-        sys.exit(supervised(main))
-    main()
+        if sys.argv[1:] and sys.argv[1] in _RUN_USERS_CODE:
+            sys.exit(supervised(main))
+        main()
+    except KeyboardInterrupt:  # before the command itself takes care of it
+        print("shardproof: interrupted; what was not printed was not judged", file=sys.stderr)
+        sys.exit(130)

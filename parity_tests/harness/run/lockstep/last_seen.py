@@ -36,6 +36,12 @@ def turn(rank: int, *, has_returned: bool) -> None:
         _turn_of.enter(COMPUTING)
 
 
+def beat(limit_s: float) -> None:
+    """The interpreter is free; during a run the next beat is due within `limit_s`, after it none, which is 0."""
+    if supervised.words is not None:
+        supervised.words.beat(limit_s)
+
+
 def issued(row: LedgerRow) -> None:
     """The running rank issues a collective."""
     if row.rank < len(_slots):

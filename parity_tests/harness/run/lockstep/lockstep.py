@@ -28,9 +28,9 @@ from torch._C import _distributed_c10d as c_api
 from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run import compiling
+from parity_tests.harness.run import compiling, exits
 from parity_tests.harness.run.ledger import RunResult, is_plumbing
-from parity_tests.harness.run.lockstep import compile_lock, group, world
+from parity_tests.harness.run.lockstep import compile_lock, group, last_seen, world
 from parity_tests.harness.run.lockstep.exchange import Exchange
 from parity_tests.harness.run.lockstep.rank_globals import Namespace, import_ahead, namespaces_of
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
@@ -41,7 +41,6 @@ Job = Callable[[Any, CaseSpec], Any]
 _one_run = threading.Lock()
 _sessions: dict[Hashable, Session] = {}
 _MOST_SESSIONS = 16
-THREAD_NAME = "lockstep-rank-"
 
 
 def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> RunResult:
@@ -74,10 +73,13 @@ def _raised_exits() -> Iterator[None]:
 
     This process would end without a verdict, with the rank's status. A process that a rank forks still exits.
     """
+    if exits.are_installed():
+        yield
+        return
     leave, process = os._exit, os.getpid()
 
     def end_rank(status: int) -> NoReturn:
-        if os.getpid() == process and threading.current_thread().name.startswith(THREAD_NAME):
+        if os.getpid() == process and threading.current_thread().name.startswith(exits.RANK_THREAD):
             raise SystemExit(f"os._exit({status}), which ends a rank's process")
         leave(status)
 
@@ -111,7 +113,7 @@ class Session:
         self._worlds = [world.RankWorld(self._exchange) for _ in range(case.world)]
         self._meshes: list[Any] = [None] * case.world
         self._threads = [
-            threading.Thread(target=self._serve, args=(rank,), name=f"{THREAD_NAME}{rank}", daemon=True)
+            threading.Thread(target=self._serve, args=(rank,), name=f"{exits.RANK_THREAD}{rank}", daemon=True)
             for rank in range(case.world)
         ]
         for thread in self._threads:
@@ -151,7 +153,10 @@ class Session:
         self._scheduler.begin(case.schedule, seeds, self._exchange.stuck)
         # 3. Sleep until all ranks have left. A failure ends the session: its threads cannot be used again.
         try:
-            self._await(quiet_s)
+            try:
+                self._await(quiet_s)
+            finally:
+                last_seen.beat(0.0)
             if self._scheduler.failure is not None:
                 raise self._scheduler.failure
         except BaseException:
@@ -166,10 +171,13 @@ class Session:
     def _await(self, quiet_s: float) -> None:
         """Wait until all ranks have left. If a rank makes no progress for `quiet_s`, the run fails as stalled.
 
-        A rank inside torch.compile may take longer.
+        A rank inside torch.compile may take longer. If a rank holds the interpreter in native code, this thread does
+        not come to that: the parent of a command, which no longer sees a beat, then ends the process.
         """
         moves, moved, since, is_compiling = -1, 0.0, 0.0, False
+        last_seen.beat(quiet_s)
         while not self._scheduler.over(min(quiet_s, 0.25)):
+            last_seen.beat(quiet_s)
             now = time.monotonic()
             if self._scheduler.moves != moves:
                 moves, moved, since, is_compiling = self._scheduler.moves, now, now, False

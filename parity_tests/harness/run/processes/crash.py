@@ -10,9 +10,13 @@ import faulthandler
 import re
 from pathlib import Path
 
+from parity_tests.harness.run.exits import STACKS
 from parity_tests.harness.run.ledger import innermost
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
+_STACK = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)  # the line before the stack of a thread
+_RANK = re.compile(r'/lockstep/lockstep\.py", line \d+ in _example$', re.MULTILINE)
+_WAITS = re.compile(r'File ".*/lockstep/scheduler\.py", line ')
 
 
 def path(folder: str | Path, rank: int) -> Path:
@@ -23,6 +27,16 @@ def path(folder: str | Path, rank: int) -> Path:
 def record(file: Path) -> None:
     """Once per process: on a fatal signal, write this process's stack before it ends."""
     faulthandler.enable(file.open("w"), all_threads=False)  # the handler keeps the file open
+
+
+def stacks_path(folder: str | Path, rank: int) -> Path:
+    """The file of a rank's stacks."""
+    return Path(folder) / f"stacks_{rank}"
+
+
+def answer_with_stacks(file: Path) -> None:
+    """Once per process: at the signal STACKS, write the stacks of all threads, even while one holds the interpreter."""
+    faulthandler.register(STACKS, file.open("w"), all_threads=True)
 
 
 def stack(file: Path) -> str:
@@ -37,3 +51,14 @@ def line(written: str) -> str | None:
     """file:line of the stack's innermost frame of user code, outside libraries if possible."""
     frames = [(name, int(number)) for name, number in _FRAME.findall(written)]
     return innermost(frames[::-1])  # the fault handler writes the innermost frame first
+
+
+def line_of_running(written: str) -> str | None:
+    """`line`, from the stacks of all threads: of the rank of lockstep that has the turn, else of the main thread.
+
+    The fault handler writes the main thread last, except that the current thread comes first. A rank without the turn
+    waits in the scheduler.
+    """
+    stacks = [stack for stack in _STACK.split(written) if _FRAME.search(stack)]
+    ranks = [stack for stack in stacks if _RANK.search(stack) and not _WAITS.match(stack.lstrip())]
+    return next(filter(None, map(line, [*ranks, *stacks[::-1]])), None)

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
+from parity_tests.harness.run import exits
 from parity_tests.harness.run.exit_status import RANK_FAILED, USAGE
 from parity_tests.harness.run.failure import NotRun, RankFailure
 from parity_tests.harness.run.ledger import Ledger, RunResult
@@ -71,7 +72,7 @@ def leave(reason: str) -> NoReturn:
     """Exit at once, even if native code hangs."""
     sys.stderr.write(f"shardproof: rank {os.environ.get('RANK', '?')}: {reason}\n")
     sys.stderr.flush()
-    os._exit(RANK_FAILED)
+    exits.leave(RANK_FAILED)
 
 
 T = TypeVar("T")

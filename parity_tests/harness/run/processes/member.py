@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parity_tests.harness.run import compiling
+from parity_tests.harness.run import compiling, exits
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.ledger import line_of_thread
 from parity_tests.harness.run.processes import server
@@ -189,7 +189,7 @@ class Member:
     def leave_if_hung(self, status: int) -> None:
         """Exit at once if a thread hangs in native code, because the interpreter would wait for it."""
         if not self.leave_groups():
-            os._exit(status)
+            exits.leave(status)
 
 
 class Leader(Member):

@@ -28,7 +28,7 @@ from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.ledger import Ledger, RunResult
 from parity_tests.harness.run.lockstep.rank_globals import import_ahead, imports_of
-from parity_tests.harness.run.processes import crash, forks
+from parity_tests.harness.run.processes import forks
 from parity_tests.harness.run.processes.forks import ForkServer, shared_packages
 from parity_tests.harness.run.processes.root_cause import find_root_cause
 from parity_tests.harness.run.processes.status_table import StatusTable
@@ -230,7 +230,7 @@ class Pool:
         self._table = StatusTable(Path(folder) / "status", self.world)
         for rank in range(self.world):
             handle = self._server.fork(rank=rank, world=self.world, backend=self.backend, folder=folder)
-            self._handles.append(RankHandle(rank, *handle, crash.path(folder, rank)))
+            self._handles.append(RankHandle(rank, *handle, folder))
         return self._table
 
     def _send(self, function: tuple[bytes, str | None], case: CaseSpec) -> None:

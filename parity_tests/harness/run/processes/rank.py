@@ -22,12 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.compiling import is_compiling
-from parity_tests.harness.run.failure import GROUP_HINT, RankFailure, RankFault, message_of, raised_by_function
+from parity_tests.harness.run.failure import GROUP_HINT, RankFailure, RankFault, raised_by_function
 from parity_tests.harness.run.ledger import LedgerRow, line_of_thread, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
 from parity_tests.harness.run.processes import crash, rank_warnings, status_table
 from parity_tests.harness.run.processes.recorder import Recorder, observe_waits
 from parity_tests.harness.run.processes.root_cause import DONE, RAISED, Outcome
+from parity_tests.harness.run.raised import message_of, printable
 from torch_impl.collectives import MeshView
 
 BACKEND_TIMEOUT_S = 30  # a last resort, far longer than any limit of the harness
@@ -201,7 +202,7 @@ def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
         is_sentence=isinstance(error, RankFault),
         cause=error.cause if isinstance(error, RankFailure) else "raised",
         source=raised_at(error) or (recorder.rows[-1].source if recorder.rows else None),
-        trace="".join(traceback.format_exception(raised)),
+        trace=printable("".join(traceback.format_exception(raised))),
         from_backend=recorder.is_backends(error),
     )
 
@@ -217,6 +218,7 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
     observe()
     rank_warnings.show_once(str(Path(folder).parent))  # of all pools: a failing case runs again in new pools
     crash.record(crash.path(folder, rank))
+    crash.answer_with_stacks(crash.stacks_path(folder, rank))
     slot = status_table.StatusTable(Path(folder) / "status", world).slot(rank)
     store = dist.FileStore(str(Path(folder) / "store"), world)
     member = Rank(slot, backend, store, rank, world, gpu_of(rank, world) if backend == "nccl" else 0)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run import failure
+from parity_tests.harness.run.exits import signal_name
 from parity_tests.harness.run.ledger import Ledger, LedgerRow
 from parity_tests.harness.run.protocol import Disagreement, crossed, of_returned
 from parity_tests.harness.run.protocol import disagreement as disagreement
@@ -32,7 +33,7 @@ class Outcome:
     kind: str
     rows: tuple[LedgerRow, ...] = ()
     result: bytes = b""
-    error: str = ""  # "ValueError: boom"
+    error: str = ""  # "ValueError: boom"; of a death: "by os._exit(0)", where that is known
     is_sentence: bool = False  # the error is a message of the harness that names the rank
     cause: str = "raised"
     source: str | None = None
@@ -60,7 +61,7 @@ class Outcome:
         last = f" in {self.last}" if self.last else ""
         at = f" at {self.source}" if self.source else ""
         what = {
-            DIED: f"{_ending(self.exit_code)}{at}; it was last seen so: {self.state}",
+            DIED: f"{ending(self.exit_code)}{self.error and ' '}{self.error}{at}; it was last seen so: {self.state}",
             RUNNING: self.state,
         }.get(self.kind)
         if what is None:
@@ -155,9 +156,10 @@ def _blame(
     return error
 
 
-def _ending(exit_code: int | None) -> str:
+def ending(exit_code: int | None) -> str:
+    """How a process ended, as a predicate: `was killed by SIGSEGV`."""
     if exit_code is None:
         return "ended without a word"
     if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
+        return f"was killed by {signal_name(-exit_code)}"
     return f"left with exit code {exit_code}"

@@ -76,6 +76,10 @@ class StatusTable:
     def slot(self, rank: int) -> Slot:
         return Slot(self._memory, rank)
 
+    def clear(self) -> None:
+        """Reset all slots, as if no rank had ever written."""
+        self._memory[:] = bytes(SLOT * self.world)
+
     def close(self) -> None:
         self._memory.close()
 

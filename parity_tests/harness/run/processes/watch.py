@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from parity_tests.harness.run import compiling
+from parity_tests.harness.run.exits import STACKS
 from parity_tests.harness.run.ledger import LedgerRow
 from parity_tests.harness.run.processes import crash
 from parity_tests.harness.run.processes.forks import ForkServer
@@ -26,15 +28,16 @@ COLLECT_S = 0.25  # for the others, after the first failure
 ANSWER_S = 0.1  # for a control thread to report its rows
 BUSY_ANSWER_S = 0.5  # beside a thread that computes
 COMPILER_ANSWER_S = 2.0  # beside a thread that traces a function and rarely releases the interpreter
+STACKS_S = 0.2  # for the fault handler of a rank that does not answer
 REAP_S = 0.1  # between a closed socket and the report of how the process ended
 
 
 class RankHandle:
     """The parent's end of one rank."""
 
-    def __init__(self, rank: int, pid: int, work: Connection, control: Connection, crash_file: Path) -> None:
+    def __init__(self, rank: int, pid: int, work: Connection, control: Connection, folder: str) -> None:
         self.rank, self.pid, self.work, self.control = rank, pid, work, control
-        self.crash_file = crash_file
+        self.crash_file, self.stacks_file = crash.path(folder, rank), crash.stacks_path(folder, rank)
         self.is_ready = self.is_gone = False
         self.outcome: Outcome | None = None
         self._questions = 0
@@ -58,6 +61,23 @@ class RankHandle:
         except (EOFError, OSError):
             pass  # it has just died; the status table has its last row
         return (), None, False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the rank's process."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+        return False
+
+    def line_in_native_code(self) -> str | None:
+        """The line of a rank that cannot answer: it is stopped, or a thread holds the interpreter in native code."""
+        if not self.stacks_file.exists():  # it has not come to the point where it answers
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, STACKS)
+            os.kill(self.pid, signal.SIGCONT)
+            time.sleep(STACKS_S)
+        return crash.line_of_running(crash.stack(self.stacks_file))
 
     def close(self) -> None:
         self.work.close()
@@ -221,5 +241,9 @@ class Watch:
             )
         if status.state == WAITING:
             return Outcome(handle.rank, RUNNING, handle.seen(ANSWER_S)[0], state=str(status), is_waiting=True)
-        rows, line = handle.seen(BUSY_ANSWER_S)
-        return Outcome(handle.rank, RUNNING, rows, state=status.sentence(line), source=line)
+        is_stopped = handle.is_stopped
+        rows, line = ((), None) if is_stopped else handle.seen(BUSY_ANSWER_S)
+        if line is None:
+            rows, line = rows or last_row, handle.line_in_native_code()
+        state = f"is stopped by a signal; it {status.sentence(line)}" if is_stopped else status.sentence(line)
+        return Outcome(handle.rank, RUNNING, rows, state=state, source=line)

@@ -1,0 +1,71 @@
+"""Shared memory in which the process of a command tells its parent how far it is.
+
+`finish` is its last act: a process that ends without it has given no verdict, whatever its exit code says. A run of
+lockstep beats while the interpreter is free; `note` names a line that is about to end the process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+
+SIZE = 4096
+RUNNING, JUDGED, FINISHED = range(3)
+_HEAD = struct.Struct("=BiH")  # state, status, length of the note
+_BEAT = struct.Struct("=Qd")
+_BEAT_AT, _TEXT_AT = 16, 64
+
+
+class LastWords:
+    """Of one child; `clear` makes it ready for the next."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, SIZE)
+        self._beats = 0
+
+    def clear(self) -> None:
+        self._memory[:] = bytes(SIZE)
+        self._beats = 0
+
+    def judged(self, status: int) -> None:
+        """All verdicts are printed; what is left are the `atexit` functions."""
+        self._write(JUDGED, status)
+
+    def finish(self, status: int) -> None:
+        self._write(FINISHED, status)
+
+    def note(self, text: str) -> None:
+        """Name the call that is about to end the process."""
+        data = text.encode(errors="backslashreplace")[: SIZE - _TEXT_AT]
+        self._memory[_TEXT_AT : _TEXT_AT + len(data)] = data
+        state, status, _ = _HEAD.unpack_from(self._memory, 0)
+        _HEAD.pack_into(self._memory, 0, state, status, len(data))
+
+    def beat(self, limit_s: float) -> None:
+        """The interpreter is free; the next beat is due within `limit_s`, and none if that is 0."""
+        self._beats += 1
+        _BEAT.pack_into(self._memory, _BEAT_AT, self._beats, limit_s)
+
+    @property
+    def finished(self) -> int | None:
+        """The status of a command that has come to its end."""
+        state, status, _ = _HEAD.unpack_from(self._memory, 0)
+        return status if state == FINISHED else None
+
+    @property
+    def is_judged(self) -> bool:
+        return _HEAD.unpack_from(self._memory, 0)[0] >= JUDGED
+
+    @property
+    def noted(self) -> str:
+        length = _HEAD.unpack_from(self._memory, 0)[2]
+        return self._memory[_TEXT_AT : _TEXT_AT + length].decode(errors="replace")
+
+    @property
+    def pulse(self) -> tuple[int, float]:
+        """The number of beats and the seconds within which the next is due."""
+        return _BEAT.unpack_from(self._memory, _BEAT_AT)
+
+    def _write(self, state: int, status: int) -> None:
+        length = _HEAD.unpack_from(self._memory, 0)[2]
+        _HEAD.pack_into(self._memory, 0, state, status, length)
