@@ -163,14 +163,13 @@ def _remembered(scheme: Declared, judged: Callable[[], Outcome], folder: str) ->
     record = journal.current
     if record is None:
         return judged()
-    outcome: Outcome | None = record.outcome(scheme.key)
-    if outcome is not None:
-        return outcome
     sentence = record.sentence(scheme.key)
     if sentence is None:
-        record.begin(scheme.key)
-        outcome = judged()
-        record.done(scheme.key, outcome)
+        outcome = record.outcome(scheme.key)
+        if outcome is None:
+            record.begin(scheme.key)
+            outcome = judged()
+            record.done(scheme.key, outcome)
         return outcome
     outcome = Outcome()
     report: Report | None = record.report(scheme.key)

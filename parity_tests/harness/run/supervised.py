@@ -66,9 +66,14 @@ def supervised(call: Callable[[], int | None]) -> int:
 
 @dataclass(frozen=True)
 class Death:
-    """How a child ended that did not come to its end; `why` and `seconds` if its parent has ended it."""
+    """How a child ended that did not come to its end; `why` and `seconds` if its parent has ended it.
+
+    What it was at is known from before it was ended: a stopped child runs on until the signal reaches it.
+    """
 
     exit_code: int  # minus N for signal N
+    key: str | None  # the key of the journal that it had begun
+    is_judged: bool  # all verdicts were printed
     why: str = ""  # "stopped", "silent" or "asked"
     seconds: float = 0.0
 
@@ -91,12 +96,12 @@ class _Command:
             ended = self._ended(self._fork(death))
             if isinstance(ended, int):
                 return ended
-            death, key = ended, self._journal.begun
+            death, key = ended, ended.key
             if self._asked is not None or -death.exit_code in ASKS_TO_END:
                 return self._as_asked(self._asked or -death.exit_code, death)
             if death.exit_code == -signal.SIGPIPE and key is None:
                 return UNREAD
-            if key is None or key in lost or self._words.is_judged or self._journal.is_alone:
+            if key is None or key in lost or death.is_judged or self._journal.is_alone:
                 _complain(self._sentence(death))
                 return RANK_FAILED
             lost.add(key)
@@ -104,17 +109,17 @@ class _Command:
     def _fork(self, death: Death | None) -> int:
         """A child that runs the command; after a death, one that goes on where that one was."""
         _flush()
-        key, noted = self._journal.begun, self._words.noted
         self._journal.start_child()
         child = os.fork()
         if child == 0:
-            self._run(death, key, noted)
+            self._run(death)
         return child
 
     def _ended(self, child: int) -> int | Death:
         """Wait for the child and forward signals from other processes: the status that it has recorded, or a death."""
         watch = _Watch(self._words)
         why, seconds, ends_at = "", 0.0, float("inf")
+        was_at: tuple[str | None, bool] | None = None
         while True:
             received = signal.sigtimedwait((*PASSED_ON, signal.SIGCHLD), TICK_S)
             if received is not None and received.si_signo in PASSED_ON:
@@ -125,19 +130,30 @@ class _Command:
             code = watch.exit_code(child)
             if code is not None:
                 finished = self._words.finished
-                return Death(code, why, seconds) if finished is None or code < 0 else finished
+                has_finished = (
+                    finished is not None and code >= 0 and why != "stopped"
+                )  # continued in order to be killed
+                was_at = was_at or self._at()
+                return finished if has_finished else Death(code, *was_at, why, seconds)
             if why:
                 continue
             why, seconds = watch.step(is_overdue=time.monotonic() > ends_at)
             if why:
+                was_at = self._at()
                 self._end(child)
+
+    def _at(self) -> tuple[str | None, bool]:
+        return self._journal.begun, self._words.is_judged
 
     def _end(self, child: int) -> None:
         """Let the child write its stacks, even while its interpreter is not free, and kill it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, STACKS)
             os.kill(child, signal.SIGCONT)
-            time.sleep(STACKS_S)
+            deadline, written, before = time.monotonic() + STACKS_S, 0, -1
+            while time.monotonic() < deadline and not before == written > 0:
+                time.sleep(STACKS_S / 50)
+                before, written = written, os.fstat(self._stack.fileno()).st_size
             os.kill(child, signal.SIGKILL)
 
     def _as_asked(self, number: int, death: Death) -> int:
@@ -154,14 +170,14 @@ class _Command:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
         return RANK_FAILED  # not reached
 
-    def _run(self, death: Death | None, lost: str | None, noted: str) -> NoReturn:
+    def _run(self, death: Death | None) -> NoReturn:
         """In the forked process: run the command and exit as a process does after its last line."""
         global table, words
         status = INTERNAL
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == self._parent:  # else it was killed before prctl took effect
-                sentence = None if death is None else self._sentence(death, noted)
+                sentence = None if death is None else self._sentence(death)
                 self._table.clear()
                 self._words.clear()
                 self._stack.seek(0)
@@ -170,8 +186,8 @@ class _Command:
                 faulthandler.register(STACKS, self._stack, all_threads=True)
                 table, words, journal.current = self._table, self._words, self._journal
                 exits.install(self._words.note)
-                if sentence is not None and lost is not None:
-                    self._journal.lose(lost, sentence)
+                if death is not None and death.key is not None and sentence is not None:
+                    self._journal.lose(death.key, sentence)
                 self._journal.read()
                 status = _status_of(self._call)
                 _flush()
@@ -182,7 +198,7 @@ class _Command:
         finally:
             exits.leave(status)
 
-    def _sentence(self, death: Death, noted: str | None = None) -> str:
+    def _sentence(self, death: Death) -> str:
         """A sentence: which rank ran when the process ended, where, and the state of the others."""
         # Imported only now: the parent of a command that comes to its end loads no torch.
         from parity_tests.harness.run.failure import Died, Stalled
@@ -191,7 +207,7 @@ class _Command:
 
         self._stack.seek(0)
         written = self._stack.read()
-        noted = self._words.noted if noted is None else noted
+        noted = self._words.noted
         line = crash.line_of_running(written) if death.why else crash.line(written)
         line = noted.rpartition(" at ")[2] or line
         at = f" at {line}" if line else ""
@@ -205,7 +221,7 @@ class _Command:
             return f"the command was killed {GRACE_S:g} s after it was asked to end; it was{at or ' in native code'}"
         if running is None:
             how = _HOW[death.why].format(seconds=death.seconds) if death.why else f"{ending(death.exit_code)}{by}"
-            after = ", after all verdicts were printed" if self._words.is_judged else ""
+            after = ", after all verdicts were printed" if death.is_judged else ""
             return f"the process of the command {how}{at}{after}"
         state = statuses[running].sentence(line)
         if death.why:

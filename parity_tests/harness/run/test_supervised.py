@@ -160,8 +160,8 @@ def test_a_process_that_dies_of_the_same_again_is_the_last():
     [("os._exit(0)", "os._exit(0), which ends the process of the command"), ("sys.exit(0)", "0")],
 )
 def test_an_exit_function_cannot_take_the_verdict(function, message, tmp_path):
-    source = f"{HEAD}\nimport atexit\n\ndef leave():\n    {function}\n\natexit.register(leave)\n"
-    source += "def call():\n    print('equal')\n\nsys.exit(supervised(call))\n"
+    source = f"{HEAD}\nimport atexit\n\ndef leave():\n    {function}\n\n"
+    source += "def call():\n    atexit.register(leave)\n    print('equal')\n\nsys.exit(supervised(call))\n"
     line = source.splitlines().index(f"    {function}") + 1
     status, out, err = ended(started(source, tmp_path))
     assert (status, out) == (RANK_FAILED, "equal\n")
