@@ -84,9 +84,11 @@ def epilog(verb: str | None) -> str:
 
 
 def versions() -> str:
-    """`shardproof 0.1.0 (Python 3.11.7, torch 2.13.0, jax 0.10.2)`."""
+    """`shardproof 0.1.0 (Python 3.11.7, torch 2.13.0, jax 0.10.2)`, and a line for each that is newer than tested."""
     import platform
     from importlib.metadata import version
 
+    from parity_tests.harness.report.tested_versions import newer
+
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax"))
-    return f"shardproof {version('shardproof')} (Python {platform.python_version()}, {packages})"
+    return "\n".join([f"shardproof {version('shardproof')} (Python {platform.python_version()}, {packages})", *newer()])

@@ -20,6 +20,7 @@ from parity_tests.harness.declare.draws import EXTREME
 from parity_tests.harness.explain.note import READ_TOO_EARLY, Note
 from parity_tests.harness.judge.compare import TensorComparison, index_text
 from parity_tests.harness.report.sentence import LINE, Sentence
+from parity_tests.harness.report.tested_versions import newer
 from parity_tests.harness.run.engines import engine_text
 from parity_tests.harness.run.failure import RankFailure, Shared
 from parity_tests.harness.run.ledger import Finding, Ledger
@@ -265,7 +266,8 @@ class Report:
         return [one_line] if len(one_line) <= LINE else [case, command]
 
     def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [Sentence(self._heading(), style="bold")]
+        parts: list[RenderableType] = [Sentence(line, style="yellow") for line in newer() if not self.ok]
+        parts.append(Sentence(self._heading(), style="bold"))
         if self.implementation is not None:
             parts += [Sentence(f"  {line}") for line in self.implementation.lines]
         disagreement: list[RenderableType] = []
