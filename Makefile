@@ -1,15 +1,17 @@
 # The two commands are `make verify` and `make test`. They need a Python from 3.11 to 3.13 with pip, and nothing else.
-# PYTHON chooses the interpreter of the virtual environment: `make verify PYTHON=python3.12`.
+# PYTHON chooses the interpreter of the virtual environment: `make verify PYTHON=python3.12`. CONSTRAINTS names another
+# file of versions; `make verify CONSTRAINTS=` takes the newest of each.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+CONSTRAINTS ?= constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(addprefix -c ,$(CONSTRAINTS))
 
 export OMP_NUM_THREADS := 1
 
 # What is installed is remembered in $(VENV)/with-<extra>, which is older than these two once they change.
-NEEDS := pyproject.toml constraints.txt
+NEEDS := pyproject.toml $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
