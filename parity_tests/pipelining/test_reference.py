@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 
 from jax_ref.pipelining import reference
@@ -43,6 +44,8 @@ def accumulated(x, target, w1, w2):
     dtypes=("float64", "float32"),
     reduction=("m", "b", "l", "d", "e"),
     roundings=ROUNDINGS,
+    # torch 2.11 compares the strides of a stage's inputs, and rejects those of a view.
+    excluded_conditions=("strided",) if torch.__version__.startswith("2.11.") else (),
 )
 def pipelined(mesh, x, target, w1, w2, name, source):
     return stepped(mesh, x, target, w1, w2, name, source)

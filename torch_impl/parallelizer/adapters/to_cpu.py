@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_impl.contract import contract
+from torch_impl.parallelizer._torch_compat import parts_as_shards
 from torch_impl.parallelizer.tp_styles import is_shard_of_parts, sharded_dim
 
 DEVICES = ("cuda", "cpu")
@@ -52,6 +53,7 @@ def _with_full_halves(v: DTensor) -> DTensor:
     torch 2.13's `full_tensor` has no order of axes if one of them shards halves: it raises for experts sharded over dp,
     ep and tp. Without halves it has an order.
     """
+    v = parts_as_shards(v)
     dims = [sharded_dim(placement)[0] for placement in v.placements]
     alone = [is_shard_of_parts(each) and dims.count(dim) == 1 for each, dim in zip(v.placements, dims, strict=True)]
     if not any(alone) or len(dims) - dims.count(None) == 1:
