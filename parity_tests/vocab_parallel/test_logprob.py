@@ -324,7 +324,7 @@ def test_a_range_is_of_integers(name):
     assert run(body, CaseSpec(scheme="logprob", mesh={"tp": 1})).results == (True,)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_parity_of_the_compiled_backend():
     """Declared here, so that no other run compiles it."""
 

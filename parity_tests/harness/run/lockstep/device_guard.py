@@ -1,9 +1,9 @@
-"""Keeps ranks of lockstep, which are threads that end, from crashing torch 2.11 built for CUDA on a machine without a GPU.
+"""Keeps ranks of lockstep from crashing torch 2.11, where it is built for CUDA and the machine has no GPU.
 
-Every FakeTensorMode (DTensor's propagation and torch.compile enter one) replaces torch's CUDA guard by a fake one there,
-once in a process. torch 2.11 stores a pointer to an object that belongs to the thread that entered first: after that
-thread has ended, the next FakeTensorMode of any thread is a segmentation fault. Seen on 2.11.0+cu130, not on
-2.14.1+cu130; torch mended it in pull request 178950.
+Every FakeTensorMode (DTensor's propagation and torch.compile enter one) replaces torch's CUDA guard by a fake one
+there, once in a process. torch 2.11 stores a pointer to an object of the thread that entered first: after that thread
+has ended, as a rank's does, the next FakeTensorMode of any thread is a segmentation fault. Seen on 2.11.0+cu130, not
+on 2.14.1+cu130; torch mended it in pull request 178950.
 """
 
 from __future__ import annotations
