@@ -33,6 +33,7 @@ from torch_impl.contract import (
     ShardedBool,
     ShardedIds,
     ShardedInt,
+    TypeProblem,
     contract,
     contract_of,
     is_integer,
@@ -296,10 +297,10 @@ def test_lists_functions_and_dtypes(error, kwargs, message):
 
 def test_a_list_that_must_not_be_empty():
     stages = ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors", if_empty="pass one for each rank")
-    with pytest.raises(ValueError, match=r"^f: x is empty; pass one for each rank$"):
-        stages.validate("f", "x", [], {})
-    with pytest.raises(TypeError, match=r"^f: x\[0\] is an int; pass a Tensor$"):
-        stages.validate("f", "x", [1], {})
+    assert stages.problem([LOGITS]) is None
+    assert stages.problem([]) == " is empty; pass one for each rank"
+    problem = stages.problem([LOGITS, 1])
+    assert problem == "[1] is an int; pass a Tensor" and isinstance(problem, TypeProblem)
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def all_gather(
     Errors: TypeError if group is no ProcessGroup; ValueError for another `out`, a dim that x lacks,
             or lengths that do not fit the group or x.
     """
-    dim = dim_from_front("collectives.all_gather", "dim", dim, x)
-    lengths = lengths_to_gather("collectives.all_gather", "lengths", lengths, x, dim, group)
+    dim = dim_from_front("dim", dim, x)
+    lengths = lengths_to_gather("lengths", lengths, x, dim, group)
     return AllGather.apply(x, group, out, dim, lengths)
 
 
@@ -69,8 +69,8 @@ def reduce_scatter(
     Errors: TypeError if group is no ProcessGroup; ValueError for a dim that x lacks, for lengths that
             do not fit the group or x, or without lengths for a size that the ranks cannot share equally.
     """
-    dim = dim_from_front("collectives.reduce_scatter", "dim", dim, x)
-    lengths = lengths_to_scatter("collectives.reduce_scatter", "lengths", lengths, x, dim, group)
+    dim = dim_from_front("dim", dim, x)
+    lengths = lengths_to_scatter("lengths", lengths, x, dim, group)
     return ReduceScatter.apply(x, group, dim, lengths)
 
 

@@ -12,7 +12,8 @@ The signature says the shape, the sharding, the kind of number, the range and th
 it follow the validation and its message, the spec line of the manual (`spec_line`) and the declaration of a scheme
 (`contract_of`). To a type checker `Sharded[Tensor, "..."]` is a Tensor and `Positive` a float.
 
-Code behind a contract does not validate again: an internal function takes what a public function has validated.
+Code behind a contract does not validate again: an internal function takes what a public function has validated. Where
+only the body can tell, it raises `Rejected`: the sentence alone, to which the contract adds the function's name.
 """
 
 from importlib import import_module
@@ -36,7 +37,13 @@ from torch_impl.contract.kinds import Number as Number
 from torch_impl.contract.kinds import OneOf as OneOf
 from torch_impl.contract.kinds import Positive as Positive
 from torch_impl.contract.kinds import PositiveInt as PositiveInt
+from torch_impl.contract.kinds import RelatedKind as RelatedKind
+from torch_impl.contract.kinds import Sizes as Sizes
+from torch_impl.contract.kinds import check as check
 from torch_impl.contract.kinds import type_name as type_name
+from torch_impl.contract.rejected import Rejected as Rejected
+from torch_impl.contract.rejected import TypeProblem as TypeProblem
+from torch_impl.contract.rejected import of_argument as of_argument
 
 if TYPE_CHECKING:
     from torch_impl.contract.tensor_kinds import Device as Device

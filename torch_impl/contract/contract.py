@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, overload
 
-from torch_impl.contract.kinds import BUILTIN, Kind, OneOf, Sizes
+from torch_impl.contract.kinds import BUILTIN, Kind, OneOf, RelatedKind, Sizes
+from torch_impl.contract.rejected import Rejected, of_argument
 
 P = ParamSpec("P")
+
+_OF_CLASS = ("__init__", "__post_init__", "__call__", "forward")  # methods that messages name by their class
 R = TypeVar("R")
 
 
@@ -22,7 +25,8 @@ class Argument:
 
     name: str
     position: int  # of a keyword-only argument: beyond all positional ones
-    kind: Kind
+    kind: Any  # a Kind or a RelatedKind
+    is_related: bool
     takes_none: bool
     other_types: tuple[Any, ...]
 
@@ -46,7 +50,7 @@ class Contract:
         return {name: spec for name, spec in specs.items() if spec is not None}
 
     def validate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Validate the `args` and `kwargs` of a call, in the order of the signature. Errors: TypeError, ValueError."""
+        """Validate the `args` and `kwargs` of a call, in the order of the signature. Errors: Rejected."""
         sizes: Sizes = {}
         # By position or name, without `Signature.bind`, which costs more than the validation.
         for each in self.arguments:
@@ -60,7 +64,11 @@ class Contract:
                 continue
             if each.other_types and _is_one_of(value, each.other_types):
                 continue
-            each.kind.validate(self.function, each.name, value, sizes)
+            if each.is_related:
+                if (sentence := each.kind.problem_beside(each.name, value, sizes)) is not None:
+                    raise Rejected.by(sentence)
+            elif (problem := each.kind.problem(value)) is not None:
+                raise Rejected.by(of_argument(each.name, problem))
 
 
 @overload
@@ -74,7 +82,8 @@ def contract(function: Callable[P, R] | str, /) -> Any:
     names another beginning. On an autograd Function it decorates `forward`, below `@staticmethod`.
 
     Cost:   about a microsecond an argument in eager; nothing in a compiled graph.
-    Errors: of the decorated function: TypeError for an argument of another type, ValueError for another value.
+    Errors: of the decorated function: TypeError for an argument of another type, ValueError for another value, and
+            each `Rejected` that its body raises, with the function's name before the sentence.
     """
     if isinstance(function, str):
         return lambda body: _with_contract(body, function)
@@ -83,9 +92,9 @@ def contract(function: Callable[P, R] | str, /) -> Any:
 
 def contract_of(public: Any) -> Contract | None:
     """The contract of a function, of an autograd Function or of a class's constructor; None if it states none."""
-    # A function states its contract itself, an autograd Function on `forward`, a class on `__init__`.
-    for entry in (public, getattr(public, "forward", None), getattr(public, "__init__", None)):
-        stated = getattr(entry, "__contract__", None)
+    # A function states its contract itself, an autograd Function on `forward`, a class on its constructor.
+    for name in (None, "forward", "__init__", "__post_init__"):
+        stated = getattr(public if name is None else getattr(public, name, None), "__contract__", None)
         if stated is not None:
             return stated
     return None
@@ -114,8 +123,11 @@ def _with_contract(function: Callable[P, R], name: str) -> Callable[P, R]:
 
     @functools.wraps(function)
     def entry(*args: P.args, **kwargs: P.kwargs) -> R:
-        stated.validate(args, kwargs)
-        return function(*args, **kwargs)
+        try:
+            stated.validate(args, kwargs)
+            return function(*args, **kwargs)
+        except Rejected as rejected:
+            raise rejected.named(stated.function) from rejected.__cause__
 
     entry.__contract__ = stated  # pyright: ignore[reportAttributeAccessIssue]
     return entry
@@ -125,7 +137,9 @@ def _default_name(function: Callable[..., Any]) -> str:
     # torch_impl.<component>.<file>: the file is not part of the name that messages begin with.
     component = function.__module__.split(".")[1] if "." in function.__module__ else function.__module__
     qualified = function.__qualname__.rpartition("<locals>.")[2]
-    return f"{component}.{qualified.removesuffix('.forward').removesuffix('.__init__')}"
+    # Of a class's constructor, and of what runs when its objects are called, the class.
+    owner, _, method = qualified.rpartition(".")
+    return f"{component}.{owner if owner and method in _OF_CLASS else qualified}"
 
 
 def _read(function: Callable[..., Any], name: str) -> Contract:
@@ -141,11 +155,12 @@ def _read(function: Callable[..., Any], name: str) -> Contract:
         if kind is not None:
             # Beyond every positional argument of a call, so that it is looked up by name.
             place = len(signature.parameters) if keyword_only else position
-            arguments.append(Argument(parameter.name, place, kind, takes_none, other_types))
+            is_related = isinstance(kind, RelatedKind)
+            arguments.append(Argument(parameter.name, place, kind, is_related, takes_none, other_types))
     return Contract(name, tuple(arguments), tuple(_outputs(_meaning(signature.return_annotation, defined))))
 
 
-def _kind_of(annotation: Any) -> tuple[Kind | None, bool, tuple[Any, ...]]:
+def _kind_of(annotation: Any) -> tuple[Kind | RelatedKind | None, bool, tuple[Any, ...]]:
     """The kind of an annotation, whether None is one of its values, and the other types that it takes."""
     members = list(_members(annotation))
     takes_none = any(member in (None, NoneType) for member in members)
@@ -157,9 +172,9 @@ def _kind_of(annotation: Any) -> tuple[Kind | None, bool, tuple[Any, ...]]:
     return kinds[0], takes_none, types
 
 
-def _kind_of_member(member: Any) -> Kind | None:
+def _kind_of_member(member: Any) -> Kind | RelatedKind | None:
     if get_origin(member) is Annotated:
-        return next((extra for extra in member.__metadata__ if isinstance(extra, Kind)), None)
+        return next((extra for extra in member.__metadata__ if isinstance(extra, (Kind, RelatedKind))), None)
     if get_origin(member) is Literal:
         return OneOf(get_args(member))
     return BUILTIN.get(member) if isinstance(member, type) else None

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.contract.kinds import Instance, Sizes, type_name
+from torch_impl.contract.rejected import TypeProblem
 
 LEADING = "..."
 
@@ -86,51 +87,48 @@ class TensorKind:
         object.__setattr__(self, "has_trailing", dims[1:] != [] and dims[-1] == LEADING)
         object.__setattr__(self, "dims", tuple(dims[self.has_leading : len(dims) - self.has_trailing]))
 
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
+    def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
         # 1. The type and the dtype.
         if not isinstance(value, Tensor):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a Tensor")
+            return TypeProblem(f"{name} is {type_name(value)}; pass a Tensor")
         if type(value) is not Tensor and _is_dtensor(value):
-            raise TypeError(f"{function}: {name} is a DTensor; pass {name}.to_local()")
+            return TypeProblem(f"{name} is a DTensor; pass {name}.to_local()")
         accepts, rule = _DTYPES[self.dtypes]
         if not accepts(value.dtype):
             subject = "" if rule.startswith("token") else "logits " if "logits" in name else "it "
-            raise TypeError(f"{function}: {name} is {dtype_name(value)}; {subject}{rule}")
+            return TypeProblem(f"{name} is {dtype_name(value)}; {subject}{rule}")
         # 2. The number of dims.
         n_dims = len(self.dims)
         if value.ndim < n_dims or (value.ndim > n_dims and not (self.has_leading or self.has_trailing)):
-            self._reject_ndim(function, name, value, sizes)
+            return self._problem_of_ndim(name, value)
         # 3. The leading dims, then each other one, agree with those of the arguments before.
         shape, first = value.shape, 0 if self.has_trailing else value.ndim - n_dims
         if self.has_leading:
             # The first argument to have the dims sets them, the others are compared with it.
             leading, setter = sizes.setdefault(LEADING, (shape[:first], name))
             if leading != shape[:first]:
-                raise ValueError(
-                    f"{function}: {name} is {list(shape)} but {setter} has leading shape {list(leading)}"
-                    + self._advice_on_own_dims(value, len(leading))
-                )
+                advice = self._advice_on_own_dims(value, len(leading))
+                return f"{name} is {list(shape)} but {setter} has leading shape {list(leading)}{advice}"
         for i, dim in enumerate(self.dims):
             size, setter = sizes.setdefault(dim, (shape[first + i], name))
             if size != shape[first + i] and dim != "1":
-                raise ValueError(
-                    f"{function}: {name} is {list(shape)} but {setter} has {dim}={size}: {dim} differs, "
-                    f"{shape[first + i]} and {size}"
-                )
+                differing = f"{dim} differs, {shape[first + i]} and {size}"
+                return f"{name} is {list(shape)} but {setter} has {dim}={size}: {differing}"
             if dim == "1" and shape[first + i] != 1:
-                raise ValueError(f"{function}: {name} is {list(shape)}; dim {first + i} must have size 1")
+                return f"{name} is {list(shape)}; dim {first + i} must have size 1"
+        return None
 
     def _advice_on_own_dims(self, value: Tensor, leading: int) -> str:
         if self.dims and value.ndim != leading + len(self.dims):
             return f"; it needs {' '.join(self.dims)} after them"
         return ""
 
-    def _reject_ndim(self, function: str, name: str, value: Tensor, sizes: Sizes) -> None:
+    def _problem_of_ndim(self, name: str, value: Tensor) -> str:
         if value.ndim == 0 and self.has_leading:
             last = "the vocabulary" if self.dims[-1].startswith("v") else self.dims[-1]
-            raise ValueError(f"{function}: {name} has no dims; the last one must be {last}")
+            return f"{name} has no dims; the last one must be {last}"
         dims = " ".join([LEADING] * self.has_leading + list(self.dims) + [LEADING] * self.has_trailing)
-        raise ValueError(f"{function}: {name} is {list(value.shape)}; its dims must be [{dims}]; reshape it to these")
+        return f"{name} is {list(value.shape)}; its dims must be [{dims}]; reshape it to these"
 
 
 _PARALLELISM = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep": "expert"}
@@ -142,11 +140,12 @@ class GroupKind:
 
     axis: str
 
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        if not isinstance(value, ProcessGroup):
-            parallelism = _PARALLELISM.get(self.axis)
-            hint = f" (a group of size 1 for no {parallelism} parallelism)" if parallelism else ""
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a ProcessGroup{hint}")
+    def problem(self, value: Any) -> str | None:
+        if isinstance(value, ProcessGroup):
+            return None
+        parallelism = _PARALLELISM.get(self.axis)
+        hint = f" (a group of size 1 for no {parallelism} parallelism)" if parallelism else ""
+        return TypeProblem(f" is {type_name(value)}; pass a ProcessGroup{hint}")
 
 
 @dataclass(frozen=True)

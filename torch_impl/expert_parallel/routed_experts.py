@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator, all_gather, reduce_scatter
 from torch_impl.collectives.plain import all_gather_concat, all_gather_stack
-from torch_impl.contract import Group, OneOf, Sharded, ShardedBool, ShardedInt, contract
+from torch_impl.contract import Group, OneOf, Rejected, Sharded, ShardedBool, ShardedInt, contract
 from torch_impl.expert_parallel.dispatch import SortedChoices, destinations, messages_of, sorted_choices
 from torch_impl.expert_parallel.experts import ExpertWeights, GroupedBackend, checked_weights
 
@@ -64,13 +64,12 @@ def routed_experts(
             gate_up without twice the columns that down has rows, an unknown exchange, or a backend that cannot run.
     Source: arXiv 2006.16668 (GShard), 2211.15841 (MegaBlocks, dropless).
     """
-    name = "expert_parallel.routed_experts"
-    weights = checked_weights(name, x, gate_up, down, backend)
+    weights = checked_weights(x, gate_up, down, backend)
     if experts.shape[1] == 0:
-        raise ValueError(f"{name}: experts has k=0 choices of a token; pass one or more")
+        raise Rejected("experts has k=0 choices of a token; pass one or more")
     for argument, tensor in (("gates", gates), ("experts", experts), ("kept", kept)):
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name}: {argument} is on {tensor.device} but x on {x.device}; pass one device")
+            raise Rejected(f"{argument} is on {tensor.device} but x on {x.device}; pass one device")
     # So wide that the gradient of a gate, a sum over ranks, is rounded once.
     gates = gates.to(torch.promote_types(gates.dtype, accumulator(x.dtype)))
     # Numbers of experts travel in int32; those of no expert stay numbers of none.
@@ -104,8 +103,7 @@ def shared_experts(
             cannot run.
     Source: arXiv 2401.06066 (DeepSeekMoE).
     """
-    name = "expert_parallel.shared_experts"
-    weights = checked_weights(name, x, gate_up[None], down[None], backend)
+    weights = checked_weights(x, gate_up[None], down[None], backend)
     lengths = _lengths(x, tp_group)
     full = x if tp_group is None else all_gather(x, tp_group, out="R", lengths=lengths)
     count = torch.tensor([len(full)], device=x.device)

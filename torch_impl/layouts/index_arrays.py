@@ -182,7 +182,7 @@ def packed_positions(
 ) -> Int64[Tensor, " local"]:
     """Global positions of one rank: its shard of sequence 0, then of sequence 1, ..."""
     check_divisible("packed", size, world, rank)
-    offsets_of("packed: cu_seqlens", cu_seqlens)
+    offsets_of("cu_seqlens", cu_seqlens)
     return packed_rows(validate_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device)), size, world, rank)
 
 
@@ -204,7 +204,7 @@ def packed(
             2 * world; TypeError if they, size or world are not integers.
     """
     check_divisible("packed", size, world)
-    offsets_of("packed: cu_seqlens", cu_seqlens)
+    offsets_of("cu_seqlens", cu_seqlens)
     # Validated on the host; the arrays are computed on the device, all ranks at once.
     offsets = validate_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device))
     return list(packed_rows(offsets, size, world, torch.arange(world, device=offsets.device)[:, None]).unbind())

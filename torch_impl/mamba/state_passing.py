@@ -45,7 +45,7 @@ class MambaStatePassing(MixerStrategy):
 
     name = "MambaStatePassing"
 
-    @contract("mamba.MambaStatePassing")
+    @contract
     def __init__(
         self,
         cp_group: GroupOrMesh,

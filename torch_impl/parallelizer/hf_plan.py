@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from torch_impl.contract import Module, contract, type_name
+from torch_impl.contract import Module, Rejected, contract, type_name
 from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise
 from torch_impl.parallelizer.registry import ModelClass, class_name_of
 from torch_impl.parallelizer.tp_plan import generic, names_of
@@ -271,8 +271,8 @@ def _fold_into_owner(plan: dict[str, ParallelStyle], key: str, style: Any) -> No
     owner = plan.get(path) or plan.get(generic(path))
     if not isinstance(owner, Experts):
         has = f"its module has {type(owner).__name__}" if owner else "its module has no entry"
-        raise ValueError(
-            f"parallelizer.get_hf_tp_shard_plan: key {key!r}: style={style!r} shards a bare parameter, and {has}; only "
+        raise Rejected(
+            f"key {key!r}: style={style!r} shards a bare parameter, and {has}; only "
             "stacks of moe_tp_experts can be sharded so"
         )
     owner.stacks[leaf] = style

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import no_autocast
 from torch_impl.collectives.plain import all_gather_concat, all_reduce_sum, reduce_scatter_sum
-from torch_impl.contract import Group, Positive, Sharded, ShardedIds, ShardedInt, contract, dtype_name
+from torch_impl.contract import Group, Positive, Rejected, Sharded, ShardedIds, ShardedInt, contract, dtype_name
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.fused_logprob import (
@@ -84,7 +84,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         hidden, weight, tp = tensor_parallel_hidden_states, output_weight_layer, tp_group.size()
         reason = _why_no_product(hidden, weight) or _why_not_positions(len(hidden), target.shape[1], 1, tp)
         if reason:
-            raise ValueError(f"vocab_parallel.ChunkedDistributedHiddenStatesToLogprobs: {reason}")
+            raise Rejected(reason)
         is_sharded = len(hidden) != target.shape[1]
         return _forward(
             ctx,
@@ -143,12 +143,11 @@ def from_parallel_hidden_states_to_logprobs(
     Errors: besides those, ValueError if both weights are None or s cannot be sharded over cp, and for offsets those
             of `from_parallel_logits_to_logprobs_packed_sequences`.
     """
-    name = "vocab_parallel.from_parallel_hidden_states_to_logprobs"
     # 1. What a contract cannot say: shapes of hidden states and weight together, lengths over cp and tp, offsets.
     hidden, s, (rank, cp) = tensor_parallel_hidden_states, target.shape[1], rank_and_size(cp_group)
     weight = output_weight if output_weight_layer is None else output_weight_layer
     if weight is None:
-        raise ValueError(f"{name}: {NO_WEIGHT}")
+        raise Rejected(f"{NO_WEIGHT}")
     offsets = None if cu_seqlens_padded is None else offsets_on_host(cu_seqlens_padded, None)[0]
     reason = (
         _why_no_product(hidden, weight)
@@ -157,7 +156,7 @@ def from_parallel_hidden_states_to_logprobs(
         or (None if offsets is None else why_not_offsets(offsets, None, cp, s, "target"))
     )
     if reason:
-        raise ValueError(f"{name}: {reason}")
+        raise Rejected(reason)
     # 2. The id after each of this rank's positions, in its own sequence where they are packed.
     shifted, slots = _next_ids_of_rank(target.to(weight.device), offsets, rank, cp)
     # 3. Scores, and those of all cp ranks.

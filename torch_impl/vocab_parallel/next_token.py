@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather
 from torch_impl.collectives.plain import all_gather_concat
-from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract
+from torch_impl.contract import Group, Rejected, Sharded, ShardedIds, ShardedInt, check, contract
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.contract.tensor_kinds import TensorKind
 from torch_impl.layouts import indivisible
@@ -44,8 +44,6 @@ from torch_impl.vocab_parallel.vocab_range import (
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-NAME = "vocab_parallel.get_next_token_logprobs_from_logits"
 
 
 @contract
@@ -77,7 +75,7 @@ def get_next_token_logprobs_from_logits(
     """
     from torch.distributed.tensor import DTensor
 
-    validate_entropy(NAME, with_entropy, sampling_params)
+    validate_entropy(with_entropy, sampling_params)
     # 1. DTensor logits bring their groups and ranges.
     if isinstance(next_token_logits, DTensor):
         for name, group in (
@@ -85,21 +83,21 @@ def get_next_token_logprobs_from_logits(
             ("context_parallel_group", context_parallel_group),
         ):
             if group is not None:
-                raise ValueError(f"{NAME}: next_token_logits is a DTensor, whose mesh has the groups; drop {name}")
-        validate_shards(NAME, "next_token_logits", next_token_logits.to_local(), "input_ids", input_ids)
+                raise Rejected(f"next_token_logits is a DTensor, whose mesh has the groups; drop {name}")
+        validate_shards("next_token_logits", next_token_logits.to_local(), "input_ids", input_ids)
         reason = why_not_dtensors("next_token_logits", next_token_logits, input_ids, seq_index)
         if reason:
-            raise ValueError(f"{NAME}: {reason}")
+            raise Rejected(reason)
         return score_dtensor(next_token_logits, input_ids, seq_index, chunk_size, sampling_params, with_entropy)
     # 2. Else the group brings the ranges, by one all_gather; without one each rank has the full vocabulary.
-    TensorKind("b s", "ids").validate(NAME, "input_ids", input_ids, {})  # plain, as the logits are
+    check(TensorKind("b s", "ids"), "input_ids", input_ids)  # plain, as the logits are
     cp, local = rank_and_size(context_parallel_group)[1], next_token_logits.shape[1]
     reason = why_not_rank(vocab_parallel_rank, vocab_parallel_group)
     if seq_index is not None:
         reason = "seq_index is given but next_token_logits is no DTensor; drop it or pass a DTensor"
     reason = reason or why_not_covered("input_ids", input_ids.shape[1], "next_token_logits", local, cp)
     if reason:
-        raise ValueError(f"{NAME}: {reason}")
+        raise Rejected(reason)
     start, end = 0, next_token_logits.shape[-1]
     if vocab_parallel_group is not None:
         start, end, _ = all_gather_range_and_size(end, vocab_parallel_group, next_token_logits.device)
@@ -109,11 +107,11 @@ def get_next_token_logprobs_from_logits(
     return score_over_cp(next_token_logits, input_ids, context_parallel_group, options, limits)
 
 
-def validate_entropy(function: str, with_entropy: bool, params: SamplingParams | None) -> None:
+def validate_entropy(with_entropy: bool, params: SamplingParams | None) -> None:
     """Errors: ValueError for an entropy beside a filter: it is that of the full vocabulary."""
     if with_entropy and params is not None and not limits_of(params.top_k, params.top_p, min_p_of(params)).are_off:
-        raise ValueError(
-            f"{function}: with_entropy=True but top_k={params.top_k}, top_p={params.top_p}, min_p={min_p_of(params)} "
+        raise Rejected(
+            f"with_entropy=True but top_k={params.top_k}, top_p={params.top_p}, min_p={min_p_of(params)} "
             "filter the vocabulary; "
             "ask for the entropy in a call without a filter"
         )
@@ -269,11 +267,11 @@ def score_in_stored_order(
     return apart(full, options.with_entropy)
 
 
-def validate_shards(function: str, logits_name: str, logits: Tensor, ids_name: str, ids: Tensor | DTensor) -> None:
+def validate_shards(logits_name: str, logits: Tensor, ids_name: str, ids: Tensor | DTensor) -> None:
     """The contract of what a DTensor has on this rank: floating logits [b, l, v] and ids [b, s]."""
     sizes: dict[str, Any] = {}
-    TensorKind("b l v/tp").validate(function, logits_name, logits, sizes)
-    TensorKind("b s", "ids").validate(function, ids_name, stored_ids(ids).local, sizes)
+    check(TensorKind("b l v/tp"), logits_name, logits, sizes)
+    check(TensorKind("b s", "ids"), ids_name, stored_ids(ids).local, sizes)
 
 
 def why_not_dtensors(name: str, logits: DTensor, ids: Tensor | DTensor, seq_index: Tensor | None) -> str | None:

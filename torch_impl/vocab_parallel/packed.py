@@ -17,15 +17,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather
-from torch_impl.contract import Group, PositiveInt, Sharded, ShardedIds, ShardedInt, contract
+from torch_impl.contract import Group, PositiveInt, Rejected, Sharded, ShardedIds, ShardedInt, contract
 from torch_impl.layouts import contiguous, packed
 from torch_impl.layouts.divisibility import check_rising, first
 from torch_impl.vocab_parallel.next_token import Scores, score, scoring_options, validate_entropy
 from torch_impl.vocab_parallel.sampling import Sampling
 from torch_impl.vocab_parallel.sequence_gather import rank_and_size, why_not_covered
 from torch_impl.vocab_parallel.vocab_range import IGNORED_ID, ChunkSize, VocabEnd, VocabStart
-
-NAME = "vocab_parallel.from_parallel_logits_to_logprobs_packed_sequences"
 
 
 @contract
@@ -67,20 +65,18 @@ def from_parallel_logits_to_logprobs_packed_sequences(
             length is no multiple of 2 * cp over two ranks or more, the last lies past the stream or the ids,
             a real length is longer than its slot, or unpacked_seqlen is below 1.
     """
-    validate_entropy(NAME, with_entropy, sampling_params)
+    validate_entropy(with_entropy, sampling_params)
     # 1. What a contract cannot say: lengths, and the offsets, which are read once by the host.
     rank, cp = rank_and_size(cp_group)
     local, device = vocab_parallel_logits.shape[1], vocab_parallel_logits.device
     size = target.shape[1] * cp if target_is_pre_rolled else target.shape[1]
     if target.shape[1] > local * (1 if target_is_pre_rolled else cp):
         shards = 1 if target_is_pre_rolled else cp
-        raise ValueError(
-            f"{NAME}: {why_not_covered('target', target.shape[1], 'vocab_parallel_logits', local, shards)}"
-        )
+        raise Rejected(f"{why_not_covered('target', target.shape[1], 'vocab_parallel_logits', local, shards)}")
     padded, real = offsets_on_host(cu_seqlens_padded, cu_seqlens)
     reason = why_not_offsets(padded, real, cp, size, "target")
     if reason:
-        raise ValueError(f"{NAME}: {reason}")
+        raise Rejected(reason)
     # 2. The id after each of this rank's tokens, in its own sequence, and its score.
     slots, u = packed_slots(padded, real, cp, device), unpacked_seqlen - 1
     ids, used = target.to(device), len(slots.sequence)

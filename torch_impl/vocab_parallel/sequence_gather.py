@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import large_tensors
 from torch_impl.collectives.gathers import ReduceScatter
 from torch_impl.collectives.plain import all_gather_concat
-from torch_impl.contract import Group, NonNegativeInt, PositiveInt, ShardedAny, contract
+from torch_impl.contract import Group, NonNegativeInt, PositiveInt, Rejected, ShardedAny, contract
 from torch_impl.layouts import contiguous, dual_chunk_swap, indivisible
 from torch_impl.layouts.index_arrays import inverse_permutation
 
@@ -41,7 +41,7 @@ def _get_tokens_on_this_cp_rank(
     if reason is None:
         reason = why_not_over_cp(input_ids.shape[seq_dim], cp_size)
     if reason:
-        raise ValueError(f"vocab_parallel._get_tokens_on_this_cp_rank: {reason}")
+        raise Rejected(reason)
     return cp_shard(input_ids, cp_rank, cp_size, seq_dim)
 
 
@@ -67,7 +67,7 @@ def allgather_cp_sharded_tensor(
     """
     reason = why_not_gathered(tensor, seq_dim, cp_group.size())
     if reason:
-        raise ValueError(f"vocab_parallel.allgather_cp_sharded_tensor: {reason}")
+        raise Rejected(reason)
     return GatherOverCp.apply(tensor, cp_group, seq_dim)
 
 
@@ -87,7 +87,7 @@ class AllGatherCPTensor(torch.autograd.Function):
     ) -> ShardedAny[Tensor, "... cp=R"]:
         reason = why_not_gathered(tensor, seq_dim, cp_group.size())
         if reason:
-            raise ValueError(f"vocab_parallel.AllGatherCPTensor: {reason}")
+            raise Rejected(reason)
         return GatherOverCp.forward(ctx, tensor, cp_group, seq_dim)
 
     @staticmethod
