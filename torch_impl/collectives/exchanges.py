@@ -53,6 +53,12 @@ def all_to_all(
     return _AllToAll.apply(x, group, split_dim, concat_dim, sent, received)
 
 
+# Gradient types: V -> V.
+def exchange_rows(x: Tensor, group: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+    """`all_to_all` of rows, for code behind a contract: sent[j] of them to rank j, received[i] from rank i."""
+    return _AllToAll.apply(x, group, 0, 0, sent, received)
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(

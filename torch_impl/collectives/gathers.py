@@ -74,6 +74,21 @@ def reduce_scatter(
     return ReduceScatter.apply(x, group, dim, lengths)
 
 
+# The cores of the public functions, for code behind a contract: along dim 0, of lengths that are known to fit.
+
+
+# Gradient types: V -> R | I.
+def gather_rows(x: Tensor, group: ProcessGroup, lengths: list[int], out: str) -> Tensor:
+    """`all_gather` of the ranks' rows, of which rank r has lengths[r]."""
+    return AllGather.apply(x, group, out, 0, lengths)
+
+
+# Gradient types: P -> V.
+def reduce_scatter_rows(x: Tensor, group: ProcessGroup, lengths: list[int]) -> Tensor:
+    """`reduce_scatter` of rows, of which rank r receives lengths[r]."""
+    return ReduceScatter.apply(x, group, 0, lengths)
+
+
 # Gradient types: I -> V.
 def own_shard(x: Tensor, group: ProcessGroup, lengths: list[int]) -> Tensor:
     """This rank's rows of a tensor that all ranks have. No collective; backward 1 all_gather of the longest shard."""

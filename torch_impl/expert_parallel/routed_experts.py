@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import accumulator, all_gather, reduce_scatter
+from torch_impl.collectives import accumulator
+from torch_impl.collectives.gathers import gather_rows, reduce_scatter_rows
 from torch_impl.collectives.plain import all_gather_concat, all_gather_stack
 from torch_impl.contract import Group, OneOf, Rejected, Sharded, ShardedBool, ShardedInt, contract
 from torch_impl.expert_parallel.dispatch import SortedChoices, destinations, messages_of, sorted_choices
@@ -105,10 +106,10 @@ def shared_experts(
     """
     weights = checked_weights(x, gate_up[None], down[None], backend)
     lengths = _lengths(x, tp_group)
-    full = x if tp_group is None else all_gather(x, tp_group, out="R", lengths=lengths)
+    full = x if tp_group is None else gather_rows(x, tp_group, lengths, "R")
     count = torch.tensor([len(full)], device=x.device)
     y = weights.outputs(full, count)
-    return y if tp_group is None else reduce_scatter(y, tp_group, lengths=lengths)
+    return y if tp_group is None else reduce_scatter_rows(y, tp_group, lengths)
 
 
 def _by_all_to_all(
@@ -135,8 +136,8 @@ def _by_all_gather(
     shards, full_x, full_gates = [], x, gates
     for group in axes:
         lengths = _lengths(full_x, group)
-        full_x = all_gather(full_x, group, out="R", lengths=lengths)
-        full_gates = all_gather(full_gates, group, out="R", lengths=lengths)
+        full_x = gather_rows(full_x, group, lengths, "R")
+        full_gates = gather_rows(full_gates, group, lengths, "R")
         chosen = all_gather_concat(chosen, group, 0, lengths)
         shards.append((group, lengths))
     # 2. What the experts of this rank make of them.
@@ -145,7 +146,7 @@ def _by_all_gather(
     y = weights.sums(full_x, full_gates, choices, accumulator(x.dtype))
     # 3. Sum over the ranks, to the rank of each token, in the reverse order.
     for group, lengths in reversed(shards):
-        y = reduce_scatter(y, group, lengths=lengths)
+        y = reduce_scatter_rows(y, group, lengths)
     return y.to(x.dtype)
 
 
