@@ -38,8 +38,8 @@ def of_all_tokens(probabilities, experts):
 @scheme(
     reference=of_all_tokens,
     mesh={"dp": (1, 2), "cp": (1, 2), "ep": (1, 2, 3)},
+    contract=expert_parallel.global_balance_loss,
     inputs={"probabilities": "t/dp/cp/ep e", "experts": "t/dp/cp/ep k"},
-    outputs="dp=P cp=P ep=P",
     reduction=("t", "e"),
     **DECLARED,
 )
@@ -51,8 +51,8 @@ def balance_over_three_axes(mesh, probabilities, experts: Int[Tensor, "t k"]):
 @scheme(
     reference=of_all_tokens,
     mesh={"data": (1, 2, 3, 4, 5, 7)},
+    contract=expert_parallel.global_balance_loss,
     inputs={"probabilities": "t/data:ragged e", "experts": "t/data:ragged k"},
-    outputs="data=P",
     reduction=("t", "e"),
     cost=lambda c: Cost(forward={"all_reduce": (1, INT64 * c.e)}),
     **DECLARED,
@@ -68,8 +68,8 @@ def of_sequences(probabilities, experts):
 @scheme(
     reference=of_sequences,
     mesh={"dp": (1, 2), "cp": (1, 2, 3, 4)},
+    contract=expert_parallel.sequence_balance_loss,
     inputs={"probabilities": "b/dp s/cp:dual_chunk_swap e", "experts": "b/dp s/cp:dual_chunk_swap k"},
-    outputs="b/dp cp=P",
     reduction=("s", "e"),
     cost=lambda c: Cost(forward={"all_reduce/cp": (1, INT64 * c.b // c.dp * c.e)}),
     **DECLARED,
@@ -100,8 +100,8 @@ def balance_of_each_rank(mesh, probabilities, experts: Int[Tensor, "t k"]):
 @scheme(
     reference=reference.z_loss,
     mesh={"data": (1, 2, 3, 4, 5, 7)},
+    contract=expert_parallel.z_loss,
     inputs={"logits": "t/data:ragged e"},
-    outputs="data=P",
     draw={"logits": values("normal", "ties", "zeros", "huge", "peaked")},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "e"),
@@ -118,8 +118,8 @@ def loads(experts, logits):
 @scheme(
     reference=loads,
     mesh={"data": (1, 2, 4, 5, 7)},
+    contract=expert_parallel.load_counts,
     inputs={"experts": "b s/data:ragged k", "logits": "e data=R"},
-    outputs="e",
     draw={"experts": chosen_experts()},
     dims=SIZES,
     nograd=("logits",),

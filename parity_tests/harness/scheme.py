@@ -130,7 +130,8 @@ def scheme(
 
     `reference` is JAX on unsharded arrays. `mesh` gives each axis the sizes to try. A nested dict in `inputs` is a
     tree of parameters. Without `inputs` or `outputs` they are those of `contract`, a public function whose signature
-    states them for arguments of the same names, or else those of the decorated function's own annotations. `dims`
+    states them for arguments of the same names, or else those of the decorated function's own annotations; where they
+    are written and `contract` is given too, they must be an instance of its specs. `dims`
     narrows a dim to some sizes or ties it to dims and axes ("2*g", "3*ep"), `assume(case)` says which sizes are drawn
     together: `lambda case: case.b * case.s % case.tp == 0`. A reference with an argument `mesh` gets the sizes of the
     axes. `options` go to both sides, `rank_options` only to the ranks. `reduction` names the dims that are summed
@@ -155,7 +156,7 @@ def scheme(
         signature = validation.function_names(fn, errors)
         validation.check_mesh(mesh, errors)
         custom, choices = dict(layouts or {}), (dict(options or {}), dict(rank_options or {}))
-        in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, errors)
+        in_specs, out_specs = from_contract.specs(fn, signature, tuple(mesh), contract, inputs, outputs, errors)
         # 2. Each tensor, and the other arguments.
         user_draws = validation.user_draws(fn, draw or {}, errors)
         leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, user_draws, nograd, errors)

@@ -42,8 +42,8 @@ def gather_cost(of):
 
 @scheme(
     reference=identity,
+    contract=all_gather,
     inputs={"x": "t/cp:packed d", "padded": "n"},
-    outputs="t d cp=R",
     cost=gather_cost(lambda c: c.t * c.d),
     **PACKED,
 )

@@ -39,7 +39,12 @@ def contiguous_blocks(mesh, x, seq_dim):
 
 
 @scheme(
-    reference=next_positions, inputs={"x": "b s/cp d"}, options={"fill": (0, -100, 0.5)}, cost=shift_cost, **DECLARED
+    reference=next_positions,
+    contract=vp.cp_shift_next,
+    inputs={"x": "b s/cp d"},
+    options={"fill": (0, -100, 0.5)},
+    cost=shift_cost,
+    **DECLARED,
 )
 def next_position(mesh, x, fill, seq_dim):
     return vp.cp_shift_next(x.movedim(1, seq_dim), mesh["cp"], seq_dim, fill).movedim(seq_dim, 1)

@@ -27,6 +27,7 @@ class Argument:
     position: int  # of a keyword-only argument: beyond all positional ones
     kind: Any  # a Kind or a RelatedKind
     is_related: bool
+    is_required: bool  # has no default
     takes_none: bool
     other_types: tuple[Any, ...]
 
@@ -48,6 +49,28 @@ class Contract:
         """The spec string of each tensor argument."""
         specs = {each.name: _spec(each.kind) for each in self.arguments}
         return {name: spec for name, spec in specs.items() if spec is not None}
+
+    @property
+    def routes(self) -> dict[str, tuple[str, ...]]:
+        """The spec strings of each tensor argument, one for each route; of most there is one."""
+        return {name: (spec, *self._kinds[name].other_specs) for name, spec in self.inputs.items()}
+
+    @property
+    def axes(self) -> set[str]:
+        """The axes that the specs name: of shardings and of gradient types."""
+        specs = [spec for group in (*self.routes.values(), *self.outputs) for spec in group]
+        words = [word for spec in specs for word in spec.split()]
+        shardings = {each.partition(":")[0] for word in words for each in word.split("/")[1:]}
+        return shardings | {word.partition("=")[0] for word in words if "=" in word}
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The arguments that a contract validates and that a call must pass, not even None."""
+        return tuple(each.name for each in self.arguments if each.is_required and not each.takes_none)
+
+    @property
+    def _kinds(self) -> dict[str, Any]:
+        return {each.name: each.kind for each in self.arguments}
 
     def validate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Validate the `args` and `kwargs` of a call, in the order of the signature. Errors: Rejected."""
@@ -113,7 +136,8 @@ def spec_line(public: Any) -> str:
     stated = contract_of(public)
     if stated is None or not (stated.inputs or stated.outputs):
         return ""
-    inputs = "   ".join(f'{name} "{spec}"' for name, spec in stated.inputs.items())
+    routes = {name: " or ".join(f'"{spec}"' for spec in specs) for name, specs in stated.routes.items()}
+    inputs = "   ".join(f"{name} {specs}" for name, specs in routes.items())
     outputs = "  or  ".join(", ".join(f'"{spec}"' for spec in form) for form in stated.outputs)
     return f"{inputs}   ->   {outputs}" if outputs else inputs
 
@@ -156,7 +180,8 @@ def _read(function: Callable[..., Any], name: str) -> Contract:
             # Beyond every positional argument of a call, so that it is looked up by name.
             place = len(signature.parameters) if keyword_only else position
             is_related = isinstance(kind, RelatedKind)
-            arguments.append(Argument(parameter.name, place, kind, is_related, takes_none, other_types))
+            is_required = parameter.default is parameter.empty
+            arguments.append(Argument(parameter.name, place, kind, is_related, is_required, takes_none, other_types))
     return Contract(name, tuple(arguments), tuple(_outputs(_meaning(signature.return_annotation, defined))))
 
 
@@ -194,7 +219,7 @@ def _outputs(annotation: Any) -> Iterator[tuple[str, ...]]:
     # Each member of a union is one form of the result; each member of a tuple is one of its tensors.
     for form in _members(annotation):
         parts = get_args(form) if get_origin(form) is tuple else (form,)
-        kinds = [_kind_of_member(part) for part in parts]
+        kinds = [_kind_of(part)[0] for part in parts]  # of a tensor or None, the tensor's
         specs = tuple(spec for spec in map(_spec, kinds) if spec is not None)
         if specs:
             yield specs

@@ -72,10 +72,12 @@ class TensorKind:
     """A tensor with a spec string: its dims, what each is sharded over, and the gradient type of each other axis.
 
     `...` stands for any dims, at the front or at the end. A dim that two arguments write alike has one size in both.
+    How a dim is sharded no tensor shows: a value is compared with the first spec.
     """
 
     spec: str
     dtypes: str = "floating"
+    other_specs: tuple[str, ...] = ()  # of other routes: as many dims, sharded otherwise
     dims: tuple[str, ...] = field(init=False)
     has_leading: bool = field(init=False)
     has_trailing: bool = field(init=False)
@@ -83,6 +85,8 @@ class TensorKind:
     def __post_init__(self) -> None:
         # `axis=type` says the gradient type on an axis and is not a dim.
         dims = [word for word in self.spec.split() if "=" not in word]
+        if any(len(other.split()) - other.count("=") != len(dims) for other in self.other_specs):
+            raise ValueError(f"contract: {self.spec!r} and {self.other_specs} differ in dims; write as many in each")
         object.__setattr__(self, "has_leading", dims[:1] == [LEADING])
         object.__setattr__(self, "has_trailing", dims[1:] != [] and dims[-1] == LEADING)
         object.__setattr__(self, "dims", tuple(dims[self.has_leading : len(dims) - self.has_trailing]))
@@ -150,12 +154,12 @@ class GroupKind:
 
 @dataclass(frozen=True)
 class _TensorAnnotation:
-    """Makes `Sharded[Tensor, "b s v/tp"]` of a dtype class."""
+    """Makes `Sharded[Tensor, "b s v/tp"]` of a dtype class; with several routes `[Tensor, "s d", "s/tp d"]`."""
 
     dtypes: str
 
-    def __getitem__(self, item: tuple[Any, str]) -> Any:
-        return Annotated[item[0], TensorKind(item[1], self.dtypes)]
+    def __getitem__(self, item: tuple[Any, ...]) -> Any:
+        return Annotated[item[0], TensorKind(item[1], self.dtypes, item[2:])]
 
 
 class _GroupAnnotation:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @contract
 def get_distillation_topk_logprobs_from_logits(
-    student_logits: Sharded[Tensor, "b l v/tp"] | DTensor,
+    student_logits: Sharded[Tensor, "b l/cp:dual_chunk_swap v/tp"] | DTensor,
     teacher_topk_logits: Sharded[Tensor, "b s k tp=I cp=R"],
     teacher_topk_indices: ShardedIds[Tensor, "b s k"],
     zero_outside_topk: bool,

@@ -71,7 +71,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
     @contract
     def forward(
         ctx: Any,
-        tensor_parallel_hidden_states: Sharded[Tensor, "l b d"],
+        tensor_parallel_hidden_states: Sharded[Tensor, "s b d tp=I", "s/tp b d"],
         target: ShardedIds[Tensor, "b s"],
         output_weight_layer: Sharded[Tensor, "v/tp d"],
         vocab_start_index: VocabStart,
@@ -108,7 +108,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
 
 @contract
 def from_parallel_hidden_states_to_logprobs(
-    tensor_parallel_hidden_states: Sharded[Tensor, "l b d"],
+    tensor_parallel_hidden_states: Sharded[Tensor, "s/cp:LAYOUT b d tp=I", "s/cp:LAYOUT/tp b d"],
     output_weight_layer: Sharded[Tensor, "v/tp d cp=R"] | None,
     output_weight: Sharded[Tensor, "v/tp d cp=R"] | None,
     runtime_gather_output: bool | None,

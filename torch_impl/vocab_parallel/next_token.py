@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @contract
 def get_next_token_logprobs_from_logits(
     input_ids: ShardedIds[Tensor, "b s"] | DTensor,
-    next_token_logits: Sharded[Tensor, "b l v/tp"] | DTensor,
+    next_token_logits: Sharded[Tensor, "b l/cp:dual_chunk_swap v/tp"] | DTensor,
     seq_index: ShardedInt[Tensor, "n"] | None = None,
     vocab_parallel_rank: int | None = None,
     vocab_parallel_group: Group[ProcessGroup, "tp"] | None = None,
@@ -57,7 +57,7 @@ def get_next_token_logprobs_from_logits(
     sampling_params: Sampling | None = None,
     chunk_size: ChunkSize | None = None,
     with_entropy: bool = False,
-) -> Sharded[Tensor, "b u tp=I"] | tuple[Sharded[Tensor, "b u tp=I"], Sharded[Tensor, "b u tp=I"]]:
+) -> Sharded[Tensor, "b u tp=I cp=R"] | tuple[Sharded[Tensor, "b u tp=I cp=R"], Sharded[Tensor, "b u tp=I cp=R"]]:
     """Log-probability of each next token, by the route that the arguments name; `with_entropy` a pair.
 
         a group   "b s/cp:dual_chunk_swap v/tp", "b s"   ->   "b u tp=I cp=R"

@@ -28,7 +28,7 @@ from torch_impl.vocab_parallel.vocab_range import IGNORED_ID, ChunkSize, VocabEn
 
 @contract
 def from_parallel_logits_to_logprobs_packed_sequences(
-    vocab_parallel_logits: Sharded[Tensor, "1 l v/tp"],
+    vocab_parallel_logits: Sharded[Tensor, "1 t/cp:packed v/tp"],
     target: ShardedIds[Tensor, "1 t"],
     cu_seqlens_padded: ShardedInt[Tensor, "n"],
     unpacked_seqlen: PositiveInt,

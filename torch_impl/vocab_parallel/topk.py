@@ -70,7 +70,7 @@ def distributed_vocab_topk(
 
 @contract
 def gather_logits_at_global_indices(
-    vocab_parallel_logits: Sharded[Tensor, "b l v/tp"],
+    vocab_parallel_logits: Sharded[Tensor, "b l/cp:dual_chunk_swap v/tp"],
     global_indices: ShardedIds[Tensor, "b s k"],
     tp_group: Group[ProcessGroup, "tp"] | None = None,
     cp_group: Group[ProcessGroup, "cp"] | None = None,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @contract
 def from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: Sharded[Tensor, "b l v/tp"],
+    vocab_parallel_logits: Sharded[Tensor, "b l/cp:dual_chunk_swap v/tp"],
     target: ShardedIds[Tensor, "b s"],
     vocab_start_index: VocabStart,
     vocab_end_index: VocabEnd,
@@ -76,8 +76,8 @@ def from_parallel_logits_to_logprobs(
 
 @contract
 def dtensor_from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: Sharded[Tensor, "b l v/tp"],
-    target: ShardedIds[Tensor, "b s"] | DTensor,
+    vocab_parallel_logits: Sharded[Tensor, "b l/cp v/tp"],
+    target: ShardedIds[Tensor, "b s/cp"] | DTensor,
     vocab_start_index: VocabStart,
     vocab_end_index: VocabEnd,
     tp_group: Group[ProcessGroup, "tp"],
@@ -116,7 +116,7 @@ def dtensor_from_parallel_logits_to_logprobs(
 @contract
 def get_logprobs_from_vocab_parallel_logits(
     vocab_parallel_logits: DTensor,
-    input_ids: ShardedIds[Tensor, "b s"] | DTensor,
+    input_ids: ShardedIds[Tensor, "b s/cp"] | DTensor,
     seq_index: ShardedInt[Tensor, "n"] | None = None,
     chunk_size: ChunkSize | None = None,
     sampling_params: Sampling | None = None,
