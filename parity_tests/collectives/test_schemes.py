@@ -122,6 +122,7 @@ def maximum(mesh, x):
 @scheme(
     reference=meanings.identity,
     mesh=WORLDS,
+    contract=c.all_gather,
     inputs={"x": "a b/tp"},
     outputs="a b tp=R",
     cost=gather_cost(True, even_piece),
@@ -133,6 +134,7 @@ def gather_to_replicated(mesh, x):
 @scheme(
     reference=meanings.identity_beside,
     mesh=WORLDS,
+    contract=c.all_gather,
     inputs={"x": "a b/tp:uneven", "beside": "b"},
     outputs="a b tp=R",
     cost=gather_cost(True, longest_piece),
@@ -169,6 +171,7 @@ def scatter(mesh, x):
 @scheme(
     reference=meanings.identity,
     mesh=WORLDS,
+    contract=c.reduce_scatter,
     inputs={"x": "a b tp=P"},
     outputs="a b/tp:uneven",
     layouts={"uneven": uneven},

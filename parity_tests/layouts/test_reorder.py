@@ -68,6 +68,7 @@ def sharded_in_rank_order(mesh, x, padded):
 
 @scheme(
     reference=lambda x: x,
+    contract=all_gather,
     inputs={"x": "b s/cp:dual_chunk_swap d"},
     outputs="b s d cp=R",
     cost=gather_cost(lambda c: c.b * c.s * c.d),

@@ -139,6 +139,7 @@ def first(x, padded):
 
 @scheme(
     reference=first,
+    contract=TokenLayout.shard,
     inputs={"x": "b t d cp=R", "padded": "n"},
     outputs="b t/cp:packed d",
     dtypes=DTYPES,
@@ -160,8 +161,8 @@ def gather_cost(gradient):
 
 @scheme(
     reference=first,
+    contract=TokenLayout.unshard,
     inputs={"x": "b t/cp:packed d", "padded": "n"},
-    outputs="b t d cp=R",
     dtypes=DTYPES,
     cost=gather_cost("R"),
     **{**PACKED, "draw": {"padded": offsets("t", padded=True)}},
@@ -172,6 +173,7 @@ def gathered_by_layout(mesh, x, padded):
 
 @scheme(
     reference=first,
+    contract=TokenLayout.unshard,
     inputs={"x": "b t/cp:packed d", "padded": "n"},
     outputs="b t d cp=I",
     dtypes=DTYPES,

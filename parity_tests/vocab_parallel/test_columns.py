@@ -54,7 +54,6 @@ def log_softmax_with_gradient(mesh, logits):
 @scheme(
     reference=logprob,
     mesh=RANKS,
-    contract=vp.vocab_parallel_log_softmax,
     inputs={"logits": "b s v/tp:ragged", "target": "b s"},
     outputs="b s tp=P",
     draw={"target": ids("v", ignore=-100)},

@@ -71,7 +71,6 @@ OVER_CP = "b f/cp:dual_chunk_swap"
 
 
 @scheme(
-    contract=vp.get_distillation_topk_logprobs_from_logits,
     mesh={"tp": (1,)},
     **specs("b f v tp=I", "tp=I"),
     cost=cost(False, False, False),

@@ -17,13 +17,13 @@ from torch_impl.contract import GradientType, Group, ShardedAny, contract
 # all_gather: V -> R | I
 @contract
 def all_gather(
-    x: ShardedAny[Tensor, "a/axis ..."],
+    x: ShardedAny[Tensor, "... a/axis ..."],
     group: Group[ProcessGroup, "axis"],
     *,
     out: GradientType,
     dim: int = 0,
     lengths: Sequence[int] | None = None,
-) -> ShardedAny[Tensor, "a ... axis=R"] | ShardedAny[Tensor, "a ... axis=I"]:
+) -> ShardedAny[Tensor, "... a ... axis=R"] | ShardedAny[Tensor, "... a ... axis=I"]:
     """The shards of all ranks, concatenated along `dim` in rank order.
 
         A0            [A0, A1, A2]
@@ -48,12 +48,12 @@ def all_gather(
 # reduce_scatter: P -> V
 @contract
 def reduce_scatter(
-    x: ShardedAny[Tensor, "a ... axis=P"],
+    x: ShardedAny[Tensor, "... a ... axis=P"],
     group: Group[ProcessGroup, "axis"],
     *,
     dim: int = 0,
     lengths: Sequence[int] | None = None,
-) -> ShardedAny[Tensor, "a/axis ..."]:
+) -> ShardedAny[Tensor, "... a/axis ..."]:
     """Sum over the ranks of a group, sharded along `dim` in rank order.
 
         +[A0, A1, A2]        A0 + B0 + C0

@@ -71,8 +71,9 @@ _DTYPES = {
 class TensorKind:
     """A tensor with a spec string: its dims, what each is sharded over, and the gradient type of each other axis.
 
-    `...` stands for any dims, at the front or at the end. A dim that two arguments write alike has one size in both.
-    How a dim is sharded no tensor shows: a value is compared with the first spec.
+    `...` stands for any dims: at the front, at the end, or at both where another argument says which dim it is. A dim
+    that two arguments write alike has one size in both. How a dim is sharded no tensor shows: a value is compared with
+    the first spec.
     """
 
     spec: str
@@ -105,6 +106,8 @@ class TensorKind:
         n_dims = len(self.dims)
         if value.ndim < n_dims or (value.ndim > n_dims and not (self.has_leading or self.has_trailing)):
             return self._problem_of_ndim(name, value)
+        if self.has_leading and self.has_trailing:
+            return None
         # 3. The leading dims, then each other one, agree with those of the arguments before.
         shape, first = value.shape, 0 if self.has_trailing else value.ndim - n_dims
         if self.has_leading:
@@ -128,7 +131,7 @@ class TensorKind:
         return ""
 
     def _problem_of_ndim(self, name: str, value: Tensor) -> str:
-        if value.ndim == 0 and self.has_leading:
+        if value.ndim == 0 and self.has_leading and not self.has_trailing:
             last = "the vocabulary" if self.dims[-1].startswith("v") else self.dims[-1]
             return f"{name} has no dims; the last one must be {last}"
         dims = " ".join([LEADING] * self.has_leading + list(self.dims) + [LEADING] * self.has_trailing)

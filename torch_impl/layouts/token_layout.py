@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Bool, Int, Int32, Int64, Shaped
+from jaxtyping import Bool, Int, Int32, Int64
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
@@ -216,7 +216,7 @@ class TokenLayout:
         return torch.arange(self.total, device=self.index.device)
 
     @contract("TokenLayout.shard")
-    def shard(self, x: ShardedAny[Tensor, "..."], dim: int) -> Shaped[Tensor, "*b"]:
+    def shard(self, x: ShardedAny[Tensor, "... t ... cp=R"], dim: int) -> ShardedAny[Tensor, "... t/cp:LAYOUT ..."]:
         """This rank's shard of the full tensor `x` along `dim`.
 
             x  "t cp=R"   ->   "t/cp:LAYOUT"
@@ -233,13 +233,13 @@ class TokenLayout:
     @contract("TokenLayout.unshard")
     def unshard(
         self,
-        x: ShardedAny[Tensor, "..."],
+        x: ShardedAny[Tensor, "... t/cp:LAYOUT ..."],
         dim: int,
-        group: Group[ProcessGroup, "axis"],
+        group: Group[ProcessGroup, "cp"],
         *,
         trim: bool = False,
         gradient: GradientType = "R",
-    ) -> Shaped[Tensor, "*b"]:
+    ) -> ShardedAny[Tensor, "... t ... cp=R"] | ShardedAny[Tensor, "... t ... cp=I"]:
         """The full tensor in global order along `dim`, gathered over `group`; `trim` drops the padding at its end.
 
             x  "t/cp:LAYOUT"   ->   "t cp=R"  or, with gradient="I",  "t cp=I"

@@ -20,8 +20,8 @@ from torch_impl.vocab_parallel.sequence_gather import why_not_a_dim, why_not_gat
 
 @contract
 def cp_load_balanced_to_contiguous(
-    tensor: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
-) -> ShardedAny[Tensor, "..."]:
+    tensor: ShardedAny[Tensor, "... s/cp:dual_chunk_swap ..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
+) -> ShardedAny[Tensor, "... s/cp ..."]:
     """This rank's contiguous block of the sequence, from shards in DualChunkSwap order.
 
         tensor  "b s/cp:dual_chunk_swap d"   ->   "b s/cp d"
@@ -61,11 +61,11 @@ def cp_load_balanced_to_contiguous(
 
 @contract
 def cp_shift_next(
-    tensor: ShardedAny[Tensor, "..."],
+    tensor: ShardedAny[Tensor, "... s/cp ..."],
     cp_group: Group[ProcessGroup, "cp"],
     seq_dim: int = 1,
     fill_value: float | int = 0,
-) -> ShardedAny[Tensor, "..."]:
+) -> ShardedAny[Tensor, "... s/cp ..."]:
     """At each position what the next one has, over the ranks' borders; the last of the sequence has `fill_value`.
 
         tensor  "b s/cp d"   ->   "b s/cp d"

@@ -23,8 +23,8 @@ from torch_impl.layouts.index_arrays import inverse_permutation
 
 @contract
 def _get_tokens_on_this_cp_rank(
-    input_ids: ShardedAny[Tensor, "... cp=R"], cp_rank: NonNegativeInt, cp_size: PositiveInt, seq_dim: int = 1
-) -> ShardedAny[Tensor, "..."]:
+    input_ids: ShardedAny[Tensor, "... s ... cp=R"], cp_rank: NonNegativeInt, cp_size: PositiveInt, seq_dim: int = 1
+) -> ShardedAny[Tensor, "... s/cp:dual_chunk_swap ..."]:
     """This rank's positions of a full sequence, along `seq_dim`.
 
         input_ids  "b s cp=R"   ->   "b s/cp:dual_chunk_swap"
@@ -47,8 +47,8 @@ def _get_tokens_on_this_cp_rank(
 
 @contract
 def allgather_cp_sharded_tensor(
-    tensor: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
-) -> ShardedAny[Tensor, "... cp=R"]:
+    tensor: ShardedAny[Tensor, "... s/cp:dual_chunk_swap ..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
+) -> ShardedAny[Tensor, "... s ... cp=R"]:
     """The full sequence from each rank's positions, in order along `seq_dim`.
 
         tensor  "b s/cp:dual_chunk_swap d"   ->   "b s d cp=R"
@@ -83,8 +83,11 @@ class AllGatherCPTensor(torch.autograd.Function):
     @staticmethod
     @contract
     def forward(
-        ctx: Any, tensor: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
-    ) -> ShardedAny[Tensor, "... cp=R"]:
+        ctx: Any,
+        tensor: ShardedAny[Tensor, "... s/cp:dual_chunk_swap ..."],
+        cp_group: Group[ProcessGroup, "cp"],
+        seq_dim: int = 1,
+    ) -> ShardedAny[Tensor, "... s ... cp=R"]:
         reason = why_not_gathered(tensor, seq_dim, cp_group.size())
         if reason:
             raise Rejected(reason)

@@ -14,6 +14,7 @@ from typing import Any
 from torch_impl.contract import Contract
 
 LEADING = "..."
+TRAILING = "... at the end"  # what a meaning calls the `...` behind other dims
 _WORD = re.compile(r"\([^)]*\)\S*|\S+")
 
 
@@ -33,7 +34,7 @@ class Meaning:
 
     def further_axes(self) -> set[str]:
         """The axes that shard dims beyond the contract's own."""
-        return {axis for name, value in self.dims.items() if name != LEADING for axis in value[1]}
+        return {axis for name, value in self.dims.items() if not name.startswith(LEADING) for axis in value[1]}
 
     def with_axis(self, name: str, value: tuple[str, ...]) -> Meaning | None:
         """With one axis more; None if the name means another already."""
@@ -49,11 +50,14 @@ def meaning_of(
     further inputs, as the offsets that its layout is made of. The outputs are one of the forms of the result;
     with None they are not compared.
     """
+    # An axis means none of the mesh only where all of the mesh are known by their names, as cp alone without tp.
+    absent = general.axes - set(axes) if set(axes) <= general.axes else set()
     for of_inputs in _pairings(general.routes, general.required, inputs, Meaning(), axes):
         for form in general.outputs if outputs is not None and general.outputs else ((),):
             if not form or len(form) == len(outputs or ()):
                 for meaning in _all(list(zip(form, outputs or (), strict=False)), of_inputs, axes):
-                    if not meaning.further_axes() & set(general.axes):
+                    further, none = meaning.further_axes(), {name for name, own in meaning.axes.items() if not own}
+                    if not further & general.axes and none <= absent:
                         return meaning
     return None
 
@@ -62,9 +66,9 @@ def instance_of(general: str, meaning: Meaning) -> str:
     """A spec of a contract in the words of a scheme: `... tp=I` as `b s tp=I`. Layouts are the default ones."""
     words: list[str] = []
     dims, types = _read(general)
-    for dim in dims:
+    for i, dim in enumerate(dims):
         if dim == LEADING:
-            words += meaning.dims.get(LEADING, (LEADING,))
+            words += meaning.dims.get(TRAILING if i else LEADING, (LEADING,))
             continue
         name, *shardings = dim.split("/")
         own_name, further = meaning.dims.get(name, (name, ()))
@@ -120,21 +124,21 @@ def _read(spec: str) -> tuple[list[str], dict[str, str]]:
     return [word for word in words if "=" not in word], types
 
 
-def _dims(general: list[str], dims: list[str], meaning: Meaning) -> Iterator[Meaning]:
+def _dims(general: list[str], dims: list[str], meaning: Meaning, ellipsis: str = LEADING) -> Iterator[Meaning]:
     if not general:
         if not dims:
             yield meaning
         return
     if general[0] == LEADING:
         for count in range(len(dims) + 1):
-            if (more := meaning.with_dim(LEADING, tuple(dims[:count]))) is not None:
-                yield from _dims(general[1:], dims[count:], more)
+            if (more := meaning.with_dim(ellipsis, tuple(dims[:count]))) is not None:
+                yield from _dims(general[1:], dims[count:], more, TRAILING)
         return
     # `2f` may be written as one dim or as two, of which the first has that size: `two f`.
     for own in (dims[:1], [" ".join(dims[:2])] if general[0][0].isdigit() and len(dims) > 1 else []):
         for each in own:
             if (more := _dim(general[0], each, meaning)) is not None:
-                yield from _dims(general[1:], dims[len(each.split()) :], more)
+                yield from _dims(general[1:], dims[len(each.split()) :], more, TRAILING)
 
 
 def _dim(general: str, dim: str, meaning: Meaning) -> Meaning | None:
