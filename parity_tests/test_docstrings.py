@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from parity_tests import docstrings
 from parity_tests.docstrings import HOMES, exported
 from torch_impl.collectives import all_reduce
+from torch_impl.contract import Sharded, contract
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -20,6 +21,95 @@ def test_a_public_docstring_is_complete(home):
     missing = {name: docstrings.missing(of) for name, of in exported(home).items() if isroutine(of) or isclass(of)}
     assert missing
     assert {name: wanting for name, wanting in missing.items() if wanting} == {}
+
+
+# Docstrings that still say their specs beside the signature. The list may only become shorter.
+REPEATED: frozenset[str] = frozenset(
+    {
+        "context_parallel.BatchLayout.gather",
+        "context_parallel.BatchLayout.shard",
+        "context_parallel.context_parallel_attention",
+        "expert_parallel.balanced_bias",
+        "expert_parallel.global_balance_loss",
+        "expert_parallel.grouped_product",
+        "expert_parallel.kept_choices",
+        "expert_parallel.load_counts",
+        "expert_parallel.routed_experts",
+        "expert_parallel.sequence_balance_loss",
+        "expert_parallel.shared_experts",
+        "expert_parallel.with_loss",
+        "expert_parallel.z_loss",
+        "layouts.TokenLayout.shard",
+        "layouts.TokenLayout.unshard",
+        "mamba.Mamba2Mixer",
+        "mamba.MambaContextParallel.post_conv_ssm",
+        "mamba.MambaContextParallel.pre_conv_ssm",
+        "mamba._AllToAll",
+        "mamba._all_to_all_cp2hp",
+        "mamba._all_to_all_hp2cp",
+        "models.normalised",
+        "models.token_losses",
+        "models.valid_count",
+        "vocab_parallel.AllGatherCPTensor",
+        "vocab_parallel.ChunkedDistributedEntropy",
+        "vocab_parallel.ChunkedDistributedGatherLogprob",
+        "vocab_parallel.ChunkedDistributedHiddenStatesToLogprobs",
+        "vocab_parallel.ChunkedDistributedLogprob",
+        "vocab_parallel.ChunkedDistributedLogprobWithSampling",
+        "vocab_parallel.DistributedCrossEntropy",
+        "vocab_parallel.DistributedLogprob",
+        "vocab_parallel.DistributedLogprobWithSampling",
+        "vocab_parallel._compute_distributed_log_softmax",
+        "vocab_parallel._compute_distributed_softmax",
+        "vocab_parallel._get_tokens_on_this_cp_rank",
+        "vocab_parallel.all_to_all_sq2vp",
+        "vocab_parallel.all_to_all_vp2sq",
+        "vocab_parallel.allgather_cp_sharded_tensor",
+        "vocab_parallel.cp_load_balanced_to_contiguous",
+        "vocab_parallel.cp_shift_next",
+        "vocab_parallel.distributed_vocab_topk",
+        "vocab_parallel.dtensor_from_parallel_logits_to_logprobs",
+        "vocab_parallel.from_parallel_hidden_states_to_logprobs",
+        "vocab_parallel.from_parallel_logits_to_logprobs",
+        "vocab_parallel.from_parallel_logits_to_logprobs_packed_sequences",
+        "vocab_parallel.gather_logits_at_global_indices",
+        "vocab_parallel.get_distillation_topk_logprobs_from_logits",
+        "vocab_parallel.get_logprobs_from_vocab_parallel_logits",
+        "vocab_parallel.get_next_token_logprobs_from_logits",
+        "vocab_parallel.group_all_reduce_sum",
+        "vocab_parallel.vocab_parallel_argmax",
+        "vocab_parallel.vocab_parallel_full_log_softmax",
+        "vocab_parallel.vocab_parallel_gather_columns",
+        "vocab_parallel.vocab_parallel_kl",
+        "vocab_parallel.vocab_parallel_log_softmax",
+        "vocab_parallel.vocab_parallel_logprob",
+    }
+)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_docstring_does_not_repeat_its_contract(home):
+    """The manual prints the specs of the signature, so that nobody has to compare two of them."""
+    before = home.removeprefix("torch_impl.")
+    repeated = {f"{before}.{name}" for name, of in docstrings.contracted(home).items() if docstrings.repeats_specs(of)}
+    assert repeated == {name for name in REPEATED if name.startswith(f"{before}.")}
+
+
+@contract
+def doubled(x: Sharded[Tensor, "... n/tp"]) -> Sharded[Tensor, "... n/tp"]:
+    """Twice x.
+
+        x  "b n/tp"   ->   "b n/tp"
+
+    Errors: TypeError unless x is a Tensor.
+    """
+    return x * 2
+
+
+def test_a_repeated_contract_is_seen(monkeypatch):
+    assert docstrings.repeats_specs(doubled)
+    monkeypatch.setattr(doubled, "__doc__", doubled.__doc__.replace("->", ""))
+    assert not docstrings.repeats_specs(doubled)
 
 
 # The rule itself: each of these omits one thing.

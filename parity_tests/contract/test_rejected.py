@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import traceback
 
 import pytest
@@ -118,7 +119,7 @@ def raises_rejected(function):
         seen.add(each)
         local = docstrings._local_imports(each)
         for node in ast.walk(docstrings._tree(each)):
-            if isinstance(node, ast.Raise) and "Rejected" in ast.unparse(node):
+            if isinstance(node, ast.Raise) and re.search("Rejected|rejection", ast.unparse(node)):
                 return True
             if isinstance(node, (ast.Name, ast.Attribute)):
                 value = docstrings._value(node, each, local)

@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, overload
 
 from torch_impl.contract.kinds import BUILTIN, Kind, OneOf, RelatedKind, Sizes
-from torch_impl.contract.rejected import Rejected, of_argument
+from torch_impl.contract.rejected import Rejected, of_argument, rejection
 
 P = ParamSpec("P")
 
@@ -89,9 +89,9 @@ class Contract:
                 continue
             if each.is_related:
                 if (sentence := each.kind.problem_beside(each.name, value, sizes)) is not None:
-                    raise Rejected.by(sentence)
+                    raise rejection(sentence)
             elif (problem := each.kind.problem(value)) is not None:
-                raise Rejected.by(of_argument(each.name, problem))
+                raise rejection(of_argument(each.name, problem))
 
 
 @overload

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
-from torch_impl.contract.rejected import Rejected, TypeProblem, of_argument
+from torch_impl.contract.rejected import TypeProblem, of_argument, rejection
 
 # Sizes by dim as it is written ("s", "v/tp"), each with the argument that set it; the leading dims under "...". Also a
 # number that a later argument is compared with, under the argument's name ("vocab_start_index").
@@ -38,9 +38,9 @@ class RelatedKind(Protocol):
     """A kind that compares an argument with the arguments before it."""
 
     def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
-        """As `Kind.problem`, in a whole sentence: of the argument `name`, and of any other that it names.
+        """Why `value`, the argument `name`, is rejected, in a whole sentence; None if it is not.
 
-        `sizes` has the dims of the arguments before it, and takes its own.
+        `sizes` has the dims of the arguments before it, and takes its own. A `TypeProblem` is as in `Kind.problem`.
         """
         ...
 
@@ -55,7 +55,7 @@ def check(kind: Kind | RelatedKind, name: str, value: Any, sizes: Sizes | None =
     else:
         sentence = of_argument(name, kind.problem(value))
     if sentence is not None:
-        raise Rejected.by(sentence)
+        raise rejection(sentence)
 
 
 def type_name(value: object) -> str:

@@ -33,12 +33,12 @@ class Rejected(ValueError):
         super().__init__(sentence)
         self.error = error
 
-    @classmethod
-    def by(cls, sentence: str) -> Rejected:
-        """The rejection by a kind, a TypeError for a `TypeProblem`."""
-        return cls(sentence, TypeError if isinstance(sentence, TypeProblem) else ValueError)
-
     def named(self, function: str) -> Exception:
         """The error that a caller of `function` sees, with the traceback from inside of it."""
         inside = self.__traceback__.tb_next if self.__traceback__ else None  # without the border, which raises again
         return self.error(f"{function}: {self}").with_traceback(inside)
+
+
+def rejection(problem: str) -> Rejected:
+    """The rejection for a kind's `problem`, in a whole sentence: a TypeError for a `TypeProblem`."""
+    return Rejected(problem, TypeError if isinstance(problem, TypeProblem) else ValueError)
