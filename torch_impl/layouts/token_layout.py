@@ -235,7 +235,7 @@ class TokenLayout:
         self,
         x: ShardedAny[Tensor, "... t/cp:LAYOUT ..."],
         dim: int,
-        group: Group[ProcessGroup, "cp"],
+        group: Group[ProcessGroup, "axis"],
         *,
         trim: bool = False,
         gradient: GradientType = "R",

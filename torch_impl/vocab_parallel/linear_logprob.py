@@ -71,7 +71,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
     @contract
     def forward(
         ctx: Any,
-        tensor_parallel_hidden_states: Sharded[Tensor, "s b d tp=I", "s/tp b d"],
+        tensor_parallel_hidden_states: Sharded[Tensor, "s/tp b d", "s b d tp=I"],
         target: ShardedIds[Tensor, "b s"],
         output_weight_layer: Sharded[Tensor, "v/tp d"],
         vocab_start_index: VocabStart,
