@@ -37,6 +37,7 @@ from torch_impl.contract import (
     contract,
     contract_of,
     is_integer,
+    of_argument,
     read_contract,
     spec_line,
     type_name,
@@ -166,6 +167,12 @@ def test_a_default_name_is_the_component_and_the_function(args, message):
     with pytest.raises((TypeError, ValueError)) as caught:
         over_ranks(*args)
     assert str(caught.value) == f"contract.over_ranks: {message}"
+
+
+def test_a_problem_is_put_after_the_argument_and_keeps_its_type():
+    assert of_argument("k", None) is None
+    assert of_argument("k", "=9 is above e=8") == "k=9 is above e=8"
+    assert isinstance(of_argument("names", TypeProblem("[1] is an int")), TypeProblem)
 
 
 def test_what_is_in_range_is_accepted():
