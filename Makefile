@@ -18,7 +18,7 @@ NEEDS := pyproject.toml constraints.txt
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
 
-verify: $(VENV)/with-verify $(VENV)/with-hf ## verify every built-in scheme on this CPU, real text and three injected bugs
+verify: $(VENV)/with-verify $(VENV)/with-hf ## verify the schemes of public functions on this CPU, real text and three injected bugs
 	$(BIN)/shardproof tour
 
 test: $(VENV)/with-test $(VENV)/with-oracles ## run the tests on two processes

@@ -130,7 +130,7 @@ def _sends(function: Callable[..., Any]) -> bool:
             return True
         if isinstance(node, (ast.Attribute, ast.Name)):
             value = _value(node, function, {})
-            of_torch = getattr(value, "__module__", "").startswith("torch.distributed")
+            of_torch = str(getattr(value, "__module__", "")).startswith("torch.distributed")
             if of_torch and getattr(value, "__name__", "") in SENT:
                 return True
     return False

@@ -146,8 +146,8 @@ FLOORS = (
 
 
 # What a notebook shows of a case and of a ledger, and the pictures that stand beside the index of schemes, are drawn
-# above them, and imported when they are needed.
-DRAWN_ABOVE = ["case.py: report", "scheme_index.py: report", "ledger.py: report"]
+# above them, and imported when they are needed; so is what tells whether a scheme of the index is public.
+DRAWN_ABOVE = ["case.py: report", "scheme_index.py: implementation", "scheme_index.py: report", "ledger.py: report"]
 
 
 def test_the_rooms_of_the_harness_import_downwards():

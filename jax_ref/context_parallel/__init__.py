@@ -1,4 +1,4 @@
-"""Attention and batches on one device, as context parallelism must reproduce them."""
+"""References for context parallelism: attention and batches on one device."""
 
 from jax_ref.context_parallel.reference import attention as attention
 from jax_ref.context_parallel.reference import continued_attention as continued_attention

@@ -1,14 +1,14 @@
-"""Attention over full sequences by dense scores and one mask, and the batches that are sharded over cp.
+"""Attention over full sequences with dense scores and a mask, and the batches that cp shards.
 
     out[i] = sum_j softmax_j(scale * q[i] . k[j]) v[j]   over the keys j that query i sees
 
-With a softcap c the logits x become c * tanh(x / c); a sink is a logit more in each softmax, with value 0.
+With a softcap c the logits x become c * tanh(x / c). A sink is an extra logit in each softmax, with value 0.
 
-Query i sees key j if both are real tokens of one sequence and the causal and window rules hold, in positions inside it.
-Query head i uses KV head i * hk // h. A query that is padding, or sees no key, gives 0.
+Query i sees key j if both are real tokens of the same sequence, and their positions in it satisfy the causal and window
+rules. Query head i uses KV head i * hk // h. The output of padding, and of a query that sees no key, is 0.
 
-In a batch of packed rows, row b has sequence j in a slot of `seq_lens_padded[b][j]` tokens, `seq_lens[b][j]` of them
-real; lengths equal to `fill` are no sequences.
+In a batch of packed rows, row b has sequence j in a slot of `seq_lens_padded[b][j]` tokens, and `seq_lens[b][j]` of
+them are real; lengths equal to `fill` are ignored.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, " h"] | None = None,
 ) -> Float[Array, "b h s p"]:
-    """`seen[i, j]`: whether query i sees key j; `sinks` are logits of a further key of each head, with value 0."""
-    # 1. A KV head for each query head: consecutive query heads share one.
+    """Attention with the mask `seen[i, j]`: query i sees key j. `sinks` has a logit per head for a key with value 0."""
+    # 1. A KV head for each query head: consecutive query heads share a KV head.
     k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-    # 2. All scores, then the softmax over the keys that are seen.
+    # 2. All scores, then the softmax over the seen keys.
     scores = jnp.einsum("bhip,bhjp->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-    # A large negative number, since a row of -inf would give NaN; a query without keys gets zeros below.
+    # A large negative number, since a row of -inf would give NaN; queries without keys get zeros below.
     logits = jnp.where(seen, scores, -1e30)
     if sinks is not None:
         logits = jnp.concatenate([logits, jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:3], 1))], -1)
@@ -56,7 +56,7 @@ def seen_pairs(
     causal: bool = True,
     window: int | None = None,
 ) -> Bool[Array, "s s"]:
-    """Which query sees which key, from the sequence and the place inside it of every token."""
+    """seen[i, j]: whether query i sees key j, from every token's sequence and its position in the sequence."""
     ahead = position[:, None] - position[None, :]
     seen = (sequence[:, None] == sequence[None, :]) & is_real[:, None] & is_real[None, :]
     # Without the causal rule a window reaches in both directions.
@@ -74,7 +74,10 @@ def packed_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Float[Array, "b h s p"]:
-    """Sequence j is at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are no padding."""
+    """Attention in a packed stream: sequence j is at `padded[j]:padded[j + 1]`.
+
+    Its first `real[j + 1] - real[j]` tokens are real, the others padding.
+    """
     token = jnp.arange(q.shape[2])
     sequence = (token[:, None] >= padded[None, 1:]).sum(1)
     position = token - padded[sequence]
@@ -94,14 +97,14 @@ def continued_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Float[Array, "b h s p"]:
-    """Each packed sequence alone, behind the one that it continues, `prefix_of[j]`, and what that one continues."""
+    """Attention for each packed sequence separately, after its prefix `prefix_of[j]` and that sequence's prefixes."""
     out = jnp.zeros_like(q)
     for j in range(len(prefix_of)):
-        # 1. From sequence j back to one that continues none.
+        # 1. The chain of prefixes of sequence j, back to a sequence without a prefix.
         path = [j]
         while prefix_of[path[0]] >= 0:
             path.insert(0, prefix_of[path[0]])
-        # 2. Their real tokens, as one sequence; of the result the rows of sequence j.
+        # 2. Attention over their real tokens as one sequence; take the rows of sequence j.
         runs = [jnp.arange(padded[i], padded[i] + real[i + 1] - real[i]) for i in path]
         tokens, own = jnp.concatenate(runs), len(runs[-1])
         if own:
@@ -111,7 +114,7 @@ def continued_attention(
 
 
 def continued_positions(padded: Sequence[int], real: Sequence[int], prefix_of: Sequence[int]) -> list[int]:
-    """Place of each token in its sequence, behind the real tokens of all that this continues.
+    """Position of each token in its sequence, counted on from the real tokens of the sequence's prefixes.
 
     >>> continued_positions([0, 3, 5], [0, 2, 4], [-1, 0])
     [0, 1, 2, 2, 3]
@@ -125,19 +128,19 @@ def continued_positions(padded: Sequence[int], real: Sequence[int], prefix_of: S
 def dense_attention(
     q: Queries, k: Keys, v: Keys, causal: bool = True, window: int | None = None, scale: float | None = None
 ) -> Float[Array, "b h s p"]:
-    """All tokens are one sequence."""
+    """Attention with all tokens in one sequence."""
     token = jnp.arange(q.shape[2])
     return attention(q, k, v, seen_pairs(0 * token, token, token >= 0, causal, window), scale)
 
 
 def layer_with_cross_attention(x: Queries, states: Keys, window: int | None = None) -> Queries:
-    """Causal attention of x to itself, then attention to all of `states`, each added to what it was computed from."""
+    """Causal self-attention of x, then attention to all `states`, each with a residual connection."""
     x = x + dense_attention(x, x, x, True, window)
     return x + attention(x, states, states, jnp.ones((x.shape[2], states.shape[2]), bool))
 
 
 def slots(size: int, seq_lens: Rows, seq_lens_padded: Rows, fill: int) -> list[tuple[int, int]]:
-    """(real, padded) length of each sequence; what a row of `size` tokens has left over joins its last slot.
+    """(real, padded) length of each sequence; the rest of each row of `size` tokens is padding of its last slot.
 
     >>> slots(8, [[3, 2], [8, -1]], [[4, 2], [8, -1]], -1)
     [(3, 4), (2, 4), (8, 8)]
@@ -154,7 +157,7 @@ def slots(size: int, seq_lens: Rows, seq_lens_padded: Rows, fill: int) -> list[t
 
 
 def stream(slots: Sequence[tuple[int, int]]) -> dict[str, list]:
-    """Offsets, positions and padding mask of slots laid end to end.
+    """Offsets, positions and padding mask of a stream of slots, one after another.
 
     >>> stream([(1, 2), (3, 3)])["cu_seqlens_padded"]
     [0, 2, 5]
@@ -170,9 +173,9 @@ def stream(slots: Sequence[tuple[int, int]]) -> dict[str, list]:
 
 
 def tables(size: int, padded: Int[Array, " q"], real: Int[Array, " q"]) -> tuple[Int[Array, " t"], Bool[Array, " t"]]:
-    """Place in its sequence, and whether it is padding, of each of `size` positions.
+    """(position in its sequence, whether it is padding) for each of `size` positions.
 
-    A position is in the sequence whose index is the number of slots that end at or before it.
+    The sequence index of a position is the number of slots that end at or before it.
     """
     position, ends = jnp.arange(size), jnp.cumsum(padded)
     sequence = (ends[None, :] <= position[:, None]).sum(1)
@@ -183,9 +186,9 @@ def tables(size: int, padded: Int[Array, " q"], real: Int[Array, " q"]) -> tuple
 def padded_batch(
     x: Float[Array, "b s d"], ids: Int[Array, "b s"], labels: Int[Array, "b s"], real: int
 ) -> tuple[Float[Array, "b s d"], Int[Array, "b s"], Int[Array, "b s"], Int[Array, "b s"], Bool[Array, "b s"]]:
-    """Embeddings, ids, labels, positions and padding mask of a dense batch whose columns from `real` on are padding.
+    """Embeddings, ids, labels, positions and padding mask of a dense batch; columns from `real` on are padding.
 
-    Ids are filled with 0, labels with -100; positions are columns; the mask is True for padding.
+    Padding has embedding 0, id 0 and label -100; positions are the columns; the mask is True for padding.
     """
     column = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     padding = column >= real
@@ -201,13 +204,13 @@ def padded_batch(
 def packed_batch(
     x: Float[Array, "b t d"], labels: ByToken, padded: Int[Array, " q"], real: Int[Array, " q"]
 ) -> tuple[Float[Array, "b t d"], ByToken, ByToken, Bool[Array, "b t"], Lengths, Lengths]:
-    """Embeddings, labels, positions, padding mask and lengths, real and padded, of rows that have the same slots."""
+    """Embeddings, labels, positions, padding mask, real and padded lengths of a batch of rows with equal slots."""
     positions, mask = (jnp.broadcast_to(table, labels.shape) for table in tables(labels.shape[1], padded, real))
     real_lengths, slots = (jnp.broadcast_to(each, (len(labels), len(each))) for each in (real, padded))
     return x, labels, positions, mask, real_lengths, slots
 
 
 def shard_and_squares(x: Float[Array, "b s d"], real: int) -> tuple[Float[Array, "b s d"], Float[Array, "b s d"]]:
-    """What is sharded of rows whose columns from `real` on are padding, and what comes back if each rank squares it."""
+    """(x with zeros from column `real` on, its squares): the batch that cp shards, and its squares, gathered again."""
     filled = jnp.where((jnp.arange(x.shape[1]) < real)[:, None], x, 0.0)
     return filled, filled**2

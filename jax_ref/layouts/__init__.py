@@ -1,4 +1,4 @@
-"""Which positions each rank has under a layout, in NumPy alone: ranks import it without JAX."""
+"""The positions of each rank under a layout, in NumPy alone, so that ranks need not import JAX."""
 
 from jax_ref.layouts.reference import DIGITS as DIGITS
 from jax_ref.layouts.reference import ceil_lengths as ceil_lengths

@@ -1,8 +1,7 @@
-"""Which positions each rank has under a layout, by definition, in NumPy alone. The harness shards and restores arrays
-by these.
+"""The positions of each rank under a layout, by definition, in NumPy alone. The harness shards and restores by these.
 
-A layout is a function of a size and a number of ranks that returns the positions of each rank. Production computes the
-same by index arithmetic; here arrays are reshaped, flipped and sliced, so that both cannot have the same mistake.
+A layout is a function of a size and a number of ranks that returns the positions of each rank. Production code uses
+index arithmetic; this module reshapes, flips and slices arrays, so that both are unlikely to share a mistake.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ MULTIPLES = {
 
 
 def needs(layout: str, world: int) -> int:
-    """The number of which a size must be a multiple; 1 where any size will do, as for custom layouts."""
+    """The multiple that a layout requires of a size; 1 if any size will do, as for custom layouts."""
     return MULTIPLES[layout](world) if layout in MULTIPLES else 1
 
 
@@ -48,7 +47,7 @@ def indivisible(dim: str, size: int, axis: str, world: int, layout: str) -> str 
 
 
 def check_cuttable(size: int, world: int, layout: str) -> None:
-    """Raise ValueError if a layout cannot shard the size, in terms of its arguments `size` and `world`."""
+    """ValueError if a layout cannot shard `size` over `world` ranks."""
     sentence = indivisible("size", size, "world", world, layout)
     if sentence:
         raise ValueError(sentence)
@@ -80,7 +79,7 @@ def striped(size: int, world: int) -> list[np.ndarray]:
 
 
 def dual_chunk_swap(size: int, world: int) -> list[np.ndarray]:
-    """Of 2 * world equal chunks, rank r has chunk r, then chunk 2 * world - 1 - r.
+    """Rank r has chunks r and 2 * world - 1 - r of 2 * world equal chunks.
 
     >>> dual_chunk_swap(8, 2)
     [array([0, 1, 6, 7]), array([2, 3, 4, 5])]
@@ -88,7 +87,7 @@ def dual_chunk_swap(size: int, world: int) -> list[np.ndarray]:
     Source: arXiv 2310.03294 (balanced causal work); the chunk order is Megatron-LM's.
     """
     check_cuttable(size, world, "dual_chunk_swap")
-    # Early chunks see few keys and late ones many: the pairs r and 2 * world - 1 - r all have the same causal work.
+    # Early chunks see few keys and late chunks many: every pair r and 2 * world - 1 - r has the same causal work.
     chunks = np.arange(size, dtype=np.int64).reshape(2 * world, size // (2 * world))
     front, back = chunks[:world], np.flip(chunks[world:], axis=0)
     return [np.concatenate(pair) for pair in zip(front, back, strict=True)]
@@ -103,7 +102,7 @@ def ceil_lengths(size: int, world: int) -> list[int]:
     block = -(-size // world)
     lengths = []
     for _ in range(world):
-        # What is left may be less than a block, or nothing: the last ranks are short or empty.
+        # The rest may be less than a block, or empty: the last ranks are then short or empty.
         lengths.append(min(block, size - sum(lengths)))
     return lengths
 
@@ -114,8 +113,7 @@ def ragged(size: int, world: int, lengths: Sequence[int] | None = None) -> list[
     >>> ragged(7, 3)
     [array([0, 1, 2]), array([3, 4, 5]), array([6])]
 
-    Errors: ValueError if the lengths are not one for each rank, one is negative, or they do
-    not add up to size.
+    Errors: ValueError unless there is one non-negative length for each rank and they add up to size.
     """
     check_cuttable(size, world, "ragged")
     if lengths is None:
@@ -162,7 +160,7 @@ def packed(size: int, world: int, cu_seqlens: Offsets) -> list[np.ndarray]:
 
 
 def checked_offsets(cu_seqlens: Offsets, size: int) -> list[int]:
-    """The offsets as integers, once they are validated to run from 0 up to `size` and never to decrease."""
+    """The offsets as integers; an error unless they run from 0 to `size` and never decrease."""
     offsets = np.asarray(cu_seqlens)
     if offsets.ndim != 1 or not len(offsets):
         raise ValueError(f"cu_seqlens: shape is {offsets.shape}; offsets are one row of at least [0]")
@@ -184,11 +182,11 @@ def checked_offsets(cu_seqlens: Offsets, size: int) -> list[int]:
     return offsets.tolist()
 
 
-# What holds for any layout: its inverse, the check that it is a partition, a picture.
+# For any layout: its inverse, the check that it is a partition, a drawing.
 
 
 def inverse(positions: Sequence[np.ndarray]) -> np.ndarray:
-    """`inverse[p]` is the row of position p in the shards of rank 0, rank 1, ... one after another.
+    """`inverse[p]` is the row of position p in the concatenated shards of rank 0, rank 1, ...
 
     >>> inverse([np.array([0, 3]), np.array([1, 2])])
     array([0, 2, 3, 1])
@@ -197,7 +195,7 @@ def inverse(positions: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def check_partition(name: str, positions: Sequence[np.ndarray], size: int) -> None:
-    """Raise ValueError unless `positions`, one array for each rank, have each of `range(size)` once.
+    """ValueError unless `positions`, one array per rank, contain each of `range(size)` once.
 
     >>> check_partition("mine", [np.array([0, 1, 1, 3]), np.array([4, 5, 6, 7])], 8)
     Traceback (most recent call last):
@@ -211,7 +209,7 @@ def check_partition(name: str, positions: Sequence[np.ndarray], size: int) -> No
             )
         if array.size and array.dtype.kind not in "iu":
             raise ValueError(f"layout {name!r} gives rank {rank} dtype {array.dtype}; positions are integers")
-    # Every entry, counted: each position of the layout must occur once, and no other number at all.
+    # Count every entry: each position must occur once, and no other number may occur.
     everything = np.concatenate([np.zeros(0, np.int64), *(np.asarray(row).astype(np.int64) for row in positions)])
     inside = (everything >= 0) & (everything < size)
     count = np.bincount(everything[inside], minlength=size)
@@ -232,7 +230,7 @@ def _listed(where: np.ndarray) -> str:
 
 
 def draw(layout: Callable[[int, int], Sequence[np.ndarray]], size: int, world: int) -> str:
-    """One digit for each position, the rank that has it; letters from rank 10, `?` from rank 36.
+    """One digit per position: the rank that has it; letters from rank 10 on, `?` from rank 36 on.
 
     >>> draw(dual_chunk_swap, 16, 4)
     '0011223333221100'
@@ -246,11 +244,11 @@ def draw(layout: Callable[[int, int], Sequence[np.ndarray]], size: int, world: i
     return "".join(owner[position] for position in range(size))
 
 
-# Unsharded streams in another order, by slicing.
+# Reorder unsharded streams, by slicing.
 
 
 def reorder_chunks(x: np.ndarray, order: Sequence[int], cu_seqlens: Offsets | None = None) -> np.ndarray:
-    """Chunk `order[j]` in place j, of dim 1 or of each sequence of dim 0.
+    """Permute chunks of dim 1, or of each sequence in dim 0: output chunk j is input chunk `order[j]`.
 
     >>> reorder_chunks(np.arange(6), [1, 0], [0, 2, 6])
     array([1, 0, 4, 5, 2, 3])
@@ -266,7 +264,7 @@ def reorder_chunks(x: np.ndarray, order: Sequence[int], cu_seqlens: Offsets | No
 
 
 def undo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offsets) -> np.ndarray:
-    """Each sequence's rows in their original order, from that of its DualChunkSwap shards."""
+    """Each sequence's rows in original order, from rows in the order of DualChunkSwap shards."""
     out = np.empty_like(x)
     for start, stop in pairwise(cu_seqlens):
         out[start:stop][np.concatenate(dual_chunk_swap(stop - start, cp_size))] = x[start:stop]
@@ -274,7 +272,7 @@ def undo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offse
 
 
 def redo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offsets) -> np.ndarray:
-    """Each sequence's rows in the order of its DualChunkSwap shards."""
+    """Each sequence's rows in the order of DualChunkSwap shards, from rows in original order."""
     rows = [x[:0]]
     for start, stop in pairwise(cu_seqlens):
         rows += [x[start:stop][share] for share in dual_chunk_swap(stop - start, cp_size)]
@@ -282,13 +280,13 @@ def redo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offse
 
 
 def deinterleave_packed_seqs(x: np.ndarray, cu_seqlens: Offsets, cp_size: int) -> np.ndarray:
-    """For each sequence, the shard of rank 0, of rank 1, ...; offsets are those of one rank's stream."""
+    """For each sequence, the shards of rank 0, of rank 1, ...; the offsets refer to one rank's stream."""
     ranks = np.split(x, cp_size)
     return np.concatenate([x[:0], *(rank[start:stop] for start, stop in pairwise(cu_seqlens) for rank in ranks)])
 
 
 def reinterleave_packed_seqs(x: np.ndarray, cu_seqlens: Offsets, cp_size: int) -> np.ndarray:
-    """For each rank, its shard of sequence 0, of sequence 1, ..."""
+    """For each rank, its shards of sequence 0, of sequence 1, ..."""
     ranks = [[x[:0]] for _ in range(cp_size)]
     for start, stop in pairwise(cu_seqlens):
         for shares, share in zip(ranks, np.split(x[cp_size * start : cp_size * stop], cp_size), strict=True):
@@ -301,7 +299,7 @@ def reinterleave_packed_seqs(x: np.ndarray, cu_seqlens: Offsets, cp_size: int) -
 
 
 def sequence_ids(cu_padded: Offsets) -> np.ndarray:
-    """The number j of its sequence, for each token.
+    """The sequence index of each token.
 
     >>> sequence_ids([0, 2, 2, 5])
     array([0, 0, 2, 2, 2])
@@ -310,7 +308,7 @@ def sequence_ids(cu_padded: Offsets) -> np.ndarray:
 
 
 def position_ids(cu_padded: Offsets) -> np.ndarray:
-    """The position of each token in its sequence, counted on through the padding.
+    """The position of each token in its sequence, padding included.
 
     >>> position_ids([0, 2, 2, 5])
     array([0, 1, 0, 1, 2])
@@ -319,7 +317,7 @@ def position_ids(cu_padded: Offsets) -> np.ndarray:
 
 
 def padding_mask(cu_padded: Offsets, cu_real: Offsets) -> np.ndarray:
-    """False for the real tokens of each sequence, then True to its end.
+    """True for padding: False for the real tokens of each sequence, then True up to its end.
 
     >>> padding_mask([0, 2, 5], [0, 2, 3])
     array([False, False, False,  True,  True])
@@ -339,7 +337,7 @@ def _joined(pieces: list[np.ndarray]) -> np.ndarray:
 
 
 def projection_columns(num_heads: int, head_dim: int, n_groups: int, d_state: int, world: int) -> list[np.ndarray]:
-    """Rank r has the columns of its heads in z, x and dt, and in B and C those of the groups that they read.
+    """Rank r has its heads' columns of z, x and dt, and the columns of B and C of the groups that these heads read.
 
     >>> projection_columns(4, 1, 2, 1, 4)[3]
     array([ 3,  7,  9, 11, 15])
@@ -351,7 +349,7 @@ def projection_columns(num_heads: int, head_dim: int, n_groups: int, d_state: in
 
 
 def conv_channels(num_heads: int, head_dim: int, n_groups: int, d_state: int, world: int) -> list[np.ndarray]:
-    """The channels x, B and C of the convolution that rank r has, as for `projection_columns`.
+    """The convolution's channels x, B and C on each rank, as in `projection_columns`.
 
     >>> conv_channels(4, 1, 2, 1, 4)[1]
     array([1, 4, 6])
@@ -362,10 +360,10 @@ def conv_channels(num_heads: int, head_dim: int, n_groups: int, d_state: int, wo
 
 
 def _columns_of_ranks(num_heads: int, n_groups: int, world: int, *, heads, groups, last) -> list[np.ndarray]:
-    """One rank after another: which heads it has, which groups these read, and the blocks of both."""
+    """The columns of each rank, from its heads and the groups that these read."""
     ranks = []
     for heads_of_rank in np.split(np.arange(num_heads), world):
-        # Ranks that have heads of one group have copies of its columns.
+        # If several ranks have heads of one group, each has a copy of the group's columns.
         read = np.unique(heads_of_rank // (num_heads // n_groups))
         parts = [part.reshape(num_heads, -1)[heads_of_rank] for part in heads]
         parts += [part.reshape(n_groups, -1)[read] for part in groups]

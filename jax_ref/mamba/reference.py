@@ -12,12 +12,12 @@ def causal_conv(
     bias: Float[Array, " c"] | None = None,
     first: Bool[Array, " s"] | None = None,
 ) -> Float[Array, "b s c"]:
-    """silu(bias + sum over j < k of weight[k - 1 - j] * x[t - j]), of the positions t - j in the sequence of t.
+    """silu(bias + sum over j < k of weight[k - 1 - j] * x[t - j]), over positions t - j in the same sequence as t.
 
-    `first` marks the first token of each sequence; without it there is one.
+    `first` marks the first token of each sequence; without it there is one sequence.
     """
     width, size = weight.shape[0], x.shape[1]
-    # The number of each token's sequence: a tap counts only within one.
+    # The sequence index of each token: taps count only within a sequence.
     sequence = jnp.zeros(size, jnp.int64) if first is None else jnp.cumsum(first)
     total = jnp.zeros_like(x)
     # One tap at a time: the input `back` tokens earlier, with zeros before the start.
@@ -41,7 +41,7 @@ def scan(
 ) -> tuple[Float[Array, "b s h p"], Float[Array, "b h p n"]]:
     """y[t] = S[t] C[t] + D x[t] and the last S;  S[t] = exp(dt[t] A) S[t-1] + dt[t] x[t] B[t]^T.
 
-    Head i reads group i * g // h. S is 0 before each token marked in `first`, the `initial_states` before token 0.
+    Head i reads group i * g // h. Before token 0, S is `initial_states`; before any later token in `first`, S is 0.
 
     Source: arXiv 2405.21060.
     """
@@ -49,10 +49,10 @@ def scan(
     groups, n = B.shape[2:]
     group = jnp.arange(h) * groups // h
     state = jnp.zeros((b, h, p, n), x.dtype) if initial_states is None else initial_states
-    # Token 0 is the first of a sequence and yet starts from `initial_states`, not from 0.
+    # Token 0 is the first of a sequence, but starts from `initial_states`, not from 0.
     again = jnp.zeros(s, bool) if first is None else first.at[0].set(False) if s else first
 
-    # The recurrence token by token, as the paper defines it: production computes it in chunks.
+    # The recurrence token by token, as the paper defines it; production computes it in chunks.
     def step(state, token):
         x, dt, B, C, again = token
         decay = jnp.exp(dt * A[None, :])
@@ -66,7 +66,7 @@ def scan(
 
 
 class GatedNorm(nnx.Module):
-    """y * silu(z), over its root mean square in each of `groups` equal parts, times a weight."""
+    """RMS norm of y * silu(z) over each of `groups` equal parts, times a weight."""
 
     def __init__(self, width: int, groups: int, eps: float):
         self.groups, self.eps = groups, eps
@@ -123,7 +123,7 @@ class Mamba2(nnx.Module):
     def __call__(self, u: Float[Array, "b s d"], cu_seqlens: Int[Array, " q"] | None = None) -> Float[Array, "b s d"]:
         """`cu_seqlens` are the offsets of the sequences in one row of u."""
         h, p, g, n = self.sizes
-        # The order of the columns is that of the checkpoint: z, x, B, C, dt.
+        # Columns have the checkpoint's order: z, x, B, C, dt.
         z, x, B, C, dt = jnp.split(self.in_proj(u), _ends(h * p, h * p, g * n, g * n), axis=-1)
         first = None if cu_seqlens is None else jnp.zeros(u.shape[1], bool).at[cu_seqlens[:-1]].set(True, mode="drop")
         bias = None if self.conv1d.bias is None else self.conv1d.bias[...]

@@ -1,4 +1,4 @@
-"""A hybrid language model on one device, what its tokens predict, and the loss of a step."""
+"""A hybrid language model on one device: its targets, its loss, and its optimiser."""
 
 from jax_ref.models.reference import LAYERS as LAYERS
 from jax_ref.models.reference import Attention as Attention

@@ -1,4 +1,4 @@
-"""A hybrid language model on unsharded packed streams, the loss of a step, and the optimiser.
+"""A hybrid language model on unsharded packed streams, with the loss of a step and the optimiser.
 
 Document j of a stream is at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are real.
 
@@ -22,7 +22,7 @@ from jax_ref.mamba import Mamba2
 
 @dataclass(frozen=True)
 class Config:
-    """`layers` names the kind of each layer, attention, mamba or moe. The chunk size of a scan changes no value."""
+    """`layers` has the kind of each layer: attention, mamba or moe. The chunk size of a scan changes no value."""
 
     vocab_size: int
     hidden_size: int
@@ -48,14 +48,14 @@ class Config:
 
 
 def rotated(x: Float[Array, "b h s p"], position: Int[Array, " s"], base: float) -> Float[Array, "b h s p"]:
-    """Rotary positions: columns i and i + p/2 are a point, rotated at position m by m * base^(-2 i / p)."""
+    """Rotary positions: columns i and i + p/2 form a point, rotated at position m by m * base^(-2 i / p)."""
     half = x.shape[-1] // 2
-    # 1. The angle of each position and column pair.
+    # 1. The angle for each position and pair of columns.
     speed = base ** (-2.0 * jnp.arange(half).astype(x.dtype) / x.shape[-1])
     angle = position.astype(x.dtype)[:, None] * speed[None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     rotation = jnp.stack([jnp.stack([cos, -sin]), jnp.stack([sin, cos])])  # [to, from, s, i]
-    # 2. The two halves of the columns are the coordinates of p/2 points, which one matrix rotates.
+    # 2. The two halves of the columns are the coordinates of p/2 points; one einsum rotates them all.
     points = x.reshape(*x.shape[:-1], 2, half)
     return jnp.einsum("ocsi,bhsci->bhsoi", rotation, points).reshape(x.shape)
 
@@ -75,10 +75,10 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], padded: Int[Array, " n"], real: Int[Array, " n"]
     ) -> Float[Array, "b s d"]:
-        """Document j is at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are no padding."""
+        """Document j is at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are real."""
         b, s, _ = x.shape
         token = jnp.arange(s)
-        # The number of a token's document is how many documents end at or before it; positions count from its start.
+        # A token's document index is the number of documents that end at or before it; positions count from its start.
         position = token - padded[(token[:, None] >= padded[None, 1:]).sum(1)]
         q, k, v = (
             jnp.swapaxes(project(x).reshape(b, s, -1, self.head_dim), 1, 2)
@@ -90,7 +90,7 @@ class Attention(nnx.Module):
 
 
 class Embed(nnx.Module):
-    """A row of the table for each id. nnx.Embed would round the table to float32."""
+    """The table's row for each id. nnx.Embed would round the table to float32."""
 
     def __init__(self, vocab: int, width: int):
         self.embedding = nnx.Param(jnp.zeros((vocab, width)))
@@ -100,7 +100,7 @@ class Embed(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """x over its root mean square, times a weight."""
+    """RMS norm: x divided by its root mean square, times a weight."""
 
     def __init__(self, width: int, eps: float):
         self.eps, self.weight = eps, nnx.Param(jnp.ones(width))
@@ -111,7 +111,7 @@ class Norm(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """down_proj(silu(gate_proj(x)) * up_proj(x)); a router, which this lacks, would have losses."""
+    """(down_proj(silu(gate_proj(x)) * up_proj(x)), a router loss of 0)."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         d, inner = config.hidden_size, config.intermediate_size
@@ -124,7 +124,7 @@ class Mlp(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """sum_e g[t, e] * expert_e(x[t]); the first f rows of gate_up_proj[e] are the gate's, the others those of up."""
+    """sum_e g[t, e] * expert_e(x[t]); the first f rows of gate_up_proj[e] are the gate's, the last f rows up's."""
 
     def __init__(self, config: Config):
         e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
@@ -141,7 +141,7 @@ class Experts(nnx.Module):
 
 
 class Moe(nnx.Module):
-    """The experts of each token are the k largest of p = softmax(router(x)); its gates are these over their sum."""
+    """Each token's experts have the k largest p = softmax(router(x)); gates are these p divided by their sum."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.k, self.coefficients = config.num_experts_per_tok, (config.balance_coefficient, config.z_coefficient)
@@ -149,18 +149,18 @@ class Moe(nnx.Module):
         self.experts = Experts(config)
 
     def __call__(self, x: Float[Array, "b s d"]) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
-        """Also the losses of the router: the mean over sequences of their balance loss and z-loss, weighed."""
+        """(output, router loss): the weighted balance loss and z-loss, as a mean over sequences."""
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.router(tokens)
         gates, experts, probabilities = softmax_top_k(logits, self.k, norm_topk_prob=True)
         by_sequence = (each.reshape(*x.shape[:2], -1) for each in (probabilities, experts))
-        of_balance, of_z = self.coefficients
-        loss = of_balance * sequence_balance_loss(*by_sequence).mean() + of_z * z_loss(logits)
+        balance, z = self.coefficients
+        loss = balance * sequence_balance_loss(*by_sequence).mean() + z * z_loss(logits)
         return self.experts(tokens, gates, experts).reshape(x.shape), loss
 
 
 class AttentionLayer(nnx.Module):
-    """x + attention(norm(x)), then that + mlp(norm(that)); and the losses of a router in the mlp."""
+    """(y + mlp(norm(y)), router loss), with y = x + attention(norm(x))."""
 
     def __init__(self, config: Config, mlp: type[Mlp] | type[Moe] = Mlp, *, rngs: nnx.Rngs):
         self.input_layernorm = Norm(config.hidden_size, config.norm_eps)
@@ -177,7 +177,7 @@ class AttentionLayer(nnx.Module):
 
 
 class MambaLayer(nnx.Module):
-    """x + mamba(norm(x)); a router, which this lacks, would have losses."""
+    """(x + mamba(norm(x)), a router loss of 0)."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.input_layernorm = Norm(config.hidden_size, config.norm_eps)
@@ -214,20 +214,20 @@ class HybridLM(nnx.Module):
     def __call__(
         self, ids: Int[Array, "b s"], padded: Int[Array, " n"], real: Int[Array, " n"]
     ) -> Float[Array, "b s v"]:
-        """Every row has the same documents, whose offsets are `padded` and, without padding, `real`."""
+        """Logits; every row has the same documents, with padded offsets `padded` and real offsets `real`."""
         return self.logits_and_router_loss(ids, padded, real)[0]
 
     def logits_and_router_loss(
         self, ids: Int[Array, "b s"], padded: Int[Array, " n"], real: Int[Array, " n"]
     ) -> tuple[Float[Array, "b s v"], Float[Array, ""]]:
-        """(logits, the sum of the losses of all routers, of each the mean over the rows)."""
+        """(logits, the sum of all routers' losses, each a mean over the rows)."""
         x = self.embed_tokens(ids)
         router_loss = jnp.zeros((), x.dtype)
         for layer in self.layers:
-            x, of_layer = layer(x, padded, real)
-            router_loss = router_loss + of_layer
+            x, layer_loss = layer(x, padded, real)
+            router_loss = router_loss + layer_loss
         x = self.norm(x)
-        # One parameter in two places: the gradient of a tied head is the sum of both uses.
+        # One parameter with two uses: the gradient of a tied head is the sum over both.
         if self.lm_head is None:
             return jnp.einsum("bsd,vd->bsv", x, self.embed_tokens.embedding[...]), router_loss
         return self.lm_head(x), router_loss
@@ -236,10 +236,10 @@ class HybridLM(nnx.Module):
 def next_ids(
     ids: Int[Array, " t"], padded: Int[Array, " n"], real: Int[Array, " n"]
 ) -> tuple[Int[Array, " t"], Bool[Array, " t"]]:
-    """(the next real token of the same document, whether there is one), for each token."""
+    """(the next real token of the same document, whether it exists), for each token."""
     token, targets, has_target = jnp.arange(len(ids)), jnp.zeros_like(ids), jnp.zeros(len(ids), bool)
     for j in range(len(padded) - 1):
-        # The last real token of a document predicts nothing, nor does its padding.
+        # The last real token of a document has no target, and neither has padding.
         last = padded[j] + real[j + 1] - real[j] - 1
         has_next = (token >= padded[j]) & (token < last)
         targets = jnp.where(has_next, ids[jnp.minimum(token + 1, len(ids) - 1)], targets)
@@ -250,14 +250,14 @@ def next_ids(
 def token_losses(
     logits: Float[Array, "s v"], targets: Int[Array, " s"], is_valid: Bool[Array, " s"]
 ) -> Float[Array, " s"]:
-    """-log p(target), 0 where it does not count."""
+    """-log p(target); 0 for tokens that are not valid."""
     target_logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=-1)[:, 0]
     return jnp.where(is_valid, -target_logprob, 0.0)
 
 
 def normalised(losses: Sequence[Float[Array, " s"]], is_valid: Sequence[Bool[Array, " s"]]) -> Float[Array, ""]:
     """-sum_i log softmax(z_i)[target_i] / max(count, 1), over the valid tokens i of all streams."""
-    # The count of the full step, not of each stream: a mean of means would weigh short streams more.
+    # Divide by the count of the full step, not of each stream: a mean of means would give short streams more weight.
     count = sum(each.sum() for each in is_valid)
     return sum(each.sum() for each in losses) / jnp.maximum(count, 1).astype(losses[0].dtype)
 
@@ -265,19 +265,19 @@ def normalised(losses: Sequence[Float[Array, " s"]], is_valid: Sequence[Bool[Arr
 def step_loss(
     model: HybridLM, ids: Int[Array, "i t"], padded: Int[Array, "i n"], real: Int[Array, "i n"]
 ) -> Float[Array, ""]:
-    """The loss of i streams, and the mean over them of their routers' losses; row j of the offsets is stream j's."""
+    """The loss of i streams plus the mean of their router losses; row j of the offsets belongs to stream j."""
 
-    def of_stream(ids: Array, padded: Array, real: Array) -> tuple[Array, Array, Array]:
+    def stream_losses(ids: Array, padded: Array, real: Array) -> tuple[Array, Array, Array]:
         targets, is_valid = next_ids(ids, padded, real)
         logits, router_loss = model.logits_and_router_loss(ids[None], padded, real)
         return token_losses(logits[0], targets, is_valid), is_valid, router_loss
 
-    losses, is_valid, router_losses = jax.vmap(of_stream)(ids, padded, real)
+    losses, is_valid, router_losses = jax.vmap(stream_losses)(ids, padded, real)
     return normalised(list(losses), list(is_valid)) + router_losses.mean()
 
 
 def adamw(rate: float, decay: float) -> optax.GradientTransformation:
-    """The optimiser, in step k:
+    """The AdamW optimiser. Step k computes
 
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
     w <- w - rate * (m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + eps) + decay * w)

@@ -1,4 +1,4 @@
-"""References of what happens between a gradient and the next weights, on one device."""
+"""References for gradient clipping and the optimiser steps AdamW, SGD and Muon, on one device."""
 
 from jax_ref.optimizers.reference import adamw as adamw
 from jax_ref.optimizers.reference import clipped as clipped

@@ -1,12 +1,12 @@
-"""What happens between a gradient and the next weights, as one device has it. No mesh, no shard, no stage.
+"""Gradient clipping and optimiser steps on one device, without mesh, shards or stages.
 
     w   a weight       g   its gradient       t   the number of this step, from 1 on       eta   the learning rate
 
 1. the norm of all gradients, and clipping by it
-2. a step of AdamW, of SGD
+2. a step of AdamW, a step of SGD
 3. a step of Muon
 
-A step takes a weight with its state and returns both as they are after it.
+A step takes a weight with its state and returns the new weight and state.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> tuple[Float[Array, "*a"], Float[Array, "*a"], Float[Array, "*a"]]:
-    """(w, m, v) after step t, arXiv 1711.05101 with the learning rate on the decay too, as torch and optax have it.
+    """(w, m, v) after step t; arXiv 1711.05101, with the decay also times the learning rate, as in torch and optax.
 
     m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
     w <- w - eta (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + lambda w)
@@ -76,7 +76,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> tuple[Float[Array, "*a"], Float[Array, "*a"]]:
-    """(w, b) after a step; the decay is added to the gradient, so that the momentum has it too.
+    """(w, b) after a step; the decay is added to the gradient and so enters the momentum.
 
     d = g + lambda w,   b <- mu b + d,   w <- w - eta b,   with Nesterov w <- w - eta (d + mu b)
     """
@@ -89,11 +89,11 @@ def sgd(
 # 3. Muon.
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of https://kellerjordan.github.io/posts/muon/
-MIN_NORM = 1e-7  # a matrix of a smaller norm is divided by this one
+MIN_NORM = 1e-7  # a matrix with a smaller norm is divided by this
 
 
 def newton_schulz(x: Float[Array, "*b m n"], steps: int = 5) -> Float[Array, "*b m n"]:
-    """Each matrix with singular values near 1, by the odd polynomial a s + b s^3 + c s^5 of them, `steps` times.
+    """Bring each matrix's singular values near 1: map s to a s + b s^3 + c s^5, `steps` times.
 
     X <- X / ||X||,   then   X <- a X + (b A + c A^2) X   with   A = X X^T
     """
@@ -117,7 +117,7 @@ def muon(
     rows: Sequence[int] | None = None,
     steps: int = 5,
 ) -> tuple[Float[Array, "*b m n"], Float[Array, "*b m n"]]:
-    """(w, b) after a step, arXiv 2502.16982; each of the matrices, by their numbers of `rows`, for itself.
+    """(w, b) after a step, arXiv 2502.16982; `rows` splits the gradient into matrices that are updated separately.
 
     b <- mu b + (1 - mu) g,   d = b,   with Nesterov d = mu b + (1 - mu) g
     w <- w - eta (0.2 sqrt(max(m, n)) newton_schulz(d) + lambda w)
@@ -131,5 +131,5 @@ def muon(
 
 
 def _scale(m: int, n: int) -> float:
-    """Turns the root mean square of an orthogonal matrix into 0.2, about that of AdamW's update."""
+    """The factor that gives an orthogonal matrix a root mean square of 0.2, about the size of AdamW's update."""
     return 0.2 * math.sqrt(max(m, n))

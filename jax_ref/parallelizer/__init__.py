@@ -1,4 +1,4 @@
-"""A decoder of Hugging Face's families on one device, and its training."""
+"""Decoders of several Hugging Face families on one device, and their training."""
 
 from jax_ref.parallelizer.reference import ACTIVATE as ACTIVATE
 from jax_ref.parallelizer.reference import ACTIVATIONS as ACTIVATIONS

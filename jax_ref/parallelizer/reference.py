@@ -1,10 +1,10 @@
-"""A decoder of the Llama kind on one device, and its training: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi3.
+"""Llama-like decoders on one device, and their training: Llama, Qwen2, Qwen3, Mistral, Gemma, Phi3.
 
     x = E[ids];   x = x + attention(norm(x));   x = x + mlp(norm(x));   logits = norm(x) H^T,  H = E where tied
     loss = -(1/N) sum log p[target],   N tokens with a target;   w = w - lr * (m / (sqrt(v) + eps) + decay * w)
 
-Parameters have the names of the Hugging Face model; what a family does differently is in its traits. A target
-outside the vocabulary, such as -100, is none. m and v are the bias-corrected means of g and g^2.
+Parameters have the names of the Hugging Face model; `DecoderTraits` has the differences between families. A target
+outside the vocabulary, such as -100, is ignored. m and v are the bias-corrected means of g and g^2.
 Source: arXiv 2104.09864 (rotary), 2305.13245 (KV groups), 1711.05101 (AdamW).
 """
 
@@ -31,9 +31,9 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 class DecoderTraits:
     """Sizes and rules of one decoder.
 
-    `windows` has, for each layer, how many keys a query sees, itself included, or None for all before it.
-    `rotated` is the number of a head's columns that are rotated. A norm multiplies by `norm_offset` + weight.
-    The lookup of `padding_id` has no gradient, as torch.nn.Embedding has it.
+    `windows` has, for each layer, the number of keys that a query sees, itself included; None: all earlier keys.
+    `rotated` is the number of rotated columns per head. A norm multiplies by `norm_offset` + weight.
+    The lookup of `padding_id` has no gradient, as in torch.nn.Embedding.
     """
 
     vocab: int
@@ -59,7 +59,7 @@ class DecoderTraits:
 
     @classmethod
     def of(cls, config: Any) -> DecoderTraits:
-        """The traits of a configuration. Errors: ValueError for a family, rotation or activation not defined here."""
+        """The traits of a Hugging Face config. Errors: ValueError for an unknown family, rotation or activation."""
         family, attention_bias = config.model_type, bool(getattr(config, "attention_bias", False))
         if family not in FAMILIES:
             raise ValueError(f"decoder: model_type {family!r} is not one of {', '.join(FAMILIES)}")
@@ -108,7 +108,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
-    # Without a list of kinds, all layers have the window of the configuration, if it has one.
+    # Without a list of kinds, all layers have the config's window, if any.
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -129,7 +129,7 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Row `id` of the weight; the row of `padding_id` as a constant."""
+    """The weight's row for each id; the row of `padding_id` gets no gradient."""
 
     def __init__(self, vocab: int, width: int, padding_id: int | None):
         self.padding_id = padding_id
@@ -157,7 +157,7 @@ class RMSNorm(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """(act(x Wg^T) * x Wu^T) Wd^T; Wg and Wu one above the other where the family fuses them."""
+    """(act(x Wg^T) * x Wu^T) Wd^T; Wg and Wu are stacked into one matrix if the family fuses them."""
 
     def __init__(self, traits: DecoderTraits):
         d, i, bias = traits.width, traits.inner, traits.mlp_bias
@@ -179,8 +179,8 @@ class GatedMLP(nnx.Module):
 class Attention(nnx.Module):
     """q, k, v = x Wq^T, x Wk^T, x Wv^T;   q, k = R(q), R(k);   y = softmax(q k^T / sqrt(p)) v;   y Wo^T.
 
-    R rotates columns j and j + r/2 of the first r by the angle  position * theta^(-2j/r). Parameters have their torch
-    names; q, k and v are one matrix where the family fuses them.
+    R rotates columns j and j + r/2 of the first r columns by the angle  position * theta^(-2j/r). Parameters have their
+    torch names; Wq, Wk and Wv are one matrix if the family fuses them.
     """
 
     def __init__(self, traits: DecoderTraits, window: int | None):
@@ -200,7 +200,7 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         q, k, v = (_heads(part, self.traits.head_width) for part in self._projected(x))
         if self.traits.has_qk_norm:
-            # Over the columns of one head, and before rotation, as Qwen3 has it.
+            # Over the columns of one head, and before the rotation, as in Qwen3.
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (rotated(part, self.traits.rotated, self.traits.rope_theta) for part in (q, k))
         q, k, v = (part.swapaxes(1, 2) for part in (q, k, v))
@@ -215,12 +215,12 @@ class Attention(nnx.Module):
 
 
 def rotated(x: Float[Array, "b s h p"], columns: int, theta: float) -> Float[Array, "b s h p"]:
-    """The first `columns` of each head, rotated by their position's angles."""
-    # 1. The angle of each position and column pair.
+    """Rotate the first `columns` columns of each head by angles that depend on the position."""
+    # 1. The angle for each position and pair of columns.
     rate = theta ** (-jnp.arange(0, columns, 2).astype(x.dtype) / columns)
     angle = jnp.arange(x.shape[1]).astype(x.dtype)[:, None] * rate[None, :]
     cos, sin = (part[None, :, None, :] for part in (jnp.cos(angle), jnp.sin(angle)))
-    # 2. Both halves of the rotated columns are coordinates; the columns after them stay as they are.
+    # 2. The two halves of the rotated columns are coordinates of points; later columns do not change.
     first, second, rest = jnp.split(x, [columns // 2, columns], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
@@ -233,7 +233,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and around it a residual."""
+    """Attention and MLP, each with a norm before it and a residual connection around it."""
 
     def __init__(self, traits: DecoderTraits, window: int | None):
         self.input_layernorm = RMSNorm(traits.width, traits.eps, traits.norm_offset)
@@ -247,7 +247,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Trunk(nnx.Module):
-    """All but the head."""
+    """The decoder without its head."""
 
     def __init__(self, traits: DecoderTraits):
         self.embed_tokens = Embedding(traits.vocab, traits.width, traits.padding_id)
@@ -256,7 +256,7 @@ class Trunk(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Logits of token ids. `embed`, each of `layers`, and `head` are its stages, in this order."""
+    """Logits from token ids, in the stages `embed`, each of `layers`, and `head`."""
 
     def __init__(self, traits: DecoderTraits):
         self.traits = traits
@@ -277,19 +277,19 @@ class Decoder(nnx.Module):
         return self.model.embed_tokens(ids) * self.traits.embed_scale
 
     def head(self, x: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
-        # One parameter in two places: its gradient is the sum of both uses.
+        # A tied weight is one parameter with two uses: its gradient is the sum over both.
         weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         return jnp.einsum("bsd,vd->bsv", self.model.norm(x), weight[...])
 
 
 def from_state_dict(config: Any, arrays: Mapping[str, Any]) -> Decoder:
-    """The decoder of a configuration with these parameters, by their torch names.
+    """The decoder for a config, with parameters from a torch state dict.
 
-    A tied head may be left out. Errors: ValueError for a name that is missing or unknown, for another shape, for a
-    tied head that is not the embedding.
+    A tied head may be omitted. Errors: ValueError for a name that is missing or unknown, for another shape, and for a
+    tied head that differs from the embedding.
     """
     traits = config if isinstance(config, DecoderTraits) else DecoderTraits.of(config)
-    # 1. The names and shapes of this configuration, without any memory for values.
+    # 1. The names and shapes for this config, without memory for values.
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(traits)))
     leaves = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     # 2. A state dict of torch lists a tied head under both names.
@@ -309,13 +309,13 @@ def from_state_dict(config: Any, arrays: Mapping[str, Any]) -> Decoder:
 
 
 def by_name(traits: DecoderTraits, state: nnx.State) -> dict[str, Array]:
-    """Parameters, or their gradients, under the names of the torch state dict; what is tied, under both."""
+    """Parameters, or their gradients, by their names in the torch state dict; a tied weight has both names."""
     named = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
     return named | {HEAD: named[EMBEDDING]} if traits.is_tied else named
 
 
 def _check_tied(parameters: Mapping[str, Any]) -> None:
-    """ValueError for a head that differs from the embedding; values of tracers are unknown and not compared."""
+    """ValueError if the head differs from the embedding; tracers have no values and are not compared."""
     from jax.core import Tracer
 
     embedding, head = parameters.get(EMBEDDING), parameters[HEAD]
@@ -330,7 +330,7 @@ Batch = tuple[Int[Array, "b s"], Int[Array, "b s"]]
 
 
 class Step(NamedTuple):
-    """Loss, logits and gradients of one batch, the gradients under their torch names."""
+    """Loss, logits and gradients of one batch; gradients by torch name."""
 
     loss: Float[Array, ""]
     logits: Float[Array, "b s v"]
@@ -338,7 +338,7 @@ class Step(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Each step, and the parameters at the end."""
+    """All training steps, and the final parameters."""
 
     steps: list[Step]
     parameters: dict[str, Array]
@@ -380,7 +380,7 @@ def train(
     """One AdamW step for each batch. `compiled` is `step`, compiled or not."""
     traits = config if isinstance(config, DecoderTraits) else DecoderTraits.of(config)
     optimizer = optax.adamw(lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    # Each number is updated by itself: all of them as one vector are one small program.
+    # AdamW is element-wise, so all parameters can be one vector, which keeps the compiled program small.
     vector, named = ravel_pytree(by_name(traits, nnx.state(from_state_dict(traits, arrays))))
     state, steps = optimizer.init(vector), []
     for ids, targets in batches:

@@ -1,4 +1,4 @@
-"""Pipelines as plain definitions: which stage has what, and what schedules cost in closed form."""
+"""References for pipelines: the assignment of layers and stages, and the costs of schedules in closed form."""
 
 from jax_ref.pipelining.reference import accumulate as accumulate
 from jax_ref.pipelining.reference import bubble as bubble

@@ -1,4 +1,4 @@
-"""Pipelines as plain definitions: which stage has what, what a schedule costs in closed form, gradient accumulation.
+"""Pipelines by definition: assignment of layers and stages, schedule costs in closed form, gradient accumulation.
 
 Source: GPipe arXiv 1811.06965; 1F1B and Interleaved1F1B arXiv 2104.04473; LoopedBFS arXiv 2211.05953; zero bubble
 arXiv 2401.10241; DualPipeV after arXiv 2412.19437.
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...]:
-    """The stages of one rank: its column of a table with a row for each pass, every second row reversed under `v`."""
+    """The stages of one rank: a column of a table with one row per pass; `v` reverses every second row."""
     rows = np.arange(num_stages).reshape(-1, pp_size)
     if style == "v":
         rows[1::2] = rows[1::2, ::-1].copy()
@@ -22,13 +22,16 @@ def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str 
 
 
 def layer_counts(num_stages: int, num_layers: int) -> list[int]:
-    """The number of layers of each stage, as even as possible, where nothing but layers costs anything."""
+    """The number of layers of each stage, as even as possible, if only layers have a cost."""
     return [len(layers) for layers in np.array_split(np.arange(num_layers), num_stages)]
 
 
 def dearest_stage_first(num_stages: int, num_layers: int, embed_cost: float, head_cost: float) -> list[int]:
-    """The number of layers of each stage, by trying every division: the smallest maximum of costs, then the smallest
-    sum of their squares, then the most layers in front."""
+    """The number of layers of each stage, by trying every division.
+
+    The best division has the smallest maximum cost, then the smallest sum of squared costs, then the most layers in
+    early stages.
+    """
 
     def rank_of(counts: list[int]) -> tuple:
         costs = np.array(counts, dtype=np.float64)
@@ -42,7 +45,7 @@ def dearest_stage_first(num_stages: int, num_layers: int, embed_cost: float, hea
 
 
 def stages_by_search(num_layers: int, layers_per_stage: int, pp_size: int, rounding: str | None) -> int:
-    """The smallest number of stages that has room for all layers, or the multiple of pp_size next to it."""
+    """The smallest number of stages with room for all layers, or with `rounding` the multiple of pp_size next to it."""
     needed = min(count for count in range(1, num_layers + 1) if count * layers_per_stage >= num_layers)
     multiples = range(0, needed + pp_size, pp_size)
     if rounding == "up":
@@ -55,14 +58,16 @@ FILL_ALONE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def idle(name: str, p: int, n: int, v: int, f: int = 1, i: int = 1, w: int = 1) -> int:
-    """Idle time of every rank: what the pipeline takes to fill and to drain, or to fill alone.
+    """Idle time of every rank: the time to fill and drain the pipeline, or only to fill it.
 
-    p ranks, v chunks on each, n micro-batches; a forward takes f, an input gradient i, a weight gradient w; messages
-    take no time. InterleavedZeroBubble, ZBVZeroBubble and DualPipeV have a closed form only for f = i = w = 1.
+    There are p ranks with v chunks each, and n micro-batches. A forward takes f, an input gradient i, a weight gradient
+    w; messages take no time. InterleavedZeroBubble, ZBVZeroBubble and DualPipeV have a closed form only for
+    f = i = w = 1.
 
-    With fewer micro-batches than ranks LoopedBFS waits between chunks too, for those that are still on their way.
+    With fewer micro-batches than ranks, LoopedBFS also waits between chunks for micro-batches that are still on other
+    ranks.
     """
-    # These compute weight gradients while the pipeline drains, so that ranks wait only while it fills.
+    # These schedules compute weight gradients while the pipeline drains, so ranks wait only while it fills.
     if name in FILL_ALONE:
         return p - 1
     between = (v - 1) * max(0, p - n) if name == "LoopedBFS" else 0
@@ -76,7 +81,7 @@ def bubble(name: str, p: int, n: int, v: int) -> Fraction:
 
 
 def live_chunks(name: str, p: int, n: int, v: int, rank: int) -> int:
-    """The most chunks whose activations a rank stores at once."""
+    """The largest number of chunks with activations stored on a rank at one time."""
     return {
         "GPipe": n,
         "1F1B": min(n, p - rank),
@@ -86,8 +91,10 @@ def live_chunks(name: str, p: int, n: int, v: int, rank: int) -> int:
 
 
 def live_bound(name: str, p: int) -> int:
-    """The most chunks stored under the other schedules, with two chunks on each rank; under InterleavedZeroBubble if n
-    is a multiple of p."""
+    """The largest number of stored chunks under the other schedules, with two chunks per rank.
+
+    The bound for InterleavedZeroBubble holds if n is a multiple of p.
+    """
     return {"InterleavedZeroBubble": 2 * p, "ZBVZeroBubble": 2 * p, "DualPipeV": 2 * p + 1}[name]
 
 
@@ -98,7 +105,7 @@ def accumulate(
     order: Sequence[int] | None = None,
     divisor: int = 1,
 ) -> tuple[list[jax.Array], Any]:
-    """Losses by micro-batch number, and the gradient of a model without stages.
+    """(losses by micro-batch, gradient) of a model without stages.
 
         g = (1/divisor) sum_k grad loss(parameters, microbatches[order[k]])
 
@@ -106,7 +113,7 @@ def accumulate(
     """
     order = range(len(microbatches)) if order is None else order
     losses_and_gradients = {m: jax.value_and_grad(loss)(parameters, *microbatches[m]) for m in order}
-    # In the order of the schedule, since sums of floats depend on it.
+    # Add in the order of the schedule, since sums of floats depend on the order.
     total = losses_and_gradients[order[0]][1]
     for m in order[1:]:
         total = jax.tree.map(lambda sum_so_far, gradient: sum_so_far + gradient, total, losses_and_gradients[m][1])

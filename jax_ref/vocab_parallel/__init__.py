@@ -1,4 +1,4 @@
-"""Softmax over a full vocabulary and what is computed from it, as the sharded functions must reproduce them."""
+"""References for the vocab-parallel functions: softmax, log-probabilities, sampling, top-k and distillation."""
 
 from jax_ref.vocab_parallel.reference import argmax as argmax
 from jax_ref.vocab_parallel.reference import columns as columns

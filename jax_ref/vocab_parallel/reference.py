@@ -1,16 +1,16 @@
-"""Softmax over a full vocabulary, and what is computed from it: one device, full rows, plain formulas.
+"""Softmax over a full vocabulary and functions of it: one device, full rows, plain formulas.
 
     z   logits [..., v]        t   a target id        T   a temperature, y = z / T
 
-1. what a row of logits has: log-probabilities, normaliser, negative entropy
+1. per row: log-probabilities, normaliser, negative entropy
 2. softmax, log-softmax, cross entropy
-3. the log-probability of a target, of several ids
-4. the distribution that a sampler draws from: top-k, top-p
-5. next tokens: of a sequence, of one in stored order, of packed sequences
+3. the log-probability of a target, or of several ids
+4. a sampler's distribution: top-k, top-p, min-p
+5. next tokens: in a sequence, in stored order, in packed sequences
 6. the k largest logits, logits at ids, top-k distillation
 7. log-probabilities from hidden states
 
-An id outside [0, v) belongs to no column: its score is 0 and has no gradient.
+An id outside [0, v) has score 0 and no gradient.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-# 1. What a row of logits has.
+# 1. Per row: log-probabilities, normaliser, negative entropy.
 #
 #     m = z_a,   a = argmax_v z_v,   b_v = (z_v - m) / T,   R = sum_{v != a} exp(b_v)
 #     log p_v = b_v - log(1 + R)
 #     lse = log sum_v exp(z_v) = m + log(1 + R),   for T = 1
 #     h = sum_v p_v log p_v = sum_v p_v b_v - log(1 + R),   0 log 0 = 0
 #
-# Names: b shifted, the shifted logits; R row_sum_m1, the row's sum minus 1. The largest term of the sum is 1 and stays
-# out of R, so that a row that is all but certain keeps its digits.
-# A column of -inf is masked: p = 0. A row that is -inf throughout has no softmax and gives NaN.
+# Names: b shifted, the shifted logits; R row_sum_m1, the row's sum minus 1. R leaves out the largest term, which is 1,
+# so that R keeps its digits if p of the largest logit is almost 1.
+# A column of -inf is masked: p = 0. A row of only -inf has no softmax and gives NaN.
 
 
 def log_probabilities(logits: Float[Array, "*a v"], temperature: float = 1.0) -> Float[Array, "*a v"]:
-    """log p of z / T. The difference z - m comes first: it is exact where a quotient is not."""
+    """log p of z / T. The difference z - m comes before the division, which would round z and m."""
     shifted, row_sum_m1 = _shifted_and_row_sum_m1(logits, temperature)
     return shifted - jnp.log1p(row_sum_m1)[..., None]
 
 
 def normaliser(logits: Float[Array, "*a v"]) -> tuple[Float[Array, "*a"], Float[Array, "*a"]]:
-    """(m, log(1 + R)), whose sum is lse = log sum_v exp(z_v)."""
+    """(m, log(1 + R)); their sum is lse = log sum_v exp(z_v)."""
     _, row_sum_m1 = _shifted_and_row_sum_m1(logits, 1.0)
     return logits.max(-1), jnp.log1p(row_sum_m1)
 
@@ -48,7 +48,7 @@ def negative_entropy(logits: Float[Array, "*a v"], temperature: float = 1.0) -> 
     """h = sum_v p_v log p_v = sum_v p_v b_v - log(1 + R) of z / T,   0 log 0 = 0."""
     shifted, row_sum_m1 = _shifted_and_row_sum_m1(logits, temperature)
     masked = shifted == -jnp.inf
-    finite = jnp.where(masked, 0, shifted)  # selected before exp, so that no gradient meets 0 * inf
+    finite = jnp.where(masked, 0, shifted)  # selected before exp, to keep 0 * inf out of the gradient
     terms = jnp.where(masked, 0, jnp.exp(finite))
     return (terms * finite).sum(-1) / (1 + row_sum_m1) - jnp.log1p(row_sum_m1)
 
@@ -80,8 +80,8 @@ def softmax(logits: Float[Array, "*a v"]) -> Float[Array, "*a v"]:
 def cross_entropy(student_logits: Float[Array, "*a v"], target_logits: Float[Array, "*a v"]) -> Float[Array, "*a"]:
     """H(p, q) = -sum_v p_v log q_v,   p = softmax(target_logits),   q = softmax(student_logits).
 
-    A column that the target masks (-inf) adds nothing, whatever the student has there; one that the student alone
-    masks makes H +inf, also where p_v is too small for a float.
+    A column masked (-inf) in the target adds nothing, for any student. A column masked in the student alone makes H
+    +inf, even if p_v underflows.
     """
     surprise = jnp.where(target_logits == -jnp.inf, 0, -log_probabilities(student_logits))
     p = jnp.exp(log_probabilities(target_logits))
@@ -95,9 +95,9 @@ def kl_divergence(
     reverse: bool = False,
     temperature: float = 1.0,
 ) -> Float[Array, "*a"]:
-    """KL(a || b) = sum_v a_v (log a_v - log b_v); forward a is the teacher and b the student, in reverse the other way.
+    """KL(a || b) = sum_v a_v (log a_v - log b_v): a is the teacher and b the student; with `reverse` the other way.
 
-    Masks as in the cross entropy: a column that a masks adds nothing, one that b alone masks makes it +inf.
+    As in the cross entropy, a column masked in a adds nothing, and a column masked in b alone makes the result +inf.
     """
     a, b = (student_logits, teacher_logits) if reverse else (teacher_logits, student_logits)
     log_a, log_b = log_probabilities(a, temperature), log_probabilities(b, temperature)
@@ -113,13 +113,13 @@ def kl_divergence(
 def logprob(logits: Float[Array, "*a v"], target: Int[Array, "*a"], temperature: float = 1.0) -> Float[Array, "*a"]:
     """log p[t].
 
-    log p[t] = -log(1 + sum_{v != t} exp(y_v - y_t))                   where y_t is the largest
-    log p[t] = (y_t - m) - log(sum_v exp(y_v - m)),   m = max_v y_v    elsewhere
+    log p[t] = -log(1 + sum_{v != t} exp(y_v - y_t))                   if y_t is the largest
+    log p[t] = (y_t - m) - log(sum_v exp(y_v - m)),   m = max_v y_v    otherwise
 
-    The two are one formula; the first keeps all digits of a probability near 1, in value and gradient.
+    The two formulas are equal; the first keeps all digits of a probability near 1, in value and gradient.
     """
     in_vocabulary = (target >= 0) & (target < logits.shape[-1])
-    rows = jnp.where(in_vocabulary[..., None], logits, 0)  # selected before the softmax: no gradient for the others
+    rows = jnp.where(in_vocabulary[..., None], logits, 0)  # before the softmax, so that other rows get no gradient
     shifted = (rows - lax.stop_gradient(rows.max(-1, keepdims=True))) / temperature
     is_target = jax.nn.one_hot(target, logits.shape[-1], dtype=bool)
     other_terms = jnp.where(is_target, 0, jnp.exp(shifted)).sum(-1)  # the sum over v != t
@@ -138,12 +138,12 @@ def logprob_and_negative_entropy(
 
 
 def gather_logprob(logits: Float[Array, "*a v"], ids: Int[Array, "*a k"]) -> Float[Array, "*a k"]:
-    """log p[ids[j]]: the formula of a target, id by id."""
+    """log p[ids[j]] for each of k ids, by the formula for one target."""
     rows = logits[..., None, :].repeat(ids.shape[-1], axis=-2)
     return logprob(rows, ids)
 
 
-# 4. The distribution that a sampler draws from.
+# 4. A sampler's distribution.
 
 
 def sampling_mask(
@@ -153,11 +153,13 @@ def sampling_mask(
     temperature: float = 1.0,
     min_p: float | None = None,
 ) -> Bool[Array, "*a v"]:
-    """The columns that pass top-k and min-p, then top-p; off are None, a top_k below 1, a top_p of 1, a min_p of 0.
+    """Mask of the columns that pass top-k and min-p, then top-p.
 
-    top-k:  z_v >= the k-th largest of the row; all equal to it stay
+    A filter is off at None, and at a top_k below 1, a top_p of 1 or a min_p of 0.
+
+    top-k:  z_v >= the k-th largest of the row, with all ties
     min-p:  p_v >= min_p max_u p_u, that is (z_v - m) / T >= log min_p
-    top-p:  of those, in the order (z descending, id ascending): the first, and each one with
+    top-p:  sort the remaining columns (z descending, id ascending); keep the first, and every column with
             sum_before exp((z - m) / T) < p sum_all exp((z - m) / T),   m = max_v z_v
     """
     is_kept = jnp.ones(logits.shape, bool)
@@ -184,9 +186,9 @@ def sampled_logprob(
     temperature: float = 1.0,
     min_p: float | None = None,
 ) -> Float[Array, "*a"]:
-    """log p[t] = y_t - log sum_{v kept} exp(y_v); -inf where t is filtered.
+    """log p[t] = y_t - log sum_{v kept} exp(y_v); -inf if t is filtered.
 
-    Which columns are kept is a constant: no gradient goes through the choice.
+    The mask is a constant and has no gradient.
     """
     is_kept = sampling_mask(lax.stop_gradient(logits), top_k, top_p, temperature, min_p)
     return logprob(jnp.where(is_kept, logits, -jnp.inf), target, temperature)
@@ -202,7 +204,7 @@ def next_token_logprob(
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> Float[Array, "b u"]:
-    """out[b, j] = log p(id[b, j + 1] | z[b, j]),   j < s - 1. Positions of z past the ids are padding."""
+    """out[b, j] = log p(id[b, j + 1] | z[b, j]),   j < s - 1. Positions of z beyond the ids are padding."""
     scored = logits[:, : max(target.shape[1] - 1, 0)]
     return sampled_logprob(scored, target[:, 1:], top_k, top_p, temperature)
 
@@ -210,7 +212,7 @@ def next_token_logprob(
 def next_token_logprob_of_stored(
     logits: Float[Array, "b s v"], target: Int[Array, "b s"], seq_index: Int[Array, " s"], temperature: float = 1.0
 ) -> Float[Array, "b u"]:
-    """The same in original order, where stored position j is original position seq_index[j]."""
+    """`next_token_logprob` in original order; stored position j is original position seq_index[j]."""
     original = jnp.argsort(seq_index)
     return next_token_logprob(logits[:, original], target[:, original], temperature)
 
@@ -225,7 +227,7 @@ def packed_next_token_logprob(
 ) -> Float[Array, "b u"]:
     """out[i, j] = log p(id[c_i + j + 1] | z[c_i + j])   for j + 1 < the length of sequence i, else 0.
 
-    Sequence i, of `lengths[i]` tokens from c_i = `starts[i]` on, is scored alone.
+    Sequence i has `lengths[i]` tokens, starts at c_i = `starts[i]`, and is scored separately.
     """
     j = jnp.arange(unpacked_seqlen - 1)
     rows = []
@@ -255,17 +257,17 @@ def packed_next_token_negative_entropy(
 
 
 def sequence(x: Shaped[Array, "*a"]) -> Shaped[Array, "*a"]:
-    """A sequence sharded over ranks and gathered again: on one device, the sequence itself."""
+    """A sequence that ranks shard and gather again: on one device, the sequence itself."""
     return x
 
 
 def next_positions(x: Shaped[Array, "b s *d"], fill: float = 0) -> Shaped[Array, "b s *d"]:
-    """At position j what position j + 1 has; the last one has `fill`."""
+    """x shifted by one position: out[:, j] = x[:, j + 1], and `fill` at the last position."""
     return jnp.concatenate([x[:, 1:], jnp.full_like(x[:, :1], fill)], axis=1)
 
 
 def same(matrix: Shaped[Array, "t v"]) -> Shaped[Array, "t v"]:
-    """Sharded by rows or sharded by columns: the same matrix."""
+    """The matrix itself, whether ranks shard it by rows or by columns."""
     return matrix
 
 
@@ -273,7 +275,7 @@ def same(matrix: Shaped[Array, "t v"]) -> Shaped[Array, "t v"]:
 
 
 def topk(logits: Float[Array, "*a v"], k: int) -> tuple[Float[Array, "*a k"], Int[Array, "*a k"]]:
-    """(values, ids), descending, of equal values the lowest id first; min(k, v) of them. -0 equals 0."""
+    """(values, ids) of the min(k, v) largest, descending; of equal values the lowest id first. -0 equals 0."""
     values, ids = lax.top_k(jnp.where(logits == 0, 0, logits), min(k, logits.shape[-1]))
     return values, ids
 
@@ -285,12 +287,12 @@ def logits_at(logits: Float[Array, "*a v"], ids: Int[Array, "*a k"]) -> Float[Ar
 
 
 def columns(x: Float[Array, "*a v"], ids: Int[Array, " k"]) -> Float[Array, "*a k"]:
-    """x[..., ids[j]], of every row the same columns; 0 without gradient for an id outside [0, v)."""
+    """x[..., ids[j]], the same columns of every row; 0 without gradient for an id outside [0, v)."""
     return logits_at(x, jnp.broadcast_to(ids, (*x.shape[:-1], *ids.shape)))
 
 
 def argmax(logits: Float[Array, "*a v"]) -> Int[Array, "*a"]:
-    """The id of the largest, of equal ones the lowest."""
+    """The id of the largest logit; of equal logits the lowest id."""
     return topk(logits, 1)[1][..., 0]
 
 
@@ -301,14 +303,13 @@ def distillation(
     zero_outside_topk: bool,
     calculate_entropy: bool,
 ) -> tuple[Float[Array, "b u k"], Float[Array, "b u k"], Float[Array, "b u"] | None]:
-    """(student, teacher, entropy or None) at the teacher's k ids, but for the last position.
+    """(student, teacher, entropy or None) at the teacher's k ids, without the last position.
 
-    student   log softmax of its logits at the ids, over the full vocabulary or over those k alone
-    teacher   log softmax over its own k logits
+    student   log softmax of its logits at the ids, over the full vocabulary or over these k logits
+    teacher   log softmax over its k logits
     entropy   h = sum_v p_v log p_v over the student's full vocabulary
 
-    An id outside [0, v) is no part of a sum over k. The student may have more positions than the teacher, of which
-    the last are padding.
+    A sum over k leaves out ids outside [0, v). The student's positions beyond the teacher's are padding.
     """
     ids = teacher_topk_indices[:, :-1]
     z, teacher = student_logits[:, : ids.shape[1]], teacher_topk_logits[:, :-1]
@@ -333,12 +334,12 @@ def logits_of_hidden(hidden: Float[Array, "s b d"], weight: Float[Array, "v d"])
 def linear_logprob(
     hidden: Float[Array, "s b d"], weight: Float[Array, "v d"], target: Int[Array, "b s"]
 ) -> Float[Array, "b s"]:
-    """log p of a target that is already shifted."""
+    """log p of an already shifted target, from hidden states."""
     return logprob(logits_of_hidden(hidden, weight), target)
 
 
 def linear_next_token_logprob(
     hidden: Float[Array, "s b d"], weight: Float[Array, "v d"], target: Int[Array, "b s"]
 ) -> Float[Array, "b u"]:
-    """log p of id j + 1 at position j."""
+    """log p of id j + 1 at position j, from hidden states."""
     return next_token_logprob(logits_of_hidden(hidden, weight), target)

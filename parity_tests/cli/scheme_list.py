@@ -16,16 +16,22 @@ WIDEST = 400  # where there is no terminal, lines are as long as they must be
 TABLE_WIDTH = 160  # columns of a terminal in which no cell of the table has to break
 
 
-def show(pattern: str, json: str | None, quiet: bool = False) -> None:
-    """Print the built-in schemes whose name matches, names alone if `quiet`. Errors: UnusableTarget where none does."""
+def show(pattern: str, json: str | None, quiet: bool = False, everything: bool = False) -> None:
+    """Print the built-in schemes whose name matches, names alone if `quiet`; public ones alone unless `everything`.
+
+    Errors: UnusableTarget where none does.
+    """
     check_writable(json=json)
-    everything = scheme_index.entries()
-    entries = [entry for entry in everything if fnmatch(entry.name, pattern)]
+    schemes = scheme_index.entries()
+    named = [entry for entry in schemes if fnmatch(entry.name, pattern)]
+    entries = [entry for entry in named if everything or entry.public]
     if not entries:
         from parity_tests.harness.declare import discover
 
-        hint = discover.nearest(pattern, [entry.name for entry in everything])
-        raise discover.UnusableTarget(f"{pattern}: no scheme of this name{hint} (shardproof list shows all)")
+        if named:
+            raise discover.UnusableTarget(f"{pattern}: no public scheme of this name; --all shows the others")
+        hint = discover.nearest(pattern, [entry.name for entry in schemes])
+        raise discover.UnusableTarget(f"{pattern}: no scheme of this name{hint} (shardproof list --all shows all)")
     if json:
         write_text(json, json_module.dumps([entry.to_dict() for entry in entries], indent=2))
     if json == "-":

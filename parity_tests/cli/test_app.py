@@ -217,6 +217,19 @@ def test_a_run_leaves_the_profile_as_it_was(shardproof):
 # The other verbs
 
 
+def test_schemes_of_parts_that_are_not_public_are_listed_with_all(shardproof):
+    public, everything = (set(shardproof("list", "-q", *more)[1].split()) for more in ((), ("--all",)))
+    others = everything - public
+    assert public < everything and "vocab_parallel_logprob" in public
+    assert {"filtered_by_lists", "numbered_in_blocks"} <= others
+    status, _, err = shardproof("list", "filtered_by_lists")
+    assert (status, err) == (
+        2,
+        "shardproof: filtered_by_lists: no public scheme of this name; --all shows the others\n",
+    )
+    assert shardproof("list", "filtered_by_lists", "--all", "-q")[1] == "filtered_by_lists\n"
+
+
 def test_list(shardproof):
     status, out, _ = shardproof("list", "vocab_parallel_logprob")
     assert status == 0

@@ -198,14 +198,14 @@ def test_a_seed_that_is_too_large(shardproof, verb):
         (("verify", "empty"), "empty: no file below declares a scheme (none has '@scheme')"),
         (
             ("verify", "no_such_scheme"),
-            "no_such_scheme: no file and no scheme of this name (shardproof list shows all)",
+            "no_such_scheme: no file and no scheme of this name (shardproof list --all shows all)",
         ),
         (
             ("verify", "there"),
-            "there: no file and no scheme of this name; did you mean there.py? (shardproof list shows all)",
+            "there: no file and no scheme of this name; did you mean there.py? (shardproof list --all shows all)",
         ),
         (("schedule", "none.csv"), "schedule 'none.csv' does not exist; pass the path of a CSV file"),
-        (("list", "no_such_*"), "no_such_*: no scheme of this name (shardproof list shows all)"),
+        (("list", "no_such_*"), "no_such_*: no scheme of this name (shardproof list --all shows all)"),
         (("draw", "none.py"), "none.py: no such file"),
         (("replay", "none.py"), "cannot read none.py: No such file or directory"),
         (("timeline", "none.py"), "cannot read none.py: No such file or directory"),

@@ -11,6 +11,7 @@ from parity_tests.harness.declare import discover
 from parity_tests.injected_bugs import wrong_schemes
 
 LOGPROB = discover.PACKAGE / "vocab_parallel" / "test_logprob.py"
+STATISTICS = LOGPROB.with_name("test_statistics.py")
 
 
 def reader():
@@ -31,6 +32,16 @@ def test_all_is_well(one_scheme, tmp_path, capsys):
     assert printed.count("\ncaught: ") == len(wrong_schemes.WRONG_SCHEMES) == 3
     assert all(bug.expect in printed for bug in wrong_schemes.WRONG_SCHEMES)
     assert "The one scheme means what its reference means" in printed
+
+
+def test_schemes_of_parts_that_are_not_public_are_verified_with_all(monkeypatch, tmp_path, capsys):
+    other = next(each for each in discover.schemes_of_file(str(STATISTICS)) if each.name == "merged_statistics")
+    monkeypatch.setattr(discover, "built_in", lambda: [reader(), other])
+    for everything, closing in ((False, "The one scheme means"), (True, "All 2 schemes mean")):
+        assert tour.run(str(tmp_path / "figure.png"), examples=1, everything=everything) == 0
+        printed = capsys.readouterr().out
+        assert closing in printed
+        assert ("1 scheme of parts that are not public: shardproof tour --all" in printed) is not everything
 
 
 def test_the_tables_fit_a_terminal_of_80_columns(one_scheme):

@@ -1,4 +1,6 @@
-"""The first run: every built-in scheme, real text, three injected bugs, one figure, one sentence.
+"""The first run: built-in schemes, real text, three injected bugs, one figure, one sentence.
+
+The schemes are those of public functions, which judge other code too; with `--all` also those of the parts below.
 
 Each part prints its results; the status is 0 only if every scheme is equal, the text's perplexity is the
 reference's, and every injected bug is caught and called by its name.
@@ -19,6 +21,7 @@ from rich.table import Table
 from parity_tests.cli import real_text, several, tour_figure
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.counted import counted
+from parity_tests.harness.implementation.public_names import is_public
 from parity_tests.harness.report import summary
 from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.harness.report.sentence import Sentence
@@ -52,11 +55,11 @@ class Tour:
         self.console.print(f"\n{text}", style="bold", highlight=False)
 
 
-def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = False) -> int:
+def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = False, everything: bool = False) -> int:
     """Run the tour; returns the exit status. If `quiet`, only the closing sentence is printed."""
     check_writable(figure=figure_path, json=json)
     start, text_to_stderr = time.perf_counter(), json == "-"
-    tour = judged(Console(stderr=text_to_stderr, quiet=quiet), examples)
+    tour = judged(Console(stderr=text_to_stderr, quiet=quiet), examples, everything)
     with naming(figure_path):
         tour.figure().savefig(figure_path, dpi=130)
     tour.console.print()
@@ -70,19 +73,25 @@ def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = 
     return tour.status
 
 
-def judged(console: Console, examples: int) -> Tour:
-    """Every built-in scheme, the text and the injected bugs; results are printed as they come."""
+def judged(console: Console, examples: int, everything: bool = False) -> Tour:
+    """Built-in schemes, the text and the injected bugs; results are printed as they come."""
     tour = Tour(console)
-    _schemes(tour, examples)
+    _schemes(tour, examples, everything)
     _text(tour)
     _bugs(tour)
     tour.status = tour.outcome.status or (MISMATCH if tour.wrong else EQUAL)
     return tour
 
 
-def _schemes(tour: Tour, examples: int) -> None:
-    tour.heading("Every built-in scheme against its reference: forward, gradient, collectives, bytes")
-    outcome = tour.outcome = several.verified(discover.built_in(), examples)
+def _schemes(tour: Tour, examples: int, everything: bool) -> None:
+    built_in = discover.built_in()
+    schemes = [scheme for scheme in built_in if everything or is_public(scheme.fn)]
+    kind = "Every built-in scheme" if everything else "Every scheme of a public function"
+    tour.heading(f"{kind} against its reference: forward, gradient, collectives, bytes")
+    if len(schemes) < len(built_in):
+        others = counted(len(built_in) - len(schemes), "scheme")
+        tour.console.print(f"{others} of parts that are not public: shardproof tour --all", highlight=False)
+    outcome = tour.outcome = several.verified(schemes, examples)
     tour.console.print(summary.table(outcome, tour.console.width), crop=False)
     for report in outcome.reports:
         name = report.scheme.rpartition(":")[2]

@@ -156,11 +156,12 @@ def list_schemes(
     pattern: Annotated[str, typer.Argument(help="A glob over scheme names.", autocompletion=complete.names)] = "*",
     json: JsonPath = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print names only, one on a line.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also schemes of parts that are not public.")] = False,
 ) -> None:
     """The table of schemes: name, mesh, specs, reference, file."""
     from parity_tests.cli import scheme_list
 
-    scheme_list.show(pattern, json, quiet)
+    scheme_list.show(pattern, json, quiet, everything)
 
 
 def tour(
@@ -168,8 +169,9 @@ def tour(
     examples: Annotated[int, typer.Option(min=1, help="Cases per scheme.")] = 8,
     json: JsonPath = None,
     quiet: Quiet = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also schemes of parts that are not public.")] = False,
 ) -> None:
-    """Everything at once on this CPU. All built-in schemes, real text, three injected bugs, one figure."""
+    """Everything at once on this CPU. Schemes of public functions, real text, three injected bugs, one figure."""
     from parity_tests.cli import tour as first_run
 
-    raise typer.Exit(first_run.run(figure or "shardproof_verify.png", examples, json, quiet))
+    raise typer.Exit(first_run.run(figure or "shardproof_verify.png", examples, json, quiet, everything))

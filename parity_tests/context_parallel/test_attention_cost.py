@@ -1,18 +1,15 @@
 """The bytes of context_parallel.attention_cost against what ranks are seen to send, and which exchange sends fewest."""
 
 import doctest
+import itertools
 
-import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
-from jaxtyping import Int
-from torch import Tensor
 
 import jax_ref.layouts
 from parity_tests.context_parallel.key_costs import around_the_ring, as_a_halo, cheaper, needed_keys, visible_pairs
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, check, check_cases, every_case, scheme, token_below
+from shardproof import CaseSpec
 from torch_impl.context_parallel import attention_bytes, attention_cost, context_parallel_attention, fewest_bytes
 from torch_impl.context_parallel.key_routes import key_traffic
 from torch_impl.layouts import TokenLayout
@@ -73,9 +70,7 @@ def test_bytes_are_those_that_ranks_send(shapes):
         assert tuple(map(max, zip(*measured(traffic, shapes), strict=True))) == (traffic.forward, traffic.backward)
 
 
-KINDS = ("ring", "all_gather", "ulysses", "usp")
-LARGEST = 6  # ways to exchange over 8 ranks, and the one that sends the fewest bytes
-ABSENT, REJECTED = -1, -2
+REJECTION = "rejected"
 PREDICTED = [
     *SHAPES,
     *(
@@ -124,18 +119,12 @@ def numbers_sent(shapes, kind, a):
     return row * max(keys) * e + sum(pieces) * e, backward + sum(pieces) * e
 
 
-def rows_of(found, fewest):
-    """One row for each way and for the one that sends the fewest bytes: kind, ranks that share heads, bytes."""
-    rows = [[KINDS.index(kind), a, *sent] for kind, a, *sent in found]
-    rows += [[ABSENT] * 4] * (LARGEST - len(rows))
-    return [*rows, [KINDS.index(fewest[0]), *fewest[1:]]]
-
-
-def expected_rows(shapes):
+def expected_ways(shapes):
+    """(exchange, ranks that share heads, bytes forward, bytes backward) of each way; and the way that sends fewest."""
     h, hk, n, layout = shapes["h"], shapes["hk"], shapes["cp_size"], shapes.get("layout", "dual_chunk_swap")
     unit = n * {"ragged": 0, "dual_chunk_swap": 2, "packed": 2}.get(layout, 1)
     if h % hk or shapes["s"] < 1 or (n > 1 and unit and shapes["s"] % unit):
-        return [[REJECTED] * 4] * (LARGEST + 1)
+        return REJECTION
     if layout == "ragged":
         ways = [("ring", 1), ("all_gather", 1)]
     else:
@@ -143,87 +132,53 @@ def expected_rows(shapes):
         between = [("usp", a) for a in shared if 1 < a < n and layout != "striped"]
         ways = [("ring", 1), ("all_gather", 1), *between, *[("ulysses", n)] * (n in shared)]
     found = [(kind, a, *numbers_sent(shapes, kind, a)) for kind, a in ways]
-    kind, a, *sent = sorted(found, key=lambda way: sum(way[2:]))[0]
-    return rows_of(found, (kind, a, sum(sent), 0))
+    return found, min(found, key=lambda way: sum(way[2:]))
 
 
-def predicted_rows(shapes):
+def reported_ways(shapes):
+    def of(way):
+        return way.exchange, way.heads_size, way.forward, way.backward
+
     try:
-        found, best = attention_bytes(**shapes), fewest_bytes(**shapes)
+        return [of(way) for way in attention_bytes(**shapes)], of(fewest_bytes(**shapes))
     except ValueError:
-        return [[REJECTED] * 4] * (LARGEST + 1)
-    ways = [(way.exchange, way.heads_size, way.forward, way.backward) for way in found]
-    return rows_of(ways, (best.exchange, best.heads_size, best.total, 0))
+        return REJECTION
 
 
-def by_listing(ids):
-    return jnp.asarray([row for shapes in PREDICTED for row in expected_rows(shapes)], ids.dtype) + 0 * ids
+@pytest.mark.parametrize("shapes", PREDICTED, ids=lambda shapes: "-".join(map(str, shapes.values())))
+def test_bytes_are_those_of_each_message(shapes):
+    assert reported_ways(shapes) == expected_ways(shapes)
 
 
-@scheme(
-    reference=by_listing,
-    mesh={"cp": (1, 2, 4)},
-    inputs={"ids": "k r/cp"},
-    outputs="k r/cp",
-    dims={"k": ((LARGEST + 1) * len(PREDICTED),), "r": (4,)},
-    draw={"ids": token_below("r")},
-)
-def bytes_of_exchanges(mesh, ids) -> Int[Tensor, "k r/cp"]:
-    """Each rank fills in its own columns."""
-    rows = [row for shapes in PREDICTED for row in predicted_rows(shapes)]
-    return torch.tensor(rows, dtype=ids.dtype, device=ids.device)[:, mesh.global_ids("r")]
-
-
-@settings(max_examples=3)
-@given(every_case(bytes_of_exchanges))
-def test_bytes_are_those_of_each_message(case):
-    check(case)
-
-
-RANKS, ROUTES = 4, ("ring", "halo")
+RANKS = 4
 DOCUMENTS = {"one": (0, 32), "of a share": (0, 8, 16, 24, 32), "over shares": (0, 5, 20, 32)}
 
 
-def rows_by_route(ids, documents, kind, causal, window):
-    """Of both routes, the one that is taken first: which it is, and each rank's rows of keys and of gradients."""
+def expected_routes(documents, kind, causal, window):
+    """(route, rows of keys, rows of gradients that each rank sends) of both routes, the one that is taken first."""
     offsets = DOCUMENTS[documents]
     visible = visible_pairs(offsets[-1], causal is not False, window, offsets)
     needed = needed_keys(getattr(jax_ref.layouts, kind)(offsets[-1], RANKS), visible)
     ways = [("ring", "send", around_the_ring(needed)), ("halo", "all_to_all", as_a_halo(needed))]
     if not any("send" in table for table in cheaper(needed).keys) and any(map(any, needed)):
         ways.reverse()
-    rows = []
-    for route, op, sent in ways:
-        rows.append([ROUTES.index(route)] * RANKS)
-        rows += [[table.get(op, (0, 0))[1] for table in tables] for tables in (sent.keys, sent.gradients)]
-    return jnp.asarray(rows, ids.dtype) + 0 * ids
+
+    def rows(tables, op):
+        return [table.get(op, (0, 0))[1] for table in tables]
+
+    return [(route, rows(sent.keys, op), rows(sent.gradients, op)) for route, op, sent in ways]
 
 
-@scheme(
-    reference=rows_by_route,
-    mesh={"cp": (1, 2, 4)},
-    inputs={"ids": "k r/cp"},
-    outputs="k r/cp",
-    dims={"k": (6,), "r": (RANKS,)},
-    draw={"ids": token_below("r")},
-    options={
-        "documents": tuple(DOCUMENTS),
-        "kind": ("contiguous", "striped"),
-        "causal": (None, True, False),
-        "window": (None, 3, 9),
-    },
+@pytest.mark.parametrize(
+    ("documents", "kind", "causal", "window"),
+    list(itertools.product(DOCUMENTS, ("contiguous", "striped"), (None, True, False), (None, 3, 9))),
 )
-def rows_of_keys_by_route(mesh, ids, documents, kind, causal, window) -> Int[Tensor, "k r/cp"]:
-    """Each rank fills in its own columns. With None an argument is left out."""
+def test_rows_of_keys_by_route(documents, kind, causal, window):
+    """With None an argument is left out."""
     layout = TokenLayout.packed(DOCUMENTS[documents], cp_size=RANKS, cp_rank=0, kind=kind)
     rules = {name: x for name, x in (("causal", causal), ("window", window)) if x is not None}
-    found = key_traffic(layout, **rules)
-    rows = [row for way in found for row in ([ROUTES.index(way.route)] * RANKS, way.keys, way.gradients)]
-    return torch.tensor(rows, dtype=ids.dtype, device=ids.device)[:, mesh.global_ids("r")]
-
-
-def test_parity_of_rows_by_route():
-    check_cases(rows_of_keys_by_route, 40)
+    found = [(way.route, list(way.keys), list(way.gradients)) for way in key_traffic(layout, **rules)]
+    assert found == expected_routes(documents, kind, causal, window)
 
 
 def exchanges(**shapes):

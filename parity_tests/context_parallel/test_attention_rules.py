@@ -1,21 +1,22 @@
-"""Parity of which masks a context drops, and of which calls its attention takes, in which thread and how long."""
+"""Which masks a context drops, and which calls its attention takes, in which thread and how long."""
 
 import re
 import threading
 
-import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
-from torch import Tensor, nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 
-from shardproof import Cost, check_cases, drawn, scheme
+from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl.context_parallel import adapt_model_to_context, create_context_parallel_ctx
 
 SHAPES = ("square", "more keys", "fewer queries")
+SEEDS = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
 class Masked(nn.Module):
@@ -36,66 +37,78 @@ def causal_pairs(size, window):
     return (distance >= 0) & (distance < (window or size))
 
 
-def drawn_pairs(rng, shape, case):
-    """1 where a key is seen: the causal rule with padding on the right, half of the masks with one entry changed."""
+def drawn_pairs(rng, shape, window):
+    """True where a key is seen: the causal rule with padding on the right, half of the masks with one entry changed."""
     n, b, size, _ = shape
     real = np.where(rng.random((n, b)) < 0.5, size, rng.integers(0, size + 1, (n, b)))[..., None, None]
     place = np.arange(size)
     # A query of padding sees anything but itself.
     of_padding = (rng.random(shape) < 0.3) & (place[:, None] != place)
-    seen = np.where(place[:, None] < real, causal_pairs(size, case.options["window"]), of_padding)
+    seen = np.where(place[:, None] < real, causal_pairs(size, window), of_padding)
     for i in np.flatnonzero(rng.random(n) < 0.5):
         entry = i, rng.integers(0, b), rng.integers(0, size), rng.integers(0, size)
         seen[entry] = ~seen[entry]
-    return seen.astype(np.int64)
+    return seen
 
 
-def dropped_by_rule(seen, window, shape):
+def is_dropped_by_rule(seen, window, shape):
     """A mask of all keys is dropped if in each row some number of queries sees by the rule and no other sees itself."""
-    n, _, size, _ = seen.shape
+    size = seen.shape[-1]
     if shape != "square":  # of another number of keys it is a shard's, and says nothing of the sequence
-        return jnp.full((n,), int(shape == "more keys"), seen.dtype)
-    is_ruled = ((seen > 0) == jnp.asarray(causal_pairs(size, window))[None, None]).all(-1)
-    sees_itself = jnp.diagonal(seen, axis1=2, axis2=3) > 0
+        return shape == "more keys"
+    is_ruled = (seen == causal_pairs(size, window)).all(-1)
+    sees_itself = np.diagonal(seen, axis1=1, axis2=2)
     fits = [is_ruled[..., :real].all(-1) & ~sees_itself[..., real:].any(-1) for real in range(size + 1)]
-    return jnp.stack(fits).any(0).all(-1).astype(seen.dtype)
+    return bool(np.stack(fits).any(0).all())
 
 
-@scheme(
-    reference=dropped_by_rule,
-    mesh={"cp": (2,)},
-    inputs={"seen": "n/cp b s keys"},
-    outputs="n/cp",
-    dims={"n": (24,), "b": (2, 3), "s": (4, 8), "keys": "s"},
-    draw={"seen": drawn(drawn_pairs, integer=True)},
-    options={"window": (None, 3), "shape": SHAPES},
-    rank_options={"addends": (False, True)},
-    cost=lambda c: Cost(),
+REJECTION = "context_parallel.adapt_model_to_context: own: attention_mask ["
+
+
+@settings(max_examples=20)
+@given(
+    SEEDS,
+    st.tuples(st.sampled_from((2, 3)), st.sampled_from((4, 8))),
+    st.sampled_from((None, 3)),
+    st.sampled_from(SHAPES),
+    st.booleans(),
 )
-def masks_that_a_context_drops(mesh, seen, window, shape, addends) -> Int[Tensor, " n"]:
-    """1 where a mask is dropped in a context, 0 where it is rejected since attention would lose it."""
-    size, model = seen.shape[-1], nn.ModuleDict({"own": Masked(window)})
-    adapt_model_to_context(model)
-    codes = []
-    with create_context_parallel_ctx(mesh.device_mesh["cp"], [torch.zeros(size)], [0], set()):
-        for pairs in seen[:, :, None] > 0:
-            mask = torch.zeros(pairs.shape, device=pairs.device).masked_fill(~pairs, -torch.inf) if addends else pairs
-            mask = {"square": mask, "more keys": F.pad(mask, (0, 1)), "fewer queries": mask[..., : size // 2, :]}[shape]
-            try:
-                codes.append(int(not model["own"](torch.zeros(1), mask)))
-            except ValueError as error:
-                if not str(error).startswith("context_parallel.adapt_model_to_context: own: attention_mask ["):
-                    raise
-                codes.append(0)
-    return torch.tensor(codes).to(seen)
+def test_masks_that_a_context_drops(rng, sizes, window, shape, addends):
+    """Others are rejected, since attention would lose them."""
+    (b, size), masks = sizes, 12
+    seen = drawn_pairs(rng, (masks, b, size, size), window)
+
+    def outcome(model, mask):
+        try:
+            return "kept" if model["own"](torch.zeros(1), mask) else "dropped"
+        except ValueError as error:
+            return str(error)
+
+    def body(mesh, case):
+        model, outcomes = nn.ModuleDict({"own": Masked(window)}), []
+        adapt_model_to_context(model)
+        with create_context_parallel_ctx(mesh.device_mesh["cp"], [torch.zeros(size)], [0], set()):
+            for pairs in torch.from_numpy(seen)[:, :, None]:
+                mask = torch.zeros(pairs.shape).masked_fill(~pairs, -torch.inf) if addends else pairs
+                wide = F.pad(mask, (0, 1))
+                forms = {"square": mask, "more keys": wide, "fewer queries": mask[..., : size // 2, :]}
+                outcomes.append(outcome(model, forms[shape]))
+        return outcomes
+
+    ranks = run(body, CaseSpec(scheme="masks", mesh={"cp": 2}))
+    assert ranks.ledger.rows == []
+    for outcomes in ranks.results:
+        for mask, found in zip(seen, outcomes, strict=True):
+            expected = "dropped" if is_dropped_by_rule(mask, window, shape) else REJECTION
+            assert found.startswith(expected), mask.astype(int)
 
 
 CALL = ("has_mask", "drops_out", "key_heads", "groups", "enables_groups", "more_keys", "in_a_thread")
 CALL_RULES = ("attn_mask is ", "dropout_p=", r"query has \d+ heads", r"query has \d+ rows")
+ACCEPTED = "accepted"
 
 
-def drawn_attention_calls(rng, shape):
-    n = shape[0]
+def drawn_attention_calls(rng, n):
     seldom = [rng.random(n) < 0.15 for _ in range(3)]
     groups = rng.choice([1, 1, 2, 3], n)
     enables = rng.random(n) < np.where(groups > 1, 0.6, 0.3)
@@ -105,12 +118,10 @@ def drawn_attention_calls(rng, shape):
     return np.stack([seldom[0], seldom[1], rng.integers(1, 3, n), groups, enables, seldom[2], in_a_thread], 1)
 
 
-def calls_by_rule(calls, fused):
-    has_mask, drops_out, _, groups, enables, more_keys, _ = (calls[:, i] for i in range(len(CALL)))
-    violated = jnp.stack([has_mask > 0, drops_out > 0, (groups > 1) & (enables == 0), more_keys > 0], 1)
-    inside = jnp.where(violated.any(1), violated.argmax(1) + 1, 0)
-    # The fused kernels of nn.MultiheadAttention would go by the context; after it they are as they were.
-    return inside.astype(calls.dtype), 0 * inside.astype(calls.dtype), jnp.asarray([0, int(fused)], calls.dtype)
+def rule_of_call(has_mask, drops_out, key_heads, groups, enables_groups, more_keys, in_a_thread):
+    """The rule that a call breaks first, or ACCEPTED."""
+    broken = (has_mask, drops_out, groups > 1 and not enables_groups, more_keys)
+    return next((rule for rule, is_broken in zip(CALL_RULES, broken, strict=True) if is_broken), ACCEPTED)
 
 
 def in_a_thread(f):
@@ -131,8 +142,8 @@ def in_a_thread(f):
     return value
 
 
-def rule_of_call(size, call):
-    """The rule that a call breaks, counted from 1; 0 where attention takes it."""
+def verdict_on(size, call):
+    """The rule that the message of a call names, or ACCEPTED."""
     of = dict(zip(CALL, call, strict=True))
     q = torch.zeros(1, of["key_heads"] * of["groups"], size, 4)
     k = torch.zeros(1, of["key_heads"], size + of["more_keys"], 4)
@@ -142,50 +153,40 @@ def rule_of_call(size, call):
     try:
         out = in_a_thread(attend) if of["in_a_thread"] else attend()
     except ValueError as error:
-        (rule,) = (
-            i for i, words in enumerate(CALL_RULES, 1) if re.match("context_parallel.sdpa: " + words, str(error))
-        )
-        return rule
+        named = [rule for rule in CALL_RULES if re.match(f"context_parallel.sdpa: {rule}", str(error))]
+        return named[0] if named else str(error)
     assert out.shape == q.shape
-    return 0
+    return ACCEPTED
 
 
-@scheme(
-    reference=calls_by_rule,
-    mesh={"cp": (1,)},
-    inputs={"calls": "n/cp k"},
-    outputs=("n/cp", "n/cp", "two"),
-    dims={"n": (24,), "k": (len(CALL),), "two": (2,)},
-    draw={"calls": drawn(drawn_attention_calls, integer=True)},
-    options={"fused": (True, False)},
-    cost=lambda c: Cost(),
-)
-def calls_of_attention(mesh, calls, fused) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"], Int[Tensor, "two"]]:
-    """The rule that a call in a context breaks; after it none does; whether torch's fused kernels were on, and are.
+@settings(max_examples=20)
+@given(SEEDS, st.booleans())
+def test_calls_of_attention(rng, fused):
+    """The rule that a call in a context breaks; after it none does; torch's fused kernels are off inside.
 
-    On one rank, around which a ring sends nothing, since the kernels are a setting of the process. A thread without a
-    context has the only one.
+    The fused kernels of nn.MultiheadAttention would go by the context; after it they are as they were. On one rank,
+    around which a ring sends nothing, since the kernels are a setting of the process. A thread without a context has
+    the only one.
     """
-    size, before = 4, get_fastpath_enabled()
+    size, before, calls = 4, get_fastpath_enabled(), drawn_attention_calls(rng, 24).tolist()
     # After the context groups are always enabled, since torch, too, takes none without; and nothing is drawn.
-    plain = [
-        [has_mask, 0, heads, groups, 1, more, there] for has_mask, _, heads, groups, _, more, there in calls.tolist()
-    ]
-    try:
-        set_fastpath_enabled(fused)
-        with create_context_parallel_ctx(mesh.device_mesh["cp"], [torch.zeros(size)], [0], set(), "alltoall"):
-            settings = [get_fastpath_enabled()]
-            inside = [rule_of_call(size, call) for call in calls.tolist()]
-        settings.append(get_fastpath_enabled())
-        after = [rule_of_call(size, call) for call in plain]
-    finally:
-        set_fastpath_enabled(before)
-    return tuple(torch.tensor(each).to(calls) for each in (inside, after, settings))
+    plain = [[has_mask, 0, heads, groups, 1, more, there] for has_mask, _, heads, groups, _, more, there in calls]
 
+    def body(mesh, case):
+        try:
+            set_fastpath_enabled(fused)
+            with create_context_parallel_ctx(mesh.device_mesh["cp"], [torch.zeros(size)], [0], set(), "alltoall"):
+                kernels = [get_fastpath_enabled()]
+                inside = [verdict_on(size, call) for call in calls]
+            kernels.append(get_fastpath_enabled())
+            return inside, [verdict_on(size, call) for call in plain], kernels
+        finally:
+            set_fastpath_enabled(before)
 
-SCHEMES = (masks_that_a_context_drops, calls_of_attention)
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 20)
+    ranks = run(body, CaseSpec(scheme="calls", mesh={"cp": 1}))
+    ((inside, after, kernels),) = ranks.results
+    for call, found in zip(calls, inside, strict=True):
+        assert found == rule_of_call(*call), dict(zip(CALL, call, strict=True))
+    assert after == [ACCEPTED] * len(plain)
+    assert kernels == [False, fused]
+    assert ranks.ledger.rows == []

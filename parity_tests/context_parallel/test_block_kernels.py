@@ -5,17 +5,13 @@ On the meta device: values are not computed, which needs a GPU.
 Parity of attention whose blocks are computed by plain operations, few rows at a time.
 """
 
-import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
-from jaxtyping import Int
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parity_tests.context_parallel.test_block_schedule import packed_attention_by_keys
-from shardproof import check, check_cases, every_case, scheme, token_below
+from shardproof import check_cases
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel import block_kernels, blockwise_attention
 from torch_impl.context_parallel.block_schedule import Block
@@ -98,40 +94,19 @@ BY_HAND += [(HALF, False, 16, width, (8, 6), "efficient") for width in (224, 264
 BY_HAND += [(WIDE, False, 16, width, (8, 0), "efficient") for width in (4, 12)]
 BY_HAND += [(torch.float16, False, 16, 4, (8, 0), "plain"), (HALF, False, 16, 64, (7, 9), "plain")]
 QUERIES = 16
-CODES = {"flash": (1, 1), "efficient": (0, 1), "plain": (0, 0)}  # efficient attention takes all that flash takes
+# Whether flash attention takes a block, and whether memory-efficient attention does, which takes all that flash takes.
+TAKEN = {"flash": (True, True), "efficient": (False, True), "plain": (False, False)}
 
 
-def by_hand(ids):
-    """Of causal blocks, then of blocks that see all, where as many keys as queries are not needed."""
-    rows = [CODES[takes] for *_, takes in BY_HAND]
-    rows += [CODES[takes if keys == QUERIES else "flash"] for _, _, keys, _, _, takes in BY_HAND]
-    return jnp.asarray(rows, ids.dtype) + 0 * ids
-
-
-@scheme(
-    reference=by_hand,
-    mesh={"cp": (1, 2)},
-    inputs={"ids": "k r/cp"},
-    outputs="k r/cp",
-    dims={"k": (2 * len(BY_HAND),), "r": (2,)},
-    draw={"ids": token_below("r")},
-)
-def kernels_that_take_a_block(mesh, ids) -> Int[Tensor, "k r/cp"]:
-    """Whether flash attention does, and whether memory-efficient attention does."""
-    rows = []
-    for is_causal in (True, False):
-        for dtype, masked, keys, width, capability, _ in BY_HAND:
-            q, k = (torch.empty(1, 1, size, width, dtype=dtype, device="meta") for size in (QUERIES, keys))
-            mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device="meta") if masked else None
-            is_flash = block_kernels._flash_supports(q, k, mask, is_causal, capability)
-            rows.append([is_flash, block_kernels._efficient_supports(q, capability)])
-    return torch.tensor(rows).to(ids)[:, mesh.global_ids("r")]
-
-
-@settings(max_examples=3)
-@given(every_case(kernels_that_take_a_block))
-def test_parity_of_what_takes_a_block(case):
-    check(case)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("dtype", "masked", "keys", "width", "capability", "takes"), BY_HAND)
+def test_kernels_that_take_a_block(dtype, masked, keys, width, capability, takes, is_causal):
+    """As many keys as queries are needed by a causal block alone."""
+    q, k = (torch.empty(1, 1, size, width, dtype=dtype, device="meta") for size in (QUERIES, keys))
+    mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device="meta") if masked else None
+    flash = block_kernels._flash_supports(q, k, mask, is_causal, capability)
+    expected = takes if is_causal or keys == QUERIES else "flash"
+    assert (flash, block_kernels._efficient_supports(q, capability)) == TAKEN[expected]
 
 
 @pytest.mark.parametrize(("dtype", "masked", "keys", "width", "capability", "takes"), BY_HAND)

@@ -1,15 +1,17 @@
-"""Parity of which masks and entries a dense batch takes, which rule the others break, and which buffers stay shards."""
+"""Masks and entries that a dense batch takes, the rules that others break; parity of the buffers of a context."""
 
 import re
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jaxtyping import Int
 from torch import Tensor
 
-from shardproof import Cost, check_cases, drawn, integers, scheme
+from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, Cost, check_cases, integers, scheme
 from torch_impl import context_parallel as cp
 
 FUNCTION = "context_parallel.batch: "
@@ -21,8 +23,12 @@ MASK_RULES = (
     "left padding is lost",
     "holes are lost",
 )
-OTHER_SHAPE, NO_ROWS = 6, 7
-SHAPES = ("of tokens", "longer", "pairs")
+SHAPES = {  # with the message of each; of tokens there are other rules
+    "of tokens": "",
+    "longer": r"attention_mask is \[(?!.*under cp it is \[b, s\])",
+    "pairs": r"attention_mask is \[.*under cp it is \[b, s\]",
+}
+SEEDS = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
 def drawn_masks(rng, shape):
@@ -39,26 +45,20 @@ def drawn_masks(rng, shape):
     return masks
 
 
-def masks_by_rule(ids, masks, shape):
-    n, _, s = masks.shape
-    column = jnp.arange(s)[None, None]
-    is_one = masks != 0
-    last = jnp.where(is_one, column, -1).max(-1)
-    leading = jnp.where(is_one, column, s).min(-1)
-    rows = [
-        (masks < 0).any(-1),
-        ((masks % 2 != 0) | (masks == INFINITE)).any(-1),
-        (masks > 2).any(-1),
-        (leading > 0) & (leading < s),
+def broken_by(mask):
+    """(the rule that a mask breaks first, the first row that does), by rules; None if it breaks none."""
+    column, is_one = np.arange(mask.shape[-1]), mask != 0
+    last = np.where(is_one, column, -1).max(-1)
+    leading = np.where(is_one, column, mask.shape[-1]).min(-1)
+    violated = [
+        (mask < 0).any(-1),
+        ((mask % 2 != 0) | (mask == INFINITE)).any(-1),
+        (mask > 2).any(-1),
+        (leading > 0) & (leading < mask.shape[-1]),
         last + 1 != is_one.sum(-1),
     ]
-    violated = jnp.stack(rows, 1).reshape(n, -1)
-    at, b = violated.argmax(-1), masks.shape[1]
-    found = jnp.where(violated.any(-1)[:, None], jnp.stack([at // b + 1, at % b], -1), 0)
-    if shape != "of tokens":
-        found = 0 * found + jnp.array([[OTHER_SHAPE if shape == "longer" else NO_ROWS, 0]])
-    padding = jnp.where((found[:, 0] == 0)[:, None, None], (masks == 0).astype(int), -1)
-    return found.astype(ids.dtype), padding.astype(ids.dtype)
+    found = [(rule, int(rows.argmax())) for rule, rows in zip(MASK_RULES, violated, strict=True) if rows.any()]
+    return found[0] if found else None
 
 
 def batch_or_sentence(mesh, batch, **settings):
@@ -71,92 +71,83 @@ def batch_or_sentence(mesh, batch, **settings):
         return str(error).removeprefix(FUNCTION)
 
 
-@scheme(
-    reference=masks_by_rule,
-    mesh={"cp": (2,)},
-    inputs={"ids": "b s", "masks": "n/cp b s"},
-    outputs=("n/cp k", "n/cp b s"),
-    dims={"b": (3, 2), "s": (8, 4), "n": (16,), "k": (2,)},
-    draw={"ids": integers(0, 9), "masks": drawn(drawn_masks, integer=True)},
-    options={"shape": SHAPES},
-    cost=lambda c: Cost(),
-)
-def masks_of_a_dense_batch(mesh, ids, masks, shape) -> tuple[Int[Tensor, "n k"], Int[Tensor, "n b s"]]:
-    """Which rule each mask breaks and in which row; the padding of those that are taken, else -1."""
-    codes, paddings = [], []
-    for twice in masks:
-        mask = torch.where(twice == INFINITE, torch.inf, twice / 2)
-        mask = {
-            "of tokens": mask,
-            "longer": mask[:, [*range(mask.shape[1]), -1]],
-            "pairs": mask[:, None] * mask[..., None],
-        }
-        made = batch_or_sentence(mesh, {"input_ids": ids, "attention_mask": mask[shape]})
-        if not isinstance(made, str):
-            codes.append([0, 0])
-            paddings.append(made["padding_mask"].long())
-            continue
-        paddings.append(torch.full_like(ids, -1))
-        if made.startswith("attention_mask is"):
-            codes.append([NO_ROWS if "under cp it is [b, s]" in made else OTHER_SHAPE, 0])
-        else:
-            (rule,) = (i for i, words in enumerate(MASK_RULES, 1) if words in made)
-            codes.append([rule, int(re.match(r"attention_mask: row (\d+) ", made)[1])])
-    return torch.tensor(codes).to(ids), torch.stack(paddings).to(ids)
+@settings(max_examples=20)
+@given(SEEDS, st.tuples(st.sampled_from((3, 2)), st.sampled_from((8, 4))), st.sampled_from(tuple(SHAPES)))
+def test_masks_of_a_dense_batch(rng, sizes, shape):
+    """The rule that each mask breaks and in which row; the padding of those that are taken."""
+    masks, ids = drawn_masks(rng, (8, *sizes)), torch.ones(sizes, dtype=torch.int64)
+
+    def of_tokens(twice):
+        return torch.where(twice == INFINITE, torch.inf, twice / 2)
+
+    def body(mesh, case):
+        outcomes = []
+        for mask in map(of_tokens, torch.from_numpy(masks)):
+            longer = mask[:, [*range(mask.shape[1]), -1]]
+            forms = {"of tokens": mask, "longer": longer, "pairs": mask[:, None] * mask[..., None]}
+            made = batch_or_sentence(mesh, {"input_ids": ids, "attention_mask": forms[shape]})
+            outcomes.append(made if isinstance(made, str) else made["padding_mask"].tolist())
+        return outcomes
+
+    ranks = run(body, CaseSpec(scheme="masks", mesh={"cp": 2}))
+    assert ranks.ledger.rows == []
+    for outcomes in ranks.results:
+        for mask, found in zip(masks, outcomes, strict=True):
+            broken = broken_by(mask)
+            if shape != "of tokens":
+                assert re.match(SHAPES[shape], found)
+            elif broken is None:
+                assert found == (mask == 0).tolist(), mask
+            else:
+                rule, row = broken
+                assert found.startswith(f"attention_mask: row {row} ") and rule in found, mask
 
 
 # Of each call is drawn: the entry that is no tensor, of these or none; whether tokens are embeddings, and their dims;
 # and which of two further sequence dims is given as another kind than an integer.
 ENTRIES = ("labels", "loss_mask", "position_ids", "padding_mask", "attention_mask", "teacher", "name")
 BY_TOKEN = len(ENTRIES) - 1
-NOT_DIMS, FEWER_DIMS = 20, 30
+ACCEPTED = "accepted"
 
 
-def drawn_calls(rng, shape):
-    n = shape[0]
+def drawn_calls(rng, n):
     wrong = np.where(rng.random(n) < 0.5, len(ENTRIES), rng.integers(0, len(ENTRIES), n))
     embedded = rng.integers(0, 2, n)
     dims = np.where(rng.random(n) < 0.7, 2 + embedded, rng.integers(1, 4, n))
     return np.stack([wrong, embedded, dims, rng.random(n) < 0.2, rng.random(n) < 0.2], 1)
 
 
-def calls_by_rule(calls):
-    wrong, embedded, dims, first, second = (calls[:, i] for i in range(5))
-    code = jnp.where(wrong < BY_TOKEN, wrong + 1, 0)
-    code = jnp.where(dims < 2 + embedded, FEWER_DIMS + 2 + embedded, code)
-    return jnp.where(first + second > 0, NOT_DIMS, code)
+def rule_of_entries(wrong, embedded, dims, first, second):
+    """How the message of a call is to read, as a pattern."""
+    if first or second:
+        return ".*pass a dict of the sequence's dim"
+    if dims < 2 + embedded:
+        names = ", ".join(["[^],]+"] * (2 + embedded))
+        return rf"\w+ is \[.*\]; it is \[{names}\], one row"
+    return rf"{ENTRIES[wrong]} is .*; pass a Tensor$" if wrong < BY_TOKEN else ACCEPTED
 
 
-@scheme(
-    reference=calls_by_rule,
-    mesh={"cp": (2,)},
-    inputs={"calls": "n/cp k"},
-    outputs="n/cp",
-    dims={"n": (40,), "k": (5,)},
-    draw={"calls": drawn(drawn_calls, integer=True)},
-    rank_options={"is_list": (True, False)},
-    cost=lambda c: Cost(),
-)
-def entries_that_a_dense_batch_takes(mesh, calls, is_list) -> Int[Tensor, " n"]:
-    """The entry that is no tensor, counted from 1; how many dims the tokens should have; 0 where a batch is taken."""
-    codes = []
-    for wrong, embedded, dims, first, second in calls.tolist():
+@settings(max_examples=20)
+@given(SEEDS, st.booleans())
+def test_entries_that_a_dense_batch_takes(rng, is_list):
+    """The entry that is no tensor is named; so is how many dims the tokens should have."""
+    calls = drawn_calls(rng, 20).tolist()
+
+    def made(mesh, wrong, embedded, dims, first, second):
         tokens = torch.ones((2, 4, 3)[:dims], dtype=torch.float32)
         batch = {"inputs_embeds" if embedded else "input_ids": tokens}
         batch |= {name: torch.ones(2, 4) for name in ENTRIES[:-2]} | {"position_ids": torch.arange(4).expand(2, 4)}
         batch |= {"teacher": torch.ones(4, 3), "student": torch.ones(4), "name": torch.ones(1)}
         batch |= {name: [[1]] if is_list else 1.0 for name in ENTRIES[wrong : wrong + 1]}
         seq_dims = {"teacher": "0" if first else 0, "student": 0.0 if second else 0}
-        made = batch_or_sentence(mesh, batch, extra_seq_buffers=seq_dims)
-        if not isinstance(made, str):
-            codes.append(0)
-        elif "pass a dict of the sequence's dim" in made:
-            codes.append(NOT_DIMS)
-        elif found := re.match(r"\w+ is \[.*\]; it is \[(.*?)\], one row", made):
-            codes.append(FEWER_DIMS + len(found[1].split(",")))
-        else:
-            codes.append(ENTRIES.index(re.match(r"(\w+) is .*; pass a Tensor$", made)[1]) + 1)
-    return torch.tensor(codes).to(calls)
+        outcome = batch_or_sentence(mesh, batch, extra_seq_buffers=seq_dims)
+        return outcome if isinstance(outcome, str) else ACCEPTED
+
+    ranks = run(lambda mesh, case: [made(mesh, *call) for call in calls], CaseSpec(scheme="entries", mesh={"cp": 2}))
+    assert ranks.ledger.rows == []
+    for found in ranks.results:
+        for call, sentence in zip(calls, found, strict=True):
+            assert re.match(rule_of_entries(*call), sentence), (call, sentence)
 
 
 def buffers_by_hand(ids, others, stays, refilled):
@@ -198,9 +189,5 @@ def buffers_of_a_context(mesh, ids, others, stays, refilled, negative) -> Buffer
     return torch.stack([first, third]), torch.stack([second, fourth]), restored, after
 
 
-SCHEMES = (masks_of_a_dense_batch, entries_that_a_dense_batch_takes, buffers_of_a_context)
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 20)
+def test_parity_of_buffers():
+    check_cases(buffers_of_a_context, 20)

@@ -7,12 +7,13 @@ import numpy as np
 from parity_tests.harness.draw import inputs
 from shardproof import drawn
 
-LOADS = ("random", "random", "one", "first", "last", "missing")
+LOADS = ("random", "random", "one", "first", "last", "missing", "dropped")
 MISSING = -1  # the number of no expert that padding usually has; so has the first one behind the last expert
 
 
 def _experts(generator, shape, case):
-    """Of each token k experts, no two alike: in random order, equal for all tokens, or none for some tokens."""
+    """k experts for each token, no two alike: in random order, or equal for all tokens; some tokens without an expert,
+    or with fewer than k, as capacity leaves them."""
     (*tokens, k), size = shape, case.e
     load = LOADS[generator.integers(len(LOADS))]
     order = generator.random((*tokens, size))
@@ -21,7 +22,8 @@ def _experts(generator, shape, case):
     if load in ("one", "last"):  # the first k experts have all rows, or the last k
         order = np.broadcast_to(np.arange(size) if load == "one" else -np.arange(size), order.shape)
     experts = order.argsort(-1)[..., :k]
-    is_missing = generator.random((*tokens, 1)) < (0.4 if load == "missing" else 0.0)
+    each = (*tokens, k if load == "dropped" else 1)
+    is_missing = generator.random(each) < (0.4 if load in ("missing", "dropped") else 0.0)
     of_none = np.where(generator.random(is_missing.shape) < 0.5, MISSING, size)
     return np.where(is_missing, of_none, experts).astype(np.int64)
 

@@ -117,6 +117,12 @@ REJECTED = [
     ("kept_choices", lambda m: kept(m, gates=GATES[:, :1]), "gates is [5, 1] but experts has k=2: k differs, 1 and 2"),
     ("expert_capacity", lambda m: ep.expert_capacity(8, 2, 4, 0.0), "factor=0.0 must be positive"),
     ("z_loss", lambda m: ep.z_loss(LOGITS, 0), "tokens=0 must be at least 1"),
+    (
+        "z_loss",
+        lambda m: ep.z_loss(LOGITS, 5, EXPERTS[:3]),
+        "experts is [3, 2] but logits has t/data=5: t/data differs, 3 and 5",
+    ),
+    ("token_count", lambda m: ep.token_count(EXPERTS, 0, m["ep"]), "num_experts=0 must be at least 1"),
 ]
 OF_ANOTHER_TYPE = [
     (ROUTED, lambda m: routed(m, group="ep"), NO_GROUP),

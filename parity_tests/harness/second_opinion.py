@@ -33,7 +33,7 @@ from parity_tests.harness.draw.choosers import seeded_chooser
 from parity_tests.harness.draw.drawing import another, draw_case
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, mesh_text
-from parity_tests.harness.run.failure import Deadlock, NotRun, Shared, Stalled, Unwaited
+from parity_tests.harness.run.failure import CANNOT_RUN, Deadlock, NotRun, Shared, Stalled, Unwaited
 from parity_tests.harness.run.protocol import disagreement
 from parity_tests.harness.verify_one_case import verify_case
 
@@ -45,6 +45,7 @@ PASSES_ON_GLOO = (
     f"are threads, which share what a library keeps for its process: {REMEDY}. Or a buffer is used before its wait, "
     "which gloo does not see"
 )
+LIMIT = "it passes there: this is a limit of lockstep, and no verdict on the function; verify with --engine gloo"
 SHARES_NOTHING = "gloo passes this case in fresh processes, which share nothing"  # after a failure that says what to do
 PROCESS_CHANGED = (
     "the case passes in a fresh process where no other scheme is verified: one that was imported or verified before "
@@ -85,6 +86,8 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
         return _not_repeated(report, f"it fails there in another way, {on_gloo.verdict}")
     if _is_rejection_only(report):
         return _not_repeated(report, CARRIED_OUT)
+    if report.failure is not None and CANNOT_RUN in str(report.failure):
+        return _not_repeated(report, LIMIT)
     otherwise = _fails_otherwise(scheme, report, on_gloo, earlier)
     if otherwise is not None:
         return otherwise

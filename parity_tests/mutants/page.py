@@ -25,7 +25,9 @@ The [catalogue of injected bugs](injected-bugs.md) is written by hand; this is a
 by a seed, each component in proportion.
 
 Each mutant is judged by the drawn cases that run its line, of {examples} of each scheme and of the {farthest} nearest
-schemes that have any, with the budgets and oracles of `shardproof verify`.
+schemes that have any, with the budgets and oracles of `shardproof verify`. Every scheme computes tensors, and its
+reference reads its inputs; so drawn cases run code that has mathematics. Their share is of the mutants whose line a
+drawn case runs. Of the others, as in names, messages, files and pictures, no such share is promised: tests judge them.
 
 What they do not catch is judged by the tests that run its line, the fastest first, of its component and then of the
 others. A test that starts processes, in which no lines are recorded, counts as running what the tests of its file run,
@@ -54,16 +56,23 @@ def counted(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [outcome for outcome in outcomes if not outcome.equivalent]
 
 
+def reached(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those whose line a drawn case runs, of those that are not equivalent."""
+    return [outcome for outcome in counted(outcomes) if outcome.schemes]
+
+
 def closing(outcomes: Sequence[Outcome]) -> list[str]:
     """The figures, in sentences."""
     real = counted(outcomes)
     caught_by_cases = sum(outcome.drawn is not None for outcome in real)
     caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
+    of_cases, other = len(reached(outcomes)), len(real) - len(reached(outcomes))
     few = f"; the promise is made of {PROMISED_COUNT}" if len(real) < PROMISED_COUNT else ""
     capped = sum(outcome.capped and not outcome.tests for outcome in real)
     untested = [outcome for outcome in real if not outcome.is_tested]
     return [
-        f"{share(caught_by_cases, len(real))} are caught by drawn cases alone; promised are {PROMISED_DRAWN:.0%}{few}.",
+        f"{share(caught_by_cases, of_cases)} of those that a drawn case runs are caught by drawn cases alone; "
+        f"promised are {PROMISED_DRAWN:.0%}{few}. No drawn case runs {other} others.",
         f"{share(caught, len(real))} are caught by drawn cases or tests; promised are {PROMISED_TESTS:.0%}{few}.",
         f"{len(outcomes) - len(real)} more are read as equivalent.",
         f"{len(untested)} of the survivors have tests that were not run yet.",
@@ -76,7 +85,7 @@ def is_promised(outcomes: Sequence[Outcome]) -> bool:
     real = counted(outcomes)
     caught_by_cases = sum(outcome.drawn is not None for outcome in real)
     caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
-    return caught_by_cases >= PROMISED_DRAWN * len(real) and caught >= PROMISED_TESTS * len(real)
+    return caught_by_cases >= PROMISED_DRAWN * len(reached(outcomes)) and caught >= PROMISED_TESTS * len(real)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -147,5 +156,5 @@ def _row(name: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     real = counted(outcomes)
     caught_by_cases = sum(outcome.drawn is not None for outcome in real)
     caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
-    shares = (share(caught_by_cases, len(real)), share(caught, len(real)))
+    shares = (share(caught_by_cases, len(reached(outcomes))), share(caught, len(real)))
     return name, str(len(real)), *shares, str(len(real) - caught), str(len(outcomes) - len(real))

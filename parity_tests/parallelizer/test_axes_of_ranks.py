@@ -1,20 +1,16 @@
-"""Parity of mesh_axes: which ranks each rank shares parameters, tokens and experts with, from its coordinates."""
+"""mesh_axes: which ranks each rank shares parameters, tokens and experts with, from its coordinates."""
 
 from itertools import product
 from math import prod
-from zlib import crc32
 
-import torch
-from hypothesis import given, settings
-from jaxtyping import Int
-from torch import Tensor
+import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof import check, every_case, scheme, token_below
+from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl.parallelizer.mesh_axes import check_one_root, mesh_axes
 
 WORLD = 8
-NUMBERS = 8  # of one mesh
 ONE = ("dp_shard_cp", ())  # an axis of one rank, where the mesh has none for data
 # Axes and their sizes; own names; of FSDP, tp, the loss, experts and their FSDP each axis, with those that it contains.
 MESHES = (
@@ -106,6 +102,7 @@ MESHES = (
     ),
     ({"cp": 8}, {"shard": "dp_shard_cp"}, "cp", None, "cp", None, "cp"),
 )
+ROLES = ("fsdp_mesh", "tp_mesh", "loss_mesh", "expert_mesh", "edp_mesh")
 # Names that are no axis, of one role twice, of both generations, of an axis beside one that it contains; another root.
 ANOTHER_ROOT = {"moe_mesh": "ep"}
 REJECTED = (
@@ -124,10 +121,6 @@ REJECTED = (
 )
 
 
-def code(text):
-    return crc32(text.encode()) % 2**31
-
-
 def ranks_over(sizes, axes, rank):
     """The ranks whose other coordinates are those of a rank, in the order of the mesh, nested by axis."""
     strides = {axis: prod(list(sizes.values())[at + 1 :]) for at, axis in enumerate(sizes)}
@@ -141,7 +134,7 @@ def ranks_over(sizes, axes, rank):
 def expected_mesh(sizes, axes, rank):
     """Names and ranks of a mesh of one or two axes, each an axis of the mesh or a name of several."""
     if axes is None:
-        return 0
+        return None
     pairs = [
         (axis, (axis,)) if isinstance(axis, str) else axis for axis in (axes if isinstance(axes, list) else [axes])
     ]
@@ -149,87 +142,78 @@ def expected_mesh(sizes, axes, rank):
     if len(pairs) == 2:
         inner = prod(sizes[axis] for axis in pairs[1][1])
         ranks = [ranks[start : start + inner] for start in range(0, len(ranks), inner)]
-    return code(f"{tuple(name for name, _ in pairs)} {ranks}")
+    return tuple(name for name, _ in pairs), ranks
 
 
-def expected_column(case, rank):
-    """What a rank sees: the mesh of each role, the ranks of data and of shards, has it stages, is it rejected."""
-    if case >= len(MESHES):
-        return [*[0] * NUMBERS, int(case < len(MESHES) + len(REJECTED))]
-    sizes, _, *roles = MESHES[case]
+def expected_axes(case, rank):
+    """The mesh of each role, the ranks of data and of shards, and whether there are stages."""
+    sizes, _, *roles = case
     fsdp, loss = (role if isinstance(role, list) else [role] for role in (roles[0], roles[2]))
     shards, data = (
         prod(len(ranks_over(sizes, (each,) if isinstance(each, str) else each[1], rank)) for each in axes)
         for axes in (fsdp[-1:], loss)
     )
-    has_stages = int(sizes.get("pp", 1) > 1)
-    return [*(expected_mesh(sizes, axes, rank) for axes in roles), data, shards, has_stages, 0]
+    meshes = {name: expected_mesh(sizes, axes, rank) for name, axes in zip(ROLES, roles, strict=True)}
+    return {**meshes, "data_size": data, "shard_size": shards, "has_stages": sizes.get("pp", 1) > 1}
 
 
 def slices_of(mesh, sizes):
     """The ranks of a mesh as one with other axes, whatever ranks they are."""
-    ranks = mesh.device_mesh.mesh.flatten()
+    ranks = mesh.device_mesh["x"].mesh
     return DeviceMesh("cpu", ranks.view(*sizes.values()), mesh_dim_names=tuple(sizes)), ranks.tolist()
-
-
-def is_rejected(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except ValueError:
-        return 1
-    return 0
 
 
 def positions(ranks, world):
     return [positions(each, world) for each in ranks] if isinstance(ranks, list) else world.index(ranks)
 
 
-def actual_column(mesh, case):
-    if case >= len(MESHES) + len(REJECTED):
+def on_ranks(body, inside):
+    """What `body` returns on each rank; `inside` a larger world, the ranks of which are two such meshes."""
+    return run(body, CaseSpec(scheme="axes", mesh={"outer": 2, "x": WORLD} if inside else {"x": WORLD})).results
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a larger world"])
+@pytest.mark.parametrize("case", MESHES, ids=lambda case: "-".join(case[0]))
+def test_axes_of_ranks(case, inside):
+    sizes, own_names, *_ = case
+
+    def body(mesh, _):
+        device_mesh, world = slices_of(mesh, sizes)
+        axes = mesh_axes(device_mesh, own_names)
+        parts = {name: getattr(axes, name) for name in ROLES}
+        meshes = {
+            name: None if part is None else (part.mesh_dim_names, positions(part.mesh.tolist(), world))
+            for name, part in parts.items()
+        }
+        rest = {name: getattr(axes, name) for name in ("data_size", "shard_size", "has_stages")}
+        return mesh.rank("x"), {**meshes, **rest}
+
+    for rank, seen in on_ranks(body, inside):
+        assert seen == expected_axes(case, rank), f"rank {rank}"
+
+
+def with_one_root(mesh, sizes, other_sizes):
+    check_one_root(world_mesh=slices_of(mesh, sizes)[0]["tp"], moe_mesh=slices_of(mesh, other_sizes)[0])
+
+
+@pytest.mark.parametrize(("sizes", "own_names"), REJECTED, ids=str)
+def test_names_that_are_no_axes_are_rejected_on_every_rank(sizes, own_names):
+    def body(mesh, case):
+        with pytest.raises(ValueError):
+            if own_names == ANOTHER_ROOT:
+                with_one_root(mesh, sizes, {"ep": WORLD})
+            else:
+                mesh_axes(slices_of(mesh, sizes)[0], own_names)
+        return True
+
+    assert on_ranks(body, inside=False) == (True,) * WORLD
+
+
+def test_slices_of_one_root_and_no_mesh_are_accepted():
+    def body(mesh, case):
         root, _ = slices_of(mesh, {"dp_shard": 4, "tp": 2})
-        of_one_root = ((root["dp_shard"], root["tp"]), (root, None))
-        return [
-            *[0] * NUMBERS,
-            max(is_rejected(check_one_root, world_mesh=one, moe_mesh=other) for one, other in of_one_root),
-        ]
-    if case >= len(MESHES):
-        sizes, own_names = REJECTED[case - len(MESHES)]
-        if own_names == ANOTHER_ROOT:
-            roots = [slices_of(mesh, each)[0] for each in (sizes, {"ep": WORLD})]
-            return [*[0] * NUMBERS, is_rejected(check_one_root, world_mesh=roots[0]["tp"], moe_mesh=roots[1])]
-        return [*[0] * NUMBERS, is_rejected(mesh_axes, slices_of(mesh, sizes)[0], own_names)]
-    sizes, own_names, *_ = MESHES[case]
-    device_mesh, world = slices_of(mesh, sizes)
-    axes = mesh_axes(device_mesh, own_names)
-    column = [
-        0 if part is None else code(f"{part.mesh_dim_names} {positions(part.mesh.tolist(), world)}")
-        for part in (axes.fsdp_mesh, axes.tp_mesh, axes.loss_mesh, axes.expert_mesh, axes.edp_mesh)
-    ]
-    return [*column, axes.data_size, axes.shard_size, int(axes.has_stages), 0]
+        check_one_root(world_mesh=root["dp_shard"], moe_mesh=root["tp"])
+        check_one_root(world_mesh=root, moe_mesh=None)
+        return True
 
-
-def by_coordinates(ids, case):
-    import jax.numpy as jnp
-
-    columns = [expected_column(case, rank) for rank in range(WORLD)]
-    return jnp.asarray([list(row) for row in zip(*columns, strict=True)], ids.dtype) + 0 * ids
-
-
-@scheme(
-    reference=by_coordinates,
-    mesh={"x": (WORLD,)},
-    inputs={"ids": "k r/x"},
-    outputs="k r/x",
-    dims={"k": (NUMBERS + 1,), "r": (WORLD,)},
-    draw={"ids": token_below("r")},
-    options={"case": tuple(range(len(MESHES) + len(REJECTED) + 1))},
-)
-def axes_of_ranks(mesh, ids, case) -> Int[Tensor, "k r/x"]:
-    """Each rank fills in its own column."""
-    return torch.tensor(actual_column(mesh, case), dtype=ids.dtype, device=ids.device)[:, None]
-
-
-@settings(max_examples=40)
-@given(every_case(axes_of_ranks))
-def test_parity(case):
-    check(case)
+    assert on_ranks(body, inside=False) == (True,) * WORLD

@@ -1,9 +1,10 @@
 """Blocks of a model: which modules are one unit, and what computing them again changes."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -13,7 +14,7 @@ from parity_tests.parallelizer.nested_modules import Layer
 from parity_tests.parallelizer.small_net import Net
 from parity_tests.parallelizer.styled import linear_layer
 from parity_tests.parallelizer.training import accumulated, full_arrays
-from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof import CaseSpec
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.blocks import blocks, checkpoint_blocks, units
 
@@ -68,67 +69,63 @@ def test_a_model_without_lists_is_the_root_alone():
     assert blocks(nn.ModuleList([linear()])) == []
 
 
-def order_of_gathers(x, tie, entry, forward, backward):
-    """Row i, column j: how many units ahead that of block i gathers that of block j; and 1 at i, i for a unit."""
-    last = len(x) - 1
+def order_of_gathers(count, tie, entry, forward, backward):
+    """Blocks in units; how many units ahead each block's unit gathers others, in forward and in backward."""
+    last = count - 1
     # Blocks that share a parameter are one unit, at the place of the last of them; one tied to the head is in none.
     units_in_order = [[block] for block in range(last if tie == "head" else last + 1)]
     if tie == "blocks" and last:
         units_in_order = [*units_in_order[1:-1], [0, last]]
     steps = (forward, -backward) if entry == "fsdp2" else (1, -2) if forward else (0, 0)
-    tables = np.zeros((2, last + 1, last + 1))
+    tables = {}, {}
     for place, unit in enumerate(units_in_order):
         for table, step in zip(tables, steps, strict=True):
             for distance in range(1, abs(step) + 1):
                 other = place + distance if step > 0 else place - distance
                 if 0 <= other < len(units_in_order):
-                    table[unit, units_in_order[other][0]] = distance
-        tables[0, unit, unit] = 1
-    return tuple(x * jnp.asarray(table, x.dtype) for table in tables)
+                    table |= {(block, units_in_order[other][0]): distance for block in unit}
+    return sorted(block for unit in units_in_order for block in unit), *tables
 
 
-@scheme(
-    reference=order_of_gathers,
-    mesh={"dp_shard": (1, 2)},
-    inputs={"x": "n m dp_shard=I"},
-    outputs=("n m dp_shard=I", "n m dp_shard=I"),
-    dims={"n": (1, 2, 4, 5), "m": "n"},
-    options={
-        "tie": ("none", "blocks", "head"),
-        "entry": ("nvfsdp", "fsdp2"),
-        "forward": (1, 0, 2),
-        "backward": (1, 0, 3),
-    },
-    nograd=("x",),
-    draw={"x": values("ones")},
-)
-def units_gathered_ahead(mesh, x, tie, entry, forward, backward):
-    """Which blocks are units, and in which order a unit gathers others ahead, in forward and in backward."""
-    layers = [Layer() for _ in x]
-    net = Tree(blocks=nn.ModuleList(layers), head=linear_layer(torch.ones(2, 2)))
-    if tie != "none":
-        layers[-1].up.weight = (net.head if tie == "head" else layers[0].up).weight
-    if entry == "fsdp2":
-        depths = {"fsdp2_forward_prefetch_depth": forward, "fsdp2_backward_prefetch_depth": backward}
-        fsdp2_strategy_parallelize(net, mesh.device_mesh, **depths)
-    else:
-        paths = [f"{Layer.__module__}.Layer"]
-        nvfsdp_strategy_parallelize(net, mesh.device_mesh, paths, overlap_param_gather=forward > 0)
-    states = {i: layer._get_fsdp_state() for i, layer in enumerate(layers) if isinstance(layer, FSDPModule)}
-    first = {id(state): i for i, state in reversed(states.items())}
-    tables = x.new_zeros(2, len(layers), len(layers))
-    for i, state in states.items():
-        tables[0, i, i] = 1
-        for table, ahead in zip(
-            tables, (state._states_to_forward_prefetch, state._states_to_backward_prefetch), strict=True
-        ):
-            for distance, other in enumerate(ahead, 1):
-                table[i, first[id(other)]] = distance
-    return x * tables[0], x * tables[1]
+ORDERS = {
+    "count": st.sampled_from((1, 2, 4, 5)),
+    "tie": st.sampled_from(("none", "blocks", "head")),
+    "entry": st.sampled_from(("nvfsdp", "fsdp2")),
+    "forward": st.sampled_from((1, 0, 2)),
+    "backward": st.sampled_from((1, 0, 3)),
+}
 
 
-def test_parity():
-    check_cases(units_gathered_ahead, 25)
+@settings(max_examples=25)
+@given(ranks=st.sampled_from((1, 2)), **ORDERS)
+def test_units_that_are_gathered_ahead(ranks, count, tie, entry, forward, backward):
+    """Which blocks are in units, and in which order a unit gathers others ahead, in forward and in backward."""
+
+    def body(mesh, case):
+        layers = [Layer() for _ in range(count)]
+        net = Tree(blocks=nn.ModuleList(layers), head=linear_layer(torch.ones(2, 2)))
+        if tie != "none":
+            layers[-1].up.weight = (net.head if tie == "head" else layers[0].up).weight
+        if entry == "fsdp2":
+            depths = {"fsdp2_forward_prefetch_depth": forward, "fsdp2_backward_prefetch_depth": backward}
+            fsdp2_strategy_parallelize(net, mesh.device_mesh, **depths)
+        else:
+            paths = [f"{Layer.__module__}.Layer"]
+            nvfsdp_strategy_parallelize(net, mesh.device_mesh, paths, overlap_param_gather=forward > 0)
+        states = {i: layer._get_fsdp_state() for i, layer in enumerate(layers) if isinstance(layer, FSDPModule)}
+        first = {id(state): i for i, state in reversed(states.items())}
+
+        def ahead(name):
+            return {
+                (i, first[id(other)]): distance
+                for i, state in states.items()
+                for distance, other in enumerate(getattr(state, name), 1)
+            }
+
+        return list(states), ahead("_states_to_forward_prefetch"), ahead("_states_to_backward_prefetch")
+
+    seen = run(body, CaseSpec(scheme="blocks", mesh={"dp_shard": ranks})).results
+    assert seen == (order_of_gathers(count, tie, entry, forward, backward),) * ranks
 
 
 def counted(model, kind):

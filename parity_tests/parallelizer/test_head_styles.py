@@ -15,7 +15,7 @@ from parity_tests.parallelizer.families import Chosen, empty, model_of
 from parity_tests.parallelizer.plain_modules import differentiated
 from parity_tests.parallelizer.styled import accumulated, linear_layer, styled
 from parity_tests.parallelizer.training import parallelized
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.parallelizer import to_cpu
 from torch_impl.parallelizer.head_styles import GROUPS, ReplicatedHeads
 from torch_impl.parallelizer.hf_plan import translate_to_torch_parallel_style
@@ -239,39 +239,18 @@ LAYERS = {
 }
 
 
-def is_conv1d_with_its_parts(x, style, layer, width):
-    return x * int(layer == "Conv1D" and (style != "conv1d_packed_colwise" or width % 3 == 0))
-
-
-@scheme(
-    reference=is_conv1d_with_its_parts,
-    mesh={"tp": (1, 2)},
-    inputs={"x": "b tp=I"},
-    outputs="b tp=I",
-    dims={"b": (1,)},
-    options={
-        "style": ("conv1d_packed_colwise", "conv1d_colwise", "conv1d_rowwise"),
-        "layer": tuple(LAYERS),
-        "width": (6, 12, 4, 8),
-    },
-    nograd=("x",),
-    draw={"x": values("ones")},
-    cost=lambda case: Cost(),
-)
-def layers_of_conv1d_styles(mesh, x, style, layer, width):
-    """One where a style takes a layer; only the packed one has three parts."""
-    plan = {"0": translate_to_torch_parallel_style(style)}
-    try:
-        validate_styles(nn.Sequential(LAYERS[layer](width)), plan, mesh.size("tp"), fsdp_size=1)
-    except ValueError as error:
-        if not str(error).startswith(f"tp_shard_plan: key '0': {style}: "):
-            raise
-        return x * 0
-    return x * 1
-
-
-def test_which_layers_are_taken():
-    check_cases(layers_of_conv1d_styles, 30)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("width", [6, 12, 4, 8])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("style", ["conv1d_packed_colwise", "conv1d_colwise", "conv1d_rowwise"])
+def test_layers_of_conv1d_styles(style, layer, width, tp):
+    """A style takes a Conv1D; only the packed one has three parts."""
+    model, plan = nn.Sequential(LAYERS[layer](width)), {"0": translate_to_torch_parallel_style(style)}
+    if layer == "Conv1D" and (style != "conv1d_packed_colwise" or width % 3 == 0):
+        validate_styles(model, plan, tp, fsdp_size=1)
+    else:
+        with pytest.raises(ValueError, match=f"^tp_shard_plan: key '0': {style}: "):
+            validate_styles(model, plan, tp, fsdp_size=1)
 
 
 def test_a_packed_conv1d_without_thirds():

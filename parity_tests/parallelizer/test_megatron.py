@@ -1,21 +1,23 @@
 """Which library a backend means, and what our arguments are called there."""
 
 import inspect
+import itertools
 import sys
 import types
 import warnings
 from dataclasses import dataclass, fields
 
-import jax.numpy as jnp
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, plan
 from parity_tests.parallelizer.styled import linear_layer
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof import CaseSpec
 from torch_impl.parallelizer.adapters import nvfsdp
 from torch_impl.parallelizer.adapters.megatron import Settings, choose_backend, have, with_megatron_fsdp, with_nvfsdp
 from torch_impl.parallelizer.adapters.nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
@@ -97,84 +99,74 @@ def fully_shard_model(
     return wrapped
 
 
-def groups_of_replicas(x, mesh):
-    replicas, shards = mesh["dp_replicate"], mesh["dp_shard"] * mesh["cp"]
-    return x * jnp.asarray([replicas > 1, replicas * shards if replicas > 1 else 0, shards], x.dtype)
+@pytest.mark.parametrize(("replicas", "shards", "cp"), list(itertools.product((1, 2), repeat=3)))
+def test_groups_for_megatron_fsdp(replicas, shards, cp, monkeypatch):
+    """The axis of replicas, the ranks of the group that has them too, the ranks that shard a parameter."""
 
+    def axes_of(mesh):
+        axes = mesh_axes(mesh.device_mesh)
+        _ = (
+            axes.loss_mesh,
+            axes.shard_mesh,
+        )  # made here: nothing is sent while another library stands in for the real one
+        return axes
 
-@scheme(
-    reference=groups_of_replicas,
-    mesh={"dp_replicate": (1, 2), "dp_shard": (1, 2), "cp": (1, 2)},
-    inputs={"x": "n dp_replicate=I dp_shard=I cp=I"},
-    outputs="n dp_replicate=I dp_shard=I cp=I",
-    dims={"n": (3,)},
-    nograd=("x",),
-    draw={"x": values("ones")},
-)
-def groups_for_megatron_fsdp(mesh, x):
-    """One if an axis of replicas is passed, the ranks of the group that has them too, those that shard a parameter."""
-    axes = mesh_axes(mesh.device_mesh)
-    _ = axes.loss_mesh, axes.shard_mesh  # made here: nothing is sent while another library stands in for the real one
-    with pytest.MonkeyPatch.context() as patch:
-        library("megatron_fsdp", patch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
+    library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
+
+    def body(mesh, case):
+        axes = axes_of(mesh)
         passed = with_megatron_fsdp(nn.Identity(), axes, GIVEN, []).passed
-    assert passed["dp_outer_dim"] in ("dp_replicate", None)
-    group = passed["hybrid_fsdp_group"]
-    shards = axes.shard_mesh.size() if axes.shard_mesh.mesh_dim_names == (passed["dp_shard_dim"],) else 0
-    return x * x.new_tensor([passed["dp_outer_dim"] is not None, 0 if group is None else group.size(), shards])
+        group = passed["hybrid_fsdp_group"]
+        assert axes.shard_mesh.mesh_dim_names == (passed["dp_shard_dim"],)
+        return passed["dp_outer_dim"], None if group is None else group.size(), axes.shard_mesh.size()
+
+    sizes = {"dp_replicate": replicas, "dp_shard": shards, "cp": cp}
+    several = replicas > 1
+    expected = "dp_replicate" if several else None, replicas * shards * cp if several else None, shards * cp
+    assert run(body, CaseSpec(scheme="megatron", mesh=sizes)).results == (expected,) * (replicas * shards * cp)
 
 
 STRATEGY_NAMES = ("optim_grads_params", "optim_grads", "optim", "no_shard", "params", "grads_params", "zero3")
 ON_CUDA_ALONE = ("nccl_ub", "fsdp_double_buffer", "keep_fp8_transpose_cache_when_using_custom_fsdp")
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")  # on by default, all others off
 CHANGED = (*ON_CUDA_ALONE, *OVERLAPS, "calculate_per_token_loss", "average_in_collective")
-REPORTED = ("data_parallel_sharding_strategy", *CHANGED)
 
 
-def warnings_of_arguments(x, strategy, first, second):
-    """For each argument 1 if a warning is of it, -1 if it is rejected, and then there is no warning."""
+def reports_of_arguments(strategy, first, second):
+    """(the arguments that have a warning, the one that is rejected, and then there is no warning)."""
     changed = {first, second}
     if strategy == "zero3":
-        counts = {"data_parallel_sharding_strategy": -1}
-    elif changed == {"calculate_per_token_loss", "average_in_collective"}:
-        counts = {"calculate_per_token_loss": -1}
-    else:
-        counts = {name: int(name in changed) for name in (*ON_CUDA_ALONE, "overlap_grad_reduce")}
-        counts["data_parallel_sharding_strategy"] = int(strategy in ("params", "grads_params"))
-        counts["overlap_param_gather"] = int("overlap_param_gather" in changed and strategy == "no_shard")
-    return x * jnp.asarray([counts.get(name, 0) for name in REPORTED], x.dtype)
+        return [], "data_parallel_sharding_strategy"
+    if changed == {"calculate_per_token_loss", "average_in_collective"}:
+        return [], "calculate_per_token_loss"
+    warned = [name for name in (*ON_CUDA_ALONE, "overlap_grad_reduce") if name in changed]
+    warned += ["data_parallel_sharding_strategy"] if strategy in ("params", "grads_params") else []
+    warned += ["overlap_param_gather"] if "overlap_param_gather" in changed and strategy == "no_shard" else []
+    return sorted(warned), None
 
 
-@scheme(
-    reference=warnings_of_arguments,
-    mesh={"dp_shard": (1, 2)},
-    inputs={"x": "n dp_shard=I"},
-    outputs="n dp_shard=I",
-    dims={"n": (len(REPORTED),)},
-    options={"strategy": STRATEGY_NAMES, "first": CHANGED, "second": CHANGED},
-    nograd=("x",),
-    draw={"x": values("ones")},
-    cost=lambda case: Cost(),
-)
-def reported_arguments(mesh, x, strategy, first, second):
-    """How many warnings each argument gets, two of them not at their defaults, and -1 for the one that is rejected."""
-    model, counts = nn.Sequential(linear_layer(torch.ones(2, 2))), dict.fromkeys(REPORTED, 0)
+@settings(max_examples=25)
+@given(st.sampled_from((1, 2)), st.sampled_from(STRATEGY_NAMES), st.sampled_from(CHANGED), st.sampled_from(CHANGED))
+def test_arguments_that_are_reported(ranks, strategy, first, second):
+    """Two of them are not at their defaults; the rest have no warning."""
     switches = {name: name not in OVERLAPS for name in (first, second)}
-    caught = []
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            nvfsdp_strategy_parallelize(model, mesh.device_mesh, data_parallel_sharding_strategy=strategy, **switches)
-    except ValueError as error:
-        counts[str(error).partition("=")[0]] -= 1
-    for each in caught:
-        counts[str(each.message).partition("=")[0]] += 1
-    return x * x.new_tensor(list(counts.values()))
 
+    def body(mesh, case):
+        model, rejection = nn.Sequential(linear_layer(torch.ones(2, 2))), None
+        caught = []
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                nvfsdp_strategy_parallelize(
+                    model, mesh.device_mesh, data_parallel_sharding_strategy=strategy, **switches
+                )
+        except ValueError as error:
+            rejection = str(error).partition("=")[0]
+        return sorted(str(each.message).partition("=")[0] for each in caught), rejection
 
-@pytest.mark.parametrize("declared", [groups_for_megatron_fsdp, reported_arguments], ids=lambda x: x.name)
-def test_parity(declared):
-    check_cases(declared, 25)
+    ranks_seen = run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": ranks}))
+    assert ranks_seen.results == (reports_of_arguments(strategy, first, second),) * ranks
+    assert ranks_seen.ledger.rows == []
 
 
 def test_every_argument_reaches_megatron_fsdp(monkeypatch):

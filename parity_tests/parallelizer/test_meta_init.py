@@ -1,13 +1,17 @@
 """Values for a model on the meta device: the same on every mesh, and nothing left without one."""
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, empty
 from parity_tests.parallelizer.small_net import BLOCK, Net, full_tensors, plan
-from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof import CaseSpec
 from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.adapters.megatron import STRATEGIES
 from torch_impl.parallelizer.adapters.meta_init import materialize
@@ -28,25 +32,16 @@ def alone(model, seed=SEED, device="cpu"):
     return dict(model.named_parameters())
 
 
-def all_alike(x):
-    return x * 0.0 + 1.0
+AXES = ("dp_replicate", "dp_shard", "tp")
+MESHES = [dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=3)]
 
 
-@scheme(
-    reference=all_alike,
-    mesh={"dp_replicate": (1, 2), "dp_shard": (1, 2), "tp": (1, 2)},
-    inputs={"x": "b dp_replicate=I dp_shard=I tp=I"},
-    outputs="b dp_replicate=I dp_shard=I tp=I",
-    dims={"b": (1,)},
-    rank_options={"strategy": STRATEGIES, "units": ("model", "blocks", "modules"), "seed": tuple(SEEDS)},
-    nograd=("x",),
-    draw={"x": values("ones")},
-    random=True,  # each rank's own generator is read for its seed, and only the first one's counts
-)
-def values_of_a_meta_model(mesh, x, strategy, units, seed):
-    """One where the values on a mesh are those of one process, to the bit."""
-    device_mesh = mesh.device_mesh
-    torch.manual_seed(SEEDS[seed] + torch.distributed.get_rank() - int(device_mesh.mesh.flatten()[0]))
+def names_of_other_values(mesh, case):
+    """The parameters whose values on a mesh are not, to the bit, those of one process."""
+    strategy, units, seed = case.options["strategy"], case.options["units"], SEEDS[case.options["seed"]]
+    device_mesh = mesh.device_mesh[AXES]
+    # Each rank's own generator is read for its seed, and only the first one's counts.
+    torch.manual_seed(seed + torch.distributed.get_rank() - int(device_mesh.mesh.flatten()[0]))
     net = nvfsdp_strategy_parallelize(
         net_on_meta(),
         device_mesh,
@@ -56,8 +51,32 @@ def values_of_a_meta_model(mesh, x, strategy, units, seed):
         init_nvfsdp_with_meta_device=True,
         disable_bucketing=units == "modules",
     )
-    outcome, expected = full_tensors(net), alone(net_on_meta(), SEEDS[seed], x.device)
-    return x * float(all(torch.equal(outcome[name], expected[name].cpu()) for name in expected))
+    outcome, expected = full_tensors(net), alone(net_on_meta(), seed)
+    return [name for name in expected if not torch.equal(outcome[name].cpu(), expected[name])]
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "strategy": st.sampled_from(STRATEGIES),
+        "units": st.sampled_from(("model", "blocks", "modules")),
+        "seed": st.sampled_from(tuple(SEEDS)),
+    }
+)
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(MESHES), OPTIONS, st.booleans())
+def test_values_of_a_meta_model_are_those_of_one_process(mesh, options, inside):
+    mesh = {"outer": 2, **mesh} if inside else mesh
+    ranks = run(names_of_other_values, CaseSpec(scheme="meta", mesh=mesh, options=options)).results
+    assert ranks == ([],) * len(ranks)
+
+
+@pytest.mark.parametrize("units", ["model", "blocks", "modules"])
+def test_values_of_a_meta_model_on_processes(units):
+    options = {"strategy": STRATEGIES[-1], "units": units, "seed": "large"}
+    case = CaseSpec(scheme="meta", mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 2}, options=options, engine="gloo")
+    assert run(names_of_other_values, case, "gloo").results == ([],) * 4
 
 
 ROWS = 3
@@ -74,50 +93,36 @@ class PartlyFilled(nn.Module):
             self.reset_parameters = lambda: self.weight[:filled].fill_(1)
 
 
-def problem_of_initialisation(x, on_meta, expected, first, second):
-    """0 none; 1 the flag is wrong; else 2 and 3 a layer without an initialisation, 4 and 5 one that leaves NaN."""
-    filled = (first, second)
-    problems = [1] * (on_meta != expected)
-    if on_meta and expected:
-        problems += [2 + layer for layer in (0, 1) if filled[layer] is None]
-        problems += [4 + layer for layer in (0, 1) if filled[layer] is not None and filled[layer] < ROWS]
-    return x * (problems or [0])[0]
+def problem_of_initialisation(on_meta, expected, filled):
+    """The beginning of the first message about two layers, which fill so many rows or have no initialisation."""
+    if on_meta != expected:
+        return f"{BEGIN}={expected}, and "
+    if not on_meta:
+        return ""
+    without = [f"{BEGIN}: '{i}' has parameters and no reset_parameters" for i in (0, 1) if filled[i] is None]
+    partly = [f"{BEGIN}: '{i}.weight' has no value after the initialisation" for i in (0, 1) if filled[i] != ROWS]
+    return (without or partly or [""])[0]
 
 
-@scheme(
-    reference=problem_of_initialisation,
-    mesh={"dp_shard": (1, 2)},
-    inputs={"x": "b dp_shard=I"},
-    outputs="b dp_shard=I",
-    dims={"b": (1,)},
-    options={
-        "on_meta": (True, False),
-        "expected": (True, False),
-        "first": (ROWS, 1, 0, None),
-        "second": (ROWS, 1, 0, None),
-    },
-    nograd=("x",),
-    draw={"x": values("ones")},
-    random=True,  # the seed is read from the generator, which no value depends on here
-)
-def what_cannot_be_initialised(mesh, x, on_meta, expected, first, second):
-    """The first problem of two layers, each of which fills all its rows, some, none, or has no initialisation."""
-    with torch.device("meta" if on_meta else "cpu"):
-        model = nn.Sequential(PartlyFilled(first), PartlyFilled(second))
-    starts = [f"{BEGIN}={expected}, and "]
-    starts += [f"{BEGIN}: '{layer}' has parameters and no reset_parameters" for layer in (0, 1)]
-    starts += [f"{BEGIN}: '{layer}.weight' has no value after the initialisation" for layer in (0, 1)]
-    try:
-        nvfsdp_strategy_parallelize(model, mesh.device_mesh, init_nvfsdp_with_meta_device=expected)
-    except ValueError as error:
-        (number,) = [number for number, start in enumerate(starts, 1) if str(error).startswith(start)]
-        return x * number
-    return x * 0
+FILLED = (ROWS, 1, 0, None)
+MODELS = list(itertools.product((True, False), (True, False), itertools.product(FILLED, repeat=2)))
 
 
-@pytest.mark.parametrize("declared", [values_of_a_meta_model, what_cannot_be_initialised], ids=lambda x: x.name)
-def test_parity(declared):
-    check_cases(declared, 25)
+@pytest.mark.parametrize(("on_meta", "expected", "filled"), MODELS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_layer_that_cannot_be_initialised_is_named(on_meta, expected, filled, ranks):
+    def body(mesh, case):
+        with torch.device("meta" if on_meta else "cpu"):
+            model = nn.Sequential(*map(PartlyFilled, filled))
+        try:
+            nvfsdp_strategy_parallelize(model, mesh.device_mesh, init_nvfsdp_with_meta_device=expected)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    beginning = problem_of_initialisation(on_meta, expected, filled)
+    for sentence in on_ranks(body, dp_shard=ranks).results:
+        assert sentence.startswith(beginning) and bool(sentence) == bool(beginning), sentence
 
 
 def on_ranks(body, **mesh):

@@ -1,22 +1,16 @@
-"""Parity of what names mean: paths of classes and plans, registered plans, backends, switches, experts, parts."""
+"""What names mean: paths of classes and plans, registered plans, backends, switches, experts, parts."""
 
 import importlib
 import sys
-import tempfile
 import types
 import warnings
-from functools import cache
-from pathlib import Path
-from zlib import crc32
 
+import pytest
 import torch
-from hypothesis import given, settings
-from jaxtyping import Int
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from parity_tests.parallelizer.small_net import PLAN, Net
-from shardproof import check, every_case, scheme, token_below
 from torch_impl import contract
 from torch_impl.parallelizer import (
     get_hf_tp_shard_plan,
@@ -36,7 +30,6 @@ HERE = __name__
 NET = "parity_tests.parallelizer.small_net"
 OWN = {"blocks.*.up": "colwise"}
 ROWWISE = {"blocks.*.up": "rowwise", "blocks.*.down": "rowwise"}
-COLUMNS = 2
 
 
 class Outer:
@@ -265,77 +258,82 @@ def backend_of(backend, device, has_nvfsdp, has_megatron):
             sys.modules["megatron_fsdp"] = outer
 
 
-def in_a_package(folder):
-    """Answers to the paths, with a package on disk that has a class, and a module that needs what does not exist."""
-    package = Path(folder) / "package_for_names"
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A package on disk that has a class, and a module that needs what does not exist."""
+    folder = tmp_path_factory.mktemp("packages")
+    package = folder / "package_for_names"
     package.mkdir()
     (package / "__init__.py").write_text("class Name:\n    pass\n")
     (package / "needs.py").write_text("import a_module_that_does_not_exist\n")
-    sys.path.insert(0, folder)
+    sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
-    try:
-        classes = [answer(lambda path=path: import_classes_from_paths([path])[0].__name__) for path in CLASSES]
-        model = nn.Module.__new__(Registered)
-        return [*classes, *(answer(imported_plan, path, model) for path in PLANS)]
-    finally:
-        sys.path.remove(folder)
-        for name in [name for name in sys.modules if name.startswith("package_for_names")]:
-            del sys.modules[name]
+    yield
+    sys.path.remove(str(folder))
+    for name in [name for name in sys.modules if name.startswith("package_for_names")]:
+        del sys.modules[name]
 
 
-def actual_answers():
-    with tempfile.TemporaryDirectory() as folder:
-        answers = in_a_package(folder)
-    for model_class, entries, _ in REGISTERED:
-        answers.append(answer(register_tp_plan, model_class, entries) or "registered")
+@pytest.mark.parametrize(("path", "expected"), CLASSES.items())
+def test_class_of_a_path(path, expected, package):
+    assert answer(lambda: import_classes_from_paths([path])[0].__name__) == expected
+
+
+@pytest.mark.parametrize(("path", "expected"), PLANS.items())
+def test_plan_of_a_path(path, expected, package):
+    assert answer(imported_plan, path, nn.Module.__new__(Registered)) == expected
+
+
+@pytest.fixture(scope="module")
+def registered():
+    """What becomes of each plan that is registered, in this order."""
+    return [answer(register_tp_plan, model_class, entries) or "registered" for model_class, entries, _ in REGISTERED]
+
+
+@pytest.mark.parametrize("number", range(len(REGISTERED)), ids=lambda number: str(REGISTERED[number][:2]))
+def test_registered_plan(number, registered):
+    assert registered[number] == REGISTERED[number][-1]
+
+
+@pytest.mark.parametrize(("make", "plan"), REGISTERED_PLANS)
+def test_plan_of_a_class_with_registered_entries(make, plan, registered):
     with torch.device("meta"):
-        answers += [styles_of(make) for make, _ in REGISTERED_PLANS]
-        answers.append(strategies())
-        answers += [kind(answer(shared_experts, make, ep)) for make, ep, _ in EXPERTS]
-    answers += [kind(answer(keys_of_part, key)) for key, _ in KEYS]
-    answers.append(answer(unchanged, None, 3))
-    answers += [answer(backend_of, *arguments) for *arguments, _ in BACKENDS]
-    answers += [have("collections", "OrderedDict"), have("collections", "fully_shard"), have("no_such_package", "x")]
-    switches = (answer(check_switch, kind(), value) for kind, value, _ in SWITCHES)
-    return [*answers, *(each or "accepted" for each in switches)]
+        assert styles_of(make) == plan
 
 
-def expected_answers():
-    answers = [*CLASSES.values(), *PLANS.values(), *(outcome for *_, outcome in REGISTERED)]
-    answers += [*(plan for _, plan in REGISTERED_PLANS), STRATEGIES, *(outcome for *_, outcome in EXPERTS)]
-    answers += [*(outcome for _, outcome in KEYS), ((None, 3), {"mask": None}), *(name for *_, name in BACKENDS)]
-    return [*answers, True, False, False, *(outcome for *_, outcome in SWITCHES)]
+def test_registered_strategies():
+    with torch.device("meta"):
+        assert strategies() == STRATEGIES
 
 
-def codes(answers):
-    return [[crc32(repr(each).encode()) % 2**31] * COLUMNS for each in answers]
+@pytest.mark.parametrize(("make", "ep", "expected"), EXPERTS)
+def test_experts_that_ranks_share(make, ep, expected):
+    with torch.device("meta"):
+        assert kind(answer(shared_experts, make, ep)) == expected
 
 
-@cache
-def all_answers():
-    return torch.tensor(codes(actual_answers()))
+@pytest.mark.parametrize(("key", "expected"), KEYS)
+def test_keys_of_a_part_without_a_module(key, expected):
+    assert kind(answer(keys_of_part, key)) == expected
 
 
-def typed(ids):
-    import jax.numpy as jnp  # here: ranks import this file for what it caches, and load no JAX
-
-    return jnp.asarray(codes(expected_answers()), ids.dtype) + 0 * ids
+def test_arguments_without_a_gradient_are_passed_on():
+    assert answer(unchanged, None, 3) == ((None, 3), {"mask": None})
 
 
-@scheme(
-    reference=typed,
-    mesh={"tp": (1, 2)},
-    inputs={"ids": "k r/tp"},
-    outputs="k r/tp",
-    dims={"k": (len(expected_answers()),), "r": (COLUMNS,)},
-    draw={"ids": token_below("r")},
+@pytest.mark.parametrize(("backend", "device", "has_nvfsdp", "has_megatron", "expected"), BACKENDS)
+def test_backend(backend, device, has_nvfsdp, has_megatron, expected):
+    assert answer(backend_of, backend, device, has_nvfsdp, has_megatron) == expected
+
+
+@pytest.mark.parametrize(
+    ("package_name", "name", "expected"),
+    [("collections", "OrderedDict", True), ("collections", "fully_shard", False), ("no_such_package", "x", False)],
 )
-def meanings_of_names(mesh, ids) -> Int[Tensor, "k r/tp"]:
-    """Each rank fills in its own columns."""
-    return all_answers().to(ids)[:, mesh.global_ids("r")]
+def test_installed_packages_that_have_a_name(package_name, name, expected):
+    assert have(package_name, name) is expected
 
 
-@settings(max_examples=3)
-@given(every_case(meanings_of_names))
-def test_names_mean_what_is_typed(case):
-    check(case)
+@pytest.mark.parametrize(("switch", "value", "expected"), SWITCHES)
+def test_value_of_a_switch(switch, value, expected):
+    assert (answer(check_switch, switch(), value) or "accepted") == expected

@@ -1,12 +1,16 @@
 """A gradient that is not finite on one rank is an error on all of them, if one asks for it."""
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan
-from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof import CaseSpec
 from torch_impl.parallelizer.adapters.megatron import STRATEGIES
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 
@@ -34,7 +38,7 @@ class Aside(Net):
 
 def outcome(mesh, rank, bad, strategy="optim_grads_params", at="output", **options):
     """What a backward raises where one number of one rank's cotangents is bad; `rank` None plants nothing."""
-    model = nvfsdp_strategy_parallelize(Aside(), mesh.device_mesh, [BLOCK], plan(), strategy, **options)
+    model = nvfsdp_strategy_parallelize(Aside(), mesh.device_mesh[AXES], [BLOCK], plan(), strategy, **options)
     outputs = model(torch.ones(2, 3, dtype=torch.float64))
     cotangents = [torch.ones_like(y) for y in outputs]
     if rank is not None and mesh.rank("dp_shard") == rank[0] and mesh.rank("tp") == rank[1]:
@@ -46,24 +50,40 @@ def outcome(mesh, rank, bad, strategy="optim_grads_params", at="output", **optio
     return ""
 
 
-def all_raise(x):
-    return x * 0.0 + 1.0
-
-
-@scheme(
-    reference=all_raise,
-    mesh={"dp_shard": (1, 2), "tp": (1, 2)},
-    inputs={"x": "b dp_shard=I tp=I"},
-    outputs="b dp_shard=I tp=I",
-    dims={"b": (1,)},
-    rank_options={"strategy": STRATEGIES, "bad": tuple(BAD), "place": (0, 1), "at": ("output", "aside")},
-    nograd=("x",),
-    draw={"x": values("ones")},
+AXES = ("dp_shard", "tp")
+MESHES = [dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=2)]
+OPTIONS = st.fixed_dictionaries(
+    {
+        "strategy": st.sampled_from(STRATEGIES),
+        "bad": st.sampled_from(tuple(BAD)),
+        "place": st.sampled_from((0, 1)),
+        "at": st.sampled_from(("output", "aside")),
+    }
 )
-def injected_into_a_gradient(mesh, x, strategy, bad, place, at):
-    """One where every rank raises, whichever rank has the bad number, and whether it spreads or not."""
-    rank = (place % mesh.size("dp_shard"), place % mesh.size("tp"))
-    return x * float(outcome(mesh, rank, bad, strategy, at).startswith("check_for_nan_in_grad: the gradient of "))
+
+
+def outcome_of_case(mesh, case):
+    """What a rank raises; the one with the bad number is the first or the last of each axis."""
+    rank = tuple(case.options["place"] % mesh.size(axis) for axis in AXES)
+    return outcome(mesh, rank, case.options["bad"], case.options["strategy"], case.options["at"])
+
+
+def check_all_raise(mesh, options, engine="lockstep"):
+    case = CaseSpec(scheme="finite", mesh=mesh, options=options, engine=engine)
+    sentences = run(outcome_of_case, case, engine).results
+    other = [each for each in sentences if not each.startswith("check_for_nan_in_grad: the gradient of ")]
+    assert sentences and other == []
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(MESHES), OPTIONS, st.booleans())
+def test_every_rank_raises_whichever_has_the_bad_number(mesh, options, inside):
+    """And whether it spreads or not."""
+    check_all_raise({"outer": 2, **mesh} if inside else mesh, options)
+
+
+def test_every_rank_raises_on_processes():
+    check_all_raise(MESHES[-1], {"strategy": STRATEGIES[-1], "bad": "nan", "place": 1, "at": "aside"}, "gloo")
 
 
 @pytest.mark.parametrize("at", ["output", "aside"])
@@ -72,10 +92,6 @@ def test_a_finite_number_too_large_for_float32_is_finite(at):
         return outcome(mesh, (0, 0), 1e200, at=at)
 
     assert run(body, CaseSpec(scheme="finite", mesh={"dp_shard": 2, "tp": 1})).results == ("", "")
-
-
-def test_parity():
-    check_cases(injected_into_a_gradient, 25)
 
 
 def on_ranks(body, **mesh):

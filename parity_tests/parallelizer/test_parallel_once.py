@@ -2,12 +2,14 @@
 
 from collections import OrderedDict
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.styled import linear_layer
-from shardproof import check_cases, scheme, values
+from shardproof import CaseSpec
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
 
 PARTS = {"model": "", "block": "blocks.1", "layer": "blocks.1.up"}
@@ -42,36 +44,27 @@ def made_parallel(model, path, kind, mesh):
     return model
 
 
-def part_and_kind(x, part, kind):
-    return x * (0 if part == "none" else 1 + list(PARTS).index(part) + 10 * (kind == "DDP"))
-
-
-@scheme(
-    reference=part_and_kind,
-    mesh={"dp_shard": (1, 2)},
-    inputs={"x": "b dp_shard=I"},
-    outputs="b dp_shard=I",
-    dims={"b": (1,)},
-    options={"part": ("none", *PARTS), "kind": tuple(KINDS)},
-    rank_options={"entry": tuple(ENTRIES)},
-    nograd=("x",),
-    draw={"x": values("ones")},
-)
-def parallelized_once(mesh, x, part, kind, entry):
-    """0 where a model was not parallel, else the number of the part that is named, and 10 more for a replica of DDP."""
-    model = network().to(x.device)
-    if part != "none":
-        model = made_parallel(model, PARTS[part], kind, mesh)
-    try:
-        ENTRIES[entry](model, mesh.device_mesh)
-    except ValueError as error:
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_is_parallel_is_named(part, kind, entry, ranks):
+    def body(mesh, case):
+        model = made_parallel(network(), PARTS[part], kind, mesh)
         # The model itself has no path and is named by its class.
-        labels = [repr(each) if each else type(model).__name__ for each in PARTS.values()]
-        starts = [f"model: {label} is {of_kind};" for of_kind in KINDS.values() for label in labels]
-        (number,) = [number for number, start in enumerate(starts) if str(error).startswith(start)]
-        return x * (1 + number % len(labels) + 10 * (number // len(labels)))
-    return x * 0
+        label = repr(PARTS[part]) if PARTS[part] else type(model).__name__
+        with pytest.raises(ValueError) as caught:
+            ENTRIES[entry](model, mesh.device_mesh)
+        return str(caught.value), f"model: {label} is {KINDS[kind]};"
+
+    for sentence, beginning in run(body, CaseSpec(scheme="once", mesh={"dp_shard": ranks})).results:
+        assert sentence[: len(beginning)] == beginning
 
 
-def test_parity():
-    check_cases(parallelized_once, 25)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_model_that_is_not_parallel_is_accepted(entry, ranks):
+    def body(mesh, case):
+        ENTRIES[entry](network(), mesh.device_mesh)
+
+    run(body, CaseSpec(scheme="once", mesh={"dp_shard": ranks}))

@@ -1,17 +1,17 @@
-"""Parity of what backward recomputes and what is gathered ahead, counted for each block."""
+"""What backward recomputes and what is gathered ahead, counted for each block."""
 
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import torch
 from hypothesis import given, settings
-from jaxtyping import Int
-from torch import Tensor, nn
+from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardproof import check, every_case, scheme, token_below
+from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl.parallelizer import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.blocks import units
 
@@ -94,38 +94,27 @@ class Count(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def expected(ids, scope, shares_keys, forward, backward):
-    """Cosines and products of a step, and whether keys are cached; then the blocks that each gathers ahead."""
+def expected_work(scope, shares_keys, forward, backward):
+    """What a step computes, whether keys are cached, and the blocks that each block gathers ahead."""
     _, every, is_product_again = SCOPES[scope]
     again = 0 if every is None else len(range(0, BLOCKS, every))
     # 1. Backward takes the weight's gradient of every block but one, and the input's of all but the first.
     products = BLOCKS + (BLOCKS - 1) + (BLOCKS - 1)
     # Attention is not recomputed where layers share keys.
     products += 0 if shares_keys else again * is_product_again
-    # The second cosine of a block is the last of what backward needs from it, so that it is not computed again.
-    rows = [[2 * BLOCKS + again, products, int(every is None), *[0] * (BLOCKS - 3)]]
     # 2. A block gathers those behind it in forward, those before it in backward.
     places = range(BLOCKS)
-    rows += [[int(forward is not None and 0 < other - place <= forward) for other in places] for place in places]
-    rows += [[int(backward is not None and 0 < place - other <= backward) for other in places] for place in places]
-    return jnp.asarray(rows, ids.dtype) + 0 * ids
+    return {
+        # The second cosine of a block is the last of what backward needs from it, so that it is not computed again.
+        "cosines": 2 * BLOCKS + again,
+        "products": products,
+        "caches keys": every is None,
+        "forward": [[p for p in places if forward is not None and 0 < p - place <= forward] for place in places],
+        "backward": [[p for p in places if backward is not None and 0 < place - p <= backward] for place in places],
+    }
 
 
-@scheme(
-    reference=expected,
-    mesh={"dp_shard": (1, 2)},
-    inputs={"ids": "k r/dp_shard"},
-    outputs="k r/dp_shard",
-    dims={"k": (1 + 2 * BLOCKS,), "r": (BLOCKS,)},
-    draw={"ids": token_below("r")},
-    options={
-        "scope": tuple(SCOPES),
-        "shares_keys": (False, True),
-        "forward": (None, 0, 1, 3),
-        "backward": (None, 2, 1, 9),
-    },
-)
-def work_of_blocks(mesh, ids, scope, shares_keys, forward, backward) -> Int[Tensor, "k r/dp_shard"]:
+def work(mesh, scope, shares_keys, forward, backward):
     model = fsdp2_strategy_parallelize(
         Tower(shares_keys),
         mesh.device_mesh,
@@ -135,15 +124,31 @@ def work_of_blocks(mesh, ids, scope, shares_keys, forward, backward) -> Int[Tens
         **SCOPES[scope][0],
     )
     with Count() as count:
-        model(torch.eye(3, device=ids.device)).sum().backward()
+        model(torch.eye(3)).sum().backward()
     states = [unit[0]._get_fsdp_state() for unit in units(model)]
-    rows = [[count.cosines, count.products, int(model.config.use_cache), *[0] * (BLOCKS - 3)]]
-    for name in ("_states_to_forward_prefetch", "_states_to_backward_prefetch"):
-        rows += [[int(any(each is other for each in getattr(state, name))) for other in states] for state in states]
-    return torch.tensor(rows, dtype=ids.dtype, device=ids.device)[:, mesh.global_ids("r")]
+
+    def ahead(name):
+        return [
+            [p for p, other in enumerate(states) if any(each is other for each in getattr(of, name))] for of in states
+        ]
+
+    return {
+        "cosines": count.cosines,
+        "products": count.products,
+        "caches keys": model.config.use_cache,
+        "forward": ahead("_states_to_forward_prefetch"),
+        "backward": ahead("_states_to_backward_prefetch"),
+    }
+
+
+OPTIONS = st.tuples(
+    st.sampled_from(tuple(SCOPES)), st.booleans(), st.sampled_from((None, 0, 1, 3)), st.sampled_from((None, 2, 1, 9))
+)
 
 
 @settings(max_examples=20)
-@given(every_case(work_of_blocks))
-def test_parity(case):
-    check(case)
+@given(st.sampled_from((1, 2)), OPTIONS)
+def test_work_of_blocks(ranks, options):
+    """Scope, whether layers share keys, and how far is gathered ahead in forward and in backward."""
+    seen = run(lambda mesh, case: work(mesh, *options), CaseSpec(scheme="blocks", mesh={"dp_shard": ranks})).results
+    assert seen == (expected_work(*options),) * ranks

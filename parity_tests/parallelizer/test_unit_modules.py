@@ -3,17 +3,16 @@
 import collections.abc
 import sys
 
-import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
 
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.nested_modules import Enclosing, Inner, Nested
 from parity_tests.parallelizer.styled import Norm
-from shardproof import check_cases, scheme, values
 from torch_impl.parallelizer import import_classes_from_paths, nvfsdp_strategy_parallelize
 
 NAME = "parallelizer.import_classes_from_paths: class_paths"
@@ -47,13 +46,14 @@ UNIT_CLASSES = {
     "Linear": "torch.nn.Linear",
     "GRU": "torch.nn.GRU",  # of which the model has no instance
 }
+REJECTION = "nvfsdp_unit_modules: "
 
 
-def outermost_instances(x, first, second, apart):
-    """1 for each unit by its name: the model, and instances that are inside of no other; -1 for what is rejected."""
+def outermost_instances(first, second, apart):
+    """The names of the units: the model, and instances that are inside of no other; REJECTION of another class."""
     classes = {first, second}
     if "GRU" in classes:
-        return -x
+        return REJECTION
     of_classes = [name for name, kind in NESTED.items() if kind in classes]
 
     def is_unit(name):
@@ -65,34 +65,34 @@ def outermost_instances(x, first, second, apart):
             name.startswith(f"{outer}.") or not outer for outer in of_classes if outer != name
         )
 
-    return x * jnp.asarray([is_unit(name) for name in NESTED], x.dtype)
+    return [name for name in NESTED if is_unit(name)]
 
 
-@scheme(
-    reference=outermost_instances,
-    mesh={"dp_shard": (1, 2)},
-    inputs={"x": "n dp_shard=I"},
-    outputs="n dp_shard=I",
-    dims={"n": (len(NESTED),)},
-    options={"first": tuple(UNIT_CLASSES), "second": tuple(UNIT_CLASSES), "apart": (False, True)},
-    rank_options={"strategy": ("optim_grads_params", "optim", "no_shard")},
-    nograd=("x",),
-    draw={"x": values("ones")},
-)
-def units_of_nested_classes(mesh, x, first, second, apart, strategy):
+UNITS = {
+    "first": st.sampled_from(tuple(UNIT_CLASSES)),
+    "second": st.sampled_from(tuple(UNIT_CLASSES)),
+    "apart": st.booleans(),
+    "strategy": st.sampled_from(("optim_grads_params", "optim", "no_shard")),
+}
+
+
+@settings(max_examples=25)
+@given(ranks=st.sampled_from((1, 2)), **UNITS)
+def test_units_of_nested_classes(ranks, first, second, apart, strategy):
     """Which modules are units where two classes are passed, or each module with parameters is to be one."""
     paths = [UNIT_CLASSES[first], UNIT_CLASSES[second]]
-    try:
-        model = nvfsdp_strategy_parallelize(Nested(), mesh.device_mesh, paths, None, strategy, disable_bucketing=apart)
-    except ValueError as error:
-        if not str(error).startswith("nvfsdp_unit_modules: "):
-            raise
-        return -x
-    return x * x.new_tensor([int(isinstance(model.get_submodule(name), FSDPModule)) for name in NESTED])
 
+    def body(mesh, case):
+        try:
+            model = nvfsdp_strategy_parallelize(
+                Nested(), mesh.device_mesh, paths, None, strategy, disable_bucketing=apart
+            )
+        except ValueError as error:
+            return str(error)[: len(REJECTION)]
+        return [name for name in NESTED if isinstance(model.get_submodule(name), FSDPModule)]
 
-def test_parity():
-    check_cases(units_of_nested_classes, 25)
+    seen = run(body, CaseSpec(scheme="units", mesh={"dp_shard": ranks})).results
+    assert seen == (outermost_instances(first, second, apart),) * ranks
 
 
 def path_of(cls):

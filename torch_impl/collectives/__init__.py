@@ -1,4 +1,4 @@
-"""Differentiable collectives, each with its gradient type, and the mesh view."""
+"""Differentiable collectives with stated gradient types, and the mesh as one rank sees it."""
 
 from torch_impl.collectives.exchanges import all_to_all as all_to_all
 from torch_impl.collectives.exchanges import ring_shift as ring_shift

@@ -1,4 +1,4 @@
-"""all_to_all and ring_shift: ranks exchange tensors, and nothing is summed."""
+"""all_to_all and ring_shift: ranks exchange tensors without summing them."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def all_to_all(
     split_lengths: Sequence[int] | None = None,
     concat_lengths: Sequence[int] | None = None,
 ) -> ShardedAny[Tensor, "a b/axis ..."]:
-    """Split x along `split_dim`, send shard j to rank j, concatenate the received along `concat_dim` in rank order.
+    """Split x along `split_dim`, send shard j to rank j, and concatenate the received shards along `concat_dim`.
 
         [A0, A1, A2]        [A0, B0, C0]
         [B0, B1, B2]   =>   [A1, B1, C1]        for split_dim=1, concat_dim=0
         [C0, C1, C2]        [A2, B2, C2]
 
-    On a single device: `return x`, the identity.
+    Shards are concatenated in rank order. On a single device: `return x`, the identity.
     `split_lengths[j]` positions along `split_dim` go to rank j; the shard of rank i has `concat_lengths[i]`
-    positions along `concat_dim`; without them all shards are equal. With split_dim == concat_dim the two are
-    what this rank sends to and receives from each rank, and both may differ from rank to rank.
-    Backward: the same exchange with the two dims swapped and the two lengths swapped.
+    positions along `concat_dim`; without them all shards are equal. With split_dim == concat_dim the two are the
+    lengths that this rank sends to and receives from each rank, and may differ from rank to rank.
+    Backward: the same exchange with dims and lengths swapped.
 
     Cost:   1 all_to_all of x forward, 1 backward. Saves nothing.
-    Errors: TypeError if group is no ProcessGroup; ValueError for a dim that x lacks, for lengths that
-            do not fit the group or x, or without split_lengths for a size that cannot be shared equally.
+    Errors: TypeError if group is not a ProcessGroup; ValueError for a dim that x lacks, for lengths that do not fit the
+            group or x, or without split_lengths for a size that the group's size does not divide.
     """
     split_dim = dim_from_front("split_dim", split_dim, x)
     concat_dim = dim_from_front("concat_dim", concat_dim, x)
     sent = lengths_to_scatter("split_lengths", split_lengths, x, split_dim, group)
     if split_dim != concat_dim:
         received = lengths_to_gather("concat_lengths", concat_lengths, x, concat_dim, group)
-    else:  # along one dim a rank may receive another length than it has
+    else:  # along one dim, a rank may receive a different length than it has
         received = sent if concat_lengths is None else lengths_of_ranks("concat_lengths", concat_lengths, group)
     return _AllToAll.apply(x, group, split_dim, concat_dim, sent, received)
 
@@ -84,8 +84,8 @@ class _AllToAll(torch.autograd.Function):
 def _exchange(
     x: Tensor, group: ProcessGroup, split_dim: int, concat_dim: int, sent: list[int], received: list[int]
 ) -> Tensor:
-    """One all_to_all of flattened shards, whose shapes may differ."""
-    # 1. The shape of the shard that each rank sends here.
+    """One all_to_all of flattened shards, which may differ in shape."""
+    # 1. The shape of the shard that each rank sends to this one.
     shards = x.split(sent, dim=split_dim)
     shapes = []
     for length in received:
@@ -94,12 +94,12 @@ def _exchange(
         shape[concat_dim] = length  # after the line above: with equal dims `received` decides
         shapes.append(shape)
     sizes = [math.prod(shape) for shape in shapes]
-    # 2. Pack, exchange. Shards along dim 0 are adjacent in memory: split there, x itself is the message. Flat views of
-    #    some strides are not contiguous, which backends reject.
+    # 2. Pack and exchange. Shards along dim 0 are adjacent in memory, so x itself is the message. A flat view of some
+    #    strides is not contiguous, and backends would reject it.
     message = x.reshape(-1).contiguous() if split_dim == 0 else torch.cat([shard.reshape(-1) for shard in shards])
     received_message = large_tensors.empty((sum(sizes),), x.dtype, x.device)
     dist.all_to_all_single(received_message, message, sizes, [shard.numel() for shard in shards], group=group)
-    # 3. Unpack. Concatenated along dim 0, the received message is the result.
+    # 3. Unpack. For a concatenation along dim 0, the received message is the result.
     if concat_dim == 0:
         return received_message.view(sum(received), *shapes[0][1:])
     blocks = [flat.view(shape) for flat, shape in zip(received_message.split(sizes), shapes, strict=True)]
@@ -111,7 +111,7 @@ def _exchange(
 def ring_shift(
     x: ShardedAny[Tensor, "..."], group: Group[ProcessGroup, "axis"], shift: int = 1
 ) -> ShardedAny[Tensor, "..."]:
-    """The tensor of rank `r - shift` of the group, on rank r. All ranks pass the same shape.
+    """Send x to rank r + shift, and return the tensor of rank r - shift. All ranks pass the same shape.
 
         Ax        Az
         Ay   =>   Ax        for shift=1
@@ -119,9 +119,9 @@ def ring_shift(
 
     Backward: the cotangent, shifted the other way.
 
-    Cost:   1 send and 1 recv of x forward, the same backward, posted together so that no rank waits for
-            another to post first; none where shift is a multiple of the group's size. Saves nothing.
-    Errors: TypeError if group is no ProcessGroup or shift is no integer.
+    Cost:   1 send and 1 recv of x forward, the same backward, posted together so that no rank waits for another to post
+            first; none if shift is a multiple of the group's size. Saves nothing.
+    Errors: TypeError if group is not a ProcessGroup or shift is not an integer.
     """
     return _RingShift.apply(x, group, shift)
 
@@ -130,14 +130,14 @@ def ring_shift(
 def start_ring_shift(
     tensors: Sequence[Tensor], group: Group[ProcessGroup, "axis"], shift: int = 1
 ) -> tuple[list[Tensor], list[Work]]:
-    """Post the shift of several tensors over `group` and return at once: (received tensors, works to wait for).
+    """Start shifting several tensors over `group` and return at once: (received tensors, works to wait for).
 
-        tensors  "..."   ->   "..."   (on rank r those of rank r - shift)
+        tensors  "..."   ->   "..."   (on rank r, the tensors of rank r - shift)
 
-    No gradient. Read no received tensor and write to none of `tensors` before every work has been waited for.
+    No gradient. Wait for every work before reading a received tensor or writing to any of `tensors`.
 
-    Cost:   1 send and 1 recv of each tensor; none, but a copy, where shift is a multiple of the group's size.
-    Errors: TypeError if group is no ProcessGroup or shift is no integer.
+    Cost:   1 send and 1 recv of each tensor; if shift is a multiple of the group's size, only a copy.
+    Errors: TypeError if group is not a ProcessGroup or shift is not an integer.
     """
     return _start(tensors, group, shift)
 

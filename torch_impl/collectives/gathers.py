@@ -1,4 +1,4 @@
-"""all_gather and reduce_scatter: from shards to the full tensor and back, each the backward of the other."""
+"""all_gather and reduce_scatter, with each other as backward."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def all_gather(
               A2      [A0, A1, A2]
 
     On a single device: `return x`, the identity.
-    `lengths` gives each rank's positions along `dim`, zero allowed; without it all shards are as long as x.
+    `lengths` has the number of positions along `dim` on each rank, 0 included; without it all shards are as long as x.
     `out` is the gradient type of the result. Backward: for "R" the cotangents are addends, and the gradient is this
-    rank's shard of their sum. For "I" they are equal, and it is this rank's shard.
+    rank's shard of their sum. For "I" the cotangents are equal, and the gradient is this rank's shard.
 
     Cost:   forward 1 all_gather of the longest shard; backward 1 reduce_scatter of world * longest ("R",
             summed in float32 or wider) or none ("I"). Saves nothing.
-    Errors: TypeError if group is no ProcessGroup; ValueError for another `out`, a dim that x lacks,
+    Errors: TypeError if group is not a ProcessGroup; ValueError for another `out`, a dim that x lacks,
             or lengths that do not fit the group or x.
     """
     dim = dim_from_front("dim", dim, x)
@@ -54,20 +54,20 @@ def reduce_scatter(
     dim: int = 0,
     lengths: Sequence[int] | None = None,
 ) -> ShardedAny[Tensor, "... a/axis ..."]:
-    """Sum over the ranks of a group, sharded along `dim` in rank order.
+    """Sum over the ranks of a group; rank r gets shard r of the sum along `dim`.
 
         +[A0, A1, A2]        A0 + B0 + C0
         +[B0, B1, B2]   =>                  A1 + B1 + C1
         +[C0, C1, C2]                                      A2 + B2 + C2
 
     On a single device: `return x`, the identity.
-    `lengths` gives the positions along `dim` that each rank receives, zero allowed; without it equal ones.
-    Backward: the shards of the cotangent, concatenated, are the gradient on each rank.
+    `lengths` has the number of positions along `dim` for each rank, 0 included; without it all shards are equal.
+    Backward: on every rank, the gradient is the concatenation of the cotangent's shards.
 
     Cost:   forward 1 reduce_scatter of world * longest, bfloat16 and float16 as float32; backward 1
             all_gather of the longest shard. Saves nothing.
-    Errors: TypeError if group is no ProcessGroup; ValueError for a dim that x lacks, for lengths that
-            do not fit the group or x, or without lengths for a size that the ranks cannot share equally.
+    Errors: TypeError if group is not a ProcessGroup; ValueError for a dim that x lacks, for lengths that do not fit the
+            group or x, or without lengths for a size that the group's size does not divide.
     """
     dim = dim_from_front("dim", dim, x)
     lengths = lengths_to_scatter("lengths", lengths, x, dim, group)
@@ -91,7 +91,7 @@ def reduce_scatter_rows(x: Tensor, group: ProcessGroup, lengths: list[int]) -> T
 
 # Gradient types: I -> V.
 def own_shard(x: Tensor, group: ProcessGroup, lengths: list[int]) -> Tensor:
-    """This rank's rows of a tensor that all ranks have. No collective; backward 1 all_gather of the longest shard."""
+    """This rank's rows of a replicated tensor. No collective; backward 1 all_gather of the longest shard."""
     return _Shard.apply(x, group, 0, lengths)
 
 
@@ -103,21 +103,21 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        # "R": the ranks' cotangents are addends of the gradient of the full tensor; this rank needs its shard of it.
-        # "I": every rank has the full gradient already; nothing is sent.
+        # "R": the full gradient is the sum of the ranks' cotangents, and this rank needs its shard of it.
+        # "I": every rank has the full gradient already, and nothing is sent.
         shard_of = ReduceScatter if ctx.out == "R" else _Shard
         return shard_of.apply(cotangent, ctx.group, ctx.dim, ctx.lengths), None, None, None, None
 
 
 class _Shard(torch.autograd.Function):
-    """This rank's shard of a tensor that all ranks have, `axis=I`: the transpose of an all_gather to "I"."""
+    """This rank's shard of a replicated tensor, `axis=I`: the transpose of an all_gather to "I"."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, lengths: list[int]) -> Tensor:
         ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
         rank = group.rank()
         shard = x.narrow(dim, sum(lengths[:rank]), lengths[rank])
-        return shard.clone(memory_format=torch.contiguous_format)  # a view: a gradient would alias the cotangent
+        return shard.clone(memory_format=torch.contiguous_format)  # as a view, the gradient would alias the cotangent
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
@@ -132,5 +132,5 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        # x is one addend of the sum, so its gradient is the full cotangent.
+        # x is one addend of the sum, so its gradient is the full cotangent of the sum.
         return AllGather.apply(cotangent, ctx.group, "R", ctx.dim, ctx.lengths), None, None, None

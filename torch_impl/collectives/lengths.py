@@ -1,4 +1,4 @@
-"""Checks that the signature of a collective cannot state: a dim that depends on the tensor, a length for each rank."""
+"""Checks that a collective's signature cannot state: a valid dim of the tensor, and a length for each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def dim_from_front(name: str, dim: int, x: Tensor) -> int:
 
 
 def lengths_of_ranks(name: str, lengths: Sequence[int], group: ProcessGroup) -> list[int]:
-    """`lengths` as a list. Errors: ValueError if it is not one length, zero or more, for each rank."""
+    """`lengths` as a list. Errors: ValueError unless there is one length, 0 or more, for each rank."""
     if len(lengths) != group.size():
         raise Rejected(f"{name}={list(lengths)} has {len(lengths)} entries for {group.size()} ranks")
     if min(lengths) < 0:
@@ -27,11 +27,11 @@ def lengths_of_ranks(name: str, lengths: Sequence[int], group: ProcessGroup) -> 
 
 
 def lengths_to_gather(name: str, lengths: Sequence[int] | None, x: Tensor, dim: int, group: ProcessGroup) -> list[int]:
-    """The length of each rank's shard along `dim`, where x is this rank's; None means that all are as long as x."""
+    """The length of each rank's shard along `dim`; x is this rank's shard, and None means equal shards."""
     size, rank = x.shape[dim], group.rank()
     if lengths is None:
         return [size] * group.size()
-    # A rank can compare only its entry with a tensor; comparing the others would take a collective.
+    # A rank can compare only its own entry with a tensor; comparing the others would take a collective.
     lengths = lengths_of_ranks(name, lengths, group)
     if lengths[rank] != size:
         raise Rejected(f"{name}[{rank}]={lengths[rank]} but x has {size} positions along dim {dim}")
@@ -39,13 +39,13 @@ def lengths_to_gather(name: str, lengths: Sequence[int] | None, x: Tensor, dim: 
 
 
 def lengths_to_scatter(name: str, lengths: Sequence[int] | None, x: Tensor, dim: int, group: ProcessGroup) -> list[int]:
-    """The length of the shard along `dim` of x that each rank receives; None means equal ones."""
+    """The length of the shard of x along `dim` for each rank; None means equal shards."""
     size, world = x.shape[dim], group.size()
     if lengths is None:
         if size % world:
             raise Rejected(f"dim {dim} has {size} positions, which {world} ranks cannot share equally; pass {name}")
         return [size // world] * world
-    # Here x has the shards of all ranks, so their lengths must add up.
+    # x contains the shards of all ranks, so their lengths must add up to its size.
     lengths = lengths_of_ranks(name, lengths, group)
     if sum(lengths) != size:
         raise Rejected(f"{name}={lengths} add up to {sum(lengths)} but dim {dim} has {size} positions")

@@ -1,6 +1,6 @@
-"""The mesh as one rank sees it, the first argument of a function that runs on every rank.
+"""The mesh as one rank sees it: the first argument of a function that runs on every rank.
 
-A thin wrapper of torch's DeviceMesh, plus the global positions of this rank's shard of each dim.
+`MeshView` is a thin wrapper around torch's DeviceMesh, plus the global positions of this rank's shard of each dim.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Layout = Callable[[int, int], Sequence[Tensor]]
 
 
 class MeshView:
-    """A named mesh, torch's `device_mesh`, as seen from one rank; `mesh["tp"]` is the process group of an axis.
+    """A named mesh as one rank sees it; `mesh["tp"]` is the process group of an axis.
 
-    `shardings` maps a sharded dim to its global size and its shardings, outermost first, each a mesh axis and a layout
-    `(size, world) -> positions of each rank`.
+    `device_mesh` is torch's DeviceMesh. `shardings` maps a sharded dim to its global size and its shardings, outermost
+    first. A sharding is a mesh axis and a layout, `(size, world) -> positions of each rank`.
 
     Cost:   no collective.
     Errors: ValueError for an axis that is not in the mesh, from each method that takes one.
@@ -44,7 +44,7 @@ class MeshView:
         self._check(axis)
         return self.device_mesh.get_group(axis)
 
-    if not TYPE_CHECKING:  # else a type checker would take any name for an attribute
+    if not TYPE_CHECKING:  # with this method, a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             hint = "mesh.device_mesh is torch's DeviceMesh, mesh[axis] a process group"
@@ -52,7 +52,7 @@ class MeshView:
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis. Errors: ValueError for an axis that is not in the mesh."""
-        # torch counts dims of a mesh by position here, and by name in the other two methods.
+        # torch takes a mesh dim by number here, and by name in the other two methods.
         self._check(axis)
         return self.device_mesh.size(self.axes.index(axis))
 
@@ -62,11 +62,11 @@ class MeshView:
         return self.device_mesh.get_local_rank(axis)
 
     def bind(self, shardings: Mapping[str, tuple[int, Sequence[tuple[str, Layout]]]]) -> MeshView:
-        """The same mesh with the dims of one example; `shardings` as above."""
+        """The same mesh with other sharded dims; `shardings` as for the class."""
         return MeshView(self.device_mesh, shardings)
 
     def total(self, dim: str) -> int:
-        """Full size of a sharded dim, of which this rank has a part.
+        """Full size of a sharded dim, over all ranks.
 
         Errors: ValueError for a dim without a sharding here.
         """
@@ -79,7 +79,7 @@ class MeshView:
         """
         size, shardings = self._sharding(dim)
         device = self.device_mesh.device_type
-        # Outermost sharding first: each next one divides the positions that are left to this rank.
+        # Outermost sharding first: each further sharding divides the positions that this rank still has.
         ids = torch.arange(size, device=device)
         for axis, layout in shardings:
             ids = ids[torch.as_tensor(layout(len(ids), self.size(axis))[self.rank(axis)], device=device)]

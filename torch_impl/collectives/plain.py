@@ -1,8 +1,8 @@
 """Collectives without autograd: sum, gather, scattered sum and exchange.
 
-The differentiable collectives call these in forward and in backward. Each takes a tensor of any strides, leaves it
-unchanged and returns a contiguous one in new memory; only `all_gather_stack` returns a view in a group of one.
-`start_messages` takes buffers of the caller instead. Arguments are not validated again: the public functions do that.
+The differentiable collectives call these in forward and in backward. Each takes a tensor with any strides, leaves it
+unchanged and returns a contiguous tensor in new memory; only `all_gather_stack` returns a view in a group of one.
+`start_messages` uses the caller's buffers instead. The public functions have validated the arguments.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from torch.distributed import P2POp, ProcessGroup, Work
 
 from torch_impl.collectives import large_tensors
 
-# torch 2.13 renames the single-tensor forms and deprecates the old names; 2.11 knows only the old ones.
+# torch 2.13 renames the single-tensor forms and deprecates the old names; 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that values of `dtype` are summed in: float32 for narrower floats, else `dtype` itself."""
+    """The dtype for sums of `dtype` values: float32 for narrower floats, else `dtype` itself."""
     if dtype in (torch.float32, torch.float64) or not dtype.is_floating_point:
         return dtype
     return torch.promote_types(dtype, torch.float32)
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context that turns autocast off on `device`: matrix products run in the dtypes of their arguments."""
+    """A context without autocast on `device`, so that matrix products run in the dtypes of their arguments."""
     kind = device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def wide_copy(x: Tensor) -> Tensor:
-    """A contiguous copy in the dtype that sums run in."""
+    """A contiguous copy in the dtype for sums."""
     return x.to(accumulator(x.dtype), copy=True, memory_format=torch.contiguous_format)
 
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the group, on every rank. One all_reduce."""
-    # all_reduce works in place, so it gets a copy, in float32 or wider: 16-bit addends are rounded once, at the end.
+    # all_reduce works in place, so it gets a copy, in float32 or wider: a 16-bit sum is rounded only at the end.
     total = wide_copy(x)
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
     return total.to(x.dtype)
@@ -50,7 +50,7 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def all_gather_concat(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
     """The ranks' shards, concatenated along `dim`. One all_gather of the longest shard."""
-    # No backend gathers unequal shapes in one message: every shard is padded to the longest.
+    # No backend gathers unequal shapes in one message, so every shard is padded to the longest.
     longest = max(lengths)
     shard = _pad_rows(x.movedim(dim, 0), longest)
     full = large_tensors.empty((longest * group.size(), *shard.shape[1:]), x.dtype, x.device)
@@ -59,7 +59,7 @@ def all_gather_concat(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequenc
 
 
 def all_gather_stack(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The ranks' tensors of one shape, along a new first dim. One all_gather; a view of x in a group of one."""
+    """The ranks' tensors, of one shape, stacked along a new first dim. One all_gather; a view in a group of one."""
     if group.size() == 1:
         return x.unsqueeze(0)
     stack = x.new_empty(group.size(), *x.shape)
@@ -71,7 +71,7 @@ def reduce_scatter_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequen
     """This rank's shard of the sum over the group. One reduce_scatter of shards as long as the longest."""
     longest = max(lengths)
     shards = x.to(accumulator(x.dtype)).movedim(dim, 0).split(list(lengths))
-    # reduce_scatter gives every rank the same length: pad to the longest, and drop the padding after the sum.
+    # reduce_scatter gives every rank the same length, so pad to the longest and drop the padding after the sum.
     addends = torch.cat([_pad_rows(shard, longest) for shard in shards])
     total = large_tensors.empty((longest, *addends.shape[1:]), addends.dtype, x.device)
     _reduce_scatter(total, addends, op=dist.ReduceOp.SUM, group=group)
@@ -79,7 +79,10 @@ def reduce_scatter_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequen
 
 
 def all_to_all_equal(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Block j of dim 0 to rank j, the received blocks in rank order. One all_to_all; a copy of x in a group of one."""
+    """Send block j of dim 0 to rank j; returns the received blocks in rank order.
+
+    One all_to_all; in a group of one a copy of x.
+    """
     if group.size() == 1:  # a copy here too, so that the result never aliases the argument
         return x.clone(memory_format=torch.contiguous_format)
     x = x.contiguous()
@@ -91,9 +94,9 @@ def all_to_all_equal(x: Tensor, group: ProcessGroup) -> Tensor:
 def start_all_to_all(
     x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup
 ) -> tuple[Tensor, list[Work]]:
-    """Post an all_to_all of `sent[j]` rows to rank j and `received[i]` rows from rank i: (received rows, its works).
+    """Start an all_to_all of `sent[j]` rows to rank j and `received[i]` rows from rank i: (received rows, works).
 
-    Read no received row and write to none of `x` before every work has been waited for.
+    Wait for every work before reading a received row or writing to `x`.
     """
     x = x.contiguous()
     arriving = large_tensors.empty((sum(received), *x.shape[1:]), x.dtype, x.device)
@@ -104,21 +107,21 @@ def start_all_to_all(
 def start_messages(
     sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: ProcessGroup
 ) -> list[Work]:
-    """Post the sends and receives of (rank of the group, contiguous tensor) together; the works to wait for."""
+    """Start sends and receives of (rank in the group, contiguous tensor) together; returns the works to wait for."""
     messages = [P2POp(dist.isend, x, group=group, group_peer=rank) for rank, x in sent]
     messages += [P2POp(dist.irecv, x, group=group, group_peer=rank) for rank, x in received]
     return dist.batch_isend_irecv(messages) if messages else []
 
 
 def _pad_rows(shard: Tensor, longest: int) -> Tensor:
-    """`shard`, contiguous, with rows of zeros up to `longest` rows."""
+    """`shard`, contiguous, padded with rows of zeros to `longest` rows."""
     if len(shard) == longest:
         return shard.contiguous()
     return torch.cat([shard, shard.new_zeros(longest - len(shard), *shard.shape[1:])])
 
 
 def _drop_padding(full: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The rows of `full` that are not padding."""
+    """`full` without its padding rows."""
     # Equal lengths, the usual case, need no copy.
     longest = max(lengths)
     if min(lengths) == longest:

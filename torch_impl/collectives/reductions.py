@@ -1,4 +1,4 @@
-"""Sum and maximum over ranks, on each of them; and the tensor of one rank, on each of them."""
+"""Sum over ranks, maximum over ranks, and broadcast of one rank's tensor."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torch_impl.contract import GradientType, Group, Rejected, ShardedAny, contr
 def all_reduce(
     x: ShardedAny[Tensor, "... axis=P"], group: Group[ProcessGroup, "axis"], out: GradientType = "I"
 ) -> ShardedAny[Tensor, "... axis=R"] | ShardedAny[Tensor, "... axis=I"]:
-    """Sum over the ranks of a group, on each of them.
+    """Sum over the ranks of a group, on every rank.
 
         +Ax        Ax + Ay + Az
         +Ay   =>   Ax + Ay + Az
         +Az        Ax + Ay + Az
 
     On a single device: `return x`, the identity.
-    `out` is the gradient type of the result. Backward: for "I" every rank has the same cotangent, which is the
+    `out` is the gradient type of the result. Backward: for "I" every rank has the same cotangent, and this is the
     gradient. For "R" the cotangents are addends, and their sum is the gradient.
 
     Cost:   forward 1 all_reduce of x; backward none for "I", 1 all_reduce for "R". bfloat16 and float16
             are sent and summed as float32. Saves nothing.
-    Errors: TypeError if group is no ProcessGroup; ValueError for another `out`.
-    Source: the types are those of meta-pytorch/spmd_types.
+    Errors: TypeError if group is not a ProcessGroup; ValueError for another `out`.
+    Source: the gradient types follow meta-pytorch/spmd_types.
     """
     return _AllReduce.apply(x, group, out)
 
@@ -41,19 +41,19 @@ def all_reduce(
 def all_reduce_max(
     x: ShardedAny[Tensor, "..."], group: Group[ProcessGroup, "axis"]
 ) -> ShardedAny[Tensor, "... axis=I"]:
-    """Element-wise maximum over the ranks of a group, on each of them; not differentiable.
+    """Element-wise maximum over the ranks of a group, on every rank; not differentiable.
 
         Ax        max(Ax, Ay, Az)
         Ay   =>   max(Ax, Ay, Az)
         Az        max(Ax, Ay, Az)
 
-    The result never requires grad: use it as a shift that cancels, as in a stable softmax. A NaN of one rank may be
-    lost, since backends compare with < and not as torch.maximum does.
+    The result never requires grad: use it as a shift that cancels, as in a stable softmax. A NaN on one rank may be
+    lost, since backends compare with <, unlike torch.maximum.
 
     Cost:   forward 1 all_reduce of x, in its dtype. Saves nothing.
-    Errors: TypeError if group is no ProcessGroup.
+    Errors: TypeError if group is not a ProcessGroup.
     """
-    # In x's dtype: a maximum is one of the values, so nothing is rounded.
+    # In x's dtype: a maximum is one of the values, so no rounding occurs.
     largest = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest
@@ -64,19 +64,19 @@ def all_reduce_max(
 def broadcast(
     x: ShardedAny[Tensor, "..."], group: Group[ProcessGroup, "axis"], *, src: int, out: GradientType
 ) -> ShardedAny[Tensor, "... axis=R"] | ShardedAny[Tensor, "... axis=I"]:
-    """The tensor of rank `src` of the group, on each of its ranks. The values of the other ranks are not read.
+    """The tensor of rank `src` of the group, on every rank. The values of the other ranks are not read.
 
         Ax        Ay
         Ay   =>   Ay        for src=1
         Az        Ay
 
-    On a single device: `return x[src]`, x being the ranks' tensors stacked.
+    On a single device: `return x[src]`, if x has the ranks' tensors stacked.
     `out` is the gradient type of the result. Backward: zero on every rank but src. On src, for "R" the cotangents are
-    addends and their sum is the gradient; for "I" they are equal and any of them is.
+    addends and their sum is the gradient; for "I" the cotangents are equal and each is the gradient.
 
     Cost:   forward 1 broadcast of x; backward 1 reduce to src ("R", summed in float32 or wider) or none
             ("I"). Saves nothing.
-    Errors: TypeError if group is no ProcessGroup; ValueError for another `out` or a src outside the group.
+    Errors: TypeError if group is not a ProcessGroup; ValueError for another `out` or a src outside the group.
     """
     if not 0 <= src < group.size():
         raise Rejected(f"src={src} is outside a group of {group.size()} ranks")
@@ -98,7 +98,10 @@ class _AllReduce(torch.autograd.Function):
 
 # Gradient types: I -> R.
 def as_replicated(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x itself; if it requires grad, the ranks' cotangents are addends from here on. No collective; backward 1."""
+    """x with gradient type R: the ranks' cotangents are addends. x itself if it does not require grad.
+
+    No collective forward; 1 all_reduce backward.
+    """
     return _Replicated.apply(x, group) if x.requires_grad else x
 
 
@@ -128,7 +131,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _ToSource(torch.autograd.Function):
-    """The transpose of a broadcast: the cotangents' sum ("R") or one of them ("I") on rank src, zeros elsewhere."""
+    """The transpose of a broadcast: on rank src the sum of the cotangents ("R") or its own ("I"), zeros elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, cotangent: Tensor, group: ProcessGroup, src: int, out: str) -> Tensor:
@@ -136,7 +139,7 @@ class _ToSource(torch.autograd.Function):
         gradient = wide_copy(cotangent)
         if out == "R":
             dist.reduce(gradient, op=dist.ReduceOp.SUM, group=group, group_dst=src)
-        # What dist.reduce leaves in the buffer of another rank than src is unspecified.
+        # dist.reduce leaves unspecified values in the buffers of all ranks but src.
         if group.rank() != src:
             gradient = torch.zeros_like(gradient)
         return gradient.to(cotangent.dtype)

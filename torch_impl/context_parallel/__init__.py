@@ -4,10 +4,10 @@ Arguments with one meaning throughout the package, unless a function says otherw
 
     batch                    a dict of tensors by name, from a data loader, the same on each rank of cp
     cp_mesh                  the 1-D mesh of cp; None for one rank
-    device_mesh              a mesh, of which the dim named cp is used
+    device_mesh              a mesh; its dim named cp is used
     padding_token_id         the token id of padding
     seq_lens_padding_value   the negative number that fills a row of a table of lengths after its last sequence
-    num_chunks               number of streams that the rows are split into: the microbatches of a pipeline
+    num_chunks               number of streams that the rows are split into: the micro-batches of a pipeline
 """
 
 from torch_impl.context_parallel.attention import context_parallel_attention as context_parallel_attention

@@ -1,8 +1,8 @@
-"""Attention over a sequence that is sharded over cp, in any order of its tokens.
+"""Attention over a sequence that is sharded over cp, with its tokens in any order.
 
 Rank r has the queries, keys and values of the positions that the layout assigns to it, and returns their outputs. The
-*exchange* is the way in which ranks see the keys of other ranks: `ring`, `all_gather`, `ulysses` or `usp`. The first
-two move keys (`key_routes`, `kv_transport`), `ulysses` moves heads by all-to-alls, and `usp` does both.
+*exchange* decides how ranks see the keys of other ranks: `ring` and `all_gather` move keys (`key_routes`,
+`kv_transport`), `ulysses` moves heads by all-to-alls, and `usp` does both.
 """
 
 from __future__ import annotations
@@ -47,58 +47,58 @@ def context_parallel_attention(
     softcap: Positive | None = None,
     sinks: Sharded[Tensor, "h cp=I"] | None = None,
 ) -> Sharded[Tensor, "b h s/cp:LAYOUT p"]:
-    """Attention of this rank's queries over all keys of their sequences, whichever rank holds them.
-
-        q "b h s/cp:LAYOUT p", k, v "b hk s/cp:LAYOUT p"   ->   "b h s/cp:LAYOUT p"      with tp: h/tp, hk/tp
+    """Attention of this rank's queries over all keys of their sequences, on any rank.
 
     out[i] = sum_j softmax_j(scale * q[i] . k[j]) v[j];   query head g uses KV head g * hk // h
 
-    With `softcap` c the logits x of the softmax become c * tanh(x / c). With `sinks` a head's softmax has one logit
-    more, which takes its share and adds nothing: a key with value 0 that each query sees.
+    Under tensor parallelism h and hk are the rank's own heads, h/tp and hk/tp.
+
+    With `softcap` c the logits x of the softmax become c * tanh(x / c). With `sinks` each head's softmax has one more
+    logit, for a key with value 0 that each query sees: it takes weight and adds nothing.
 
     Query i sees key j if both are real tokens of one sequence, j is not after i (`causal`), and they are less than
-    `window` positions of the sequence apart. If the layout has `prefix_of`, a sequence continues another one, its
-    prefix: its queries see the prefix's keys too, as if the prefix stood right before it; the prefix's queries do not
-    see the sequence. Padding has output 0 and gradient 0. `scale` is p ** -0.5 by default,
-    else positive and finite: other values make NaN where keys are hidden.
+    `window` positions of the sequence apart. If the layout has `prefix_of`, a sequence can continue another one, its
+    prefix: its queries also see the prefix's keys, as if the prefix stood right before it; the prefix's queries do not
+    see the sequence. Padding has output 0 and gradient 0. `scale` is p ** -0.5 by default, and must be positive and
+    finite: other values give NaN for hidden keys.
 
     `layout` is a TokenLayout, or contiguous, dual_chunk_swap or striped. `cu_seqlens` are the padded offsets of
     packed sequences in the global stream, for a batch of one, if the layout does not carry them; dual_chunk_swap then
-    applies within each sequence. Pass `group` or `mesh`: a mesh of one axis, or for usp of two, `ring` and inside it
-    `heads`, whatever their names. There s/cp is s/ring/heads: cp rank = ring_rank * heads_size + heads_rank, where
-    heads_size is the number of ranks of the axis `heads`. `exchange` is one of those below.
+    applies within each sequence. Pass `group` or `mesh`: a mesh has one axis, or for usp two, called `ring` (outer) and
+    `heads` (inner) here, under any names. Then s/cp is s/ring/heads: cp rank = ring_rank * heads_size + heads_rank,
+    where heads_size is the number of ranks of the axis `heads`. `exchange` is one of the four below.
 
-    Cost:   with n ranks, forward; backward. Around a ring, in a halo and into a reduce_scatter gradients of keys travel
-            in float32 or wider. Through the all_to_alls of ulysses and usp they travel in k's dtype, and those of a
-            head that several ranks have are rounded to it before they are added.
-        ring        K and V by n - 1 messages or fewer, or by 1 all_to_all (a halo) where `key_traffic` says so; the
+    Cost:   with n ranks, forward; backward. Around a ring, in a halo and into a reduce_scatter gradients of keys are
+            sent in float32 or wider. In the all_to_alls of ulysses and usp they are sent in k's dtype; if several ranks
+            have a head, its gradients are rounded to that dtype before they are added.
+        ring        K and V by n - 1 messages or fewer, or by 1 all_to_all (a halo) if `key_traffic` prefers it; the
                     same for K and V, and as many messages or all_to_alls for their gradients. Only rows that a query
-                    of another rank sees are sent: none of documents that stay on their rank.
+                    of another rank sees are sent: a document within one rank sends none.
         all_gather  1 all_gather of K and V; the same and 1 reduce_scatter of their gradients.
         ulysses     2 all_to_alls: q, k, v with max(hk, n) KV heads, and out; the same.
         usp         the all_to_alls of ulysses over `heads`, and a ring over `ring`; the same.
     `attention_bytes` gives the bytes. Saves q (a copy, if its last stride is not 1), a copy of k and v, the output
-    and one number per query and head. Which calls a rank makes follows from the layout, whichever of q, k, v needs a
-    gradient: gradients of keys are computed and sent even for q alone. Every rank must run its backward. The gradient
-    of `sinks` is summed over cp: 1 all_reduce in backward, for usp 2 if `heads` has more than one rank. A softcap is
-    computed by plain operations on every device.
+    and one number per query and head. The layout alone decides a rank's calls: gradients of keys are computed and sent
+    even if only q requires a gradient, and every rank must run its backward. The gradient of `sinks` is summed over cp:
+    1 all_reduce in backward, for usp 2 if `heads` has more than one rank. A softcap is computed by plain operations on
+    every device.
 
-    Errors: TypeError if group, mesh, causal, window, scale, softcap, sinks or offsets are of another type, or dtypes
+    Errors: TypeError if group, mesh, causal, window, scale, softcap, sinks or offsets have a wrong type, or dtypes
             differ or are not float16, bfloat16, float32 or float64; ValueError for shapes that do not fit, query heads
-            that are not a multiple of KV heads, an unknown exchange or one that cannot shard these heads or this
-            layout, a window below 1, a scale or softcap that is not positive and finite, sinks on another device,
-            invalid offsets or offsets that differ from the layout's, a batch of packed rows, or a layout of other
-            ranks.
+            that are not a multiple of KV heads, an exchange that is unknown or cannot shard these heads or this layout,
+            a window below 1, a scale or softcap that is not positive and finite, sinks on another device, invalid
+            offsets or offsets that differ from the layout's, packed sequences in a batch of several rows, or a layout
+            of other ranks.
     Source: arXiv 2310.01889 (ring), 2309.14509 (Ulysses), 2405.07719 (usp).
     """
-    # 1. What the signature does not say: which groups, whether the heads divide, whether the layout is of these rows.
+    # 1. Check the groups, the heads and the layout, as far as the contract cannot.
     groups = _groups(mesh, group, exchange)
     _check_tensors(q, k, v, sinks)
     token_layout = _layout_of(layout, cu_seqlens, groups, q)
     if problem := _layout_problem(token_layout, groups, q) or _exchange_problem(exchange, groups, token_layout, q, k):
         raise Rejected(problem)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    # 2. Exchange heads, and keys over the ring that is left; or leave the heads where they are and exchange keys alone.
+    # 2. Exchange heads, and keys over the remaining ring; or exchange keys only.
     options = SoftmaxOptions(factor, softcap, None if sinks is None else _addend_gradients(sinks, groups))
     if exchange in ("ulysses", "usp"):
         return head_parallel_attention(q, k, v, token_layout, groups.heads, groups.ring, causal, window, options)
@@ -109,7 +109,7 @@ def context_parallel_attention(
 def _key_exchange(
     exchange: str, layout: TokenLayout, causal: bool, window: int | None, group: ProcessGroup
 ) -> tuple[BlockSchedule, KVTransport]:
-    """The block schedule, and how keys travel."""
+    """The block schedule, and the transport of the keys."""
     if exchange == "all_gather":
         schedule = schedule_of(layout, causal, window)
         return schedule, AllGather(group, schedule.counts)
@@ -118,7 +118,7 @@ def _key_exchange(
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    """Errors: TypeError for dtypes, ValueError for heads that do not fit together."""
+    """Errors: TypeError for dtypes, ValueError for heads or devices that do not fit together."""
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
         dtypes, supported = ", ".join(map(dtype_name, (q, k, v))), "float16, bfloat16, float32, float64"
         raise Rejected(f"q, k, v are {dtypes}; pass one dtype of {supported}", TypeError)
@@ -128,9 +128,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Non
 
 @dataclass(frozen=True)
 class CpGroups:
-    """The ranks of cp: those of `heads` exchange heads, those of `ring` keys; `size` and `rank` are those of cp.
+    """The groups of cp: ranks of `heads` exchange heads, ranks of `ring` exchange keys; `size` and `rank` are cp's.
 
-    Only for usp are they two groups; for every other exchange both are the group of cp, of which it uses one.
+    Only usp has two different groups; for every other exchange both are the group of cp.
     """
 
     ring: ProcessGroup
@@ -140,7 +140,7 @@ class CpGroups:
 
 
 def _groups(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) -> CpGroups:
-    """The groups of an exchange, from either a group or a mesh."""
+    """The groups of an exchange, from a group or a mesh."""
     dims = 2 if exchange == "usp" else 1
     if mesh is None and group is not None:
         if dims == 2:
@@ -155,12 +155,12 @@ def _groups(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) 
     ring, heads = mesh.get_group(0), mesh.get_group(dims - 1)
     if dims == 1:
         return CpGroups(ring, heads, ring.size(), ring.rank())
-    # Heads within the ring: the ranks of a heads group are consecutive in cp, as `ulysses._build_group_rows` relies on.
+    # The ranks of a heads group are consecutive in cp; `ulysses._build_group_rows` relies on it.
     return CpGroups(ring, heads, ring.size() * heads.size(), ring.rank() * heads.size() + heads.rank())
 
 
 def _head_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str | None:
-    """Why q, k and v do not go together, or None: one device, p of at least 1, heads a multiple of KV heads."""
+    """Why q, k and v do not fit: they need one device, p of at least 1, and heads a multiple of KV heads. Or None."""
     if not (q.device == k.device == v.device):
         return f"q, k, v are on {q.device}, {k.device}, {v.device}; pass one device"
     if sinks is not None and sinks.device != q.device:
@@ -174,27 +174,27 @@ def _head_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str 
 
 
 def _addend_gradients(sinks: Tensor, groups: CpGroups) -> Tensor:
-    """The sinks, whose gradient is summed over all ranks of cp: each has the addend of its queries and heads."""
+    """The sinks, with a gradient summed over all ranks of cp: each rank has the term of its queries and heads."""
     of_ring = as_replicated(sinks, groups.ring)
-    # Only for usp has the ring fewer ranks than cp.
+    # Only usp has a ring with fewer ranks than cp.
     return of_ring if groups.size == groups.ring.size() else as_replicated(of_ring, groups.heads)
 
 
 def _layout_of(
     layout: TokenLayout | str, cu_seqlens: Tensor | Sequence[int] | None, groups: CpGroups, q: Tensor
 ) -> TokenLayout:
-    """The layout on q's device; built from its name, for as many rows as all ranks have together, if it is a name."""
+    """The layout on q's device. A name is turned into a layout for the rows of all ranks together."""
     if isinstance(layout, str):
         token_layout = _layout_of_name(layout, cu_seqlens, groups, q.shape[2] * groups.size, q.device)
     else:
         token_layout = layout
         _check_same_offsets(layout, cu_seqlens)
-    # If its index arrays are on another device, they are copied once for all layers.
+    # Index arrays on another device are copied once for all layers.
     return token_layout if token_layout.index.device == q.device else _on_device(token_layout, q.device)
 
 
 def _layout_problem(layout: TokenLayout, groups: CpGroups, q: Tensor) -> str | None:
-    """Why a layout is not that of the rows of q on this rank of this group, or None."""
+    """Why a layout does not fit q's rows on this rank of this group, or None."""
     if (layout.cp_size, layout.cp_rank) != (groups.size, groups.rank):
         of_layout = f"the layout is for rank {layout.cp_rank} of cp={layout.cp_size}"
         return f"{of_layout}, this is rank {groups.rank} of cp={groups.size}; rebind it"
@@ -212,7 +212,7 @@ def _exchange_problem(exchange: str, groups: CpGroups, layout: TokenLayout, q: T
     label, heads, kv_heads, heads_size = f"exchange={exchange!r}", q.shape[1], k.shape[1], groups.heads.size()
     if layout.kind == "ragged" and exchange in ("ulysses", "usp"):
         return f"{label} needs as many rows on each rank, which ragged has not; use ring or all_gather"
-    # The ranks of a heads group hold their stripes together, which is not a stripe of the sequence.
+    # The stripes of the ranks in a heads group do not make a stripe of the sequence.
     if exchange == "usp" and layout.kind == "striped":
         return f"{label} cannot join striped rows; use ring, all_gather or ulysses, or another layout"
     if exchange in ("ulysses", "usp") and (heads % heads_size or (kv_heads % heads_size and heads_size % kv_heads)):
@@ -224,7 +224,7 @@ def _exchange_problem(exchange: str, groups: CpGroups, layout: TokenLayout, q: T
 def _layout_of_name(
     order: str, cu_seqlens: Tensor | Sequence[int] | None, groups: CpGroups, total: int, device: torch.device
 ) -> TokenLayout:
-    """The layout by its name. Dense layouts are cached by shape, so that all layers share one block schedule."""
+    """The layout with this name. Dense layouts are cached by shape, so that all layers share one block schedule."""
     if cu_seqlens is not None:
         offsets_of("cu_seqlens", cu_seqlens)
         kind = "packed" if order == "dual_chunk_swap" else order
@@ -243,7 +243,7 @@ def _on_device(layout: TokenLayout, device: torch.device) -> TokenLayout:
 def _check_same_offsets(layout: TokenLayout, cu_seqlens: Tensor | Sequence[int] | None) -> None:
     if cu_seqlens is None or cu_seqlens is layout.cu_padded:
         return
-    # Offsets in another tensor are compared by value, on the host.
+    # Compare offsets in another tensor by value, on the host.
     offsets = host_offsets(without_fill(offsets_of("cu_seqlens", cu_seqlens)), "cu_seqlens", Rejected)
     if not torch.equal(offsets, layout.cu_padded.cpu().long()):
         raise Rejected("cu_seqlens differ from the layout's; pass one of them")

@@ -1,7 +1,7 @@
 """The bytes that each exchange of attention sends, in closed form, and the exchange that sends the fewest.
 
-Bytes are those that one rank sends to other ranks, forward and backward. Where ranks send unlike numbers of keys, they
-are in each of the two those of the rank that sends most there, so that forward and backward may be of two ranks.
+Bytes are counted for one rank, forward and backward, as sent to other ranks. If ranks send different numbers of keys,
+each direction counts the rank that sends most, so that forward and backward may count different ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch_impl.layouts.divisibility import indivisible
 from torch_impl.layouts.token_layout import dense_layout
 
 LayoutName = Literal["contiguous", "dual_chunk_swap", "packed", "ragged", "striped"]
-RULE_OF = {"packed": "dual_chunk_swap"}  # packed shards each sequence by this rule, so their sum obeys it, too
+RULE_OF = {"packed": "dual_chunk_swap"}  # packed shards each sequence by this rule, so their total obeys it too
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank sends with one `exchange`: in `forward` and in `backward` those of the rank that sends most.
+    """The bytes that the busiest rank sends with one `exchange`, in `forward` and in `backward`.
 
-    `heads_size` is the number of ranks that exchange heads (usp: the mesh axis `heads`, the inner one); 1 if none do.
+    `heads_size` is the number of ranks that exchange heads (for usp the inner mesh axis, `heads`), 1 if none do.
     """
 
     exchange: str
@@ -36,7 +36,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Forward and backward together."""
+        """The bytes of forward and backward together."""
         return self.forward + self.backward
 
 
@@ -58,23 +58,23 @@ def attention_bytes(
 
         q "b h s/cp:LAYOUT p", k, v "b hk s/cp:LAYOUT p"   with s global rows, n = cp_size
 
-    With kv = 2 * hk * p * e, e = itemsize, t = s / n rows a rank, f = max(e, 4) for gradients of keys, and for usp a
-    ranks of the mesh axis `heads` (`heads_size`) and m = n / a of `ring`, forward and backward:
+    Let kv = 2 * hk * p * e, e = itemsize, t = s / n rows on each rank, f = max(e, 4) for gradients of keys, and for usp
+    a = heads_size ranks of the mesh axis `heads` and m = n / a ranks of `ring`. Forward and backward:
 
         ring        b keys kv                                     b (keys + gradients f / e) kv
         all_gather  b (n-1) t kv                                  b (n-1) t kv (1 + f / e)
         ulysses     b (n-1)/n t p e (2 h + 2 max(hk, n))          the same
         usp         ulysses of a and ring of m with kv max(hk, a) / hk, over the a t rows of a group
 
-    `keys` and `gradients` are rows of one rank by `key_traffic` of one sequence, at most (n-1) t each (see `Traffic`).
-    Ulysses needs h % a == 0 and hk % a == 0 or a % hk == 0, with a = n; usp the same for its a, and no stripes. Ragged
-    rows are for ring and all_gather.
+    `keys` and `gradients` are one rank's rows by `key_traffic` for one sequence, at most (n-1) t each (see `Traffic`).
+    Ulysses needs h % a == 0, and hk % a == 0 or a % hk == 0, with a = n; usp needs the same for its a, and no stripes.
+    Ragged rows need ring or all_gather.
 
     >>> [(t.exchange, t.total) for t in attention_bytes(b=1, s=8, h=4, hk=2, p=1, cp_size=2, itemsize=2, causal=False)]
     [('ring', 128), ('all_gather', 128), ('ulysses', 96)]
 
-    Errors: ValueError for a size below 1, query heads that are not a multiple of KV heads, a window below 1, an unknown
-            layout or one that cannot shard s; TypeError for a size, a window or causal of another type.
+    Errors: ValueError for a size below 1, query heads that are not a multiple of KV heads, a window below 1, a layout
+            that is unknown or cannot shard s; TypeError for a size, a window or causal of a wrong type.
     """
     _check_shapes({"s": s, "h": h, "hk": hk, "cp_size": cp_size}, layout)
     rows, gradient_itemsize, n = -(-s // cp_size), max(itemsize, 4), cp_size
@@ -88,11 +88,11 @@ def attention_bytes(
     def head_bytes(a: int) -> int:  # of the two all_to_alls over a ranks, in either direction
         return (a - 1) * rows * numbers_per_head * (h + max(hk, a)) * itemsize // a
 
-    # 1. Exchanges of keys: of a ring those that the layout needs, of an all_gather all.
+    # 1. Exchanges of keys: a ring sends the keys that the layout needs, an all_gather sends all.
     gathered = (n - 1) * rows * numbers_per_head * hk
     traffic = [Traffic("ring", 1, *ring_bytes(n, hk))]
     traffic.append(Traffic("all_gather", 1, gathered * itemsize, gathered * (itemsize + gradient_itemsize)))
-    # 2. Exchanges of heads, over every number of ranks that the heads can be sharded over.
+    # 2. Exchanges of heads, for every number of ranks that can shard the heads.
     head_group_sizes = [a for a in range(1, n + 1) if n % a == 0 and h % a == 0 and (hk % a == 0 or a % hk == 0)]
     for a in head_group_sizes if layout != "ragged" else ():
         if a == n:
@@ -104,14 +104,14 @@ def attention_bytes(
 
 
 def _peak_bytes(rows_sent: KeyTraffic, key_row: int, gradient_row: int) -> tuple[int, int]:
-    """The most bytes that one rank sends, forward and backward, at `key_row` and `gradient_row` bytes a row."""
+    """The most bytes that one rank sends, forward and backward, with `key_row` and `gradient_row` bytes per row."""
     keys = [count * key_row for count in rows_sent.keys]
     gradients = [count * gradient_row for count in rows_sent.gradients]
     return max(keys), max(map(add, keys, gradients))
 
 
 def _ring_rows(layout: str, s: int, ranks: int, causal: bool, window: int | None) -> KeyTraffic:
-    """Rows of keys that each rank of a ring sends, of one sequence of `s` tokens."""
+    """The rows of keys that each rank of a ring sends for one sequence of `s` tokens."""
     one_sequence = dense_layout(RULE_OF.get(layout, layout), s, ranks, 0, torch.device("cpu"))
     return key_traffic(one_sequence, causal=causal, window=window)[0]
 
@@ -127,11 +127,11 @@ def _check_shapes(sizes: dict[str, int], layout: str) -> None:
 
 
 def fewest_bytes(**shapes: Any) -> Traffic:
-    """The exchange that sends the fewest bytes, forward and backward; of equals, the first of `attention_bytes`.
+    """The exchange that sends the fewest bytes, forward and backward; ties go to the first in `attention_bytes`.
 
     `shapes` are the keywords of `attention_bytes`.
 
-    Errors: those of `attention_bytes`.
+    Errors: as `attention_bytes`.
 
     >>> fewest_bytes(b=1, s=8, h=4, hk=2, p=1, cp_size=2, itemsize=2).exchange
     'ulysses'

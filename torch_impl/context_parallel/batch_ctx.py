@@ -1,9 +1,9 @@
-"""Dense batches: rows are padded to a length that cp can shard; they are sharded inside a context and full outside.
+"""Dense batches: rows are padded to a length that cp can shard, sharded inside a context, and full outside it.
 
 Rank r of cp holds chunks r and 2 cp - 1 - r of 2 cp equal chunks of every row (DualChunkSwap).
 
 The columns of an attention mask would have to be sharded with the keys. Instead the mask is read once, on the full
-batch, and dropped: padding on the right becomes a padding mask, since causal attention never sees it, and any other
+batch, and dropped: padding on the right becomes a padding mask, because causal attention never sees it, and any other
 mask is rejected.
 """
 
@@ -39,7 +39,7 @@ NONE = -1000  # in a table of lengths: no sequence
 
 @dataclass(frozen=True)
 class BatchContext:
-    """A factory of the context in which the batch is sharded; it can be called any number of times.
+    """A factory of the context that shards the batch; it can be called any number of times.
 
     `layout.unshard(x, dim, group, trim=True)` returns a full result without the padding.
     """
@@ -94,30 +94,30 @@ def make_cp_batch_and_ctx(
     *,
     return_layout: bool = False,
 ) -> tuple[Factory, dict[str, Any]] | tuple[Factory, dict[str, Any], BatchLayout]:
-    """A factory of the context for one training step, and the padded batch for it: `with factory():`.
+    """Pad a batch, and make a factory of the context that shards it for one training step: `with factory():`.
 
         input_ids  "b s"   ->   inside  "b s/cp:dual_chunk_swap",   s padded to a multiple of 2 * cp
 
-    With one rank, or a mesh without `cp`, the batch is returned as it is. With `use_te` the batch is that of
-    `make_cp_batch_for_te`. Else it is a new dict of new tensors, padded on the right: ids by `padding_token_id`, labels
-    by -100, masks and floats by 0, and positions count on. Everything [b, s, ...] is sharded on entering the context
-    and full again on leaving it; what needs a gradient is sharded here and stays sharded. `loss_mask` joins the batch,
-    and the caller's tensor is sharded and restored with it. Labels must be shifted before this call: inside, the next
-    token may be on another rank.
+    Returns (factory, batch). On one rank, or on a mesh without `cp`, the batch is returned unchanged. With `use_te` the
+    batch comes from `make_cp_batch_for_te`. Otherwise it is a new dict of new tensors, padded on the right: ids by
+    `padding_token_id`, labels by -100, masks and floats by 0, and positions continue. All tensors [b, s, ...] are
+    sharded on entering the context and full again on leaving it; a tensor that requires a gradient is sharded here and
+    stays sharded. `loss_mask` joins the batch, and the caller's tensor is sharded and restored with it. Labels must be
+    shifted before this call: inside, the next token may be on another rank.
 
-    `num_chunks` and `seq_lens_padding_value` are for `use_te` alone. `extra_seq_buffers` names entries of the batch
-    whose sequence is at another dim, {"teacher_logits": 0}: they are padded by 0 and sharded with it; not for `use_te`.
-    With `return_layout` the batch's BatchLayout is returned last, at every cp size.
+    `num_chunks` and `seq_lens_padding_value` are for `use_te` only. `extra_seq_buffers` names entries of the batch with
+    the sequence at another dim, {"teacher_logits": 0}: they are padded by 0 and sharded too; not for `use_te`. With
+    `return_layout` the batch's BatchLayout is returned last, at every cp size.
 
     `attention_mask` is dropped if it is all ones or padding on the right. Padding becomes `padding_mask` (True), and
     attention inside must then be causal.
 
     Cost:   no collective; two copies of each tensor, and one host read of the mask and positions.
-    Errors: ValueError for several ranks on a mesh without names, of which no dim can be known as `cp`, left padding,
-            holes, packing ids, other entries than 0 and 1, a mask or a tensor by token of another shape, input_ids
-            that are not [b, s], a batch without input_ids and inputs_embeds, or extra buffers that are not in it or
-            of another length; TypeError if batch is not a dict, device_mesh not a mesh, extra_seq_buffers not dims by
-            name, or an entry by token not a Tensor.
+    Errors: ValueError for a mesh of several ranks without names (its cp dim is unknown), left padding, holes, packing
+            ids, mask entries other than 0 and 1, a mask or a tensor by token of a wrong shape, input_ids that are not
+            [b, s], a batch without input_ids and inputs_embeds, or extra buffers that are not in it or have another
+            length; TypeError if batch is not a dict, device_mesh is not a mesh, extra_seq_buffers is not a dict of
+            dims, or an entry by token is not a Tensor.
             RuntimeWarning for positions that restart inside a row without a mask: those sequences see each other.
     """
     cp_mesh, seq_dims = _cp_mesh(device_mesh), extra_seq_buffers or {}
@@ -133,7 +133,7 @@ def make_cp_batch_and_ctx(
     elif cp_mesh is None or cp_mesh.size() == 1:
         if seq_dims:  # a wrong name or dim is rejected on one rank already
             _extra_dims(batch, seq_dims, _shape(batch)[1])
-        # Without a layout to build, nothing else of the batch is read.
+        # If no layout is asked for, nothing else in the batch is read.
         if not return_layout:
             return nullcontext, batch
         result, layout = batch, _layout_of_one_rank(cp_mesh, batch)
@@ -147,9 +147,9 @@ def make_cp_batch_and_ctx(
 def _build_position_ids(batch: Batch, device: torch.device | str) -> dict[str, Any]:
     """Add `position_ids` 0, 1, 2, ... for each row, "b s", to the batch, unless it has them; returns the same dict.
 
-    With `seq_lens_padded` they restart in each slot. They are on `device`.
+    With `seq_lens_padded` positions restart in each slot. The new tensor is on `device`.
 
-    Cost:   no collective; with seq_lens_padded one host copy of them.
+    Cost:   no collective; with seq_lens_padded one host copy of the lengths.
     Errors: ValueError without input_ids [b, s] and inputs_embeds [b, s, d], or for slots that do not fit the rows;
             TypeError if batch is not a dict, or one of these entries is not a Tensor.
     """
@@ -173,7 +173,7 @@ def with_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict
 
 
 def _layout_of_one_rank(cp_mesh: DeviceMesh | None, batch: dict[str, Any]) -> BatchLayout:
-    """The layout of a batch that is not sharded, and not padded."""
+    """The layout of a batch that is neither sharded nor padded."""
     shape = _shape(batch)
     tokens = TokenLayout.dense("dual_chunk_swap", shape[1], cp_size=1, cp_rank=0, device=_device(batch))
     return BatchLayout(tokens, shape, None if cp_mesh is None else cp_mesh.get_group())
@@ -187,7 +187,7 @@ def _shard_inside(
     seq_dims: dict[str, int],
 ) -> tuple[BatchContext, dict[str, Any]]:
     """The padded batch, and the context that shards it."""
-    # 1. How much padding makes the rows shardable.
+    # 1. Compute the padding that makes the rows shardable.
     shape = _shape(batch)
     size = shape[1]
     cp_size, cp_rank = cp_mesh.size(), cp_mesh.get_group().rank()
@@ -195,15 +195,15 @@ def _shard_inside(
     more = -size % multiple
     device = _device(batch)
     extra = _extra_dims(batch, seq_dims, size)
-    # 2. The batch with positions and padding mask and without attention mask, padded into new tensors.
+    # 2. Add positions and padding mask, drop the attention mask, and pad into new tensors.
     full, masked = _full_batch(batch, loss_mask, shape, more, device)
     dims = {name: extra[name] if name in extra else _dim(name, x, shape) for name, x in full.items()}
     padded = {name: _pad_right(name, x, dims[name], shape, more, padding_token_id) for name, x in full.items()}
     layout = TokenLayout.dense(
         "dual_chunk_swap", size + more, cp_size=cp_size, cp_rank=cp_rank, device=device, real_length=size
     )
-    # 3. The buffers that the context shards. It does so in place, outside autograd, so what needs a gradient cannot be
-    #    one of them and is sharded here.
+    # 3. Collect the buffers that the context shards in place, outside autograd. Tensors that require a gradient are
+    #    sharded here instead.
     buffers: list[tuple[Tensor, int, Tensor | None]] = []
     for name, x in padded.items():
         dim = dims[name]
@@ -211,7 +211,7 @@ def _shard_inside(
             padded[name] = layout.shard(x, dim)
         elif dim is not None:
             buffers.append((x, dim, None))
-    # 4. The caller's loss_mask is not padded: inside, it is the shard of the padded copy; on leaving, it is restored.
+    # 4. The caller's loss_mask is not padded: inside it is a shard of the padded copy, and on leaving it is restored.
     if loss_mask is not None:
         buffers.append((loss_mask, 1, padded["loss_mask"]))
     tensors, buffer_dims, full_values = zip(*buffers, strict=True) if buffers else ((), (), ())
@@ -223,7 +223,7 @@ def _shard_inside(
 
 
 def _extra_dims(batch: dict[str, Any], seq_dims: dict[str, int], size: int) -> dict[str, int]:
-    """The sequence dims of the caller's further entries, from the front; ValueError unless each has `size` there."""
+    """The sequence dims of the extra entries, counted from the front; ValueError unless each has length `size`."""
     dims = {}
     for name, dim in seq_dims.items():
         if name not in batch:
@@ -240,7 +240,7 @@ def _full_batch(
     batch: dict[str, Any], loss_mask: Tensor | None, shape: tuple[int, int], more: int, device: torch.device
 ) -> tuple[dict[str, Any], bool]:
     """The batch with positions and padding mask, without attention mask; and whether that mask had padding."""
-    # 1. One loss mask, and every tensor by token of the shape of the tokens.
+    # 1. Check that there is one loss mask, and that every tensor by token has the shape of the tokens.
     full = {name: x for name, x in batch.items() if name != "attention_mask" and x is not None}
     if loss_mask is not None:
         if full.get("loss_mask", loss_mask) is not loss_mask:
@@ -250,8 +250,8 @@ def _full_batch(
         if name in full and _dim(name, require_tensor(name, full[name]), shape) is None:
             tokens = f"the batch has {list(shape)} tokens"
             raise Rejected(f"{name} is {list(full[name].shape)}, {tokens}; give one for each")
-    # 2. Read the mask, and add positions. Restarting ones without a mask are packed rows, which this path cannot keep
-    #    apart; they are legal, so it only warns. Positions that were added for lack of any do not restart.
+    # 2. Read the mask, and add positions. Positions that restart without a mask mean packed rows, which this path
+    #    cannot keep apart; they are legal, so it only warns. Positions that are added here do not restart.
     mask = batch.get("attention_mask")
     padding_mask = None if mask is None else padding_of(require_tensor("attention_mask", mask), shape)
     has_positions = "position_ids" in full or "seq_lens_padded" in full
@@ -263,7 +263,7 @@ def _full_batch(
             RuntimeWarning,
             stacklevel=5,
         )
-    # 3. The padding mask, wherever there is or will be padding.
+    # 3. Add the padding mask if there is or will be padding.
     if mask is not None or more or "padding_mask" in full:
         padding = full.get("padding_mask", torch.zeros(shape, dtype=torch.bool, device=device))
         full["padding_mask"] = padding if padding_mask is None else padding | padding_mask
@@ -271,22 +271,22 @@ def _full_batch(
 
 
 def _pad_right(name: str, x: Any, dim: int | None, shape: tuple[int, int], more: int, padding_token_id: int) -> Any:
-    """A new tensor with `more` positions on the right of `dim`; what is not by token is returned as it is."""
+    """A new tensor with `more` positions on the right of `dim`; values that are not by token are returned unchanged."""
     if dim is None:
         return x
-    # Positions count on from the last one of each row, and one row for all becomes a row for each.
+    # Positions continue from the last one of each row, and a single row for all is expanded to every row.
     if name == "position_ids":
         steps = torch.arange(1, more + 1, device=x.device)
         last = x[..., -1:] if shape[1] else x.new_full((*x.shape[:-1], 1), -1)
         return torch.cat([x, last + steps], -1).expand(*x.shape[:-2], shape[0], -1).contiguous()
     fill = padding_token_id if name == "input_ids" else FILLS.get(name, 0)
-    # F.pad counts dims from the last. A copy even without padding: the context changes it in place.
+    # F.pad counts dims from the last. Copy even without padding, because the context changes the tensor in place.
     trailing = [0, 0] * (x.ndim - 1 - dim)
     return F.pad(x, [*trailing, 0, more], value=fill) if more else x.clone()
 
 
 def _dim(name: str, x: Any, shape: tuple[int, int]) -> int | None:
-    """The sequence dim of a tensor by token, or None for what is not by token."""
+    """The sequence dim of a tensor by token, or None for any other value."""
     if not isinstance(x, Tensor):
         return None
     if name == "position_ids":
@@ -296,7 +296,7 @@ def _dim(name: str, x: Any, shape: tuple[int, int]) -> int | None:
 
 
 def _shape(batch: dict[str, Any]) -> tuple[int, int]:
-    """The number of rows, and of tokens in a row."""
+    """The number of rows, and the number of tokens in a row."""
     for name, min_dims in (("input_ids", 2), ("inputs_embeds", 3)):
         if batch.get(name) is not None:
             shape = require_tensor(name, batch[name]).shape
@@ -325,28 +325,28 @@ def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def padding_of(attention_mask: Shaped[Tensor, "*a"], shape: tuple[int, int]) -> Bool[Tensor, "b s"] | None:
-    """The padding mask of an attention mask of `shape`: True at padding on the right; None if it is all ones.
+    """Turn an attention mask of `shape` into a padding mask, True at padding on the right; None if it is all ones.
 
     Cost:   one read by the host.
 
-    Errors: ValueError for left padding, holes, packing ids, other entries than 0 and 1, or a mask of another shape.
+    Errors: ValueError for left padding, holes, packing ids, entries other than 0 and 1, or a mask of another shape.
     """
     if attention_mask.shape != shape:
         rule = f"the batch has {list(shape)} tokens; give one for each"
         if attention_mask.ndim != 2:
             rule = "under cp it is [b, s]; packed sequences go with use_te=True, where cu_seqlens keep them apart"
         raise Rejected(f"attention_mask is {list(attention_mask.shape)}, {rule}")
-    # 1. Facts of each row, on the device.
+    # 1. Compute facts about each row, on the device.
     zeros = attention_mask == 0
     entries = attention_mask.double()
     is_fraction = ((entries != entries.trunc()) | entries.isinf()).any(1)
     real = (~zeros).sum(1)
     leading = zeros.long().cumprod(1).sum(1)
-    # 2. What the mask must be: as many ones in each row, all of them first.
+    # 2. Compare with the expected mask, which has equally many ones in each row, all at the front.
     is_padding = torch.arange(zeros.shape[1], device=zeros.device) >= real[:, None]
     smallest, largest = attention_mask.aminmax(dim=1) if zeros.shape[1] else (real, real)
     is_odd = (zeros != is_padding).any(1)
-    # 3. All facts in one copy to the host, where the first row that is wrong is reported.
+    # 3. Copy all facts to the host at once, and report the first wrong row.
     facts = torch.stack([real, leading, is_odd, smallest < 0, largest.long(), is_fraction]).cpu()
     for problem in _mask_problems(facts, zeros.shape[1]):
         raise Rejected(f"attention_mask: {problem}")
@@ -354,15 +354,15 @@ def padding_of(attention_mask: Shaped[Tensor, "*a"], shape: tuple[int, int]) -> 
 
 
 def restarts(position_ids: Tensor) -> bool:
-    """Whether positions restart inside a row. One read by the host."""
+    """Whether positions restart inside a row. Cost: one read by the host."""
     return position_ids.ndim == 2 and bool((position_ids.diff() <= 0).any())
 
 
 def _mask_problems(facts: Tensor, size: int) -> Iterator[str]:
-    """What is wrong with a mask, by the facts of its rows, with the most specific reason first.
+    """The problems of a mask, found from facts about its rows, with the most specific reason first.
 
-    `facts` are, by row: the number of ones, the number of leading zeros, whether a zero comes before a one, whether an
-    entry is negative, the largest entry, and whether an entry is not a finite integer.
+    The facts about a row are: the number of ones, the number of leading zeros, whether a zero comes before a one,
+    whether an entry is negative, the largest entry, and whether an entry is not a finite integer.
     """
     leading, is_odd, is_additive, largest, is_fraction = facts[1:]
     for b in first(is_additive > 0):

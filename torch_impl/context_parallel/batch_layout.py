@@ -1,7 +1,7 @@
-"""The layout of a batch in the coordinates of its caller: what has an entry per token is sharded and gathered as it is.
+"""The layout of a batch in its caller's coordinates: shard and gather any tensor with an entry for each token.
 
 A dense batch is sharded row by row, padded on the right. A batch of packed rows is one stream of b * s tokens, which
-may be split into chunks. Either way `shard` takes [b, s, ...] and `gather` returns it.
+may be split into chunks. In both cases `shard` takes [b, s, ...] and `gather` returns it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch_impl.layouts import TokenLayout
 class BatchLayout:
     """How a batch of `shape` [b, s], or [t] for one stream, is sharded over `group` (None for one rank).
 
-    `tokens` is the layout of each row, or with `is_stream` that of all rows one after another, in `chunks` equal ones;
-    attention takes it as its layout.
+    `tokens` is the layout of each row, or with `is_stream` the layout of all rows concatenated, split into `chunks`
+    equal chunks. Pass `tokens` to attention as its layout.
 
     >>> import torch
     >>> tokens = TokenLayout.packed([0, 4, 8], cp_size=2, cp_rank=0)
@@ -41,7 +41,7 @@ class BatchLayout:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """What `shape` is on this rank: [b, s/cp] of rows, [t/cp] of a stream, [m, t/(m cp)] of m chunks."""
+        """The shape on this rank: [b, s/cp] for rows, [t/cp] for a stream, [m, t/(m cp)] for m chunks."""
         local = self.tokens.counts[self.tokens.cp_rank]
         if not self.is_stream:
             return self.shape[0], local
@@ -49,13 +49,13 @@ class BatchLayout:
 
     @contract("BatchLayout.shard")
     def shard(self, x: ShardedAny[Tensor, "..."], *, dim: int = 0, fill: float = 0) -> Shaped[Tensor, "*local"]:
-        """This rank's shard of `x`, whose dims from `dim` on are `shape`; a dense row is padded by `fill`.
+        """Shard `x`, which has the dims `shape` from `dim` on; a dense row is padded by `fill`.
 
             x  "b s cp=R"   ->   "b s/cp" of rows, "t/cp" of a stream, "m t/cp" of chunks,   t = b s / m
 
-        Any dtype, which the shard keeps; differentiable.
+        The shard keeps the dtype, which may be any. Differentiable.
 
-        Cost:   no collective; one copy of the shard, and one of x where it is padded.
+        Cost:   no collective; one copy of the shard, and one of x if it is padded.
         Errors: ValueError if x does not have `shape` at `dim`.
         """
         dim = self._place("shard", x, dim, self.shape)
@@ -71,12 +71,12 @@ class BatchLayout:
     def gather(
         self, x: ShardedAny[Tensor, "..."], *, dim: int = 0, gradient: GradientType = "R"
     ) -> Shaped[Tensor, "*full"]:
-        """The full tensor in the caller's coordinates, of shards whose dims from `dim` on are `local_shape`.
+        """Gather shards `x`, which have the dims `local_shape` from `dim` on, into the caller's coordinates.
 
             x  as `shard` returns it   ->   "b s cp=R"  or, with gradient="I",  "b s cp=I"
 
-        The padding of dense rows is dropped. That of packed rows has its place in the batch, and keeps it. `gradient`
-        is as for `TokenLayout.unshard`.
+        The padding of dense rows is dropped; the padding of packed rows is part of the batch and stays. `gradient` is
+        as in `TokenLayout.unshard`.
 
         Cost:   forward 1 all_gather; backward 1 reduce_scatter (R, summed in float32 or wider) or none (I). None
                 without a group. Saves the index.
@@ -89,11 +89,11 @@ class BatchLayout:
         return self._unshard(stream, dim, gradient).unflatten(dim, self.shape)
 
     def _unshard(self, x: Tensor, dim: int, gradient: GradientType) -> Tensor:
-        # Without a group there is one rank, which has every row, in any order of ranks.
+        # Without a group there is one rank, which has every row in order.
         return x if self.group is None else self.tokens.unshard(x, dim, self.group, gradient=gradient)
 
     def _place(self, name: str, x: Tensor, dim: int, shape: tuple[int, ...]) -> int:
-        """`dim` from the front; ValueError unless x has `shape` from there on."""
+        """`dim` counted from the front; ValueError unless x has `shape` from there on."""
         dim = dim_from_front("dim", dim, x)
         if tuple(x.shape[dim : dim + len(shape)]) != shape:
             where = f"x is {list(x.shape)}, the batch is {list(shape)} {'here' if name == 'gather' else 'in full'}"

@@ -1,7 +1,7 @@
-"""Batches for Transformer Engine: rows of packed sequences as one stream that is sharded over cp.
+"""Batches for Transformer Engine: packed rows as one stream that is sharded over cp.
 
-Rank r of cp holds its DualChunkSwap shard of sequence 0, then of sequence 1, ... The offsets in the batch are those of
-the full stream; a kernel that gets one rank's stream takes `cu_seqlens_padded // cp_size`.
+Rank r of cp holds its DualChunkSwap shard of sequence 0, then of sequence 1, and so on. The batch has the offsets of
+the full stream; a kernel for one rank's stream takes `cu_seqlens_padded // cp_size`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_impl.contract import Rejected, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import multiple_of, offsets_of, validate_offsets, without_fill
 
-IDS = ("input_ids", "labels", "position_ids")  # int64 in the result, whatever integers they are in the batch
+IDS = ("input_ids", "labels", "position_ids")  # int64 in the result, for any integer dtype in the batch
 
 
 @overload
@@ -63,13 +63,13 @@ def make_cp_batch_for_te(
         input_ids  "b s cp=R" or "b s d cp=R"   ->   "t/cp:packed" or "t/cp:packed d",   t = b s
         with m chunks                           ->   "m t/cp:packed" or "m t/cp:packed d",   t = b s / m
 
-    labels, position_ids, padding_mask (True for padding) and all other tensors by token are sharded likewise. The mask
-    is computed from the lengths: a `padding_mask` in the batch is replaced. `cu_seqlens` (real offsets),
-    `cu_seqlens_padded` and `max_seqlen` are those of the full stream, int32. The keys are the same at every cp size,
-    and without a mesh. `batch` is as for `process_input_for_thd`; the only `qkv_format` is "thd".
+    labels, position_ids, padding_mask (True for padding) and all other tensors by token are sharded in the same way.
+    The mask is computed from the lengths and replaces a `padding_mask` in the batch. `cu_seqlens` (real offsets),
+    `cu_seqlens_padded` and `max_seqlen` describe the full stream, in int32. The keys are the same at every cp size and
+    without a mesh. `batch` is as for `process_input_for_thd`; the only `qkv_format` is "thd".
 
-    With `return_local_indices` the positions of this rank in the stream of all rows, [t/cp] or with chunks [m t/cp],
-    are returned after the batch, and with `return_layout` its BatchLayout, last, which a batch with `prefix_of` needs.
+    With `return_local_indices` this rank's positions in the stream of all rows, [t/cp] or with chunks [m t/cp], are
+    returned after the batch. With `return_layout` its BatchLayout is returned last; a batch with `prefix_of` needs it.
 
     >>> batch = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "labels": torch.tensor([[2, 3, 4, 5]])}
     >>> batch |= {"seq_lens": torch.tensor([[4]]), "seq_lens_padded": torch.tensor([[4]])}
@@ -77,8 +77,8 @@ def make_cp_batch_for_te(
     torch.Size([4])
 
     Cost:   no collective; one copy of the shard for each key, one host copy of the lengths.
-    Errors: ValueError for another qkv_format, a mesh of several dims, or, on two ranks or more, a slot that is not a
-            multiple of 2 * cp; TypeError if cp_mesh is not a mesh; else as `split_batch_into_thd_chunks`.
+    Errors: ValueError for another qkv_format, a mesh of several dims, or, on two or more ranks, a slot that is not a
+            multiple of 2 * cp; TypeError if cp_mesh is not a mesh; otherwise as `split_batch_into_thd_chunks`.
     """
     _check_format(qkv_format)
     result, layout = te_batch(cp_mesh, batch, num_chunks, seq_lens_padding_value)
@@ -96,15 +96,15 @@ def te_batch(
 ) -> tuple[dict[str, Any], BatchLayout]:
     """The core of `make_cp_batch_for_te`: the batch and its layout."""
     cp_size, cp_rank = _place(cp_mesh)
-    # 1. All rows as one stream, in slots that cp can shard; the slots are on the host, so this waits for no device.
+    # 1. Make all rows one stream, in slots that cp can shard. The slots are on the host: this waits for no device.
     full = stream(batch, num_chunks, seq_lens_padding_value)
     offsets = torch.from_numpy(full.slots.sums[0])
     validate_offsets(offsets, full.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
-    # 2. One layout and one index for all chunks: the rank's shard of the stream is its shards of the chunks in order.
+    # 2. Shard with one layout for all chunks: the rank's shard of the stream is its shards of the chunks in order.
     batch_layout = full.batch_layout(cp_size, cp_rank, None if cp_mesh is None else cp_mesh.get_group())
     layout = batch_layout.tokens
     shards = _shard_tokens(full.tokens, layout)
-    # 3. Only then split into chunks; what is not by token is split by rows.
+    # 3. Then split into chunks; values that are not by token are split by rows.
     if full.chunks > 1:
         unsharded = {name: full.stacked(name, value) for name, value in full.constants.items()}
         shards = {name: by_chunk(name, x, full.chunks) for name, x in shards.items()}
@@ -137,22 +137,22 @@ def _shard_thd_chunk_for_te(
     *,
     return_layout: bool = False,
 ) -> dict[str, Any] | tuple[dict[str, Any], BatchLayout]:
-    """This cp rank's shard of one stream, which is a result of `process_input_for_thd` or one row of stacked chunks.
+    """This cp rank's shard of one stream, a result of `process_input_for_thd` or one row of stacked chunks.
 
         input_ids  "t cp=R"   ->   "t/cp:packed"
 
-    The stream is sharded by `cu_seqlens_padded`, or by `cu_seqlens` if that is all there is; fill at their end is
-    stripped. A missing padding mask is computed from the two offsets. Every tensor with one entry per token is sharded.
-    With `return_layout` the BatchLayout of the stream [t] is returned after it; its layout has the batch's `prefix_of`,
-    and a batch that has one needs it.
+    The stream is sharded by `cu_seqlens_padded`, or by `cu_seqlens` if there are no padded offsets; fill at their end
+    is stripped. A missing padding mask is computed from the two offsets. Every tensor with one entry per token is
+    sharded. With `return_layout` the BatchLayout of the stream [t] is returned after the batch; it carries the batch's
+    `prefix_of`, and a batch with `prefix_of` needs it.
 
     Cost:   no collective; one copy of the shard for each key, one host copy of the offsets.
-    Errors: ValueError without cu_seqlens or input_ids, for another qkv_format, offsets that do not end where the
-            stream does, prefixes without `return_layout` or that are no earlier sequences, or, on two ranks or more, a
-            slot that is not a multiple of 2 * cp; TypeError if batch is not a dict, cp_mesh not a mesh, offsets or
-            prefixes not integers, or input_ids or max_seqlen not Tensors.
+    Errors: ValueError without cu_seqlens or input_ids, for another qkv_format, offsets that do not end at the stream's
+            end, prefixes without `return_layout` or that are not earlier sequences, or, on two or more ranks, a slot
+            that is not a multiple of 2 * cp; TypeError if batch is not a dict, cp_mesh is not a mesh, offsets or
+            prefixes are not integers, or input_ids or max_seqlen are not Tensors.
     """
-    # 1. Validate what the contract cannot say of a dict: its keys, and that these are tensors.
+    # 1. Check the dict's keys and that their values are tensors, which the contract cannot.
     _check_format(qkv_format)
     for name in ("cu_seqlens", "input_ids"):
         if name not in batch:
@@ -161,17 +161,17 @@ def _shard_thd_chunk_for_te(
         if name in batch:
             require_tensor(name, batch[name])
     require_layout(batch, return_layout)
-    # 2. The layout from the offsets, validated on the host; its arrays then go to the device of the tokens.
+    # 2. Build the layout from the offsets, validated on the host, and move its arrays to the tokens' device.
     cp_size, cp_rank = _place(cp_mesh)
     real = _offsets_without_fill(batch, "cu_seqlens")
     padded = _offsets_without_fill(batch, "cu_seqlens_padded") if "cu_seqlens_padded" in batch else real
     total, device = len(batch["input_ids"]), batch["input_ids"].device
-    # Fill stands behind the last sequence, as in the offsets.
+    # Drop the fill after the last sequence, as for the offsets.
     prefixes = batch[PREFIXES][: len(padded) - 1] if PREFIXES in batch else None
     layout = TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, total=total, prefix_of=prefixes).on(
         device
     )
-    # 3. Tensors by token are sharded, offsets are computed anew, and the rest is passed on.
+    # 3. Shard tensors by token, recompute the offsets, and pass everything else on.
     tokens = {name: x for name, x in batch.items() if _is_by_token(name, x, total)}
     unsharded = {name: x for name, x in batch.items() if name not in (*tokens, *TABLES)}
     if prefixes is not None:
@@ -189,7 +189,7 @@ def _shard_thd_chunk_for_te(
 
 
 def _shard_tokens(tokens: Mapping[str, Tensor], layout: TokenLayout) -> dict[str, Tensor]:
-    """Shards of every tensor by token, by one index; missing positions and padding mask come from the layout."""
+    """Shard every tensor by token with one index; missing positions and padding mask come from the layout."""
     index = local_index(layout)
     derived = {name: getattr(layout, name) for name in ("position_ids", "padding_mask") if name not in tokens}
     shards = {}
@@ -215,12 +215,12 @@ def _is_by_token(name: str, value: Any, total: int) -> bool:
 
 
 def _place(cp_mesh: DeviceMesh | None) -> tuple[int, int]:
-    """The number of cp ranks and the calling rank; (1, 0) without a mesh."""
+    """The number of cp ranks, and this rank; (1, 0) without a mesh."""
     return (1, 0) if cp_mesh is None else (cp_mesh.size(), cp_mesh.get_group().rank())
 
 
 def _multiple(cp_size: int) -> int:
-    """The number that a slot must be a multiple of; a single rank takes slots of any length."""
+    """The number that every slot's length must be a multiple of; a single rank takes any length."""
     return multiple_of("dual_chunk_swap", cp_size) if cp_size > 1 else 1
 
 

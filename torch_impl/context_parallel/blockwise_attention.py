@@ -1,15 +1,15 @@
 """Blockwise attention: this rank's queries against the keys of one rank after another, merged by a running softmax.
 
 Rank r holds the queries and keys of its positions. `kv_transport` yields the keys of each rank that the queries see,
-and sums the gradients of keys over ranks; `block_schedule` says which queries attend to which keys. The mathematics is
-here, whichever way the keys travel.
+and sums the gradients of keys over ranks; `block_schedule` lists the blocks of queries and keys. This file has the
+mathematics, which is the same for every transport.
 
 Each block gives the softmax over its own keys with the logarithm of its sum (lse). Blocks are merged by
 
     lse = logaddexp_i lse_i,    out = sum_i exp(lse_i - lse) out_i,
 
-and with this global lse and out each block's backward is exact without the other blocks. Read
-`_BlockwiseAttention.forward` and `backward`: one turn of their loop is one source rank, in a ring one step.
+and with this global lse and out each block's backward is exact without the other blocks. In
+`_BlockwiseAttention.forward` and `backward` one iteration of the loop is one source rank, or one step of a ring.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from torch_impl.context_parallel.kv_transport import KVBuffer, KVTransport, Pend
 from torch_impl.contract.derivatives import first_derivative_only
 
 KV = Float[Tensor, "2 b hk keys p"]  # K and V
-# The only operation on the CPU that returns the lse, which merging needs; it is not part of torch's public API.
+# The only CPU operation that returns the lse, which merging needs; it is not part of torch's public API.
 _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @dataclass(frozen=True)
 class SoftmaxOptions:
-    """How scores become the logits of the softmax: scaled, then capped; and a further logit of each head, its sink."""
+    """The scale and softcap that turn scores into logits, and one more logit for each head, its sink."""
 
     scale: float
     softcap: float | None = None
@@ -57,9 +57,9 @@ def blockwise_attention(
 
         q "b h s/cp p", k, v "b hk s/cp p"   ->   "b h s/cp p"
 
-    `schedule` says which keys a query sees, `transport` how they travel.
+    `schedule` has the blocks of visible pairs, and `transport` fetches the keys.
 
-    Cost:   that of the transport. Saves q, k and v, the output and one number per query and head.
+    Cost:   the transport's. Saves q, k and v, the output and one number per query and head.
     """
     return _BlockwiseAttention.apply(with_contiguous_rows(q), k, v, options.sinks, schedule, transport, options)
 
@@ -76,15 +76,15 @@ class _BlockwiseAttention(torch.autograd.Function):
         transport: KVTransport,
         options: SoftmaxOptions,
     ) -> Heads:
-        # `sinks` is `options.sinks`, as an argument so that autograd differentiates it; from `options` it is not read.
+        # `sinks` is `options.sinks`, passed as an argument so that autograd differentiates it.
         running, local_kv = RunningAttention(q, sinks), buffer_of(k, v)
-        # 1. The keys of one source at a time; in a ring they are sent on while this rank attends to them.
+        # 1. Fetch the keys of one source at a time; a ring sends them on while this rank attends to them.
         for source, kv in transport.fetch(local_kv):
             # 2. Merge each block of them into the running softmax.
             for block in schedule.blocks[source]:
                 running.add(q, kv_of(kv), block, options)
         out = running.out.to(q.dtype)
-        # 3. Save this rank's keys alone: backward fetches the others again.
+        # 3. Save only this rank's keys: backward fetches the others again.
         ctx.save_for_backward(q, local_kv, out, running.lse, sinks)
         ctx.schedule, ctx.transport, ctx.options = schedule, transport, options
         return out
@@ -94,33 +94,33 @@ class _BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Heads) -> tuple[Tensor | None, ...]:
         q, local_kv, out, lse, sinks = ctx.saved_tensors
         schedule: BlockSchedule = ctx.schedule
-        # dq is summed on this rank. The gradient of keys is summed over ranks, which the transport does.
+        # dq is summed on this rank. The transport sums the gradient of keys over the ranks.
         dq = zeros_rows_first(q)
-        # 1. The keys of one source at a time, and the buffer for their gradient, which in a ring may still travel.
+        # 1. Fetch the keys of one source at a time, and the buffer for their gradient, which may still be arriving.
         transport = ctx.transport.backward_transport(local_kv, dq.dtype)
         for source, kv, pending_dkv in transport:
-            # 2. Add the gradients of each block. With the next turn of the loop a ring sends the buffer on.
+            # 2. Add the gradients of each block. In the next iteration a ring sends the buffer on.
             for block in schedule.blocks[source]:
                 add_gradients(dq, pending_dkv, cotangent, (q, out, lse), kv_of(kv), block, ctx.options)
-        # 3. The gradient of this rank's keys, to which all ranks have added.
+        # 3. Take the gradient of this rank's keys, summed over all ranks.
         dkv = transport.local_gradient()
         dsinks = None if sinks is None else _sink_gradient(sinks, lse, out, cotangent)
         return dq.to(q.dtype), *kv_of(dkv).to(local_kv.dtype), dsinks, None, None, None
 
 
 def _sink_gradient(sinks: Tensor, lse: Tensor, out: Heads, cotangent: Heads) -> Float[Tensor, " h"]:
-    """Of this rank's queries: with value 0, a sink of weight w has the gradient w * (0 - cotangent . out)."""
+    """The sinks' gradient from this rank's queries: w * (0 - cotangent . out) for a sink of weight w and value 0."""
     weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    # Padding has output 0, and a cotangent that may be anything.
+    # Padding has output 0, and its cotangent may be anything, even NaN.
     products = torch.where(out == 0, 0.0, cotangent.to(lse.dtype) * out)
     return -(weights * products.sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 class RunningAttention:
-    """The running result: output and lse of this rank's queries over the keys seen so far, in float32 or wider.
+    """The running output and lse of this rank's queries over the keys merged so far, in float32 or wider.
 
-    A sink is the first key of each query, with value 0. A row of padding is in no block: it keeps output 0 and an lse
-    of -inf, or of the sink. Backward reads that lse for the sinks alone, where output 0 makes its share 0.
+    A sink is the first key of each query, with value 0. Rows of padding are in no block and keep output 0 and an lse of
+    -inf or of the sink. Backward reads that lse for the sinks only, where output 0 makes the contribution 0.
     """
 
     def __init__(self, q: Heads, sinks: Float[Tensor, " h"] | None = None) -> None:
@@ -135,20 +135,20 @@ class RunningAttention:
             self._add_block(q, kv, kernel_block, options)
 
     def _add_block(self, q: Heads, kv: KV, block: Block, options: SoftmaxOptions) -> None:
-        """Merge one kernel call. Its rows are a slice of every batch entry, or m runs that are the kernel's batch."""
+        """Merge one kernel call. Its rows are a slice of every batch entry, or m runs that form the kernel's batch."""
         k, v = kv.unbind()
         out, lse = _forward(
             rows_of_block(q, block.queries), rows_of_block(k, block.keys), rows_of_block(v, block.keys), block, options
         )
-        if block.fully_masked is not None:  # kernels differ in what they return for a query without a key
+        if block.fully_masked is not None:  # kernels return different values for a query without a key
             out = out.masked_fill(block.fully_masked.unsqueeze(-1), 0.0)
             lse = lse.masked_fill(block.fully_masked, -torch.inf)
-        # A slice of the rows, [b, h, i, p]: merged in place, in a view of the running result.
+        # A slice of the rows, [b, h, i, p]: merge in place, in a view of the running result.
         if block.query_scatter is None:
             _merge_softmax(self.out[:, :, block.queries], self.lse[:, :, block.queries], out, lse)
             return
-        # Runs [m, h, i, p] of a batch of one: flattened to [h, rows, p], without the fill. Indexing by an array copies:
-        # they are merged in a copy of the running rows, which is written back.
+        # Runs [m, h, i, p] of a batch of one: flatten to [h, rows, p], without the fill. Indexing by an array copies,
+        # so merge in a copy of the running rows and write it back.
         flat_index, rows = block.query_scatter
         out, lse = (x.transpose(0, 1).flatten(1, 2)[:, flat_index] for x in (out, lse))
         running_out, running_lse = self.out[0, :, rows], self.lse[0, :, rows]
@@ -157,9 +157,9 @@ class RunningAttention:
 
 
 def _merge_softmax(running_out: Tensor, running_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge `out` and `lse` of a block into the running output and its lse, in place."""
+    """Merge a block's `out` and `lse` into the running output and lse, in place."""
     merged_lse = torch.logaddexp(running_lse, lse)
-    # The weights exp(running_lse - merged_lse) and exp(lse - merged_lse) add up to 1: a lerp by the second.
+    # The weights exp(running_lse - merged_lse) and exp(lse - merged_lse) add up to 1: lerp by the second.
     weight = (lse - merged_lse).exp_().nan_to_num_(nan=0.0)  # -inf - -inf is NaN: no key so far
     running_out.lerp_(out.to(running_out.dtype), weight.unsqueeze(-1))
     running_lse.copy_(merged_lse)
@@ -174,13 +174,13 @@ def add_gradients(
     block: Block,
     options: SoftmaxOptions,
 ) -> None:
-    """Add the gradients of one block to dq, and to the buffer of the keys' gradient once this has arrived.
+    """Add the gradients of one block to dq, and to the buffer of the keys' gradient once it has arrived.
 
-    `saved` are the queries with their output and lse over all blocks.
+    `saved` are the queries, and their output and lse over all blocks.
     """
     (q, out, lse), (k, v) = saved, kv.unbind()
     for kernel_block in _kernel_blocks(block, q):
-        # 1. The rows of the block. Fill gets an lse of infinity: its weights are exp(-inf) = 0, and it adds nothing.
+        # 1. Take the rows of the block. Fill gets an lse of infinity: its weights exp(-inf) = 0 add nothing.
         query_rows = [rows_of_block(x, kernel_block.queries) for x in (cotangent, q, out)]
         lse_rows = rows_of_block(lse.unsqueeze(-1), kernel_block.queries).squeeze(-1)
         if kernel_block.is_query is not None:
@@ -193,7 +193,7 @@ def add_gradients(
             kernel_block,
             options,
         )
-        # 2. Only now wait for the buffer, to which the ranks before have added: it travels while the kernel runs.
+        # 2. Wait for the buffer with earlier ranks' sums only now: it travels while the kernel runs.
         dk, dv = kv_of(pending_dkv.wait()).unbind()
         _add_rows(dq, gradients[0], kernel_block.queries, kernel_block.query_scatter)
         _add_rows(dk, gradients[1], kernel_block.keys, kernel_block.key_scatter)
@@ -201,7 +201,7 @@ def add_gradients(
 
 
 def _add_rows(total: Heads, gradient: Float[Tensor, "m h r p"], rows: Rows, scatter: ScatterIndex | None) -> None:
-    """total[rows] += gradient; several runs are flattened, their fill is dropped."""
+    """total[rows] += gradient; several runs are flattened and their fill is dropped."""
     if scatter is None:
         total[:, :, rows] += gradient
     else:
@@ -210,29 +210,29 @@ def _add_rows(total: Heads, gradient: Float[Tensor, "m h r p"], rows: Rows, scat
 
 
 def _kernel_blocks(block: Block, q: Heads) -> tuple[Block, ...]:
-    """The blocks that kernels are called with: CUDA's skip the hidden half of a triangle; for the CPU's it is split."""
+    """The blocks to call kernels with: CUDA's kernels skip the hidden half of a triangle, the CPU's need it split."""
     return (block,) if q.is_cuda else block.triangle_blocks
 
 
 def buffer_of(k: KVHeads, v: KVHeads) -> KVBuffer:
-    """K and V in one buffer, rows first, so that one message carries both and rows are split without a copy."""
+    """K and V in one buffer, rows first, so that one message carries both and splitting by rows does not copy."""
     return torch.stack([x.permute(2, 0, 1, 3) for x in (k, v)], 1)
 
 
 def kv_of(buffer: KVBuffer) -> KV:
-    """K and V of a buffer, as a view."""
+    """View a buffer as K and V."""
     return buffer.permute(1, 2, 3, 0, 4)
 
 
 def zeros_rows_first(x: Heads) -> Heads:
-    """Zeros in the accumulator's dtype, with the heads of a row adjacent in memory as in the outputs of the kernels."""
+    """Zeros in the accumulator's dtype, with a row's heads adjacent in memory, as in the kernels' outputs."""
     h, s, p = x.shape[1:]
     strides = s * h * p, p, h * p, 1
     return torch.empty_strided(x.shape, strides, dtype=accumulator(x.dtype), device=x.device).zero_()
 
 
 def with_contiguous_rows(q: Heads) -> Heads:
-    """Queries with a last dim of stride 1: the CPU's kernel assumes it, whatever the strides say."""
+    """Queries with a last dim of stride 1, which the CPU's kernel assumes without checking."""
     return q if q.stride(-1) == 1 else q.contiguous()
 
 

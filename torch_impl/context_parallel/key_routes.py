@@ -1,13 +1,13 @@
 """The route of keys to the ranks that need them: around a ring, or directly, as a halo.
 
-The *source* of some keys is the rank that has them before anything is sent. In a ring they go from rank to rank until
-the last that needs any: every rank on the way receives all rows that at least one other rank needs. A halo is one
-all_to_all, in which each rank sends each other the rows that this one needs. A halo never sends more in total. But a
-ring computes while keys travel, and sends keys to neighbours alone, so it is used unless the halo's peak
-(`KeyTraffic.peak_rows`) is a quarter lower or a rank would have no message before the ring's step 1. Of sequences
-without padding that are each sharded over all ranks by DualChunkSwap, both have the same peak if no window hides keys.
+The *source* of keys is the rank that has them before anything is sent. In a ring keys go from rank to rank up to the
+last rank that needs any: every rank on the way receives all rows that at least one other rank needs. A halo is one
+all_to_all, in which each rank sends every other rank exactly the rows that it needs. A halo never sends more in total.
+But a ring computes while keys travel, and sends to neighbours only, so it is used unless the halo's peak
+(`KeyTraffic.peak_rows`) is a quarter lower or a rank would have no message before the ring's step 1. The two peaks are
+equal for sequences without padding that DualChunkSwap shards over all ranks, if no window hides keys.
 
-All of it follows from the layout, so that every rank chooses alike.
+The route depends on the layout only, so every rank makes the same choice.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch_impl.context_parallel.needed_keys import needed_rows
 from torch_impl.contract import Instance, contract
 from torch_impl.layouts.token_layout import TokenLayout
 
-MAX_HALO_SHARE = 0.75  # of the ring's peak; a halo with a higher one is not used
+MAX_HALO_SHARE = 0.75  # fraction of the ring's peak; a halo with a higher peak is not used
 BuiltLayout = Annotated[TokenLayout, Instance(TokenLayout, "pass a TokenLayout", shows_value=False)]
 
 
 @dataclass(frozen=True)
 class KeyTraffic:
-    """Rows that each rank sends by one `route`, ring or halo: `keys[r]` of keys, `gradients[r]` of their gradients."""
+    """Rank r sends `keys[r]` rows of keys and `gradients[r]` rows of their gradients by this `route`, ring or halo."""
 
     route: str
     keys: tuple[int, ...]
@@ -39,24 +39,24 @@ class KeyTraffic:
 
     @property
     def peak_rows(self) -> int:
-        """The most rows of keys that one rank sends, plus the most rows of gradients, which may be another rank's."""
+        """The most rows of keys that any rank sends, plus the most rows of gradients that any rank sends."""
         return max(self.keys) + max(self.gradients)
 
 
 @contract
 def key_traffic(layout: BuiltLayout, *, causal: bool = True, window: Window | None = None) -> list[KeyTraffic]:
-    """Rows that each rank sends around a ring and as a halo, first by the route that `exchange="ring"` takes.
+    """The rows that each rank sends around a ring and as a halo; the route that `exchange="ring"` takes comes first.
 
     A row is K and V of one token: `2 * b * hk * p` numbers. Keys are sent in forward and again in backward, in their
-    dtype; their gradients in backward, in float32 or wider. With `needed[r, s]` the number of rows of rank s that
-    queries of rank r see, `union[s]` of those that at least one other rank sees, and `reach[s]` the largest i for which
-    rank s + i needs any:
+    dtype; their gradients are sent in backward, in float32 or wider. Let `needed[r, s]` be the number of rows of rank s
+    that queries of rank r see, `union[s]` the number of its rows that at least one other rank sees, and `reach[s]` the
+    largest i for which rank s + i needs any row of s:
 
         ring    keys[r] = sum of union[r - i] over i >= 0 with reach[r - i] > i;   gradients[r] = the same over i >= 1
                 with reach[r - i] >= i
         halo    keys[r] = sum_q needed[q, r];   gradients[r] = sum_s needed[r, s]
 
-    The halo is taken if max(keys) + max(gradients), its `peak_rows`, is at most 3/4 of the ring's, or if a rank would
+    The halo is used if max(keys) + max(gradients), its `peak_rows`, is at most 3/4 of the ring's, or if a rank would
     have no message before the ring's step 1. If no keys travel at all, the route is the ring.
 
     >>> documents = TokenLayout.packed([0, 8, 16], cp_size=2, cp_rank=0, kind="contiguous")
@@ -67,7 +67,7 @@ def key_traffic(layout: BuiltLayout, *, causal: bool = True, window: Window | No
     (KeyTraffic(route='ring', keys=(2, 0), gradients=(0, 2)), 'halo')
 
     Cost:   no collective; for each rank a search of all positions, cached with the layout.
-    Errors: TypeError for another layout, causal or window; ValueError for a window below 1.
+    Errors: TypeError for a layout, causal or window of a wrong type; ValueError for a window below 1.
     """
     counts = layout.cached(
         ("needed_counts", causal, window), lambda: _needed_counts(needed_rows(layout, causal, window))
@@ -78,22 +78,22 @@ def key_traffic(layout: BuiltLayout, *, causal: bool = True, window: Window | No
 
 @dataclass(frozen=True)
 class NeededCounts:
-    """The numbers of rows that ranks need: `rows[r][s]` of s by r, `union[s]` of s by at least one rank."""
+    """Rank r needs `rows[r][s]` rows of rank s; at least one rank needs `union[s]` rows of rank s."""
 
     rows: list[list[int]]
     union: list[int]
 
     @property
     def reach(self) -> tuple[int, ...]:
-        """For each source the number of ranks on to the last that needs any of its keys; 0 if none does."""
+        """The number of ranks from each source on to the last rank that needs its keys; 0 if no rank does."""
         n = len(self.rows)
         return tuple(max((i for i in range(n) if self.rows[(s + i) % n][s]), default=0) for s in range(n))
 
     def ring_traffic(self) -> KeyTraffic:
         reach, n = self.reach, len(self.rows)
-        # For each rank and step: the rows of the step's source, how far they travel, and the step.
+        # For each rank and step: the number of rows of the step's source, how far they travel, and the step.
         steps = [[(self.union[r - i], reach[r - i], i) for i in range(n)] for r in range(n)]
-        # The last rank that keys come to does not send them on, but it sends their gradient, to the source.
+        # The last rank that receives keys does not send them on, but it sends their gradient to the source.
         keys = (sum(count for count, last, i in of_rank if last > i) for of_rank in steps)
         gradients = (sum(count for count, last, i in of_rank if last >= i > 0) for of_rank in steps)
         return KeyTraffic("ring", tuple(keys), tuple(gradients))
@@ -102,25 +102,25 @@ class NeededCounts:
         return KeyTraffic("halo", tuple(map(sum, zip(*self.rows, strict=True))), tuple(map(sum, self.rows)))
 
     def prefers_ring(self) -> bool:
-        """Whether keys travel around the ring and not as a halo, by the rule of `key_traffic`."""
+        """Whether the route is the ring and not a halo, by the rule in `key_traffic`."""
         reach = self.reach
-        # The first call over a group must include every rank, since NCCL connects all of them in it.
+        # The first call over a group must include every rank, because NCCL connects all ranks in it.
         starts_on_all = all(reach[r] or reach[r - 1] for r in range(len(reach))) or not any(reach)
         ring, halo = self.ring_traffic().peak_rows, self.halo_traffic().peak_rows
         return starts_on_all and (halo > MAX_HALO_SHARE * ring or not ring)
 
 
 def _needed_counts(needed: Bool[Tensor, "n n rows"]) -> NeededCounts:
-    """The numbers of needed rows, by one copy to the host."""
+    """Count the needed rows, with one copy to the host."""
     *rows, union = torch.cat([needed.sum(2), needed.any(0).sum(1)[None]]).tolist()
     return NeededCounts(rows, union)
 
 
 @dataclass(frozen=True)
 class RingRoute:
-    """`counts[s]` rows of the keys of each source s, which travel `reach[s]` ranks on.
+    """A ring in which `counts[s]` rows of each source s travel `reach[s]` ranks on.
 
-    `rank` is this rank in the layout, and `rows` are those of its own keys.
+    `rank` is this rank in the layout, and `rows` are the rows of its own keys that it sends.
     """
 
     rank: int
@@ -130,15 +130,15 @@ class RingRoute:
 
     @property
     def last_step(self) -> int:
-        """The last step of the ring: the largest number of ranks on that any keys travel."""
+        """The last step of the ring: the largest number of ranks that any keys travel."""
         return max(self.reach)
 
 
 @dataclass(frozen=True)
 class HaloRoute:
-    """`sent[r]` rows of this rank's keys to each rank r, `received[s]` of each rank s; `rows` are those sent, in order.
+    """A halo in which this rank sends `sent[r]` rows of its keys to rank r and receives `received[s]` from rank s.
 
-    `rank` is this rank in the layout.
+    `rows` are the rows that it sends, in order of the receiver; `rank` is this rank in the layout.
     """
 
     rank: int
@@ -149,17 +149,17 @@ class HaloRoute:
 
 @dataclass(frozen=True)
 class KeyTransfer:
-    """A route, and the block schedule, in which other ranks' keys are indexed by their rows of the received buffer."""
+    """A route, and a block schedule that indexes other ranks' keys by their rows in the received buffer."""
 
     route: RingRoute | HaloRoute
     schedule: BlockSchedule
 
 
 def key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyTransfer:
-    """How keys travel from and to this rank, cached with the layout.
+    """The route of keys from and to this rank with its block schedule, cached with the layout.
 
-    Cost: that of `schedule_of`; and two copies to the host, of n + 1 numbers per rank and of one byte per position,
-    for a halo a third, of one number.
+    Cost: as `schedule_of`, and two copies to the host, of n + 1 numbers per rank and of one byte per position; for a
+    halo a third, of one number.
     """
     return layout.cached(("route", causal, window), lambda: _key_transfer(layout, causal, window))
 
@@ -169,25 +169,25 @@ def _key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyT
     needed = needed_rows(layout, causal, window)
     counts = _needed_counts(needed)
     if counts.prefers_ring():
-        # 1. All ranks on the way receive what at least one rank needs.
+        # 1. In a ring all ranks on the way receive the rows that at least one rank needs.
         arrived = needed.any(0).cpu()
         route = RingRoute(rank, counts.reach, tuple(counts.union), _as_rows(arrived[rank], layout.index.device))
     else:
-        # 2. Or each receives its own rows: `nonzero` lists those that this rank sends, by the rank that needs them.
+        # 2. In a halo each rank receives its own rows: `nonzero` lists the rows that this rank sends, by receiver.
         arrived = needed[rank].cpu()
         sent = tuple(of_rank[rank] for of_rank in counts.rows)
         route = HaloRoute(rank, sent, tuple(counts.rows[rank]), needed[:, rank].nonzero()[:, 1])
-    # 3. Other ranks' keys are indexed by their rows of the received buffer. This rank reads its own keys from the
-    #    buffer that it sends from, which has all of their rows.
+    # 3. Index other ranks' keys by their rows in the received buffer. This rank's own keys are read from the buffer
+    #    that it sends from, which has all their rows.
     blocks = [
-        of_source if source == rank else tuple(_block_of_arrived(block, arrived[source]) for block in of_source)
-        for source, of_source in enumerate(schedule.blocks)
+        source_blocks if source == rank else tuple(_block_of_arrived(block, arrived[source]) for block in source_blocks)
+        for source, source_blocks in enumerate(schedule.blocks)
     ]
     return KeyTransfer(route, replace(schedule, blocks=tuple(blocks)))
 
 
 def _as_rows(is_row: Bool[Tensor, " rows"], device: torch.device) -> Rows:
-    """Rows as a slice if they are adjacent, for slicing copies nothing, else as an index array."""
+    """Rows as a slice if they are adjacent, which copies nothing, else as an index array."""
     rows = is_row.nonzero()[:, 0]
     if not len(rows):
         return slice(0, 0)
@@ -196,12 +196,12 @@ def _as_rows(is_row: Bool[Tensor, " rows"], device: torch.device) -> Rows:
 
 
 def _block_of_arrived(block: Block, is_arrived: Bool[Tensor, " rows"]) -> Block:
-    """A block whose keys are numbered among those that arrive; the others are hidden from all of its queries."""
+    """The block with its keys renumbered among the arriving keys; its queries see none of the other keys."""
     if is_arrived.all():
         return block
     number = is_arrived.cumsum(0) - is_arrived.long()
     if isinstance(block.keys, Tensor):
-        # A key that does not arrive is hidden from all queries: its index becomes any valid one, and the mask hides it.
+        # A key that does not arrive is hidden from all queries by the mask: give it any valid index.
         keys = number.to(block.keys.device)[block.keys].clamp(max=int(is_arrived.sum()) - 1)
         return replace(block, keys=keys)
     is_needed = is_arrived[block.keys]

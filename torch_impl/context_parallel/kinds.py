@@ -1,4 +1,4 @@
-"""Kinds of arguments in this component's contracts: a batch, the mesh of cp, a layout, a window, a scale."""
+"""Argument kinds in this component's contracts: a batch, the mesh of cp, a layout, a window, a scale."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _Batch:
     """A dict of tensors by name."""
 
     def problem(self, value: Any) -> str | None:
-        # By its method: BatchEncoding and TensorDict are mappings of tensors, too, but not dicts.
+        # Check the method and not the class: BatchEncoding and TensorDict are mappings of tensors, but not dicts.
         if hasattr(value, "items"):
             return None
         return TypeProblem(f" is {type_name(value)}; pass a dict of tensors by name")
 
 
 class _SeqDims:
-    """A dict of dims by the names of entries."""
+    """A dict from names of entries to dims."""
 
     def problem(self, value: Any) -> str | None:
         is_dims = isinstance(value, dict) and all(isinstance(dim, int) for dim in value.values())
@@ -42,7 +42,7 @@ class _CpMesh:
     """The 1-D mesh of cp, or an object with its group."""
 
     def problem(self, value: Any) -> str | None:
-        # By its method, not its class: any object with `size` and `get_group` will do.
+        # Check the method and not the class: any object with `size` and `get_group` is accepted.
         remedy = "pass the DeviceMesh that shards the sequence, mesh['cp']"
         if isinstance(value, DeviceMesh) and value.ndim != 1:
             return f" has {value.ndim} dims; {remedy}"
@@ -50,7 +50,7 @@ class _CpMesh:
 
 
 class _NamedMesh:
-    """A mesh, whose dims may have names."""
+    """A mesh; its dims may have names."""
 
     def problem(self, value: Any) -> str | None:
         if hasattr(value, "mesh_dim_names"):
@@ -83,7 +83,7 @@ SeqDims = Annotated[dict[str, int], _SeqDims()]
 OneTensor = Annotated[Tensor, Instance(Tensor, "pass a Tensor", shows_value=False)]
 CpMesh = Annotated[DeviceMesh, _CpMesh()]
 NamedMesh = Annotated[DeviceMesh, _NamedMesh()]
-# A query sees positions at a distance below this: so many if attention is causal, itself included.
+# A query sees positions at a distance below the window: with causal attention that many keys, itself included.
 Window = Annotated[int, Number(1, integer=True, remedy=", or None to see all")]
 Scale = Annotated[float, _Scale()]
 Layout = Annotated[TokenLayout | str, _Layout()]
@@ -91,7 +91,7 @@ ExchangeName = Annotated[str, OneOf(EXCHANGES)]
 
 
 def require_tensor(name: str, x: Any) -> Tensor:
-    """`x`, an entry of a batch; rejected unless it is a Tensor."""
+    """Return `x`, an entry of a batch; rejected unless it is a Tensor."""
     if not isinstance(x, torch.Tensor):
         raise Rejected(f"{name} is {type_name(x)}; pass a Tensor", TypeError)
     return x

@@ -1,13 +1,13 @@
-"""How keys and values reach the ranks that attend to them: around a ring, step by step, or all at once.
+"""Transports that bring keys and values to the ranks that attend to them: around a ring, step by step, or all at once.
 
-"Keys" means both K and V; they travel in one buffer. The *source* of a buffer is the rank whose keys it has. Which rows
-of them travel, and how far, is the *route* (`key_routes`).
+"Keys" means both K and V; they travel in one buffer. The *source* of a buffer is the rank that owns its keys. The
+*route* (`key_routes`) decides which rows travel, and how far.
 
 Attention around a ring takes *steps*: in step i rank r attends to the keys of rank r - i. Before each step but step 0 a
-*message* brings it these keys from rank r - 1, if the route takes them so far. The gradient of keys is a sum over the
-ranks that attended to them. In backward the keys go around again, and one step behind them the *partial sum* of their
-gradient: each rank adds its term, and the last one sends the sum to the source. What rank r does, where all keys travel
-2 ranks on:
+*message* brings it these keys from rank r - 1, if the route takes them that far. The gradient of keys is a sum over the
+ranks that attended to them. In backward the keys go around again, and one step behind them goes the *partial sum* of
+their gradient: each rank adds its term, and the last rank sends the sum to the source. If all keys travel 2 ranks on,
+rank r does this:
 
     forward     step 0    attends to its own keys, while they are sent to r + 1
                 step 1    attends to the keys of r - 1, while they are sent to r + 1
@@ -18,10 +18,9 @@ gradient: each rank adds its term, and the last one sends the sum to the source.
                 step 0    computes the gradient of its own keys; waits for the sum, which r + 2 sent; adds
 
 A halo sends each rank the rows that it needs, by one all_to_all, while the rank attends to its own keys. The gradients
-go straight to the source by another all_to_all, which is the last thing in backward and is waited for at once.
+go straight to the source by another all_to_all, at the end of backward, which waits for it.
 
-An all-gather is one collective instead of a ring; in return, every rank has all keys in memory for the length of a
-call.
+An all-gather is one collective instead of a ring; in return, every rank has all keys in memory during a call.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ from torch_impl.context_parallel.key_routes import HaloRoute, RingRoute
 KVBuffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one buffer; rows are split without a copy
 OtherKVBuffer = Float[
     Tensor, "other_keys 2 b hk p"
-]  # of other rows: jaxtyping binds a dim's name to one size in a function
+]  # another number of rows: jaxtyping binds a dim's name to one size in a function
 
 
 @dataclass(frozen=True)
 class PendingBuffer:
-    """A buffer that may still be being received; `wait` returns it.
+    """A buffer that may not have arrived yet; `wait` returns it.
 
-    `sent` is the buffer that this rank sends at the same time. This reference keeps its memory alive; nothing may be
-    written into it until `buffer` has arrived.
+    `sent` is the buffer that this rank sends at the same time. The reference keeps its memory alive; do not write into
+    it until `buffer` has arrived.
     """
 
     buffer: Tensor
@@ -63,7 +62,7 @@ class PendingBuffer:
 
     @staticmethod
     def completed(x: Tensor) -> PendingBuffer:
-        """A buffer that is on this rank already, with nothing to wait for."""
+        """A buffer that is already on this rank."""
         return PendingBuffer(x, x, [])
 
     def wait(self) -> Tensor:
@@ -75,18 +74,18 @@ class PendingBuffer:
 
 @runtime_checkable  # so that annotations can be checked at run time
 class KVTransport(Protocol):
-    """How keys reach the other ranks, and how their gradients return."""
+    """Brings keys to other ranks, and their gradients back."""
 
     def fetch(self, local_kv: KVBuffer) -> Iterator[tuple[int, KVBuffer]]:
-        """(source, its keys) for each rank whose keys come to this rank, and for this rank, whose keys are `local_kv`.
+        """Yield (source, its keys) for each source that sends keys here, and for this rank itself, with `local_kv`.
 
-        A source whose keys do not come may be yielded with no rows; the schedule has no blocks of it. Nothing may be
-        written into the keys: they may be being sent.
+        A source that sends no keys may be yielded without rows; the schedule has no blocks for it. Do not write into
+        the keys: a send may be in flight.
         """
         ...
 
     def backward_transport(self, local_kv: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
-        """The transport of one backward, which fetches the same keys again; gradients are summed in `dtype`."""
+        """The transport for one backward, which fetches the same keys again and sums gradients in `dtype`."""
         ...
 
 
@@ -95,9 +94,9 @@ class BackwardTransport(Protocol):
     """One backward: iterate over it, adding this rank's gradient of each source's keys; then call `local_gradient`."""
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
-        """(source, its keys, the buffer that this rank adds the gradient of these keys to).
+        """Yield (source, its keys, the buffer to which this rank adds the keys' gradient).
 
-        Compute the gradient before waiting for the buffer: in a ring this travels in the meantime.
+        Compute the gradient before waiting for the buffer, which travels in the meantime in a ring.
         """
         ...
 
@@ -113,10 +112,10 @@ def transport_of(route: RingRoute | HaloRoute, group: ProcessGroup) -> KVTranspo
 
 @dataclass(frozen=True)
 class Ring:
-    """Keys that travel around a ring, those of each source as far as its reach.
+    """Send keys around a ring, from each source as far as its reach.
 
     Cost:   forward 1 message of K and V together, a send and a recv, for each rank that a source's keys travel on;
-            backward as many again, and as many of their gradient.
+            backward as many again, and as many for their gradient.
     """
 
     group: ProcessGroup
@@ -128,21 +127,21 @@ class Ring:
         for step in range(1, self.route.last_step + 1):
             # 1. Wait for the keys of this step.
             kv = pending_kv.wait()
-            # 2. Send them on before they are used, so that they travel while this rank attends to them.
+            # 2. Send them on before using them, so that they travel while this rank attends to them.
             pending_kv = self.post_messages(kv, step + 1)
             # 3. The caller attends to them.
             yield self.source(step), kv
 
     def source(self, step: int) -> int:
-        """The rank whose keys this rank attends to in a step."""
+        """The source of the keys that this rank attends to in a step."""
         return (self.route.rank - step) % len(self.route.reach)
 
     def receives(self, step: int) -> bool:
-        """Whether this rank receives keys for a step: those of its source travel so far."""
+        """Whether this rank receives keys for a step: whether the source's keys travel that far."""
         return self.route.reach[self.source(step)] >= step
 
     def receive_buffer(self, like: KVBuffer, step: int) -> OtherKVBuffer:
-        """An uninitialised buffer for the rows that this rank receives for a step, without rows if it receives none."""
+        """An uninitialised buffer for the rows that this rank receives for a step, possibly none."""
         return like.new_empty(self.route.counts[self.source(step)] * self.receives(step), *like.shape[1:])
 
     def post_messages(self, kv: KVBuffer, step: int) -> PendingBuffer:
@@ -154,18 +153,18 @@ class Ring:
         return PendingBuffer(arriving, kv, start_messages(sent, received, self.group))
 
     def backward_transport(self, local_kv: KVBuffer, dtype: torch.dtype) -> BackwardTransport:
-        # The sum of a source's gradient begins as zeros at the next rank, the first one that its keys come to.
+        # The sum of a source's gradient begins as zeros on the next rank, the first one that receives its keys.
         partial_sum = self.receive_buffer(local_kv.new_empty(0, *local_kv.shape[1:], dtype=dtype), 1).zero_()
         return _RingBackward(self, local_kv, PendingBuffer.completed(partial_sum))
 
 
 @dataclass
 class _RingBackward:
-    """Steps 1, 2, ... of the ring, and then step 0, since the sum for this rank's keys arrives last.
+    """Steps 1, 2, ... of the ring, and then step 0, because the sum for this rank's keys arrives last.
 
-    `partial_sum` is of the gradient of the keys of the step that is under way, or of the next one once that is sent.
-    `returned_sum` is of the keys that this rank sent, over the ranks that they came to; None if it sent none.
-    `local_dkv` is of all keys of this rank, to which the caller adds this rank's own term. It is one of two buffers:
+    `partial_sum` is the partial sum for the current step's keys or, once that is sent, for the next step's.
+    `returned_sum` is the other ranks' gradient of the keys that this rank sent; None if it sent none. `local_dkv` is
+    the gradient of all this rank's keys, to which the caller adds this rank's own term. It is one of two buffers:
 
         all keys were sent      `returned_sum` itself, so that the caller waits for it and adds to it
         only some, or none      zeros for all keys; `local_gradient` adds `returned_sum` at the rows that were sent
@@ -178,7 +177,7 @@ class _RingBackward:
     local_dkv: PendingBuffer = field(init=False)
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
-        # 1. The keys go around again, from step 1 on.
+        # 1. Send the keys around again, from step 1 on.
         keys_of_steps = self.ring.fetch(self.local_kv)
         next(keys_of_steps)
         for step, (source, kv) in enumerate(keys_of_steps, 1):
@@ -186,7 +185,7 @@ class _RingBackward:
             yield source, kv, self.partial_sum
             # 3. Send the sum after its keys.
             self._post_messages(self.partial_sum.wait(), step + 1)
-        # 4. Step 0: the caller adds this rank's own term, which is not sent, while the sum of the others travels.
+        # 4. Step 0: the caller adds this rank's own term, which is not sent, while the other ranks' sum travels.
         if self.returned_sum is None or len(self.returned_sum.buffer) < len(self.local_kv):
             zeros = torch.zeros_like(self.local_kv, dtype=self.partial_sum.buffer.dtype)
             self.local_dkv = PendingBuffer.completed(zeros)
@@ -195,21 +194,21 @@ class _RingBackward:
         yield self.ring.route.rank, self.local_kv, self.local_dkv
 
     def _post_messages(self, partial_sum: KVBuffer, step: int) -> None:
-        """Send the partial sum of the step before, receive that of `step`, and receive the returned sum when it is due.
+        """Send the partial sum of the step before, receive the one of `step`, and the returned sum when it is due.
 
-        These are up to three messages, of three sources' keys; the reach of each source says whether there is one.
+        These are up to three messages, for three sources' keys; each source's reach decides whether there is one.
         """
         ring, reach = self.ring, self.ring.route.reach
         rank, n, source = ring.route.rank, len(reach), ring.source(step - 1)
-        # 1. Sent, of the keys of step - 1, if they came to this rank: to the next rank, which adds to it, if they came
-        #    there, too; else this rank was the last, and the sum goes to their source.
+        # 1. Send the sum for the keys of step - 1, if this rank received them: to the next rank if the keys went on
+        #    there, else to their source.
         target = (rank + 1) % n if reach[source] >= step else source
         sent = [(target, partial_sum)] if ring.receives(step - 1) else []
-        # 2. Received, of the keys of `step`, if they come to this rank: from the rank before, for this one to add to.
+        # 2. Receive the sum for the keys of `step` from the rank before, if this rank receives these keys.
         arriving = ring.receive_buffer(partial_sum, step)
         received = [((rank - 1) % n, arriving)] if ring.receives(step) else []
-        # 3. Received, of this rank's own keys, after the step in which the last rank that they come to adds to it: from
-        #    that rank, reach[rank] ranks on.
+        # 3. Receive the sum for this rank's own keys, from the last rank that received them, reach[rank] ranks on,
+        #    after the step in which that rank adds its term.
         is_returning = reach[rank] == step - 1
         returning = partial_sum.new_empty(ring.route.counts[rank] * is_returning, *partial_sum.shape[1:])
         received += [((rank + reach[rank]) % n, returning)] if is_returning else []
@@ -221,7 +220,7 @@ class _RingBackward:
     def local_gradient(self) -> KVBuffer:
         self.partial_sum.wait()  # the last messages that this rank sent
         total = self.local_dkv.wait()
-        # Other ranks' terms, unless they are in `local_dkv` already.
+        # Add other ranks' terms, unless they are already in `local_dkv`.
         if self.returned_sum is not None and self.returned_sum is not self.local_dkv:
             total[self.ring.route.rows] += self.returned_sum.wait()
         return total
@@ -229,7 +228,7 @@ class _RingBackward:
 
 @dataclass(frozen=True)
 class Halo:
-    """The rows that each rank needs, sent to it at once.
+    """Send each rank the rows that it needs, all at once.
 
     Cost:   forward 1 all_to_all of K and V together; backward the same, and 1 of their gradients.
     """
@@ -241,7 +240,7 @@ class Halo:
         # 1. Send and receive while this rank attends to its own keys.
         pending_kv = self.exchange(local_kv[self.route.rows], self.route.sent, self.route.received)
         yield self.route.rank, local_kv
-        # 2. Those of all other sources arrive together; one that sends none, such as this rank itself, is left out.
+        # 2. The keys of all other sources arrive together; skip sources that send none, such as this rank itself.
         for source, kv in enumerate(pending_kv.wait().split(self.route.received)):
             if len(kv):
                 yield source, kv
@@ -258,10 +257,10 @@ class Halo:
 
 @dataclass
 class _HaloBackward:
-    """This rank's own keys, and then those that it received.
+    """This rank's own keys, then the received keys.
 
-    `remote_dkv` is this rank's gradient of the keys that it received. `local_dkv` is that of its own keys, to which
-    `local_gradient` adds those of the other ranks.
+    `remote_dkv` is this rank's gradient of the received keys. `local_dkv` is its gradient of its own keys, to which
+    `local_gradient` adds the other ranks' gradients.
     """
 
     halo: Halo
@@ -278,7 +277,7 @@ class _HaloBackward:
     def local_gradient(self) -> KVBuffer:
         route = self.halo.route
         returned = self.halo.exchange(self.remote_dkv, route.received, route.sent).wait()
-        # Rank by rank: a row that several ranks need has a gradient from each.
+        # Add rank by rank: a row that several ranks need has a gradient from each of them.
         for rows, gradient in zip(route.rows.split(route.sent), returned.split(route.sent), strict=True):
             self.local_dkv[rows] += gradient
         return self.local_dkv
@@ -286,7 +285,7 @@ class _HaloBackward:
 
 @dataclass(frozen=True)
 class AllGather:
-    """All keys gathered at once; rank r has `counts[r]` rows of them.
+    """Gather all keys at once; rank r has `counts[r]` rows.
 
     Cost: forward 1 all_gather of K and V; backward the same again and 1 reduce_scatter of their gradients.
     """
@@ -311,9 +310,9 @@ class _AllGatherBackward:
     all_dkv: Float[Tensor, "all_keys 2 b hk p"]  # a row for each key of each rank
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
-        dkv_of_sources = self.all_dkv.split(self.all_gather.counts)
+        source_gradients = self.all_dkv.split(self.all_gather.counts)
         for source, kv in self.all_gather.fetch(self.local_kv):
-            yield source, kv, PendingBuffer.completed(dkv_of_sources[source])
+            yield source, kv, PendingBuffer.completed(source_gradients[source])
 
     def local_gradient(self) -> KVBuffer:
         return reduce_scatter_sum(self.all_dkv, self.all_gather.group, 0, self.all_gather.counts)

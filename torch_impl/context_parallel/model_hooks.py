@@ -1,8 +1,8 @@
-"""Hooks by which an unmodified model, above all one of Hugging Face's, runs inside a context.
+"""Hooks that let an unmodified model, such as a Hugging Face model, run inside a context.
 
-A model may hold modules whose tokens are not sharded, compute positions from the length that it sees, and build masks
-whose columns would be those of one rank. The hooks put the first into `local_attention`, shard the inputs of its layers
-where positions are known, and drop the masks, once they are what causal attention over the sequence computes anyway.
+A model may have modules with tokens that are not sharded, compute positions from its local length, and build masks with
+one rank's columns. The hooks put such modules into `local_attention`, shard the inputs of layers after positions are
+computed, and drop masks that causal attention over the sequence applies anyway.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch_impl.contract import Module, Names, Rejected, contract
 from torch_impl.layouts import TokenLayout
 
 FUNCTION = "context_parallel.adapt_model_to_context"
-# The dim of the sequence, from the last, of what layers and decoders take by these names: [b, s, d], [k, b, s, d] of
-# several kinds of positions, or ids [b, s].
+# The sequence dim, counted from the last, of arguments of layers and decoders: [b, s, d], [k, b, s, d] for several
+# kinds of positions, or ids [b, s].
 SEQ_DIMS = {
     "hidden_states": -2,
     "inputs_embeds": -2,
@@ -38,40 +38,40 @@ SEQ_DIMS = {
 
 @dataclass(frozen=True)
 class ModelHooks:
-    """The hooks of one model; `remove` takes them off."""
+    """The hooks of one model; `remove` removes them."""
 
     handles: tuple[RemovableHandle, ...]
 
     def remove(self) -> None:
-        """Take the hooks off; the model is as it was."""
+        """Remove the hooks; the model is then as before."""
         for handle in self.handles:
             handle.remove()
 
 
 @contract
 def adapt_model_to_context(model: Module, *, local: Names | None = None, sharded: Names | None = None) -> ModelHooks:
-    """Hooks by which `model` runs unmodified inside a context; outside of one they do nothing.
+    """Add hooks to `model` so that it runs unmodified inside a context; outside a context they do nothing.
 
-    `local` and `sharded` are names of modules, or patterns of names, as "model.vision_tower" or "*.encoder_attn".
+    `local` and `sharded` are names of modules, or patterns, such as "model.vision_tower" or "*.encoder_attn".
 
-    Those of `local`, and all modules in them, have `local_attention`: vision towers, encoders, cross attention.
+    Modules in `local`, and all modules inside them, run in `local_attention`: vision towers, encoders, cross attention.
 
-    Those of `sharded` take tensors of the full sequence and see this rank's shard of them; tensors that are sharded
-    already pass. With the layers of a decoder, as "model.language_model.layers.*", the model is called with the full
-    sequence on every rank, so that positions and the places of images are known, and returns its shard of the logits.
-    Sharded are hidden_states, inputs_embeds, input_ids, position_ids and position_embeddings. With a batch of
-    `make_cp_batch_and_ctx`, which is sharded inside, nothing is left to shard.
+    Modules in `sharded` are passed tensors of the full sequence and get this rank's shard of them; tensors that are
+    already sharded pass unchanged. If these are a decoder's layers, such as "model.language_model.layers.*", call the
+    model with the full sequence on every rank, so that it knows positions and the places of images; it returns this
+    rank's shard of the logits. The sharded arguments are hidden_states, inputs_embeds, input_ids, position_ids,
+    cache_position and position_embeddings. A batch from `make_cp_batch_and_ctx` is already sharded inside the context.
 
-    Every other module with `is_causal=True`, which is how Hugging Face's models mark causal self-attention, gets no
-    `attention_mask`. A mask of the full sequence is read first: it must be what the causal rule, the module's
-    `sliding_window` and padding on the right make. The window is kept.
+    Every other module with `is_causal=True`, Hugging Face's mark of causal self-attention, gets no `attention_mask`. A
+    mask of the full sequence is read first: it must consist of the causal rule, the module's `sliding_window` and
+    padding on the right. The window still applies.
 
-    Gradients of parameters are addends over cp, of the tokens of each rank.
+    Each rank's parameter gradients come from its own tokens: sum them over cp.
 
     Cost:   no collective; a mask of the full sequence is read once by the host for all layers that share it.
     Errors: TypeError if model is not a module or names are not lists of names; ValueError for a name that matches no
-            module, an attention that is not computed by SDPA, or one in chunks. Inside a context, ValueError for a mask
-            with another rule, or an input that is neither full nor sharded.
+            module, an attention that SDPA does not compute, or attention in chunks. Inside a context, ValueError for a
+            mask with another rule, or an input that is neither full nor sharded.
     """
     modules = dict(model.named_modules())
     scopes = {id(part): part for module in _matches(modules, "local", local).values() for part in module.modules()}
@@ -81,7 +81,7 @@ def adapt_model_to_context(model: Module, *, local: Names | None = None, sharded
         if problem := _attention_problem(module):
             raise Rejected(f"{name} {problem}")
     handles: list[RemovableHandle] = []
-    # Each module of a scope enters it by itself, since a checkpoint recomputes any of them alone.
+    # Each module inside a scope enters it separately, because a checkpoint may recompute any one of them.
     for module in scopes.values():
         handles += _hook_scope(module)
     for name, module in _matches(modules, "sharded", sharded).items():
@@ -93,7 +93,7 @@ def adapt_model_to_context(model: Module, *, local: Names | None = None, sharded
 
 
 def _matches(modules: dict[str, nn.Module], argument: str, patterns: list[str] | None) -> dict[str, nn.Module]:
-    """The modules whose names match; ValueError for a pattern that none matches."""
+    """The modules that match any of the patterns by name; ValueError for a pattern without a match."""
     chosen = {}
     for pattern in patterns or ():
         named = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
@@ -124,7 +124,7 @@ def _layer_type(module: nn.Module) -> str | None:
 
 
 def _window(module: nn.Module) -> int | None:
-    """The window of a causal attention: its own, or its config's where this layer slides."""
+    """The window of a causal attention: the module's, or its config's if this layer uses a sliding window."""
     if hasattr(module, "sliding_window"):
         own: Any = module.sliding_window
         return own
@@ -134,7 +134,7 @@ def _window(module: nn.Module) -> int | None:
 
 
 def _hook_scope(module: nn.Module) -> list[RemovableHandle]:
-    """The module's forward in local attention, closed also when it raises."""
+    """Run the module's forward in local attention; the scope is closed even if it raises."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         open_scope(module, is_local=True)
@@ -146,14 +146,14 @@ def _hook_scope(module: nn.Module) -> list[RemovableHandle]:
 
 
 def _hook_inputs(name: str, module: nn.Module) -> RemovableHandle:
-    """Shard the module's inputs."""
+    """Shard the module's inputs inside a context."""
     names = list(inspect.signature(module.forward).parameters)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout = layout_inside()
         if layout is None:
             return None
-        # By position or by name; arguments beyond the named ones have no name to know them by.
+        # Shard arguments by position or by name; further positional arguments have no known name.
         by_position = [_shard(name, key, x, layout) for key, x in zip(names, args, strict=False)]
         by_name = {key: _shard(name, key, x, layout) for key, x in kwargs.items()}
         return (*by_position, *args[len(names) :]), by_name
@@ -162,7 +162,7 @@ def _hook_inputs(name: str, module: nn.Module) -> RemovableHandle:
 
 
 def _shard(module: str, name: str, x: Any, layout: TokenLayout) -> Any:
-    """This rank's shard of an input; what is no tensor of tokens, or sharded already, as it is."""
+    """This rank's shard of an input; other values, and tensors that are already sharded, are returned unchanged."""
     if isinstance(x, tuple | list) and name in SEQ_DIMS:
         return type(x)(_shard(module, name, part, layout) for part in x)
     if name not in SEQ_DIMS or not isinstance(x, Tensor):
@@ -178,7 +178,7 @@ def _shard(module: str, name: str, x: Any, layout: TokenLayout) -> Any:
 
 
 def _hook_attention(name: str, module: nn.Module, seen: _SeenMask) -> list[RemovableHandle]:
-    """The module's forward without a mask, and with its window."""
+    """Run the module's forward without a mask, and with its window."""
     names = list(inspect.signature(module.forward).parameters)
     place = names.index("attention_mask") if "attention_mask" in names else len(names)
     window = _window(module)
@@ -206,14 +206,14 @@ def _hook_attention(name: str, module: nn.Module, seen: _SeenMask) -> list[Remov
 
 
 class _SeenMask:
-    """The mask that was read last, so that layers that share one read it once."""
+    """The last mask that was read, so that layers with the same mask read it once."""
 
     def __init__(self) -> None:
         self.mask: weakref.ref[Tensor] | None = None
         self.window: int | None = None
 
     def problem(self, mask: Any, layout: TokenLayout, window: int | None) -> str | None:
-        """Why a mask must not be dropped, or None. One built from a rank's shard says nothing of the sequence."""
+        """Why a mask must not be dropped, or None. A mask built from a rank's shard is always dropped."""
         if not isinstance(mask, Tensor):
             return f"attention_mask is a {type(mask).__name__}; load the model with attn_implementation='sdpa'"
         if mask.shape[-1] != layout.total:
@@ -231,7 +231,7 @@ class _SeenMask:
 def _is_causal(mask: Tensor, window: int | None) -> bool:
     """Whether a mask of the full sequence is the causal rule, a window and padding on the right. One read by the host.
 
-    It is [b, h, s, s] or [s, s] of bool, True where a key is seen, or of addends, 0 there.
+    The mask is [b, h, s, s] or [s, s]; visible keys are True in a bool mask and 0 in an additive one.
     """
     is_seen = mask if mask.dtype == torch.bool else mask == 0
     rows, keys = is_seen.shape[-2:]
@@ -240,9 +240,9 @@ def _is_causal(mask: Tensor, window: int | None) -> bool:
     place = torch.arange(keys, device=mask.device)
     distance = place[:, None] - place
     rule = (distance >= 0) & (distance < (keys if window is None else window))
-    # 1. A key is real if the query at its place sees it. Padding on the right: all real keys before all others.
+    # 1. A key is real if the query at its place sees it. With padding on the right all real keys come first.
     is_real = is_seen.diagonal(dim1=-2, dim2=-1)
     on_the_right = (is_real.long().diff() <= 0).all()
-    # 2. What queries of padding see reaches no output of a real token.
+    # 2. Ignore padding's queries: they do not affect the outputs of real tokens.
     expected = rule & is_real.unsqueeze(-2)
     return bool(on_the_right & ((is_seen == expected) | ~is_real.unsqueeze(-1)).all())

@@ -1,7 +1,7 @@
-"""Which keys the queries of each rank see: what an exchange of keys has to send, and no more.
+"""Find the keys that each rank's queries see, which are exactly the keys that an exchange must send.
 
-It follows from the layout with its prefixes, the causal rule and the window alone, so that every rank knows it of all
-ranks before anything is sent.
+They depend only on the layout with its prefixes, the causal rule and the window, so every rank knows them for all ranks
+before anything is sent.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch_impl.layouts.token_layout import TokenLayout
 
 
 def needed_rows(layout: TokenLayout, causal: bool, window: int | None) -> Bool[Tensor, "n n rows"]:
-    """Which rows of keys each rank needs of each other: `[r, s, i]` is whether a query of rank r sees row i of rank s.
+    """The rows of keys that ranks need from each other: [r, s, i] tells if a query of rank r sees row i of rank s.
 
-    A rank needs none of its own. Padding is needed by no rank.
+    A rank's own rows do not count as needed. No rank needs padding.
 
     Cost: for each rank a search of all positions, on the layout's device.
     """
     seen = torch.stack([_seen_by(layout, rank, causal, window) for rank in range(layout.cp_size)])
-    # A ragged row of the index is filled with -1, which is no position.
+    # A ragged row of the index is filled with -1, which is not a position.
     needed = seen[:, layout.index.clamp(min=0)] & (layout.index >= 0)
     ranks = torch.arange(layout.cp_size, device=needed.device)
     needed[ranks, ranks] = False
@@ -31,33 +31,33 @@ def needed_rows(layout: TokenLayout, causal: bool, window: int | None) -> Bool[T
 
 def _seen_by(layout: TokenLayout, rank: int, causal: bool, window: int | None) -> Bool[Tensor, " total"]:
     """Whether a query of `rank` sees the key at each position."""
-    # 1. Every position as a key, and where the real tokens of its sequence start and end.
+    # 1. Take every position as a key, and find where the real tokens of its sequence start and end.
     key = torch.arange(layout.total, device=layout.index.device)
     start = layout.cu_padded.long()[layout.sequence_ids]
     end = start + layout.cu_real.long().diff()[layout.sequence_ids]
     span = layout.total if window is None else window
-    # 2. The first query of the rank from the key on. Padding follows the real tokens of its sequence, so if this is
+    # 2. Find the rank's first query at or after the key. Padding follows a sequence's real tokens, so if that query is
     #    padding, no real query of the sequence follows.
     queries = layout.index[rank, : layout.counts[rank]]
     following = torch.searchsorted(queries, key)
     seen = _at(queries, following, beyond=layout.total) < torch.minimum(key + span, end)
-    # 3. Without the causal rule also the last query before it.
+    # 3. Without the causal rule, check the last query before the key too.
     if not causal:
         seen |= _at(queries, following - 1, beyond=-1) >= torch.maximum(key - span + 1, start)
-    # 4. And queries of the sequences that continue that of the key.
+    # 4. Add queries of the sequences that continue the key's sequence.
     if layout.prefix_of:
         seen |= _seen_by_continuations(layout, queries, span)
     return seen & (key < end)
 
 
 def _seen_by_continuations(layout: TokenLayout, queries: Int64[Tensor, " rows"], span: int) -> Bool[Tensor, " total"]:
-    """Whether a query of a sequence that continues that of the key is less than `span` positions from it."""
-    # 1. The first real query that the rank has of each sequence, as its position in all that this continues.
+    """Whether a query of a continuation of the key's sequence is less than `span` positions after the key."""
+    # 1. Find the rank's first real query of each sequence, and its position counted from the prefixes' start.
     start, real = layout.cu_padded[:-1].long(), layout.cu_real.long().diff()
     place = _at(queries, torch.searchsorted(queries, start), beyond=layout.total) - start
     never = 2 * layout.total
     first = torch.where(place < real, place + layout.lengths_before, never)
-    # 2. For each sequence the first of all that continue it: they come after all of its keys, the first is nearest.
+    # 2. Find the first query of each sequence's continuations: they follow all its keys, so the first is the nearest.
     nearest = torch.full_like(first, never)
     for level in prefix_levels(layout.prefix_of):
         continued, prefix = pairs_of(level, first.device)
@@ -67,7 +67,7 @@ def _seen_by_continuations(layout: TokenLayout, queries: Int64[Tensor, " rows"],
 
 
 def _at(queries: Int64[Tensor, " rows"], index: Int64[Tensor, " total"], beyond: int) -> Int64[Tensor, " total"]:
-    """The query at each index, or the position `beyond` where the rank has none."""
+    """The query at each index, or `beyond` if the index is out of range."""
     is_query = (index >= 0) & (index < len(queries))
     if not len(queries):
         return torch.full_like(index, beyond)

@@ -1,13 +1,13 @@
-"""Replaces torch's `scaled_dot_product_attention` by attention over the full sequence while a context is open.
+"""Replace torch's `scaled_dot_product_attention` by attention over the full sequence while a context is open.
 
-Every call of that function ends in one operation of the dispatcher, whether it is called by name, through an earlier
-import, from a module, from recomputation in backward or from another thread. While any context is open, our kernel is
-registered for that operation. It serves the context of the calling thread, and falls back to torch's own kernel where
-the thread is another rank. No function of torch is replaced, and when the last context closes, the kernel is removed.
+Every call of that function ends in one operator of the dispatcher: calls by name, through an earlier import, from a
+module, from recomputation in backward or from another thread. While any context is open, our kernel is registered for
+that operator. It serves the calling thread's context, and falls back to torch's own kernel if the thread is another
+rank. No torch function is replaced, and the kernel is removed when the last context closes.
 
-Attention weights and flex_attention end in other operations; a mode on the context's thread rejects them.
+Attention weights and flex_attention end in other operators; a mode on the context's thread rejects them.
 
-`local_attention` is a scope in which a thread has torch's own attention again.
+`local_attention` is a scope in which a thread uses torch's own attention again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch_impl.layouts import TokenLayout
 FUNCTION = "context_parallel.sdpa"
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 MULTI_HEAD = F.multi_head_attention_forward
-# Autograd for what may need a gradient, the devices themselves for tensors of inference mode.
+# Autograd keys for tensors that may require a gradient, device keys for tensors in inference mode.
 DISPATCH_KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
 MASKS = "adapt_model_to_context drops those of a Hugging Face model"
 OTHER_TOKENS = "attention over other tokens (a vision tower, an encoder, cross attention) goes into local_attention()"
@@ -41,7 +41,7 @@ OTHER_TOKENS = "attention over other tokens (a vision tower, an encoder, cross a
 class SequenceAttention(TorchFunctionMode):
     """A context in which `F.scaled_dot_product_attention` is attention over the full sequence, sharded by `layout`.
 
-    `causal_only` is the reason why attention that is not causal would be wrong, or None.
+    `causal_only` is the reason why attention must be causal, or None.
     """
 
     def __init__(self, group: ProcessGroup, layout: TokenLayout, exchange: str, causal_only: str | None = None) -> None:
@@ -59,7 +59,7 @@ class SequenceAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        # The mode only rejects; every other function runs as it is, and attention goes to the kernel below.
+        # The mode only rejects calls; other functions run unchanged, and attention reaches the kernel below.
         kwargs = kwargs or {}
         if _SCOPES.rules[-1].is_local:
             return func(*args, **kwargs)
@@ -67,7 +67,7 @@ class SequenceAttention(TorchFunctionMode):
             raise ValueError(
                 f"{FUNCTION}: need_weights=True would be weights of this rank's keys alone; pass need_weights=False"
             )
-        if getattr(func, "__name__", "") == "flex_attention":  # the operation that the function of this name calls
+        if getattr(func, "__name__", "") == "flex_attention":  # the operator that the function of this name calls
             raise ValueError(
                 f"{FUNCTION}: flex_attention would see this rank's tokens alone, by their places here; "
                 "call F.scaled_dot_product_attention, or context_parallel_attention with cu_seqlens or window"
@@ -87,8 +87,8 @@ class SequenceAttention(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """SDPA with the same arguments, over the full sequence."""
-        # Rejected: masks, whose columns are not sharded; dropout, which would differ by rank; attention to the padding
-        # of a dropped mask; grouped heads without enable_gqa, as SDPA does itself; and what is not this rank's shard.
+        # Reject masks (their columns are not sharded), dropout (it would differ by rank), attention to the padding of
+        # a dropped mask, grouped heads without enable_gqa (like SDPA), and tensors that are not this rank's shard.
         if attn_mask is not None:
             raise ValueError(
                 f"{FUNCTION}: attn_mask is {list(attn_mask.shape)}, whose columns are not sharded over cp; "
@@ -123,7 +123,7 @@ class SequenceAttention(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Rules:
-    """What holds for attention in a scope that `owner` opened: whether it is torch's own, and else its window."""
+    """The rules of a scope that `owner` opened: whether attention is torch's own, and otherwise its window."""
 
     owner: int
     is_local: bool
@@ -138,9 +138,9 @@ class _Scopes(local):
 
 
 class _OpenContexts:
-    """The open contexts of all threads; while there are any, our kernel is registered.
+    """The open contexts of all threads. Our kernel is registered while there are any.
 
-    Fused inference of full layers is off meanwhile: its operation contains attention and does not call SDPA.
+    Fused inference of whole layers is switched off meanwhile: its operator contains attention and does not call SDPA.
     """
 
     def __init__(self) -> None:
@@ -151,8 +151,8 @@ class _OpenContexts:
         self.was_fused = True
 
     def add(self, context: SequenceAttention) -> None:
-        """Open a context in the calling thread; the first of all registers the kernel."""
-        # The dispatcher is shared by all threads, so the first and the last context are counted under a lock.
+        """Open a context in the calling thread; the first context registers the kernel."""
+        # All threads share the dispatcher, so contexts are counted under a lock.
         with self.lock:
             if not self.threads:
                 self._register()
@@ -162,7 +162,7 @@ class _OpenContexts:
             self.thread.contexts.append(context)
 
     def remove(self) -> None:
-        """Close the calling thread's innermost context; the last of all removes the kernel."""
+        """Close the calling thread's innermost context; the last context removes the kernel."""
         with self.lock:
             self.thread.contexts.pop()
             self.threads = [contexts for contexts in self.threads if contexts]
@@ -170,18 +170,19 @@ class _OpenContexts:
                 self._unregister()
 
     def of_caller(self) -> SequenceAttention | None:
-        """The calling thread's context, or the only one that it can belong to; None if there is none, or it is left.
+        """The calling thread's context, or the only open one that it can belong to; None if there is none, or in a
+        local scope.
 
         A thread that has process groups, but not the context's, is another rank. Autograd's threads have the groups of
         the thread that called backward.
         """
         if _SCOPES.rules[-1].is_local:
             return None
-        # 1. The innermost context of this thread.
+        # 1. Look for the innermost context of this thread.
         contexts = self._of_this_thread()
         if contexts:
             return contexts[-1]
-        # 2. Else a context of another thread of the same rank: autograd's threads, and workers of the user.
+        # 2. Else look for a context in another thread of the same rank, for autograd's threads and users' workers.
         with self.lock:
             matches = [opened[-1] for opened in self.threads if _can_belong_to(opened[-1].group)]
         if len(matches) > 1:
@@ -194,7 +195,7 @@ class _OpenContexts:
         return getattr(self.thread, "contexts", [])
 
     def _register(self) -> None:
-        # Our kernels replace torch's until the library is destroyed, which restores them.
+        # Our kernels override torch's until the library is destroyed.
         self.library = Library("aten", "IMPL")
         for key in DISPATCH_KEYS:
             self.library.impl("scaled_dot_product_attention", _attention, key)
@@ -214,14 +215,14 @@ _SCOPES = _Scopes()
 
 @contextmanager
 def local_attention() -> Iterator[None]:
-    """A scope in which attention is torch's own, over the tensors as they are, while a context is open around it.
+    """A scope inside a context in which attention is torch's own, over local tensors.
 
-    It is for tokens that the context does not shard: a vision tower, a bidirectional encoder, cross attention to what
-    each rank has in full. It takes masks, dropout and weights as torch does, holds for the calling thread alone, and
-    can be nested. It can decorate a function too, `@local_attention()`, which activation checkpoints then enter
-    again when they recompute it: a scope around the checkpoint itself is left by then.
+    It is for tokens that the context does not shard: a vision tower, a bidirectional encoder, cross attention to
+    tensors that each rank has in full. It accepts torch's masks, dropout and weights, applies to the calling thread
+    only, and can be nested. It can also decorate a function, `@local_attention()`: an activation checkpoint then enters
+    it again during recomputation, when a scope around the checkpoint has already been left.
 
-    Gradients of what each rank has in full are its own queries' addends (`cp=R`): sum them over cp.
+    Gradients of tensors that each rank has in full come from its own queries only (`cp=R`): sum them over cp.
 
     >>> q = torch.zeros(1, 1, 2, 4)
     >>> with local_attention():
@@ -239,26 +240,26 @@ def local_attention() -> Iterator[None]:
 
 
 def open_scope(owner: object, *, is_local: bool = False, window: int | None = None) -> None:
-    """Open a scope of the calling thread; inside of local attention it is local, too."""
+    """Open a scope in the calling thread; inside local attention it is local too."""
     _SCOPES.rules.append(_Rules(id(owner), is_local or _SCOPES.rules[-1].is_local, window))
 
 
 def close_scope(owner: object) -> None:
-    """Close the innermost scope if `owner` opened it; a module whose inputs were rejected did not."""
+    """Close the innermost scope if `owner` opened it; a module that rejected its inputs has not opened one."""
     if _SCOPES.rules[-1].owner == id(owner):
         _SCOPES.rules.pop()
 
 
 def layout_inside() -> TokenLayout | None:
-    """The layout of the calling thread's context; None outside, and where attention is local."""
+    """The layout of the calling thread's context; None outside a context and in local attention."""
     context = _OPEN.of_caller()
     return None if context is None else context.layout
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    """The kernel of the dispatcher: attention in the caller's context. Autocast has already cast the arguments."""
+    """The dispatcher's kernel: attention in the caller's context. Autocast has already cast the arguments."""
     context = _OPEN.of_caller()
-    # Without a context, torch's own decomposition: calling SDPA here would end in this kernel again.
+    # Without a context use torch's own decomposition: a call of SDPA would end in this kernel again.
     return SDPA.decompose(*args, **kwargs) if context is None else context.attention(*args, **kwargs)
 
 

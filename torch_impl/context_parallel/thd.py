@@ -1,13 +1,13 @@
-"""Rows of packed sequences as one stream of tokens (THD), and such streams in equal chunks.
+"""Packed rows as one stream of tokens (THD), or as equal chunks of such a stream.
 
 `input_ids` are [B, S] or [B, S, d]. Row b holds sequences one after another: sequence j has `seq_lens[b, j]` real
-tokens in a slot of `seq_lens_padded[b, j]`; a row with fewer sequences is filled with a negative value of the caller's.
-A batch may have `prefix_of` [B, q] besides, the earlier sequence of the row that each one continues, or -1: several
-responses to one prompt, which the row has once. Memory is indexed by `cu_seqlens_padded` alone; `cu_seqlens` are the
-sums of real lengths.
+tokens in a slot of `seq_lens_padded[b, j]` tokens. Both tables have a negative fill value in rows with fewer sequences.
+A batch may also have `prefix_of` [B, q]: the earlier sequence of the row that each sequence continues, or -1. This
+describes several responses to one prompt, which the row has once. Only `cu_seqlens_padded` indexes memory; `cu_seqlens`
+are the sums of real lengths.
 
-The lengths are read once, on the host, into `Slots`; everything else follows from them. They are NumPy arrays there:
-of a thousand numbers, an operation of torch takes three times as long.
+The lengths are read once, on the host, into `Slots`, and everything else is computed from them. They are NumPy arrays:
+for a thousand numbers a torch operation takes three times as long.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch_impl.layouts import TokenLayout
 FUNCTION = "context_parallel.thd"
 TABLES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 PREFIXES = "prefix_of"
-# Not passed on: the lengths, and what is computed from them or superseded by them.
+# Entries that are not passed on: the lengths, and entries that are computed from them or replaced.
 CONSUMED = ("attention_mask", "padding_mask", "seq_lens", "seq_lens_padded", PREFIXES, *TABLES)
 
 
@@ -53,15 +53,16 @@ def process_input_for_thd(
 
         input_ids  "b s" or "b s d"   ->   "b*s" or "b*s d";   position_ids  "k b s"   ->   "k 1 b*s"
 
-    Every tensor that starts with [B, S] is flattened likewise; `attention_mask`, `seq_lens` and `seq_lens_padded` are
-    consumed, a `padding_mask` is replaced by that of the lengths, and all else is passed on. If a row's padded lengths
-    leave a tail, it joins the slot of its last sequence as padding. Positions restart in each slot, unless the batch
-    has `position_ids`. The mask comes from the lengths, never from token ids, so `padding_token_id` is not used:
-    nothing is padded here. With `return_layout` the batch's BatchLayout, of one rank, is returned after it.
+    Every tensor with leading dims [B, S] is flattened in the same way; `attention_mask`, `seq_lens` and
+    `seq_lens_padded` are consumed, a `padding_mask` is recomputed from the lengths, and all other entries are passed
+    on. If a row's padded lengths leave a tail, it joins the slot of its last sequence as padding. Positions restart in
+    each slot, unless the batch has `position_ids`. The mask comes from the lengths, never from token ids, and nothing
+    is padded here, so `padding_token_id` is not used. With `return_layout` the batch's BatchLayout for one rank is
+    returned after the batch.
 
-    With `prefix_of` positions count on from the sequence that is continued. The result has the table by the numbers of
-    sequences in the stream, with the fill of the offsets. Offsets cannot say what it says, so the layout must be
-    returned, and attention take it.
+    With `prefix_of` a sequence's positions continue its prefix's. The result has the table in the stream's numbering of
+    sequences, with the same fill as the offsets. Offsets cannot express prefixes, so ask for the layout and pass it to
+    attention.
 
     >>> ids, lengths = torch.arange(12).view(2, 6), torch.tensor([[3, 2], [6, -1000]])
     >>> slots = torch.tensor([[4, 2], [6, -1000]])
@@ -71,7 +72,7 @@ def process_input_for_thd(
 
     Cost:   no collective; views, and one host copy of the lengths.
     Errors: KeyError without input_ids, seq_lens or seq_lens_padded; ValueError for lengths that do not fit the rows
-            or each other, a row without any sequence, a fill that could be a length, or prefixes that are no earlier
+            or each other, a row without any sequence, a fill that could be a length, or prefixes that are not earlier
             sequences of the row or come without `return_layout`; TypeError for lengths, prefixes or a fill that are
             not integers, ids, labels, positions or lengths that are not Tensors, or a batch that is not a dict.
     """
@@ -102,19 +103,19 @@ def split_batch_into_thd_chunks(
     *,
     return_layout: bool = False,
 ) -> dict[str, Any] | tuple[dict[str, Any], BatchLayout]:
-    """`process_input_for_thd` of `num_chunks` equal blocks of rows, stacked.
+    """Flatten `num_chunks` equal blocks of packed rows into streams, and stack them.
 
         input_ids  "b s d"   ->   "m b*s/m d"
 
     Offsets are filled at their end with `seq_lens_padding_value`. A tensor [B, ...] that is not by token is split by
-    rows. `num_chunks` of 1 or less is `process_input_for_thd`. With `return_layout` the batch's BatchLayout, of one
-    rank, is returned after it.
+    rows. A `num_chunks` of 1 or less gives the result of `process_input_for_thd`. With `return_layout` the batch's
+    BatchLayout for one rank is returned after the batch. `padding_token_id` is not used.
 
     Cost:   as `process_input_for_thd`.
-    Errors: as there, and ValueError if num_chunks does not divide the rows or a tensor has other first dims;
-            TypeError if it is not an integer.
+    Errors: as `process_input_for_thd`; ValueError if num_chunks does not divide the rows or a tensor has other first
+            dims; TypeError if it is not an integer.
     """
-    # Rows are split evenly, so chunks of the one stream are the streams of the blocks of rows.
+    # Rows are split evenly, so the chunks of the whole stream are the streams of the blocks.
     all_rows = stream(batch, num_chunks, seq_lens_padding_value)
     require_layout(batch, return_layout)
     result = all_rows.processed()
@@ -125,7 +126,8 @@ def split_batch_into_thd_chunks(
 
 @dataclass(frozen=True)
 class Stream:
-    """All rows of a batch as one stream: `tokens` have an entry per position, `constants` do not; chunks are blocks."""
+    """All rows of a batch as one stream. `tokens` have an entry per position, `constants` do not; a chunk is a block of
+    rows."""
 
     tokens: Mapping[str, Tensor]
     constants: Mapping[str, Any]
@@ -134,8 +136,8 @@ class Stream:
     fill: int
 
     def layout(self, cp_size: int, cp_rank: int) -> TokenLayout:
-        """The layout of the stream over a group. No slot crosses a chunk, so it is that of the chunks, concatenated."""
-        # Not validated again: `slots_of_lengths` did so on the host, and reading a device's offsets would wait for it.
+        """The layout of the stream over a group. No slot crosses a chunk, so it also shards each chunk."""
+        # Do not validate again: `slots_of_lengths` did so on the host, and reading the device's offsets would wait.
         cu_padded, cu_real = torch.from_numpy(self.slots.sums).to(self.tokens["input_ids"].device)
         total = self.slots.total
         layout = TokenLayout.packed(cu_padded, cu_real, cp_size=cp_size, cp_rank=cp_rank, total=total, validate=False)
@@ -144,7 +146,7 @@ class Stream:
         return replace(layout, prefix_of=tuple(self.slots.prefix_of.tolist()))
 
     def batch_layout(self, cp_size: int = 1, cp_rank: int = 0, group: ProcessGroup | None = None) -> BatchLayout:
-        """The layout of the batch over a group, in the coordinates of its rows."""
+        """The layout of the batch over a group, in the coordinates of the batch's rows."""
         shape = self.slots.rows, self.slots.size
         return BatchLayout(self.layout(cp_size, cp_rank), shape, group, self.chunks, is_stream=True)
 
@@ -156,13 +158,13 @@ class Stream:
         return {**tokens, **self.constants, **self.tables()}
 
     def tables(self) -> dict[str, Tensor]:
-        """Offsets, longest slot and prefixes of each chunk; for a single chunk without the dim of chunks."""
+        """The offsets, longest slot and prefixes of each chunk; a single chunk has no dim of chunks."""
         by_chunks = self.slots.tables(self.chunks, self.fill)
         device = self.tokens["input_ids"].device
         return {name: torch.from_numpy(x if self.chunks > 1 else x[0, ...]).to(device) for name, x in by_chunks.items()}
 
     def stacked(self, name: str, value: Any) -> Any:
-        """A value of the batch with the dim of chunks in front; tables have it already."""
+        """A value of the batch with the dim of chunks in front; tables already have it."""
         if name in self.constants:
             return self._split_rows(name, value)
         if name in (*TABLES, PREFIXES):
@@ -180,16 +182,16 @@ class Stream:
 
 
 def by_chunk(name: str, x: Tensor, chunks: int) -> Tensor:
-    """A tensor by token in equal chunks of its stream, with the dim of chunks in front."""
-    # Positions of several kinds are [k, 1, t]: their stream is dim 2.
+    """Split a tensor by token into equal chunks of its stream, with the dim of chunks in front."""
+    # Positions of several kinds are [k, 1, t]: dim 2 is the stream.
     if name == "position_ids" and x.ndim == 3:
         return x.unflatten(2, (chunks, x.shape[2] // chunks)).movedim(2, 0)
     return x.unflatten(0, (chunks, len(x) // chunks))
 
 
 def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
-    """The stream of a batch, after its keys, shapes and lengths have been validated."""
-    # 1. The keys and the shape of the tokens.
+    """Validate the keys, shapes and lengths of a batch, and return its stream."""
+    # 1. Check the keys and the shape of the tokens.
     for name in ("input_ids", "seq_lens", "seq_lens_padded"):
         if name not in batch:
             raise Rejected(f"batch has no {name!r}; it has {', '.join(batch) or 'nothing'}", KeyError)
@@ -201,11 +203,11 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
     if rows % chunks:
         batch_of = f"num_chunks={chunks} does not divide the batch of {rows} rows"
         raise Rejected(f"{batch_of}; drop or add a row")
-    # 2. The slots, by one copy of the lengths to the host.
+    # 2. Read the slots, with one copy of the lengths to the host.
     slots = slots_of_lengths(batch["seq_lens"], batch["seq_lens_padded"], rows, size, fill)
     if PREFIXES in batch:
         slots = replace(slots, prefix_of=_prefixes_of_stream(batch[PREFIXES], batch["seq_lens"], fill))
-    # 3. Tensors by token become one stream, as views; the rest is passed on.
+    # 3. Flatten tensors by token into one stream, as views; pass everything else on.
     tokens, unflattened = {}, {}
     for name, value in batch.items():
         if name in CONSUMED:
@@ -217,7 +219,7 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
 
 def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:
     """Whether a value has one entry for each token; ValueError for labels or positions that do not."""
-    # Labels and positions are rejected, not passed on: they would no longer belong to the tokens.
+    # Reject such labels and positions: passed on, they would no longer belong to the tokens.
     if not isinstance(value, Tensor):
         if name in ("labels", "position_ids") and value is not None:
             require_tensor(name, value)
@@ -233,17 +235,16 @@ def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:
 
 
 def _flatten_rows(name: str, x: Tensor) -> Tensor:
-    """Rows concatenated; positions of several kinds, [k, B, S], become [k, 1, B * S]."""
+    """Concatenate rows; positions of several kinds, [k, B, S], become [k, 1, B * S]."""
     return x.flatten(1, 2)[:, None] if name == "position_ids" and x.ndim == 3 else x.flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of a batch, on the host: `runs[i]` is the real tokens of slot i and its padding, `padded[i]` their sum.
+    """The slots of a batch, on the host: slot i has `runs[i]` = (real tokens, padding), and `padded[i]` is their sum.
 
-    There are `rows` rows of `size` tokens, which their slots fill; the entries of the tables of lengths that `is_slot`
-    marks are these slots. `prefix_of[i]` is the sequence that i continues, or -1; it is None where the batch says
-    nothing of prefixes.
+    The slots fill `rows` rows of `size` tokens; `is_slot` marks their entries in the tables of lengths. `prefix_of[i]`
+    is the sequence that sequence i continues, or -1; it is None if the batch has no prefixes.
     """
 
     runs: Int64[np.ndarray, "q 2"]
@@ -259,7 +260,7 @@ class Slots:
 
     @cached_property
     def sums(self) -> Int64[np.ndarray, "2 offsets"]:
-        """Offsets of the slots in the stream of all rows, and the sums of real lengths."""
+        """The offsets of the slots in the stream of all rows, and the cumulative sums of real lengths."""
         sums = np.zeros((2, len(self.padded) + 1), dtype=np.int64)
         np.add.accumulate(self.padded, out=sums[0, 1:])
         np.add.accumulate(self.runs[:, 0], out=sums[1, 1:])
@@ -267,17 +268,17 @@ class Slots:
 
     @property
     def padding_mask(self) -> Bool[Tensor, " total"]:
-        """True at the positions of the stream that are padding: slot by slot, real tokens and then padding."""
+        """True at the stream's padding. Each slot has real tokens, then padding."""
         is_padding = np.zeros(self.runs.size, dtype=bool)
         is_padding[1::2] = True
         return torch.from_numpy(is_padding.repeat(self.runs.ravel()))
 
     def tables(self, chunks: int, fill: int) -> dict[str, Int32[np.ndarray, "chunks *offsets"]]:
-        """For each chunk, what `Stream.tables` has of it; offsets and prefixes are filled at their end."""
-        # 1. The slots of each chunk: from one bound to the next.
+        """The tables of `Stream.tables`, stacked by chunk; offsets and prefixes are filled at their end."""
+        # 1. Find the slots of each chunk, from one bound to the next.
         ends = self.is_slot.reshape(chunks, -1).sum(1).cumsum().tolist() if chunks > 1 else [len(self.padded)]
         chunk_slots = list(pairwise([0, *ends]))
-        # 2. Their offsets, from 0 in each chunk.
+        # 2. Compute their offsets, from 0 in each chunk.
         if chunks == 1:  # nothing to subtract or to fill
             by_table = self.sums[:, None].astype(np.int32)
         else:
@@ -293,11 +294,11 @@ class Slots:
         }
         if self.prefix_of is None:
             return tables
-        # 3. Prefixes, by the numbers of sequences in the chunk; a row is in one chunk, and so is what it continues.
+        # 3. Renumber prefixes within the chunk; a row, and so a sequence with its prefix, is in one chunk.
         prefixes = np.full((chunks, by_table.shape[2] - 1), fill, dtype=np.int32)
         for chunk, (start, end) in enumerate(chunk_slots):
-            of_chunk = self.prefix_of[start:end]
-            prefixes[chunk, : end - start] = np.where(of_chunk < 0, -1, of_chunk - start)
+            chunk_prefixes = self.prefix_of[start:end]
+            prefixes[chunk, : end - start] = np.where(chunk_prefixes < 0, -1, chunk_prefixes - start)
         return {**tables, PREFIXES: prefixes}
 
 
@@ -306,27 +307,27 @@ def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size:
 
     Errors: ValueError for lengths that do not fit; TypeError for lengths or a fill that are not integers.
     """
-    # 1. Both tables as int64 on the host, by one copy. Fill cannot be a length, so an entry is one or the other.
+    # 1. Copy both tables to the host at once, as int64. Fill cannot be a length, so an entry is one or the other.
     for name, lengths in (("seq_lens", seq_lens), ("seq_lens_padded", seq_lens_padded)):
         if not is_integer(lengths):
             raise Rejected(f"{name} is {dtype_name(lengths)}; lengths are integers", TypeError)
     if problem := _table_problem(seq_lens, seq_lens_padded, rows, fill):
         raise Rejected(problem)
     real, padded = _on_host(seq_lens, seq_lens_padded)
-    # 2. The slots, and the tail of each row: what they leave of it.
+    # 2. Find the slots, and the tail of each row after its slots.
     is_slot = real != fill
     slots = padded[is_slot]
     runs = np.empty((len(slots), 2), dtype=np.int64)
     runs[:, 0] = real[is_slot]
     np.subtract(slots, runs[:, 0], out=runs[:, 1])
     tail = size - padded.sum(1, where=is_slot)
-    # Where no run is negative, no length of a slot is, and so none is fill.
+    # If no run is negative, no slot has a negative length, and so none is fill.
     fits = runs.min(initial=0) >= 0 and np.count_nonzero(padded == fill) == real.size - len(slots)
     has_slots = is_slot.any(1) if np.count_nonzero(tail) else None  # None where the slots fill every row
     if not fits or (has_slots is not None and ((tail < 0) | ((tail > 0) & ~has_slots)).any()):
         problem = next(_length_problems(real, padded, is_slot, tail, fill, size))
         raise Rejected(problem)
-    # 3. The last slot of each row grows by the tail.
+    # 3. Extend the last slot of each row by the tail.
     if has_slots is not None:
         last, added = is_slot.sum(1).cumsum()[has_slots] - 1, tail[has_slots]  # a row without slots has no tail
         slots[last] += added
@@ -335,7 +336,7 @@ def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size:
 
 
 def _on_host(a: Tensor, b: Tensor) -> tuple[Int64[np.ndarray, "b q"], Int64[np.ndarray, "b q"]]:
-    """Two tables of one shape as int64 on the host: of a CPU as they are stored, of a device by one copy."""
+    """Two tables of one shape as int64 on the host, with one copy if they are on a device."""
     if a.is_cpu and b.is_cpu:
         return a.long().numpy(), b.long().numpy()
     on_host = torch.stack([a.long(), b.long()]).cpu().numpy()
@@ -343,17 +344,17 @@ def _on_host(a: Tensor, b: Tensor) -> tuple[Int64[np.ndarray, "b q"], Int64[np.n
 
 
 def require_layout(batch: Mapping[str, Any], is_returned: bool) -> None:
-    """ValueError for prefixes without their layout: offsets make each continuation a sequence of its own."""
+    """ValueError for prefixes without `return_layout`: offsets alone make each continuation a separate sequence."""
     if PREFIXES in batch and not is_returned:
         cannot = f"batch has {PREFIXES!r}, which offsets cannot say"
         raise Rejected(f"{cannot}; pass return_layout=True and give attention the layout's tokens")
 
 
 def _prefixes_of_stream(prefix_of: Any, seq_lens: Tensor, fill: int) -> Int64[np.ndarray, " q"]:
-    """The table of the rows by the numbers of sequences in the stream of all rows, without the fill.
+    """Renumber the rows' prefixes by sequences in the stream of all rows, and drop the fill.
 
-    Errors: TypeError unless a Tensor of integers; ValueError for a table of another shape than the lengths', and for a
-            prefix that is no earlier sequence of its row.
+    Errors: TypeError unless prefix_of is a Tensor of integers; ValueError if its shape differs from the lengths', or
+            for a prefix that is not an earlier sequence of its row.
     """
     require_tensor(PREFIXES, prefix_of)
     if not is_integer(prefix_of):
@@ -362,7 +363,7 @@ def _prefixes_of_stream(prefix_of: Any, seq_lens: Tensor, fill: int) -> Int64[np
         shapes = f"{PREFIXES} is {list(prefix_of.shape)}, seq_lens is {list(seq_lens.shape)}"
         raise Rejected(f"{shapes}; give one for each sequence, -1 for none")
     real, parents = _on_host(seq_lens, prefix_of)
-    # Fill may stand between sequences: `number` counts those before an entry, and a prefix is an entry that is none.
+    # Fill may stand between sequences: `number` counts the sequences before an entry, and a prefix is not fill.
     is_slot = real != fill
     number = is_slot.ravel().cumsum().reshape(is_slot.shape) - 1
     rows, entries = np.indices(real.shape)
@@ -376,7 +377,7 @@ def _prefixes_of_stream(prefix_of: Any, seq_lens: Tensor, fill: int) -> Int64[np
 
 
 def _table_problem(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, fill: int) -> str | None:
-    """Why two tables of lengths do not belong to a batch of `rows` rows, by their shapes alone; None if they do."""
+    """Why the shapes of two tables of lengths do not fit a batch of `rows` rows; None if they do."""
     if fill >= 0:
         return f"seq_lens_padding_value={fill} could be a length; use a negative one"
     for name, lengths in (("seq_lens", seq_lens), ("seq_lens_padded", seq_lens_padded)):
@@ -391,7 +392,7 @@ def _table_problem(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, fill: i
 def _length_problems(
     real: np.ndarray, padded: np.ndarray, is_slot: np.ndarray, tail: np.ndarray, fill: int, size: int
 ) -> Iterator[str]:
-    """Unless both tables have fill at the same entries, no length is negative or exceeds its slot, and slots fit."""
+    """The problems of lengths: fill in one table only, negative lengths, lengths above their slot, too long slots."""
     rules = (
         (is_slot != (padded != fill), f"both or neither are {fill}; fill both"),
         (is_slot & ((real < 0) | (padded < 0)), f"lengths are 0 or more, or {fill} for none"),
@@ -403,6 +404,6 @@ def _length_problems(
             yield f"row {b}, sequence {j}: {lengths}; {rule}"
     for b in np.flatnonzero(tail < 0)[:1]:
         yield f"row {b}: seq_lens_padded adds up to {size - int(tail[b])}, the row has {size} tokens; shorten it"
-    # A row that is all tail has no slot to put it into.
+    # A row without slots has none that its tail could join.
     for b in np.flatnonzero(~is_slot.any(1) & (tail > 0))[:1]:
         yield f"row {b} has no sequence; give it seq_lens 0 and seq_lens_padded {size}"

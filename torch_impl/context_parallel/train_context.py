@@ -1,7 +1,7 @@
-"""The contexts of a training step, which are entered around forward and backward.
+"""The contexts of a training step, entered around forward and backward.
 
 Inside a context-parallel context each buffer is this rank's DualChunkSwap shard of its sequence, and attention sees
-the full sequence. Backward must run inside, too: the tensors that forward saved there are shards.
+the full sequence. Backward must run inside too, because forward saved shards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_impl.contract import Instance, ListOf, OneOf, Rejected, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import sharding_problem
 
-# A context manager is whatever can be entered and left, by its methods.
+# A context manager is any object with the methods of one.
 OneContext = Annotated[
     AbstractContextManager[Any] | Callable[[], AbstractContextManager[Any]],
     Instance((AbstractContextManager, Callable), "pass a context manager, or a function that makes one", False),
@@ -45,14 +45,14 @@ def get_train_context(
 ) -> Callable[[], AbstractContextManager[None]]:
     """A factory of the context of one step: loss parallelism, compiled autograd, fused attention, context parallelism.
 
-    `enable_loss_parallel` enters torch's `loss_parallel`, `enable_compiled_autograd` its compiled autograd. The enabled
-    ones are entered in this order and left in reverse order, also when the step raises. With a `cp_context`, which is a
-    context manager or a function that returns one, attention is restricted to fused backends. The factory can be
-    called any number of times.
+    `enable_loss_parallel` enters torch's `loss_parallel`, `enable_compiled_autograd` its compiled autograd. Enabled
+    contexts are entered in this order and left in reverse, even if the step raises. With a `cp_context`, a context
+    manager or a function that returns one, attention is restricted to fused backends. The factory can be called any
+    number of times.
 
     Cost:   no collective.
-    Errors: TypeError for another type; on entering, RuntimeError if `cp_context` can be entered only once and was,
-            or is entered already.
+    Errors: TypeError for a wrong type; on entering, RuntimeError if `cp_context` can be entered only once and was, or
+            is already entered.
     """
     entered = Entries(cp_context)
 
@@ -60,7 +60,7 @@ def get_train_context(
     def train_context() -> Iterator[None]:
         with ExitStack() as stack:
             if enable_loss_parallel:
-                # Left as after a step without an error, since torch's own would stay entered after one that raises.
+                # Always leave it as after success: torch's context would stay entered after a step that raises.
                 loss_parallelism = loss_parallel()
                 loss_parallelism.__enter__()
                 stack.callback(loss_parallelism.__exit__, None, None, None)
@@ -75,8 +75,8 @@ def get_train_context(
 
 
 def fused_backends() -> list[SDPBackend]:
-    """The attention backends of this build that return a logsumexp, without which blocks of keys cannot be merged."""
-    # Flash attention is on the CPU, too, so that the list is never without a backend of the device.
+    """The attention backends of this build that return a logsumexp, which merging blocks of keys needs."""
+    # The CPU has flash attention too, so every device has a backend in the list.
     has_cuda = torch.cuda.is_available()
     return [
         *([SDPBackend.CUDNN_ATTENTION] if has_cuda and torch.backends.cudnn.is_available() else []),
@@ -100,8 +100,8 @@ class Entries:
                 f"context_parallel.train_context: cp_context {self.name} is entered already; leave it first"
             )
         current = self.context if isinstance(self.context, AbstractContextManager) else self.context()
-        # A generator's context fails on its second entry, with an AttributeError or RuntimeError that says nothing of
-        # the remedy. Errors of a first entry, and of our own context, are about something else.
+        # A generator's context fails on its second entry, with an AttributeError or RuntimeError that does not name
+        # the remedy. Errors of a first entry, or of our own context, have other causes.
         try:
             result = current.__enter__()
         except (AttributeError, RuntimeError) as error:
@@ -132,24 +132,24 @@ def create_context_parallel_ctx(
 
         buffer  "... s ..."   ->   inside  "... s/cp:dual_chunk_swap ..."
 
-    `cp_buffers` are sharded over the ranks of `cp_mesh`, each along its dim of `cp_seq_dims`. On leaving, they are
-    restored, except those in `cp_no_restore_buffers`, which stay shards with what was written into them. The context
-    can be entered any number of times.
+    `cp_buffers` are sharded over the ranks of `cp_mesh`, each along its dim in `cp_seq_dims`. On leaving they are
+    restored, except buffers in `cp_no_restore_buffers`, which stay shards and keep their new values. The context can be
+    entered any number of times.
 
     Inside, `F.scaled_dot_product_attention` is `context_parallel_attention`. `cp_rotate_method` is the exchange of its
     keys: "allgather" for one gather, "alltoall" (or "addtoall") for the ring, None for torch's own setting, which is
-    not changed. This holds for every call of that function: by name or through an earlier import, in modules
-    (MultiheadAttention with need_weights=False, Transformer layers), in what backward recomputes inside, and in
-    threads without a context of their own while one is open. `flex_attention` is rejected on this thread: its masks
-    are functions of positions in the full sequence.
+    not changed. This applies to every call of that function: by name or through an earlier import, in modules
+    (MultiheadAttention with need_weights=False, Transformer layers), during recomputation in backward, and in threads
+    without a context of their own while one is open. `flex_attention` is rejected on this thread: its masks are
+    functions of positions in the full sequence.
 
-    Cost:   no collective to enter and leave, one copy of the shard for each buffer; attention as it says there.
-    Errors: ValueError for no buffers, collections that do not fit, a length that cannot be sharded, another rotate
-            method, or a buffer that is there twice, needs a gradient or is a view of overlapping entries; in attention
-            inside, for a mask, dropout or need_weights. TypeError without a mesh. RuntimeError if entered inside
-            itself, or for attention in a thread without a context while several are open.
+    Cost:   no collective to enter and leave, one copy of the shard for each buffer; see `context_parallel_attention`.
+    Errors: ValueError for no buffers, collections that do not fit, a length that cannot be sharded, an unknown rotate
+            method, or a buffer that occurs twice, requires a gradient or is a view with overlapping entries; in
+            attention inside, for a mask, dropout or need_weights. TypeError without a mesh. RuntimeError if the context
+            is entered inside itself, or for attention in a thread without a context while several are open.
     """
-    # By identity, whatever collection they come in: `in` a list compares tensors by value.
+    # Compare by identity in any collection: `in` a list compares tensors by value.
     unrestored = {id(buffer) for buffer in cp_no_restore_buffers}
     for problem in _buffer_problems(cp_buffers, cp_seq_dims, unrestored, cp_mesh.size()):
         raise Rejected(problem)
@@ -168,9 +168,9 @@ def create_context_parallel_ctx(
 class SequenceContext:
     """A context that shards buffers on entering and restores them on leaving; reusable, but not inside itself.
 
-    A buffer remains the same object and gets other memory, so its original values are untouched. `stays` says for each
-    buffer whether it stays a shard on leaving. `full_tensors` are sharded instead of the buffers' values, where
-    these differ (by padding). `exchange` None means torch's rotate method.
+    A buffer remains the same object and gets other memory, so its original values are untouched. Buffers with `stays`
+    stay shards on leaving. If a buffer has an entry in `full_tensors`, such as a padded copy, that tensor is sharded
+    instead of the buffer's values. An `exchange` of None means torch's rotate method.
     """
 
     def __init__(
@@ -193,11 +193,11 @@ class SequenceContext:
     def __enter__(self) -> SequenceContext:
         if self._stack is not None:
             raise RuntimeError("context_parallel: this context is entered already; leave it first, or make another")
-        # 1. Compute every shard before any buffer changes: an error leaves all of them as they are.
+        # 1. Compute every shard before any buffer changes, so that an error leaves all of them unchanged.
         originals = [buffer.detach() for buffer in self.buffers]
         shares = [self._share(i, original) for i, original in enumerate(originals)]
         exchange = self.exchange or EXCHANGES[torch_rotate_method()]
-        # 2. Swap memory and enter attention. The stack undoes both, here if one raises, else in `__exit__`.
+        # 2. Swap memory and enter attention. The stack undoes both: here on an error, else in `__exit__`.
         with ExitStack() as stack:
             stack.callback(self._restore, originals, shares)
             for buffer, share in zip(self.buffers, shares, strict=True):
@@ -211,9 +211,9 @@ class SequenceContext:
         return None if stack is None else stack.__exit__(*raised)
 
     def _share(self, i: int, original: Tensor) -> Tensor:
-        """This rank's shard of a buffer. One that stayed sharded is its own shard, unless it has other memory now."""
+        """This rank's shard of a buffer. A buffer that stayed sharded is its own shard, unless its memory changed."""
         shard = self._sharded.get(i)
-        # Same memory, whatever was written into it: still a shard. Other memory: the user put a full tensor there.
+        # With the same memory it is still a shard; with other memory the user has put a full tensor there.
         if shard is not None and original.data_ptr() == shard.data_ptr() and original.shape == shard.shape:
             return original
         full = self.full_tensors[i]
@@ -230,20 +230,20 @@ class SequenceContext:
 def _buffer_problems(
     buffers: Sequence[Tensor], dims: Sequence[int], unrestored: set[int], cp_size: int
 ) -> Iterator[str]:
-    """Why a context cannot shard these buffers. Each rule relies on those before it."""
-    # 1. The collections fit each other.
+    """Why a context cannot shard these buffers. Each rule relies on the rules before it."""
+    # 1. The collections must fit each other.
     if len(dims) != len(buffers):
         yield f"cp_seq_dims has {len(dims)} entries for {len(buffers)} buffers; give one for each"
     if unrestored - {id(buffer) for buffer in buffers}:
         yield "cp_no_restore_buffers has a tensor that is not in cp_buffers; add it there"
-    # 2. Each buffer occurs once and can be given other memory.
+    # 2. Each buffer must occur once and accept other memory.
     places: dict[int, int] = {}
     for i, buffer in enumerate(buffers):
         if (before := places.setdefault(id(buffer), i)) < i:
             yield f"cp_buffers[{i}] is cp_buffers[{before}] again; give each tensor once"
         if reason := _unfit(buffer):
             yield f"cp_buffers[{i}] {reason}; shard it with layout.shard instead"
-    # 3. All have one length, which the layout can shard.
+    # 3. All buffers must have one length, which the layout can shard.
     lengths = [x.shape[dim_from_front(f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
     for i, length in enumerate(lengths):
         if length != lengths[0]:
@@ -255,8 +255,8 @@ def _buffer_problems(
 
 
 def torch_rotate_method() -> str:
-    """torch's process-wide rotate method, in the words of `set_rotate_method`; it is only read."""
-    # Imported here, since the module is experimental and private: nothing else depends on it.
+    """torch's process-wide rotate method, as `set_rotate_method` names it; it is only read."""
+    # Import the experimental, private module only here: nothing else depends on it.
     from torch.distributed.tensor.experimental import _context_parallel
 
     method = _context_parallel._attention._cp_options.rotate_method
@@ -271,7 +271,7 @@ def _unfit(buffer: Tensor) -> str | None:
         return "requires a gradient"
     if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         return "is an expanded view, which cannot be written in place"
-    # In order of stride, each dim must step over all memory that the dims before it cover.
+    # In order of stride, each dim must step over all memory covered by the dims before it.
     last_offset = 0
     for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
         if size > 1 and stride <= last_offset:
@@ -281,8 +281,8 @@ def _unfit(buffer: Tensor) -> str | None:
 
 
 def _replace(buffer: Tensor, by: Tensor) -> None:
-    """Give a buffer other memory; a backward that saved the buffer before then raises an error."""
-    # Assigning .data does not count as a write, so the version is raised by hand: that is what backward compares.
+    """Give a buffer other memory; a backward that saved the buffer earlier then raises an error."""
+    # Backward compares versions, and assigning .data does not raise the version: raise it by hand.
     with torch.no_grad():
         buffer.data = by
     if not buffer.is_inference():

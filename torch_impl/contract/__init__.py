@@ -1,4 +1,4 @@
-"""The contract of a public function: stated in its signature, executed once where the function is entered.
+"""The contract of a public function: its signature states it, and every call validates it once, on entry.
 
     @contract
     def vocab_parallel_logprob(
@@ -8,12 +8,12 @@
         temperature: Positive = 1.0,
     ) -> Sharded[Tensor, "... tp=I"]: ...
 
-The signature says the shape, the sharding, the kind of number, the range and the gradient type of every argument. From
-it follow the validation and its message, the spec line of the manual (`spec_line`) and the declaration of a scheme
-(`contract_of`). To a type checker `Sharded[Tensor, "..."]` is a Tensor and `Positive` a float.
+The signature states the shape, the sharding, the kind of number, the range and the gradient type of every argument.
+Three things are derived from it: the validation with its messages, the manual's spec line (`spec_line`), and the
+declaration of a scheme (`contract_of`). For a type checker `Sharded[Tensor, "..."]` is a Tensor and `Positive` a float.
 
-Code behind a contract does not validate again: an internal function takes what a public function has validated. Where
-only the body can tell, it raises `Rejected`: the sentence alone, to which the contract adds the function's name.
+Code behind a contract does not validate again: internal functions receive validated arguments. A check that only the
+body can make raises `Rejected` with the sentence alone; the contract adds the function's name.
 """
 
 from importlib import import_module
@@ -66,7 +66,7 @@ _OF_TENSORS = (
 
 
 def __getattr__(name: str) -> Any:
-    """The kinds of tensors and groups, which load torch; numbers and names do without it."""
+    """Import the kinds of tensors and groups on first use: they load torch, which numbers and names do not need."""
     if name not in _OF_TENSORS:
         raise AttributeError(f"module 'torch_impl.contract' has no attribute {name!r}")
     return getattr(import_module("torch_impl.contract.tensor_kinds"), name)

@@ -21,10 +21,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument that a contract validates. A value of one of `other_types`, as a DTensor, needs no validation."""
+    """An argument that a contract validates. A value of one of `other_types`, such as DTensor, is not validated."""
 
     name: str
-    position: int  # of a keyword-only argument: beyond all positional ones
+    position: int  # a keyword-only argument has a position beyond all positional ones
     kind: Any  # a Kind or a RelatedKind
     is_related: bool
     is_required: bool  # has no default
@@ -34,10 +34,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Contract:
-    """What a signature says: the name that begins every message, the arguments, the specs of the results.
+    """The contents of a signature: the name that begins every message, the arguments, the specs of the results.
 
     `inputs` maps each tensor argument to its spec string; `outputs` has one tuple of specs for each form of the
-    result, since an option may add one.
+    result, since an option may add a tensor.
     """
 
     function: str
@@ -81,7 +81,7 @@ class Contract:
                 value = args[each.position]
             elif each.name in kwargs:
                 value = kwargs[each.name]
-            else:  # a default, or an argument that Python itself will miss
+            else:  # a default, or a missing argument, which Python itself reports
                 continue
             if value is None and each.takes_none:
                 continue
@@ -90,7 +90,9 @@ class Contract:
             if each.is_related:
                 if (sentence := each.kind.problem_beside(each.name, value, sizes)) is not None:
                     raise rejection(sentence)
-            elif (problem := each.kind.problem(value)) is not None:
+                continue
+            problem: str | None = each.kind.problem(value)
+            if problem is not None:
                 raise rejection(of_argument(each.name, problem))
 
 
@@ -99,14 +101,15 @@ def contract(function: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
 def contract(function: str, /) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def contract(function: Callable[P, R] | str, /) -> Any:
-    """Execute the contract that a signature states, once for each call of the function.
+    """Validate the arguments of every call against the function's signature.
 
-    `@contract` begins messages with the component and the name of the function or class; `@contract("layouts.shard")`
-    names another beginning. On an autograd Function it decorates `forward`, below `@staticmethod`.
+    With `@contract`, messages begin with the component and the name of the function or class;
+    `@contract("layouts.shard")` sets another beginning. On an autograd Function it decorates `forward`, below
+    `@staticmethod`.
 
-    Cost:   about a microsecond an argument in eager; nothing in a compiled graph.
-    Errors: of the decorated function: TypeError for an argument of another type, ValueError for another value, and
-            each `Rejected` that its body raises, with the function's name before the sentence.
+    Cost:   about a microsecond per argument in eager mode; nothing in a compiled graph.
+    Errors: the decorated function raises TypeError for an argument of a wrong type, ValueError for a wrong value. The
+            contract puts the function's name before the sentence of each `Rejected` that the body raises.
     """
     if isinstance(function, str):
         return lambda body: _with_contract(body, function)
@@ -114,8 +117,8 @@ def contract(function: Callable[P, R] | str, /) -> Any:
 
 
 def contract_of(public: Any) -> Contract | None:
-    """The contract of a function, of an autograd Function or of a class's constructor; None if it states none."""
-    # A function states its contract itself, an autograd Function on `forward`, a class on its constructor.
+    """The contract of a function, an autograd Function or a class's constructor, or None."""
+    # The decorated object is the function itself, the `forward` of an autograd Function, or the constructor of a class.
     for name in (None, "forward", "__init__", "__post_init__"):
         stated = getattr(public if name is None else getattr(public, name, None), "__contract__", None)
         if stated is not None:
@@ -124,9 +127,9 @@ def contract_of(public: Any) -> Contract | None:
 
 
 def read_contract(function: Callable[..., Any]) -> Contract:
-    """What the annotations of a function state, whether or not `@contract` executes it.
+    """The contract in a function's annotations, whether or not `@contract` decorates it.
 
-    Errors: those of an annotation that cannot be evaluated.
+    Errors: the exception of an annotation that cannot be evaluated.
     """
     return _read(function, _default_name(function))
 
@@ -158,7 +161,7 @@ def _with_contract(function: Callable[P, R], name: str) -> Callable[P, R]:
 
 
 def _default_name(function: Callable[..., Any]) -> str:
-    # torch_impl.<component>.<file>: the file is not part of the name that messages begin with.
+    # The module is torch_impl.<component>.<file>; messages name the component and not the file.
     component = function.__module__.split(".")[1] if "." in function.__module__ else function.__module__
     qualified = function.__qualname__.rpartition("<locals>.")[2]
     # Of a class's constructor, and of what runs when its objects are called, the class.
@@ -168,16 +171,16 @@ def _default_name(function: Callable[..., Any]) -> str:
 
 def _read(function: Callable[..., Any], name: str) -> Contract:
     signature = inspect.signature(function)
-    defined = inspect.unwrap(function)  # another decorator's wrapper has the globals of the decorator's module
+    defined = inspect.unwrap(function)  # a wrapper of another decorator has the globals of the decorator's module
     arguments = []
     for position, parameter in enumerate(signature.parameters.values()):
-        # `*args` and `**kwargs` have no one value that a kind could validate.
+        # `*args` and `**kwargs` hold several values, which no kind validates.
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         keyword_only = parameter.kind is parameter.KEYWORD_ONLY
         kind, takes_none, other_types = _kind_of(_meaning(parameter.annotation, defined))
         if kind is not None:
-            # Beyond every positional argument of a call, so that it is looked up by name.
+            # A position beyond all positional arguments makes `validate` look it up by name.
             place = len(signature.parameters) if keyword_only else position
             is_related = isinstance(kind, RelatedKind)
             is_required = parameter.default is parameter.empty
@@ -186,12 +189,12 @@ def _read(function: Callable[..., Any], name: str) -> Contract:
 
 
 def _kind_of(annotation: Any) -> tuple[Kind | RelatedKind | None, bool, tuple[Any, ...]]:
-    """The kind of an annotation, whether None is one of its values, and the other types that it takes."""
+    """(the kind of an annotation, whether it accepts None, the other types that it accepts)."""
     members = list(_members(annotation))
     takes_none = any(member in (None, NoneType) for member in members)
     kinds = [kind for kind in map(_kind_of_member, members) if kind is not None]
     types = tuple(member for member in members if member not in (None, NoneType) and _kind_of_member(member) is None)
-    # Any accepts everything, and of two kinds neither decides: such a union is not validated.
+    # A union with Any accepts everything, and with two kinds it is ambiguous: neither is validated.
     if len(kinds) != 1 or any(member is Any for member in types):
         return None, takes_none, ()
     return kinds[0], takes_none, types
@@ -216,7 +219,7 @@ def _members(annotation: Any) -> Iterator[Any]:
 
 def _outputs(annotation: Any) -> Iterator[tuple[str, ...]]:
     """The specs of each form of the result."""
-    # Each member of a union is one form of the result; each member of a tuple is one of its tensors.
+    # Each member of a union is one form of the result; each member of a tuple is one tensor.
     for form in _members(annotation):
         parts = get_args(form) if get_origin(form) is tuple else (form,)
         kinds = [_kind_of(part)[0] for part in parts]  # of a tensor or None, the tensor's
@@ -226,12 +229,12 @@ def _outputs(annotation: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _spec(kind: Any) -> str | None:
-    """The spec string of a tensor's kind; None for what is no tensor."""
+    """The spec string of a tensor's kind; None for other kinds."""
     return getattr(kind, "spec", None)
 
 
 def _is_one_of(value: Any, types: tuple[Any, ...]) -> bool:
-    """Whether a value is of one of the types; a type that was not imported is compared by its name."""
+    """Whether a value has one of the types; a type that was not imported is compared by name."""
     for each in types:
         if isinstance(each, _Unresolved):
             name = each.name.rpartition(".")[2]
@@ -245,7 +248,7 @@ def _is_one_of(value: Any, types: tuple[Any, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Unresolved:
-    """A name of an annotation that its module does not import when it runs, as under `if TYPE_CHECKING`."""
+    """A placeholder for a name that a module imports only under `if TYPE_CHECKING`."""
 
     name: str
 
@@ -264,23 +267,23 @@ class _Unresolved:
         return _Unresolved(f"{self.name}.{name}")
 
     def __call__(self) -> None:
-        """Callable, since `typing` takes nothing else for a type."""
+        """Do nothing; `typing` accepts only callables as types."""
 
 
 def _meaning(annotation: Any, function: Callable[..., Any]) -> Any:
-    """The object that an annotation means, written as a string or not."""
+    """The object that an annotation denotes; evaluates it if it is a string."""
     if annotation is inspect.Parameter.empty:
         return Any
     if not isinstance(annotation, str):
         return annotation
-    # A name that only a type checker imports becomes a placeholder, so that the rest of the annotation still counts.
+    # A name that only a type checker imports becomes a placeholder, so that the rest of the annotation is still used.
     code = compile(annotation, f"<annotation of {function.__qualname__}>", "eval")
     namespace = {**vars(builtins), **function.__globals__, **_nonlocals(function)}
     return eval(code, {name: namespace.get(name, _Unresolved(name)) for name in code.co_names})
 
 
 def _nonlocals(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a function closes over; the class of a method that says `super()` does not exist yet."""
+    """The variables that a function closes over; the cell of `super()` is still empty while its class is defined."""
     nonlocals = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

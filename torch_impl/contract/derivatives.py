@@ -1,7 +1,8 @@
-"""Make a second derivative of an autograd Function right or an error, never silently left out.
+"""Make second derivatives of autograd Functions correct or an error, never silently wrong.
 
-Linear Functions call, in backward, the Function that is their transpose, and so can be differentiated any number of
-times. The others compute their gradient outside autograd from saved tensors and are marked `first_derivative_only`.
+In backward, a linear Function applies its transpose, which is also a Function, so it can be differentiated any number
+of times. All other Functions compute their gradient outside autograd from saved tensors and are marked
+`first_derivative_only`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ NO_SECOND_DERIVATIVE = (
 
 
 def first_derivative_only(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """A backward whose result raises a RuntimeError when it is differentiated.
+    """Make differentiating the result of a backward a RuntimeError.
 
-    torch's `once_differentiable` raises where a cotangent requires grad. A gradient penalty has a constant cotangent,
-    and there it would lose the second-order part without an error, since the gradient also depends on the saved
+    torch's `once_differentiable` raises only if a cotangent requires grad. The cotangent of a gradient penalty is
+    constant, and the second-order part would be lost without an error, since the gradient also depends on the saved
     tensors.
     """
     function = backward.__qualname__.removesuffix(".backward")
@@ -41,8 +42,10 @@ def first_derivative_only(backward: Callable[..., tuple[Tensor | None, ...]]) ->
 
 
 def _with_error(gradient: Tensor, cotangents: list[Tensor], function: str) -> Tensor:
-    """The gradient, behind a node that raises. It hangs on the cotangents too: torch.autograd.grad runs only the nodes
-    between its outputs and its inputs."""
+    """The gradient behind a node that raises an error.
+
+    The node also depends on the cotangents, since torch.autograd.grad runs only the nodes between outputs and inputs.
+    """
     inputs = [gradient.detach().requires_grad_(), *cotangents]
     error = torch._C._functions.DelayedError(NO_SECOND_DERIVATIVE.format(function), len(inputs))  # pyright: ignore[reportAttributeAccessIssue]
     outputs = error(*inputs)

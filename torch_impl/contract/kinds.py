@@ -1,8 +1,8 @@
-"""The kinds of arguments without tensors: a number in a range, one of several values, a value of a type.
+"""Kinds of arguments other than tensors: a number in a range, one of several values, an instance of a type.
 
-A kind validates one argument, on every rank and before anything is sent. No value is read from a device, with one
-exception: an integer may be a tensor of one element, whose value is read, and on CUDA this waits for the device.
-Nothing here loads torch: schedules of pipelines are built and simulated without it.
+A kind validates one argument, on every rank and before any collective. No value is read from a device, with one
+exception: an integer may be a tensor of one element. Its value is read, and on CUDA this waits for the device.
+Nothing here loads torch, so pipeline schedules can be built and simulated without it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from torch_impl.contract.rejected import TypeProblem, of_argument, rejection
 
-# Sizes by dim as it is written ("s", "v/tp"), each with the argument that set it; the leading dims under "...". Also a
-# number that a later argument is compared with, under the argument's name ("vocab_start_index").
+# Sizes by dim as written ("s", "v/tp"), each with the name of the argument that set it; the leading dims under "...". A
+# number that a later argument is compared with is stored under its argument's name ("vocab_start_index").
 Sizes = dict[str, tuple[Any, str]]
 
 
 @runtime_checkable
 class Kind(Protocol):
-    """How one argument is validated."""
+    """The validation of one argument."""
 
     def problem(self, value: Any) -> str | None:
         """Why `value` is rejected, as the message goes on after the argument's name (`=0 must be positive`); else None.
@@ -68,11 +68,11 @@ def type_name(value: object) -> str:
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a range; `remedy` ends the message. Infinity and NaN are rejected, and so is, unless
-    it is an `integer`, what no float can represent.
+    """A number in a range; `remedy` ends the message.
 
-    It may be of any real type, as numpy's float32, in whose precision Python computes with it: a function computes with
-    `float` of it.
+    Infinity and NaN are rejected, and so is a number that no float can represent, unless it is an `integer`. Any real
+    type is accepted, such as numpy's float32. Python would compute in that type's precision, so functions convert the
+    number with `float`.
     """
 
     low: int | float = -math.inf
@@ -87,7 +87,7 @@ class Number:
                 return TypeProblem(f"={value!r} is {type_name(value)}; pass an int{self.remedy}")
         elif not _is_real(value):
             return TypeProblem(f"={value!r} is {type_name(value)}; pass a number{self.remedy}")
-        # With `not`, so that NaN is rejected too: it compares as False.
+        # `not` also rejects NaN, which compares as False.
         if not (value > self.low if self.above else value >= self.low):
             rule = "be positive" if self.above and self.low == 0 else f"be at least {self.low:g}"
             return f"={value} must {rule}{self.remedy}"
@@ -97,13 +97,13 @@ class Number:
 
 
 def _is_int(value: Any) -> bool:
-    """Whether a value is an integer of Python, numpy or torch, symbolic ones included; a bool is not one."""
-    # The usual cases first: `index` and `isinstance` are slower, and `index` fixes a symbolic size.
+    """Whether a value is an integer of Python, numpy or torch, possibly symbolic, and not a bool."""
+    # The usual cases first: `index` and `isinstance` are slower, and `index` would specialize a symbolic size.
     if type(value) is int or _is_symbolic(value):
         return True
     if isinstance(value, bool):
         return False
-    try:  # a tensor of one integer is an index too; its value is read
+    try:  # also accepts a tensor of one integer, and reads its value
         index(value)
     except TypeError:
         return False
@@ -117,7 +117,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a real number of any type has a finite float."""
+    """Whether a real number of any type is finite as a float."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an int that no float can hold
@@ -125,7 +125,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _is_symbolic(value: Any) -> bool:
-    """Whether a value is a size that torch traces as a symbol; `index` would fix it to a number."""
+    """Whether a value is a symbolic size of torch's tracing."""
     return type(value).__name__ in ("SymInt", "SymFloat")
 
 
@@ -144,7 +144,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class GradientTypeKind:
-    """The gradient type of a result that is the same on every rank."""
+    """The gradient type of a replicated result: "R" or "I"."""
 
     def problem(self, value: Any) -> str | None:
         if value == "R" or value == "I":
@@ -157,9 +157,9 @@ class GradientTypeKind:
 
 @dataclass(frozen=True)
 class Instance:
-    """A value of a type: `bool`, `str` or a class of torch. Of a class the message shows the type alone.
+    """An instance of `type`, or of one type in a tuple: `bool`, `str` or a class of torch.
 
-    `type` is what `isinstance` takes, and `advice` ends the message.
+    `advice` ends the message. Without `shows_value` the message shows only the type of the value.
     """
 
     type: Any
@@ -176,7 +176,10 @@ class Instance:
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list or tuple of values of one kind, which `nouns` names. With `if_empty`, an advice, it must not be empty."""
+    """A list or tuple with elements of one kind; messages call the elements `nouns`.
+
+    With `if_empty`, an advice for the message, the list must not be empty.
+    """
 
     element: Instance | ListOf
     nouns: str
@@ -184,7 +187,7 @@ class ListOf:
 
     @property
     def shows_value(self) -> bool:
-        """Whether messages show the value: if they show those of the elements."""
+        """Whether messages show the value, as for the elements."""
         return self.element.shows_value
 
     def problem(self, value: Any) -> str | None:
@@ -211,7 +214,7 @@ GradientType = Annotated[Literal["R", "I"], GradientTypeKind()]
 Names = Annotated[list[str], ListOf(Instance(str, "pass a str"), "names")]
 Function = Annotated[collections.abc.Callable, Instance(collections.abc.Callable, "pass a function")]
 
-# What an annotation that is a plain type validates; any other annotation validates nothing.
+# The validation of annotations that are plain types; other types are not validated.
 BUILTIN: dict[Any, Kind] = {
     int: Number(integer=True),
     float: Number(),

@@ -1,6 +1,6 @@
-"""The kinds of tensors, process groups, meshes and modules in a signature.
+"""Kinds of tensors, process groups, meshes and modules in a signature.
 
-`sizes` is shared by the arguments of one call: the first tensor that has a dim sets its size, every later one must
+The arguments of a call share `sizes`: the first tensor with a dim sets the dim's size, and every later tensor must
 agree.
 """
 
@@ -27,13 +27,13 @@ def dtype_name(x: Tensor) -> str:
 
 
 def is_integer(x: Tensor) -> bool:
-    """Whether the elements of tensor `x` are integers; those of a bool are not."""
+    """Whether the elements of tensor `x` are integers; bools are not integers."""
     dtype = x.dtype
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _is_dtensor(x: Tensor) -> bool:
-    """Whether x is a DTensor, whose module takes a second to import: without it there is none."""
+    """Whether x is a DTensor. If its module, which takes a second to import, is not loaded, there are no DTensors."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -69,11 +69,11 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorKind:
-    """A tensor with a spec string: its dims, what each is sharded over, and the gradient type of each other axis.
+    """A tensor with a spec string: its dims, the mesh axes that shard them, and gradient types of other axes.
 
-    `...` stands for any dims: at the front, at the end, or at both where another argument says which dim it is. A dim
-    that two arguments write alike has one size in both. How a dim is sharded no tensor shows: a value is compared with
-    the first spec.
+    `...` stands for any dims: at the front, at the end, or at both where another argument gives the dim. A dim with the
+    same name in two arguments has the same size. A tensor does not show how its dims are sharded, so a value is
+    compared with the first spec only.
     """
 
     spec: str
@@ -84,7 +84,7 @@ class TensorKind:
     has_trailing: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # `axis=type` says the gradient type on an axis and is not a dim.
+        # `axis=type` states the gradient type on an axis and is not a dim.
         dims = [word for word in self.spec.split() if "=" not in word]
         if any(len(other.split()) - other.count("=") != len(dims) for other in self.other_specs):
             raise ValueError(f"contract: {self.spec!r} and {self.other_specs} differ in dims; write as many in each")
@@ -108,10 +108,10 @@ class TensorKind:
             return self._problem_of_ndim(name, value)
         if self.has_leading and self.has_trailing:
             return None
-        # 3. The leading dims, then each other one, agree with those of the arguments before.
+        # 3. The leading dims, then each other dim, must agree with earlier arguments.
         shape, first = value.shape, 0 if self.has_trailing else value.ndim - n_dims
         if self.has_leading:
-            # The first argument to have the dims sets them, the others are compared with it.
+            # The first argument with leading dims sets them; later arguments are compared with it.
             leading, setter = sizes.setdefault(LEADING, (shape[:first], name))
             if leading != shape[:first]:
                 advice = self._advice_on_own_dims(value, len(leading))
@@ -143,7 +143,7 @@ _PARALLELISM = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline",
 
 @dataclass(frozen=True)
 class GroupKind:
-    """A process group of the named mesh axis. None is an error: torch would take it for the default group."""
+    """A process group of the named mesh axis. None is an error, since torch would take it as the default group."""
 
     axis: str
 
@@ -157,7 +157,7 @@ class GroupKind:
 
 @dataclass(frozen=True)
 class _TensorAnnotation:
-    """Makes `Sharded[Tensor, "b s v/tp"]` of a dtype class; with several routes `[Tensor, "s d", "s/tp d"]`."""
+    """Implements `Sharded[Tensor, "b s v/tp"]` for one class of dtypes; several specs are alternative routes."""
 
     dtypes: str
 
@@ -166,14 +166,14 @@ class _TensorAnnotation:
 
 
 class _GroupAnnotation:
-    """Makes `Group[ProcessGroup, "tp"]`."""
+    """Implements the annotation `Group[ProcessGroup, "tp"]`."""
 
     def __getitem__(self, item: tuple[Any, str]) -> Any:
         return Annotated[item[0], GroupKind(item[1])]
 
 
 if TYPE_CHECKING:
-    # A type checker sees the first item alone: a Tensor, a ProcessGroup.
+    # A type checker sees only the first item: a Tensor, a ProcessGroup.
     from typing import Annotated as Group
     from typing import Annotated as Sharded
     from typing import Annotated as ShardedAny

@@ -2,20 +2,21 @@
 
 Arguments with one meaning throughout the package:
 
-    logits          of the router, one number for each expert
-    k               experts of a token; token t has the choices experts[t, 0], ..., experts[t, k - 1]
-    experts         numbers of experts, of any integer dtype
-    gates           what the output of each chosen expert is multiplied by
-    probabilities   of all experts, as a router returns them for a balance loss
-    num_experts     experts of all ranks together
+    logits          the router's output, one number for each expert
+    k               experts per token; token t has the choices experts[t, 0], ..., experts[t, k - 1]
+    experts         expert ids, of any integer dtype
+    gates           the factor of each chosen expert's output
+    probabilities   the probabilities of all experts, which a router returns for a balance loss
+    num_experts     experts on all ranks together
     ep_group        the ranks that the experts are sharded over; each has tokens of its own
-    tp_group        the ranks that the columns of an expert are sharded over, and the tokens besides
+    tp_group        the ranks that the columns of each expert, and the tokens, are sharded over
 """
 
 from torch_impl.expert_parallel.balance import global_balance_loss as global_balance_loss
 from torch_impl.expert_parallel.balance import load_counts as load_counts
 from torch_impl.expert_parallel.balance import rank_balance_loss as rank_balance_loss
 from torch_impl.expert_parallel.balance import sequence_balance_loss as sequence_balance_loss
+from torch_impl.expert_parallel.balance import token_count as token_count
 from torch_impl.expert_parallel.balance import with_loss as with_loss
 from torch_impl.expert_parallel.balance import z_loss as z_loss
 from torch_impl.expert_parallel.capacity import expert_capacity as expert_capacity

@@ -6,6 +6,11 @@ f_e is the share of the choices that expert e has, a count without a gradient, a
 the tokens. The three losses differ in the tokens that f and P are of, and so in their value: the mean over ranks of
 products is not the product of means.
 
+A token is a row with at least one expert. A row without one, as padding with the id -1, counts nowhere: not in f, not
+in P, not in the number of tokens, and its gradient is 0 whatever it holds. A row with some of its k experts, as after
+capacity has dropped the others, is a token: its probabilities count once, and f has the choices that are left. So the
+loss is 1 for equal loads, however many choices were dropped.
+
 Each rank returns its addend, so that the ranks' losses add up to the loss and their gradients to its gradient, as those
 of the language model do. What is the same on every rank would count once for each.
 """
@@ -30,14 +35,24 @@ def load_counts(
 ) -> ShardedInt[Tensor, "e"]:
     """How many choices each of num_experts experts has on all ranks of `group`: those with other tokens, dp x cp x ep.
 
-        experts "... k"   ->   "e"
-
     A number that is no expert's, such as -1 for padding, is not counted.
 
     Cost:   1 all_reduce of num_experts int64. No gradient.
     Errors: TypeError for another type; ValueError for num_experts below 1.
     """
-    return all_reduce_sum(_counts(experts.flatten()[None], num_experts)[0], group)
+    return all_reduce_sum(_totals(experts.flatten()[None, :, None], num_experts)[0, :-1], group)
+
+
+@contract
+def token_count(
+    experts: ShardedInt[Tensor, "... k"], num_experts: PositiveInt, group: Group[ProcessGroup, "data"]
+) -> ShardedInt[Tensor, ""]:
+    """How many tokens all ranks of `group` have: rows with at least one expert, and so without padding.
+
+    Cost:   1 all_reduce of 1 int64. No gradient.
+    Errors: TypeError for another type; ValueError for num_experts below 1.
+    """
+    return all_reduce_sum(_is_token(experts, num_experts).sum(), group)
 
 
 @contract
@@ -48,18 +63,18 @@ def global_balance_loss(
 ) -> Sharded[Tensor, "data=P"]:
     """This rank's addend of the balance loss of the tokens of all ranks of `group`, dp x cp x ep.
 
-        probabilities "t/data e", experts "t/data k"   ->   "data=P"
-
     e * sum_e f_e P_e with f and P of all tokens: the value does not depend on how they are sharded. The addend is
     e * sum_e f_e (sum of this rank's probabilities of e) / t, of the global f and t, so that its gradient is complete
-    without another exchange. 1 where loads and probabilities are equal. In float32 or wider.
+    without another exchange. 1 where the loads or the probabilities are equal; 0 without tokens. Rows without an expert
+    count nowhere. In float32 or wider.
 
-    Cost:   forward 1 all_reduce of e int64; backward none. Saves e numbers.
+    Cost:   forward 1 all_reduce of e + 1 int64; backward none. Saves e numbers and t bools.
     Errors: TypeError for another type; ValueError for shapes that do not fit.
     Source: arXiv 2101.03961, 2501.11873 (over the global batch).
     """
-    counts = load_counts(experts, probabilities.shape[-1], group)
-    return _loss(probabilities[None], counts[None], experts.shape[-1])[0]
+    is_token = _is_token(experts, probabilities.shape[-1])
+    totals = all_reduce_sum(_totals(experts[None], probabilities.shape[-1]), group)
+    return _loss(probabilities[None], is_token[None], totals)[0]
 
 
 @contract
@@ -70,18 +85,17 @@ def sequence_balance_loss(
 ) -> Sharded[Tensor, "b cp=P"]:
     """This rank's addend of the balance loss of each sequence, whose tokens are sharded over cp in any order.
 
-        probabilities "b s/cp e", experts "b s/cp k"   ->   "b cp=P"
+    e * sum_e f_e P_e with f and P of one sequence, whose tokens the ranks of `cp_group` share; 0 for one without
+    tokens. Divide the sum over sequences by their number on all ranks of dp. Rows without an expert count nowhere. In
+    float32 or wider.
 
-    e * sum_e f_e P_e with f and P of one sequence, whose tokens the ranks of `cp_group` share. Divide the sum over
-    sequences by their number on all ranks of dp. In float32 or wider.
-
-    Cost:   forward 1 all_reduce of b * e int64 over cp; backward none. Saves b * e numbers.
+    Cost:   forward 1 all_reduce of b * (e + 1) int64 over cp; backward none. Saves b * e numbers and b * s bools.
     Errors: TypeError for another type; ValueError for shapes that do not fit.
     Source: arXiv 2412.19437.
     """
-    size = probabilities.shape[-1]
-    counts = all_reduce_sum(_counts(experts.flatten(1), size), cp_group)
-    return _loss(probabilities, counts, experts.shape[-1])
+    is_token = _is_token(experts, probabilities.shape[-1])
+    totals = all_reduce_sum(_totals(experts, probabilities.shape[-1]), cp_group)
+    return _loss(probabilities, is_token, totals)
 
 
 @contract
@@ -92,41 +106,48 @@ def rank_balance_loss(
 
     e * sum_e f_e P_e with f and P of one rank. What is trained is a mean of these over ranks, which is another function
     of the tokens for each number of ranks; it asks every rank for balanced loads. Divide by the number of ranks for
-    that mean. In float32 or wider.
+    that mean. Rows without an expert count nowhere. In float32 or wider.
 
-    Cost:   no collective. Saves e numbers.
+    Cost:   no collective. Saves e numbers and t bools.
     Errors: TypeError for another type; ValueError for shapes that do not fit.
     Source: arXiv 2006.16668 (of each group of tokens).
     """
-    counts = _counts(experts.flatten()[None], probabilities.shape[-1])
-    return _loss(probabilities[None], counts, experts.shape[-1])[0]
+    is_token = _is_token(experts, probabilities.shape[-1])
+    totals = _totals(experts[None], probabilities.shape[-1])
+    return _loss(probabilities[None], is_token[None], totals)[0]
 
 
 @contract
-def z_loss(logits: Sharded[Tensor, "t/data e"], tokens: PositiveInt) -> Sharded[Tensor, "data=P"]:
-    """This rank's addend of the mean over all `tokens`, those of all ranks, of (log sum_e exp(logits))^2.
+def z_loss(
+    logits: Sharded[Tensor, "t/data e"],
+    tokens: PositiveInt | Tensor,
+    experts: ShardedInt[Tensor, "t/data k"] | None = None,
+) -> Sharded[Tensor, "data=P"]:
+    """This rank's addend of the mean over the `tokens` of all ranks of (log sum_e exp(logits))^2.
 
-        logits "t/data e"   ->   "data=P"
+    Keeps the logits of a router small. With `experts`, rows without an expert count nowhere, and `tokens` is the number
+    of the other rows on all ranks: an int, or the tensor of `token_count`, which is not read. Without `experts` every
+    row is a token. In float32 or wider.
 
-    Keeps the logits of a router small. In float32 or wider.
-
-    Cost:   no collective. Saves the logits.
-    Errors: TypeError for another type; ValueError for tokens below 1.
+    Cost:   no collective. Saves the logits, and t bools with `experts`.
+    Errors: TypeError for another type; ValueError for shapes that do not fit, and for an int `tokens` below 1.
     Source: arXiv 2202.08906.
     """
     wide = logits.to(accumulator(logits.dtype))
+    is_token = None if experts is None else _is_token(experts, logits.shape[-1])
+    if is_token is not None:
+        wide = wide.where(is_token[..., None], 0.0)  # before the exponential: the gradient of NaN * 0 is NaN
     # The gradient of torch.logsumexp is exp(logits - result), whose error grows with the logits; that of these lines is
     # exp(logits - maximum) / sum, where nothing is rounded before the exponential but the difference.
     row_max = wide.detach().amax(-1, keepdim=True)
     log_sum = (wide - row_max).exp().sum(-1).log() + row_max.squeeze(-1)
-    return log_sum.square().sum() / tokens
+    squares = log_sum.square() if is_token is None else log_sum.square().where(is_token, 0.0)
+    return squares.sum() / (tokens.clamp_min(1) if isinstance(tokens, Tensor) else tokens)
 
 
 @contract
 def with_loss(x: Sharded[Tensor, "..."], loss: Sharded[Tensor, ""]) -> Sharded[Tensor, "..."]:
     """x as it is, with `loss` added to whatever is differentiated through it.
-
-        x "...", loss ""   ->   "..."
 
     A router knows its losses in the middle of a model, whose own loss is elsewhere, in a pipeline on another rank. The
     gradient of a number L that depends on the result is that of L + `loss`, also where L does not depend on all of it:
@@ -151,18 +172,29 @@ class _WithLoss(torch.autograd.Function):
         return cotangent, cotangent.new_ones((), dtype=ctx.dtype)
 
 
-def _counts(experts: Tensor, size: int) -> Tensor:
-    """Of each row the choices of each expert, [rows, e]."""
-    is_expert = (experts >= 0) & (experts < size)
-    numbers = torch.where(is_expert, experts.long(), size)
-    counts = numbers.new_zeros(len(experts), size + 1)
-    return counts.scatter_add_(1, numbers, torch.ones_like(numbers))[:, :size]
+def _is_expert(experts: Tensor, size: int) -> Tensor:
+    return (experts >= 0) & (experts < size)
 
 
-def _loss(probabilities: Tensor, counts: Tensor, k: int) -> Tensor:
-    """Of each row e * sum_e f_e * (sum of its probabilities of e) / t, from the counts of all t tokens."""
+def _is_token(experts: Tensor, size: int) -> Tensor:
+    """Whether a row has an expert, [...] of experts [..., k]."""
+    return _is_expert(experts, size).any(-1)
+
+
+def _totals(experts: Tensor, size: int) -> Tensor:
+    """The choices of each expert and the number of tokens, [b, e + 1] of experts [b, t, k]: one message sums both."""
+    is_expert = _is_expert(experts, size)
+    index = torch.where(is_expert, experts.long(), size).flatten(1)  # invalid ids map to e
+    totals = index.new_zeros(len(experts), size + 1)
+    totals.scatter_add_(1, index, torch.ones_like(index))
+    totals[:, size] = is_expert.any(-1).sum(-1)
+    return totals
+
+
+def _loss(probabilities: Tensor, is_token: Tensor, totals: Tensor) -> Tensor:
+    """e * sum_e f_e * (sum of the probabilities of e over this rank's tokens) / t, [b]; f and t are of `totals`."""
     wide = accumulator(probabilities.dtype)
-    total = counts.sum(-1, keepdim=True).clamp_min(1)  # of no choice at all every share is 0
-    share = counts.to(wide) / total
-    sums = probabilities.to(wide).sum(-2)
-    return probabilities.shape[-1] * (share * sums).sum(-1) * k / total[..., 0]
+    counts, tokens = totals[:, :-1], totals[:, -1].clamp_min(1)
+    share = counts.to(wide) / counts.sum(-1, keepdim=True).clamp_min(1)
+    sums = probabilities.where(is_token[..., None], 0.0).to(wide).sum(-2)
+    return probabilities.shape[-1] * (share * sums).sum(-1) / tokens

@@ -1,8 +1,8 @@
-"""Capacity: how many choices an expert takes, and which ones are dropped where it has more.
+"""Expert capacity: how many choices each expert takes, and which choices are dropped beyond that.
 
-The rule is global where the group is all ranks that have tokens: tokens are in the order of ranks, rows in order within
-one, and the result does not depend on how many ranks there are. Over a group of one rank, or of some, it is a rule of
-these alone, with a capacity of their own, and another function of the tokens.
+If the group is all ranks that have tokens, the rule is global: tokens are ordered by rank, then by row, and the result
+does not depend on the number of ranks. Over a smaller group the rule sees that group's tokens only, with a capacity of
+the group's own, and the result is a different function of the tokens.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ RuleName = Annotated[Literal["position", "probability"], OneOf(RULES)]
 
 @contract
 def expert_capacity(tokens: NonNegativeInt, k: PositiveInt, num_experts: PositiveInt, factor: Positive) -> int:
-    """The choices that each expert takes: `factor` times the mean load, rounded up.
+    """The number of choices that each expert takes: `factor` times the mean load, rounded up.
 
     ceil(factor * tokens * k / num_experts), where each of `tokens` tokens has k choices among num_experts experts.
 
     >>> expert_capacity(4096, k=2, num_experts=8, factor=1.25)
     1280
 
-    Errors: TypeError for sizes that are no integers; ValueError for k or num_experts below 1, tokens below 0 or a
+    Errors: TypeError for sizes that are not integers; ValueError for k or num_experts below 1, tokens below 0 or a
             factor that is not positive.
     Source: arXiv 2101.03961.
     """
@@ -59,33 +59,31 @@ def kept_choices(
     *,
     by: RuleName,
 ) -> ShardedBool[Tensor, "t/ranks k"]:
-    """Which choices are kept where each of num_experts experts takes `capacity` of those of all ranks of the group.
+    """Keep `capacity` choices per expert over the whole group; returns True for each choice that is kept.
 
-        experts "t/ranks k", gates "t/ranks k"   ->   "t/ranks k"
-
-    `by` "position" keeps the first, tokens in the order of ranks and of rows; "probability" keeps those with the
-    largest gates, of equal ones the first. Gates that are left are not scaled up. A number that is no expert's, such
-    as -1 for padding, is not kept. Ranks may have different numbers of tokens.
+    `by` "position" keeps the first choices, with tokens ordered by rank, then by row; "probability" keeps the choices
+    with the largest gates, and the first of equal ones. The remaining gates are not scaled up. Ids outside
+    0..num_experts - 1, such as -1 for padding, are not kept. Ranks may have different numbers of tokens.
 
     Cost:   position    1 all_gather of num_experts counts, none in a group of one.
             probability 1 all_gather of the experts and 1 of the gates; 1 of t, none in a group of one.
             No backward. Saves nothing.
-    Errors: TypeError for another type; ValueError for shapes that do not fit, num_experts below 1, a negative capacity
-            or another rule.
-    Source: arXiv 2006.16668 (position), 2202.09368 (the choice of an expert among tokens).
+    Errors: TypeError for a wrong type; ValueError for shapes that do not fit, num_experts below 1, a negative capacity
+            or an unknown rule.
+    Source: arXiv 2006.16668 (position), 2202.09368 (experts choose among tokens).
     """
-    # What is no expert's gets one number more, so that it is counted for none.
+    # Invalid expert ids map to index num_experts, which is not counted.
     is_expert = (experts >= 0) & (experts < num_experts)
     experts = torch.where(is_expert, experts.long(), num_experts)
     if by == "position":
         places = _places(experts, _counts_before(experts, num_experts, group)).view(experts.shape)
         return is_expert & (places < capacity)
-    # 1. Every rank ranks all choices: by falling gate, of equal ones the first.
+    # 1. Every rank sorts all choices by falling gate, equal gates by position.
     lengths = all_gather_stack(torch.tensor(len(experts), device=experts.device), group).tolist()
     all_experts = all_gather_concat(experts, group, 0, lengths)
     all_gates = all_gather_concat(gates.detach(), group, 0, lengths)
     by_gate = all_gates.flatten().argsort(descending=True, stable=True)
-    # 2. The place of a choice in that order among those of its expert; then back, and to the tokens of this rank.
+    # 2. Find each choice's place among its expert's choices in that order, undo the sort, take this rank's tokens.
     places = torch.empty_like(by_gate)
     ranked = all_experts.flatten()[by_gate]
     places[by_gate] = _places(ranked, ranked.new_zeros(num_experts + 1))
@@ -93,17 +91,17 @@ def kept_choices(
 
 
 def _counts_before(experts: Tensor, size: int, group: ProcessGroup) -> Tensor:
-    """Of each expert the choices of the ranks before this one; 0 for the number of no expert."""
+    """The number of choices per expert on the ranks before this one, and a 0 for invalid ids."""
     counts = all_gather_stack(sorted_choices(experts, size).counts, group)
     return pad(counts[: group.rank()].sum(0), (0, 1))
 
 
 def _places(experts: Tensor, before: Tensor) -> Tensor:
-    """How many choices of the same expert come before each choice, those `before` the first one included."""
+    """The place of each choice among its expert's choices, which starts at `before[expert]`."""
     numbers = experts.flatten()
     order = numbers.argsort(stable=True)
     in_order = numbers[order]
-    # A choice's place is its distance from the first one of its expert in sorted order.
+    # A choice's place is its distance from its expert's first choice in sorted order.
     starts = torch.searchsorted(in_order, in_order)
     distances = torch.arange(len(order), device=order.device) - starts
     places = torch.empty_like(order)

@@ -1,12 +1,12 @@
-"""Dispatch and combine: the rows of tokens to the ranks of their experts, and the sums of what experts return, back.
+"""Dispatch and combine: send each token to the ranks of its experts, and return the sums of the experts' outputs.
 
-A *choice* is a slot of a token: choice i is slot i % k of token i // k. A token travels once to each rank of ep that
-has one or more of its experts, however many these are; its gates and the numbers of its experts travel with it, in
-uneven all_to_alls. There an index array sorts the choices of local experts by expert. What these experts make of a
-token is summed before it goes back, and its own rank adds up one row for each rank that it was sent to.
+A *choice* is one slot of a token: choice i is slot i % k of token i // k. A token is sent once to each ep rank that has
+any of its experts, with its gates and expert ids, in uneven all_to_alls. The receiving rank sorts the choices of its
+experts by an index array and sums the outputs of each token, so one row comes back from each rank that a token was sent
+to. The token's rank adds up these rows.
 
-With expert tensor parallelism the tokens are sharded over tp too, so that none is sent twice: a rank exchanges over ep
-among the ranks of its own tp coordinate, and the rows that these received are gathered over tp, once.
+With expert tensor parallelism the tokens are sharded over tp too, so no token is sent twice: a rank exchanges over ep
+with the ranks of its own tp coordinate, and the received rows are gathered over tp, once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch_impl.collectives.plain import all_gather_stack, all_to_all_equal
 
 @dataclass(frozen=True)
 class SortedChoices:
-    """Choices in the order of their experts, tokens in order within one; those of no expert are behind all others.
+    """Choices sorted by expert, then by token, with all other choices last.
 
-    `order` are the choices, `counts` how many each expert has. Row i, of `rows` and for `sums`, is of choice order[i].
+    `order` are the choices, `counts` is their number per expert. Row i of `rows` and `sums` belongs to choice order[i].
     """
 
     order: Tensor
@@ -39,15 +39,15 @@ class SortedChoices:
     slots: int  # choices of a token
 
     def first(self, count: int) -> SortedChoices:
-        """The first `count` choices: those of some expert, where that many are."""
+        """The first `count` choices: with the sum of `counts`, exactly the choices of these experts."""
         return replace(self, order=self.order[:count])
 
     def rows(self, x: Tensor) -> Tensor:
-        """The row of the token of each choice. Gradients of a token's rows are summed in float32 or wider."""
+        """The token's row of x for each choice. Gradients of a token's rows are summed in float32 or wider."""
         return _Rows.apply(x, self)
 
     def sums(self, rows: Tensor) -> Tensor:
-        """The sum of the rows of each token, in float32 or wider, rounded once."""
+        """The sum of each token's rows, computed in float32 or wider and rounded once."""
         return _Sums.apply(rows, self)
 
     @cached_property
@@ -57,9 +57,9 @@ class SortedChoices:
 
     @cached_property
     def rows_by_token(self) -> tuple[Tensor, Tensor]:
-        """(the rows, token by token; how many rows the tokens before each have).
+        """(rows sorted by token, number of rows before each token).
 
-        Sums run in the order of a token's choices on every device.
+        A token's rows are in the order of its choices, so that every device sums in the same order.
         """
         has_row = self.order.new_zeros(self.tokens * self.slots).index_fill_(0, self.order, 1)
         ends = has_row.cumsum(0)
@@ -70,24 +70,24 @@ class SortedChoices:
 
 
 def sorted_choices(experts: Tensor, size: int, first: int = 0, kept: Tensor | None = None) -> SortedChoices:
-    """The choices of the experts from `first` to first + size that are `kept`, then all others."""
-    # 1. Experts from 0 to size; every other choice gets the number `size`, which is sorted behind all of them.
+    """Sort the choices of experts `first` to first + size - 1 that are `kept` to the front, all others behind them."""
+    # 1. Number the experts from 0. Every other choice gets the number `size`, which sorts last.
     numbers = experts.flatten().long() - first
     is_here = (numbers >= 0) & (numbers < size)
     if kept is not None:
         is_here = is_here & kept.flatten()
     numbers = torch.where(is_here, numbers, size)
-    # 2. How many each has, without a bincount, which would wait for the device.
+    # 2. Count without bincount, which would wait for the device.
     counts = numbers.new_zeros(size + 1).scatter_add_(0, numbers, torch.ones_like(numbers))[:size]
-    # 3. Narrow numbers are sorted in fewer passes, on a CPU and on a GPU.
+    # 3. Narrow integers are sorted in fewer passes, on a CPU and on a GPU.
     narrow = numbers.to(torch.int16) if size <= torch.iinfo(torch.int16).max else numbers
     return SortedChoices(narrow.argsort(stable=True), counts, *experts.shape)
 
 
 def destinations(experts: Tensor, ranks: int, local: int) -> tuple[SortedChoices, Tensor]:
-    """(the ranks that each token is sent to, each once, as choices of ranks; the rows and the choices for each rank).
+    """(choices of ranks: each token once for each rank that it is sent to, counts [ranks, 2] of rows and of choices).
 
-    The counts are [ranks, 2]. Rank r has the experts from r * local on; a number of no expert, such as -1, has no rank.
+    Rank r has experts r * local to (r + 1) * local - 1. Padding ids, such as -1, are sent to no rank.
     """
     is_expert = (experts >= 0) & (experts < ranks * local)
     owners = torch.where(is_expert, experts.div(local, rounding_mode="floor"), ranks).long()
@@ -99,10 +99,10 @@ def destinations(experts: Tensor, ranks: int, local: int) -> tuple[SortedChoices
 
 @dataclass(frozen=True)
 class Messages:
-    """How many rows go from and to each rank of ep and of tp.
+    """The number of rows that this rank exchanges with each rank of ep and of tp.
 
-    `to_ranks` and `from_ranks` count the rows that this rank sends to and receives from each rank of ep, `of_tp` those
-    that each rank of tp received, and `choices` the choices of local experts that come with all of them.
+    `to_ranks` and `from_ranks` are the rows that this rank sends to and receives from each ep rank, `of_tp` is the
+    number of rows that each tp rank received, and `choices` is the number of choices of local experts in all of them.
     """
 
     to_ranks: list[int]
@@ -111,26 +111,26 @@ class Messages:
     choices: int
 
     def dispatched(self, rows: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Tensor:
-        """The rows for this rank of ep, by tp rank and source, from rows that each rank has in order of destination."""
+        """Send rows, sorted by destination; returns the rows for this rank's experts, by tp rank, then by ep rank."""
         received = exchange_rows(rows, ep, self.to_ranks, self.from_ranks)
-        # Each tp rank has a part of the expert's columns, so the cotangents of a row are addends: "R".
+        # Each tp rank has some of an expert's columns, so the cotangents of a row are terms of a sum: "R".
         return received if tp is None else gather_rows(received, tp, self.of_tp, "R")
 
     def returned(self, rows: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Tensor:
-        """What was made of the dispatched rows, summed over tp, back on the ranks that sent them, in that order."""
+        """Sum the dispatched rows' results over tp, and send them back to their ranks, in the order they were sent."""
         summed = rows if tp is None else reduce_scatter_rows(rows, tp, self.of_tp)
         return exchange_rows(summed, ep, self.from_ranks, self.to_ranks)
 
 
 def messages_of(counts: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Messages:
-    """The messages of a rank with counts[i] = (rows, choices) for rank i of ep.
+    """The messages of a rank that sends counts[i] = (rows, choices) to ep rank i.
 
-    Cost:   1 all_to_all of counts over ep, 1 all_gather of the received ones over tp, none in a group of one; one host
-            read of both.
+    Cost:   1 all_to_all of counts over ep, 1 all_gather of the received counts over tp, none in a group of one; one
+            host read for both.
     """
     received = all_to_all_equal(counts, ep)
     of_tp = received[None] if tp is None else all_gather_stack(received, tp)  # [tp, source, 2]
-    # The lengths of messages are needed on the host: one read for all of them.
+    # The host needs the lengths of the messages: read all of them at once.
     sent, *arriving = torch.cat([counts[None], of_tp]).tolist()
     here = 0 if tp is None else tp.rank()
     return Messages(
@@ -142,15 +142,15 @@ def messages_of(counts: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Me
 
 
 class _Rows(torch.autograd.Function):
-    """The rows of tokens by choice: a token that is read several times has the sum of its rows' cotangents."""
+    """A token's row for each choice. A token's cotangent is the sum of its rows' cotangents."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, choices: SortedChoices) -> Tensor:
         ctx.choices = choices
         tokens = choices.token_of_row
         if x.is_cpu and x.itemsize == 2 and len(tokens):
-            # Sums of one row each, whose only trace is that -0.0 becomes 0.0: embedding_bag fetches rows ahead, which
-            # takes 0.6 of index_select's time.
+            # embedding_bag prefetches rows and takes 0.6 of index_select's time. Each bag has one row, so the only
+            # difference is that -0.0 becomes 0.0.
             return embedding_bag(tokens, x.detach(), torch.arange(len(tokens)), mode="sum")
         return large_tensors.index_select(x, tokens)
 
@@ -160,12 +160,12 @@ class _Rows(torch.autograd.Function):
 
 
 class _Sums(torch.autograd.Function):
-    """The sum of the rows of each token; the transpose of `_Rows`."""
+    """The sum of each token's rows; the transpose of `_Rows`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, choices: SortedChoices) -> Tensor:
         ctx.choices = choices
-        # In one pass, in float32 or wider, rounded once.
+        # One pass, in float32 or wider, rounded once.
         places, starts = choices.rows_by_token
         return embedding_bag(places, rows.detach(), starts, mode="sum")
 

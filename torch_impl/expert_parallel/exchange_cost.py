@@ -1,4 +1,4 @@
-"""Compare the bytes that the two exchanges of routed experts send, to choose the cheaper one."""
+"""Compare the bytes that the two exchanges of routed experts send, and choose the cheaper one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 from torch_impl.contract import NonNegativeInt, Number, PositiveInt, Rejected, contract
 
 Rows = Annotated[int, Number(0, integer=True, remedy=", or None for equal loads")]
-COUNT, EXPERT = 8, 4  # bytes of a number of rows, and of the number of an expert
+COUNT, EXPERT = 8, 4  # bytes of a row count, and of an expert id
 
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """Bytes that the ranks of ep together send to other ranks for one layer forward, by each exchange.
+    """The bytes that all ep ranks together send to other ranks in one layer's forward, for each exchange.
 
-    `fewest` is the exchange that sends less, all_to_all where both send as much.
+    `fewest` is the exchange that sends less; all_to_all if both send the same.
     """
 
     all_to_all: int
@@ -35,24 +35,25 @@ def fewest_exchange_bytes(
     element_size: PositiveInt,
     rows_sent: Rows | None = None,
 ) -> ExchangeCost:
-    """Which exchange sends less for `tokens` tokens of all ep ranks together, each with k of num_experts experts.
+    """The bytes that each exchange sends for `tokens` tokens on all ep ranks together, with k experts per token.
 
         all_to_all  rows_sent * (2 * d * e + k * (w + 4)) + (n - 1) * n * 16        w = max(e, 4), n = ep_size
         all_gather  (n - 1) * tokens * (d * e + k * (w + 4) + d * w) + (n - 1) * n * 8,         e = element_size
 
-    `width` is d. `rows_sent` has one row for each token and each other rank that has any of its experts. Without it, it
-    is the mean over all sets of k experts, rounded up: tokens * (n - 1) times the probability that a rank has any of
-    them, 1 - C(num_experts - num_experts / n, k) / C(num_experts, k). Gates and the sums of all_gather travel in
-    float32 or wider, numbers of experts in int32, counts in int64. Ranks have as many tokens each: all_gather pads to
-    the longest. It sends less only where almost every token goes to almost every rank, and x is as wide as its sums.
+    `width` is d. `rows_sent` counts a token once for each other rank that has any of its experts. The default is the
+    mean over all sets of k experts, rounded up: tokens * (n - 1) times the probability that a rank has any of a token's
+    experts, 1 - C(num_experts - num_experts / n, k) / C(num_experts, k). Gates and the sums of all_gather are sent in
+    float32 or wider, expert ids in int32, counts in int64. All ranks have the same number of tokens here; otherwise
+    all_gather pads to the longest. It sends less only if almost every token goes to almost every rank, and x is as wide
+    as its sums.
 
     >>> fewest_exchange_bytes(tokens=4096, k=8, width=2048, num_experts=128, ep_size=8, element_size=2).fewest
     'all_to_all'
     >>> fewest_exchange_bytes(tokens=4096, k=8, width=2048, num_experts=16, ep_size=2, element_size=4).fewest
     'all_gather'
 
-    Errors: TypeError for a size that is no integer; ValueError for one out of range, num_experts that ep ranks cannot
-            share equally, k above num_experts, or more rows than tokens can have.
+    Errors: TypeError for a size that is not an integer; ValueError for a size out of range, num_experts that ep_size
+            does not divide, k above num_experts, or more rows than the tokens can have.
     """
     if num_experts % ep_size:
         raise Rejected(f"num_experts={num_experts} must be divisible by ep_size={ep_size}")
@@ -72,9 +73,9 @@ def fewest_exchange_bytes(
 
 
 def mean_rows(pairs: int, k: int, num_experts: int, ranks: int) -> int:
-    """Of these pairs of a token and a rank, those where the rank has any of the token's k experts.
+    """The mean number of (token, rank) pairs in which the rank has any of the token's k experts, rounded up.
 
-    The mean where every set of k experts is as likely, rounded up.
+    Every set of k experts is equally likely.
     """
     sets, without = comb(num_experts, k), comb(num_experts - num_experts // ranks, k)
     return -(-pairs * (sets - without) // sets)

@@ -1,7 +1,7 @@
-"""The experts of one rank: SwiGLU of rows that are sorted by expert, as two grouped products.
+"""The experts of one rank: SwiGLU on rows sorted by expert, computed by two grouped products.
 
-A grouped product multiplies each run of rows by the matrix of its expert. It is one call of `torch._grouped_mm` where
-that runs, and a product for each expert elsewhere, with the same gradients.
+A grouped product multiplies each run of rows by its expert's matrix. It is one call of `torch._grouped_mm` where that
+runs, and otherwise one product for each expert, with the same gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_impl.expert_parallel.dispatch import SortedChoices
 
 BACKENDS = ("auto", "grouped_mm", "eager")
 GroupedBackend = Annotated[Literal["auto", "grouped_mm", "eager"], OneOf(BACKENDS)]
-ALIGNMENT = 16  # bytes that a row of each operand of torch._grouped_mm is a multiple of
+ALIGNMENT = 16  # bytes; torch._grouped_mm takes rows of a multiple of it
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,18 +32,16 @@ def grouped_product(
     *,
     backend: GroupedBackend = "auto",
 ) -> Sharded[Tensor, "n m"]:
-    """x[i] @ weight[e], for each row i of expert e: the first counts[0] rows are of expert 0, and so on.
+    """Multiply each row of x by its expert's matrix: the first counts[0] rows by weight[0], and so on.
 
-        x "n d", weight "e d m", counts "e"   ->   "n m"
-
-    counts add up to n; an expert may have no rows, and all rows may be of one. Gradients of the weight are summed in
-    float32 or wider over the rows and rounded once, and are zeros for an expert without rows. `backend` "grouped_mm" is
-    `torch._grouped_mm`, for float32, bfloat16 and float16 with d and m multiples of 16 bytes; "auto" is that where it
-    runs, else "eager", a product for each expert, which reads counts on the host.
+    counts add up to n; an expert may have no rows or all of them. Gradients of the weight are summed over the rows in
+    float32 or wider and rounded once, and are zeros for an expert without rows. `backend` "grouped_mm" is
+    `torch._grouped_mm`, for float32, bfloat16 and float16 with d and m multiples of 16 bytes; "eager" computes a
+    product for each expert, which reads counts on the host; "auto" is "grouped_mm" where it runs, else "eager".
 
     Cost:   no collective. 2 n d m operations forward, 4 n d m backward. Saves x and weight.
     Errors: TypeError for dtypes that differ; ValueError for shapes that do not fit, a backend that cannot run, or, on a
-            CPU, counts that do not add up. On a GPU that is not looked at, since a read would wait for the device.
+            CPU, counts that do not add up. On a GPU counts are not checked: a read would wait for the device.
     """
     check_alike(x=x, weight=weight)
     _check_some_expert("weight", weight)
@@ -55,27 +53,27 @@ def grouped_product(
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of this rank's experts, and the implementation of each of the two products."""
+    """The weights of this rank's experts, and the implementation of each product."""
 
     gate_up: Tensor
     down: Tensor
     implementations: tuple[str, str]
 
     def sums(self, x: Tensor, gates: Tensor, choices: SortedChoices, dtype: torch.dtype) -> Tensor:
-        """The sum over the choices of each token of what their experts make of it, times their gates, in `dtype`."""
+        """The sum of the experts' outputs for each token, weighted by its gates, in `dtype`."""
         rows, wide = choices.rows(x), accumulator(x.dtype)
         gates_of_rows = gates.flatten().index_select(0, choices.order).to(wide)
-        if x.dtype == torch.float16:  # its range may not include a hidden column times the gate
+        if x.dtype == torch.float16:  # a hidden column times its gate may leave float16's range
             outputs = self.outputs(rows, choices.counts).to(wide) * gates_of_rows[:, None]
         else:
             outputs = self.outputs(rows, choices.counts, gates_of_rows)
         return choices.sums(outputs.to(torch.promote_types(outputs.dtype, dtype))).to(dtype)
 
     def outputs(self, rows: Tensor, counts: Tensor, gates: Tensor | None = None) -> Tensor:
-        """(g * silu(x A) * (x B)) C of rows sorted by expert, with their gates g in float32 or wider, 1 without any.
+        """(g * silu(x A) * (x B)) C for rows sorted by expert, with gates g in float32 or wider, 1 by default.
 
-        A and B are the halves of gate_up's columns. A gate multiplies f columns and not the d of the output, and its
-        gradient needs no output.
+        A and B are the halves of gate_up's columns, C is `down`. The gate multiplies the f hidden columns rather than
+        the d output columns, so that its gradient does not need the output.
         """
         first, second = self.implementations
         wide_hidden = _GroupedProduct.apply(rows, self.gate_up, counts, first).to(accumulator(rows.dtype))
@@ -87,10 +85,10 @@ class ExpertWeights:
 
 
 def checked_weights(x: Tensor, gate_up: Tensor, down: Tensor, backend: str) -> ExpertWeights:
-    """The weights, if they go with x: what signatures do not say.
+    """Check the weights against x, as far as the contracts cannot, and choose the products' implementations.
 
-    Errors: TypeError for dtypes that differ; ValueError for other devices, no expert, gate_up without twice the columns
-            that down has rows, or a backend that cannot run.
+    Errors: TypeError for dtypes that differ; ValueError for different devices, no expert, gate_up without twice as many
+            columns as down has rows, or a backend that cannot run.
     """
     check_alike(x=x, gate_up=gate_up, down=down)
     _check_some_expert("gate_up", gate_up)
@@ -103,13 +101,13 @@ def checked_weights(x: Tensor, gate_up: Tensor, down: Tensor, backend: str) -> E
 
 
 def _check_some_expert(name: str, weight: Tensor) -> None:
-    """Errors: ValueError for the weight of no expert."""
+    """Errors: ValueError for a weight without experts."""
     if not len(weight):
         raise Rejected(f"{name} is {list(weight.shape)}, of no expert; give each rank one or more")
 
 
 def _check_counts(counts: list[int], rows: int) -> None:
-    """Errors: ValueError for a negative count, or counts that do not add up to the rows."""
+    """Errors: ValueError for a negative count, or counts that do not add up to the number of rows."""
     if min(counts, default=0) < 0 or sum(counts) != rows:
         listed = f"{counts[:8]}{'...' if len(counts) > 8 else ''}"
         raise Rejected(f"counts={listed} must be at least 0 and add up to n={rows}, the rows of x")
@@ -127,7 +125,7 @@ def check_alike(**tensors: Tensor) -> None:
 
 
 def checked_grouped_backend(backend: str, x: Tensor, weight: Tensor) -> str:
-    """The implementation that `backend` means for these operands, 'grouped_mm' or 'eager'.
+    """The implementation of `backend` for these operands: 'grouped_mm' or 'eager'.
 
     Errors: ValueError for "grouped_mm" where it does not run.
     """
@@ -138,7 +136,7 @@ def checked_grouped_backend(backend: str, x: Tensor, weight: Tensor) -> str:
 
 
 def _grouped_mm_problem(x: Tensor, weight: Tensor) -> str | None:
-    """Why torch._grouped_mm does not take these operands and those of its backward; None if it does."""
+    """Why torch._grouped_mm does not take these operands, forward or backward; None if it does."""
     if not hasattr(torch, "_grouped_mm"):
         return "needs torch._grouped_mm, which this torch lacks"
     if x.dtype not in SUPPORTED:
@@ -160,13 +158,13 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts = ctx.saved_tensors
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        of_x = _product(cotangent, weight.transpose(1, 2), counts, ctx.implementation) if needs_x else None
-        of_weight = _outer_products(x, cotangent, counts, ctx.implementation) if needs_weight else None
-        return of_x, of_weight, None, None
+        x_gradient = _product(cotangent, weight.transpose(1, 2), counts, ctx.implementation) if needs_x else None
+        weight_gradient = _outer_products(x, cotangent, counts, ctx.implementation) if needs_weight else None
+        return x_gradient, weight_gradient, None, None
 
 
 def _product(x: Tensor, weight: Tensor, counts: Tensor, implementation: str) -> Tensor:
-    """Each run of rows times its matrix."""
+    """Multiply each run of rows by its expert's matrix."""
     with no_autocast(x.device):
         if implementation == "grouped_mm":
             return torch._grouped_mm(x.contiguous(), _with_dense_rows(weight), offs=_ends(counts))
@@ -175,7 +173,7 @@ def _product(x: Tensor, weight: Tensor, counts: Tensor, implementation: str) -> 
 
 
 def _outer_products(x: Tensor, y: Tensor, counts: Tensor, implementation: str) -> Tensor:
-    """Of each run of rows x^T y, [e, d, m], summed in float32 or wider and rounded once."""
+    """x^T y for each run of rows, [e, d, m], summed in float32 or wider and rounded once."""
     with no_autocast(x.device):
         if implementation == "grouped_mm":  # sums in float32, whatever the dtype
             return torch._grouped_mm(x.contiguous().t(), y.contiguous(), offs=_ends(counts))
@@ -189,7 +187,7 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 def _with_dense_rows(weight: Tensor) -> Tensor:
-    """The matrices, or a copy of them, with rows or columns side by side, which torch._grouped_mm asks for."""
+    """The matrices with contiguous rows or columns, which torch._grouped_mm requires; copied if need be."""
     if weight.is_contiguous() or weight.transpose(1, 2).is_contiguous():
         return weight
     return weight.contiguous()

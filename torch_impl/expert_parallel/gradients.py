@@ -1,9 +1,9 @@
-"""The sum of gradients over the ranks that have other tokens for the same parameter.
+"""Sum gradients over the ranks that have other tokens for the same parameter.
 
-Which ranks these are differs by parameter. Of an expert's weight a rank has summed the rows of all ranks of ep already,
-so its gradient is summed over edp alone, the ranks that replicate it. A router's and a shared expert's gradient is of
-this rank's own tokens, and is summed over every rank that has others: dp x cp x ep, and tp where tokens are sharded
-over it and the weight is not.
+These ranks depend on the parameter. The gradient of an expert's weight already includes the tokens of all ep ranks, so
+it is summed over edp only, the ranks that replicate the expert. The gradient of a router or a shared expert includes
+this rank's tokens only, so it is summed over all ranks with other tokens: dp x cp x ep, and also tp if tokens are
+sharded over tp and the weight is not.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def sum_layer_gradients(
 ) -> None:
     """Sum the gradients of a layer's parameters in place, each over the ranks that have other tokens for it.
 
-        routed   "e/ep ... edp=R"        ->   edp=I      their rows have come from all ranks of ep
+        routed   "e/ep ... edp=R"        ->   edp=I      already summed over the tokens of all ep ranks
         shared   "... edp=R ep=R"        ->   edp=I ep=I      sharded over tp, as in `shared_experts` with tp_group
         router   "... edp=R ep=R tp=R"   ->   edp=I ep=I tp=I
 
-    `routed` are the weights of the experts of `ep_group`, replicated over `edp_group`; the ranks of both together are
-    all that have other tokens, dp x cp x ep. `shared` are sharded over tp, and `router` is all that is not, norms
-    included: with `tp_group` tokens are sharded over tp as well. Nothing is divided: the ranks' losses are addends of
-    one sum. Call it once, after the last micro-batch.
+    `routed` are the weights of experts sharded over `ep_group` and replicated over `edp_group`; together these are all
+    ranks with other tokens, dp x cp x ep. `shared` are weights sharded over tp, and `router` are all weights that are
+    not, norms included: pass `tp_group` if tokens are sharded over tp as well. Nothing is divided: the global loss is
+    the sum of the ranks' losses. Call it once, after the last micro-batch.
 
-    Cost:   those of `sum_gradients` over [edp], [edp, ep] and [edp, ep, tp].
-    Errors: those of `sum_gradients`.
+    Cost:   `sum_gradients` over [edp], [edp, ep] and [edp, ep, tp].
+    Errors: as `sum_gradients`.
     """
     everywhere = [edp_group, ep_group] if tp_group is None else [edp_group, ep_group, tp_group]
     sum_gradients(routed, [edp_group])
@@ -61,14 +61,14 @@ def sum_layer_gradients(
 
 @contract
 def sum_gradients(parameters: Parameters, groups: Groups) -> None:
-    """Sum the gradients of `parameters` over each of `groups` in turn, in place; the sum is over their product.
+    """Sum the gradients of `parameters` in place over each of `groups` in turn, and so over their product.
 
-    One group of all these ranks takes one all_reduce in place of several. A parameter without a gradient counts as
-    zeros, since the ranks of a group send alike; one that is passed twice counts once. Every rank passes the same
-    parameters in the same order.
+    One group of all these ranks takes one all_reduce instead of several. A parameter without a gradient adds zeros, so
+    that all ranks send the same sizes; a parameter passed twice counts once. Every rank must pass the same parameters
+    in the same order.
 
     Cost:   for each dtype 1 all_reduce of all gradients over each group, in float32 or wider, and a copy of them.
-    Errors: TypeError for what is no list of tensors or of process groups.
+    Errors: TypeError if parameters is not a list of tensors or groups is not a list of process groups.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in dict.fromkeys(parameters):
@@ -76,7 +76,7 @@ def sum_gradients(parameters: Parameters, groups: Groups) -> None:
             parameter.grad = torch.zeros_like(parameter)
         by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
     for dtype, gradients in by_dtype.items():
-        # One buffer, in the dtype that sums run in: an addend is rounded once, at the end.
+        # Sum in one wide buffer, so that the result is rounded once, at the end.
         total = torch.cat([gradient.detach().flatten() for gradient in gradients]).to(accumulator(dtype))
         for group in groups:
             dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)

@@ -1,7 +1,7 @@
-"""The layer of routed experts over the ranks of ep and tp, and of shared experts over tp.
+"""Routed experts sharded over ep and tp, and shared experts sharded over tp.
 
-Every rank has tokens of its own. Of the e experts rank r of ep has those from r * e/ep on, and of each of them rank
-s of tp has f/tp columns. Ranks without tokens, experts without rows and one expert with all rows run the same lines.
+Every rank has tokens of its own. Rank r of ep has e/ep experts, from r * e/ep on, and rank s of tp has f/tp columns of
+each. Ranks without tokens, experts without rows and one expert with all rows run the same lines.
 """
 
 from __future__ import annotations
@@ -38,21 +38,19 @@ def routed_experts(
     exchange: ExchangeName = "all_to_all",
     backend: GroupedBackend = "auto",
 ) -> Sharded[Tensor, "t/ep/tp d"]:
-    """The sum of what each token's experts make of it, weighed by its gates, with the experts sharded over ep.
-
-        x "t/ep/tp d", gates and experts "t/ep/tp k", gate_up "e/ep d 2f/tp", down "e/ep f/tp d"   ->   "t/ep/tp d"
+    """The sum of the experts' outputs for each token, weighted by its gates, with the experts sharded over ep.
 
     y[t] = sum_j gates[t, j] * expert(x[t]; experts[t, j]),     expert(x) = (silu(x A) * (x B)) C
 
-    A and B are the two halves of this rank's columns of gate_up, C is its `down`; the gate multiplies the f columns to
-    which C is applied. Ranks may have different numbers of tokens t. A choice counts as 0 and is not sent where `kept`
-    is False or its number is no expert's, such as -1 for padding. Without `tp_group` experts have all of their f
-    columns; with it tokens are sharded over tp too, as sequence parallelism leaves them, and none is sent twice.
-    `exchange` is one of those below, with results equal but for rounding; `fewest_exchange_bytes` says which sends
-    less. `backend` is that of `grouped_product`. Gates are of any floating dtype, and travel in float32 or wider.
+    A and B are the two halves of this rank's columns of gate_up, C is `down`; the gate multiplies the f columns that C
+    is applied to. Ranks may have different numbers of tokens t. A choice counts as 0 and is not sent if `kept` is False
+    or its id is not an expert's, such as -1 for padding. Without `tp_group` each expert has all its f columns; with it
+    tokens are sharded over tp too, as sequence parallelism leaves them, and no token is sent twice. `exchange` is one
+    of the two below, whose results differ by rounding only; `fewest_exchange_bytes` tells which sends less. `backend`
+    is as in `grouped_product`. Gates have any floating dtype and are sent in float32 or wider.
 
-    All ranks agree on which arguments need a gradient, ranks without tokens too. Gradients are those of this rank's
-    tokens and weights. Ranks that replicate an expert, over edp, add theirs up: `sum_layer_gradients`.
+    All ranks, including ranks without tokens, must agree on which arguments require a gradient. Gradients are for this
+    rank's tokens and weights. `sum_layer_gradients` adds them up over edp, the ranks that replicate an expert.
 
     Cost:   with n = ep ranks; tokens, and the sums of all_to_all, are in the dtype of x.
         all_to_all  a token is sent once to each rank with any of its experts: 1 all_to_all of 2n counts, 1 of these
@@ -61,8 +59,8 @@ def routed_experts(
         all_gather  over ep, and over tp before it: 1 all_gather of t, of x, of the gates and of the experts, and 1
                     reduce_scatter of all tokens in float32 or wider. Gradients of the gates are reduce_scattered too.
         Saves the rows of this rank's experts and 5 f columns of each, 4 f of them in float32 or wider.
-    Errors: TypeError for another type or dtypes that differ; ValueError for shapes that do not fit, other devices,
-            gate_up without twice the columns that down has rows, an unknown exchange, or a backend that cannot run.
+    Errors: TypeError for a wrong type or dtypes that differ; ValueError for shapes that do not fit, different devices,
+            gate_up without twice as many columns as down has rows, an unknown exchange, or a backend that cannot run.
     Source: arXiv 2006.16668 (GShard), 2211.15841 (MegaBlocks, dropless).
     """
     weights = checked_weights(x, gate_up, down, backend)
@@ -71,9 +69,9 @@ def routed_experts(
     for argument, tensor in (("gates", gates), ("experts", experts), ("kept", kept)):
         if tensor is not None and tensor.device != x.device:
             raise Rejected(f"{argument} is on {tensor.device} but x on {x.device}; pass one device")
-    # So wide that the gradient of a gate, a sum over ranks, is rounded once.
+    # Wide, so that a gate's gradient, a sum over ranks, is rounded once.
     gates = gates.to(torch.promote_types(gates.dtype, accumulator(x.dtype)))
-    # Numbers of experts travel in int32; those of no expert stay numbers of none.
+    # Expert ids are sent in int32; clamping keeps invalid ids, such as -1, invalid.
     chosen = experts.long().clamp(-1, ep_group.size() * len(down)).int()
     if kept is not None:
         chosen = torch.where(kept, chosen, -1)
@@ -91,16 +89,15 @@ def shared_experts(
     *,
     backend: GroupedBackend = "auto",
 ) -> Sharded[Tensor, "t/tp d"]:
-    """What the experts that every token goes to make of it; several are one with the sum of their columns.
+    """The output of the shared expert, which takes every token. Pass several as one, with their columns side by side.
 
-        x "t/tp d", gate_up "d 2f/tp", down "f/tp d"   ->   "t/tp d"
-
-    y[t] = (silu(x[t] A) * (x[t] B)) C. Nothing is sent over ep: every rank has these weights, and their gradient is the
-    sum over all ranks that have other tokens: `sum_layer_gradients`. `backend` is that of `grouped_product`.
+    y[t] = (silu(x[t] A) * (x[t] B)) C, where A and B are the two halves of this rank's columns of gate_up and C is
+    `down`. Nothing is sent over ep: every rank has these weights, and `sum_layer_gradients` sums their gradients over
+    all ranks that have other tokens. `backend` is as in `grouped_product`.
 
     Cost:   none without tp_group; with it 1 all_gather of t and 1 of x, and 1 reduce_scatter of all tp ranks' tokens;
-            backward the same but t. Saves x and its 2f and f columns.
-    Errors: TypeError for another type or dtypes that differ; ValueError for shapes that do not fit or a backend that
+            the same backward, without t. Saves x and its 2f and f columns.
+    Errors: TypeError for a wrong type or dtypes that differ; ValueError for shapes that do not fit or a backend that
             cannot run.
     Source: arXiv 2401.06066 (DeepSeekMoE).
     """
@@ -115,13 +112,13 @@ def shared_experts(
 def _by_all_to_all(
     x: Tensor, gates: Tensor, chosen: Tensor, weights: ExpertWeights, ep: ProcessGroup, tp: ProcessGroup | None
 ) -> Tensor:
-    """A token travels to the ranks of its experts, once to each, and the sum of what these make of it comes back."""
-    # 1. Tokens, gates and choices to the ranks of the experts.
+    """Send each token once to each rank of its experts, and return the sum of the experts' outputs."""
+    # 1. Send tokens, gates and choices to the ranks of the experts.
     targets, counts = destinations(chosen, ep.size(), len(weights.down))
     messages = messages_of(counts, ep, tp)
     targets = targets.first(sum(messages.to_ranks))
     there = [messages.dispatched(targets.rows(each), ep, tp) for each in (x, gates, chosen)]
-    # 2. What the experts there make of them, and the sums of a token from all ranks that it was sent to.
+    # 2. Run the experts there, and add up a token's sums from all ranks that it was sent to.
     choices = _local_choices(there[2], weights, ep).first(messages.choices)
     sums = weights.sums(there[0], there[1], choices, x.dtype)
     return targets.sums(messages.returned(sums, ep, tp))
@@ -130,7 +127,7 @@ def _by_all_to_all(
 def _by_all_gather(
     x: Tensor, gates: Tensor, chosen: Tensor, weights: ExpertWeights, ep: ProcessGroup, tp: ProcessGroup | None
 ) -> Tensor:
-    """All tokens travel to every rank, which sums what its own experts make of them; the sums are scattered back."""
+    """Gather all tokens on every rank, sum the outputs of the rank's experts, and reduce_scatter the sums."""
     # 1. Gather tokens, gates and choices over tp, then over ep.
     axes = [group for group in (tp, ep) if group is not None]
     shards, full_x, full_gates = [], x, gates
@@ -140,24 +137,24 @@ def _by_all_gather(
         full_gates = gather_rows(full_gates, group, lengths, "R")
         chosen = all_gather_concat(chosen, group, 0, lengths)
         shards.append((group, lengths))
-    # 2. What the experts of this rank make of them.
+    # 2. Run this rank's experts.
     choices = _local_choices(chosen, weights, ep)
     choices = choices.first(int(choices.counts.sum()))
     y = weights.sums(full_x, full_gates, choices, accumulator(x.dtype))
-    # 3. Sum over the ranks, to the rank of each token, in the reverse order.
+    # 3. Sum over the ranks onto each token's rank, in the reverse order.
     for group, lengths in reversed(shards):
         y = reduce_scatter_rows(y, group, lengths)
     return y.to(x.dtype)
 
 
 def _local_choices(chosen: Tensor, weights: ExpertWeights, ep: ProcessGroup) -> SortedChoices:
-    """The choices of this rank's experts by expert, then all others."""
+    """The choices of this rank's experts, sorted by expert, then all others."""
     local = len(weights.down)
     return sorted_choices(chosen, local, first=ep.rank() * local)
 
 
 def _lengths(x: Tensor, group: ProcessGroup | None) -> list[int]:
-    """The tokens of each rank of the group; those of x without one."""
+    """The number of tokens on each rank of the group; without a group, the tokens of x."""
     if group is None:
         return [len(x)]
     return all_gather_stack(torch.tensor(len(x), device=x.device), group).tolist()

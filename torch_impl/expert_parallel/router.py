@@ -1,7 +1,7 @@
-"""Routers: from the logits of a token to the experts that it goes to, and their gates.
+"""Routers: from a token's logits to its experts and their gates.
 
-Every rank routes its own tokens and sends nothing. Scores are computed in float32 or wider, since a choice is as exact
-as the numbers that it compares. Of equal scores the lower expert comes first, so that ranks and runs agree.
+Every rank routes its own tokens and sends nothing. Scores are computed in float32 or wider, because a choice is only as
+exact as the numbers it compares. Ties go to the lower expert id, so that ranks and runs agree.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def softmax_top_k(
 
     p = softmax(logits),   experts = the k largest of p,   gates = p[experts], over their sum with `norm_topk_prob`
 
-    Gates and probabilities are in float32 or wider, experts int64. With `norm_topk_prob` the gates are those of
-    `top_k_softmax`. The probabilities, of all experts, are for `global_balance_loss`.
+    Gates and probabilities are float32 or wider, experts int64. With `norm_topk_prob` the gates equal those from
+    `top_k_softmax`. The probabilities of all experts are for `global_balance_loss`.
 
-    Cost:   no collective; a sort of e numbers a token.
-    Errors: TypeError for logits that are not floating or a k that is no integer; ValueError for a k outside 1..e.
+    Cost:   no collective; a sort of e numbers for each token.
+    Errors: TypeError for logits that are not floating or a k that is not an integer; ValueError for a k outside 1..e.
     Source: arXiv 2101.03961.
     """
     _check_k(k, logits)
@@ -39,14 +39,14 @@ def softmax_top_k(
 def top_k_softmax(
     logits: Sharded[Tensor, "... e"], k: PositiveInt
 ) -> tuple[Sharded[Tensor, "... k"], ShardedIds[Tensor, "... k"], Sharded[Tensor, "... e"]]:
-    """The k largest, then the softmax over these alone: (gates, experts, probabilities), as in Mixtral and gpt-oss.
+    """The k largest, then a softmax over these alone: (gates, experts, probabilities), as in Mixtral and gpt-oss.
 
     experts = the k largest logits,   gates = softmax(logits[experts])
 
-    Gates add up to 1. Dtypes and probabilities are those of `softmax_top_k`.
+    Gates add up to 1. Dtypes and probabilities are as in `softmax_top_k`.
 
-    Cost:   no collective; a sort of e numbers a token.
-    Errors: those of `softmax_top_k`.
+    Cost:   no collective; a sort of e numbers for each token.
+    Errors: as `softmax_top_k`.
     Source: arXiv 2401.04088.
     """
     _check_k(k, logits)
@@ -66,24 +66,25 @@ def sigmoid_top_k(
     norm_topk_prob: bool = True,
     routed_scaling_factor: Finite = 1.0,
 ) -> tuple[Sharded[Tensor, "... k"], ShardedIds[Tensor, "... k"], Sharded[Tensor, "... e"]]:
-    """Sigmoid scores, a bias for the choice alone, groups of experts: (gates, experts, probabilities), as DeepSeek-V3.
+    """Sigmoid scores, a bias that only affects the choice, groups of experts, as in DeepSeek-V3.
 
     s = sigmoid(logits),   experts = the k largest of s + bias in the chosen groups,   gates = s[experts] * scaling
 
-    The experts are `groups` runs of equal length. A group counts as much as the sum of its two largest s + bias, and
-    `chosen_groups` of them are searched: a token then goes to few nodes. With `norm_topk_prob` the gates are divided
-    by their sum before `routed_scaling_factor`. The bias has no gradient: `balanced_bias` moves it by the loads. The
-    probabilities are s over its sum, for `sequence_balance_loss`. Dtypes are those of `softmax_top_k`.
+    Returns (gates, experts, probabilities). The experts are split into `groups` runs of equal length. A group's score
+    is the sum of its two largest s + bias, and only the `chosen_groups` with the highest scores are searched, so that a
+    token goes to few nodes. With `norm_topk_prob` the gates are divided by their sum before they are multiplied by
+    `routed_scaling_factor`. The bias has no gradient: `balanced_bias` updates it from the loads. The probabilities are
+    s over its sum, for `sequence_balance_loss`. Dtypes are as in `softmax_top_k`.
 
-    Cost:   no collective; a sort of e numbers a token.
-    Errors: those of `softmax_top_k`; ValueError for a bias of another length, groups that do not divide e, more chosen
-            groups than groups, or a k beyond the experts of the chosen groups.
+    Cost:   no collective; a sort of e numbers for each token.
+    Errors: as `softmax_top_k`; ValueError for a bias of another length, groups that do not divide e, more chosen groups
+            than groups, or a k above the number of experts in the chosen groups.
     Source: arXiv 2412.19437.
     """
     _check_k(k, logits)
     _check_groups(logits.shape[-1], k, groups, chosen_groups)
     scores = logits.to(accumulator(logits.dtype)).sigmoid()
-    # The choice is by the biased scores and has no gradient; the gates are the plain scores.
+    # Biased scores decide the choice and have no gradient; the gates are the scores without the bias.
     experts = _largest(_within_groups(scores.detach() + bias.detach(), groups, chosen_groups), k)
     gates = scores.gather(-1, experts)
     gates = _over_their_sum(gates) if norm_topk_prob else gates
@@ -94,16 +95,14 @@ def sigmoid_top_k(
 def balanced_bias(bias: Sharded[Tensor, "e"], counts: ShardedInt[Tensor, "e"], rate: Finite) -> Sharded[Tensor, "e"]:
     """The bias of `sigmoid_top_k` for the next step: up by `rate` for experts below the mean load, down above it.
 
-        bias "e", counts "e"   ->   "e"
-
-    `counts` are those of all ranks, from `load_counts`, so that every rank has the same bias. No gradient.
+    `counts` are summed over all ranks (`load_counts`), so that every rank gets the same bias. No gradient.
 
     Cost:   no collective.
-    Errors: TypeError for a bias that is not floating or counts that are no integers; ValueError for another length or a
-            rate that is not finite.
+    Errors: TypeError for a bias that is not floating or counts that are not integers; ValueError for different lengths
+            or a rate that is not finite.
     Source: arXiv 2408.15664.
     """
-    # In integers, e * counts against their sum: no mean is rounded, and a load that is equal to it moves nothing.
+    # Compare e * counts with their sum in integers: the mean is not rounded, and a load equal to it moves nothing.
     direction = (counts.sum() - counts.numel() * counts).sign()
     return bias.detach() + rate * direction.to(bias.dtype)
 
@@ -124,15 +123,15 @@ def _check_groups(experts: int, k: int, groups: int, chosen_groups: int) -> None
 
 
 def _largest(scores: Tensor, k: int) -> Tensor:
-    """The positions of the k largest. By a stable sort: which of equal scores topk returns differs by device."""
+    """The positions of the k largest, by a stable sort: topk breaks ties differently on each device."""
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def _within_groups(biased: Tensor, groups: int, chosen_groups: int) -> Tensor:
-    """The scores, -inf outside of the groups whose two largest scores have the largest sums."""
+    """Mask with -inf all groups but the chosen ones, whose two largest scores have the largest sums."""
     by_group = biased.unflatten(-1, (groups, biased.shape[-1] // groups))
-    of_two = by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
-    is_chosen = torch.zeros_like(of_two, dtype=torch.bool).scatter_(-1, _largest(of_two, chosen_groups), True)
+    pair_sums = by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
+    is_chosen = torch.zeros_like(pair_sums, dtype=torch.bool).scatter_(-1, _largest(pair_sums, chosen_groups), True)
     return by_group.masked_fill(~is_chosen[..., None], -torch.inf).flatten(-2)
 
 

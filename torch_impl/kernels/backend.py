@@ -1,7 +1,7 @@
-"""The choice of implementation: eager torch, compiled torch, or a Triton kernel.
+"""Choose an implementation: eager torch, compiled torch, or a Triton kernel.
 
 An explicit argument decides; "auto" follows the device: Triton on CUDA, eager elsewhere. No environment variable
-is read, and a backend that is missing is an error, never a silent fall back to another.
+is read. A missing backend is an error; there is no silent fallback.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ BACKENDS = ("auto", "eager", "compile", "triton")
 
 
 def checked_backend(backend: str, name: str, x: Tensor) -> str:
-    """The implementation that `backend` means for a tensor x on its device: 'eager', 'compile' or 'triton'.
+    """The implementation that `backend` selects for the tensor x: 'eager', 'compile' or 'triton'.
 
-    `name`, that of x, is for messages.
+    Error messages use `name`, the name of x.
 
-    Errors: ValueError for another name, or Triton for a tensor that is not on CUDA; ImportError without Triton.
+    Errors: ValueError for another name, or for Triton with a tensor that is not on CUDA; ImportError without Triton.
     """
     if backend not in BACKENDS:
         raise Rejected(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
-    # Messages name the backend that the caller passed, also where "auto" resolves to Triton.
+    # Messages name the backend that the caller passed, even if "auto" resolves to Triton.
     request = f"backend={backend!r}"
     if backend == "auto":
         request += " on CUDA"
@@ -45,10 +45,10 @@ def _check_triton(request: str, name: str, device: torch.device) -> None:
         raise Rejected(
             f"{request} needs triton; pip install -e '.[triton]' in the clone, or use 'eager' or 'compile'", ImportError
         ) from None
-    # Only here, after the check above: the module of a kernel imports Triton.
+    # Imported after the check above, since a kernel's module imports Triton.
     from torch_impl.kernels.softmax import _statistics
 
-    # Triton decides when a kernel is declared: only under its interpreter a kernel is not a JITFunction.
+    # Triton decides at a kernel's declaration: only under its interpreter the kernel is not a JITFunction.
     if device.type != "cuda" and isinstance(_statistics, triton.JITFunction):
         raise Rejected(
             f"backend='triton' runs on CUDA but {name} is on {device.type}; use 'auto', 'eager' or "
@@ -59,7 +59,7 @@ def _check_triton(request: str, name: str, device: torch.device) -> None:
 @functools.cache
 def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
     """f, a function of row blocks, under `torch.compile`; it recompiles for each dtype and set of outputs."""
-    # The compiler specializes on one row and on one column; with the other variants that exceeds its default of 8.
+    # The compiler also specializes on one row and on one column; all variants together exceed its default limit of 8.
     limit: dict[str, Any] = (
         {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )

@@ -4,35 +4,36 @@ Statistics: a program reads one row once, STEP columns at a time, and computes
 
     m = max_v z_v      R = sum_v exp(b_v) - 1      D = sum_v exp(b_v) b_v      b_v = (z_v - m) / temperature
 
-R is all terms but one largest, which is 1. Each of the program's STEP lanes has the three of its own columns, one in
-every step, and rescales them to its own maximum; the lanes are merged at the end of the row. A maximum over all lanes
-in every step made a program wait for it: on an H100 4096 bfloat16 rows of 131,072 columns took 0.49 ms, and 0.37 ms
-without, where half a copy of them takes 0.36 ms. The eager equivalent is `vocab_parallel.statistics.local_statistics`,
-which also says what the results mean.
+R leaves out the 1 of one largest logit. A program has STEP lanes. Each lane reads one column per step, computes m, R
+and D of its columns relative to its own maximum, and the lanes are merged at the end of the row. With a maximum over
+all lanes in every step, each step waited for it: on an H100 4096 bfloat16 rows of 131,072 columns took 0.49 ms, and
+0.37 ms with separate lanes; half a copy of them takes 0.36 ms. The eager equivalent is
+`vocab_parallel.statistics.local_statistics`, which also explains the results.
 
 Gradient, of log-probability and negative entropy together, in one read and one write: a program computes some columns
-of one row; where several ids of a row are looked up, a second, small kernel writes the gradient at those. The eager
+of one row. If a row looks up several ids, a second, small kernel writes the gradient at these ids. The eager
 equivalent is `vocab_parallel.fused_logprob.write_gradient`, which also states the formula. Its steps have the same
-numbers here, except for the entropy and the temperature, which are in its steps 2 and 3 and here in step 5; rows that
-are set to 0 in its step 4 are so here by ids in step 4 and by the entropy in step 5.
+numbers here, with two exceptions. Entropy and temperature belong to its steps 2 and 3, and here to step 5. Rows that it
+sets to 0 in step 4 are set to 0 here in step 4 for the ids and in step 5 for the entropy.
 
-Names in the kernels, after Triton's tutorials. `x_ptr` points to the first element of a tensor; what is no pointer and
-no constexpr is an integer. n rows, v columns, k ids of each row; the dtype is float32 or float64 unless a line says so.
+Names in the kernels, after Triton's tutorials. `x_ptr` points to the first element of a tensor; all arguments without
+`_ptr` that are not constexpr are integers. There are n rows, v columns, and k ids per row; dtypes are float32 or
+float64 unless a line says otherwise.
 
     logits_ptr         [n, v]  the logits z, in any dtype and strides (row_stride, column_stride)
-    out_ptr            what is written: statistics [f, n], contiguous; or the gradient [n, v], in any dtype and strides
+    out_ptr            the result: statistics [f, n], contiguous; or the gradient [n, v], in any dtype and strides
     temperature        a float64 by its annotation, since Triton passes other Python floats as float32
-    column_ptr         [n, k]  int32 columns of the ids in this shard; -1: on another rank, below: out of the vocabulary
+    column_ptr         [n, k]  int32 columns of the ids in this shard; -1 on another rank, below -1 out of vocabulary
     z_t_ptr            [n, k]  the logits at the ids, in the dtype of the logits
     row_max_ptr        [n]     m
     log_row_sum_ptr    [n]     log(1 + R)
     shifted_mean_ptr   [n]     d = D / (1 + R)
     g_entropy_ptr      [n]     cotangent of the negative entropy
-    g_total_ptr        [n]     cotangents of a row's k ids, summed
-    g_same_ptr         [n, k]  those of the ids equal to this one, summed
-    g_other_ptr        [n, k]  those of the row's other ids, summed
+    g_total_ptr        [n]     sum of the cotangents of a row's k ids
+    g_same_ptr         [n, k]  sum of the cotangents of the row's ids equal to this one
+    g_other_ptr        [n, k]  sum of the cotangents of the row's other ids
 
-    HAS_TEMPERATURE, WITH_ENTROPY, IS_NORMALISED   as in the eager functions: what a specialisation may leave out
+    HAS_TEMPERATURE, WITH_ENTROPY, IS_NORMALISED   as in the eager functions; a specialisation omits the code of False
     STEP, IDS                                      columns, and ids, that a program takes at a time; IDS 0: no ids
 """
 
@@ -48,9 +49,9 @@ from torch import Tensor
 
 from torch_impl.collectives import accumulator
 
-# Of some forty settings the fastest on an H100, of 4096 bfloat16 rows of 131,072 columns.
+# The fastest of some forty settings on an H100, for 4096 bfloat16 rows of 131,072 columns.
 STATISTICS_STEP, STATISTICS_WARPS = 2048, 16  # columns that a program of the statistics reads at a time
-STATISTICS_UNROLL = tl.constexpr(4)  # steps whose columns are loaded before the first of them is used
+STATISTICS_UNROLL = tl.constexpr(4)  # number of steps that load their columns before the first step uses them
 GRADIENT_STEP, GRADIENT_WARPS = 1024, 2  # columns of a program of the gradient
 IDS = 64  # ids that a program takes at a time
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -65,12 +66,12 @@ def local_statistics(
     with_entropy: bool,
     step: int = STATISTICS_STEP,
 ) -> Float[Tensor, "f n"]:
-    """The statistics of the rows, one after another: m, R, k times z_t if there are columns (+inf where one is
-    negative), D / (1 + R) with entropy."""
+    """The statistics of each row: m, R, k times z_t if there are ids (+inf for a negative column), D / (1 + R) with
+    entropy."""
     n, v = block.shape
     k = 0 if column is None else column.shape[-1]
     out = torch.empty(2 + k + with_entropy, n, dtype=accumulator(block.dtype), device=block.device)
-    if not n:  # a grid of no programs
+    if not n:  # a grid must not be empty
         return out
     with torch.cuda.device_of(block):
         _statistics[(n,)](
@@ -107,7 +108,7 @@ def _statistics(
     STEP: tl.constexpr,
     IDS: tl.constexpr,
 ):
-    # 1. One row, read once. A lane has m, R and D of its own columns so far, b and D in base 2.
+    # 1. One row, read once. A lane has m, R and D of its columns so far; b and D are in base 2.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     dtype = out_ptr.dtype.element_ty
@@ -118,22 +119,22 @@ def _statistics(
     for start in tl.range(0, v, STEP, loop_unroll_factor=STATISTICS_UNROLL):
         columns = start + lanes
         z = tl.load(row_ptr + columns.to(tl.int64) * column_stride, mask=columns < v, other=float("-inf")).to(dtype)
-        # 2. The smaller of z and the maximum so far, shifted by the larger: `term` is that of z, or where z is the new
-        #    maximum the weight of the terms before it. Equal ones are selected, since -inf - -inf is NaN.
+        # 2. The smaller of z and the maximum so far, shifted by the larger. `term` is the term of z, or if z is the new
+        #    maximum, the weight of the earlier terms. Equal values are selected, since -inf - -inf is NaN.
         is_new_max = z > lane_max
         shifted = tl.where(z == lane_max, 0.0, -tl.abs(z - lane_max)) * to_base_2
         term = tl.exp2(shifted)
-        # 3. The terms before are the 1 that was left out, and R; now the 1 of z is left out. A lane that has seen but
-        #    -inf has counted these as equal, which its weight of 0 undoes.
+        # 3. If z is the new maximum, the earlier terms are R and the 1 that it leaves out; from now on R leaves out the
+        #    1 of z. A lane with only -inf so far has counted these as equal; its weight of 0 removes them again.
         weight = tl.where(is_new_max, term, 1.0)
         lane_sum_m1 = weight * lane_sum_m1 + term
         if WITH_ENTROPY:
-            shifted_terms = tl.where(is_new_max, lane_sum_m1, term)  # those whose b is `shifted`, or lower by that
+            shifted_terms = tl.where(is_new_max, lane_sum_m1, term)  # the terms whose b is `shifted` or drops by it
             lane_shifted_sum = weight * lane_shifted_sum + shifted_terms * tl.maximum(shifted, LOWEST)
         lane_max = tl.where(is_new_max, z, lane_max)
-    # 4. Of the lanes those of the row.
+    # 4. Merge the lanes.
     row_max, row_sum_m1, shifted_sum = _of_lanes(lane_max, lane_sum_m1, lane_shifted_sum, to_base_2, lanes, STEP)
-    # 5. Store m, NaN where R is, since a maximum passes over NaN; R; the logits at the ids; the mean shifted logit.
+    # 5. Store m (NaN if R is NaN, since a maximum ignores NaN), R, the logits at the ids, and the mean shifted logit.
     row_max = tl.where((row_sum_m1 != row_sum_m1) & (row_max < float("inf")), float("nan"), row_max)
     tl.store(out_ptr + row, row_max)
     tl.store(out_ptr + n + row, row_sum_m1)
@@ -150,9 +151,9 @@ def _statistics(
 
 @triton.jit
 def _of_lanes(lane_max, lane_sum_m1, lane_shifted_sum, to_base_2, lanes, STEP: tl.constexpr):
-    """m, R and D of a row from those of its lanes, by their weights: R leaves out the 1 of the first that has m."""
+    """Merge the lanes' m, R and D into the row's, by weight; R leaves out the 1 of the first lane with maximum m."""
     row_max = tl.max(lane_max, 0)
-    finite_max = tl.where(tl.abs(row_max) < float("inf"), row_max, 0.0)  # a row of -inf: -inf - -inf would be NaN
+    finite_max = tl.where(tl.abs(row_max) < float("inf"), row_max, 0.0)  # in a row of -inf, -inf - -inf would be NaN
     lane_shift = (lane_max - finite_max) * to_base_2
     lane_weight = tl.exp2(lane_shift)
     first = tl.min(tl.where(lane_max == row_max, lanes, STEP), 0)
@@ -162,7 +163,7 @@ def _of_lanes(lane_max, lane_sum_m1, lane_shifted_sum, to_base_2, lanes, STEP: t
 
 
 class IdCotangents(Protocol):
-    """`vocab_parallel.fused_logprob.IdCotangents`: columns that are looked up, and sums of their cotangents."""
+    """The fields of `vocab_parallel.fused_logprob.IdCotangents`: the ids' columns, and sums of their cotangents."""
 
     @property
     def column(self) -> Int[Tensor, "n k"]: ...
@@ -186,9 +187,9 @@ def write_gradient(
 ) -> None:
     """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block. Steps as above."""
     n, v = block.shape
-    if not n or not v:  # a grid of no programs
+    if not n or not v:  # a grid must not be empty
         return
-    # A kernel takes every pointer: `unread` is passed for absent tensors, which the constexpr flags exclude.
+    # A kernel needs every pointer: absent tensors are replaced by `unread`, and the constexpr flags skip their code.
     unread = normaliser.row_max
     k = 0 if at_ids is None else at_ids.column.shape[-1]
     column, g_same, g_total = (unread,) * 3 if at_ids is None else (at_ids.column, at_ids.g_same, at_ids.g_total)
@@ -197,9 +198,9 @@ def write_gradient(
     settings = dict(HAS_TEMPERATURE=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=entropy is not None)
     width = min(step, triton.next_power_of_2(v))
     with torch.cuda.device_of(block):
-        # 1. The logits at the ids, while they are still there: `out` may be `block`, and the second kernel reads them.
+        # 1. The logits at the ids for the second kernel, before the first one overwrites them: `out` may be `block`.
         z_t = block.gather(-1, column.clamp_min(0).long()) if k > 1 else None
-        # 2. to 5. Every column, and a single id of a row.
+        # 2. to 5. Every column, and the id if there is one per row.
         _gradient[(n, triton.cdiv(v, width))](
             out,
             block,
@@ -215,14 +216,14 @@ def write_gradient(
             num_warps=GRADIENT_WARPS,
             **settings,
         )
-        # 3. and 5. again, for several ids of a row.
+        # 3. and 5. again, for several ids per row.
         if at_ids is not None and at_ids.g_other is not None and z_t is not None:
             width = min(IDS, triton.next_power_of_2(k))
             g_other = at_ids.g_other.contiguous()
             _gradient_at_ids[(n, triton.cdiv(k, width))](
                 out, z_t, *row_inputs, g_other, k, *out.stride(), temperature, IDS=width, **settings
             )
-    # Autograd does not see what a Triton kernel writes in place.
+    # Autograd does not notice in-place writes of a Triton kernel.
     torch.autograd.graph.increment_version(out)
 
 
@@ -260,12 +261,12 @@ def _gradient(
     z = tl.load(z_ptr, mask=in_row, other=float("-inf")).to(temperature.dtype)
     shifted = _shifted_logits(z, row, temperature, row_max_ptr, HAS_TEMPERATURE)
     log_p = shifted - tl.load(log_row_sum_ptr + row)
-    # 2. The gradient of the log-probability at every column, as if it were no id's: -p times the sum of cotangents.
+    # 2. The gradient of the log-probability at every column, as if no id were there: -p times the sum of cotangents.
     gradient = tl.zeros((STEP,), temperature.dtype)
     if IDS > 0:
         if IS_NORMALISED:
             gradient = tl.exp(log_p) * -tl.load(g_total_ptr + row)
-        # 3. At a single id 1 - p; at several the second kernel writes.
+        # 3. At a single id g (1 - p); the second kernel writes several ids.
         if IDS == 1:
             column = tl.load(column_ptr + row)
             if (column >= start) & (column < start + STEP):
@@ -277,9 +278,9 @@ def _gradient(
             out_of_vocabulary = column < ON_ANOTHER_RANK
         else:
             out_of_vocabulary = _largest_column(column_ptr, row, k, IDS) < ON_ANOTHER_RANK
-        # 4. Rows that look up out-of-vocabulary ids alone. Selected, since 0 * NaN is NaN.
+        # 4. Zero for a row with only out-of-vocabulary ids. Selected, since 0 * NaN is NaN.
         gradient = tl.where(out_of_vocabulary, 0.0, gradient)
-    # 5. The entropy; the temperature; one rounding to the dtype of the output.
+    # 5. Add the entropy, divide by the temperature, round once to the output's dtype.
     if WITH_ENTROPY:
         gradient += _entropy_gradient(shifted, log_p, row, shifted_mean_ptr, g_entropy_ptr)
     if HAS_TEMPERATURE:
@@ -328,11 +329,11 @@ def _gradient_at_ids(
     z_t = tl.load(z_t_ptr + offset, mask=index < k, other=float("-inf")).to(temperature.dtype)
     shifted = _shifted_logits(z_t, row, temperature, row_max_ptr, HAS_TEMPERATURE)
     log_p = shifted - tl.load(log_row_sum_ptr + row)
-    # 3. Cotangents of equal ids times 1 - p, those of the row's other ids times -p.
+    # 3. The cotangents of equal ids times 1 - p, and the cotangents of the row's other ids times -p.
     if IS_NORMALISED:
         from_other_ids = tl.exp(log_p) * tl.load(g_other_ptr + offset, mask=index < k, other=0.0)
         gradient = _one_minus_exp(log_p) * gradient - from_other_ids
-    # 5. The entropy, the temperature, one rounding. Equal ids write equal numbers, in whatever order.
+    # 5. Entropy, temperature, one rounding. Equal ids write equal numbers, so their order does not matter.
     if WITH_ENTROPY:
         gradient += _entropy_gradient(shifted, log_p, row, shifted_mean_ptr, g_entropy_ptr)
     if HAS_TEMPERATURE:
@@ -343,7 +344,7 @@ def _gradient_at_ids(
 
 @triton.jit
 def _shifted_logits(z, row, temperature, row_max_ptr, HAS_TEMPERATURE: tl.constexpr):
-    """Shifted logits (z - m) / temperature, of some logits of a row."""
+    """Shifted logits (z - m) / temperature of some logits of a row."""
     shifted = z - tl.load(row_max_ptr + row)
     if HAS_TEMPERATURE:
         shifted = shifted / temperature
@@ -360,7 +361,7 @@ def _entropy_gradient(shifted, log_p, row, shifted_mean_ptr, g_entropy_ptr):
 
 @triton.jit
 def _one_minus_exp(x):
-    """-expm1(x) of x <= 0: the power series where 1 - exp(x) would cancel, to the last digit of float64."""
+    """-expm1(x) for x <= 0, to the last digit of float64: a power series near 0, where 1 - exp(x) would cancel."""
     series = tl.zeros_like(x) + 1.0
     for i in tl.static_range(15):
         series = 1.0 + series * x / (16 - i)

@@ -1,6 +1,6 @@
 """Layouts of tokens and columns: the global positions that each rank holds, as torch index arrays.
 
-Arguments with one meaning throughout the package, unless a function says otherwise:
+These arguments mean the same throughout the package, unless a function says otherwise:
 
     size                global length of the sharded dim
     world, cp_size      number of ranks that the dim is sharded over
@@ -26,7 +26,7 @@ from torch_impl.layouts.reorder import _reorder_chunks as _reorder_chunks
 from torch_impl.layouts.reorder import _undo_attention_load_balancing as _undo_attention_load_balancing
 from torch_impl.layouts.token_layout import TokenLayout as TokenLayout
 
-# For tests and drawings that go through every layout by name.
+# Every layout by name, for tests and drawings.
 BUILTIN = {
     "contiguous": contiguous,
     "dual_chunk_swap": dual_chunk_swap,

@@ -1,8 +1,8 @@
-"""Caches for values that follow from a layout, such as index arrays and block schedules; fake tensors are never cached.
+"""Caches for values derived from a layout, such as index arrays and block schedules; fake tensors are never cached.
 
 The cache belongs to the layout object, and no lookup compares tensors: build one TokenLayout per batch, and all layers
-share what follows from it. When each of four attention layers rebuilt layout and block schedule, that took 1.7 ms
-of the 3.5 ms of a layer for 8 sequences of 64 tokens, and no measurable time for 32 of 256 (one CPU core).
+share its cache. Without sharing, each of four attention layers rebuilt layout and block schedule: for 8 sequences of 64
+tokens this took 1.7 ms of a layer's 3.5 ms, for 32 sequences of 256 no measurable time (one CPU core).
 
 Under FakeTensorMode, which torch uses to estimate memory and time, tensors have no values: nothing computed there is
 cached, and nothing cached is returned there.
@@ -19,16 +19,16 @@ from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
-# Cached tensors are computed outside inference mode: an inference tensor, once cached, could not serve training.
+# Cached tensors are computed outside inference mode: training cannot use a cached inference tensor.
 for_training = torch.inference_mode(False)
 
 
 def has_numbers() -> bool:
     """Whether a tensor created now has values; fake and functionalized tensors have none."""
-    # Dynamo traces the branch that the compiled program takes, and that program has real tensors.
+    # Dynamo must trace the branch for real tensors, which the compiled program will have.
     if torch.compiler.is_compiling():
         return True
-    # No public function tells whether a fake or functional mode is active, so look at a tensor made under it.
+    # No public function tells whether a fake or functional mode is active, so create a tensor and look at it.
     probe = torch.empty(0)
     return type(probe) is Tensor and not torch._is_functional_tensor(probe)
 

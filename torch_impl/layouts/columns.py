@@ -1,7 +1,7 @@
 """Index arrays of the columns of a Mamba2 projection that each cp rank holds when the heads are sharded.
 
-The columns of in_proj are z|x|B|C|dt; the channels of the convolution are x|B|C. Each of n ranks holds the columns
-of its heads in z, x and dt, and of the groups that those heads read in B and C. With fewer groups than ranks,
+The columns of in_proj are z|x|B|C|dt; the channels of the convolution are x|B|C. Each of n ranks holds its heads'
+columns of z, x and dt, and the columns of B and C of the groups that these heads read. With fewer groups than ranks,
 n / groups ranks hold the same group.
 """
 
@@ -30,7 +30,7 @@ class MambaSizes:
 
     @property
     def shared(self) -> int:
-        """Columns of B, and of C, which the heads of a group share."""
+        """Columns of B, and of C; the heads of a group share them."""
         return self.n_groups * self.d_state
 
     @property
@@ -55,12 +55,12 @@ class MambaSizes:
         'num_heads=6 must be divisible by cp_size=4; use cp=2 or 3, or MambaStatePassing'
         """
         heads, groups = self.num_heads, self.n_groups
-        # 1. Heads are never split, and every rank has as many.
+        # 1. Heads are never split, and every rank has the same number of heads.
         if heads % cp:
             fits = [str(n) for n in range(2, cp) if heads % n == 0]
             use = f"cp={' or '.join(fits)}, or " if fits else ""
             return f"num_heads={heads} must be divisible by cp_size={cp}; use {use}MambaStatePassing"
-        # 2. A rank has full groups, or heads of a single group: otherwise its heads would read parts of two groups.
+        # 2. A rank has complete groups, or heads of a single group; its heads never read parts of two groups.
         if groups < cp and cp % groups:
             return f"cp_size={cp} must be divisible by n_groups={groups} when n_groups < cp_size"
         if groups >= cp and groups % cp:
@@ -68,7 +68,7 @@ class MambaSizes:
         return None
 
     def local(self, cp: int) -> MambaSizes:
-        """Sizes of the shard of one of cp ranks."""
+        """The sizes of one rank's shard, over cp ranks."""
         return MambaSizes(self.num_heads // cp, self.head_dim, max(self.n_groups // cp, 1), self.d_state)
 
 
@@ -84,7 +84,7 @@ def projection_columns(
     """
     _check(sizes, cp)
     heads, groups = _shares(sizes.inner, cp, device), _group_columns(sizes, cp, device)
-    # Columns count from 0 within z, x, B, C and dt; each is moved to where its block starts in in_proj.
+    # Columns count from 0 within z, x, B, C and dt; add the start of each block in in_proj.
     starts = [sum(sizes.blocks[:i]) for i in range(len(sizes.blocks))]
     kinds = (heads, heads, groups, groups, _shares(sizes.num_heads, cp, device))
     return torch.cat([start + kind for start, kind in zip(starts, kinds, strict=True)], dim=1)
@@ -111,7 +111,7 @@ def _shares(size: int, cp: int, device: torch.device | str | None) -> Tensor:
 
 def _group_columns(sizes: MambaSizes, cp: int, device: torch.device | str | None) -> Tensor:
     """[cp, local groups * d_state]: the groups of rank r start at r * n_groups // cp."""
-    # With fewer groups than ranks the division rounds down to the one group that the heads of rank r read.
+    # With fewer groups than ranks, the division rounds down to the group that the heads of rank r read.
     first = torch.arange(cp, device=device) * sizes.n_groups // cp
     return first[:, None] * sizes.d_state + torch.arange(sizes.local(cp).shared, device=device)
 

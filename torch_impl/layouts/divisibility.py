@@ -12,13 +12,13 @@ from torch import Tensor
 
 from torch_impl.contract import Rejected, contract, dtype_name, is_integer, type_name
 
-# Of equal length. Layouts that are not listed take any size; packed has its rule per sequence, in `validate_offsets`.
+# Equal chunks per rank. Layouts not listed take any size; packed has a rule per sequence, in `validate_offsets`.
 CHUNKS_PER_RANK = {"contiguous": 1, "striped": 1, "dual_chunk_swap": 2}
 
 
 @contract
 def needs(layout: str, world: int) -> int:
-    """The number that a size must be a multiple of for `layout`; 1 if any size will do.
+    """The multiple that `layout` requires of a size; 1 if any size will do.
 
     Errors: TypeError for a layout that is not a str, or a world that is not an integer.
     """
@@ -32,7 +32,7 @@ def multiple_of(layout: str, world: int) -> int:
 
 
 def indivisible(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
-    """The error message for a `dim` that `layout` cannot shard over `axis`, or None.
+    """The error message if `layout` cannot shard `dim` over `axis`, or None if it can.
 
     >>> indivisible("s", 30, "cp", 4, "dual_chunk_swap")
     's=30 cannot be sharded by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32'
@@ -59,14 +59,14 @@ def sharding_problem(dim: str, size: int, axis: str, world: int, layout: str) ->
 
 
 def length_multiple(kind: str, cp_size: int) -> int:
-    """The number that a length must be a multiple of; a single rank takes any length."""
+    """The multiple that a layout requires of a length; 1 on a single rank, which takes any length."""
     if cp_size == 1 or kind == "ragged":
         return 1
     return multiple_of("dual_chunk_swap" if kind == "packed" else kind, cp_size)
 
 
 def length_problem(kind: str, length: int, cp_size: int, real: int, counts: Sequence[int] | None) -> str | None:
-    """Why a sequence cannot be sharded, or has no such real tokens or counts; None if it can."""
+    """Why `length`, `real` or `counts` is invalid for a sequence in this layout, or None."""
     # A single rank takes any length.
     can_be_sharded = length >= 0 and length_multiple(kind, cp_size) == 1
     if not can_be_sharded and (problem := sharding_problem("s", length, "cp", cp_size, kind)):
@@ -79,7 +79,7 @@ def length_problem(kind: str, length: int, cp_size: int, real: int, counts: Sequ
 
 
 def rank_problem(cp_size: int, cp_rank: int) -> str | None:
-    """Why there is no such rank, or None if there is one."""
+    """Why `cp_rank` or `cp_size` is invalid, or None."""
     if cp_size < 1:
         return f"cp={cp_size} is not a number of ranks; it is 1 or more"
     if not 0 <= cp_rank < cp_size:
@@ -112,10 +112,10 @@ def validate_offsets(
     axis: str = "world",
     multiple: int | None = None,
 ) -> Int64[Tensor, " offsets"]:
-    """The offsets on the host as int64; ValueError unless they run from 0 to `size` in lengths that can be sharded.
+    """The offsets on the host as int64; ValueError unless they run from 0 to `size` and every length can be sharded.
 
-    With `size` None they may end anywhere. Each length must be a multiple of `multiple`, by default DualChunkSwap's
-    over `axis`.
+    With `size` None they may end anywhere. Each length must be a multiple of `multiple`; the default is DualChunkSwap's
+    multiple over `axis`.
     """
     offsets = host_offsets(cu_seqlens, "cu_seqlens")
     if size is not None and offsets[-1] != size:
@@ -130,7 +130,7 @@ def validate_offsets(
 
 
 def too_short(end: int, size: int) -> str:
-    """The error message for offsets that do not end where the stream does."""
+    """The error message for offsets that do not end at the end of the stream."""
     return f"cu_seqlens ends at {end} but the stream holds {size} tokens; pass the padded offsets"
 
 
@@ -141,7 +141,7 @@ def host_offsets(
 
     `error` is raised otherwise; `Rejected` where the message begins with the name of the contracted function.
     """
-    # Dtype and shape first: they are known without the copy, which waits for the device.
+    # Check dtype and shape first: they are known without the copy, which waits for the device.
     on_device = offsets_of(name, values)
     check_row(name, on_device, error)
     offsets = on_device.cpu().long()
@@ -150,19 +150,19 @@ def host_offsets(
 
 
 def offsets_of(name: str, values: Tensor | Sequence[int]) -> Tensor:
-    """Offsets as a tensor on their own device; TypeError unless they are integers. Does not wait for the device."""
+    """Offsets as a tensor on their device; TypeError unless they are integers. Does not wait for the device."""
     try:
         offsets = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         raise Rejected(f"{name}={values!r} are no offsets; pass a row of integers", TypeError) from None
-    # An empty list becomes a float tensor: its error is the one about its shape, from `check_row`.
+    # An empty list becomes a float tensor; leave its error to `check_row`, which complains about the shape.
     if offsets.numel():
         _check_integers(name, offsets)
     return offsets
 
 
 def check_row(name: str, offsets: Tensor, error: type[ValueError] = ValueError) -> None:
-    """Validate what can be known of offsets without reading their values: one row of integers."""
+    """Validate shape and dtype of offsets, without reading their values: one row of integers."""
     if offsets.dim() != 1 or not len(offsets):
         raise error(f"{name}: shape is {tuple(offsets.shape)}; offsets are one row of at least [0]")
     _check_integers(name, offsets)
@@ -188,10 +188,10 @@ def first(wrong: Tensor) -> list[int]:
 
 
 def without_fill(offsets: Tensor | Sequence[int]) -> Tensor:
-    """The offsets on the host, without the negative entries at their end."""
+    """The offsets on the host, without the negative entries at the end."""
     host = torch.as_tensor(offsets).cpu()
     if host.dim() != 1 or host.dtype == torch.bool or host.is_floating_point() or not len(host):
-        return host  # the checks that follow reject it with a message of their own
-    # Up to the last entry that is not negative; a negative one before it stays, and is rejected later.
+        return host  # later checks reject it with a more specific message
+    # Cut after the last non-negative entry; a negative entry before it stays and is rejected later.
     valid = (host >= 0).nonzero().flatten()
     return host[: int(valid[-1]) + 1] if len(valid) else host

@@ -6,7 +6,7 @@
     ragged            blocks in order, of any lengths, including 0
     packed            many sequences in one stream (THD), each in dual_chunk_swap order
 
-A function `<layout>` returns the positions of all ranks, `<layout>_positions` those of one rank.
+A function `<layout>` returns the positions of all ranks, and `<layout>_positions` the positions of one rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -55,7 +55,7 @@ def striped_positions(
 ) -> Int64[Tensor, " local"]:
     """Global positions of one rank: index[r, i] = i * world + r."""
     check_divisible("striped", size, world, rank)
-    # arange rejects a start beyond its end, which every rank but 0 has in an empty sequence.
+    # In an empty sequence every rank but 0 would start beyond the end, which arange rejects.
     return torch.arange(rank, size, world, device=device) if size else torch.arange(0, device=device)
 
 
@@ -78,7 +78,7 @@ def striped(size: int, world: int, *, device: torch.device | str | None = None) 
 def dual_chunk_swap_positions(
     size: int, world: int, rank: int, *, device: torch.device | str | None = None
 ) -> Int64[Tensor, " local"]:
-    """Global positions of one rank: chunk `rank`, then chunk `2 * world - 1 - rank`, of 2 * world chunks."""
+    """Global positions of one rank: chunks `rank` and `2 * world - 1 - rank` of 2 * world equal chunks."""
     check_divisible("dual_chunk_swap", size, world, rank)
     return _dual_chunk_swap(size, world, rank, device)
 
@@ -97,7 +97,7 @@ def dual_chunk_swap(size: int, world: int, *, device: torch.device | str | None 
 
 
 def _dual_chunk_swap(size: int, world: int, rank: int | Tensor, device: torch.device | str | None) -> Tensor:
-    """index[r, i] = i + c * r in the first chunk, i + c * (2 * (world - 1) - r) in the second; c is its length."""
+    """index[r, i] = i + c * r in the first chunk, i + c * (2 * (world - 1) - r) in the second; chunks have length c."""
     chunk = size // (2 * world)
     i = torch.arange(2 * chunk, device=device)
     # The second chunk starts at c * (2 * world - 1 - r); i counts from c there, hence one chunk less.
@@ -113,7 +113,7 @@ def ragged_positions(
     *,
     device: torch.device | str | None = None,
 ) -> Int64[Tensor, " local"]:
-    """Global positions of one rank: from the sum of the lengths before it to the sum including its own."""
+    """Global positions of one rank: `lengths[rank]` positions, after the positions of all lower ranks."""
     check_divisible("ragged", size, world, rank)
     bounds = _ragged_bounds(size, world, lengths)
     return torch.arange(bounds[rank], bounds[rank + 1], device=device)
@@ -123,22 +123,22 @@ def ragged_positions(
 def ragged(
     size: int, world: int, lengths: Sequence[int] | None = None, *, device: torch.device | str | None = None
 ) -> list[Int64[Tensor, " _"]]:
-    """Global positions that each rank holds, in blocks of the `lengths`; by default DTensor's, ceil(size / world).
+    """Global positions that each rank holds, in blocks of these `lengths`; by default DTensor's, ceil(size / world).
 
     >>> ragged(4, 3)
     [tensor([0, 1]), tensor([2, 3]), tensor([], dtype=torch.int64)]
 
-    Errors: ValueError if the lengths are not one for each rank, one is negative, or they do not add up to the size;
-            TypeError for a size, world or lengths that are not integers.
+    Errors: ValueError unless there is one non-negative length for each rank and they add up to the size; TypeError for
+            a size, world or lengths that are not integers.
     """
     check_divisible("ragged", size, world)
     bounds = _ragged_bounds(size, world, lengths)
-    # tensor_split takes the borders between shards: neither the first start nor the last end.
+    # tensor_split takes only the borders between shards, without the first start and the last end.
     return list(torch.arange(size, device=device).tensor_split(bounds[1:-1]))
 
 
 def ceil_bound(size: int, world: int, rank: int) -> int:
-    """Where a rank's block starts by DTensor's rule: blocks of ceil(size / world) until the size is used up."""
+    """The start of a rank's block by DTensor's rule: blocks of ceil(size / world) until the size is used up."""
     return min(rank * -(-size // world), size)
 
 
@@ -160,7 +160,7 @@ def _ragged_bounds(size: int, world: int, lengths: Sequence[int] | None) -> list
 
 
 def _validate_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Lengths of any integer type, as ints; TypeError for bools and all else."""
+    """Lengths of any integer type, as ints; TypeError for bools and other types."""
     try:
         entries = tuple(lengths)
     except TypeError:
@@ -194,7 +194,7 @@ def packed(
     *,
     device: torch.device | str | None = None,
 ) -> list[Int64[Tensor, " _"]]:
-    """Global positions that each rank holds of a packed stream; `cu_seqlens` are the padded offsets, from 0 to `size`.
+    """Global positions that each rank holds in a packed stream; `cu_seqlens` are the padded offsets, from 0 to `size`.
 
     >>> packed(12, 2, [0, 4, 12])
     [tensor([ 0,  3,  4,  5, 10, 11]), tensor([1, 2, 6, 7, 8, 9])]
@@ -205,7 +205,7 @@ def packed(
     """
     check_divisible("packed", size, world)
     offsets_of("cu_seqlens", cu_seqlens)
-    # Validated on the host; the arrays are computed on the device, all ranks at once.
+    # Validate on the host, then compute the arrays of all ranks at once on the device.
     offsets = validate_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device))
     return list(packed_rows(offsets, size, world, torch.arange(world, device=offsets.device)[:, None]).unbind())
 
@@ -213,9 +213,9 @@ def packed(
 def packed_rows(offsets: Int64[Tensor, " offsets"], size: int, world: int, rank: int | Tensor) -> Tensor:
     """Slot t of a rank holds position t + shift, with one shift for each of the two chunks of a sequence.
 
-    `rank` is one rank, or [n, 1] for the rows of n ranks. One formula for the stream: no loop over sequences.
+    `rank` is one rank, or [n, 1] for the rows of n ranks. One formula serves all sequences, without a loop.
     """
-    # 1. The sequences in the rank's local stream: where they start, their lengths, and their first chunks.
+    # 1. The sequences in the rank's local stream: their starts, their lengths, and the lengths of their first chunks.
     starts = offsets // world
     lengths = starts.diff()
     half = lengths // 2
@@ -223,7 +223,7 @@ def packed_rows(offsets: Int64[Tensor, " offsets"], size: int, world: int, rank:
     before = offsets[:-1] - starts[:-1]
     first, second = before + half * rank, before + half * (2 * (world - 1) - rank)
     shift = torch.stack([first, second], -1).flatten(-2)
-    # 3. The chunk of each slot. With its output_size known, repeat_interleave does not wait for the device.
+    # 3. The chunk of each slot. With a given output_size, repeat_interleave does not wait for the device.
     chunk_lengths, local = torch.stack([half, lengths - half], -1).flatten(), size // world
     chunk = torch.repeat_interleave(chunk_lengths, output_size=local)
     return shift.gather(-1, chunk.expand(*shift.shape[:-1], -1)).add_(torch.arange(local, device=offsets.device))
@@ -241,9 +241,9 @@ def inverse(positions: Iterable[Int[Tensor, " _"]]) -> Int64[Tensor, " _"]:
     >>> inverse([torch.tensor([0, 3]), torch.tensor([1, 2])])
     tensor([0, 2, 3, 1])
 
-    Cost:   one sort, and one read of it by the host; neither where tensors have no values, as under tracing.
-    Errors: ValueError unless the `positions` are 1-D and hold each of 0..n-1 once; TypeError unless they are tensors
-            of integers, at least one.
+    Cost:   one sort and one host read; neither if tensors have no values, as under tracing.
+    Errors: ValueError unless the `positions` are 1-D and hold each of 0..n-1 once; TypeError unless they are one or
+            more tensors of integers.
     """
     rank_major = torch.cat(_validate_shards(positions)).long()
     _check_permutation(rank_major)
@@ -251,21 +251,21 @@ def inverse(positions: Iterable[Int[Tensor, " _"]]) -> Int64[Tensor, " _"]:
 
 
 def inverse_permutation(rank_major: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-    """The inverse of a permutation, which is not checked; does not wait for the device."""
+    """The inverse of a permutation; the input is not checked. Does not wait for the device."""
     rows = torch.arange(len(rank_major), device=rank_major.device)
     return torch.empty_like(rank_major).scatter_(0, rank_major, rows)
 
 
 def _check_permutation(rank_major: Int64[Tensor, " n"]) -> None:
-    """ValueError unless it is a permutation; a traced, vmapped, fake or meta tensor has no values and is accepted."""
+    """ValueError unless it is a permutation; traced, vmapped, fake and meta tensors have no values and are accepted."""
     if torch.compiler.is_compiling():
         return
     ordered = rank_major.sort().values
     try:
         wrong = first(ordered != torch.arange(len(ordered), device=ordered.device))
-    except RuntimeError:  # of a tensor without values
+    except RuntimeError:  # a tensor without values
         return
-    # At the first difference the sorted entry is too large, so that k is missing, or too small: a repeat or negative.
+    # At the first difference k, the sorted entry is larger (k is missing) or smaller (repeated or negative).
     for k in wrong:
         entry = int(ordered[k])
         reason = f"{k} is missing" if entry > k else f"{entry} is {'negative' if entry < 0 else 'there twice'}"
@@ -292,7 +292,7 @@ def _validate_shards(positions: Iterable[Tensor]) -> list[Tensor]:
 
 
 def draw(layout: Callable[[int, int], Sequence[Tensor]], size: int, world: int) -> str:
-    """Draw `layout` as text, one character for each position: its rank in base 36, `?` from rank 36.
+    """Draw `layout` as text, one character per position: its rank in base 36, `?` from rank 36 on.
 
     >>> draw(dual_chunk_swap, 16, 4)
     '0011223333221100'

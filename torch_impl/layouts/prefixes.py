@@ -1,7 +1,7 @@
-"""Prefixes that packed sequences share: a sequence continues another one, which may continue a third.
+"""Shared prefixes of packed sequences: a sequence may continue another sequence, which may continue a third.
 
-`prefix_of[j]` is the sequence that sequence j continues, or -1: several responses to one prompt, each of which has the
-prompt before it, while the prompt is in the stream once. It is data of the host, the same on every rank.
+`prefix_of[j]` is the sequence that sequence j continues, or -1. For example, several responses may continue one prompt,
+which is in the stream once. The list is on the host and the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 def validate_prefixes(prefix_of: Any, sequences: int) -> tuple[int, ...]:
-    """`prefix_of` as a tuple, with an entry for each of `sequences`.
+    """`prefix_of` as a tuple with one entry per sequence.
 
-    Errors: TypeError for entries that are not integers; ValueError for another number of them, or a sequence that
-            continues no earlier one.
+    Errors: TypeError for entries that are not integers; ValueError unless there are as many entries as `sequences` and
+            each is -1 or an earlier sequence.
     """
     try:
         parents = tuple(
@@ -36,7 +36,7 @@ def validate_prefixes(prefix_of: Any, sequences: int) -> tuple[int, ...]:
 
 
 def prefix_levels(prefix_of: Sequence[int]) -> list[list[int]]:
-    """`levels[h][j]`: the sequence that is h + 1 steps before sequence j, or -1.
+    """`levels[h][j]`: the sequence h + 1 steps before sequence j, or -1.
 
     >>> prefix_levels([-1, 0, 1, 0])
     [[-1, 0, 1, 0], [-1, -1, 0, -1]]
@@ -51,14 +51,14 @@ def prefix_levels(prefix_of: Sequence[int]) -> list[list[int]]:
 def pairs_of(
     level: Sequence[int], device: torch.device | None = None
 ) -> tuple[Int64[Tensor, " m"], Int64[Tensor, " m"]]:
-    """The sequences that have an entry in a level, and those entries."""
+    """(sequences with a prefix in this level, their prefixes)."""
     entries = torch.tensor(level, device=device)
     continued = (entries >= 0).nonzero()[:, 0]
     return continued, entries[continued]
 
 
 def lengths_before(prefix_of: Sequence[int], real: Int64[Tensor, " q"]) -> Int64[Tensor, " q"]:
-    """The number of real tokens in all that each sequence continues."""
+    """The number of real tokens in all prefixes of each sequence."""
     before = torch.zeros_like(real)
     for level in prefix_levels(prefix_of):
         continued, prefix = pairs_of(level, real.device)

@@ -1,11 +1,11 @@
-"""The token layout of one batch: the positions that every rank holds, the sequences and their padding.
+"""The token layout of a batch: the positions on every rank, the sequences, and their padding.
 
 `index[r]` are the global positions that cp rank r holds, in local order. Sequence j occupies
 `cu_padded[j]:cu_padded[j + 1]` of the global stream, and its first `cu_real[j + 1] - cu_real[j]` tokens are real.
 A dense row is one sequence.
 
-A TokenLayout is built once per batch from lengths or offsets, which are validated on the host; its arrays are computed
-on the device.
+Build a TokenLayout once per batch, from lengths or offsets. These are validated on the host; the arrays are computed on
+the device.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ PackedKind = Annotated[str, OneOf(("contiguous", "packed", "striped"))]
 class TokenLayout:
     """The positions that each of `cp_size` ranks holds, and the sequences they belong to; `cp_rank` is this rank.
 
-    `total` counts global tokens, padding included, and `counts` those of each rank; a row of `index` beyond its count
-    (ragged only) is -1. All tensors are on one device; derived values are computed on first use and cached.
-    `prefix_of` has the sequence that each one continues, or -1; it is empty if none does.
+    `total` is the number of global tokens, padding included, and `counts[r]` the number on rank r. Shorter rows of
+    `index` (ragged only) end in -1. All tensors are on one device; derived values are computed on first use and cached.
+    `prefix_of[j]` is the sequence that sequence j continues, or -1; it is empty if no sequence continues another.
 
     >>> layout = TokenLayout.packed([0, 4, 12], cp_size=2, cp_rank=0)
     >>> layout.index.tolist()
@@ -71,7 +71,7 @@ class TokenLayout:
     prefix_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # Not a field: FSDP's mixed precision copies the dataclasses that it finds among a module's arguments.
+        # Not a field, since FSDP's mixed precision copies dataclasses among a module's arguments.
         cache: dict[Hashable, Any] = {}
         object.__setattr__(self, "_cache", cache)
 
@@ -88,10 +88,10 @@ class TokenLayout:
         real_length: int | None = None,
         counts: Sequence[int] | None = None,
     ) -> TokenLayout:
-        """The layout of one sequence of `length` tokens, the first `real_length` of them real (default: all).
+        """The layout of one sequence of `length` tokens; the first `real_length` tokens are real (default: all).
 
         `kind` is contiguous, ragged, dual_chunk_swap or striped; `counts` are the tokens of each rank, for ragged
-        only (default: DTensor's ceil rule). With `cp_size` 1 any length will do; arrays are on `device`, and `cp_rank`
+        only (default: DTensor's ceil rule). With `cp_size` 1 any length is valid. Arrays are on `device`, and `cp_rank`
         is the calling rank.
 
         >>> TokenLayout.dense("dual_chunk_swap", 8, cp_size=2, cp_rank=0).local_index
@@ -116,24 +116,25 @@ class TokenLayout:
         validate: bool = True,
         prefix_of: Sequence[int] | Tensor | None = None,
     ) -> TokenLayout:
-        """The layout of packed sequences: `cu_padded` are their offsets in the stream, `cu_real` sums of real lengths.
+        """The layout of packed sequences: `cu_padded` are their padded offsets, `cu_real` cumulative real lengths.
 
-        `kind` packed shards each sequence by DualChunkSwap; contiguous and striped shard the stream and ignore where
-        sequences end. Offsets may end in entries of any negative number. The arrays are on the device of the offsets.
+        `kind` packed shards each sequence by DualChunkSwap; contiguous and striped shard the stream and ignore the ends
+        of sequences. Negative entries at the end of the offsets are ignored. The arrays are on the offsets' device.
 
-        `prefix_of` has for each sequence the earlier one that it continues, or -1, as several responses share a
-        prompt: attention sees that one's real tokens too, and all that it continues, and positions count on from them.
+        `prefix_of[j]` is an earlier sequence that sequence j continues, or -1, for example the shared prompt of several
+        responses. Attention then also sees the real tokens of that sequence and of all its prefixes, and positions
+        count on from them.
 
         >>> TokenLayout.packed([0, 4, 6, 12], [0, 3, 5, 11], cp_size=1, cp_rank=0).padding_mask.nonzero().flatten()
         tensor([3])
 
-        Cost:   one copy of the offsets to the host. None for tensors with `total` and `validate=False`, whose values
-                on a device are not checked: a total that is not their last offset then makes meaningless rows, if it
-                can be sharded at all. Each call builds a new layout: build one per batch.
+        Cost:   one copy of the offsets to the host, or none for tensors with `total` and `validate=False`. Values on a
+                device are then not checked: a `total` that differs from the last offset makes meaningless rows, unless
+                it cannot be sharded at all. Each call builds a new layout: build one per batch.
         Errors: ValueError for another kind, a rank outside cp, offsets that do not rise from 0 to total, a real
-                length above its padded one, a padded length that cannot be sharded, real lengths of other
-                sequences, or a prefix that is no earlier sequence; TypeError for offsets, prefixes, a size or a rank
-                that are not integers.
+                length above its padded length, a padded length that cannot be sharded, another number of real lengths,
+                or a prefix that is not an earlier sequence; TypeError for offsets, prefixes, a size or a rank that are
+                not integers.
         """
         layout = build_packed(kind, cu_padded, cu_real, cp_size, cp_rank, total, validate)
         if prefix_of is None:
@@ -143,9 +144,9 @@ class TokenLayout:
     def cached(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """The cached value of `build()` for this key, such as a block schedule or a copy on another device.
 
-        It is built at the first call and stored with this layout.
+        The first call builds it and stores it with this layout.
         """
-        # Fake tensors are neither cached nor served from the cache.
+        # Fake tensors are neither stored in the cache nor taken from it.
         if not has_numbers():
             return build()
         cache: dict[Hashable, Any] = self.__dict__["_cache"]
@@ -162,23 +163,23 @@ class TokenLayout:
     @cached_tensor
     def inverse(self) -> Int64[Tensor, " total"]:
         """Row of each position in cat(rank 0, rank 1, ...): `sequential = rank_major[inverse]`."""
-        # A ragged index ends in -1, so it cannot be inverted; but ragged is the identity.
+        # A ragged index may end in -1 and cannot be inverted, but ragged is the identity anyway.
         return inverse_permutation(self._all_positions if self.is_identity else self.index.flatten())
 
     @cached_tensor
     def sequence_ids(self) -> Int64[Tensor, " total"]:
         """The sequence that each global position belongs to."""
-        # right=True passes over every offset at or before the position, so that empty sequences hold none.
+        # right=True skips every offset at or before the position, so that no position belongs to an empty sequence.
         return torch.searchsorted(self.cu_padded[1:].long(), self._all_positions, right=True)
 
     @cached_tensor
     def lengths_before(self) -> Int64[Tensor, " sequences"]:
-        """Number of real tokens in all that each sequence continues; 0 without `prefix_of`."""
+        """The number of real tokens in all prefixes of each sequence; 0 without `prefix_of`."""
         return lengths_before(self.prefix_of, self.cu_real.diff().long())
 
     @cached_tensor
     def position_ids(self) -> Int64[Tensor, " total"]:
-        """Position of each token within its sequence and what this continues; counts on through the padding."""
+        """Position of each token within its sequence, counted on from its prefixes and through the padding."""
         return self._places + self.lengths_before[self.sequence_ids] if self.prefix_of else self._places
 
     @cached_tensor
@@ -189,7 +190,7 @@ class TokenLayout:
     @cached_tensor
     def local_cu(self) -> Int32[Tensor, " offsets"]:
         """Offsets of the sequences in this rank's local stream, padding included."""
-        # A rank holds sequences in order, so its ids are sorted, and sequence j starts where they reach j.
+        # A rank holds sequences in order, so their ids are sorted, and sequence j starts where the ids reach j.
         local_ids = self.sequence_ids[self.local_index]
         sequences = torch.arange(len(self.cu_padded), device=local_ids.device)
         return torch.searchsorted(local_ids, sequences, out_int32=True)
@@ -203,7 +204,7 @@ class TokenLayout:
     def original_length(self) -> int:
         """Number of global positions up to the last real token. Reads the offsets once."""
         ends = self.cu_padded[:-1] + self.cu_real.diff()
-        # A sequence without real tokens has no last one: it counts as 0.
+        # A sequence without real tokens has no last real token: it counts as 0.
         return max(torch.where(self.cu_real.diff() > 0, ends, 0).tolist(), default=0)
 
     @cached_tensor
@@ -218,8 +219,6 @@ class TokenLayout:
     @contract("TokenLayout.shard")
     def shard(self, x: ShardedAny[Tensor, "... t ... cp=R"], dim: int) -> ShardedAny[Tensor, "... t/cp:LAYOUT ..."]:
         """This rank's shard of the full tensor `x` along `dim`.
-
-            x  "t cp=R"   ->   "t/cp:LAYOUT"
 
         Any dtype, which the shard keeps; differentiable.
 
@@ -242,28 +241,26 @@ class TokenLayout:
     ) -> ShardedAny[Tensor, "... t ... cp=R"] | ShardedAny[Tensor, "... t ... cp=I"]:
         """The full tensor in global order along `dim`, gathered over `group`; `trim` drops the padding at its end.
 
-            x  "t/cp:LAYOUT"   ->   "t cp=R"  or, with gradient="I",  "t cp=I"
-
-        With `gradient` R the ranks' cotangents are addends, and a rank gets its rows of their sum over cp. With I they
-        are equal, and a rank takes its rows without a collective.
+        With `gradient` R the ranks' cotangents are addends, and a rank gets its rows of their sum over cp. With I the
+        cotangents are equal, and a rank takes its rows without a collective.
 
         Cost:   forward 1 all_gather of the longest shard; backward 1 reduce_scatter (R, summed in float32 or
                 wider) or none (I). Saves the index.
-        Errors: TypeError if group is not a ProcessGroup; ValueError for another gradient type, a group of other ranks
-                than the layout's, or a number of rows that is not this rank's.
+        Errors: TypeError if group is not a ProcessGroup; ValueError for another gradient type, a group whose size or
+                rank differs from the layout's, or a number of rows that differs from this rank's.
         """
         if (group.size(), group.rank()) != (self.cp_size, self.cp_rank):
             of_layout = f"the layout is for cp={self.cp_size} and rank {self.cp_rank}"
             raise Rejected(f"group has cp={group.size()} and rank {group.rank()}, {of_layout}; rebind it")
         dim = dim_from_front("dim", dim, x)
         self._check_rows(x, dim, self.counts[self.cp_rank], "local")
-        # The gather leaves rank-major order; the inverse index restores the global one.
+        # The gather returns rank-major order; the inverse index restores global order.
         rank_major = all_gather(x, group, out=gradient, dim=dim, lengths=self.counts)
         full = large_tensors.index_select(rank_major, self.inverse, dim)
         return full.narrow(dim, 0, self.original_length) if trim else full
 
     def draw(self) -> str:
-        """Draw the rank that holds each position, in base 36 (`?` from rank 36), with `|` between sequences."""
+        """Draw the rank that holds each position, in base 36 (`?` from rank 36 on), with `|` between sequences."""
         ranks = torch.arange(self.cp_size).repeat_interleave(torch.tensor(self.counts), output_size=self.total)
         owners = ranks[self.inverse.cpu()].tolist()
         text = "".join(ALPHABET[rank] if rank < len(ALPHABET) else "?" for rank in owners)
@@ -279,7 +276,7 @@ class TokenLayout:
     @contract("TokenLayout.rebind")
     @for_training
     def rebind(self, cp_size: int, cp_rank: int) -> TokenLayout:
-        """The same tokens sharded over another group, as rank `cp_rank`; ragged counts follow DTensor's ceil rule.
+        """The same tokens sharded over another group, for rank `cp_rank`; ragged counts follow DTensor's ceil rule.
 
         Errors: ValueError for a rank outside cp, or a length that cannot be sharded over `cp_size`.
         """
@@ -294,20 +291,20 @@ class TokenLayout:
 
 @cached(16)
 def dense_layout(kind: str, length: int, cp_size: int, cp_rank: int, device: torch.device) -> TokenLayout:
-    """One cached layout for all calls of one shape, so that what is derived from it is shared, too."""
+    """One cached layout for all calls with the same shape, which also share its derived values."""
     return TokenLayout.dense(kind, length, cp_size=cp_size, cp_rank=cp_rank, device=device)
 
 
 def stream_layout(
     kind: PackedKind, cu_seqlens: Int[Tensor, " offsets"], total: int, cp_size: int, cp_rank: int
 ) -> TokenLayout:
-    """One cached layout for all calls with equal offsets, such as those of all layers for one batch."""
+    """One cached layout for all calls with equal offsets, for example by all layers for one batch."""
     if torch.compiler.is_compiling() or not has_numbers():
         return TokenLayout.packed(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank, kind=kind, total=total)
     return _stream_layout(kind, tuple(cu_seqlens.tolist()), total, cp_size, cp_rank, cu_seqlens.device)
 
 
-@cached(4)  # a batch of one step, of its validation, and of a recomputation between them
+@cached(4)  # enough for a training batch, a validation batch, and a recomputation between them
 def _stream_layout(
     kind: PackedKind, offsets: tuple[int, ...], total: int, cp_size: int, cp_rank: int, device: torch.device
 ) -> TokenLayout:
@@ -332,11 +329,11 @@ def build_dense(
     real = length if real_length is None else real_length
     if problem := rank_problem(cp_size, cp_rank) or length_problem(kind, length, cp_size, real, counts):
         raise ValueError(problem)
-    # 2. Both rows of offsets in one tensor, so that a device gets one copy.
+    # 2. Both rows of offsets in one tensor, so that a device needs one copy.
     cu = torch.tensor([[0, length], [0, real]], device=device)
     if kind != "ragged":
         return _build(kind, length, cp_size, cp_rank, cu[0], cu[1])
-    # 3. Ragged shards differ in length: -1 fills the rows of the index.
+    # 3. Ragged shards differ in length: fill the rows of the index with -1.
     shards = ragged(length, cp_size, counts, device=device)
     index = pad_sequence(shards, batch_first=True, padding_value=-1)
     rank_counts = tuple(len(shard) for shard in shards)
@@ -353,13 +350,13 @@ def build_packed(
     validate: bool,
 ) -> TokenLayout:
     """The core of `TokenLayout.packed`."""
-    # 1. What is known without the values of the offsets.
+    # 1. Checks that do not need the values of the offsets.
     if problem := rank_problem(cp_size, cp_rank):
         raise ValueError(problem)
     offsets_of("cu_padded", cu_padded)
     if cu_real is not None:
         offsets_of("cu_real", cu_real)
-    # 2. Without a copy to the host, if the caller vouches for the offsets; a list is on the host and costs no copy.
+    # 2. Without validation, tensors need no copy to the host; a list is on the host anyway and is always validated.
     if not validate and total is not None and isinstance(cu_padded, Tensor):
         check_row("cu_seqlens", cu_padded)
         _check_total(kind, cu_padded, total, cp_size)
@@ -371,7 +368,7 @@ def build_packed(
         if real.shape != padded.shape:
             raise ValueError(f"cu_real: {len(real)} offsets, the padded ones are {len(padded)}; give as many")
         return _build(kind, total, cp_size, cp_rank, padded, real.to(padded.device))
-    # 3. Else all is validated on the host. Packed has a rule for each sequence, the other kinds one for the stream.
+    # 3. Otherwise validate everything on the host. Packed has a rule per sequence, the other kinds one for the stream.
     multiple = length_multiple(kind, cp_size) if kind == "packed" else 1
     padded = validate_offsets(without_fill(cu_padded), total, cp_size, axis="cp", multiple=multiple)
     size = int(padded[-1])
@@ -396,31 +393,31 @@ def _build(kind: str, total: int, cp_size: int, cp_rank: int, padded: Tensor, re
         index = torch.stack(STREAM[kind](total, cp_size, device=padded.device))
     else:
         index = packed_rows(padded.long(), total, cp_size, torch.arange(cp_size, device=padded.device)[:, None])
-    # Copies, so that a caller who writes into the offsets does not change the layout.
+    # Copy the offsets, so that a caller who writes into them does not change the layout.
     cu_padded, cu_real = padded.to(torch.int32, copy=True), real.to(torch.int32, copy=True)
     return TokenLayout(kind, cp_size, cp_rank, total, index, cu_padded, cu_real, (total // cp_size,) * cp_size)
 
 
 def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
-    """Validate a total without a copy to the host: it can be sharded, and offsets that are on the host end there."""
+    """Validate a total without a copy to the host: it must be shardable, and offsets on the host must end there."""
     multiple = length_multiple(kind, cp_size)
     if total < 0 or total % multiple:
         what = f"total={total} cannot be sharded by {kind} over cp={cp_size} (needs a multiple of {multiple})"
         raise ValueError(f"{what}; pass where the padded offsets end")
-    # By its exact type: a fake tensor says it is on the CPU, and has no values.
+    # Test the exact type: a fake tensor reports the CPU and has no values.
     is_on_host = type(offsets) is Tensor and offsets.device.type == "cpu"
     if is_on_host and (end := int(offsets.max())) != total:
         raise ValueError(too_short(end, total))
 
 
 def _replace_fill(offsets: Tensor, end: int | None) -> Tensor:
-    """Replace the negative entries at the end by empty sequences, without reading any value on the host."""
+    """Replace negative entries at the end by empty sequences, without reading values on the host."""
     last = offsets.max() if end is None else end
     return torch.where(offsets < 0, last, offsets)
 
 
 def _validate_real(cu_real: Tensor, padded: Tensor) -> Tensor:
-    """The sums of real lengths on the host; ValueError unless there is one for each padded length and none above it."""
+    """Cumulative real lengths on the host; ValueError unless each real length matches a padded one and fits into it."""
     real = host_offsets(cu_real, "cu_real")
     if len(real) != len(padded):
         sequences = f"{len(real) - 1} sequences, the padded offsets have {len(padded) - 1}"

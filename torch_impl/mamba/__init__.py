@@ -1,14 +1,14 @@
-"""Mamba2: the mixer, and context parallelism for it.
+"""The Mamba2 mixer and its context parallelism.
 
-Arguments, where a function does not describe them:
+These arguments mean the same throughout the package, unless a function says otherwise:
 
     num_heads, head_dim   H heads of P channels each
-    n_groups, d_state     G groups of heads that share B and C, and N numbers of state for each channel
-    d_conv                taps of the convolution
+    n_groups, d_state     G groups of heads that share B and C, and N state elements per channel
+    d_conv                K taps of the convolution
     projected_states      the output of in_proj: the columns z|x|B|C|dt of each token
     cu_seqlens            padded offsets of the sequences in the full packed stream; None for a batch of rows
-    layout                the TokenLayout of this batch, in place of the layout of the strategy
-    cp_group              the ranks that the tokens are sharded over
+    layout                the TokenLayout of this batch; it overrides the strategy's layout
+    cp_group              the ranks over which the tokens are sharded
     batch_size            rows of a 3-D input; 1 for a stream
 """
 

@@ -1,4 +1,4 @@
-"""Compare the bytes that the two context-parallel strategies of a Mamba2 mixer send, to choose the cheaper one."""
+"""Compare the bytes sent by the two context-parallel strategies of a Mamba2 mixer, to choose the cheaper one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch_impl.mamba.mix import mixer_sizes
 
 @dataclass(frozen=True)
 class MambaCost:
-    """Bytes that a rank sends for one layer forward; as many backward, where summed in the dtype of the inputs.
+    """Bytes that a rank sends per layer in forward; backward sends as many if sums run in the dtype of the inputs.
 
-    `hidden_parallel` is None where ranks cannot share the heads or the groups. `crossover_tokens` counts local tokens:
-    above it state passing is `cheaper`; 0 where it is the only strategy, None for one rank, which sends nothing.
+    `hidden_parallel` is None if ranks cannot share the heads or the groups. Above `crossover_tokens` local tokens state
+    passing is `cheaper`; this is 0 if it is the only strategy, and None for one rank, which sends nothing.
     """
 
     hidden_parallel: int | None
@@ -36,26 +36,27 @@ def mamba_cp_bytes(
     element_size: PositiveInt,
     segments: PositiveInt = 2,
 ) -> MambaCost:
-    """Which strategy sends less for `tokens` tokens over cp_size ranks, all rows of the batch together.
+    """The bytes that each strategy sends for `tokens` tokens over cp_size ranks, all rows of the batch together.
 
         hidden-parallel  tokens * e * (n - 1) / n^2 * (3 H P + 2 max(G, n) N + H),  e = element_size
         state passing    (n - 1) * segments * ((K - 1) (H P + 2 G N) e + H (P N + 1) max(e, 4))
 
-    `segments` counts those whose state a rank sends: 1 in each contiguous row or stream, 2 in each row under
-    dual_chunk_swap, 2 in each sequence of such a packed stream. So the first grows with the tokens and the second
-    with the sequences: many short sequences favour hidden-parallel, which is also the answer where both send as much.
+    `element_size` is in bytes. `segments` is the number of states that a rank sends: 1 per contiguous row or stream, 2
+    per row under dual_chunk_swap, 2 per sequence of a packed stream under dual_chunk_swap. The first cost grows with
+    the tokens and the second with the sequences, so many short sequences favour hidden-parallel. At equal cost
+    hidden-parallel counts as cheaper.
 
     >>> sizes = dict(num_heads=128, head_dim=64, n_groups=8, d_state=128, d_conv=4, element_size=2)
     >>> mamba_cp_bytes(tokens=131072, cp_size=8, **sizes)
     MambaCost(hidden_parallel=767033344, state_passing=59587584, cheaper='state_passing', crossover_tokens=1272)
 
-    Errors: TypeError for a size that is no integer; ValueError for sizes below 1, tokens that the ranks cannot share
-            equally, num_heads that n_groups does not divide.
+    Errors: TypeError for a size that is not an integer; ValueError for sizes below 1, tokens that cp_size does not
+            divide, num_heads that n_groups does not divide.
     """
     sizes = mixer_sizes(num_heads, head_dim, n_groups, d_state)
     if tokens % cp_size:
         raise Rejected(f"tokens={tokens} must be divisible by cp_size={cp_size}; pad them")
-    # What a segment passes on: the last taps of x|B|C, and per head its state and log decay, in float32 at least.
+    # A segment passes on the last taps of x|B|C, and per head its state and log decay, in float32 or wider.
     state = num_heads * (head_dim * d_state + 1) * max(element_size, 4)
     segment = (d_conv - 1) * sizes.channels * element_size + state
     state_passing = (cp_size - 1) * segments * segment
@@ -64,7 +65,7 @@ def mamba_cp_bytes(
     # z, x and the output, B and C, dt; fewer groups than ranks are copied until each rank has one.
     columns = 3 * sizes.inner + 2 * max(n_groups, cp_size) * d_state + num_heads
     hidden_parallel = tokens // cp_size * element_size * (cp_size - 1) * columns // cp_size
-    # The crossover: local tokens for which the two formulas above are equal.
+    # The crossover is the number of local tokens at which the two formulas above are equal.
     return MambaCost(
         hidden_parallel,
         state_passing,

@@ -1,7 +1,7 @@
-"""Hidden-parallel context parallelism: while they are mixed, each rank has all tokens of its heads.
+"""Hidden-parallel context parallelism: inside the mixer each rank has all tokens of its heads.
 
-Before and after, rank r has its tokens of all heads. One all-to-all before the convolution brings it all tokens of
-heads r * H/n to (r + 1) * H/n and of the groups that they read, one after the gate brings its tokens back.
+Outside the mixer, rank r has its tokens with all heads. An all-to-all before the convolution gives it all tokens of
+heads r * H/n to (r + 1) * H/n and of the groups that these read. An all-to-all after the gate returns its tokens.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch_impl.mamba.strategy import GroupOrMesh, MixerStrategy, Order, as_rows
 
 
 class MambaContextParallel(MixerStrategy):
-    """Redistribution and sliced parameters of a Mamba2 mixer over cp ranks. It has no parameters itself.
+    """Run a Mamba2 mixer with its heads sharded over cp ranks. It has no parameters itself.
 
         mix:  projected_states  "b s/cp:LAYOUT w"  or  "t/cp:packed w"   ->   the same with "i" columns
         parameters of `mixer`  "... cp=R"
 
-    `mixer` has conv1d, dt_bias, A_log and D, read when they are used. A rank differentiates them for its heads: the
+    `mixer` has conv1d, dt_bias, A_log and D, which are read at each use. A rank differentiates them for its heads: the
     full gradient is the SUM over cp. A data-parallel average over dp * cp needs the loss times cp_size.
     `layout` is the order in which sequences are sharded: contiguous, dual_chunk_swap (inside each sequence of a packed
-    stream), or the TokenLayout of every batch. `fused=False` is the readable form: five all-to-alls, one for each of
-    z, x, B, C and dt, with the same results to the bit.
+    stream), or a TokenLayout that holds for every batch. `fused=False` is the readable form: five all-to-alls, for z,
+    x, B, C and dt one by one, with the same results to the bit.
 
-    Cost:   per layer 2 all_to_all forward, 2 backward; none in a group of one. Bytes handed in, each way:
+    Cost:   per layer 2 all_to_all forward, 2 backward; none in a group of one. Bytes of their inputs, each way:
             b * s * itemsize * (3 * H * P + 2 * max(G, n) * N + H) / n.  Saves indices only.
     Errors: ValueError for sizes below 1, heads or groups that cp ranks cannot share, parameters of other sizes,
-            another layout; TypeError for a cp_group that is neither ProcessGroup nor 1-D DeviceMesh.
+            another layout; TypeError for a cp_group that is neither a ProcessGroup nor a 1-D DeviceMesh.
     """
 
     name = "MambaContextParallel"
@@ -61,7 +61,7 @@ class MambaContextParallel(MixerStrategy):
         self.fused, self.local = fused, self.sizes.local(self.cp_size)
         self.d_inner, self.d_inner_local = self.sizes.inner, self.local.inner
         self.num_heads_local, self.n_groups_local = self.local.num_heads, self.local.n_groups
-        # Ranks that read the same group, where there are fewer groups than ranks.
+        # The number of ranks that read the same group, above 1 if there are fewer groups than ranks.
         self.group_repeat_count = max(self.cp_size // self.sizes.n_groups, 1)
 
     @contract("mamba.MambaContextParallel")
@@ -72,16 +72,16 @@ class MambaContextParallel(MixerStrategy):
         *,
         layout: Order | None = None,
     ) -> Sharded[Tensor, "... w/cp"]:
-        """All tokens, in order, of this rank's columns z|x|B|C|dt.
+        """All tokens, in order, with this rank's columns z|x|B|C|dt.
 
             projected_states  "b s/cp:LAYOUT w"  or  "t/cp:packed w"   ->   "b s w/cp"  or  "t w/cp"
 
-        `cu_seqlens` are the padded offsets of the full stream, and come with [t, w] or [1, t, w]. The gradient of
-        a column of B or C that several ranks read is the sum of theirs.
+        `cu_seqlens`, with inputs [t, w] or [1, t, w], are the padded offsets of the full stream. If several ranks read
+        a column of B or C, its gradient is the sum of their gradients.
 
         Cost:   1 all_to_all forward, 1 backward. One host read of the offsets per batch, shared by all layers.
-        Errors: ValueError for other columns, offsets that do not end at n * rows, a stream without offsets;
-                TypeError for another dtype.
+        Errors: ValueError for another number of columns, offsets that do not end at n * rows, a stream without
+                offsets; TypeError for another dtype.
         """
         self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
         tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size, layout)
@@ -90,7 +90,7 @@ class MambaContextParallel(MixerStrategy):
     def _heads_for_tokens(self, projected: Tensor, cu_seqlens: Tensor | None, tokens: TokenLayout) -> Tensor:
         if self.cp_size == 1:
             return projected
-        # No token: a result of the right shape that still depends on the input, for autograd.
+        # Without tokens, return a result of the right shape that still depends on the input, for autograd.
         if not tokens.total:
             return projected[..., : self.local.width]
         rows = as_rows(projected)
@@ -99,9 +99,9 @@ class MambaContextParallel(MixerStrategy):
             # 1. Copy each group for every rank that reads it, and pack the columns of rank 0, rank 1, ...
             rows = rows if self.group_repeat_count == 1 else torch.cat(self._repeat_groups(rows), -1)
             by_rank = _permute(rows.flatten(0, 1), _columns(self.sizes, self.cp_size, rows.device), 1)
-            # 2. Exchange: block j, this rank's tokens of rank j's columns, goes to rank j.
+            # 2. Exchange: block j has this rank's tokens with rank j's columns, and goes to rank j.
             received = _all_to_all(by_rank.unflatten(1, (self.cp_size, -1)).transpose(0, 1), self.cp_group)
-            # 3. Tokens are received rank by rank; put them in the order of the sequence, in one gather.
+            # 3. Tokens arrive rank by rank; put them in the order of the sequence, in one gather.
             in_order = _permute(received.flatten(0, 1), (to_sequence, to_ranks), 0)
         else:
             in_order = reference_all_to_all_cp2hp(self._repeat_groups(rows), cu_seqlens, tokens, self.cp_group)
@@ -115,12 +115,12 @@ class MambaContextParallel(MixerStrategy):
         *,
         layout: Order | None = None,
     ) -> Sharded[Tensor, "... i"]:
-        """This rank's tokens of all heads.
+        """This rank's tokens with all heads.
 
             output  "b s i/cp"  or  "t i/cp"   ->   "b s/cp:LAYOUT i"  or  "t/cp:packed i"
 
         Cost:   1 all_to_all forward, 1 backward.
-        Errors: as `pre_conv_ssm`, of all rows.
+        Errors: as `pre_conv_ssm`; offsets must end at the number of rows.
         """
         heads = f"{self.num_heads_local} of {self.sizes.num_heads} heads have"
         self._check_columns("output", output, self.local.inner, heads)
@@ -148,10 +148,10 @@ class MambaContextParallel(MixerStrategy):
     ) -> Sharded[Tensor, "... i"]:
         """Convolution, recurrence and gate, from the output of in_proj to the input of norm: see the class.
 
-        Cost:   that of `pre_conv_ssm` and `post_conv_ssm`.
-        Errors: those of `pre_conv_ssm`; ValueError for parameters of other sizes.
+        Cost:   `pre_conv_ssm` and `post_conv_ssm`.
+        Errors: as `pre_conv_ssm`; ValueError for parameters of other sizes.
         """
-        parameters = self.ssm_parameters()  # first: a sharded parameter is rejected before anything is sent
+        parameters = self.ssm_parameters()  # first, to reject a sharded parameter before any collective
         self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
         tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size)
         # 1. All tokens of this rank's heads, in the order of the sequence.
@@ -162,21 +162,21 @@ class MambaContextParallel(MixerStrategy):
         if len(tokens.cu_padded) > 2:
             ids = tokens.sequence_ids.to(rows.device).expand(rows.shape[:2])
         out = mix_columns(rows, self.local, parameters, ids, chunk_size=self.chunk_size, dt_limit=self.dt_limit)
-        # 3. This rank's tokens of all heads.
+        # 3. This rank's tokens with all heads.
         return self._tokens_for_heads(out.view(*local.shape[:-1], self.local.inner), cu_seqlens, tokens)
 
     def _repeat_groups(self, rows: Float[Tensor, "b s w"]) -> tuple[Tensor, ...]:
-        """z, x, B, C and dt, each group as often as ranks read it."""
+        """z, x, B, C and dt, with each group repeated for every rank that reads it."""
         z, x, B, C, dt = rows.split(list(self.sizes.blocks), dim=-1)
         return z, x, self._repeat_group_state(B), self._repeat_group_state(C), dt
 
     def _repeat_group_state(self, state: Shaped[Tensor, "*a c"]) -> Shaped[Tensor, "*a d"]:
-        """[.., G * N] -> [.., G * repeat * N]: each group as often as ranks read it, one copy after another."""
+        """[.., G * N] -> [.., G * repeat * N]: one copy of each group for every rank that reads it, side by side."""
         groups = state.unflatten(-1, (self.sizes.n_groups, -1))
         return groups.repeat_interleave(self.group_repeat_count, dim=-2).flatten(-2)
 
     def _slice_vector_param(self, param: Shaped[Tensor, " h"]) -> Shaped[Tensor, " l"]:
-        """This rank's block of a vector with one number, or as many, for each head. A view."""
+        """This rank's block of a vector with one or more numbers per head. A view."""
         if len(param) % self.sizes.num_heads:
             raise ValueError(f"mamba.{self.name}: param is {list(param.shape)}; there are {self.sizes.num_heads} heads")
         size = len(param) // self.cp_size
@@ -197,11 +197,11 @@ class MambaContextParallel(MixerStrategy):
 def _row_order(
     tokens: TokenLayout, batch: int, device: torch.device
 ) -> tuple[Int64[Tensor, " t"], Int64[Tensor, " t"]]:
-    """Row in [n, b, s] of each token in [b, n * s], and back."""
+    """(the row in [n, b, s] of each token of [b, n * s], the inverse)."""
     to_sequence, to_ranks = tokens.inverse.to(device), tokens.index.flatten().to(device)
     if batch == 1:
         return to_sequence, to_ranks
-    # The rows of a batch are received as [rank, row, token]: widen the index of one row to all rows.
+    # The rows of a batch arrive as [rank, row, token]: extend the index of one row to all rows.
     local, row = tokens.total // tokens.cp_size, torch.arange(batch, device=device)[:, None]
     to_sequence = (to_sequence // local * batch + row) * local + to_sequence % local
     to_ranks = (to_ranks.view(tokens.cp_size, 1, local) + row * tokens.total).flatten()
@@ -210,7 +210,7 @@ def _row_order(
 
 @cached(16)
 def _columns(sizes: MambaSizes, cp: int, device: torch.device) -> tuple[Int64[Tensor, " w"], Int64[Tensor, " w"]]:
-    """Columns of all ranks, rank by rank, and the inverse; with a group for each rank where there are fewer."""
+    """(the columns of all ranks, rank by rank, the inverse), after groups are repeated to at least one per rank."""
     columns = projection_columns(replace(sizes, n_groups=max(sizes.n_groups, cp)), cp, device=device).flatten()
     return columns, inverse_permutation(columns)
 

@@ -1,6 +1,6 @@
-"""Use mamba-ssm's scan and causal-conv1d's convolution, where these packages import and support the CUDA tensors.
+"""Use mamba-ssm's scan and causal-conv1d's convolution if these packages import and support the CUDA tensors.
 
-Both compute in float32: wider tensors, and sizes that they have no kernel for, are left to the eager functions.
+Both compute in float32. The eager functions take wider tensors, and sizes without a kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDTHS = (2, 3, 4)  # of causal-conv1d's kernel, which also wants channels in eights
+WIDTHS = (2, 3, 4)  # taps that causal-conv1d's kernel supports; it also needs a multiple of 8 channels
 
 
 def scan_kernel(x: Tensor, B: Tensor, C: Tensor) -> Callable[..., Any] | None:
@@ -38,8 +38,8 @@ def conv_kernel(x: Tensor, weight: Tensor) -> Callable[..., Any] | None:
 
 @cache
 def import_function(package: str, module: str, name: str) -> Callable[..., Any] | None:
-    """A function of an optional package, or None; one warning if the package is installed and does not import."""
-    # Not installed is the usual case and no reason to warn; installed and broken is.
+    """A function of an optional package, or None; warns once if the package is installed but does not import."""
+    # A missing package is the usual case and needs no warning; a broken one does.
     if find_spec(package) is None:
         return None
     try:
@@ -61,8 +61,8 @@ def kernel_scan(
     seq_idx: Int[Tensor, "b s"] | None,
     initial_states: Float[Tensor, "b h p n"] | None,
 ) -> tuple[Float[Tensor, "b s h p"], Float[Tensor, "b h p n"]]:
-    """`chunked_scan` by `kernel`, of the same arguments."""
-    # The kernel's options for the bias, softplus and limits of dt stay off: `steps` has applied them.
+    """`chunked_scan` of the same arguments, by `kernel`."""
+    # The kernel's options for dt (bias, softplus, limits) stay off: `steps` has applied them.
     return kernel(
         x.contiguous(),
         dt.contiguous(),
@@ -71,14 +71,14 @@ def kernel_scan(
         C.contiguous(),
         chunk_size,
         D=None if D is None else _of_heads(D, len(A)),
-        seq_idx=None if seq_idx is None else (seq_idx - seq_idx[:, :1]).int(),  # the initial state is sequence 0's
+        seq_idx=None if seq_idx is None else (seq_idx - seq_idx[:, :1]).int(),  # initial_states belong to sequence 0
         initial_states=initial_states,
         return_final_states=True,
     )
 
 
 def _of_heads(D: Float[Tensor, "*e"], heads: int) -> Tensor:
-    """[h], or [h, p] where each channel has its number: the two shapes that the kernel supports."""
+    """D as [h], or [h, p] with a number per channel: the two shapes that the kernel supports."""
     rows = D.reshape(heads, -1)
     return rows[:, 0] if rows.shape[1] == 1 else rows
 
@@ -90,8 +90,8 @@ def kernel_conv(
     bias: Float[Tensor, " c"] | None,
     seq_idx: Int[Tensor, "b s"] | None,
 ) -> Float[Tensor, "b s c"]:
-    """`causal_conv` by `kernel`, of the same arguments."""
-    # The kernel requires channels last in memory for packed sequences, and no stride of a larger tensor.
+    """`causal_conv` of the same arguments, by `kernel`."""
+    # For packed sequences the kernel requires channels last in memory, and not a slice of a larger tensor.
     channels = x.flatten().view(x.shape).transpose(1, 2)
     index = None if seq_idx is None else seq_idx.int().contiguous()
     bias = None if bias is None else bias.to(weight.dtype)

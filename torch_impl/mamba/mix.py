@@ -1,4 +1,4 @@
-"""What a Mamba2 mixer computes between its projections: convolution, recurrence and gate."""
+"""The computation of a Mamba2 mixer between its projections: convolution, recurrence and gate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch_impl.mamba.scan import scan
 
 @dataclass(frozen=True)
 class SsmParameters:
-    """The parameters between the projections: all of them, or the shard of one rank."""
+    """The parameters of a mixer between its projections, unsharded or one rank's shard."""
 
     conv_weight: Float[Tensor, "c k"]
     conv_bias: Float[Tensor, " c"] | None
@@ -38,11 +38,11 @@ def mix_columns(
     chunk_size: int = 256,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> Float[Tensor, "b s i"]:
-    """y * silu(z): convolution, recurrence and gate of in_proj's columns z|x|B|C|dt; `seq_idx` as in the scan.
+    """Convolution, recurrence and gate of in_proj's columns z|x|B|C|dt; `seq_idx` as in `chunked_scan`.
 
-    Cost: no collective; that of `causal_conv` and `chunked_scan`.
+    Cost: no collective; `causal_conv` and `chunked_scan`.
     """
-    # 1. The convolution, of x|B|C together.
+    # 1. The convolution of x|B|C together.
     z, xBC, dt = projected.split([sizes.inner, sizes.channels, sizes.num_heads], dim=-1)
     xBC = convolution(xBC, parameters.conv_weight, parameters.conv_bias, seq_idx)
     x, B, C = xBC.split([sizes.inner, sizes.shared, sizes.shared], dim=-1)
@@ -68,29 +68,29 @@ def causal_conv(
     bias: Sharded[Tensor, "c"] | None = None,
     seq_idx: ShardedInt[Tensor, "b s"] | None = None,
 ) -> Sharded[Tensor, "b s c"]:
-    """Causal depthwise convolution along the sequence, which starts anew with each sequence of a stream.
+    """Causal depthwise convolution and silu along each sequence.
 
-    silu(bias + sum over j < k of weight[:, k - 1 - j] * x[t - j]), of the positions t - j in the sequence of t.
-    `seq_idx` names the sequence of each token; without it each row is one sequence. causal-conv1d's kernel computes
-    it where `mamba_ssm_kernels` finds one.
+    silu(bias + sum over j < k of weight[:, k - 1 - j] * x[t - j]), over positions t - j in the same sequence as t.
+    `seq_idx` has the sequence index of each token; without it each row is one sequence. Uses causal-conv1d's kernel if
+    `mamba_ssm_kernels` finds it.
 
-    Cost:   no collective. Eager: one copy of x for each of the k taps, in float32 or wider, which is also what is
-            saved; the kernel saves x.
+    Cost:   no collective. The eager code copies x for each of the k taps, in float32 or wider, and saves these copies;
+            the kernel saves x.
     Errors: ValueError if weight, bias or seq_idx does not fit x; TypeError for another dtype.
     """
     return convolution(x, weight, bias, seq_idx)
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Float[Tensor, "b s c"]:
-    """`causal_conv`, of validated arguments."""
-    # Without tokens there are fewer padded rows than taps.
+    """`causal_conv` for validated arguments."""
+    # Without tokens, `unfold` would fail: there are fewer padded rows than taps.
     if not x.shape[1]:
         return x
     if kernel := conv_kernel(x, weight):
         return kernel_conv(kernel, x, weight, bias, seq_idx)
     wide, k = accumulator(x.dtype), weight.shape[1]
-    taps = F.pad(x.to(wide), (0, 0, k - 1, 0)).unfold(1, k, 1)  # [b s c k], the last is the token itself
-    # A tap in another sequence reads zero, as one before the first token does.
+    taps = F.pad(x.to(wide), (0, 0, k - 1, 0)).unfold(1, k, 1)  # [b s c k], the last tap is the token itself
+    # A tap in another sequence reads zero, like a tap before the first token.
     if seq_idx is not None:
         before = F.pad(seq_idx, (k - 1, 0), value=-1).unfold(1, k, 1)
         taps = taps.masked_fill((before != seq_idx[..., None])[:, :, None], 0.0)
@@ -122,13 +122,13 @@ def mixer_sizes(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> M
 
 
 def check_dims(x: Tensor) -> None:
-    """x is [b, s, w] or [t, w]."""
+    """ValueError unless x is [b, s, w] or [t, w]."""
     if x.ndim not in (2, 3):
         raise Rejected(f"input is {list(x.shape)}; it is [b, s, w], or [t, w] with cu_seqlens")
 
 
 def check_stream(x: Tensor, cu_seqlens: Tensor | None) -> None:
-    """x is [b, s, w], one sequence a row, or one stream, [t, w] or [1, t, w], with the offsets of its sequences."""
+    """ValueError unless x is [b, s, w], one sequence per row, or a stream [t, w] or [1, t, w] with `cu_seqlens`."""
     check_dims(x)
     is_stream = x.ndim == 2 or len(x) == 1
     if (cu_seqlens is None and x.ndim == 2) or (cu_seqlens is not None and not is_stream):

@@ -1,7 +1,7 @@
-"""The Mamba2 mixer, with the names of mamba-ssm's parameters.
+"""The Mamba2 mixer, with mamba-ssm's parameter names.
 
-Without `context_parallel` it mixes complete sequences. With it a rank has a shard of their tokens: projections and norm
-work on those, and the strategy does what is between the projections.
+Without `context_parallel` it mixes complete sequences. With `context_parallel` each rank has a shard of the tokens:
+projections and norm run on the shard, and the strategy runs the part between the projections.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch_impl.contract import NonNegative, PositiveInt, Rejected, Sharded, con
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.mix import SsmParameters, check_stream, mix_columns, mixer_sizes
 
-STEPS = (1e-3, 1e-1)  # the range that dt is drawn from, evenly in its logarithm
-DECAYS = (1.0, 16.0)  # the range of -A
+STEPS = (1e-3, 1e-1)  # the initial dt is log-uniform in this range
+DECAYS = (1.0, 16.0)  # the initial -A is uniform in this range
 
 
 class Strategy(Protocol):
@@ -30,7 +30,7 @@ class Strategy(Protocol):
 
 
 class GroupedNorm(nn.Module):
-    """Division by the root mean square of each of `groups` equal parts of the last dim, times a weight."""
+    """RMS norm over each of `groups` equal parts of the last dim, times a weight."""
 
     def __init__(self, width: int, groups: int, eps: float, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class GroupedNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A weight of ones."""
+        """Set the weight to ones."""
         nn.init.ones_(self.weight)
 
     def forward(self, y: Float[Tensor, "*a i"]) -> Float[Tensor, "*a i"]:
@@ -49,25 +49,25 @@ class GroupedNorm(nn.Module):
 
 
 class Mamba2Mixer(nn.Module):
-    """The Mamba2 layer between two residuals.
+    """The Mamba2 mixer: projections, convolution, recurrence, gate and norm.
 
-        x  "b s d"  or, packed,  "t d"     ->   the same     (s, t sharded over cp as `context_parallel` says)
+        x  "b s d"  or, packed,  "t d"     ->   the same     (`context_parallel` determines how cp shards s or t)
         parameters  "... cp=R": replicated; their full gradient is the SUM over cp
 
     z|x|B|C|dt = in_proj(x);  x|B|C = silu(conv(x|B|C));  dt = clamp(softplus(dt + dt_bias));  A = -exp(A_log)
     S[t] = exp(dt[t] A) S[t-1] + dt[t] x[t] B[t]^T;  y[t] = S[t] C[t] + D x[t];  out_proj(norm(y * silu(z)))
 
-    `d_model` is the width of x. `conv_bias` and `bias` give the convolution and the projections one. `chunk_size` is
-    that of the scan, in tokens. `context_parallel` is a function from the mixer to its strategy: an object with `mix`.
-    Offsets `cu_seqlens` are those of the full padded stream. dt_bias, A_log and D are created in float32, or float64
-    if the rest is; the rest in `dtype`, all on `device`.
+    `d_model` is the width of x. `conv_bias` adds a bias to the convolution, `bias` to the projections. `chunk_size` is
+    the scan's, in tokens. `context_parallel` is a function from the mixer to its strategy, an object with `mix`.
+    `cu_seqlens` are the offsets of the full padded stream. dt_bias, A_log and D are created in float32, or in float64
+    if `dtype` is; all other parameters in `dtype`. All are on `device`.
 
     Cost:   no collective of its own.
-    Errors: TypeError for sizes or offsets that are no integers, an x that is no Tensor of the parameters' dtype;
+    Errors: TypeError for sizes or offsets that are not integers, an x that is not a Tensor of the parameters' dtype;
             ValueError for sizes below 1, num_heads that n_groups does not divide, a width that norm_groups does not
-            divide, a dt_limit that is no range, norm_eps below 0, x of another width, [t, d] without cu_seqlens or
+            divide, a dt_limit that is not a range, norm_eps below 0, x of another width, [t, d] without cu_seqlens or
             [b, s, d] with it and b > 1, offsets that do not rise from 0 to t.
-    Source: arXiv 2405.21060; the names are those of mamba-ssm's Mamba2.
+    Source: arXiv 2405.21060; the names follow mamba-ssm's Mamba2.
     """
 
     @contract
@@ -91,7 +91,7 @@ class Mamba2Mixer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        # 1. What a contract of one argument cannot say.
+        # 1. Checks that involve several arguments.
         self.sizes = mixer_sizes(num_heads, head_dim, n_groups, d_state)
         norm_groups = n_groups if norm_groups is None else norm_groups
         if not 0 <= dt_limit[0] <= dt_limit[1]:
@@ -99,7 +99,7 @@ class Mamba2Mixer(nn.Module):
         if self.sizes.inner % norm_groups:
             raise Rejected(f"norm_groups={norm_groups} must divide num_heads * head_dim = {self.sizes.inner}")
         self.d_model, self.d_conv, self.chunk_size, self.dt_limit = d_model, d_conv, chunk_size, dt_limit
-        # 2. Parameters. Those of the recurrence are wide: a rounding of a decay is repeated with every token.
+        # 2. Parameters. The recurrence's are wide, since the rounding of a decay is repeated for every token.
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         wide_factory: dict[str, Any] = {"device": device, "dtype": accumulator(dtype or torch.get_default_dtype())}
         channels = self.sizes.channels
@@ -111,15 +111,15 @@ class Mamba2Mixer(nn.Module):
         self.norm = GroupedNorm(self.sizes.inner, norm_groups, norm_eps, **factory)
         self.out_proj = nn.Linear(self.sizes.inner, d_model, bias=bias, **factory)
         self.reset_parameters()
-        # 3. Last, since a strategy reads the parameters.
+        # 3. The strategy comes last, since it reads the parameters.
         self.context_parallel = None if context_parallel is None else context_parallel(self)
 
     def reset_parameters(self) -> None:
-        """Initialize dt_bias, A_log and D as the paper does; the projections and the convolution do so themselves."""
+        """Initialize dt_bias, A_log and D as in the paper; projections and convolution initialize themselves."""
         with torch.no_grad():
             low, high = map(math.log, STEPS)
             dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
-            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # so that softplus gives dt
+            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
             self.A_log.uniform_(*DECAYS).log_()
             self.D.fill_(1.0)
 
@@ -131,7 +131,7 @@ class Mamba2Mixer(nn.Module):
         if x.shape[-1] != self.d_model:
             raise Rejected(f"x is {list(x.shape)}; d_model={self.d_model} is its last dim")
         strategy = self.context_parallel
-        # A strategy with a TokenLayout of every batch needs no offsets, and validates its input itself.
+        # A strategy with a fixed TokenLayout needs no offsets, and validates its input itself.
         if strategy is None or isinstance(getattr(strategy, "layout", None), str):
             check_stream(x, cu_seqlens)
         mix = self._mix if strategy is None else strategy.mix
@@ -150,7 +150,7 @@ class Mamba2Mixer(nn.Module):
         return self._mix(projected_states, cu_seqlens)
 
     def _mix(self, projected_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        # A packed stream is one row, in which the ids say where a sequence begins.
+        # A packed stream is one row; a new id marks the start of a sequence.
         rows = projected_states if projected_states.ndim == 3 else projected_states[None]
         ids = None
         if cu_seqlens is not None:
@@ -162,8 +162,8 @@ class Mamba2Mixer(nn.Module):
         return out if projected_states.ndim == 3 else out[0]
 
     def _project_in(self, x: Tensor) -> Tensor:
-        """in_proj of x. TypeError for an x of another dtype that neither autocast nor a hook casts."""
-        # Whether the dtypes differ is known only here, after autocast and hooks; torch's message names no tensor.
+        """in_proj of x. TypeError if x has another dtype and neither autocast nor a hook casts it."""
+        # Only after autocast and hooks is it known whether the dtypes differ, and torch's message names no tensor.
         try:
             return self.in_proj(x)
         except RuntimeError as error:
@@ -176,5 +176,5 @@ class Mamba2Mixer(nn.Module):
             ) from error
 
     def ssm_parameters(self) -> SsmParameters:
-        """The parameters between the projections, unsharded."""
+        """The mixer's parameters between the projections, unsharded."""
         return SsmParameters(self.conv1d.weight[:, 0], self.conv1d.bias, self.dt_bias, self.A_log, self.D)

@@ -1,8 +1,8 @@
-"""The state space recurrence of Mamba2 in chunks: matrix products inside each, a small recurrence between them.
+"""The state space recurrence of Mamba2 in chunks: matrix products inside chunks, a small recurrence between them.
 
-All decays are exponentials of sums of logarithms, of which none is positive: nothing overflows and nothing is a
-quotient. Where a sequence ends inside a chunk, the matrix of decays is 0 across the border.
-mamba-ssm's kernel computes the same where `mamba_ssm_kernels` finds one.
+Every decay is the exponential of a sum of logarithms that are at most 0: nothing overflows, and there are no quotients.
+If a sequence ends inside a chunk, the matrix of decays is 0 across the border.
+mamba-ssm's kernel computes the same if `mamba_ssm_kernels` finds it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def chunked_scan(
 ) -> tuple[Sharded[Tensor, "b s h p"], Sharded[Tensor, "b h p n"]]:
     """y[t] = S[t] C[t] + D x[t] and the last S;  S[t] = exp(dt[t] A) S[t-1] + dt[t] x[t] B[t]^T.
 
-    Head i reads group i * g // h; dt is positive and A negative; D is [h] or [h, p]. `seq_idx` names the sequence of
-    each token, in ascending order: S is 0 before each but the first, which begins with `initial_states`. Any s and
-    any chunk_size. y has x's dtype, the state is in float32 or wider, and so is all between, under autocast too.
-    A token that is not finite makes all of its chunk not finite, in every sequence: a mask is a product with 0.
+    Head i reads group i * g // h; dt is positive and A negative; D is [h] or [h, p]. `seq_idx` has the sequence index
+    of each token, in ascending order. The first sequence starts with `initial_states`, all others with S = 0. Any s and
+    any chunk_size. y has x's dtype; the state and all intermediates are float32 or wider, even under autocast. A token
+    that is not finite makes its entire chunk not finite, in every sequence, since masks multiply by 0.
 
     Cost:   no collective. Per row and head 2 * s * chunk_size * (n + p) multiplications inside the chunks and
             (s / chunk_size)^2 * p * n between them. Saves the inputs, s * chunk_size decays per row and head, and
-            the state at each border of chunks.
+            the state at each border between chunks.
     Errors: ValueError for shapes that do not fit, or chunk_size below 1; TypeError for another dtype.
     Source: arXiv 2405.21060, section 6.
     """
@@ -61,7 +61,7 @@ def scan(
     seq_idx: Tensor | None = None,
     initial_states: Tensor | None = None,
 ) -> tuple[Float[Tensor, "b s h p"], Float[Tensor, "b h p n"]]:
-    """`chunked_scan`, of validated arguments."""
+    """`chunked_scan` for validated arguments."""
     if kernel := scan_kernel(x, B, C):
         return kernel_scan(kernel, x, dt, A, B, C, D, chunk_size, seq_idx, initial_states)
     wide = accumulator(x.dtype)
@@ -73,7 +73,7 @@ def scan(
     ids = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device) if seq_idx is None else seq_idx
     u, logs = x.to(wide) * dt.to(wide)[..., None], dt.to(wide) * A.to(wide)
     B, C = (part.to(wide).repeat_interleave(heads_per_group, dim=2) for part in (B, C))
-    # autocast would run the products of float32 tensors in 16 bits.
+    # Under autocast, products of float32 tensors would run in 16 bits.
     with no_autocast(x.device):
         y, final = _chunks(u, logs, B, C, ids, entering, min(chunk_size, x.shape[1]))
     if D is not None:
@@ -84,31 +84,34 @@ def scan(
 def _chunks(
     u: Tensor, logs: Tensor, B: Tensor, C: Tensor, ids: Tensor, entering: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Letters: b batch, c chunk, l and m tokens of a chunk, h heads, p head width, n state; e and f count chunks."""
-    # 1. Split into chunks, b c l h ...; the padding, tokens of u = 0 and log 0, changes no state.
+    """(y without D, the final state), from chunks of `size` tokens.
+
+    Letters: b batch, c chunk, l and m tokens of a chunk, h heads, p head width, n state; e and f count chunks.
+    """
+    # 1. Split into chunks, b c l h ...; padding tokens have u = 0 and log 0, and change no state.
     s = u.shape[1]
     u, logs, B, C = (_chunks_of(part, size) for part in (u, logs, B, C))
     ids = torch.cat([ids, ids[:, -1:].expand(-1, -s % size)], 1).view(u.shape[:3])
-    border_ids = torch.cat([ids[:, :1, 0], ids[:, :, -1]], 1)  # the sequence at each border of chunks
-    # 2. The output of each chunk by itself: what token m writes and token l of the same chunk reads.
+    border_ids = torch.cat([ids[:, :1, 0], ids[:, :, -1]], 1)  # the sequence at each border between chunks
+    # 2. The output inside each chunk: token l reads the states that tokens m of the same chunk write.
     inside = _log_decays(logs, ids)  # b c l m h
     y = torch.einsum("bclmh,bcmhp->bclhp", torch.einsum("bclhn,bcmhn->bclmh", C, B) * inside.exp(), u)
-    # 3. The state at the end of each chunk, if none enters it.
+    # 3. The state at the end of each chunk, as if no state entered it.
     chunk_states = torch.einsum("bclhp,bclhn,bclh->bchpn", u, B, inside[:, :, -1].exp())
     # 4. The recurrence between chunks, as one product with the decays from border f to border e.
     through = logs[:, :, :1] + inside[:, :, :, 0]  # from before the chunk's first token
     between = _log_decays(F.pad(through[:, :, -1], (0, 0, 1, 0)), border_ids).exp()
     states = torch.einsum("befh,bfhpn->behpn", between, torch.cat([entering[:, None], chunk_states], 1))
-    # 5. What the state that enters a chunk adds to its tokens, up to the first border of sequences.
+    # 5. Add the output of the state that enters each chunk, up to the first border between sequences.
     enters = through.masked_fill((ids[:, :, :1] != border_ids[:, :-1, None])[..., None], NEVER).exp()
     y = y + torch.einsum("bclhn,bchpn,bclh->bclhp", C, states[:, :-1], enters)
     return y.flatten(1, 2)[:, :s], states[:, -1]
 
 
 def _log_decays(logs: Float[Tensor, "*a l h"], ids: Int[Tensor, "*a l"]) -> Float[Tensor, "*a l m h"]:
-    """The sum of logs over m < k <= l; -inf where m is later than l, or in another sequence.
+    """The sum of logs over m < k <= l; -inf if m is later than l or in another sequence.
 
-    Each sum runs over its own terms: no other sequence is in it, and no difference of long sums loses digits.
+    Each sum is added up from its own terms: no other sequence enters it, and no difference of long sums loses digits.
     """
     reaches = (ids[..., :, None] == ids[..., None, :]).tril()
     terms = torch.where(reaches.tril(-1)[..., None], logs[..., :, None, :], 0.0)

@@ -1,8 +1,9 @@
-"""Index arrays of the segments of a rank's stream: runs of one sequence's tokens, which states pass between.
+"""Index arrays for the segments of a rank's stream; a segment is a run of tokens of one sequence.
 
-Each rank sends the final states of `count` segments and receives the states that enter as many: under dual_chunk_swap
-both halves of each sequence on it; under contiguous it sends that of the segment at its last row, which the next rank
-continues, and receives one for the segment at its first row. An index one past the last row means a row of zeros.
+Each rank sends the final states of `count` segments and receives the states that enter `count` segments. Under
+dual_chunk_swap these are both halves of each local sequence. Under contiguous the rank sends the state of the segment
+at its last row, which the next rank continues, and receives a state for the segment at its first row. An index one past
+the last row means a row of zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch_impl.layouts import TokenLayout
 
 @dataclass(frozen=True)
 class Blocks:
-    """Segments in blocks of equal size: the rows of each, its segment, and the position of each row in all blocks."""
+    """Segments in blocks of equal size: the rows of each block, its segment, and each row's position in all blocks."""
 
     rows: Int64[Tensor, "m l"]
     segment: Int64[Tensor, " m"]
@@ -30,9 +31,9 @@ class Blocks:
 class Halo:
     """The k - 1 rows before each segment that a state enters, and the stream extended by them.
 
-    `sent` indexes the local rows: the last of each segment whose state is sent. `before` indexes the gathered rows of
-    all ranks. `extended` indexes cat(local, before), `ids` are the segments of its rows and `local` the positions of
-    the local rows in it.
+    `sent` indexes local rows: the last rows of each segment that sends its state. `before` indexes the gathered rows of
+    all ranks. `extended` indexes cat(local, before); `ids` are the segments of the extended rows, and `local` the
+    positions of the local rows among them.
     """
 
     sent: Int64[Tensor, " m"]
@@ -44,10 +45,10 @@ class Halo:
 
 @dataclass(frozen=True)
 class Segments:
-    """The indices of one rank; all of them depend on the layout alone.
+    """The index arrays of one rank; they depend on the layout alone.
 
-    `order` has a row for each sequence: the segments of all ranks by position, `sequences` their sequences; a state
-    passes along a row. `before` counts, for each local segment, the segments of its row that come before it.
+    `order` has a row for each sequence, with the segments of all ranks by position; states pass along a row.
+    `sequences` has the sequence of each entry. `before` is the number of segments before each local segment in its row.
     """
 
     count: int
@@ -63,7 +64,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class _Spans:
-    """Local rows of segments that send and that receive a state; the sending segment of a row of any rank."""
+    """Local rows of the segments that send a state and that receive one; the sending segment of each row of a rank."""
 
     ids: Tensor
     starts: Tensor
@@ -74,9 +75,9 @@ class _Spans:
 
 
 def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch.device) -> Segments:
-    """The segments of a layout with tokens, cached as long as the layout exists.
+    """The segments of a layout that has tokens; cached with the layout.
 
-    Cost:   no collective, no host read, no loop over sequences or ranks; n * g indices and a few for each local token.
+    Cost:   no collective, no host read, no loop over sequences or ranks; n * g indices and a few per local token.
     Errors: ValueError for a layout that is neither contiguous nor dual_chunk_swap.
     """
     if layout.kind not in ("contiguous", "dual_chunk_swap", "packed"):
@@ -88,7 +89,7 @@ def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch
 
 
 def _build(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:
-    # A contiguous shard passes one state on, a DualChunkSwap shard one for each half of every sequence.
+    # A contiguous shard passes on one state, a DualChunkSwap shard one state for each half of every sequence.
     local, device = layout.total // layout.cp_size, layout.index.device
     spans = (_runs_at_the_ends if layout.kind == "contiguous" else _halves)(layout)
     order = (_order_of_ranks if layout.kind == "contiguous" else _order_of_halves)(layout, spans)
@@ -107,7 +108,7 @@ def _build(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:
 
 
 def _halves(layout: TokenLayout) -> _Spans:
-    """Both chunks of each sequence; the same local rows on every rank."""
+    """Both chunks of each sequence, at the same local rows on every rank."""
     cu = layout.cu_padded.long() // layout.cp_size
     edges = torch.cat([torch.stack([cu[:-1], cu[:-1] + cu.diff() // 2], 1).flatten(), cu[-1:]])
     starts, stops = edges[:-1], edges[1:]
@@ -117,7 +118,7 @@ def _halves(layout: TokenLayout) -> _Spans:
 
 
 def _runs_at_the_ends(layout: TokenLayout) -> _Spans:
-    """The sequence at the last row, which the next rank may continue, and that at the first, which may continue."""
+    """The sequence at the last row, which the next rank may continue, and the one at the first row."""
     ids = layout.sequence_ids[layout.local_index]
     last, first = (ids != ids[-1]).sum()[None], (ids == ids[0]).sum()[None]
     local = torch.full_like(last, len(ids))
@@ -127,9 +128,9 @@ def _runs_at_the_ends(layout: TokenLayout) -> _Spans:
 def _order_of_halves(layout: TokenLayout, spans: _Spans) -> tuple[Tensor, Tensor, Tensor]:
     n, count, rank = layout.cp_size, len(spans.starts), layout.cp_rank
     positions = layout.index[:, spans.starts.clamp(max=layout.index.shape[1] - 1)]
-    by_position = positions.view(n, -1, 2).transpose(0, 1).flatten(1).argsort(-1)  # 2 * rank + half, of each sequence
+    by_position = positions.view(n, -1, 2).transpose(0, 1).flatten(1).argsort(-1)  # 2 * rank + half, per sequence
     sequence = torch.arange(count // 2, device=by_position.device)[:, None]
-    # The inverse permutation: where this rank's two halves come in each sequence.
+    # The inverse permutation has the place of this rank's two halves in each sequence.
     before = by_position.argsort(-1)[:, 2 * rank : 2 * rank + 2]
     order = by_position // 2 * count + 2 * sequence + by_position % 2
     return order, sequence.expand_as(order), before
@@ -137,7 +138,7 @@ def _order_of_halves(layout: TokenLayout, spans: _Spans) -> tuple[Tensor, Tensor
 
 def _order_of_ranks(layout: TokenLayout, spans: _Spans) -> tuple[Tensor, Tensor, Tensor]:
     ids, rank = layout.sequence_ids.view(layout.cp_size, -1), layout.cp_rank
-    continues = ids[rank - 1, -1] == ids[rank, 0]  # rank 0 compares with the last rank, but has 0 before it anyway
+    continues = ids[rank - 1, -1] == ids[rank, 0]  # rank 0 compares with the last rank, but gets 0 below anyway
     return (
         torch.arange(layout.cp_size, device=ids.device)[None],
         ids[None, :, -1],
@@ -146,14 +147,14 @@ def _order_of_ranks(layout: TokenLayout, spans: _Spans) -> tuple[Tensor, Tensor,
 
 
 def _blocks(starts: Tensor, stops: Tensor, everywhere: Tensor, size: int) -> Blocks:
-    """Segments in blocks of `size` rows, the last of each padded with zeros; as many blocks for any lengths."""
+    """Segments in blocks of `size` rows, padded with zeros; the number of blocks does not depend on the lengths."""
     local, count = len(everywhere), len(starts)
-    # 1. The segment of each block. local // size + count blocks are enough for any lengths: no host read.
+    # 1. The segment of each block. local // size + count blocks are enough for any lengths, without a host read.
     block_counts = -(-(stops - starts) // size)
     ends = block_counts.cumsum(0)
     block = torch.arange(local // size + count, device=starts.device)
     segment = torch.searchsorted(ends, block, right=True).clamp(max=count - 1)
-    # 2. The rows of each block; after its segment's last row the index of the row of zeros.
+    # 2. The rows of each block; past its segment's last row, the index of the row of zeros.
     offset = (block - (ends - block_counts)[segment]) * size
     rows = (starts[segment] + offset)[:, None] + torch.arange(size, device=starts.device)
     rows = torch.where(rows < stops[segment][:, None], rows, local)
@@ -165,20 +166,20 @@ def _blocks(starts: Tensor, stops: Tensor, everywhere: Tensor, size: int) -> Blo
 
 def _halo(layout: TokenLayout, spans: _Spans, everywhere: Tensor, width: int) -> Halo:
     local, count, device = len(everywhere), len(spans.starts), everywhere.device
-    # 1. The positions before each entered segment, as far as its sequence reaches back.
+    # 1. The positions before each entered segment, back to the start of its sequence at most.
     entry = spans.entry_starts.clamp(max=local - 1)
     position = layout.local_index[entry]
     back = torch.arange(width, 0, -1, device=device)
     halo_position = position[:, None] - back
     sequence_start = layout.cu_padded[layout.sequence_ids[position]]
     exists = (halo_position >= sequence_start[:, None]) & (spans.entry_stops > spans.entry_starts)[:, None]
-    # 2. Which rank sends each of them, at which index of its message: the last `width` rows of each segment are sent.
+    # 2. The rank that sends each position, and the index in its message: the last `width` rows of each segment.
     row = layout.inverse[halo_position.clamp(min=0)]
     rank, row = row // local, row % local
     segment = spans.segment_of_row[row]
     before = (rank * count + segment) * width + width - (spans.stops[segment] - row)
     absent = layout.cp_size * count * width
-    # Rows before a short segment's start are sent too, and no rank reads them.
+    # Rows before a short segment's start are also sent, but no rank reads them.
     sent = (spans.stops[:, None] - back).clamp(min=0).flatten()
     # 3. The stream with `width` rows in front of each entered segment.
     local_rows = everywhere + width * torch.searchsorted(spans.entry_starts.contiguous(), everywhere, right=True)

@@ -1,9 +1,10 @@
-"""State-passing context parallelism: each rank mixes its tokens of all heads.
+"""State-passing context parallelism: each rank mixes its own tokens, with all heads.
 
-Between shards pass only the last inputs of the convolution and one state per head. Both are gathered, so that the bytes
-sent do not grow with the sequence. No token is moved.
+Shards exchange only the last inputs of the convolution and one state per head, by all_gather, so the bytes sent do not
+grow with the sequence length. Tokens stay on their rank.
 
-Logarithms of decays are summed inside each segment: no other segment is in a sum, and no long sum is subtracted.
+Logarithms of decays are summed inside each segment: a sum has no terms of other segments and is not a difference of
+long sums.
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ from torch_impl.mamba.strategy import GroupOrMesh, MixerStrategy, Order, as_rows
 
 
 class MambaStatePassing(MixerStrategy):
-    """A Mamba2 mixer between its projections, over cp ranks that keep their tokens. It has no parameters itself.
+    """Run a Mamba2 mixer with tokens sharded over cp ranks, by passing states. It has no parameters itself.
 
         mix:  projected_states  "b s/cp:LAYOUT w"  or  "t/cp:packed w"   ->   the same with "i" columns
         parameters of `mixer`  "... cp=R"
 
-    entry of a segment = sum over earlier i of its sequence of exp(sum of a between i and it) U[i];  U[i] is the state
-    at the end of segment i if none enters it, a[i] the logarithm of its decay.
+    The state that enters segment k is the sum, over the earlier segments i of its sequence, of
+    exp(sum of a[j], i < j < k) U[i]. U[i] is the state at the end of segment i as if no state entered it, and a[j] the
+    logarithm of the decay over segment j.
 
-    `mixer` has conv1d, dt_bias, A_log and D, read when they are used. A rank differentiates them for its tokens: the
+    `mixer` has conv1d, dt_bias, A_log and D, which are read at each use. A rank differentiates them for its tokens: the
     full gradient is the SUM over cp. A data-parallel average over dp * cp needs the loss times cp_size.
-    `layout` is contiguous, dual_chunk_swap (inside each sequence of a packed stream), or such a TokenLayout of every
-    batch. Any num_heads of any head_dim that n_groups divides, any d_state.
+    `layout` is contiguous, dual_chunk_swap (inside each sequence of a packed stream), or a TokenLayout in one of these
+    orders that holds for every batch. n_groups must divide num_heads; head_dim and d_state may be anything.
 
-    Cost:   per layer 2 all_gather forward, 2 reduce_scatter backward. Bytes handed in, forward:
-            g * b * ((K - 1) * channels * itemsize + H * (P * N + 1) * wide), and n times that backward, all of it
-            in float32 or wider (`wide` bytes); g is 1 for contiguous, 2 for each sequence of dual_chunk_swap. None of
-            it depends on s. Saves the gathered states of n * g segments.
+    Cost:   per layer 2 all_gather forward, 2 reduce_scatter backward. Bytes of their inputs, forward:
+            g * b * ((K - 1) * channels * itemsize + H * (P * N + 1) * wide); backward n times as many elements, all in
+            float32 or wider (`wide` bytes). g is 1 for contiguous, 2 per sequence for dual_chunk_swap. Nothing depends
+            on s. Saves the gathered states of n * g segments.
     Errors: ValueError for sizes below 1, num_heads that n_groups does not divide, parameters of other sizes,
-            another layout; TypeError for a cp_group that is neither ProcessGroup nor 1-D DeviceMesh.
+            another layout; TypeError for a cp_group that is neither a ProcessGroup nor a 1-D DeviceMesh.
     """
 
     name = "MambaStatePassing"
@@ -67,9 +69,9 @@ class MambaStatePassing(MixerStrategy):
 
         `cu_seqlens` are the padded offsets of the full stream.
 
-        Cost:   that of the class.
-        Errors: ValueError for other columns, offsets that do not end at n * rows, a stream without offsets;
-                TypeError for another dtype.
+        Cost:   as the class.
+        Errors: ValueError for another number of columns, offsets that do not end at n * rows, a stream without
+                offsets; TypeError for another dtype.
         """
         self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
         tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size)
@@ -83,7 +85,7 @@ class MambaStatePassing(MixerStrategy):
     def _mix_rows(self, rows: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
         """[b, t, w] -> [b, t, i]."""
         sizes = self.sizes
-        # 1. The convolution, with the rows before each segment from the ranks that have them.
+        # 1. The convolution, with the rows before each segment from other ranks.
         z, xBC, dt = rows.split([sizes.inner, sizes.channels, sizes.num_heads], dim=-1)
         xBC = self._convolve(xBC, parameters, segments)
         x, B, C = xBC.split([sizes.inner, sizes.shared, sizes.shared], dim=-1)
@@ -91,10 +93,10 @@ class MambaStatePassing(MixerStrategy):
         B, C = (columns.unflatten(-1, (sizes.n_groups, sizes.d_state)) for columns in (B, C))
         dt, A = steps(dt, parameters.dt_bias, self.dt_limit), decays(parameters.A_log)
         D = parameters.D.reshape(sizes.num_heads, -1)
-        # 2. The scan of each local segment as if no state entered it.
+        # 2. The scan of each local segment, as if no state entered it.
         ids = segments.ids.expand(len(rows), -1)
         y, _ = scan(x, dt, A, B, C, D, self.chunk_size, ids)
-        # 3. What the entering states add: the recurrence is linear in the state.
+        # 3. Add the outputs of the entering states: the recurrence is linear in the state.
         wide = accumulator(x.dtype)
         with no_autocast(x.device):
             u = x.to(wide) * dt[..., None]
@@ -102,24 +104,24 @@ class MambaStatePassing(MixerStrategy):
         return gate(y.flatten(-2), z)
 
     def _outputs_of_entering(self, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, segments: Segments) -> Tensor:
-        """[b, t, h, p]: what the states that enter this rank's segments add to its outputs."""
+        """[b, t, h, p]: the outputs of the states that enter this rank's segments."""
         # 1. The state and the decay that each local segment passes on.
         since = running_sums(logs, segments.ids)
         left = states_left(u, B, sums_after(logs, segments.ids), segments.leaving, segments.count)
-        # 2. The states that enter, by one all-gather; 3. their part of each output.
+        # 2. The states that enter, by one all-gather. 3. Their outputs.
         entering = self._entering(left, large_tensors.index_select(with_zeros(since), segments.last, 1), segments)
         return read_entering(C, since, entering, segments.entering)
 
     def _convolve(self, x: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
-        """The convolution of the local rows, each segment preceded by the k - 1 rows before it."""
+        """The convolution of the local rows, with the k - 1 rows before each segment."""
         halo = segments.halo
-        # 1. Gather the last rows of every rank's segments. "R": each rank reads other rows, so cotangents add up.
+        # 1. Gather the last rows of every rank's segments. "R": the ranks read different rows, so cotangents add up.
         sent = large_tensors.index_select(x, halo.sent, 1)
         gathered = all_gather(sent[None], self.cp_group, out="R")  # b k c -> n b k c
         # 2. Select the rows before each local segment, and put them in front of it.
         before = large_tensors.index_select(with_zeros(gathered.transpose(0, 1).flatten(1, 2)), halo.before, 1)
         extended = large_tensors.index_select(torch.cat([x, before], 1), halo.extended, 1)
-        # 3. Convolve, and drop the outputs at the rows in front.
+        # 3. Convolve, and drop the outputs at the inserted rows.
         ids = halo.ids.expand(len(x), -1)
         y = convolution(extended, parameters.conv_weight, parameters.conv_bias, ids)
         return large_tensors.index_select(y, halo.local, 1)
@@ -133,8 +135,8 @@ class MambaStatePassing(MixerStrategy):
         order = segments.order
         by_sequence = large_tensors.index_select(gathered, order.flatten(), 1).unflatten(1, order.shape)
         states, logs = by_sequence[..., :-1], by_sequence[..., -1]
-        # 3. Decays from the end of segment m to the end of segment k; row k + 1 of the padded ones is the state after
-        #    k + 1 segments, row 0 the zero state of a segment that none precedes.
+        # 3. Decays from the end of segment m to the end of segment k. With a row of zeros in front, row k + 1 gives the
+        #    state after k + 1 segments, and row 0 the zero state before the first segment.
         through = _log_decays(logs, segments.sequences.expand(len(by_sequence), -1, -1)).exp()
         prefixes = F.pad(through, (0, 0, 0, 0, 1, 0))
         # 4. The row of each local segment, times the states.
@@ -144,9 +146,9 @@ class MambaStatePassing(MixerStrategy):
 
 
 def running_sums(logs: Float[Tensor, "b t h"], ids: Int64[Tensor, " t"]) -> Float[Tensor, "b t h"]:
-    """The sum of logs from the start of each token's segment to the token; `ids` names segments, each one run.
+    """The sum of logs from the start of each token's segment to the token; each segment is one run of equal `ids`.
 
-    Cost: log2(t) additions of logs, as many for any segments. Saves a mask for each.
+    Cost: log2(t) additions of logs, for any segments. Saves a mask for each addition.
     """
     # Doubling: after each pass a token has the sum of the last `span` tokens of its segment.
     total, span = logs, 1
@@ -159,7 +161,7 @@ def running_sums(logs: Float[Tensor, "b t h"], ids: Int64[Tensor, " t"]) -> Floa
 
 
 def sums_after(logs: Float[Tensor, "b t h"], ids: Int64[Tensor, " t"]) -> Float[Tensor, "b t h"]:
-    """The sum of logs of all later tokens of each token's segment."""
+    """The sum of logs over all later tokens in each token's segment."""
     from_here = running_sums(logs.flip(1), ids.flip(0)).flip(1)
     is_same = (ids[1:] == ids[:-1])[:, None]
     return F.pad(torch.where(is_same, from_here[:, 1:], 0.0), (0, 0, 0, 1))
@@ -170,7 +172,7 @@ def states_left(
 ) -> Float[Tensor, "b k h p n"]:
     """The sum of exp(after[t]) u[t] B[t]^T over each of `count` segments.
 
-    Cost: t * h * p * n multiplications, one state a block.
+    Cost: t * h * p * n multiplications, and memory for one state per block.
     """
     u = _blocks_of(u * after.exp()[..., None], blocks).unflatten(3, (B.shape[2], -1))
     states = torch.einsum("bmlgep,bmlgn->bmgepn", u, _blocks_of(B, blocks)).flatten(2, 3)
@@ -181,9 +183,9 @@ def states_left(
 def read_entering(
     C: Float[Tensor, "b t g n"], since: Float[Tensor, "b t h"], entering: Float[Tensor, "b k h p n"], blocks: Blocks
 ) -> Float[Tensor, "b t h p"]:
-    """exp(since[t]) entering C[t], of the state that enters t's segment; 0 where none can.
+    """exp(since[t]) entering C[t], with the state that enters t's segment; 0 if no state can enter it.
 
-    Cost: t * h * p * n multiplications, one state a block.
+    Cost: t * h * p * n multiplications, and memory for one state per block.
     """
     states = large_tensors.index_select(entering, blocks.segment, 1).unflatten(2, (C.shape[2], -1))
     read = torch.einsum("bmlgn,bmgepn->bmlgep", _blocks_of(C, blocks), states).flatten(3, 4).flatten(1, 2)
@@ -191,7 +193,7 @@ def read_entering(
 
 
 def with_zeros(x: Float[Tensor, "b t *a"]) -> Float[Tensor, "b t+1 *a"]:
-    """x with a row of zeros after its last."""
+    """x with a row of zeros appended."""
     return F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
 
 

@@ -1,4 +1,4 @@
-"""The base class of both strategies: the group, the sizes, the layout of tokens, the parameters of the mixer."""
+"""The base class of both context-parallel strategies: group, sizes, token layout, and the mixer's parameters."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torch_impl.layouts.columns import MambaSizes
 from torch_impl.layouts.token_layout import dense_layout, stream_layout
 from torch_impl.mamba.mix import SsmParameters, check_dims, check_stream, mixer_sizes
 
-PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # the kind of layout of a packed stream, by order
+PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # order -> the layout kind of a packed stream
 
 
 @dataclass(frozen=True)
 class _GroupOrMeshKind:
-    """A process group, or a mesh of one dim."""
+    """A process group, or a mesh with one dim."""
 
     def problem(self, value: Any) -> str | None:
         if isinstance(value, DeviceMesh):
@@ -38,7 +38,7 @@ class _GroupOrMeshKind:
 
 @dataclass(frozen=True)
 class _OrderKind:
-    """The name of an order of tokens, or the layout of every batch."""
+    """The name of a token order, or a TokenLayout for every batch."""
 
     def problem(self, value: Any) -> str | None:
         choice = "contiguous, dual_chunk_swap or a TokenLayout"
@@ -52,12 +52,12 @@ Order = Annotated[str | TokenLayout, _OrderKind()]
 
 
 class MixerStrategy:
-    """The parameters of a Mamba2 mixer over cp ranks, as each rank uses them. It has no parameters itself.
+    """Base class: gives each cp rank its slices of a Mamba2 mixer's parameters. It has no parameters itself.
 
-    `mixer` has conv1d, dt_bias, A_log and D, which are replicated when they are read. A rank differentiates them for
-    its tokens or heads: the full gradient is the SUM over cp.
+    `mixer` has conv1d, dt_bias, A_log and D, which must be replicated when read. A rank differentiates them for its
+    tokens or heads: the full gradient is the SUM over cp.
 
-    Errors: ValueError if n_groups does not divide num_heads, for sizes that cp ranks cannot share, or parameters of
+    Errors: ValueError if n_groups does not divide num_heads, for sizes that cp ranks cannot share, or for parameters of
             other sizes.
     """
 
@@ -83,8 +83,8 @@ class MixerStrategy:
             raise Rejected(problem)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixerStrategy:
-        """For the copy of the mixer that `memo` has, or a new one; groups and layouts are shared."""
-        # Into `memo` first: the mixer refers to its strategy, and copying it would start over.
+        """Copy the strategy and its mixer (or use the mixer's copy in `memo`); share groups and layouts."""
+        # Write to `memo` first: the mixer refers to its strategy, so copying it would recurse without end.
         copy = memo[id(self)] = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__, mixer=deepcopy(self.mixer, memo))
         return copy
@@ -99,31 +99,34 @@ class MixerStrategy:
         return None if bias is None else self._slice_conv_param(bias)
 
     def get_dt_bias(self, tensor: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
-        """dt_bias of this rank's heads, [heads]; of `tensor`, if it is passed: a full copy, in another dtype say."""
+        """dt_bias of this rank's heads, [heads].
+
+        Slices `tensor` instead if it is passed: a full copy of the parameter, for example in another dtype.
+        """
         return self._slice_vector_param(self._parameter("dt_bias") if tensor is None else tensor)
 
     def get_A_log(self, tensor: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
-        """A_log of this rank's heads, [heads]; of `tensor`, if it is passed."""
+        """A_log of this rank's heads, [heads]; slices `tensor` instead if it is passed."""
         return self._slice_vector_param(self._parameter("A_log") if tensor is None else tensor)
 
     def get_D(self, tensor: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
-        """D of this rank's heads, [heads]; or [heads * head_dim], where D has one number per channel.
+        """D of this rank's heads: [heads], or [heads * head_dim] if D has one number per channel.
 
-        Of `tensor`, if it is passed.
+        Slices `tensor` instead if it is passed.
         """
         return self._slice_vector_param(self._parameter("D") if tensor is None else tensor)
 
     def ssm_parameters(self) -> SsmParameters:
-        """The parameters between the projections, of this rank."""
+        """This rank's parameters between the projections."""
         conv = self.get_conv1d_weight(), self.get_conv1d_bias()
         return SsmParameters(*conv, self.get_dt_bias(), self.get_A_log(), self.get_D())
 
     def _slice_vector_param(self, param: Shaped[Tensor, " h"]) -> Shaped[Tensor, " l"]:
-        """This rank's shard of a vector over heads: all of it, unless a strategy shards the heads."""
+        """This rank's shard of a vector over heads; all of it unless a strategy shards the heads."""
         return param
 
     def _slice_conv_param(self, param: Shaped[Tensor, "*a"]) -> Shaped[Tensor, "*b"]:
-        """This rank's channels of the convolution's weight or bias: all, unless a strategy shards the heads."""
+        """This rank's channels of the convolution's weight or bias; all of them unless a strategy shards the heads."""
         return param
 
     def _indivisible(self) -> str | None:
@@ -131,14 +134,14 @@ class MixerStrategy:
         return None
 
     def _parameter(self, name: str) -> Tensor:
-        """The parameter as it is now, since FSDP2 replaces it between steps; of a replicated DTensor the local one."""
+        """The current parameter, since FSDP2 replaces it between steps; the local tensor of a replicated DTensor."""
         from torch.distributed.tensor import DTensor
 
         parameter = attrgetter(name)(self.mixer)
         if not isinstance(parameter, DTensor):
             return parameter
         if not all(placement.is_replicate() for placement in parameter.placements):
-            # Strategies slice full parameters; a shard would be sliced a second time.
+            # Strategies slice full parameters, and would slice a shard a second time.
             raise ValueError(f"mamba.{self.name}: {name} is {parameter.placements}; unshard it first")
         return parameter.to_local()
 
@@ -149,36 +152,36 @@ class MixerStrategy:
     def _token_layout(
         self, x: Tensor, cu_seqlens: Tensor | None, ranks: int, layout: str | TokenLayout | None = None
     ) -> TokenLayout:
-        """The layout of a batch of which x is one of `ranks` equal shards.
+        """The layout of a batch; x is one of its `ranks` equal shards.
 
         Cost:   one host read of the offsets.
-        Errors: ValueError for a layout of other tokens, sequences or ranks or of unequal shards, offsets that do not
-                rise from 0 to the number of tokens.
+        Errors: ValueError for a layout with other tokens, sequences or ranks, or with unequal shards; for offsets that
+                do not rise from 0 to the number of tokens.
         """
-        # 1. A batch or a stream. A TokenLayout has the offsets, so a stream needs them only without one.
+        # 1. x is a batch or a stream. A stream needs offsets, unless a TokenLayout has them.
         order = self.layout if layout is None else layout
         check_dims(x)
         if cu_seqlens is not None or isinstance(order, str):
             check_stream(x, cu_seqlens)
-        # 2. A TokenLayout must be of this group and of these tokens.
+        # 2. A TokenLayout must match this group and these tokens.
         total = x.shape[-2] * ranks
         if isinstance(order, TokenLayout):
             if problem := self._layout_problem(order, total) or _sequence_problem(order, cu_seqlens):
                 raise Rejected(problem)
             return order
-        # 3. From the name of an order: each row one sequence, or a packed stream.
+        # 3. With the name of an order: each row is one sequence, or x is a packed stream.
         if cu_seqlens is None:
             return dense_layout(order, total, self.cp_size, self.cp_rank, x.device)
         return stream_layout(PACKED[order], cu_seqlens, total, self.cp_size, self.cp_rank)
 
     def _layout_problem(self, layout: TokenLayout, total: int) -> str | None:
-        """Why a layout is not one of this group and of `total` tokens, or gives ranks unequal shards; else None."""
+        """Why a layout does not match this group and `total` tokens, or is not supported; None if it is valid."""
         if (layout.cp_size, layout.cp_rank) != (self.cp_size, self.cp_rank):
             of_group = f"cp_group has cp={self.cp_size} and rank {self.cp_rank}"
             return f"layout is for cp={layout.cp_size} and rank {layout.cp_rank}, {of_group}; rebind it"
         if layout.total != total:
             return f"layout has {layout.total} tokens, the ranks have {total}"
-        # A state is passed on to one sequence, not to several.
+        # A state can be passed on to one sequence only.
         if layout.prefix_of:
             return "layout has sequences that continue others (prefix_of), which attention alone supports"
         # The collectives exchange blocks of one size.
@@ -188,17 +191,17 @@ class MixerStrategy:
 
     @property
     def chunk_size(self) -> int:
-        """The chunk size of the scan, where the mixer has one."""
+        """The mixer's chunk size of the scan, 256 if it has none."""
         return getattr(self.mixer, "chunk_size", 256)
 
     @property
     def dt_limit(self) -> tuple[float, float]:
-        """The range that steps are clamped to, where the mixer has one."""
+        """The mixer's range for clamping steps; unbounded if it has none."""
         return getattr(self.mixer, "dt_limit", (0.0, math.inf))
 
 
 def _parameter_problems(mixer: nn.Module, sizes: MambaSizes) -> Iterator[str]:
-    """Unless a mixer has the parameters, of the shapes that the sizes imply, and its own sizes are the same."""
+    """Why a mixer does not fit the sizes: missing parameters, other shapes, or other sizes of its own."""
     heads, channels = sizes.num_heads, sizes.channels
     shapes = {
         "conv1d.weight": (f"[{channels}, 1, k]", lambda p: p.shape[:-1] in ((channels,), (channels, 1))),
@@ -218,7 +221,7 @@ def _parameter_problems(mixer: nn.Module, sizes: MambaSizes) -> Iterator[str]:
             yield f"the mixer's {name} is None"
         elif parameter is not None and not fits(parameter):
             yield f"{name} is {list(parameter.shape)}; these sizes require {shape}"
-    # Parameters of two groups of three states have the shapes of six groups of one.
+    # Shapes alone do not determine the sizes: two groups of three states look like six groups of one.
     of_mixer = getattr(mixer, "sizes", sizes)
     if isinstance(of_mixer, MambaSizes) and of_mixer != sizes:
         mixer_groups, groups = (f"n_groups={x.n_groups} and d_state={x.d_state}" for x in (of_mixer, sizes))
@@ -226,7 +229,7 @@ def _parameter_problems(mixer: nn.Module, sizes: MambaSizes) -> Iterator[str]:
 
 
 def _sequence_problem(layout: TokenLayout, cu_seqlens: Tensor | None) -> str | None:
-    """Why offsets, without the negative entries that fill them on the right, are not the layout's; None if they are."""
+    """Why offsets, without negative entries at the end, differ from the layout's; None if they are equal."""
     if cu_seqlens is None:
         return None
     offsets, of_layout = [x for x in cu_seqlens.tolist() if x >= 0], layout.cu_padded.tolist()
@@ -241,11 +244,11 @@ def _sequence_problem(layout: TokenLayout, cu_seqlens: Tensor | None) -> str | N
 
 
 def _has_number_per_head_or_channel(D: Tensor, sizes: MambaSizes) -> bool:
-    """One number for each head or each of its channels, heads first, in however many dims."""
+    """Whether D has one number per head or per channel, heads first, in any number of dims."""
     counts = (sizes.num_heads, sizes.inner)
     return D.ndim > 0 and D.shape[0] in counts and D.numel() in counts and D.numel() >= D.shape[0]
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[b, s, w] of a batch or of a stream [s, w]."""
+    """x as [b, s, w]; a stream [s, w] becomes one row."""
     return x if x.ndim == 3 else x[None]

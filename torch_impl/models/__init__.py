@@ -1,11 +1,11 @@
 """A small hybrid language model built from the components, with a loss that is the same on every mesh.
 
-Arguments that mean this wherever a function says nothing else:
+These arguments mean the same throughout the package, unless a function says otherwise:
 
     config, vocab_size   the model's sizes; the size of the full vocabulary
-    layers               kinds of layers in order, "mamba" or "attention"
+    layers               kinds of layers in order, "mamba", "attention" or "moe"
     placement            the groups of this rank, and the order of tokens over cp
-    order                that order, a kind of TokenLayout
+    order                the order of tokens over cp, a kind of TokenLayout
     layouts              the TokenLayout of each stream
     dp_rank, cp_rank     this rank along dp and along cp
     cp_size              ranks along cp

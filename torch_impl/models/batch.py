@@ -1,6 +1,6 @@
-"""A batch of packed documents, and the part of it that one rank works on.
+"""A batch of packed documents, and each rank's part of it.
 
-Every rank has the full batch; rank r of dp takes its streams, rank r of cp its tokens of each stream.
+Every rank has the full batch. A dp rank takes its streams, and a cp rank its tokens of each stream.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class RankStream:
-    """The shard of a stream on one cp rank: ids and targets "1 t/cp:LAYOUT", and the layout that shards them."""
+    """One cp rank's shard of a stream: ids and targets "1 t/cp:LAYOUT", and the layout that shards them."""
 
     ids: Int[Tensor, "1 l"]
     targets: Int[Tensor, "1 l"]
@@ -45,27 +45,27 @@ class RankStream:
 
 @contract
 def rank_stream(stream: Stream, cp_size: int, cp_rank: int, order: str = "dual_chunk_swap") -> RankStream:
-    """Shift the targets inside each document, then shard: the next token may be on another rank.
+    """Shift the targets inside each document, then shard the stream: the next token may be on another rank.
 
-    The targets of a document's last token, of padding, and of tokens that `keep` leaves out are ignored.
+    The last token of a document, padding, and tokens that `keep` leaves out get an ignored target.
 
     Cost:   no collective; one copy of the offsets to the host.
-    Errors: those of `TokenLayout.packed`; ValueError for ids or keep of another length than the stream.
+    Errors: as `TokenLayout.packed`; ValueError if the length of ids or keep differs from the stream's.
     """
-    # 1. The layout, with which ids and keep must agree.
+    # 1. The layout; ids and keep must agree with it.
     layout = _layout(stream.cu_padded, stream.cu_real, cp_size, cp_rank, order)
     for name, tensor in (("ids", stream.ids), ("keep", stream.keep)):
         if tensor is not None and tensor.shape != (layout.total,):
             raise Rejected(f"{name} is {list(tensor.shape)} but cu_padded ends at {layout.total}; pass [t]")
-    # 2. Targets of the full stream, then the shards of this rank.
+    # 2. The targets of the full stream, then this rank's shards.
     targets = next_ids(stream, layout)
     return RankStream(layout.shard(stream.ids, 0)[None], layout.shard(targets, 0)[None], layout)
 
 
 def offsets_of(layouts: Sequence[TokenLayout]) -> Int[Tensor, "m 2 q"]:
-    """The documents of several streams as one tensor: offsets with padding and without, padded to one length.
+    """The documents of several streams as one tensor: padded and real offsets, filled up to one length.
 
-    `layout_of` turns any of its rows into a layout again.
+    `layout_of` turns a row back into a layout.
     """
     longest = max(len(layout.cu_padded) for layout in layouts)
     rows = [torch.stack([layout.cu_padded, layout.cu_real]) for layout in layouts]
@@ -74,10 +74,10 @@ def offsets_of(layouts: Sequence[TokenLayout]) -> Int[Tensor, "m 2 q"]:
 
 @contract
 def layout_of(offsets: Int[Tensor, "1 2 q"], placement: Placement) -> TokenLayout:
-    """The layout of one stream, sharded over the placement's cp in its order.
+    """The layout of one stream, from its row of `offsets_of`, sharded over the placement's cp group in its order.
 
     Cost:   one copy of the offsets to the host.
-    Errors: those of `TokenLayout.packed`; TypeError unless a Tensor; ValueError for the offsets of several streams.
+    Errors: as `TokenLayout.packed`; TypeError unless offsets is a Tensor; ValueError for several streams.
     """
     if not isinstance(offsets, Tensor):
         raise Rejected(f"offsets is a {type(offsets).__name__}; pass a TokenLayout or its offsets", TypeError)
@@ -88,15 +88,15 @@ def layout_of(offsets: Int[Tensor, "1 2 q"], placement: Placement) -> TokenLayou
 
 
 def _layout(padded: Tensor, real: Tensor, cp_size: int, cp_rank: int, order: str) -> TokenLayout:
-    # A packed stream shards each document by DualChunkSwap, which is a kind of layout of its own.
+    # DualChunkSwap inside each document is a separate kind of layout, `packed`.
     kind = "packed" if order == "dual_chunk_swap" else order
     return TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, kind=kind)
 
 
 def next_ids(stream: Stream, layout: TokenLayout) -> Int[Tensor, " t"]:
-    """The id after each token in its document, IGNORED where there is none or it does not count."""
+    """The id after each token in its document; IGNORED if no token follows or `keep` leaves the token out."""
     real = layout.cu_real.diff()[layout.sequence_ids]
-    # The last real token of a document has no next one; the roll gives it padding, or the next document's first id.
+    # No token follows the last real one of a document; the roll gives it padding or the next document's first id.
     counts = layout.position_ids + 1 < real
     if stream.keep is not None:
         counts = counts & stream.keep
@@ -105,9 +105,9 @@ def next_ids(stream: Stream, layout: TokenLayout) -> Int[Tensor, " t"]:
 
 @contract
 def streams_of_rank(streams: Sequence[Stream], dp_size: PositiveInt, dp_rank: NonNegativeInt) -> list[Stream]:
-    """The streams of one dp rank: every dp_size-th one, from number dp_rank on.
+    """The streams of one dp rank: every dp_size-th stream, starting with number dp_rank.
 
-    Errors: ValueError for streams that dp ranks cannot divide equally.
+    Errors: ValueError if dp_size does not divide the number of streams.
     """
     if len(streams) % dp_size:
         raise Rejected(f"{len(streams)} streams cannot be divided by dp={dp_size}; pass a multiple")

@@ -1,4 +1,4 @@
-"""The sizes of a hybrid language model, the kind of each layer, and the groups of ranks that it runs on."""
+"""The sizes of a hybrid language model, the kinds of its layers, and the process groups that it runs on."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ ORDERS = ("dual_chunk_swap", "contiguous")
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """`layers` names the kind of each layer; names that Hugging Face configs have mean the same here.
+    """The sizes and layers of a model; fields with a name from Hugging Face configs have the same meaning.
 
-    A "moe" layer is one of attention whose MLP is a mixture of experts. `balance_coefficient` and `z_coefficient` are
-    what the balance loss of each sequence and the z-loss of its router are multiplied by in a step of training.
+    `layers` has the kind of each layer. A "moe" layer is an attention layer with a mixture of experts as its MLP. A
+    training step multiplies a router's balance loss of each sequence by `balance_coefficient`, and its z-loss by
+    `z_coefficient`.
 
-    Errors: ValueError for an unknown kind, a size below 1, an odd head_dim, a number of query heads or of Mamba heads
-            that does not divide by the number of KV heads or of groups, more experts of a token than there are, and a
-            negative coefficient.
+    Errors: ValueError for an unknown kind, a size below 1, an odd head_dim, query heads that the KV heads do not
+            divide, Mamba heads that the groups do not divide, more experts per token than experts, and a negative
+            coefficient.
     """
 
     vocab_size: int = 256
@@ -53,7 +54,7 @@ class HybridConfig:
     @contract
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
-            # Every int here is a size; `is_tied` is an int too, as Python has it.
+            # Every int is a size, except the bool `is_tied`, which Python counts as an int.
             if isinstance(size, int) and not isinstance(size, bool) and size < 1:
                 raise Rejected(f"{name}={size} is not a size; it is 1 or more")
         for kind in self.layers:
@@ -80,10 +81,10 @@ class HybridConfig:
 class Placement:
     """Groups of one rank: `cp` shards tokens in this `order`; `tp` shards heads, MLP columns and the vocabulary.
 
-    `exchange` is that of attention (usp needs `ring_and_heads`, a mesh of 2 dims over the ranks of cp); `mamba` is
-    hidden, which exchanges tokens for heads, or state, which passes states.
+    `exchange` is the exchange of context-parallel attention; usp needs `ring_and_heads`, a 2-D mesh over the cp ranks.
+    `mamba` is "hidden" to exchange tokens for heads, or "state" to pass states.
 
-    Errors: TypeError unless groups; ValueError for another exchange, strategy or order.
+    Errors: TypeError unless cp and tp are process groups; ValueError for another exchange, strategy or order.
     """
 
     cp: ProcessGroup
@@ -96,7 +97,7 @@ class Placement:
     @contract
     def __post_init__(self) -> None:
         for name in ("cp", "tp"):
-            # A dataclass generates its constructor, whose signature can state no contract.
+            # A dataclass generates its constructor, so its signature cannot state a contract.
             check(GroupKind(name), name, getattr(self, name))
         for name, choices in {"exchange": EXCHANGES, "mamba": MAMBA, "order": ORDERS}.items():
             if getattr(self, name) not in choices:

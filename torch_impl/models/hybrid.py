@@ -1,7 +1,7 @@
-"""A hybrid language model: bytes to vectors, layers of attention and Mamba2, vectors to scores of the next byte.
+"""A hybrid language model: an embedding of bytes, layers of attention and Mamba2, and logits of the next byte.
 
-Rank r of cp has its tokens of each stream, rank r of tp its heads, its columns of every MLP and its shard of the
-vocabulary. On a group of one the same lines are the full model.
+A cp rank has its tokens of each stream; a tp rank has its heads, its columns of every MLP and its shard of the
+vocabulary. With groups of one, the same code is the full model.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class HybridLM(nn.Module):
                                         or   "b s/cp:LAYOUT tp=I"
         parameters  "... cp=R": replicated on each cp rank; their full gradient is the SUM over cp
 
-    One row, b = 1, is a packed stream whose documents `layout` knows; several rows are a sequence each. In place of a
-    layout the offsets of one stream's documents may be passed as a tensor, which a schedule splits as it splits ids.
+    One row, b = 1, is a packed stream with the documents of `layout`; several rows are one sequence each. `layout` may
+    also be a tensor, the offsets of one stream's documents, which a pipeline schedule can split like ids.
 
-    A stage of a pipeline has some of the modules: without the embedding it takes hidden states "b s/cp d" in place of
-    ids, without the head it returns them.
+    A pipeline stage has some of the modules: without the embedding it takes hidden states "b s/cp d" in place of ids,
+    and without the head it returns hidden states.
 
-    Cost:   that of its layers, and of `token_losses`; of offsets one copy to the host.
-    Errors: those of attention, of the Mamba strategies and of `layout_of`.
+    Cost:   its layers and `token_losses`; offsets need one copy to the host.
+    Errors: as `context_parallel_attention`, the Mamba strategies and `layout_of`.
     """
 
     def __init__(self, config: HybridConfig, placement: Placement, **factory: Any) -> None:
@@ -58,9 +58,9 @@ class HybridLM(nn.Module):
         """See the class."""
         token_layout = layout if isinstance(layout, TokenLayout) else layout_of(layout, self.placement)
         x = ids if self.embed_tokens is None else self.embed_tokens(ids)
-        for layer in self.layers.children():  # a list, or in a stage a dict by the layers' numbers
+        for layer in self.layers.children():  # a list, or in a stage a dict by layer number
             x = layer(x, token_layout)
-        # The norm goes with the head: a stage without them returns hidden states.
+        # Norm and head are on the same stage; other stages return hidden states.
         if self.lm_head is None:
             return x
         logits = self.lm_head(self.norm(x))
@@ -71,11 +71,12 @@ class HybridLM(nn.Module):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Inputs and outputs of a stage on the meta device, for `_precompute_stage_shapes`.
 
-            ids  "b s/cp"  where `is_first`, else hidden states  "b s/cp d"   ->   logits  "b s/cp v/tp" or hidden
+            ids  "b s/cp"  if `is_first`, else hidden states  "b s/cp d"   ->   logits  "b s/cp v/tp" or hidden
 
-        b is `microbatch_size`, `seq_len` counts this rank's tokens, floats have this `dtype` and a gradient.
+        b is `microbatch_size`, `seq_len` counts this rank's tokens; hidden states and logits have this `dtype` and
+        require grad.
         """
-        # The ranks' shards of the vocabulary may be unequal: DTensor rounds up, so that the last ones are shorter.
+        # Shards of the vocabulary may be unequal: DTensor rounds up, so the last ranks have fewer ids.
         start, end = ceil_range(self.config.vocab_size, self.placement.tp.size(), self.placement.tp.rank())
         ids = torch.empty(microbatch_size, seq_len, dtype=torch.int64, device="meta")
         hidden, logits = (
@@ -87,7 +88,7 @@ class HybridLM(nn.Module):
 
 Style = RowwiseParallel | ColwiseParallel | SequenceParallel
 QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-# By the kind of a layer. The stacks of experts are no linear layers: an axis ep of the mesh shards them, over tp too.
+# By kind of layer. Stacks of experts are not linear layers: the mesh axis ep shards them, also over tp.
 COLUMNS = {"attention": (*QUERY_KEY_VALUE, "mlp.gate_proj", "mlp.up_proj"), "moe": QUERY_KEY_VALUE}
 ROWS = {"attention": ("self_attn.o_proj", "mlp.down_proj"), "moe": ("self_attn.o_proj",)}
 
@@ -98,18 +99,18 @@ def tensor_parallel_plan(layers: tuple[str, ...]) -> dict[str, Style]:
         lm_head  "v/tp d"     logits  "b s v/tp": they stay sharded, for a vocabulary-parallel loss
 
     Heads, columns of the MLPs, and the vocabulary of embedding and head are sharded. Mamba2 layers and norms are
-    replicated on every tp rank, which all compute the same. Each call returns new styles.
+    replicated: every tp rank computes the same. Each call returns new styles.
 
-    Cost, over tp, each of x or its gradient: a layer of attention forward 2 all_reduces, of the outputs of o_proj and
-    down_proj, backward 5, one for the input of each column-wise layer; the embedding forward 1; the head backward 1.
+    Cost, over tp, each all_reduce of x or its gradient: an attention layer forward 2 (outputs of o_proj and down_proj),
+    backward 5 (the input of each column-wise layer); the embedding forward 1; the head backward 1.
     """
-    # Rows of the embedding are ids: each rank looks up those of its shard, and the sum over the ranks has all of them.
+    # Rows of the embedding are ids: each rank looks up the ids of its shard, and the sum over ranks has all rows.
     plan: dict[str, Style] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "lm_head": ColwiseParallel(),
     }
     for index, kind in enumerate(layers):
-        # Columns of the first product, rows of the second: between the two a rank needs no other rank.
+        # Columns of the first product, then rows of the second: no communication is needed between the two.
         plan |= {f"layers.{index}.{name}": ColwiseParallel() for name in COLUMNS.get(kind, ())}
         plan |= {f"layers.{index}.{name}": RowwiseParallel() for name in ROWS.get(kind, ())}
     return plan

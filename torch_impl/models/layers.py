@@ -1,4 +1,4 @@
-"""The kinds of layers: attention, then an MLP or a mixture of experts; Mamba2. Each with a norm and a residual."""
+"""The layers of the model: attention with an MLP or a mixture of experts, and Mamba2, with norms and residuals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from torch_impl.models.config import HybridConfig, Placement
 
 
 def rotated(x: Float[Tensor, "b h s p"], position_ids: Int[Tensor, " s"], base: float) -> Float[Tensor, "b h s p"]:
-    """Columns i and i + p/2 rotated by `position * base ** (-2 i / p)`; positions count inside their document.
+    """Rotary embedding: rotate columns i and i + p/2 by the angle `position * base ** (-2 i / p)`.
 
         x  "b h s/cp p"   position_ids  "s/cp"   ->   "b h s/cp p"
 
-    Cost:   no collective. Angles in float64, since float32 loses whole turns of a distant position; the product in
-            float32 or wider.
+    Positions count from the start of each document. Angles are computed in float64, since float32 loses entire turns at
+    distant positions; the rotation runs in float32 or wider.
+
+    Cost:   no collective.
     Source: arXiv 2104.09864.
     """
     half = x.shape[-1] // 2
@@ -43,9 +45,9 @@ def rotated(x: Float[Tensor, "b h s p"], position_ids: Int[Tensor, " s"], base: 
 class Attention(nn.Module):
     """o_proj(attention(rotated(q_proj(x)), rotated(k_proj(x)), v_proj(x))), causal inside each document.
 
-        x  "b s/cp:LAYOUT d"   ->   the same;   weights  "... cp=R", their heads sharded over tp by a plan
+        x  "b s/cp:LAYOUT d"   ->   the same;   weights  "... cp=R", with heads sharded over tp by a plan
 
-    Cost: that of `context_parallel_attention`.
+    Cost: as `context_parallel_attention`.
     """
 
     def __init__(self, config: HybridConfig, placement: Placement, **factory: Any) -> None:
@@ -60,12 +62,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Float[Tensor, "b s d"], layout: TokenLayout) -> Float[Tensor, "b s d"]:
         """See the class."""
-        # b s h*p -> b h s p, with the heads of this rank
+        # b s h*p -> b h s p, with this rank's heads
         q, k, v = (
             project(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        # A rank's tokens are not consecutive: their positions come from the layout.
+        # A rank's tokens are not consecutive, so their positions come from the layout.
         positions, base = layout.position_ids[layout.local_index], self.config.rope_base
         mesh = self.placement.ring_and_heads
         mixed = context_parallel_attention(
@@ -95,12 +97,12 @@ class Mlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """The sum of what each token's experts make of it, times their gates; stacks and arguments as in transformers.
+    """The gated sum of the experts' outputs for each token; weights and arguments as in transformers.
 
         hidden_states "t d", top_k_index and top_k_weights "t k"   ->   "t d"
-        gate_up_proj "e 2f d", gate and up one after the other; down_proj "e d f"
+        gate_up_proj "e 2f d", gate rows before up rows; down_proj "e d f"
 
-    Here all experts are on this rank; `fsdp2_strategy_parallelize` shards them over an axis `ep`.
+    All experts are on this rank; `fsdp2_strategy_parallelize` shards them over a mesh axis `ep`.
     """
 
     def __init__(self, config: HybridConfig, **factory: Any) -> None:
@@ -119,20 +121,20 @@ class Experts(nn.Module):
         gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
         weights = checked_weights(hidden_states, gate_up, down, "auto")
         choices = sorted_choices(top_k_index, len(down))
-        choices = choices.first(int(choices.counts.sum()))  # a number of no expert, such as -1, counts as 0
+        choices = choices.first(int(choices.counts.sum()))  # drop padding ids (-1)
         return weights.sums(hidden_states, top_k_weights, choices, hidden_states.dtype)
 
 
 class Moe(nn.Module):
-    """Of each token the gates are the largest of softmax(router(x)), over their sum.
+    """A mixture of experts: gates are the k largest of softmax(router(x)), divided by their sum.
 
         x  "b s/cp d"   ->   the same
 
-    From `begin_step` to `end_step` the losses of the router are added to the step's loss (`with_loss`): the balance
-    loss of each sequence and its z-loss, times their coefficients, as a mean over all sequences of the step. Padding is
-    routed too, and counts as any token.
+    From `begin_step` to `end_step` the router's losses are added to the step's loss (`with_loss`): the balance loss and
+    the z-loss of each sequence, times their coefficients, as a mean over all sequences of the step. Padding is routed
+    and counted like any other token.
 
-    Cost:   in a step forward 1 all_reduce of b * e int64 over cp.
+    Cost:   in a step forward 1 all_reduce of b * (e + 1) int64 over cp.
     """
 
     def __init__(self, config: HybridConfig, placement: Placement, **factory: Any) -> None:
@@ -140,17 +142,20 @@ class Moe(nn.Module):
         self.config, self.placement = config, placement
         self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False, **factory)
         self.experts = Experts(config, **factory)
-        self.loss_scale: float | None = None  # of a sequence's losses; None outside of a step
+        self.loss_scale: float | None = None  # factor of a sequence's losses; None outside a step
         self.shares: list[Tensor] = []
 
     def begin_step(self, shards: int, averaged_over: int) -> None:
-        """Add the router's losses from now on. `shards` are the micro-batches of all ranks, those of cp included, each
-        of one sequence; `averaged_over` are the ranks that gradients are averaged over, as in `normalised`."""
+        """Add the router's losses from now on.
+
+        `shards` is the number of micro-batches on all ranks, cp ranks included, with one sequence each; `averaged_over`
+        is the number of ranks that gradients are averaged over, as in `normalised`.
+        """
         self.loss_scale = averaged_over * self.placement.cp.size() / shards
         self.shares = []
 
     def end_step(self) -> list[Tensor]:
-        """This rank's shares of the router's losses, one for each micro-batch that backward has come through."""
+        """Stop adding losses; returns this rank's shares of them, one per micro-batch that has run backward."""
         self.loss_scale = None
         return self.shares
 
@@ -161,12 +166,12 @@ class Moe(nn.Module):
         y = self.experts(x.flatten(0, 1), experts, gates).view(x.shape)
         if self.loss_scale is None:
             return y
-        # 1. The losses of each sequence, whose other tokens are on the other ranks of cp.
+        # 1. The losses of each sequence; the other cp ranks have the rest of its tokens.
         cp, rows = self.placement.cp, x.shape[:2]
         balance = sequence_balance_loss(probabilities.unflatten(0, rows), experts.unflatten(0, rows), cp).sum()
         z = z_loss(logits, rows[1] * cp.size())
         loss = self.loss_scale * (self.config.balance_coefficient * balance + self.config.z_coefficient * z)
-        # 2. Noted once for each backward: a forward that is computed again for a backward adds nothing.
+        # 2. Record the loss once per backward; a recomputed forward (activation checkpointing) adds nothing.
         if loss.requires_grad:
             value = loss.detach()
             loss.register_hook(lambda _: self.shares.append(value))
@@ -174,7 +179,7 @@ class Moe(nn.Module):
 
 
 class AttentionLayer(nn.Module):
-    """x + attention(norm(x)), then that + mlp(norm(that))."""
+    """y = x + attention(norm(x)), then y + mlp(norm(y))."""
 
     def __init__(
         self, config: HybridConfig, placement: Placement, mlp: Callable[..., nn.Module] = Mlp, **factory: Any
@@ -191,9 +196,9 @@ class AttentionLayer(nn.Module):
 
 
 class MambaLayer(nn.Module):
-    """x + mamba(norm(x)); every tp rank computes all of it.
+    """x + mamba(norm(x)); every tp rank computes the full layer.
 
-    Errors: ValueError for a layout that is not sharded in the placement's order, and for rows of several documents.
+    Errors: ValueError for a layout in another order than the placement's, and for several rows with several documents.
     """
 
     def __init__(self, config: HybridConfig, placement: Placement, **factory: Any) -> None:
@@ -213,7 +218,7 @@ class MambaLayer(nn.Module):
             d_conv=config.conv_width,
             chunk_size=config.chunk_size,
             norm_eps=config.norm_eps,
-            # A function, since the strategy needs the mixer, whose constructor calls it.
+            # A function that the mixer's constructor calls, since the strategy needs the mixer.
             context_parallel=lambda mixer: strategy(placement.cp, **sizes, mixer=mixer, layout=placement.order),
             **factory,
         )
@@ -221,13 +226,13 @@ class MambaLayer(nn.Module):
     @contract
     def forward(self, x: Float[Tensor, "b s d"], layout: TokenLayout) -> Float[Tensor, "b s d"]:
         _check_layout(layout, self.order, len(x))
-        # Several rows are one sequence each; one row is a packed stream, whose documents the layout lists.
+        # Several rows are one sequence each; one row is a packed stream with the layout's documents.
         cu_seqlens = layout.cu_padded if len(x) == 1 else None
         return x + self.mixer(self.input_layernorm(x), cu_seqlens)
 
 
 def _check_layout(layout: TokenLayout, order: str, rows: int) -> None:
-    # `packed` is DualChunkSwap of each document.
+    # `packed` is DualChunkSwap inside each document.
     kind = "dual_chunk_swap" if layout.kind == "packed" else layout.kind
     if layout.cp_size > 1 and kind != order:
         raise Rejected(f"layout is sharded by {kind!r}, the model's Placement has order={order!r}; use one")
@@ -242,5 +247,5 @@ LAYERS = {"attention": AttentionLayer, "mamba": MambaLayer, "moe": partial(Atten
 
 
 def layer_of(kind: str, config: HybridConfig, placement: Placement, **factory: Any) -> nn.Module:
-    """A layer of one kind."""
+    """A layer of this kind."""
     return LAYERS[kind](config, placement, **factory)

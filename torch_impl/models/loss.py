@@ -1,8 +1,8 @@
-"""The loss of next tokens, the same on any mesh.
+"""The next-token loss, the same on any mesh.
 
-The loss is the sum of token losses over the global count of valid tokens. The count is that of the full optimiser
-step: all ranks, all microbatches. So the gradient is that of one number, however the step is divided into ranks and
-microbatches, and no other divisor is due anywhere.
+The loss is the sum of token losses divided by the number of valid tokens in the full optimiser step, over all ranks and
+microbatches. So the gradient does not depend on how ranks and microbatches divide the step, and there is no other
+divisor.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ def token_losses(
     tp: Group[ProcessGroup, "tp"],
     vocab_size: PositiveInt,
 ) -> Sharded[Tensor, "b s/cp tp=I"]:
-    """-log p(target) of each token, 0 where the target is outside of [0, vocab_size).
+    """-log p(target) of each token; 0 for targets outside [0, vocab_size).
 
-        logits  "b s/cp v/tp"   targets  "b s/cp"   ->   "b s/cp tp=I"
+    DTensor's ceil rule shards the vocabulary of `logits` over `tp`. The host reads no target.
 
-    The vocabulary is sharded over tp by DTensor's ceil rule. No target is read on the host.
-
-    Cost:   that of `DistributedLogprob`.
-    Errors: those of `DistributedLogprob`.
+    Cost:   as `DistributedLogprob`.
+    Errors: as `DistributedLogprob`.
     """
     start, end = ceil_range(vocab_size, tp.size(), tp.rank())
     return -DistributedLogprob.apply(logits, targets, start, end, tp)
@@ -45,12 +43,12 @@ def token_losses(
 def valid_count(
     targets: Sequence[Tensor], groups: Sequence[ProcessGroup], vocab_size: PositiveInt | None = None
 ) -> ShardedInt[Tensor, ""]:
-    """How many tokens of an optimiser step count: in all its local microbatches, summed over the ranks of all groups.
+    """The number of valid tokens in an optimiser step: in all local microbatches, summed over the ranks of all groups.
 
         targets  "b s/cp" of each microbatch   ->   a number, the same on every rank
 
-    `groups` are those that shard the batch (dp, cp), each rank in one group of each. A token counts if it has a loss in
-    `token_losses`: its target is in [0, vocab_size); without `vocab_size`, if it is not negative.
+    `groups` are the groups that shard the batch (dp, cp); each rank is in one group per axis. A token is valid if its
+    target is in [0, vocab_size), as in `token_losses`; without `vocab_size`, if it is not negative.
 
     Cost:   1 all_reduce of one int64 for each group.
     Errors: ValueError for a vocab_size below 1.
@@ -66,13 +64,11 @@ def valid_count(
 def normalised(
     losses: Sharded[Tensor, "..."], count: ShardedInt[Tensor, ""], averaged_over: PositiveInt = 1
 ) -> Sharded[Tensor, "dp=P cp=P"]:
-    """This rank's share of the loss: the sum of its token losses over the global count, 0 for a step without tokens.
+    """This rank's share of the loss: its sum of token `losses` over the global `count`; 0 for a step without tokens.
 
-        losses  "b s/cp"   count  one number   ->   "dp=P cp=P"
-
-    `averaged_over` is the number of ranks that gradients are averaged over afterwards: dp * cp under FSDP, 1 where they
+    `averaged_over` is the number of ranks that gradients are averaged over afterwards: dp * cp under FSDP, 1 if they
     are summed.
 
-    Errors: TypeError unless tensors; ValueError for `averaged_over` below 1.
+    Errors: TypeError unless losses and count are tensors; ValueError for `averaged_over` below 1.
     """
     return losses.sum() * averaged_over / count.clamp_min(1)

@@ -1,7 +1,7 @@
-"""An optimiser step of a model in pipeline stages: each stream of documents is a micro-batch.
+"""An optimiser step of a model in pipeline stages, with one stream of documents per micro-batch.
 
-Every rank of a pipeline has all of its micro-batches, so that a schedule passes each stage the documents of the
-micro-batch that it computes. Stages send each other hidden states and their gradients alone.
+Every rank of a pipeline has all micro-batches, so the schedule can pass each stage the documents of its current
+micro-batch. Stages exchange only hidden states and their gradients.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch_impl.models.loss import normalised, token_losses, valid_count
 
 @dataclass
 class StepLoss:
-    """The `loss_fn` of a schedule: what a micro-batch adds to this rank's share of the step's loss.
+    """The `loss_fn` of a schedule: a micro-batch's term of this rank's share of the step's loss.
 
         logits  "1 s/cp v/tp"   targets  "1 s/cp"   ->   "dp=P cp=P tp=I"
 
-    `count` is that of the full step, all micro-batches and ranks; `staged_step` sets it. So nothing is divided by
-    the number of micro-batches: `pipeline_model` is to be called with `scale_grads=False`.
+    `count` is the number of valid tokens in the full step, over all micro-batches and ranks; `staged_step` sets it.
+    Gradients must not be divided by the number of micro-batches: call `pipeline_model` with `scale_grads=False`.
 
-    Cost:   that of `token_losses`.
+    Cost:   as `token_losses`.
     Errors: ValueError before a count is set.
     """
 
@@ -55,25 +55,23 @@ def staged_step(
     streams: Sequence[RankStream],
     groups: Sequence[ProcessGroup],
 ) -> list[Float[Tensor, ""]]:
-    """Forward and backward of one step. Returns this rank's shares of the loss.
+    """Run forward and backward of one step, and return this rank's shares of the loss.
 
-        shares  "dp=P cp=P tp=I pp=P", those of micro-batches on the rank of the last stage, and those of each router
-                where it is
+        shares  "dp=P cp=P tp=I pp=P": micro-batches' shares on the rank of the last stage, a router's on its own rank
 
-    `schedule` and `stages` are those of `pipeline_model` for as many micro-batches of one row as there are `streams`,
-    `loss` its `loss_fn`; `groups` shard the batch, as for `valid_count`. Gradients are left on the parameters.
+    `schedule` and `stages` come from `pipeline_model`, with one micro-batch of one row per stream, and `loss` is its
+    `loss_fn`; `groups` shard the batch, as for `valid_count`. Gradients are left in the parameters' `.grad`.
 
-    Cost:   that of the schedule and its layers, and of `valid_count`; 1 all_reduce of one int64 for each group, and one
-            host read.
-    Errors: ValueError for streams of different lengths on any rank, on every rank of the groups; for another number of
-            streams than the schedule's.
+    Cost:   the schedule, its layers, and `valid_count`; 1 all_reduce of one int64 per group, and one host read.
+    Errors: ValueError on every rank of the groups if streams differ in length on any rank; ValueError if the number of
+            streams differs from the schedule's micro-batches.
     """
-    # 1. The count first: each micro-batch divides its loss by that of the full step.
+    # 1. Count valid tokens first: each micro-batch divides its loss by the count of the full step.
     _check_lengths(streams, groups)
     targets = [stream.targets for stream in streams]
     loss.count = valid_count(targets, groups, loss.vocab_size)
-    # 2. The first stage takes ids, the last one targets, every stage the documents. These are passed as a tensor, since
-    #    a schedule splits tensors over the micro-batches and nothing else.
+    # 2. The first stage takes ids, the last stage targets, and every stage the documents. Documents are passed as a
+    #    tensor, since a schedule splits only tensors over micro-batches.
     shares: list[Tensor] = []
     routers = [module for stage in stages for module in stage.submod.modules() if isinstance(module, Moe)]
     for router in routers:
@@ -84,12 +82,12 @@ def staged_step(
         layout=offsets_of([stream.layout for stream in streams]),
         return_outputs=False,
     )
-    # 3. A router adds its losses on whichever stage it is.
+    # 3. Each router adds its losses on its own stage.
     return [share.detach() for share in shares] + [share for router in routers for share in router.end_step()]
 
 
 def _check_lengths(streams: Sequence[RankStream], groups: Sequence[ProcessGroup]) -> None:
-    """Streams have one length on every rank. Each rank has other streams, so the ranks agree on the answer first."""
+    """ValueError unless all streams have one length on every rank; ranks have different streams and must agree."""
     lengths = sorted({stream.ids.shape[1] for stream in streams})
     differ = torch.tensor(int(len(lengths) > 1), device=streams[0].ids.device)
     for group in groups:

@@ -1,4 +1,4 @@
-"""What happens between a sharded gradient and the next weights: the norm over every mesh, clipping by it, the step."""
+"""From a sharded gradient to the next weights: the gradient norm over every mesh, clipping, the optimizer's step."""
 
 from torch_impl.optimizers.clipping import clip_grad_norm_ as clip_grad_norm_
 from torch_impl.optimizers.clipping import gradient_norm as gradient_norm

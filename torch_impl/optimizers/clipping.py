@@ -1,13 +1,13 @@
-"""The norm of a sharded gradient, and clipping by it: the same on every rank, each parameter counted once.
+"""The norm of a sharded gradient, and clipping by it. Every rank gets the same norm, with each parameter counted once.
 
     ||g||_p = (sum_i |g_i|^p)^(1/p),     p = inf: max_i |g_i|,     g <- g * min(1, max_norm / (||g||_p + 1e-6))
 
-i runs over the elements of the full gradient. A DTensor says which axes of its mesh shard a gradient; over those the
-ranks' sums are added, and over the others, which replicate it, they are not. Parameters of one model may be on several
-meshes, as experts beside dense layers are, and the stages of a pipeline have different parameters.
+i runs over the elements of the full gradient. The DTensor's placements say which mesh axes shard a gradient: the ranks'
+sums are added over these axes and not over the axes that replicate it. One model's parameters may be on several meshes
+(experts beside dense layers), and the stages of a pipeline have different parameters.
 
-Sums over ranks are in float64, a number for each way of being sharded; those of a shard are in float32 or wider, as in
-torch, and in float64 where p is not 1, 2 or inf, since |g|^p leaves float32's range soon.
+Ranks add their sums in float64, one number for each sharding. A shard is summed in float32 or wider, as in torch, and
+in float64 if p is not 1, 2 or inf, because |g|^p soon leaves the range of float32.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor
 from torch_impl.collectives import accumulator
 from torch_impl.contract import Group, Rejected, Sharded, TypeProblem, contract
 
-EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_, so that a zero gradient stays zero
+EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_; it keeps a zero gradient zero
 ShardingGroups = Callable[[Tensor], Sequence[ProcessGroup]]
 
 
 @dataclass(frozen=True)
 class _NumberOrInfinity:
-    """A number from `low` on, or above it, infinity included; NaN is rejected."""
+    """A number that is at least 0, or above 0 with `above`. Infinity is allowed, NaN is not."""
 
     above: bool
     remedy: str
@@ -63,19 +63,19 @@ def gradient_norm(
     pp: Group[ProcessGroup, "pp"] | None = None,
     sharding_groups: ShardingGroups | None = None,
 ) -> Sharded[Tensor, ""]:
-    """The norm of all gradients together, the same on every rank; a parameter without a gradient counts as 0.
+    """The norm of all gradients together, the same on every rank. A parameter without a gradient counts as 0.
 
-    A gradient that is sharded over several axes is summed over them, one that is replicated is counted once, as its
-    DTensor says; a parameter that is passed twice is counted once. `sharding_groups(parameter)` are the groups that
-    shard a parameter which is no DTensor, such as a Megatron layer's; without it, it is replicated. Where the ranks of
-    `pp` have different parameters, they are added; of a parameter that two stages share pass one copy only
-    (`pipelining.tied_weights.distinct_parameters`). Every rank of a stage passes the same parameters in the same order,
-    and a replicated parameter has a gradient on all its ranks or on none: that is not compared.
+    A DTensor gradient is summed over the axes that shard it and counted once over the axes that replicate it; a
+    parameter passed twice counts once. `sharding_groups(parameter)` returns the groups that shard a parameter which is
+    not a DTensor, such as a Megatron layer's; without it, such a parameter is replicated. The stages of `pp` have
+    different parameters, which are added; pass only one copy of a parameter that two stages share
+    (`pipelining.tied_weights.distinct_parameters`). Every rank of a stage must pass the same parameters in the same
+    order, and a replicated parameter must have a gradient on all its ranks or on none. Neither is checked.
 
-    Cost:   1 all_reduce over each group that shards some parameter, of one float64 for each way in which parameters are
-            sharded over it, and 1 over pp. Reads each gradient once, in float32 or wider.
-    Errors: TypeError for what is no tensor or group; ValueError for a norm_type that is not positive, and for a
-            gradient that is a partial sum, sparse or of integers.
+    Cost:   1 all_reduce over each group that shards a parameter, with one float64 for each sharding that includes the
+            group, and 1 over pp. Reads each gradient once, in float32 or wider.
+    Errors: TypeError for an argument that is not a tensor or a group; ValueError for a norm_type that is not positive,
+            and for a gradient that is a partial sum, sparse or of integers.
     """
     shards = _distinct_shards("parameters", parameters, sharding_groups)
     return _norm(shards, float(norm_type), pp)
@@ -92,17 +92,18 @@ def clip_grad_norm_(
     sharding_groups: ShardingGroups | None = None,
     uncounted: Tensor | Iterable[Tensor] = (),
 ) -> Sharded[Tensor, ""]:
-    """Scale all gradients in place, so that their norm together is at most `max_norm`; returns the norm before.
+    """Scale all gradients in place so that their total norm is at most `max_norm`; returns the norm before scaling.
 
-    The first four arguments are those of `torch.nn.utils.clip_grad_norm_`, which raises where parameters are on several
-    meshes; `parameters`, `norm_type`, `pp` and `sharding_groups` are as in `gradient_norm`. `uncounted` are clipped
-    too, but counted by another stage: the second copies of weights that two stages share. With a norm of inf or NaN all
-    gradients become NaN or 0, as in torch; with `error_if_nonfinite` every rank raises, and no gradient changes.
+    The first four arguments have the meaning that they have in `torch.nn.utils.clip_grad_norm_`, which raises if
+    parameters are on several meshes; `parameters`, `norm_type`, `pp` and `sharding_groups` are as in `gradient_norm`.
+    `uncounted` parameters are clipped but not counted, because another stage counts them: the second copies of weights
+    that two stages share. If the norm is inf or NaN, all gradients become NaN or 0, as in torch; with
+    `error_if_nonfinite` every rank raises instead, and no gradient changes.
 
-    Cost:   that of `gradient_norm`, and one read and write of each gradient. No host read, but one with
+    Cost:   as `gradient_norm`, and one read and write of each gradient. One host read with `error_if_nonfinite`, none
+            otherwise.
+    Errors: as `gradient_norm`; ValueError for a negative max_norm; RuntimeError for a norm that is not finite, with
             `error_if_nonfinite`.
-    Errors: those of `gradient_norm`; ValueError for a negative max_norm; RuntimeError for a norm that is not finite,
-            with `error_if_nonfinite`.
     """
     shards = _distinct_shards("parameters", parameters, sharding_groups)
     counted = {id(shard.parameter) for shard in shards}
@@ -132,15 +133,15 @@ class _Shard:
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Of the groups. DTensor may return either of two equal meshes, whose groups differ, and not the same one on
-        every rank; their ranks do not differ."""
+        """The global ranks of each group. They identify a sharding, and the groups do not: given two equal meshes,
+        DTensor may return one on this rank and the other on the next. Their groups differ, their ranks are the same."""
         return tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups)
 
 
 def _distinct_shards(
     name: str, tensors: Tensor | Iterable[Tensor], sharding_groups: ShardingGroups | None
 ) -> list[_Shard]:
-    """One for each parameter, with a gradient or without: the ranks of a group must agree on what they reduce."""
+    """One shard for each parameter, with or without a gradient, so that the ranks of a group reduce the same list."""
     parameters = _validate_tensors(name, tensors)
     if sharding_groups is not None and not callable(sharding_groups):
         raise Rejected("sharding_groups is no function; pass one from a parameter to a list of groups", TypeError)
@@ -165,7 +166,7 @@ def _has_fractions(dtype: torch.dtype) -> bool:
 
 
 def _validate_tensors(name: str, tensors: Tensor | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-    """The tensors, each with its place in the argument. Errors: TypeError."""
+    """The tensors, each labelled by its place in the argument. Errors: TypeError."""
     if isinstance(tensors, Tensor):
         return [(name, tensors)]
     if not isinstance(tensors, Iterable) or isinstance(tensors, str | Mapping):
@@ -179,7 +180,7 @@ def _validate_tensors(name: str, tensors: Tensor | Iterable[Tensor]) -> list[tup
 
 
 def _validate_groups(label: str, groups: Any) -> tuple[ProcessGroup, ...]:
-    """What `sharding_groups` returned for a parameter. Errors: TypeError."""
+    """The groups that `sharding_groups` returned for a parameter, as a tuple. Errors: TypeError."""
     if not isinstance(groups, list | tuple) or not all(isinstance(group, ProcessGroup) for group in groups):
         remedy = "return a list of ProcessGroups of which this rank is a member, [] for a replicated parameter"
         raise Rejected(f"sharding_groups of {label} returned {groups!r}; {remedy}", TypeError)
@@ -187,7 +188,7 @@ def _validate_groups(label: str, groups: Any) -> tuple[ProcessGroup, ...]:
 
 
 def _groups_of_dtensor(label: str, x: DTensor) -> tuple[ProcessGroup, ...]:
-    """The groups of the axes that shard it."""
+    """The groups of the mesh axes that shard a DTensor."""
     if any(placement.is_partial() for placement in x.placements):
         raise Rejected(
             f"the gradient of {label} is {x.placements}, a sum that is not computed yet; reduce it first, "
@@ -199,24 +200,24 @@ def _groups_of_dtensor(label: str, x: DTensor) -> tuple[ProcessGroup, ...]:
 
 @torch.no_grad()
 def _norm(shards: Sequence[_Shard], norm_type: float, pp: ProcessGroup | None) -> Tensor:
-    # 1. This rank's sum of |g|^p, or its maximum, over the gradients of each way of being sharded.
+    # 1. This rank's sum of |g|^p, or its maximum, over all gradients with the same sharding.
     by_sharding: dict[tuple[tuple[int, ...], ...], list[_Shard]] = defaultdict(list)
     for shard in shards:
         by_sharding[shard.ranks].append(shard)
     device = shards[0].parameter.device if shards else _device_of(pp)
     totals = {key: _local_total(alike, norm_type, device) for key, alike in by_sharding.items()}
-    # 2. Over the ranks of each group in turn, all that is sharded over it together. The group is that of its first
-    #    parameter, so that ranks with the same parameters reduce in the same order.
+    # 2. Reduce over each group in turn, in one call, the totals of all shardings that include it. Groups are in the
+    #    order of their first parameter, so that ranks with the same parameters reduce in the same order.
     groups = {key: group for shard in shards for key, group in zip(shard.ranks, shard.groups, strict=True)}
     for ranks, group in groups.items():
         keys = [key for key in totals if ranks in key]
         reduced = _all_reduced(torch.stack([totals[key] for key in keys]), norm_type, group)
         totals.update(zip(keys, reduced.unbind(), strict=True))
-    # 3. All ways of being sharded together, and the stages of a pipeline, which have different parameters.
+    # 3. Combine all shardings, then the stages of a pipeline, which have different parameters.
     total = _combined(torch.stack([torch.zeros((), dtype=torch.float64, device=device), *totals.values()]), norm_type)
     if pp is not None:
         total = _all_reduced(total, norm_type, pp)
-    # 4. In the dtype of the widest parameter, float32 or wider, whichever gradients this rank has.
+    # 4. The result's dtype is the widest parameter's, float32 at least, whether or not this rank has its gradient.
     dtype = torch.float32
     for shard in shards:
         dtype = torch.promote_types(dtype, shard.parameter.dtype.to_real())
@@ -224,13 +225,13 @@ def _norm(shards: Sequence[_Shard], norm_type: float, pp: ProcessGroup | None) -
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:
-    """Where the other ranks have their gradients, for a stage of a pipeline without parameters: on GPUs with NCCL."""
+    """The device of the other ranks' gradients, for a pipeline stage without parameters: the GPU under NCCL."""
     is_on_gpus = group is not None and "cuda:nccl" in dist.get_backend_config(group)
     return torch.device("cuda" if is_on_gpus else "cpu")
 
 
 def _local_total(shards: Sequence[_Shard], norm_type: float, device: torch.device) -> Tensor:
-    """sum |g|^p, for inf max |g|, of this rank's shards, in float64."""
+    """sum |g|^p of this rank's shards in float64, or max |g| if p is inf."""
     totals = [torch.zeros((), dtype=torch.float64, device=device)]
     for gradients in _alike(shards):
         dtype = accumulator(gradients[0].dtype)
@@ -243,7 +244,7 @@ def _local_total(shards: Sequence[_Shard], norm_type: float, device: torch.devic
 
 
 def _alike(shards: Sequence[_Shard]) -> list[list[Tensor]]:
-    """The gradients that have elements, those of one device and dtype together, as torch's foreach functions want."""
+    """The gradients that have elements, grouped by device and dtype, as torch's foreach functions require."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in (shard.gradient for shard in shards):
         if gradient is not None and gradient.numel():
@@ -259,8 +260,8 @@ def _all_reduced(totals: Tensor, norm_type: float, group: ProcessGroup) -> Tenso
     if norm_type != math.inf:
         dist.all_reduce(totals, group=group)
         return totals
-    # A maximum of floats drops a NaN of another rank, on gloo at least. Floats that are not negative are ordered as
-    # their bits are, and NaN is above inf.
+    # A float maximum drops another rank's NaN, on gloo at least. Nonnegative floats have the order of their bits as
+    # integers, in which NaN is above inf.
     bits = totals.masked_fill(totals.isnan(), math.nan).view(torch.int64)
     dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
     return bits.view(torch.float64)

@@ -1,4 +1,4 @@
-"""What a rank has of a DTensor: how many of a dim's elements each rank has, and this rank's tensor."""
+"""The shards of a DTensor: the length of every rank's shard, and this rank's local tensor."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch.distributed.tensor import DTensor
 
 
 def chunk_lengths(size: int, world: int) -> tuple[int, ...]:
-    """How many of `size` elements each rank has: as torch.chunk shares them, so that the last ones may have none."""
+    """The number of elements on each rank if torch.chunk splits `size` elements; the last ranks may have none."""
     longest = -(-size // world)
     return tuple(min(longest, max(size - rank * longest, 0)) for rank in range(world))
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor as it is."""
+    """This rank's shard of a DTensor; any other tensor is returned unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x

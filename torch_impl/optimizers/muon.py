@@ -1,11 +1,12 @@
-"""Muon on matrices of which ranks have shards: momentum on the shard, Newton-Schulz on the matrix, decay on the shard.
+"""Muon on sharded matrices: momentum and decay on each rank's shard, Newton-Schulz on the whole matrix.
 
     b <- mu b + (1 - mu) g,   d = mu b + (1 - mu) g   (Nesterov; else d = b)
     w <- w - eta (0.2 sqrt(max(m, n)) newton_schulz(d) + lambda w)
 
-Everything but Newton-Schulz is elementwise. Of a parameter [..., m, n] the leading dims are a batch of matrices, as
-experts are, and `rows` are the heights of matrices that are fused one above the other, as q, k and v. A DTensor says
-how its matrices are sharded: over rows, over columns, over the batch, whose matrices need no other rank, or not at all.
+Everything but Newton-Schulz is elementwise. The leading dims of a parameter [..., m, n] are a batch of matrices, as for
+experts; `rows` are the heights of matrices that are stacked in one parameter, such as q, k and v. A DTensor's
+placements tell whether its matrices are sharded by rows, by columns, by the batch (then each matrix is whole on one
+rank), or not at all.
 """
 
 from __future__ import annotations
@@ -35,30 +36,31 @@ from torch_impl.optimizers.newton_schulz import (
     orthogonalized_in_shards,
 )
 
-RMS = 0.2  # of an update, about that of AdamW's; an orthogonal matrix [m, n] has 1 / sqrt(max(m, n))
+RMS = 0.2  # an update's root mean square, about AdamW's; an orthogonal matrix [m, n] has 1 / sqrt(max(m, n))
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon of arXiv 2502.16982, for matrices on one rank and for DTensors; AdamW steps vectors and embeddings.
+    """Muon (arXiv 2502.16982) for local and sharded matrices; leave vectors and embeddings to AdamW.
 
-    `params` are tensors or groups of them, as torch's optimizers take; `lr`, `weight_decay`, `momentum` and `nesterov`
-    are those of `torch.optim.Muon`, whose state it shares. Each may differ between groups, and so may
+    `params` are tensors or parameter groups, as for torch's optimizers; `lr`, `weight_decay`, `momentum` and `nesterov`
+    are as in `torch.optim.Muon`, and the state has the same keys. Groups may differ in each of these, and in:
 
-    - `rows`: heights of the matrices that a parameter has one above the other, (q, k, v); None for one matrix
-    - `steps` of Newton-Schulz
-    - `dtype` of its products; None for float32 or wider, torch.bfloat16 is what others use
-    - `route` of sharded matrices: "owners", "sharded", or None for the one that sends fewer bytes (`fewest_bytes`)
+    - `rows`: the heights of the matrices stacked in a parameter, such as (q, k, v); None for one matrix
+    - `steps`: the number of Newton-Schulz steps
+    - `dtype`: the dtype of its products; None for float32 or wider (other libraries use torch.bfloat16)
+    - `route`: how sharded matrices are exchanged: "owners", "sharded", or None for fewer bytes (`fewest_bytes`)
 
     All matrices of a parameter group are exchanged at once; several groups take less memory and more calls.
     A DTensor that is sharded over several axes, as under FSDP and tensor parallelism, is gathered over all but one of
-    them. Every rank of a parameter's mesh has a gradient of it, or none has.
+    them. A parameter must have a gradient on every rank of its mesh or on none.
 
-    Cost:   for all matrices of one group of ranks together: "owners" 2 all_to_all, one of this rank's shards, one of
-            the matrices that it owns; "sharded" 1 all_reduce of a float64 for each matrix, and `steps` of
-            k (k + 1) / 2 float32 or wider for each, k being the dim that is not sharded. Besides, for each parameter
-            that is sharded over several axes an all_gather over each but one. Matrices on one rank send nothing.
-    Errors: TypeError and ValueError for what is no matrix, for `rows` that are not those of a parameter, for another
-            `route`, for numbers out of range; in `step` ValueError for a gradient that is not placed as its parameter.
+    Cost:   for all matrices sharded over one group of ranks: "owners" 2 all_to_all, one of this rank's shards, one of
+            the matrices that it owns; "sharded" 1 all_reduce of a float64 for each matrix, and `steps` all_reduces of
+            k (k + 1) / 2 elements, float32 or wider, for each matrix, where k is the unsharded dim. A parameter sharded
+            over several axes also takes an all_gather over all of them but one. Matrices on one rank send nothing.
+    Errors: TypeError and ValueError for a parameter that is not a matrix, `rows` that do not add up to a parameter's
+            rows, an unknown `route` or a number out of range; `step` raises ValueError for a gradient whose placements
+            differ from its parameter's.
     """
 
     @contract
@@ -80,7 +82,7 @@ class Muon(torch.optim.Optimizer):
 
     @contract("optimizers.Muon")
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, `param_group`, as torch's optimizers do. Errors: those of the class."""
+        """Add the parameter group `param_group`, as in torch's optimizers. Errors: as for the class."""
         super().add_param_group(param_group)
         index, added = len(self.param_groups) - 1, self.param_groups[-1]
         for i, each in enumerate(added["params"]):
@@ -90,10 +92,11 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; returns the loss of `closure`, if there is one.
+        """Update every parameter that has a gradient; returns the loss that `closure` returned, or None.
 
-        Cost:   that of the class.
-        Errors: ValueError for a gradient that is not placed as its parameter, before anything is sent or changed.
+        Cost:   as for the class.
+        Errors: ValueError for a gradient whose placements differ from its parameter's, before anything is sent or
+                changed.
         """
         loss = None
         if closure is not None:
@@ -112,7 +115,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """This rank's shard of d, after its shard of the momentum has taken the gradient in."""
+        """Update this rank's shard of the momentum, and return its shard of d."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -123,9 +126,10 @@ class Muon(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class _Block:
-    """Some of the matrices of an update, as a view of it, [..., s, k]; shape is that of each full matrix.
+    """A view [..., s, k] of some of an update's matrices; `shape` is the shape of each full matrix.
 
-    With `lengths`, the rows of every rank of `group`, s is one of them; without, the matrices are on this rank.
+    If the rows are sharded over `group`, `lengths` has every rank's number of rows and s is this rank's. With no
+    lengths the full matrices are on this rank.
     """
 
     view: Tensor
@@ -136,10 +140,10 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Update:
-    """What a parameter is to be changed by: d at first, overwritten by its matrices once they are orthogonal.
+    """The update of a parameter: d at first, then overwritten in place by its orthogonalized matrices.
 
-    `local` is this rank's part of a tensor that is placed as `placements` say: as the parameter, but sharded over one
-    axis at most in the two dims of the matrices.
+    `local` is this rank's part of a tensor with these `placements`: the parameter's, except that at most one mesh axis
+    shards the two dims of the matrices.
     """
 
     parameter: Tensor
@@ -150,12 +154,12 @@ class _Update:
     @classmethod
     def of(cls, parameter: Tensor, direction: Tensor, dtype: torch.dtype | None) -> _Update:
         if dtype is not None and dtype.itemsize < direction.dtype.itemsize:
-            direction = direction.to(dtype)  # matrices are sent with no more digits than are computed with
-        direction = direction.contiguous()  # its matrices are views, which are written
+            direction = direction.to(dtype)  # send no more digits than the products use
+        direction = direction.contiguous()  # blocks are views that are written in place
         if not isinstance(parameter, DTensor):
             return cls(parameter, direction, (), None)
         axes = [i for i, each in enumerate(parameter.placements) if _shards_matrices(each, parameter, i)]
-        # Of several axes a plain Shard stays: what FSDP shards of a tensor-parallel dim are no rows in a row.
+        # Keep an axis with a plain Shard: where FSDP shards a tensor-parallel dim, a rank's rows are not consecutive.
         axis = next((i for i in axes if isinstance(parameter.placements[i], Shard)), None)
         other_axes = [i for i in axes if i != axis]
         placements = tuple(Replicate() if i in other_axes else each for i, each in enumerate(parameter.placements))
@@ -164,13 +168,13 @@ class _Update:
         return cls(parameter, direction, placements, axis)
 
     def placed_as_parameter(self) -> Tensor:
-        """This rank's shard of the update."""
+        """This rank's shard of the update, with the parameter's placements."""
         if not isinstance(self.parameter, DTensor) or self.placements == tuple(self.parameter.placements):
             return self.local
         return _redistributed(self.parameter, self.local, self.placements, self.parameter.placements)
 
     def blocks(self, rows: Sequence[int] | None) -> Iterator[_Block]:
-        """The matrices, those of `rows` each for itself; sharded ones one by one."""
+        """The update's matrices: a block for each entry of `rows`, and one for each matrix if they are sharded."""
         *_, m, n = self.parameter.shape
         heights = [m] if rows is None else rows
         spans = [(sum(heights[:i]), sum(heights[: i + 1])) for i in range(len(heights))]
@@ -193,7 +197,7 @@ class _Update:
 
 
 def _orthogonalize(updates: Sequence[_Update], settings: dict[str, Any]) -> None:
-    """Replace every matrix of the updates by its orthogonal one, scaled; those of one group of ranks together."""
+    """Orthogonalize and scale every matrix of the updates in place, in one exchange for each group of ranks."""
     exchanges: dict[Any, list[_Block]] = defaultdict(list)
     groups: dict[tuple[int, ...], ProcessGroup] = {}
     for block in (block for update in updates for block in update.blocks(settings["rows"])):
@@ -204,7 +208,7 @@ def _orthogonalize(updates: Sequence[_Update], settings: dict[str, Any]) -> None
         s, k = sum(block.lengths), block.view.shape[1]
         itemsize = block.view.dtype.itemsize
         route = settings["route"] or fewest_bytes(s, k, block.group.size(), steps=settings["steps"], itemsize=itemsize)
-        # Two equal meshes have groups of the same ranks.
+        # Equal meshes have different groups of the same ranks: exchange their matrices together.
         ranks = tuple(dist.get_process_group_ranks(block.group))
         groups.setdefault(ranks, block.group)
         exchanges[ranks, route, block.view.dtype, dtype].append(block)
@@ -220,13 +224,13 @@ def _write(block: _Block, result: Tensor) -> None:
 
 
 def _shards_matrices(placement: Any, parameter: DTensor, axis: int) -> bool:
-    """Whether a placement shards rows or columns; over one rank nothing is sharded."""
+    """Whether a placement shards rows or columns over more than one rank."""
     is_sharded = not placement.is_replicate() and parameter.device_mesh.size(axis) > 1
     return is_sharded and placement.dim >= parameter.ndim - 2
 
 
 def _overlaps(lengths: Sequence[int], low: int, high: int) -> list[tuple[int, int]]:
-    """Of each rank's rows those in [low, high), counted from the rank's first."""
+    """The range of each rank's rows that lies in [low, high), counted from the rank's first row."""
     bounds, first = [], 0
     for length in lengths:
         bounds.append(tuple(min(max(row - first, 0), length) for row in (low, high)))
@@ -235,7 +239,7 @@ def _overlaps(lengths: Sequence[int], low: int, high: int) -> list[tuple[int, in
 
 
 def _redistributed(parameter: DTensor, local: Tensor, before: Sequence[Any], after: Sequence[Any]) -> Tensor:
-    """This rank's part of a tensor like the parameter, once it is placed otherwise."""
+    """This rank's part of a tensor of the parameter's shape, redistributed to other placements."""
     shape, stride = parameter.shape, parameter.stride()
     placed = DTensor.from_local(local, parameter.device_mesh, before, run_check=False, shape=shape, stride=stride)
     return placed.redistribute(placements=list(after)).to_local()
@@ -256,7 +260,7 @@ def _validate_matrices(label: str, parameter: Tensor, rows: Sequence[int] | None
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:
-    """This rank's shard of the gradient of a parameter that has one."""
+    """This rank's shard of the parameter's gradient, which must exist."""
     gradient: Any = parameter.grad
     return local_tensor(gradient)
 

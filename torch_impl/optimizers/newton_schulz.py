@@ -1,17 +1,17 @@
-"""Newton-Schulz on matrices that are on one rank, or whose rows or columns are sharded over a group.
+"""Newton-Schulz on local matrices, or on matrices that a group of ranks shards by rows or columns.
 
     X <- X / ||X||,   then `steps` times   X <- a X + X (b G + c G^2),   G = X^T X
 
-turns each singular value s into a s + b s^3 + c s^5, which brings all of them near 1 without a decomposition. With
-G = X X^T on the left it is the same matrix, so that X here always has its longer or its sharded dim first, [..., s, k],
-and G is k x k.
+maps each singular value s to a s + b s^3 + c s^5, which brings all of them near 1 without a decomposition. Multiplying
+by G = X X^T from the left gives the same matrix, so X here is always [..., s, k] with its longer or its sharded dim
+first, and G is k x k.
 
-Two ways to do it over shards, which give the same matrix:
+There are two routes for sharded matrices, with the same result:
 
-- to owners: each matrix is sent to one rank, which iterates on all of it and sends the shards back
+- owners: each matrix is sent to one rank, which iterates on the whole of it and sends the shards back
 - sharded: no matrix is gathered; the ranks add up ||X||^2 and, in every step, the upper triangles of G
 
-`fewest_bytes` says which of them sends less.
+`fewest_bytes` returns the route that sends less.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import all_reduce_sum
 from torch_impl.contract import PositiveInt, Sharded, contract
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of https://kellerjordan.github.io/posts/muon/
-MIN_NORM = 1e-7  # a matrix of a smaller norm is divided by this one
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from https://kellerjordan.github.io/posts/muon/
+MIN_NORM = 1e-7  # a matrix with a smaller norm is divided by this instead
 STEPS = 5
 Route = Literal["owners", "sharded"]
 
 
 @contract
 def newton_schulz(x: Sharded[Tensor, "... m n"], *, steps: PositiveInt = STEPS) -> Sharded[Tensor, "... m n"]:
-    """Each of the matrices with all singular values brought near 1, in float32 or wider and returned in x's dtype.
+    """Bring all singular values of each matrix near 1. Computed in float32 or wider, returned in the dtype of x.
 
     X <- X / max(||X||, 1e-7),   then `steps` times   X <- a X + (b A + c A^2) X   with   A = X X^T
 
-    Cost:   no collective. In each step 2 m n k + k^3 multiplications of a matrix, k = min(m, n).
-    Errors: TypeError if x is no tensor; ValueError if it is no matrix or not floating, or if steps is less than 1.
-    Source: https://kellerjordan.github.io/posts/muon/, coefficients included.
+    Cost:   no collective. 2 m n k + k^3 multiplications for each matrix and step, with k = min(m, n).
+    Errors: TypeError if x is not a tensor; ValueError if it is not a matrix or not floating, or if steps is less
+            than 1.
+    Source: https://kellerjordan.github.io/posts/muon/, including the coefficients.
     """
     return orthogonalized(x, steps, accumulator(x.dtype))
 
@@ -54,15 +55,15 @@ def newton_schulz(x: Sharded[Tensor, "... m n"], *, steps: PositiveInt = STEPS) 
 def fewest_bytes(
     sharded: PositiveInt, other: PositiveInt, world: PositiveInt, *, steps: PositiveInt = STEPS, itemsize: int = 4
 ) -> Route:
-    """Which route sends fewer bytes for a matrix whose dim of size `sharded` is sharded over `world` ranks.
+    """The route that sends fewer bytes for a matrix whose dim of size `sharded` is sharded over `world` ranks.
 
-    On the wire a rank sends, of a matrix s x k,
+    With s = `sharded`, k = `other` and `itemsize` bytes for each element that is sent, a rank sends
 
         owners    2 (world - 1) / world * s k / world * itemsize                     in the mean over ranks
-        sharded   2 (world - 1) / world * (8 + steps * k (k + 1) / 2 * max(itemsize, 4))      all_reduces as rings
+        sharded   2 (world - 1) / world * (8 + steps * k (k + 1) / 2 * max(itemsize, 4))      with ring all_reduces
 
-    so that "sharded" pays where a rank's shard is much longer than the other dim: s / world > 2.5 (k + 1) for five
-    steps in float32. `itemsize` is that of the matrices as they are sent, `other` is k.
+    bytes. "sharded" pays if a rank's shard is much longer than the other dim: s / world > 2.5 (k + 1) for five `steps`
+    in float32.
 
     Errors: TypeError and ValueError for sizes that are not positive integers.
     """
@@ -73,9 +74,9 @@ def fewest_bytes(
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """This rank's rows [s_r, k] of a matrix of which rank r of a group has `lengths[r]` rows, zero allowed.
+    """This rank's rows [s_r, k] of a sharded matrix. Rank r of the group has `lengths[r]` rows, which may be 0.
 
-    A matrix whose columns are sharded is the transposed one.
+    A matrix that is sharded by columns is passed transposed.
     """
 
     rows: Tensor
@@ -87,7 +88,7 @@ class ShardedMatrix:
 
 
 def orthogonalized(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Matrices [..., m, n] that are on this rank, computed in `dtype` and returned in that of x."""
+    """Newton-Schulz on local matrices [..., m, n]; computed in `dtype`, returned in the dtype of x."""
     is_wide = x.shape[-2] < x.shape[-1]
     [result] = _iterated([(x.mT if is_wide else x).to(dtype)], steps, None)
     return (result.mT if is_wide else result).to(x.dtype)
@@ -96,9 +97,10 @@ def orthogonalized(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 def orthogonalized_in_shards(
     matrices: Sequence[ShardedMatrix], group: ProcessGroup, steps: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """This rank's rows of each result. No matrix is gathered.
+    """Newton-Schulz on sharded matrices without gathering one; returns this rank's rows of each result.
 
-    1 all_reduce of a float64 for each matrix, and `steps` of k (k + 1) / 2 float32 or wider for each.
+    1 all_reduce of a float64 for each matrix, and `steps` all_reduces of k (k + 1) / 2 elements, float32 or wider,
+    for each.
     """
     results = _iterated([matrix.rows.to(dtype) for matrix in matrices], steps, group)
     return [result.to(matrix.rows.dtype) for matrix, result in zip(matrices, results, strict=True)]
@@ -107,24 +109,24 @@ def orthogonalized_in_shards(
 def orthogonalized_by_owners(
     matrices: Sequence[ShardedMatrix], group: ProcessGroup, steps: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """This rank's rows of each result. Every matrix is on one rank in between.
+    """Newton-Schulz on sharded matrices, each gathered on its owner; returns this rank's rows of each result.
 
-    2 all_to_all: of this rank's rows of all matrices, and of all rows of the matrices that it owns.
+    2 all_to_all: one of this rank's rows of all matrices, one of all rows of the matrices that it owns.
     """
     world, rank = group.size(), group.rank()
     owner = owners([matrix.shape for matrix in matrices], world)
     by_owner = [[i for i in range(len(matrices)) if owner[i] == each] for each in range(world)]
     owned = [matrices[i] for i in by_owner[rank]]
-    # 1. Rows of every matrix to its owner, which gets those of rank 0 of all its matrices, then those of rank 1.
+    # 1. Send every matrix's rows to its owner, which gets rank 0's rows of all its matrices, then rank 1's, and so on.
     shapes_sent = [[tuple(matrices[i].rows.shape) for i in each] for each in by_owner]
     shapes_received = [[(matrix.lengths[each], matrix.shape[1]) for matrix in owned] for each in range(world)]
     rows = [[matrices[i].rows for i in each] for each in by_owner]
-    received = _exchanged(rows, shapes_received, matrices[0].rows, group)
-    # 2. The matrices that this rank owns.
+    received = _exchange(rows, shapes_received, matrices[0].rows, group)
+    # 2. Iterate on the matrices that this rank owns.
     results = _alike_together([torch.cat(parts) for parts in zip(*received, strict=True)], steps, dtype)
-    # 3. Back again: what came from a rank returns to it.
+    # 3. Send the rows of the results back to the ranks that the rows came from.
     parts = [result.split(matrix.lengths) for result, matrix in zip(results, owned, strict=True)]
-    returned = _exchanged([[each[to] for each in parts] for to in range(world)], shapes_sent, matrices[0].rows, group)
+    returned = _exchange([[each[to] for each in parts] for to in range(world)], shapes_sent, matrices[0].rows, group)
     by_index = {
         i: x for indices, tensors in zip(by_owner, returned, strict=True) for i, x in zip(indices, tensors, strict=True)
     }
@@ -132,9 +134,9 @@ def orthogonalized_by_owners(
 
 
 def owners(shapes: Sequence[tuple[int, int]], world: int) -> list[int]:
-    """The rank that iterates on each matrix: the costliest first, each to the rank with the least to do so far.
+    """Assign each matrix to a rank: in order of falling cost, each to the rank with the lowest total cost so far.
 
-    Of matrices that cost the same that is one rank after the other, from rank 0 on.
+    Matrices of equal cost go to ranks 0, 1, 2, ... in turn.
     """
     load, owner = [0] * world, [0] * len(shapes)
     costs = [_products(*shape) for shape in shapes]
@@ -145,13 +147,13 @@ def owners(shapes: Sequence[tuple[int, int]], world: int) -> list[int]:
 
 
 def _products(m: int, n: int) -> int:
-    """Multiplications of a step: X^T X, G G and X times their sum."""
+    """The multiplications of one step: X^T X, G G, and X times b G + c G^2."""
     k = min(m, n)
     return 2 * m * n * k + k**3
 
 
 def _iterated(matrices: list[Tensor], steps: int, group: ProcessGroup | None) -> list[Tensor]:
-    """The iteration on matrices [..., s, k], of whose rows each rank of `group` has a shard; without it, all."""
+    """Iterate on matrices [..., s, k] whose rows are sharded over `group`, or are all on this rank without one."""
     a, b, c = COEFFICIENTS
     squares = [torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64).square() for x in matrices]
     norms = [each.sqrt().clamp_min(MIN_NORM)[..., None, None] for each in _summed(squares, group)]
@@ -163,7 +165,7 @@ def _iterated(matrices: list[Tensor], steps: int, group: ProcessGroup | None) ->
 
 
 def _summed(tensors: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
-    """Each of them summed over the group, all in one all_reduce."""
+    """Sum each tensor over the group, all in one all_reduce."""
     if group is None:
         return tensors
     total = all_reduce_sum(torch.cat([x.reshape(-1) for x in tensors]), group)
@@ -171,7 +173,7 @@ def _summed(tensors: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
 
 
 def _summed_symmetric(grams: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
-    """The same of symmetric matrices [k, k], of which the upper triangles are sent."""
+    """Sum symmetric matrices [k, k] over the group in one all_reduce, sending only their upper triangles."""
     if group is None:
         return grams
     triangles = [torch.triu_indices(*gram.shape, device=gram.device).unbind() for gram in grams]
@@ -183,7 +185,7 @@ def _summed_symmetric(grams: list[Tensor], group: ProcessGroup | None) -> list[T
 
 
 def _alike_together(matrices: list[Tensor], steps: int, dtype: torch.dtype) -> list[Tensor]:
-    """Those of one shape as one batch, as an accelerator wants them."""
+    """Orthogonalize matrices of equal shape as one batch, which is faster on an accelerator."""
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
     for i, x in enumerate(matrices):
         by_shape[x.shape].append(i)
@@ -195,11 +197,11 @@ def _alike_together(matrices: list[Tensor], steps: int, dtype: torch.dtype) -> l
     return results
 
 
-def _exchanged(
+def _exchange(
     sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor, group: ProcessGroup
 ) -> list[list[Tensor]]:
-    """Tensors for each rank; returns those from each rank, which have these shapes. One all_to_all."""
-    none = like.new_empty(0)  # a rank that owns no matrix takes part all the same
+    """Send a list of tensors to each rank; returns the lists from each rank, with these shapes. One all_to_all."""
+    none = like.new_empty(0)  # a rank that owns no matrix still takes part
     flat = torch.cat([none, *(x.reshape(-1) for tensors in sent for x in tensors)])
     sizes_sent = [sum(x.numel() for x in tensors) for tensors in sent]
     sizes = [sum(math.prod(shape) for shape in each) for each in shapes]
@@ -209,6 +211,6 @@ def _exchanged(
 
 
 def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Tensors of these shapes, one after the other in a flat one."""
+    """Split a flat tensor into consecutive tensors of these shapes."""
     sizes = [math.prod(shape) for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

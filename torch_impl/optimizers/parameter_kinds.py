@@ -1,4 +1,4 @@
-"""Which parameters are matrices, embeddings and vectors: who is decayed, and who is stepped by Muon."""
+"""Sort a model's parameters into matrices, embeddings and vectors, for weight decay and for Muon."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EMBEDDINGS = ("*embed*", "*lm_head*")
 
 @dataclass(frozen=True)
 class ParameterKinds:
-    """The parameters of a model by name, in its order, each in one of three; a tied one under its first name.
+    """A model's parameters by name and in its order, in three dicts. A tied parameter is listed under its first name.
 
-    `matrices` are [..., m, n], with m and n above 1; `embeddings` are tables with a row for each token, of the input
-    and of the output; `vectors` are the others: norms, biases, those of a convolution over each channel.
+    `matrices` are [..., m, n] with m and n above 1; `embeddings` are the input and output tables with a row for each
+    token; `vectors` are all others: norms, biases, depthwise convolutions.
     """
 
     matrices: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class ParameterKinds:
     vectors: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameter groups of a torch optimizer: all but vectors with `weight_decay`, vectors without.
+        """Parameter groups for a torch optimizer: vectors without weight decay, all others with `weight_decay`.
 
         torch.optim.AdamW(parameter_kinds(model).decay_groups(0.1), lr=3e-4)
         """
@@ -35,7 +35,7 @@ class ParameterKinds:
         return _without_empty(({"params": decayed, "weight_decay": weight_decay}, self._undecayed))
 
     def adamw_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """What Muon leaves to AdamW: embeddings with `weight_decay`, vectors without."""
+        """Parameter groups for AdamW beside Muon: embeddings with `weight_decay`, vectors without."""
         embeddings = {"params": list(self.embeddings.values()), "weight_decay": weight_decay}
         return _without_empty((embeddings, self._undecayed))
 
@@ -46,13 +46,14 @@ class ParameterKinds:
 
 @contract
 def parameter_kinds(model: Module, embeddings: Names | None = None) -> ParameterKinds:
-    """The kinds of a model's parameters that require a gradient.
+    """Sort the parameters of `model` that require a gradient into matrices, embeddings and vectors.
 
-    A weight of an `nn.Embedding` is an embedding, and one whose name is like one of the patterns `embeddings`, as the
-    output layer's is; by default "*embed*" and "*lm_head*". A bias is a vector, whatever its dims: experts have one
-    each. DTensors count by their full shape.
+    The weight of an `nn.Embedding` is an embedding, and so is a matrix whose name matches one of the patterns
+    `embeddings`, by default "*embed*" and "*lm_head*", for the output layer. A bias is a vector, whatever its dims:
+    each expert may have its own. A DTensor counts by its full shape.
 
-    Errors: TypeError for what is no module, or no list of names; ValueError for a pattern that matches no parameter.
+    Errors: TypeError if model is not a module or embeddings is not a list of names; ValueError for a pattern that
+            matches no parameter.
     """
     tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     patterns = EMBEDDINGS if embeddings is None else embeddings

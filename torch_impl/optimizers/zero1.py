@@ -1,12 +1,12 @@
-"""ZeRO-1: every rank has all parameters and computes their gradients; each steps a share and has the state of it alone.
+"""ZeRO-1: parameters are replicated and the optimizer's state is sharded. Each rank steps one share of the parameters.
 
-    1. reduce_gradients   reduce_scatter: each rank gets the sum of its share of the gradients
-    2. step               the optimizer on the shares, elementwise; all_gather of the new weights
+    1. reduce_gradients   reduce_scatter: each rank gets its share of the summed gradients
+    2. step               the optimizer steps the shares elementwise; all_gather of the new weights
 
-The parameters of a group lie one after the other in a flat tensor, of which rank r has the r-th part as a DTensor does
-it: parts as long as n / world rounded up, the last ones shorter or empty. So the optimizer's state is made of DTensors
-of the flat tensor's size, which torch.distributed.checkpoint saves on one number of ranks and loads on another, and
-`clip_grad_norm_` knows what it counts.
+A group's parameters are concatenated into a flat tensor. Rank r has its r-th part, split as a DTensor is: parts of
+n / world elements rounded up, the last ones shorter or empty. The optimizer's state is therefore made of DTensors of
+the flat tensor's size: torch.distributed.checkpoint saves them on one number of ranks and loads them on another, and
+`clip_grad_norm_` counts each element once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch_impl.optimizers.dtensor_shards import chunk_lengths, local_tensor
 
 
 class Zero1:
-    """An optimizer whose state is sharded over the ranks that replicate the parameters.
+    """Shard an optimizer's state over the ranks that replicate the parameters.
 
         zero = Zero1(model.parameters(), lambda shares: torch.optim.AdamW(shares, lr=3e-4), device_mesh["dp"])
         loss.backward()
@@ -35,20 +35,21 @@ class Zero1:
         clip_grad_norm_(zero.shares, 1.0)
         zero.step()
 
-    `params` are tensors or groups of them, as torch's optimizers take, equal on all ranks of `mesh`, which has one
-    axis; those that require no gradient are left alone. `optimizer` makes an elementwise optimizer of torch's (AdamW,
-    SGD, not Muon) of groups of shares, a share for each group and dtype; they have the keys of the groups they come
-    from. With `dtype` the shares, and so gradients, state and the step, are of that dtype: float32 for the master
-    weights of bfloat16 parameters.
+    `params` are tensors or parameter groups, as for torch's optimizers, equal on all ranks of `mesh`, which has one
+    axis; parameters that require no gradient are left alone. `optimizer` is a function that takes groups of shares and
+    returns an elementwise torch optimizer (AdamW or SGD, not Muon). There is one share for each group, dtype and
+    device; a group of shares keeps the options of its parameter group. With `dtype`, shares, gradients, state and the
+    step have that dtype: float32 for the master weights of bfloat16 parameters.
 
-    `shares`, an `nn.ParameterList`, and `optimizer` are what is saved and loaded, by
-    `torch.distributed.checkpoint.state_dict.get_state_dict(zero.shares, zero.optimizer)`; a schedule of torch's takes
-    `optimizer`. Elementwise steps give the bits of the unsharded step wherever the sums of the gradients are equal.
+    Save and load `shares`, an `nn.ParameterList`, and `optimizer`, with
+    `torch.distributed.checkpoint.state_dict.get_state_dict(zero.shares, zero.optimizer)`; pass `optimizer` to a
+    learning-rate scheduler. The step is bitwise equal to the unsharded one if the summed gradients are.
 
     Cost:   for each share of n elements: `reduce_gradients` 1 reduce_scatter of world * ceil(n / world) elements, in
-            float32 or wider; `step` 1 all_gather of ceil(n / world) in the parameters' dtype. State: n / world a rank.
-    Errors: TypeError for what is no mesh, function or tensor; ValueError for a mesh of several axes, no parameters, or
-            parameters that are sharded, not floating or passed twice.
+            float32 or wider; `step` 1 all_gather of ceil(n / world) elements in the parameters' dtype. State: n / world
+            on each rank.
+    Errors: TypeError for an argument that is not a mesh, function or tensor; ValueError for a mesh of several axes, no
+            parameters, or parameters that are sharded, not floating or passed twice.
     """
 
     @contract
@@ -67,10 +68,10 @@ class Zero1:
         )
 
     def reduce_gradients(self) -> None:
-        """Give each share its gradient, the sum over the ranks; a parameter without a gradient here adds zeros.
+        """Sum the gradients over the ranks into the shares' gradients. A parameter without a gradient adds zeros.
 
-        Once for each step, after the last micro-batch. What was divided by the number of ranks is not divided again,
-        and what was not is a sum.
+        Call it once for each step, after the last micro-batch. The result is a sum: for a mean over ranks, divide the
+        loss by the number of ranks.
 
         Cost:   1 reduce_scatter for each share, of world * ceil(n / world) elements in float32 or wider.
         """
@@ -80,7 +81,7 @@ class Zero1:
             bucket.share.grad = bucket.placed(total, self.mesh)
 
     def step(self) -> None:
-        """Step the shares, and give every parameter its new weights; the gradients of the shares are dropped.
+        """Step the shares, drop their gradients, and gather the new weights into the parameters.
 
         Cost:   1 all_gather for each share, of ceil(n / world) elements in the parameters' dtype.
         """
@@ -90,7 +91,7 @@ class Zero1:
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Set the parameters to what the shares are, as after a checkpoint is loaded.
+        """Copy the shares into the parameters of every rank, for example after loading a checkpoint.
 
         Cost:   1 all_gather for each share, of ceil(n / world) elements in the parameters' dtype.
         """
@@ -102,7 +103,7 @@ class Zero1:
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """Set the shares to what the parameters are, after these were changed: loaded without the optimizer."""
+        """Copy the parameters into the shares, for example after loading weights without the optimizer's state."""
         for bucket in self._all_buckets():
             local_tensor(bucket.share).copy_(bucket.part(self.mesh, bucket.share.dtype))
 
@@ -112,18 +113,18 @@ class Zero1:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Parameters of one dtype, of whose elements, one after the other, rank r has `lengths[r]` in its share."""
+    """Parameters of one dtype, concatenated. Rank r's share has `lengths[r]` of their elements."""
 
     parameters: Sequence[Tensor]
     lengths: Sequence[int]
     share: nn.Parameter
 
     def placed(self, part: Tensor, mesh: DeviceMesh) -> DTensor:
-        """This rank's part of a flat tensor, as a DTensor."""
+        """Wrap this rank's part of a flat tensor as a DTensor."""
         return _placed(part, mesh, sum(self.lengths))
 
     def part(self, mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
-        """This rank's part of the weights."""
+        """This rank's part of the concatenated weights, a copy."""
         return _part(self.parameters, self.lengths, mesh, dtype)
 
 
@@ -152,7 +153,7 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def _buckets(parameters: Sequence[Tensor], mesh: DeviceMesh, dtype: torch.dtype | None) -> list[_Bucket]:
-    """One for each dtype and device, in the order of their first parameters."""
+    """One bucket for each dtype and device, in the order of their first parameters."""
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     for each in parameters:
         alike[each.dtype, each.device].append(each)
@@ -165,7 +166,7 @@ def _buckets(parameters: Sequence[Tensor], mesh: DeviceMesh, dtype: torch.dtype 
 
 
 def _part(parameters: Sequence[Tensor], lengths: Sequence[int], mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
-    """This rank's part of the parameters' elements, a copy."""
+    """This rank's part of the concatenated parameters, a copy."""
     rank = mesh.get_local_rank()
     flat = _flat([each.detach() for each in parameters], dtype)
     return flat.narrow(0, sum(lengths[:rank]), lengths[rank]).clone()

@@ -1,10 +1,10 @@
 """Tensor-parallel plans, fully sharded data parallelism, activation checkpointing, and a dry run of all three.
 
-Arguments that mean this wherever a function says nothing else:
+Arguments have this meaning unless a function says otherwise:
 
     model                      the model, which is parallelized in place; its parameters keep their names
     device_mesh                a mesh whose axes are identified by their names
-    tp_shard_plan              names of modules, with * for any, and the style of each; None: none, or the model's own
+    tp_shard_plan              module names, with * for any, and a style for each; None: no plan, or the model's own
     activation_checkpointing   recompute each block in backward instead of storing its activations
 """
 

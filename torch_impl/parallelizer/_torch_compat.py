@@ -1,4 +1,4 @@
-"""The private functions of torch that the parallelizer uses; each is looked up by name before it is used."""
+"""Private functions of torch that the parallelizer uses. Each is looked up by name; a missing one is an error."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from torch.distributed.tensor import Placement, placement_types
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All axes of a mesh as one axis called `name`; an axis of that name with the same ranks is reused.
+    """Flatten all axes of a mesh into one axis called `name`; an axis of that name with the same ranks is reused.
 
-    Errors: ValueError where the name means other ranks.
+    Errors: ValueError if the name already belongs to other ranks.
     """
     return _private_function(DeviceMesh, "_flatten")(mesh, name)
 
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the axes of several meshes of the same root, in this order."""
+    """Join the axes of several meshes of one root into one mesh, in this order."""
     return _private_function(DeviceMesh, "_concatenate")(list(meshes))
 
 
 def axis_of_one_rank(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """An axis of size 1, called `name`, next to the first axis of a mesh."""
+    """Add an axis of size 1, called `name`, to a mesh."""
     (first, *_), size = mesh.mesh_dim_names or ("",), mesh.size(0)
-    # torch has no way to add an axis: the first one, of n ranks, is split into 1 x n, and the new axis is the 1.
+    # torch has no way to add an axis: split the first axis, of n ranks, into 1 x n, and take the first factor.
     return _private_function(DeviceMesh, "_unflatten")(mesh[first], 0, (1, size), (name, f"{name}_{first}"))[name]
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that this one was sliced from; itself if it was not sliced."""
+    """The mesh that this mesh was sliced from, or the mesh itself."""
     return _private_function(DeviceMesh, "_get_root_mesh")(mesh)
 
 
 def has_flattened(mesh: DeviceMesh, name: str) -> bool:
-    """Whether axes of the root mesh were already flattened under this name."""
+    """Whether axes of the root mesh have already been flattened under this name."""
     return name in _private_attribute(root_mesh(mesh), "_flatten_mapping")
 
 
 def strided_shard(dim: int, parts: int) -> Placement:
-    """A placement that shards each of `parts` equal parts of a dim separately."""
+    """A placement that shards each of a dim's `parts` equal parts separately."""
     return _private_function(placement_types, "_StridedShard")(dim, split_factor=parts)
 
 
 def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Data parallelism with replicated parameters and reduced gradients, with the interface of `fully_shard`."""
+    """Apply data parallelism with replicated parameters and reduced gradients; same interface as `fully_shard`."""
     try:
-        # Imported here, so that a torch without it fails where it is needed and not when this module is imported.
+        # Import it here, so that a torch without it fails in this call and not at the import of this module.
         from torch.distributed._composable import replicate_with_fsdp
     except ImportError:
         raise _missing(torch.distributed, "_composable.replicate_with_fsdp") from None
@@ -58,23 +58,23 @@ def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecision
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Queue a call for the end of the backward that is running, after every call that is queued already."""
+    """Queue a callback for the end of the running backward, after all callbacks queued before."""
     _private_function(_private_attribute(torch.autograd.Variable, "_execution_engine"), "queue_callback")(callback)
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
-    """The largest magnitude in each tensor, NaN where it has one, all in one operation."""
+    """The largest magnitude in each tensor, or NaN if it contains one, all in one operation."""
     return list(_private_function(torch, "_foreach_norm")(tensors, float("inf")))
 
 
 def waited(x: Any) -> Any:
-    """x, once the collective that returned it is done, with the same gradient; anything else as it is."""
+    """Wait for the collective that returns x, keeping the gradient; other values are returned unchanged."""
     kind = _private_attribute(torch.distributed, "_functional_collectives").AsyncCollectiveTensor
     return _Waited.apply(x) if isinstance(x, kind) else x
 
 
 class _Waited(torch.autograd.Function):
-    """The tensor inside of one that is still on its way. No copy."""
+    """The tensor inside an AsyncCollectiveTensor, without a copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
@@ -86,7 +86,7 @@ class _Waited(torch.autograd.Function):
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """The tree, such as a model's output, with each of its tensors replaced."""
+    """Apply a function to each tensor of a tree, such as a model's output."""
     import torch.utils._pytree as pytree
 
     return _private_function(pytree, "tree_map_only")(torch.Tensor, function, tree)

@@ -1,7 +1,7 @@
-"""The blocks of a model: which modules they are, how they form FSDP units, and how backward recomputes one.
+"""A model's blocks: find them, group them into FSDP units, recompute, compile and prefetch them.
 
-A block is an element of a list of layers: an nn.ModuleList, or an nn.ModuleDict whose keys are all numbers, as layers
-are after a pipeline split.
+A block is an element of a list of layers: an nn.ModuleList, or an nn.ModuleDict with numbers as keys, which a pipeline
+split leaves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_impl.parallelizer._torch_compat import waited
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The elements of every list of layers, in order, each once; an element without parameters is left out.
+    """The elements of every list of layers, in order and each once, without elements that have no parameters.
 
     Lists inside a block, such as its experts, are not searched; lists directly inside a list are.
     """
@@ -32,45 +32,46 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def units(model: nn.Module) -> list[list[nn.Module]]:
-    """The blocks in groups, each of which FSDP shards as one unit."""
+    """The blocks in groups; FSDP shards each group as one unit."""
     return groups_by_parameters(model, blocks(model))
 
 
 def groups_by_parameters(model: nn.Module, modules: list[nn.Module]) -> list[list[nn.Module]]:
-    """Group modules so that those that share a parameter are in one group.
+    """Group modules so that modules with a common parameter are in one group.
 
-    FSDP gives each parameter to one unit, so a module that shares one with the rest of the model is left to the root.
+    FSDP puts each parameter into one unit, so a module that shares one with the rest of the model is left to the root.
     """
     groups: list[list[nn.Module]] = []
     for module in modules:
-        # 1. All groups that share a parameter with this module become one with it.
+        # 1. Merge all groups that share a parameter with this module.
         overlapping = [group for group in groups if _share(module, group)]
         union = [member for group in overlapping for member in group] + [module]
         groups = [group for group in groups if group not in overlapping] + [union]
-    # 2. A group that shares a parameter with a module outside of all groups goes to the root.
+    # 2. Leave a group to the root if it shares a parameter with a module outside all groups.
     outside = _parameters_outside(model, [module for group in groups for module in group])
     return [group for group in groups if not any(id(p) in outside for module in group for p in module.parameters())]
 
 
-Policy = Callable[..., CheckpointPolicy]  # of a context, an operation and its arguments
+Policy = Callable[..., CheckpointPolicy]  # takes a context, an operation and its arguments
 
 
 def save_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save what products of matrices and fused attention return; recompute everything else."""
+    """Save the results of matrix products and fused attention; recompute everything else."""
     return CheckpointPolicy.MUST_SAVE if operation in _products() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_blocks(model: nn.Module, every: int = 1, policy: Policy | None = None) -> None:
     """Make backward recompute each block that has a trainable parameter, in place (activation checkpointing).
 
-    With `every=n` only each n-th block, counted from the first. A `policy` says of each operation whether its result is
-    saved (`torch.utils.checkpoint.create_selective_checkpoint_contexts`); without one nothing inside a block is.
+    With `every=n` only the first block and each n-th after it are recomputed. A `policy` decides for each operation
+    whether its result is saved (`torch.utils.checkpoint.create_selective_checkpoint_contexts`); without a policy
+    nothing inside a block is saved.
 
-    Non-reentrant, with the random state of the first forward, so that gradients are bitwise the same. Key-value caches
-    are switched off in the configuration and in nested ones: a recomputed block would append to them twice. Where
-    layers share keys and values (`num_kv_shared_layers`), attention is not recomputed, the rest of a block is.
+    Checkpointing is non-reentrant and restores the random state of the first forward, so that gradients are bitwise the
+    same. Key-value caches are switched off in the configuration and in nested ones, because a recomputed block would
+    append to them twice. If layers share keys and values (`num_kv_shared_layers`), attention is not recomputed.
 
-    Names of modules and parameters stay as they are. Between two layers only one block's activations are alive.
+    Names of modules and parameters do not change. Only one block's inner activations are alive at a time.
     Cost: no collective; one more forward of each block.
     """
     config = getattr(model, "config", None)
@@ -85,24 +86,24 @@ def checkpoint_blocks(model: nn.Module, every: int = 1, policy: Policy | None = 
 
 
 def compile_blocks(model: nn.Module, backend: str) -> None:
-    """Compile the forward of each block, in place; names of modules and parameters stay as they are.
+    """Compile the forward of each block, in place; names of modules and parameters do not change.
 
-    Recomputation is compiled with the block. Hooks of the block stay outside, as those of FSDP, which gathers before.
-    What a collective returns, as the embedding over tp does, is waited for before it enters a compiled block.
+    Recomputation is compiled with the block. The block's hooks stay outside, including FSDP's, which gathers before the
+    forward. An asynchronous collective's result, such as a tp embedding's, is waited for before it enters a block.
     """
     for block in blocks(model):
         block.forward = _after_collectives(torch.compile(block.forward, backend=backend))
 
 
 def prefetch_blocks(model: nn.Module, forward: int | None, backward: int | None) -> None:
-    """Have each FSDP unit gather so many units ahead, in forward and in backward; None leaves torch's own order."""
+    """Make each FSDP unit gather this many units ahead in forward and in backward; None keeps torch's own order."""
     heads = [group[0] for group in units(model)]
     sharded: list[FSDPModule] = [head for head in heads if isinstance(head, FSDPModule)]
     for number, unit in enumerate(sharded):
         if forward is not None:
             unit.set_modules_to_forward_prefetch(sharded[number + 1 : number + 1 + forward])
         if backward is not None:
-            # Backward runs in reverse: the unit before this one is needed first, then the one before that.
+            # Backward runs in reverse: the unit before this one is needed first.
             unit.set_modules_to_backward_prefetch(sharded[max(0, number - backward) : number][::-1])
 
 
@@ -118,7 +119,7 @@ def _elements(module: nn.Module, is_inside: bool) -> Iterator[nn.Module]:
 
 def _is_list(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleDict):
-        # A pipeline stage lists its layers by their original numbers, with gaps that a ModuleList cannot have.
+        # A pipeline stage keeps its layers' original numbers, with gaps that a ModuleList cannot have.
         return len(module) > 0 and all(key.isdigit() for key in module)
     return isinstance(module, nn.ModuleList)
 
@@ -129,7 +130,7 @@ def _share(module: nn.Module, group: list[nn.Module]) -> bool:
 
 
 def _parameters_outside(model: nn.Module, modules: list[nn.Module]) -> set[int]:
-    """Ids of the parameters that belong directly to a module outside of all these."""
+    """The ids of the parameters that modules outside all of these own directly."""
     inside = {id(inner) for module in modules for inner in module.modules()}
     rest = [module for module in model.modules() if id(module) not in inside]
     return {id(parameter) for module in rest for parameter in module.parameters(recurse=False)}
@@ -140,21 +141,21 @@ def _recompute(module: nn.Module, policy: Policy | None) -> None:
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        # Made here, and left out without a policy: torch's compiler takes no context of a closure.
+        # Made here, and only with a policy: torch's compiler does not accept a context from a closure.
         if policy is not None:
             kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
-    # On the instance: names of parameters stay, and hooks run once, outside of what is recomputed.
+    # Set it on the instance: parameters keep their names, and hooks run once, outside the recomputation.
     module.forward = recomputed
 
 
 def _after_collectives(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of tensors that are there: the compiler of torch 2.13 drops the gradient of one that is not."""
+    """Wait for collectives before a compiled forward: torch 2.13's compiler drops a pending tensor's gradient."""
 
     @functools.wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # Top-level arguments alone: a cache of keys among them has to stay the object that it is.
+        # Wait for top-level tensors only: a key-value cache among the arguments must stay the same object.
         return compiled(*map(waited, args), **{name: waited(x) for name, x in kwargs.items()})
 
     return forward

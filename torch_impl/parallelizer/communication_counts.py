@@ -1,6 +1,6 @@
-"""Communication of one microbatch, forward and backward, counted from sizes without any rank.
+"""Count the communication of one micro-batch, forward and backward, from sizes alone; no ranks are needed.
 
-Numbers are per rank, for the first rank, which has the longest shard where shards are uneven.
+Numbers are for the first rank, which has the longest shard if shards are uneven.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch_impl.parallelizer.tp_styles import (
     ReplicatedOnShards,
 )
 
-INT64, INT32 = 8, 4  # bytes of a count, and of the number of an expert
-SUMMED = 4  # bytes of a number in a sum, at least
+INT64, INT32 = 8, 4  # bytes of a count, and of an expert id
+SUMMED = 4  # the least bytes of an element of a sum
 
 
 @dataclass(frozen=True)
 class CollectiveCount:
-    """Collectives of one kind in one phase: calls, and the bytes that a rank passes in."""
+    """Collectives of one kind in one phase: the number of calls, and the bytes that a rank passes in."""
 
     phase: str  # forward or backward
     op: str
@@ -41,7 +41,7 @@ class CollectiveCount:
 
 
 def total(counts: Iterable[CollectiveCount]) -> list[CollectiveCount]:
-    """One entry for each phase, operation and axis."""
+    """Add up the counts for each phase, operation and axis."""
     totals: dict[tuple[str, str, str], tuple[int, int]] = {}
     for each in counts:
         calls, size = totals.get((each.phase, each.op, each.axis), (0, 0))
@@ -51,7 +51,7 @@ def total(counts: Iterable[CollectiveCount]) -> list[CollectiveCount]:
 
 @dataclass(frozen=True)
 class FsdpAxes:
-    """How many ranks FSDP shards over and replicates over, and the names of these axes."""
+    """The numbers of ranks that FSDP shards and replicates over, and the names of these axes."""
 
     shards: int
     shard: str
@@ -66,21 +66,21 @@ def fsdp_counts(
     experts: Iterable[nn.Module] = (),
     edp: FsdpAxes | None = None,
 ) -> list[CollectiveCount]:
-    """The gathers and reductions of each FSDP unit; those of `experts` are units over `edp`.
+    """The gathers and reductions of each FSDP unit; modules of `experts` are units over `edp`.
 
-    `shapes` are the shapes after tensor and expert parallelism, by the id of a parameter.
+    `shapes` are the parameters' shapes after tensor and expert parallelism, by parameter id.
     """
-    # 1. The parameters of each unit; those of no block are the root's, whose unit is the last.
+    # 1. Find the parameters of each unit. Parameters outside all blocks belong to the root, the last unit.
     groups = [[p for block in group for p in block.parameters()] for group in units(model)]
     in_blocks = {id(p) for group in groups for p in group}
     groups.append([p for p in model.parameters() if id(p) not in in_blocks])
-    of_experts = {id(p): number for number, module in enumerate(experts) for p in module.parameters()}
+    module_numbers = {id(p): number for number, module in enumerate(experts) for p in module.parameters()}
     last_block, counts, keeps_dtype = len(groups) - 2, [], keeps_dtypes(model)
     for number, group in enumerate(groups):
-        # 2. The experts of a layer are a unit inside that of their block, which has the rest.
+        # 2. Split a layer's experts from their block's unit: they are a unit inside it.
         parts: dict[int | None, dict[int, nn.Parameter]] = {}
         for parameter in group:
-            parts.setdefault(of_experts.get(id(parameter)), {})[id(parameter)] = parameter
+            parts.setdefault(module_numbers.get(id(parameter)), {})[id(parameter)] = parameter
         for experts_number, parameters in parts.items():
             over = axes if experts_number is None or edp is None else edp
             counts += _unit_counts(list(parameters.values()), shapes, over, number == last_block, keeps_dtype)
@@ -94,8 +94,8 @@ def _unit_counts(
     stays_gathered: bool,
     keeps_dtype: bool,
 ) -> list[CollectiveCount]:
-    """One unit: gathered in forward, again in backward unless it stayed, then reduced."""
-    # Each first dim is padded to a multiple of the ranks.
+    """Count one unit: gathered in forward, again in backward unless it stays gathered, then reduced."""
+    # FSDP pads each first dim to a multiple of the ranks.
     gathered = sum(
         _padded_numel(shapes[id(p)], axes.shards) // axes.shards * _itemsizes(p.dtype, keeps_dtype)[0]
         for p in parameters
@@ -105,7 +105,7 @@ def _unit_counts(
     counts = []
     if axes.shards > 1:
         counts.append(CollectiveCount("forward", "all_gather", axes.shard, 1, gathered))
-        # The last block stays gathered from forward to backward, which begins with it.
+        # Backward begins with the last block, which stays gathered.
         if not stays_gathered:
             counts.append(CollectiveCount("backward", "all_gather", axes.shard, 1, gathered))
         if reduced:
@@ -118,10 +118,11 @@ def _unit_counts(
 def expert_counts(
     module: nn.Module, keeps_dtype: bool, tokens: int, k: int, ranks: tuple[int, int], axes: tuple[str, str]
 ) -> list[CollectiveCount]:
-    """What a module of experts over ep and tp sends for `tokens` tokens of k choices, if all sets of k are as likely.
+    """The collectives of a module of experts over ep and tp, for `tokens` tokens with k choices each.
 
-    `ranks` and `axes` are those of ep and of tp. A token goes once to each rank with any of its experts: rows are
-    counted as the mean over all sets, rounded up, and as many arrive.
+    `ranks` and `axes` are the sizes and the names of ep and tp. A token is sent once to each rank with any of its
+    experts. The number of rows sent is the mean over all equally likely sets of k experts, rounded up; equally many
+    arrive.
     """
     down = module.get_parameter("down_proj")
     (e, width, _), (ep, tp), (ep_axis, tp_axis) = down.shape, ranks, axes
@@ -134,11 +135,11 @@ def expert_counts(
         counts.append(CollectiveCount("forward", "all_to_all", ep_axis, 5, 2 * rows + gates + choices + counted))
         counts.append(CollectiveCount("backward", "all_to_all", ep_axis, 3, 2 * rows + gates))
     if tp > 1:
-        outputs, of_own_gates, sums = own * width * itemsize, own * k * wide, tp * sent * width * wide
+        outputs, gate_gradients, sums = own * width * itemsize, own * k * wide, tp * sent * width * wide
         arrived = rows + gates + choices + counted
         counts.append(CollectiveCount("forward", "all_gather", tp_axis, 5, arrived + outputs))
         counts.append(CollectiveCount("forward", "reduce_scatter", tp_axis, 1, sums))
-        counts.append(CollectiveCount("backward", "all_gather", tp_axis, 3, rows + outputs + of_own_gates))
+        counts.append(CollectiveCount("backward", "all_gather", tp_axis, 3, rows + outputs + gate_gradients))
         counts.append(CollectiveCount("backward", "reduce_scatter", tp_axis, 2, sums + tp * gates))
     return counts
 
@@ -146,9 +147,9 @@ def expert_counts(
 def style_counts(
     module: nn.Module, style: ParallelStyle, tp: int, axis: str, tokens: int, keeps_dtype: bool = False
 ) -> list[CollectiveCount] | None:
-    """The collectives of one module under a style, its input being differentiable; None for a style without a rule.
+    """The collectives of a module under a style, for an input that requires a gradient; None for an unknown style.
 
-    `keeps_dtype` is True where the policy keeps every dtype: see `keeps_dtypes`.
+    `keeps_dtype` is True if the policy keeps every dtype: see `keeps_dtypes`.
     """
     if tp == 1 or isinstance(style, DividedInput) or type(style) is Replicated:
         return []
@@ -159,7 +160,7 @@ def style_counts(
         return [CollectiveCount("backward", "all_reduce", axis, len(sizes), sum(sizes))] if sizes else []
     if isinstance(style, Conv1DColwise | Conv1DRowwise):
         return _conv1d_counts(module, style, axis, tokens, keeps_dtype)
-    # What other modules receive and return, as experts do, does not follow from the sizes of their parameters.
+    # Other modules' inputs and outputs do not follow from the sizes of their parameters.
     if not isinstance(module, nn.Linear | nn.Embedding):
         return None
     size = tokens * _itemsizes(module.weight.dtype, keeps_dtype)[0]
@@ -197,15 +198,15 @@ def _conv1d_counts(
 
 
 def keeps_dtypes(model: nn.Module) -> bool:
-    """Whether the default policy keeps every dtype, as it does for a model with a parameter of float64."""
+    """Whether the default policy keeps every dtype: True for a model with a float64 parameter."""
     return any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
 
 def _padded_numel(shape: tuple[int, ...], ranks: int) -> int:
-    """The number of elements of a parameter, its first dim rounded up to a multiple of the ranks."""
+    """A parameter's number of elements after its first dim is rounded up to a multiple of the ranks."""
     return -(-shape[0] // ranks) * ranks * prod(shape[1:]) if shape else ranks
 
 
 def _itemsizes(dtype: torch.dtype, keeps_dtype: bool) -> tuple[int, int]:
-    """Bytes of an element in computation and of its gradient in reduction, under the default policy."""
+    """Bytes of an element when it is gathered, and of its gradient when it is reduced, under the default policy."""
     return (dtype.itemsize, dtype.itemsize) if keeps_dtype else (2, 4)

@@ -1,4 +1,4 @@
-"""A dry run: what parallelizing a model over a mesh would do. Nothing is sent, no rank and no memory is needed."""
+"""A dry run of parallelizing a model over a mesh: shards, bytes and collectives, without ranks, memory or messages."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ OF_PARTS = {1: "", 2: " of each half", 3: " of each third"}
 
 @dataclass(frozen=True)
 class ParameterShards:
-    """One row of the table: a parameter of all layers, and what a rank stores of it between steps."""
+    """One row of the table: a parameter of all layers, and the shard that a rank stores of it between steps."""
 
     name: str
     count: int
     shape: tuple[int, ...]
     placements: str
     local_shape: tuple[int, ...]
-    local_bytes: int  # of all of them, on the first rank, which has the longest shard
+    local_bytes: int  # over all layers, on the first rank, which has the longest shard
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `dry_run` returns, printed as a table. `unmatched` are keys of the model's plan that match nothing; of
-    `unknown` modules the style has no rule, so that their collectives are not counted."""
+    """The result of `dry_run`, printed as a table. `unmatched` are keys of the model's plan that match nothing;
+    `unknown` are modules whose collectives are not counted, because there is no rule for their style."""
 
     mesh: dict[str, int]
     parameters: tuple[ParameterShards, ...]
@@ -56,7 +56,7 @@ class DryRun:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of parameters that the first rank stores between steps."""
+        """The bytes of parameters that the first rank stores between steps."""
         return sum(each.local_bytes for each in self.parameters)
 
     def __str__(self) -> str:
@@ -98,21 +98,21 @@ MeshSizes = Annotated[Mapping[str, int], SizesKind()]
 
 @contract
 def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *, tokens: PositiveInt = 1) -> DryRun:
-    """What `fsdp2_strategy_parallelize` would do with a model, best on the meta device, over a mesh of these sizes.
+    """Predict the result of `fsdp2_strategy_parallelize` for a model, best on the meta device, over `mesh` sizes.
 
-    Without a plan the model's own is used where tp is more than 1. `tokens` are those of one rank's microbatch, which
-    tensor and expert parallelism communicate, with as many choices for each expert; gradients are reduced in the last
-    one alone. Precision is the default's: bfloat16 with float32 sums, float64 for float64.
+    The default `tp_shard_plan` is the model's own if tp is above 1. `tokens` is the size of one rank's micro-batch,
+    which tensor and expert parallelism send; all sets of experts count as equally likely. Gradients are reduced in the
+    last micro-batch only. Precision is the default policy's: bfloat16 with float32 sums, or float64 for float64.
 
     Cost:   no collective; no memory beyond the model's own.
-    Errors: those of `fsdp2_strategy_parallelize`; ValueError for a size below 1, or tokens below 1.
+    Errors: as `fsdp2_strategy_parallelize`; ValueError for a size below 1, or tokens below 1.
     """
-    # 1. The sizes of the axes by their roles.
+    # 1. Find the sizes of the axes by their roles.
     check_dims(model)
     roles, shard_name = roles_of(tuple(mesh))
     tp, ep = (mesh.get(roles[role] or "", 1) for role in ("tp", "ep"))
     edp, dense = _fsdp_axes(mesh, roles, shard_name)
-    # 2. The style and the placements of each module that the plan names, or that ep shards.
+    # 2. Find the style and the placements of each module that the plan names or ep shards.
     plan = tp_shard_plan if tp_shard_plan is not None else get_hf_tp_shard_plan(model) if tp > 1 else {}
     styles = validate_styles(model, plan, tp, dense.shards)
     experts = validate_experts(model, None if roles["ep"] is None else ep)
@@ -131,7 +131,7 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
         id(p): _local_shape(_local_shape(p.shape, Shard(0), ep if name in stacks else 1), placements.get(name), tp)
         for name, p in model.named_parameters()
     }
-    # 3. The collectives of FSDP, of each style and of experts.
+    # 3. Count the collectives of FSDP, of each style and of experts.
     sharded_first = {  # FSDP pads the dim that it shards
         id(p): (shapes[id(p)][stacks.get(name, 0)], prod(shapes[id(p)]) // shapes[id(p)][stacks.get(name, 0)])
         for name, p in model.named_parameters()
@@ -143,10 +143,10 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
         counts += expert_counts(module, keeps_dtype, tokens, k, (ep, tp), ("ep", roles["tp"] or "")) if k else []
         unknown += [] if k else [generic(name)]
     for name, (_, style) in styles.items():
-        of_module = style_counts(model.get_submodule(name), style, tp, roles["tp"] or "", tokens, keeps_dtype)
-        counts += of_module or []
-        unknown += [generic(name)] if of_module is None else []
-    # 4. Keys of the model's own plan that match nothing here.
+        module_counts = style_counts(model.get_submodule(name), style, tp, roles["tp"] or "", tokens, keeps_dtype)
+        counts += module_counts or []
+        unknown += [generic(name)] if module_counts is None else []
+    # 4. List the keys of the model's own plan that match nothing.
     keys = style_names(model) if tp > 1 and tp_shard_plan is None else {}
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
     return DryRun(
@@ -160,7 +160,7 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
 
 
 def _fsdp_axes(mesh: Mapping[str, int], roles: Mapping[str, str | None], shard_name: str) -> tuple[FsdpAxes, FsdpAxes]:
-    """The axes of FSDP for experts, which are not sharded over ep by it, and for all other parameters."""
+    """The FSDP axes of experts, without ep, and of all other parameters, with ep."""
     names = [name for name in (roles["shard"], roles["data"], roles["cp"]) if name is not None]
     replicas, replicate = mesh.get(roles["replicate"] or "", 1), roles["replicate"] or ""
     axis = names[0] if len(names) == 1 else shard_name
@@ -179,7 +179,7 @@ def _parameter_shards(
     tp_axis: str | None,
     stacks: Mapping[str, int],
 ) -> list[ParameterShards]:
-    """One row for all layers' parameters of one name, shape and placements; `stacks`: FSDP's dim of each over ep."""
+    """One row for all layers' parameters of equal name, shape and placements; `stacks` has FSDP's dim of each stack."""
     rows: dict[tuple[str, tuple[int, ...], str, tuple[int, ...]], list[int]] = {}
     for name, parameter in model.named_parameters():
         axes, placement = fsdp[name in stacks], tp_placements.get(name)
@@ -190,7 +190,7 @@ def _parameter_shards(
         placed = [f"{axes.replicate} Replicate()"] if axes.replicas > 1 else []
         placed += [f"{axes.shard} Shard({fsdp_dim})"] + ["ep Shard(0)"] * (name in stacks)
         placements = ", ".join(placed + [f"{tp_axis} {on_tp}"] * (tp_axis is not None))
-        # With * for the number of its layer, a parameter has one name in all layers.
+        # With * for the layer's number, a parameter has the same name in all layers.
         key = generic(name), tuple(parameter.shape), placements, local
         rows.setdefault(key, []).append(prod(local) * parameter.element_size())
     return [
@@ -200,9 +200,9 @@ def _parameter_shards(
 
 
 def _keys_without_match(keys: Mapping[str, str], names: list[str]) -> list[str]:
-    """Keys that match nothing, with or without the prefix of the inner model."""
+    """The keys that match nothing, with or without the inner model's prefix."""
     matched = [key for key in keys if names_of(key, names)]
-    # The plan of an inner model is read under several prefixes, of which one is right: the others match nothing.
+    # An inner model's plan is read under several prefixes, and only one of them is right.
     return [key for key in keys if key not in matched and not any(other.endswith(f".{key}") for other in matched)]
 
 
@@ -211,7 +211,7 @@ def _local_shape(shape: tuple[int, ...], placement: Placement | None, ranks: int
     dim, parts = sharded_dim(placement)
     if dim is None:
         return tuple(shape)
-    # DTensor's ceil rule, for each of the parts: the first rank has the longest shard.
+    # DTensor rounds up in each part: the first rank has the longest shard.
     return (*shape[:dim], parts * -(-shape[dim] // (parts * ranks)), *shape[dim + 1 :])
 
 

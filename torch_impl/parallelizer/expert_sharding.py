@@ -1,13 +1,12 @@
-"""The experts of a model over ep: each rank has e/ep of a layer's experts, and of each of these its columns over tp.
+"""Shard a model's experts over ep and tp: each rank has e/ep of a layer's experts, and of each its columns over tp.
 
-A module of experts, as transformers writes it, has all experts of a layer in two stacks, and is called with tokens, the
-experts that each of them chose, and their gates. It keeps its place and the names of its parameters, and the router
-before it stays as it is; the forward is replaced by `routed_experts`, which sends each token's rows to the ranks of its
-experts and back.
+A transformers module of experts has all experts of a layer in two stacks, and its arguments are tokens, their expert
+ids and their gates. The module keeps its place and the names of its parameters, and the router before it does not
+change; only the forward is replaced by `routed_experts`, which sends each token to the ranks of its experts and back.
 
-Ranks of ep have other tokens, as ranks of data parallelism have. So an expert's gradient has the rows of all ranks of
-ep, and is reduced over edp alone, the ranks that have the same experts; every other gradient is reduced over dp x cp x
-ep. Ranks of tp have the same tokens: each sends its own part of them, so that none is sent twice.
+Ranks of ep have different tokens, like ranks of data parallelism. An expert's gradient therefore includes the tokens of
+all ep ranks and is reduced over edp only, the ranks with the same experts; every other gradient is reduced over
+dp x cp x ep. Ranks of tp have the same tokens: each sends its own part, so that no token is sent twice.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from torch_impl.parallelizer.mesh_axes import MeshAxes
 from torch_impl.parallelizer.tp_plan import tied_names
 from torch_impl.parallelizer.tp_styles import HALVES, STACK_DIMS, distribute, shard_of_halves
 
-# The stacks of transformers' experts, [e, 2f, d] with gate and up one after the other and [e, d, f], and how each is
-# sharded over tp. `routed_experts` has the columns last.
+# The stacks of transformers' experts, [e, 2f, d] (gate, then up) and [e, d, f], and the placement of each over tp.
+# `routed_experts` takes them transposed.
 STACKS: dict[str, Callable[[], Placement]] = {
     "gate_up_proj": lambda: shard_of_halves(1),
     "down_proj": lambda: Shard(2),
@@ -39,17 +38,17 @@ SILU = ("SiLU", "SiLUActivation")  # torch's and transformers'
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have all experts of a layer in the two stacks, by name."""
+    """The modules that hold all experts of a layer in the two stacks, by name."""
     return {name: module for name, module in model.named_modules() if all(_is_stack(module, leaf) for leaf in STACKS)}
 
 
 def validate_experts(model: nn.Module, ep: int | None, is_stage: bool = False) -> dict[str, nn.Module]:
-    """The modules of experts that `ep` ranks share, which need not exist; none where the mesh has no ep.
+    """The modules of experts to shard over `ep` ranks, which need not exist; none if `ep` is None.
 
-    A stage of a pipeline, `is_stage`, may be one without experts: over it ep is an axis of data alone.
+    A pipeline stage (`is_stage`) may have no experts; ep is then an axis of data only.
 
-    Errors: ValueError for a model without experts over several ranks of ep, a number of experts that ep does not
-            divide, and for experts that `routed_experts` does not compute: other stacks, arguments or activations.
+    Errors: ValueError for a model without experts over several ep ranks, a number of experts that ep does not divide,
+            and experts that `routed_experts` does not compute: other stacks, arguments or activations.
     """
     if ep is None:
         return {}
@@ -68,17 +67,17 @@ def validate_experts(model: nn.Module, ep: int | None, is_stage: bool = False) -
 
 
 def shard_experts(modules: Mapping[str, nn.Module], axes: MeshAxes) -> None:
-    """Shard the stacks over ep and tp, in place, and have each module send its tokens to the ranks of their experts.
+    """Shard the stacks over ep and tp, in place, and make each module send its tokens to the ranks of their experts.
 
         hidden_states "t/ep d tp=I", top_k_index and top_k_weights "t/ep k tp=I"   ->   "t/ep d tp=I"
         gate_up_proj "e 2f d"   ->   "e/ep 2f/tp d", each half /tp        down_proj "e d f"   ->   "e/ep d f/tp"
 
     The stacks become DTensors over ep and tp, with the values of the mesh's first rank. Their gradients are 1/ep of the
-    sum over all rows: FSDP divides by the ranks of edp, and both together are the mean over dp x cp x ep.
+    sum over all rows: FSDP also divides by the number of edp ranks, which makes it the mean over dp x cp x ep.
 
-    Cost:   on construction 1 broadcast of each stack over each axis, none on the meta device. For each forward, what
-            `routed_experts` sends, of this rank's part of the tokens; over tp forward 1 all_gather of the outputs,
-            backward 1 of the tokens' gradient and 1 of the gates'.
+    Cost:   on construction 1 broadcast of each stack over each axis, none on the meta device. Each forward has the
+            collectives of `routed_experts` for this rank's part of the tokens; over tp also 1 all_gather of the outputs
+            forward, and 1 of the tokens' and 1 of the gates' gradient backward.
     """
     mesh = axes.expert_mesh
     if mesh is None or axes.ep is None:
@@ -91,15 +90,15 @@ def shard_experts(modules: Mapping[str, nn.Module], axes: MeshAxes) -> None:
             placements = [Shard(0) if name == axes.ep else on_tp() for name in mesh.mesh_dim_names or ()]
             shard = distribute(stack, mesh, placements, source=0)
             module.register_parameter(leaf, nn.Parameter(shard, requires_grad=stack.requires_grad))
-        # On the instance, as transformers' own choice of an implementation is made inside the class's forward.
+        # Set it on the instance: transformers chooses its implementation inside the class's forward.
         module.forward = partial(_routed, module, ep_group, tp_group)
 
 
 def fsdp_dims(module: nn.Module, ranks: int) -> dict[str, int]:
-    """The dim of each stack that FSDP shards over these ranks: the width, or the experts where it does not divide.
+    """The dim of each stack that FSDP shards over these ranks: the width if they divide it, else the experts.
 
-    No dim is then sharded over two axes, so that every rank has as much, however few experts an ep rank has, and they
-    are put together in one order. FSDP shards no dim but the first into unequal parts.
+    The width is not sharded over another axis. So every rank stores equally much, however few experts an ep rank has,
+    and the full tensor has one order. FSDP shards only the first dim into unequal parts.
     """
     shapes = {leaf: module.get_parameter(leaf).shape for leaf in STACKS}
     return {leaf: 0 if shapes[leaf][dim] % ranks else dim for leaf, dim in WIDTHS.items()}
@@ -113,9 +112,9 @@ def _routed(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """The forward of a module of experts, from this rank's tokens to the sums of what their experts make of them."""
+    """The forward of a module of experts: the sum of the experts' outputs for each of this rank's tokens."""
     gate_up, down = (_local_stack(module.get_parameter(leaf), ep_group.size()).transpose(1, 2) for leaf in STACKS)
-    gates = top_k_weights.to(accumulator(top_k_weights.dtype))  # in which they weigh; some models have them so already
+    gates = top_k_weights.to(accumulator(top_k_weights.dtype))  # the dtype of the weighted sum; often theirs already
     if tp_group is None:
         return routed_experts(hidden_states, gates, top_k_index, gate_up, down, ep_group)
     lengths = _equal_parts(len(hidden_states), tp_group.size())
@@ -125,9 +124,9 @@ def _routed(
 
 
 def _local_stack(stack: Tensor, ep: int) -> Tensor:
-    """This rank's shard of a stack, whose gradient is divided by the ranks of ep.
+    """This rank's shard of a stack; its gradient is divided by the number of ep ranks.
 
-    Not by `set_gradient_divide_factor` of FSDP, which torch 2.13 applies twice where edp is one rank.
+    FSDP's `set_gradient_divide_factor` does not work here: torch 2.13 applies it twice if edp has one rank.
     """
     local = stack.to_local() if isinstance(stack, DTensor) else stack
     if local.requires_grad:
@@ -145,7 +144,7 @@ def _is_stack(module: nn.Module, leaf: str) -> bool:
 
 
 def _problem(module: nn.Module, ep: int) -> str | None:
-    """Why the module is not what `routed_experts` computes over ep ranks; None if it is."""
+    """Why `routed_experts` cannot compute this module over ep ranks; None if it can."""
     gate_up, down = (module.get_parameter(leaf) for leaf in STACKS)
     others = [leaf for leaf, _ in module.named_parameters() if leaf not in STACKS]
     activation = type(getattr(module, "act_fn", None)).__name__

@@ -1,7 +1,7 @@
-"""Fully sharded data parallelism by torch's `fully_shard`, after tensor parallelism.
+"""Fully sharded data parallelism with torch's `fully_shard`, after tensor parallelism.
 
-Between steps a rank holds 1/n of every parameter, its gradient and its optimizer's state, n = dp_shard * cp * ep. The
-parameters of a block are gathered while it computes; experts are gathered over dp_shard x cp, and not over ep.
+Between steps a rank stores 1/n of every parameter, its gradient and its optimizer state, with n = dp_shard * cp * ep. A
+block's parameters are gathered while it computes; experts are gathered over dp_shard x cp, and not over ep.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PlanOrPathKind(PlanKind):
 
 
 class CheckpointingKind:
-    """What of a block is recomputed: nothing, everything, or what is not saved selectively."""
+    """The part of a block that is recomputed: nothing, everything, or a selection."""
 
     def problem(self, value: Any) -> str | None:
         if isinstance(value, bool) or value in ("full", "selective"):
@@ -63,7 +63,7 @@ class CheckpointingKind:
 
 
 class SelectiveKind:
-    """What a selective checkpoint recomputes: each n-th block, operations by a policy, or those of our own."""
+    """The selection of a selective checkpoint: 'op' for the policy here, n for each n-th block, or another policy."""
 
     def problem(self, value: Any) -> str | None:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -75,12 +75,12 @@ class SelectiveKind:
 
 
 class BackendKind:
-    """The name of a backend of torch.compile."""
+    """The name of a torch.compile backend."""
 
     def problem(self, value: Any) -> str | None:
         if not isinstance(value, str):
             return Instance(str, "pass the name of a backend of torch.compile").problem(value)
-        # torch's own default is not looked up: the list of names loads the compiler.
+        # Do not look up torch's default: listing the backends loads the compiler.
         if value != DEFAULT_BACKEND and value not in (backends := torch.compiler.list_backends(exclude_tags=())):
             nearest = get_close_matches(value, backends, n=1, cutoff=0.0)
             return f"={value!r} is no backend of torch.compile; nearest: {', '.join(map(repr, nearest))}"
@@ -118,40 +118,40 @@ def fsdp2_strategy_parallelize(
     """Parallelize a model over a mesh, in place: tensor plan, activation checkpointing, FSDP. Returns the model.
 
         ids  "b/dp/ep s"   ->   logits  "b/dp/ep s v"         the same on each tp rank
-        parameter "o i"   ->   "o/dp/ep i", or as its style shards it over tp and then "/dp/ep" on its first dim
+        parameter "o i"   ->   "o/dp/ep i", or sharded over tp by its style and then "/dp/ep" on its first dim
         experts "e f d"   ->   "e/ep f d/dp", and f over tp
 
-    Axes are identified by name: see `mesh_axes`. With replicas (`dp_replicate`) parameters are sharded inside one.
-    Ranks of `ep` have other tokens and, of the stacks of experts, other experts: then `shard_experts` is used
-    in place of the plan's entries for them. The gradient is the mean over dp_replicate x dp_shard x cp x ep, that of
-    experts too, so a rank's loss must be dp * cp * ep * sum(its token losses) / N, with N the tokens of the full step;
-    accumulation needs no division either.
+    Axes are identified by name: see `mesh_axes`. With replicas (`dp_replicate`) parameters are sharded within a
+    replica. Ranks of `ep` have different tokens and different experts; `shard_experts` then replaces the plan's entries
+    for experts. Every gradient, experts included, is the mean over dp_replicate x dp_shard x cp x ep, so a rank's loss
+    must be dp * cp * ep * sum(its token losses) / N, where N is the number of tokens in the full step; accumulation
+    needs no further division.
 
     `mp_policy=None` computes in bfloat16 and reduces in float32; a model with float64 parameters stays float64.
-    `output_dtype` is the model's, not that of each block. Buffers keep their dtype. Units are the elements of lists of
-    layers (`units`), and the model with the rest. `reshard_after_forward=None` leaves only the last block gathered
-    between forward and backward; under a pipeline pass False, or each microbatch gathers again. `offload_policy` puts
-    shards in host memory, pinned where the mesh has an accelerator. What was one parameter stays one.
+    `output_dtype` applies to the model's output, not to each block's. Buffers keep their dtype. Units are the elements
+    of lists of layers (`units`), and the model with the rest. `reshard_after_forward=None` keeps only the last block
+    gathered between forward and backward; in a pipeline pass False, or each micro-batch gathers again. `offload_policy`
+    puts shards in host memory, pinned if the mesh has an accelerator. Tied parameters stay tied.
 
-    tp_shard_plan          also "package.module:name", a dict or a function of no argument or of the model
-    activation_checkpointing   True or "full": backward recomputes each block. "selective": what `selective_ac_option`
-        says, "op" for all but products of matrices and attention, n for each n-th block, or a policy of torch
+    tp_shard_plan          also "package.module:name" of a dict, or of a function of no argument or of the model
+    activation_checkpointing   True or "full": backward recomputes each block. "selective": `selective_ac_option`
+        decides: "op" saves matrix products and attention, n recomputes each n-th block, or pass a torch policy
     sequence_parallel      between layers a block has s/tp positions: see `sequence_parallel`
-    enable_compile         compile each block by `compile_backend`, inside FSDP and around recomputation
-    fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth   gather so many blocks ahead; None: as torch does
+    enable_compile         compile each block with `compile_backend`, inside FSDP and around recomputation
+    fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth   gather this many blocks ahead; None: torch's order
     dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name   the mesh's own names for the axes of these roles;
-        None: those of the tables, and size 1 where the mesh has no such axis
+        None: the names in the tables, and size 1 if the mesh has no such axis
 
-    Cost:   for a unit of parameters w, its first dims rounded up to multiples of n:
+    Cost:   for a unit of parameters w, with first dims rounded up to multiples of n:
             forward 1 all_gather of |w|/n of `param_dtype` per rank; backward the same again if it was freed, and
             1 reduce_scatter of |w| of `reduce_dtype`; with replicas 1 all_reduce of |w|/n.
             `set_requires_gradient_sync(False)` leaves out reduction. On construction, see `apply_plan`.
             With ep n = dp_shard * cp * ep; the experts of a layer are a unit of their own with n = dp_shard * cp, and
-            send what `shard_experts` says.
-    Errors: before anything is changed. TypeError for a model, mesh, policy, plan or switch of another kind.
-            ValueError for a mesh whose axes are unknown, mixed or have no names; for a mesh name that is no axis; for a
-            backend that torch does not have; for a model that is parallel already or has a scalar parameter; for what
-            `check_plan` rejects; for a model without experts that ep can shard.
+            have the collectives of `shard_experts`.
+    Errors: before anything is changed. TypeError for a model, mesh, policy, plan or switch of a wrong type.
+            ValueError for a mesh whose axes are unknown, mixed or have no names; a mesh name that is not an axis; a
+            backend that torch does not have; a model that is already parallel or has a scalar parameter; a plan that
+            `check_plan` rejects; a model without experts that ep can shard.
     Source: arXiv 2304.11277 (FSDP), 1909.08053 (tensor parallelism), 1604.06174 (checkpointing), 2006.16668 (experts).
     """
     # 1. Validate everything, before anything is changed or sent.
@@ -163,7 +163,7 @@ def fsdp2_strategy_parallelize(
     mesh = axes.fsdp_mesh
     has_sequences = sequence_parallel and axes.tp_mesh is not None and axes.size(axes.tp) > 1
     plan_styles, gathering = sequence_styles(model, styles, experts) if has_sequences else (styles, [])
-    # 2. Tensor and expert parallelism first: FSDP then shards the DTensors that they leave, a second time.
+    # 2. Apply tensor and expert parallelism first: FSDP then shards their DTensors again.
     if axes.tp_mesh is not None:
         shard_modules(model, plan_styles, axes.tp_mesh)
         if has_sequences:
@@ -171,8 +171,8 @@ def fsdp2_strategy_parallelize(
                 untangle_views(block)
     untangle_views(model)
     shard_experts(experts, axes)
-    # 3. Checkpointing inside FSDP: a block that backward recomputes is gathered once for both. Compiled around it, so
-    #    that the compiler sees both forwards.
+    # 3. Checkpoint inside FSDP, so that a block is gathered once for recomputation and backward. Compile around
+    #    checkpointing, so that the compiler sees both forwards.
     if activation_checkpointing:
         checkpoint_blocks(model, *_scope(activation_checkpointing, selective_ac_option))
     if enable_compile:
@@ -188,16 +188,16 @@ def fsdp2_strategy_parallelize(
 def get_parallelization_strategy(model: Module) -> Callable[..., nn.Module]:
     """The function that parallelizes models of this class: a registered one, else `fsdp2_strategy_parallelize`.
 
-    `fsdp2_strategy_parallelize` itself looks nothing up, so that a registered function can call it.
+    A registered function can call `fsdp2_strategy_parallelize`, which never looks at the registry.
 
     Cost:   no collective.
-    Errors: TypeError unless a Module.
+    Errors: TypeError if model is not a Module.
     """
     return registered_strategy(model) or fsdp2_strategy_parallelize
 
 
 def _plan_of(model: nn.Module, plan: Mapping[str, ParallelStyle] | str | None) -> Mapping[str, ParallelStyle] | None:
-    """The plan, imported where it is a path. Errors: as `imported_plan` and the contract of a plan."""
+    """The plan, imported if it is a path. Errors: as `imported_plan` and the contract of a plan."""
     if not isinstance(plan, str):
         return plan
     imported = imported_plan(plan, model)
@@ -206,7 +206,7 @@ def _plan_of(model: nn.Module, plan: Mapping[str, ParallelStyle] | str | None) -
 
 
 def _scope(checkpointing: bool | str, option: Any) -> tuple[int, Any]:
-    """Each how many-th block is recomputed, and the policy of what it saves."""
+    """(n, policy): recompute each n-th block, and save the results that the policy selects."""
     if checkpointing != "selective":
         return 1, None
     return (option, None) if isinstance(option, int) else (1, save_products if option == "op" else option)
@@ -220,10 +220,11 @@ def validate_target(
     is_sharded: bool = True,
     own_names: Mapping[str, str | None] | None = None,
 ) -> tuple[MeshAxes, dict[str, PlanEntry]]:
-    """The mesh's axes, and the style of each module that the plan names. Nothing is changed or sent.
+    """Validate model, mesh and plan; returns the mesh's axes and the style of each module in the plan.
 
-    Without a tensor-parallel axis a plan shards nothing. `is_sharded` is False where data parallelism replicates
-    parameters. Errors: ValueError as `mesh_axes` and `check_plan` have it, and for a model that is parallel already.
+    Nothing is changed or sent. Without a tensor-parallel axis a plan shards nothing. `is_sharded` is False if data
+    parallelism replicates parameters.
+    Errors: ValueError as `mesh_axes` and `check_plan`, and for a model that is already parallel.
     """
     axes = mesh_axes(device_mesh, own_names)
     _check_not_parallel(model)
@@ -238,11 +239,11 @@ def validate_target(
 
 
 def untangle_views(model: nn.Module) -> None:
-    """Make the model return no views, in place; to be called before FSDP wraps the model. Nothing is copied.
+    """Make the model return no views, in place and without a copy. Call it before FSDP wraps the model.
 
-    The head of a tensor-parallel model ends in a view of what DTensor gathered, and a model may return one of its own.
-    FSDP hangs its backward on the tensors
-    that the root returns, and an in-place operation on a view (`logits.div_(temperature)`) would drop that silently.
+    The head of a tensor-parallel model returns a view of DTensor's gathered output, and a model may return views of its
+    own. FSDP attaches its backward to the tensors that the root returns, and an in-place operation on a view
+    (`logits.div_(temperature)`) would silently detach it.
     """
     model.register_forward_hook(_untangle)
 
@@ -252,7 +253,7 @@ def _untangle(module: nn.Module, arguments: Any, output: Any) -> Any:
 
 
 class _Untangled(torch.autograd.Function):
-    """The same memory under another tensor, with its version: autograd still sees an edit of what it has saved."""
+    """Another tensor with the same memory and version counter, so that autograd still detects in-place edits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -264,7 +265,7 @@ class _Untangled(torch.autograd.Function):
 
 
 def _check_not_parallel(model: nn.Module) -> None:
-    """ValueError where data parallelism was applied to the model, or to any part of it, over any ranks."""
+    """ValueError if data parallelism was already applied to the model or to any part of it."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule | DistributedDataParallel):
             label = repr(name) if name else type(model).__name__
@@ -281,17 +282,17 @@ def check_dims(model: nn.Module) -> None:
 
 
 def _policy(model: nn.Module, mp_policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
-    """The user's policy; else bfloat16 with float32 sums, and for a float64 model float64 throughout."""
+    """The user's policy, or the default: bfloat16 with float32 sums, and float64 for a float64 model."""
     if mp_policy is not None:
         return mp_policy
-    # Who computes in float64 wants its digits, which bfloat16 would drop.
+    # float64 models are never cast.
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def _offload(device_mesh: DeviceMesh, offload_policy: OffloadPolicy | None) -> OffloadPolicy:
-    """The user's policy, without pinned memory where there is no accelerator to pin it for."""
+    """The user's policy, without pinned memory if the mesh has no accelerator."""
     if isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory and device_mesh.device_type == "cpu":
         return replace(offload_policy, pin_memory=False)
     return OffloadPolicy() if offload_policy is None else offload_policy
@@ -305,8 +306,8 @@ def _fully_shard_experts(
     offload: OffloadPolicy,
     reshard_after_forward: bool | None,
 ) -> None:
-    """Make the experts of each layer a unit over edp, inside the unit of their block, which leaves them alone."""
-    # Gates may be wider than the weights, and a cast of what comes in would narrow them.
+    """Make each layer's experts a unit over edp, inside their block's unit, which then leaves them out."""
+    # Do not cast inputs: gates may be wider than the weights.
     policy = replace(policy, output_dtype=None, cast_forward_inputs=False)
     *_, last_unit = units(model) or [[]]
     in_last_unit = {id(inner) for module in last_unit for inner in module.modules()}
@@ -332,10 +333,10 @@ def _fully_shard(
     reshard_after_forward: bool | None,
 ) -> None:
     """Shard each unit, then the root with the rest."""
-    # A block that returned `output_dtype` would hand a wide tensor to a narrow one behind it: it is for the root alone.
+    # `output_dtype` is for the root only: a block that returned it would pass a wide tensor to the next block.
     block_policy, groups = replace(policy, output_dtype=None), units(model)
     for group in groups:
-        # Backward begins with the last block: freeing it after forward would only gather it again.
+        # Backward begins with the last block: if it were freed after forward, it would be gathered again at once.
         frees = group is not groups[-1] if reshard_after_forward is None else reshard_after_forward
         module = group if len(group) > 1 else group[0]
         fully_shard(module, mesh=mesh, mp_policy=block_policy, offload_policy=offload, reshard_after_forward=frees)

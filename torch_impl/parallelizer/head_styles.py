@@ -1,8 +1,8 @@
-"""Styles of projections that make heads in another way than a Linear for each of q, k and v.
+"""Styles for projections to heads that are not three separate Linear layers with enough heads for all ranks.
 
-A Conv1D of transformers, as GPT-2 has it, is a linear layer with a transposed weight [in, out]; its projection to heads
-has q, k and v one after the other in one weight. Where there are fewer heads of keys and values than ranks, each rank
-computes the one head that its queries attend to, from projections that all ranks have in full.
+A transformers Conv1D, as in GPT-2, is a linear layer with a transposed weight [in, out]; its projection to heads has
+q, k and v one after the other in one weight. If there are fewer key and value heads than ranks, all ranks have the full
+projections, and each computes only the head that its queries attend to.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Conv1DColwise(LocalForward):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         applied: Any = super()._apply(module, device_mesh)
-        # The forward of a Conv1D reads the width of its output from here, and not from its weight.
+        # The forward of a Conv1D reads its output width from this attribute, not from the weight.
         applied.nf = applied.weight.to_local().shape[1]
         return applied
 
 
 class Conv1DPackedColwise(Conv1DColwise):
-    """`conv1d_packed_colwise`: q, k and v in one Conv1D; this rank has its heads of each.
+    """`conv1d_packed_colwise`: q, k and v in one Conv1D; this rank has its own heads of each.
 
         input  "... i tp=I"   weight  "i o", "o" = q | k | v, each /tp   bias  "o tp=R"   ->   "... o", each part /tp
 
-    The weight's full value has the original order of columns. The bias is replicated, since FSDP shards its only dim
-    and would put thirds together in another order; each rank reads its part, and its gradient is summed.
+    The weight's full value has the original order of columns. The bias is replicated, because FSDP shards its only dim
+    and would reassemble the thirds in another order; each rank reads its part, and the gradient is summed.
 
     Cost: backward 1 all_reduce of the input's gradient and 1 of the bias's.
     """
@@ -78,7 +78,7 @@ class Conv1DPackedColwise(Conv1DColwise):
         return full.chunk(parameter.device_mesh.size(), 1)[parameter.device_mesh.get_local_rank()].reshape(-1)
 
     def local_sizes(self, parent: nn.Module, ranks: int) -> dict[str, int]:
-        # The width of q, of k and of v, by which the attention of GPT-2 takes the output apart.
+        # GPT-2's attention splits the output by this width into q, k and v.
         return {"split_size": parent.split_size // ranks} if hasattr(parent, "split_size") else {}  # pyright: ignore
 
 
@@ -96,7 +96,7 @@ class Conv1DRowwise(LocalForward):
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         local = parameter.to_local()
-        # A Conv1D cannot do without a bias: it adds zeros, and the bias is added after the sum over ranks.
+        # A Conv1D always adds a bias: make it zeros here, and add the real bias after the sum over ranks.
         return torch.zeros_like(local) if name == "bias" else local
 
     def after_forward(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
@@ -104,15 +104,15 @@ class Conv1DRowwise(LocalForward):
 
 
 class ReplicatedHeads(ReplicatedOnShards):
-    """`colwise` of keys or values with fewer heads than ranks: this rank computes the head that its queries attend to.
+    """`colwise` for keys or values with fewer heads than ranks: a rank computes the head that its queries attend to.
 
         input  "... i tp=I"   weight  "g*p i tp=R"   bias  "g*p tp=R"   ->   "... p", head rank * g / tp of g
 
-    Ranks in a row have the same head, and each the gradient that its own queries give it: the sum over all ranks is the
-    gradient of every head. Parameters stay full over tp, as state dicts show them; FSDP shards them.
+    Consecutive ranks have the same head, and each computes the gradient from its own queries: the sum over all ranks is
+    the gradient of every head. Parameters are not sharded over tp, as state dicts show; FSDP shards them.
 
     `heads` is g, which divides the number of ranks; `groups` is the number of a rank's query heads, over which
-    attention repeats its one head of keys and values.
+    attention repeats the rank's one key and value head.
 
     Cost: backward 1 all_reduce of the input's gradient and 1 of each parameter.
     """
@@ -136,11 +136,11 @@ class ReplicatedHeads(ReplicatedOnShards):
         return {GROUPS: self.groups}
 
 
-GROUPS = "num_key_value_groups"  # of an attention of transformers: the query heads of each head of keys and values
+GROUPS = "num_key_value_groups"  # attribute of transformers' attention: query heads per key and value head
 
 
 def _check_conv1d(style: str, module: nn.Module) -> None:
-    """ValueError unless the module is a Conv1D of transformers, which need not be installed."""
+    """ValueError unless the module is a transformers Conv1D. transformers need not be installed."""
     if type(module).__name__ != "Conv1D" or set(dict(module.named_parameters())) != {"weight", "bias"}:
         raise ValueError(f"{style}: shards a Conv1D of transformers, not a {type(module).__name__}")
 

@@ -1,6 +1,6 @@
-"""Styles by the names that transformers gives them, and the tensor-parallel plan that a Hugging Face model has.
+"""Styles by their transformers names, and the tensor-parallel plan of a Hugging Face model.
 
-Each name of transformers' tensor-parallel plans is a style here, or is rejected with the reason.
+Each style name in transformers' tensor-parallel plans is either supported here or rejected with the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _rowwise_of_full_input() -> ParallelStyle:
     return RowwiseParallel(input_layouts=Replicate())
 
 
-# Several names of one style are those of several releases of transformers.
+# A style has several names if releases of transformers name it differently.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": Rowwise,
@@ -59,7 +59,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "packed_rowwise": PackedRowwise,
     "moe_tp_experts": Experts,
     "moe_identity_expert": DividedInput,
-    # Names of no release, for families without a plan.
+    # Our own names, for families without a plan in transformers.
     "conv1d_colwise": Conv1DColwise,
     "conv1d_packed_colwise": Conv1DPackedColwise,
     "conv1d_rowwise": Conv1DRowwise,
@@ -87,7 +87,7 @@ REJECTED = {
     "local_packed_rowwise": OF_PARAMETERS.format("packed_rowwise, or moe_tp_experts for experts,"),
     "gather": "is a style of transformers 4; write all_reduce, or moe_tp_experts for experts",
 }
-# By the name of a class, so that transformers is not imported; subclasses have the same. Keys are names in that class.
+# Plans by class name, so that transformers is not imported; subclasses inherit them. Keys are names in that class.
 TP_PLANS: dict[str, PlanEntries] = {
     "GPT2Model": {
         "wte": "embedding_rowwise",
@@ -97,37 +97,38 @@ TP_PLANS: dict[str, PlanEntries] = {
         "h.*.mlp.c_proj": "conv1d_rowwise",
     },
     "GPT2LMHeadModel": {"lm_head": "colwise_gather_output"},
-    # The mask of each head is made of the values of all heads, so attention has gathered projections and all heads.
+    # Each head's mask is computed from the values of all heads, so projections are gathered and attention is full.
     "DogeModel": {
         **{f"layers.*.self_attn.{name}": "colwise_gather_output" for name in ("q_proj", "k_proj", "v_proj")},
         "layers.*.self_attn.dt_proj": None,
         "layers.*.self_attn.o_proj": "rowwise_split_input",
     },
-    # The activation between sharded layers has parameters, whose gradient is a sum over the ranks: 5.23 leaves it out.
+    # The activation between sharded layers has parameters, so its gradient needs a sum over ranks; transformers 5.23
+    # leaves it out.
     "ApertusModel": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
 }
-# Names under which a model has the inner model that has the layers.
+# The names under which a model may hold the inner model with the layers.
 INNER_MODELS = ("", "model", "language_model", "model.language_model", "transformer")
 
 
 @contract
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """The style of a name, a new object at each call.
+    """The style with this name, as a new object in each call.
 
-    Names are those of transformers' tensor-parallel plans, exact and case-sensitive, and those for a Conv1D, of which
-    transformers has no plan. The class of a style documents
-    what it does with its module's input, output and parameters; `colwise`, `rowwise` and `sequence_parallel` are
-    torch's. Names that mean expert parallelism, or the parameter of another module, are rejected with the reason.
+    Names are case-sensitive: the names in transformers' tensor-parallel plans, and three names for Conv1D, for which
+    transformers has no plan. A style's class documents the layout of its module's input, output and parameters;
+    `colwise`, `rowwise` and `sequence_parallel` are torch's. Names for expert parallelism, or for the parameter of
+    another module, are rejected with the reason.
 
-    Errors: TypeError unless a string; ValueError for a rejected name, with what to write instead, and for an unknown
-    one, with the nearest.
+    Errors: TypeError if style is not a string; ValueError for a rejected name, with its replacement, and for an
+    unknown name, with the nearest one.
     """
     _validate_style(f"parallelizer.translate_to_torch_parallel_style: style={style!r}", style)
     return STYLES[style]()
 
 
 def _validate_style(begin: str, style: str) -> None:
-    """ValueError, after this beginning, for the name of a style that is rejected or not known."""
+    """ValueError, beginning with `begin`, for the name of a rejected or unknown style."""
     if style in REJECTED:
         raise ValueError(f"{begin} {REJECTED[style]}")
     if style not in STYLES:
@@ -136,14 +137,14 @@ def _validate_style(begin: str, style: str) -> None:
 
 
 def register_tp_plan(model_class: ModelClass, plan: PlanEntries) -> None:
-    """Set the entries of a class's tensor-parallel plan that win over those of its model and config.
+    """Register entries of a class's tensor-parallel plan; they override the entries of the model and its config.
 
-    `model_class` is the class, or its name; subclasses have the entries too, and a class inside another model, as the
-    decoder of a causal model, has them under its place there. A value is the name of a style, a function that makes a
-    style, or None for an entry to be left out. A second call for a class replaces the first.
+    `model_class` is the class or its name; subclasses inherit the entries. If the class is inside another model, such
+    as the decoder of a causal model, the entries apply at its place there. A value of `plan` is a style's name, a
+    function that makes a style, or None to leave the key out. A second call for a class replaces the first.
 
-    Errors: TypeError for a class, key or value of another kind; ValueError for the name of a style that is unknown or
-    rejected, as `translate_to_torch_parallel_style` says.
+    Errors: TypeError for a class, key or value of a wrong type; ValueError for an unknown or rejected style, as in
+    `translate_to_torch_parallel_style`.
     """
     begin = "parallelizer.register_tp_plan"
     name = class_name_of("register_tp_plan", "model_class", model_class)
@@ -160,7 +161,7 @@ def register_tp_plan(model_class: ModelClass, plan: PlanEntries) -> None:
 
 
 def registered_tp_plan(model: nn.Module) -> dict[str, Entry]:
-    """The registered entries of a model's class and of the classes that it inherits from; the nearest wins."""
+    """The registered entries of a model's class and its base classes; the most derived class wins."""
     entries: dict[str, Entry] = {}
     for cls in reversed(type(model).__mro__):
         entries |= TP_PLANS.get(cls.__name__, {})
@@ -169,17 +170,17 @@ def registered_tp_plan(model: nn.Module) -> dict[str, Entry]:
 
 @contract
 def get_hf_tp_shard_plan(model: Module) -> dict[str, ParallelStyle]:
-    """Module name -> style, for every module of this model that its tensor-parallel plan shards.
+    """The model's own tensor-parallel plan, as a dict from module name to style.
 
-    The plan is read from the class, from the instance, from the base model or its config, and from what is registered
-    for either class (`register_tp_plan`, and this package's own entries, as those of GPT-2); the later wins. Keys
-    that match nothing in this model are dropped, as most of them are in a pipeline stage. The entry of a bare parameter
-    is folded into the style of its module. The input embedding is sharded over the vocabulary where layers are sharded
-    and the plan does not mention it. Logits are gathered: replace the head's entry for a vocabulary-parallel loss.
+    The plan is read from the class, from the instance, from the base model or its config, and from the registered
+    entries of either class (`register_tp_plan`, and this package's own, such as GPT-2's); later sources win. Keys that
+    match nothing in this model are dropped, as most are in a pipeline stage. The entry of a bare parameter is folded
+    into its module's style. If layers are sharded and the plan does not mention the input embedding, it is sharded over
+    the vocabulary. Logits are gathered: replace the head's entry for a vocabulary-parallel loss.
 
-    A model without a plan gives {} and a UserWarning. Two calls share no style.
+    For a model without a plan the result is {}, with a UserWarning. Each call makes new styles.
 
-    Errors: TypeError unless a Module; ValueError for a style that is rejected, naming key and style.
+    Errors: TypeError if model is not a Module; ValueError for a rejected style, with its key.
     """
     names = style_names(model)
     if not names:
@@ -189,10 +190,10 @@ def get_hf_tp_shard_plan(model: Module) -> dict[str, ParallelStyle]:
             UserWarning,
             stacklevel=3,
         )
-    # 1. The entries of modules.
+    # 1. Take the entries of modules.
     modules = [name for name, _ in model.named_modules() if name]
     plan = {key: _style(key, style) for key, style in names.items() if names_of(key, modules)}
-    # 2. The entries of bare parameters, which go into the style of their module.
+    # 2. Fold the entries of bare parameters into their modules' styles.
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for key, style in names.items():
         if key not in plan and names_of(key, parameters):
@@ -201,26 +202,26 @@ def get_hf_tp_shard_plan(model: Module) -> dict[str, ParallelStyle]:
 
 
 def style_names(model: nn.Module) -> dict[str, Any]:
-    """The entry of each key, also of keys that match nothing in this model: the name of a style, or what makes one."""
+    """The entry of each key: a style's name or a function that makes one. Keys that match nothing are included."""
     return _with_embedding(model, _entries(model))
 
 
 def _entries(model: nn.Module) -> dict[str, Entry]:
-    """The entries of all sources under the module names of this model; a later source wins."""
+    """The entries of all sources, by this model's module names; later sources win."""
     entries: dict[str, Entry] = {}
-    # `vars`, since an attribute lookup would return the plan of the class where the instance has none.
+    # Use `vars`: an attribute lookup would return the class's plan if the instance has none.
     instance_plan = vars(model).get("_tp_plan")
     entries |= getattr(type(model), "_tp_plan", None) or {}
     entries |= instance_plan or {}
     bases = {prefix: _submodule(model, prefix) for prefix in INNER_MODELS}
     for prefix, base in bases.items():
         config = getattr(base, "config", None)
-        # The model's attribute was read above; a base model inside it has one too, or a plan in its config.
+        # The model's attribute was read above; a base model inside it may have its own, or a plan in its config.
         plan = (getattr(base, "_tp_plan", None) if prefix else None) or getattr(config, "base_model_tp_plan", None)
         entries |= _prefixed(prefix, plan or {})
     for prefix, base in bases.items():
         registered = _prefixed(prefix, {} if base is None else registered_tp_plan(base))
-        # An entry of None leaves the key out, whatever the model's own plan says of it.
+        # An entry of None drops the key, whatever the model's own plan has for it.
         entries = {key: entry for key, entry in (entries | registered).items() if registered.get(key, "") is not None}
     return entries
 
@@ -237,7 +238,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _with_embedding(model: nn.Module, names: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The same entries, with one for the input embedding."""
+    """The entries, with one added for the input embedding if layers are sharded and none exists."""
     shards_layers = any("*" in key for key in names)
     embedding = _input_embedding(model)
     if not shards_layers or embedding is None or any(names_of(key, [embedding]) for key in names):
@@ -265,9 +266,9 @@ def _style(key: str, style: Any) -> Any:
 
 
 def _fold_into_owner(plan: dict[str, ParallelStyle], key: str, style: Any) -> None:
-    """Put the entry of a parameter into the style of its module."""
+    """Put a parameter's entry into its module's style."""
     path, _, leaf = key.rpartition(".")
-    # A key names one layer by its number, or all of them by *; the module's entry may be written either way.
+    # A key names one layer by its number, or all layers by *; the module's entry may use either.
     owner = plan.get(path) or plan.get(generic(path))
     if not isinstance(owner, Experts):
         has = f"its module has {type(owner).__name__}" if owner else "its module has no entry"

@@ -1,4 +1,4 @@
-"""Which axis of a device mesh has which role. Two generations of names are accepted.
+"""Find the role of each axis of a device mesh by its name. Two generations of names are accepted.
 
     role        older               newer
     replicate                       dp_replicate
@@ -7,13 +7,13 @@
     tp          tensor_parallel     tp
     ep          ep                  ep
 
-Parameters are sharded over data x cp, called dp_cp by the older names and dp_shard_cp by the newer; where the mesh has
-no such axis and cp has more than one rank, it is created here. A mesh may have it as an axis in place of the two.
+Parameters are sharded over data x cp. This axis is called dp_cp with the older names and dp_shard_cp with the newer; it
+is created here if the mesh lacks it and cp has more than one rank, and a mesh may have it in place of the two axes.
 The loss is normalised over dp_cp: replicate x data x cp. A missing axis has size 1.
 
-Ranks of ep have other tokens, as those of data and cp have: outside of the experts ep is one more axis of data, and
-the two axes are called dp_shard_cp_ep and dp_cp_ep. Experts are sharded over ep by their number, and then over data x
-cp alone: these, with the replicas, are edp, the ranks that have the same experts.
+Ranks of ep have different tokens, like ranks of data and cp: outside the experts ep is one more axis of data, and the
+two axes become dp_shard_cp_ep and dp_cp_ep. Experts are first divided over ep and then sharded over data x cp only.
+data x cp and the replicas together are edp, the ranks that have the same experts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AXIS_NAMES = tuple(dict.fromkeys([*OLDER.values(), *NEWER.values(), *IN_BOTH]))
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """The name of the axis of each role; None where the mesh has no such axis."""
+    """The name of the axis for each role, or None if the mesh has no such axis."""
 
     mesh: DeviceMesh
     replicate: str | None
@@ -45,26 +45,26 @@ class MeshAxes:
     tp: str | None
     ep: str | None
     shard: str | None  # data x cp as one axis of the mesh
-    shard_name: str  # the name of that axis where it is flattened
+    shard_name: str  # the name of that axis if it is flattened
 
     def size(self, *names: str | None) -> int:
-        """Product of the sizes of axes; a missing one counts as 1."""
+        """The product of the sizes of axes; a missing axis counts as 1."""
         axes = self.mesh.mesh_dim_names or ()
         return math.prod(self.mesh.size(axes.index(name)) for name in names if name is not None)
 
     @property
     def has_stages(self) -> bool:
-        """Whether a rank has a stage of the model alone."""
+        """Whether each rank has only a pipeline stage of the model."""
         return "pp" in (self.mesh.mesh_dim_names or ()) and self.size("pp") > 1
 
     @property
     def data_size(self) -> int:
-        """Ranks whose tokens differ, over which FSDP averages gradients."""
+        """The number of ranks with different tokens, over which FSDP averages gradients."""
         return self.size(self.replicate, self.shard, self.data, self.cp, self.ep)
 
     @property
     def shard_size(self) -> int:
-        """Ranks that a parameter which is no expert's is sharded over."""
+        """The number of ranks that a parameter outside the experts is sharded over."""
         return self.size(self.shard, self.data, self.cp, self.ep)
 
     @property
@@ -73,14 +73,14 @@ class MeshAxes:
 
     @property
     def expert_mesh(self) -> DeviceMesh | None:
-        """The mesh of the stacks of experts before FSDP: ep, or ep and tp in the mesh's order."""
+        """The mesh of the experts' stacks before FSDP: ep, or ep and tp in the mesh's order."""
         if self.ep is None:
             return None
         return self.mesh[tuple(name for name in self.mesh.mesh_dim_names or () if name in (self.ep, self.tp))]
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The 1-D mesh that parameters are sharded over, but for those of experts."""
+        """The 1-D mesh that parameters outside the experts are sharded over."""
         if self.size(self.ep) == 1:
             return self.edp_shard_mesh
         names = [name for name in (self.shard, self.data, self.cp, self.ep) if name is not None]
@@ -88,36 +88,36 @@ class MeshAxes:
 
     @property
     def edp_shard_mesh(self) -> DeviceMesh:
-        """The 1-D mesh that the parameters of an ep rank's experts are sharded over."""
+        """The 1-D mesh that an ep rank's experts are sharded over."""
         if self.shard is not None:
             return self.mesh[self.shard]
         names = [name for name in (self.data, self.cp) if name is not None]
         if not names:
             return axis_of_one_rank(self.mesh, self.shard_name)
-        # Ranks of cp have other tokens of the same sequences, so their gradients belong to the same average.
+        # Ranks of cp have different tokens of the same sequences, so their gradients belong to the same mean.
         if len(names) == 2 and (self.size(self.cp) > 1 or has_flattened(self.mesh, self.shard_name)):
             return _flattened_axis(self.mesh, names, self.shard_name)
         return self.mesh[names[0]]
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for FSDP: the shard mesh, or with replicas (replicate, shard)."""
+        """The mesh for FSDP: the shard mesh, or (replicate, shard) with replicas."""
         return self._with_replicas(self.shard_mesh)
 
     @property
     def edp_mesh(self) -> DeviceMesh:
-        """The same for the parameters of experts: all ranks that have the experts of this one."""
+        """The FSDP mesh for experts: all ranks that have the same experts."""
         return self._with_replicas(self.edp_shard_mesh)
 
     def _with_replicas(self, shard_mesh: DeviceMesh) -> DeviceMesh:
         if self.size(self.replicate) == 1 or self.replicate is None:
             return shard_mesh
-        # On two axes `fully_shard` shards parameters over the second and replicates them over the first.
+        # Given two axes, `fully_shard` replicates parameters over the first and shards them over the second.
         return concatenate([self.mesh[self.replicate], shard_mesh])
 
     @property
     def loss_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of all ranks whose tokens differ."""
+        """The 1-D mesh of all ranks with different tokens."""
         ep = self.ep if self.size(self.ep) > 1 else None
         names = [name for name in (self.replicate, self.shard, self.data, self.cp, ep) if name is not None]
         if not names:
@@ -127,14 +127,14 @@ class MeshAxes:
 
 
 def mesh_axes(device_mesh: DeviceMesh, own_names: Mapping[str, str | None] | None = None) -> MeshAxes:
-    """The roles of a mesh's axes, by their names. Nothing is sent.
+    """Find the roles of a mesh's axes by their names. Nothing is sent.
 
-    `own_names` are a mesh's names for the roles replicate, shard and tp, in place of those of the tables. That of shard
-    may be the name of axes that were flattened; a role that is left out, or None, has size 1 where no axis has it.
+    `own_names` are a mesh's own names for the roles replicate, shard and tp, in place of the names in the tables. The
+    name for shard may belong to flattened axes. A role that is missing or None has size 1 if no axis has it.
 
-    Errors: ValueError for axes without names, with unknown names or of both generations, for a flattened axis next
-            to an axis that it contains, for an own name that is no axis, and for ranks of ep_shard, which is an axis of
-            another mesh.
+    Errors: ValueError for axes without names, with unknown names or of both generations, a flattened axis next to an
+            axis that it contains, an own name that is not an axis, and an ep_shard axis of several ranks, which belongs
+            to another mesh.
     """
     if not device_mesh.mesh_dim_names:
         names = ", ".join(AXIS_NAMES)
@@ -161,12 +161,12 @@ def mesh_axes(device_mesh: DeviceMesh, own_names: Mapping[str, str | None] | Non
 def _check_own_names(
     mesh: DeviceMesh, own_names: Mapping[str, str | None], roles: Mapping[str, str | None], shard_name: str
 ) -> None:
-    """ValueError for a name that is no axis: its role would have size 1, and nobody would see the misspelling."""
+    """ValueError for a name that is not an axis: its role would silently have size 1."""
     axes = mesh.mesh_dim_names or ()
     for role, name in own_names.items():
         if name is None or name in axes:
             continue
-        # Of data and cp one axis is made, by the name of the tables; or it was made before, by any name.
+        # The flattened axis of data and cp exists under some name, or will be made under the tables' name.
         is_flattened = has_flattened(mesh, name) or (name == shard_name and (roles["data"] or roles["cp"]))
         if not (role == "shard" and is_flattened):
             argument = ARGUMENTS[role]
@@ -177,8 +177,8 @@ def _check_own_names(
 
 
 def roles_of(axes: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
-    """The axis of each role, and the name of the axis over which parameters are sharded. Errors: see `mesh_axes`."""
-    # 1. Every name is in the tables, and all are of one generation.
+    """The axis of each role, and the name of the axis that parameters are sharded over. Errors: see `mesh_axes`."""
+    # 1. Check that every name is in the tables, and that all are of one generation.
     unknown = [name for name in axes if name not in AXIS_NAMES]
     if unknown:
         names = ", ".join(AXIS_NAMES)
@@ -189,10 +189,10 @@ def roles_of(axes: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
             f"device_mesh: axes {axes} mix older names {older} and newer names {newer}; "
             f"use {', '.join(OLDER.values())} or {', '.join(NEWER.values())}"
         )
-    # Axes that both generations name alike, as pp, do not tell them apart: then the newer names apply.
+    # If all names are in both generations, such as pp, the newer names apply.
     generation = OLDER if older else NEWER
     roles = {role: name if name in axes else None for role, name in generation.items()}
-    # 2. A flattened axis is named in place of the axes that it contains, not next to them.
+    # 2. Check that a flattened axis stands in place of the axes that it contains, not next to them.
     shard = "dp_cp" if "dp_cp" in axes else roles["shard"]
     contained = [roles[role] for role in ("shard", "data", "cp") if roles[role] not in (None, shard)]
     if shard is not None and contained:
@@ -205,7 +205,7 @@ def roles_of(axes: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
 
 
 def check_one_root(**meshes: DeviceMesh | None) -> None:
-    """ValueError unless all these meshes were sliced from one root; None is no mesh."""
+    """ValueError unless all these meshes were sliced from one root; None is skipped."""
     roots = {name: root_mesh(mesh) for name, mesh in meshes.items() if mesh is not None}
     (first, root), *rest = roots.items() or [("", None)]
     for name, other in rest:
@@ -214,7 +214,7 @@ def check_one_root(**meshes: DeviceMesh | None) -> None:
 
 
 def _only_in(generation: dict[str, str], other: dict[str, str], axes: tuple[str, ...]) -> list[str]:
-    """The axes whose names belong to one generation alone."""
+    """The axes whose names belong to one generation only."""
     return [name for name in axes if name in generation.values() and name not in (*other.values(), *IN_BOTH)]
 
 

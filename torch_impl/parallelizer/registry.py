@@ -1,4 +1,4 @@
-"""The strategy that is registered for a model by its class, and a plan by its import path."""
+"""Register parallelization strategies by model class, and import plans by path."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ STRATEGIES: dict[str, Callable[..., nn.Module]] = {}
 
 
 def register_parallel_strategy(name: ModelClass) -> Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]:
-    """A decorator: the function parallelizes models of a class, in place of `fsdp2_strategy_parallelize`.
+    """Decorate a function that parallelizes models of the class `name`, in place of `fsdp2_strategy_parallelize`.
 
         @register_parallel_strategy(name="WanTransformer3DModel")
         def parallelize_wan(model, device_mesh, **options): ...
 
-    It takes the arguments of `fsdp2_strategy_parallelize`, which it may call, and returns the model.
+    The function takes the arguments of `fsdp2_strategy_parallelize`, which it may call, and returns the model.
 
-    Errors: TypeError for what is no class of modules, name or function.
+    Errors: TypeError if `name` is not a class of modules or a name, or if the decorated object is not a function.
     """
     class_name = class_name_of("register_parallel_strategy", "name", name)
 
@@ -42,13 +42,13 @@ def register_parallel_strategy(name: ModelClass) -> Callable[[Callable[..., nn.M
 
 
 def registered_strategy(model: nn.Module) -> Callable[..., nn.Module] | None:
-    """The strategy of the model's class, or of the nearest class that it inherits from."""
+    """The strategy of the model's class, or of its nearest base class with one."""
     return next((STRATEGIES[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in STRATEGIES), None)
 
 
 def imported_plan(path: str, model: nn.Module) -> Any:
-    """The plan at "package.module:name" or "package.module.name": a dict, or what a function of no argument or of the
-    model returns.
+    """Import the plan at "package.module:name" or "package.module.name": a dict, or a function of no argument or of the
+    model, which is called.
 
     Errors: ValueError for a path that names nothing. An ImportError raised inside an existing module passes through.
     """
@@ -74,7 +74,7 @@ def imported_plan(path: str, model: nn.Module) -> Any:
 
 
 def class_name_of(function: str, argument: str, model_class: Any) -> str:
-    """The name of a class of modules, or the name itself. Errors: TypeError that begins with function and argument."""
+    """The name of a class of modules, given the class or its name. Errors: TypeError naming function and argument."""
     if isinstance(model_class, type) and issubclass(model_class, nn.Module):
         return model_class.__name__
     if not isinstance(model_class, str):

@@ -1,13 +1,13 @@
-"""Sequence parallelism beside tensor parallelism: between its layers a block has s/tp positions on each rank, not s.
+"""Sequence parallelism on top of tensor parallelism: between its layers a block has s/tp positions on each rank.
 
-    norm, dropout, residual   "b s/tp d"        attention, mlp   "b s d" in, "b s d" out, of which each rank keeps s/tp
+    norm, dropout, residual   "b s/tp d"        attention, mlp   "b s d" in, "b s d" out; each rank keeps s/tp of it
 
-The first block of a list takes its shard of the sequence, the last gathers it, so that everything outside of the
-blocks, positions and masks included, is as without. In a layer of column-wise and row-wise modules the all-reduce
-behind it becomes an all-gather before and a reduce-scatter after, of the same bytes together. A norm of a shard has a
-part of its gradient, which is summed. A layer with a part that every rank computes in full, as the router of experts,
-keeps its all-reduce and gathers besides: of the sum of ranks that part would be counted once for each, and the losses
-of a router are those of all positions. Source: arXiv 2205.05198.
+The first block of a list shards the sequence and the last block gathers it, so that everything outside the blocks,
+positions and masks included, is unchanged. In a layer of column-wise and row-wise modules an all-gather before and a
+reduce-scatter after the layer replace the all-reduce, with the same total bytes. A norm's gradient from a shard of the
+sequence is partial and is summed. A layer with a part that every rank computes in full, such as a router of experts,
+keeps its all-reduce and gathers as well: a sum over ranks would count that part once per rank, and a router's losses
+need all positions. Source: arXiv 2205.05198.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torch_impl.parallelizer.head_styles import ReplicatedHeads
 from torch_impl.parallelizer.tp_plan import PlanEntry
 from torch_impl.parallelizer.tp_styles import Experts, Replicated, ReplicatedOnShards, Rowwise
 
-HIDDEN = "hidden_states"  # under which transformers passes them where it passes no positional argument
+HIDDEN = "hidden_states"  # transformers' keyword for the input of a layer
 SEQUENCE = 1  # the dim of positions
-KEY = "sequence_parallel"  # in place of a plan's key
+KEY = "sequence_parallel"  # stands for the plan's key
 
 
 def sequence_styles(
     model: nn.Module, styles: Mapping[str, PlanEntry], experts: Collection[str] = ()
 ) -> tuple[dict[str, PlanEntry], list[str]]:
-    """The styles of a model whose blocks have shards of the sequence; and the layers that gather what enters them.
+    """Adapt styles to blocks with sharded sequences; returns them, and the names of layers that gather their input.
 
     Every norm of a block gets a style; the row-wise module at the end of a layer scatters its output. `experts` names
     the modules of experts over ep, which have no style.
 
-    Errors: ValueError for a model without blocks, a block with parameters of its own, a style of a block's own linear
-            layer that cannot take or return shards of the sequence, and experts that belong to a block itself.
+    Errors: ValueError for a model without blocks, a block with parameters of its own, a linear layer directly in a
+            block whose style cannot take or return shards of the sequence, and experts directly in a block.
     """
     changed, gathering = dict(styles), []
     names = {id(module): name for name, module in model.named_modules()}
@@ -57,13 +57,13 @@ def sequence_styles(
         for leaf, layer in block.named_children():
             path = f"{name}.{leaf}"
             if path in experts or (path in styles and isinstance(styles[path].style, Experts)):
-                # They are called with more than the hidden states, of which alone a layer is given all positions.
+                # Only the hidden states are gathered before a layer, and experts have further arguments.
                 raise ValueError(
                     f"sequence_parallel=True: {path!r} of a block has experts, whose choices and gates would be those "
                     "of this rank's positions; pass False, or put router and experts into one layer"
                 )
             if path in styles:
-                changed[path] = _of_direct_layer(path, styles[path])
+                changed[path] = _direct_layer_entry(path, styles[path])
             elif _is_norm(layer):
                 changed[path] = PlanEntry(KEY, ReplicatedOnShards())
             elif next(layer.parameters(), None) is not None:
@@ -76,20 +76,20 @@ def sequence_styles(
 def shard_sequences(
     model: nn.Module, styles: Mapping[str, PlanEntry], gathering: list[str], mesh: DeviceMesh
 ) -> list[nn.Module]:
-    """Have layers gather the sequence, and the ends of each list of blocks shard and gather it, in place. Returns the
-    last blocks, whose outputs are views then.
+    """Add hooks, in place: layers gather the sequence, each list's first block shards it, and its last gathers it.
+    Returns the last blocks, whose outputs are then views.
 
-    `styles` are those before `sequence_styles` changed them. To be called when they have been applied.
+    `styles` are the styles before `sequence_styles` changed them. Call it after the changed styles were applied.
     """
-    # 1. The layers.
+    # 1. Hook the layers.
     for path in gathering:
         layer = model.get_submodule(path)
         is_summed = _last_rowwise(path, layer, styles) is not None
-        # Before the hooks of styles, which see the full sequence.
+        # This runs before the styles' hooks, which expect the full sequence.
         layer.register_forward_pre_hook(partial(_gather_before, mesh, is_summed), with_kwargs=True, prepend=True)
         if not is_summed:
             layer.register_forward_hook(partial(_shard_after, mesh))
-    # 2. The ends of each list.
+    # 2. Hook the first and the last block of each list.
     names = {id(module): name for name, module in model.named_modules()}
     lists: dict[str, list[nn.Module]] = {}
     for block in blocks(model):
@@ -124,15 +124,15 @@ def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _gathered(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """All positions, as a DTensor: parts of its gradient are summed and scattered in one collective."""
+    """All positions, as a DTensor: its partial gradients are summed and scattered in one collective."""
     return DTensor.from_local(x, mesh, [Shard(SEQUENCE)], run_check=False).redistribute(placements=[Replicate()])
 
 
-# ---- What becomes of styles
+# ---- Changed styles
 
 
-def _of_direct_layer(path: str, entry: PlanEntry) -> PlanEntry:
-    """The entry of a linear layer that belongs to a block itself."""
+def _direct_layer_entry(path: str, entry: PlanEntry) -> PlanEntry:
+    """The entry of a linear layer directly in a block."""
     if type(entry.style) is ColwiseParallel and entry.style.input_layouts == (Replicate(),):
         style = ColwiseParallel(input_layouts=Shard(SEQUENCE), output_layouts=entry.style.output_layouts[0])
         return PlanEntry(entry.key, style)
@@ -153,10 +153,10 @@ def _scattered(entry: PlanEntry) -> PlanEntry:
 
 
 def _last_rowwise(path: str, layer: nn.Module, styles: Mapping[str, PlanEntry]) -> str | None:
-    """The row-wise module that ends a layer all of whose parameters take part in the sum; None for another layer."""
+    """The row-wise module at the end of a layer, if all the layer's parameters take part in the sum; else None."""
     inside = {name: entry.style for name, entry in styles.items() if name.startswith(f"{path}.")}
     rowwise = [name for name, style in inside.items() if _is_rowwise(style)]
-    # What a rank computes in full would be counted by every rank in the sum of the gradients.
+    # The sum of gradients would count a part that every rank computes in full once per rank.
     is_summed = all(_takes_part(style) for style in inside.values())
     styled = {
         f"{name}.{leaf}" for name in inside for leaf, _ in layer.get_submodule(name[len(path) + 1 :]).named_parameters()
@@ -200,19 +200,19 @@ def _shard_before(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -
 
 
 def _shard_after(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
-    return _of_first(output, lambda y: shard_sequence(y, mesh))
+    return _with_first_output(output, lambda y: shard_sequence(y, mesh))
 
 
 def _gather_after(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
-    return _of_first(output, lambda y: gather_sequence(y, mesh))
+    return _with_first_output(output, lambda y: gather_sequence(y, mesh))
 
 
 def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with another first one: the hidden states of a layer or block."""
+    """The arguments with the first one changed: the hidden states of a layer or block."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, HIDDEN: change(kwargs[HIDDEN])}
 
 
-def _of_first(output: Any, change: Any) -> Any:
+def _with_first_output(output: Any, change: Any) -> Any:
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

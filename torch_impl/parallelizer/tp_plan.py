@@ -1,7 +1,7 @@
-"""Tensor-parallel plans: their keys, how a plan is validated against a model, and how it is applied.
+"""Tensor-parallel plans: match keys, validate a plan against a model, and apply it.
 
-A key is the dotted name of a module; each part of it may have wildcards, as `*` for every layer. `validate_styles`
-resolves a plan once, to a style for each module; `shard_modules` applies these styles and validates nothing again.
+A key is the dotted name of a module; each part may have wildcards, such as `*` for every layer. `validate_styles`
+resolves a plan once, to a style for each module; `shard_modules` applies these styles without further validation.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from torch_impl.parallelizer.tp_styles import (
     sharded_dim,
 )
 
-# The projections that make heads, and the setting that counts the heads of each.
+# The projections to heads, and the config's field with the number of heads.
 HEADS = {
     "q_proj": "num_attention_heads",
     "k_proj": "num_key_value_heads",
     "v_proj": "num_key_value_heads",
     "c_attn": "num_attention_heads",
 }
-NORMS = {  # the projection before each norm of heads
+NORMS = {  # norms of heads, and the projection before each
     **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "q_proj"),
     **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "k_proj"),
 }
-REMOVED = "removed_modules"  # where a pipeline's split lists the names of the modules that it took out of a part
+REMOVED = "removed_modules"  # attribute with the names of the modules that a pipeline's split took out of a part
 
 
 class PlanKind:
@@ -63,26 +63,26 @@ Plan = Annotated[Mapping[str, ParallelStyle], PlanKind()]
 
 
 class PlanEntry(NamedTuple):
-    """The entry of a plan that applies to one module: the key that matched it, and the style."""
+    """The plan's entry for one module: the key that matched it, and the style."""
 
     key: str
     style: ParallelStyle
 
 
-Styles = Mapping[str, PlanEntry]  # by the name of a module
+Styles = Mapping[str, PlanEntry]  # by module name
 
 
 @contract
 def check_plan(model: Module, plan: Plan | None, tp_mesh: Mesh, *, fsdp_size: PositiveInt = 1) -> None:
-    """Reject a plan that cannot be applied, or whose results would be wrong. Nothing is changed or sent.
+    """Reject a plan that cannot be applied or would give wrong results. Nothing is changed or sent.
 
     `fsdp_size` is the number of ranks that FSDP shards over afterwards.
 
-    Errors: TypeError for a model, plan, key, style or mesh of another kind. ValueError for an empty plan or none over
-            several ranks, a key that matches nothing, a module that two keys match or that is already sharded, a style
-            that cannot shard its module, a number of heads that the ranks cannot divide, heads sharded in only a part
-            of attention, a norm over all heads behind sharded heads, a shared parameter with two placements, and
-            packed halves under FSDP over several ranks. A norm of each head that the plan leaves out is a UserWarning.
+    Errors: TypeError for a model, plan, key, style or mesh of a wrong type. ValueError for an empty or missing plan
+            over several ranks, a key that matches nothing, a module that two keys match or that is already sharded, a
+            style that cannot shard its module, a number of heads that the ranks do not divide, heads sharded in only
+            part of attention, a norm over all heads behind sharded heads, a shared parameter with two placements, and
+            packed halves under FSDP over several ranks. UserWarning for a per-head norm that the plan leaves out.
     """
     _check_one_axis(tp_mesh)
     warn_of_norms(model, validate_styles(model, plan or {}, tp_mesh.size(), fsdp_size), tp_mesh.size())
@@ -92,11 +92,11 @@ def check_plan(model: Module, plan: Plan | None, tp_mesh: Mesh, *, fsdp_size: Po
 def apply_plan(model: Module, plan: Plan | None, tp_mesh: Mesh) -> None:
     """Shard the modules that the plan names over a 1-D mesh, in place.
 
-    Parameters become DTensors over tp, with the values of the mesh's first rank. What was one parameter under several
-    names stays one, and what was frozen stays frozen; torch's styles alone would separate and unfreeze it.
+    Parameters become DTensors over tp, with the values of the mesh's first rank. Tied parameters stay tied and frozen
+    parameters stay frozen; torch's styles alone would untie and unfreeze them.
 
-    Cost:   1 scatter or broadcast for each parameter named, none on the meta device.
-    Errors: those of `check_plan`, before anything is changed.
+    Cost:   1 scatter or broadcast for each parameter of a named module, none on the meta device.
+    Errors: as `check_plan`, before anything is changed.
     """
     _check_one_axis(tp_mesh)
     shard_modules(model, validate_styles(model, plan or {}, tp_mesh.size(), fsdp_size=1), tp_mesh)
@@ -106,18 +106,18 @@ def apply_plan(model: Module, plan: Plan | None, tp_mesh: Mesh) -> None:
 
 
 def names_of(key: str, names: Iterable[str]) -> list[str]:
-    """The names that a key matches: as many dotted parts, and each part matches."""
+    """The names that a key matches: they have equally many dotted parts, and each part matches."""
     pattern = key.split(".")
     return [name for name in names if _matches(pattern, name.split("."))]
 
 
 def generic(name: str) -> str:
-    """A module's name with `*` for the number of its layer."""
+    """A module's name with `*` for its layer's number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def styles_by_module(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, PlanEntry]:
-    """The key and the style of each module that the plan names.
+    """The plan's entry for each module that it names.
 
     Errors: ValueError for a key that matches nothing, or a module that two keys match.
     """
@@ -140,14 +140,14 @@ def _matches(pattern: list[str], parts: list[str]) -> bool:
 
 
 def _was_removed(key: str, model: nn.Module) -> bool:
-    """Whether a key names a module, or one inside a module, that a pipeline's split took out of this part."""
+    """Whether a key names a module that a pipeline's split took out of this part, or a module inside one."""
     parts = key.split(".")
     removed = [name.split(".") for name in getattr(model, REMOVED, ())]
     return any(_matches(parts[: len(path)], path) or _matches(parts, path[: len(parts)]) for path in removed)
 
 
 def _nearest(key: str, model: nn.Module) -> str:
-    """The names, as a plan writes them, that are most like a key."""
+    """The module names most similar to a key, with `*` for layers."""
     names = dict.fromkeys(generic(name) for name, _ in model.named_modules() if name)
     return ", ".join(repr(name) for name in get_close_matches(key, list(names), n=2, cutoff=0.0))
 
@@ -158,11 +158,11 @@ def _nearest(key: str, model: nn.Module) -> str:
 def validate_styles(
     model: nn.Module, plan: Mapping[str, ParallelStyle], tp: int, fsdp_size: int
 ) -> dict[str, PlanEntry]:
-    """The style of each module that a plan names, for `tp` ranks, which need not exist.
+    """Validate a plan for `tp` ranks, which need not exist; returns the entry of each module that it names.
 
-    Errors: the ValueErrors of `check_plan`.
+    Errors: ValueError as `check_plan`.
     """
-    # 1. Over several ranks there is a plan, and each of its keys matches modules that its style can shard.
+    # 1. Check that there is a plan over several ranks, and that each key matches modules that its style can shard.
     if not plan and tp > 1:
         raise ValueError(
             f"tp_shard_plan: has no entry for tp={tp}, so that each rank would compute the same; "
@@ -172,18 +172,18 @@ def validate_styles(
     placements: dict[str, Placement] = {}
     for name, (key, style) in styles.items():
         placements |= _module_placements(model, name, key, style)
-    # 2. Each rank gets full heads, the same ones in queries, keys, values and norms; no parameter is sharded in two
-    #    ways, and FSDP can shard every parameter again.
+    # 2. Check that each rank gets whole heads, the same in queries, keys, values and norms; that no parameter is
+    #    sharded in two ways; and that FSDP can shard every parameter again.
     for problem in chain(_head_problems(model, styles, tp), _parameter_problems(model, placements, fsdp_size)):
         raise ValueError(f"tp_shard_plan: {problem}")
     return styles
 
 
 def with_replicated_heads(model: nn.Module, styles: Mapping[str, PlanEntry], tp: int) -> dict[str, PlanEntry]:
-    """The same styles, with `ReplicatedHeads` for keys and values that have fewer heads than there are ranks.
+    """The styles, with `ReplicatedHeads` for keys and values that have fewer heads than there are ranks.
 
-    Only where the ranks divide the query heads and the heads of keys and values divide the ranks, so that each rank's
-    queries attend to one head, and where attention says how many queries share a head.
+    This needs a number of ranks that divides the query heads and is a multiple of the key and value heads, so that each
+    rank's queries attend to one head, and an attention module that has the number of queries per head.
     """
     text, replaced = _text_config(model), dict(styles)
     queries = getattr(text, "num_attention_heads", None)
@@ -205,7 +205,7 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def warn_of_norms(model: nn.Module, styles: Styles, tp: int) -> None:
-    """Warn of the first norm behind sharded heads whose gradient would be that of this rank's heads alone."""
+    """Warn of the first norm behind sharded heads whose gradient would include this rank's heads only."""
     for name, _, key in _unsummed_norms(model, styles) if tp > 1 else ():
         state = "is replicate" if name in styles else "is not in the plan"
         warnings.warn(
@@ -235,11 +235,11 @@ def _module_placements(model: nn.Module, name: str, key: str, style: ParallelSty
 
 
 def _head_problems(model: nn.Module, styles: Styles, tp: int) -> Iterator[str]:
-    """Heads that ranks cannot share, or that would meet projections or norms of other heads."""
+    """Heads that the ranks do not divide, or that would meet projections or norms of other heads."""
     text = _text_config(model)
     leaves = {name: name.rpartition(".") for name, entry in styles.items() if _leaves_heads_sharded(entry.style)}
     heads = {name: (path, leaf) for name, (path, _, leaf) in leaves.items() if leaf in HEADS}
-    # 1. The ranks divide the heads.
+    # 1. The number of ranks must divide the number of heads.
     for name, (_, leaf) in heads.items():
         if isinstance(styles[name].style, ReplicatedHeads):
             continue
@@ -261,7 +261,7 @@ def _head_problems(model: nn.Module, styles: Styles, tp: int) -> Iterator[str]:
                     f"key {styles[name].key!r} shards heads, and its sibling {sibling!r} is not in the plan, so that "
                     "heads of different ranks would meet; give it the same style, or leave attention out of the plan"
                 )
-    # 3. A norm with a weight for each feature of all heads does not fit behind a rank's heads.
+    # 3. A norm with weights for the features of all heads does not fit behind a rank's own heads.
     for name, module, key in _unsummed_norms(model, styles):
         path, _, leaf = name.rpartition(".")
         features = getattr(model.get_submodule(f"{path}.{NORMS[leaf]}"), "out_features", None)
@@ -286,7 +286,7 @@ def _leaves_heads_sharded(style: Any) -> bool:
 
 
 def _parameter_problems(model: nn.Module, placements: Mapping[str, Placement], fsdp_size: int) -> Iterator[str]:
-    """Shared parameters with two placements, and packed halves that FSDP would shard again."""
+    """Shared parameters with two placements, and packed halves that FSDP would also shard."""
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
@@ -294,7 +294,7 @@ def _parameter_problems(model: nn.Module, placements: Mapping[str, Placement], f
         if one != two:
             both = f"{first!r} is {one or 'not in the plan'} and {name!r} is {two or 'not in the plan'}"
             yield f"{both}, but they share one parameter; give both the same placement"
-    # FSDP shards the first dim. Halves of another dim, as those of experts in a stack, it leaves as they are.
+    # FSDP shards the first dim; halves of another dim, as in a stack of experts, are not affected.
     packed = [name for name, placement in placements.items() if _shards_parts_of_rows(placement)]
     if packed and fsdp_size > 1:
         yield (
@@ -309,7 +309,7 @@ def _shards_parts_of_rows(placement: Placement) -> bool:
 
 
 def _unsummed_norms(model: nn.Module, styles: Styles) -> Iterator[tuple[str, nn.Module, str]]:
-    """Each norm behind sharded heads that is left out or replicated: name, module, key of the projection."""
+    """Norms behind sharded heads that are replicated or not in the plan, as (name, module, key of the projection)."""
     for name, module in model.named_modules():
         path, _, leaf = name.rpartition(".")
         projection = styles.get(f"{path}.{NORMS.get(leaf)}")
@@ -324,26 +324,26 @@ def _unsummed_norms(model: nn.Module, styles: Styles) -> Iterator[tuple[str, nn.
 
 
 def shard_modules(model: nn.Module, styles: Styles, tp_mesh: DeviceMesh) -> None:
-    """Shard modules of a model, each by its style; ties and frozen parameters as in `apply_plan`."""
+    """Shard modules of a model, each by its style; tied and frozen parameters are kept, as in `apply_plan`."""
     ties = tied_names(model)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    # 1. torch makes a new parameter for each name of a module.
+    # 1. Apply the styles. torch makes a new parameter for each name of a module.
     for name, (_, style) in styles.items():
         parallelize_module(model.get_submodule(name), tp_mesh, style)
         if isinstance(style, LocalForward) and name:
             parent = model.get_submodule(name.rpartition(".")[0])
             vars(parent).update(style.local_sizes(parent, tp_mesh.size()))
-    # 2. The new ones are trainable: freeze those whose parameter was frozen.
+    # 2. Freeze new parameters whose original was frozen.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in frozen and parameter.requires_grad:
             parameter.requires_grad_(False)
-    # 3. What was one parameter under several names became several: tie them again.
+    # 3. Tie parameters again that were one under several names.
     for first, *aliases in ties:
         _tie(model, first, aliases)
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Groups of names that share one parameter, each in the model's order."""
+    """The groups of names that share one parameter, each in the model's order."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -359,6 +359,6 @@ def _tie(model: nn.Module, first: str, aliases: list[str]) -> None:
         if parameter is shared:
             continue
         if (parameter.placements if isinstance(parameter, DTensor) else None) != placements:
-            # Only a user's own style comes here: the placements of all others are compared before anything is sharded.
+            # Only users' own styles get here: the placements of all others are compared before anything is sharded.
             raise ValueError(f"tp_shard_plan: {first!r} and {name!r} share a parameter and were sharded in two ways")
         owner.register_parameter(leaf, shared)

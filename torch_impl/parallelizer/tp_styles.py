@@ -1,8 +1,8 @@
-"""Tensor-parallel styles beyond torch's, and how any style shards the parameters of its module.
+"""Tensor-parallel styles beyond torch's, and the placements that any style gives its module's parameters.
 
-The module of a LocalForward computes on this rank's tensors, while its parameters are DTensors everywhere else: during
-a forward each parameter is hidden behind its local shard; the optimizer, the checkpoint and FSDP see the DTensor. What
-the module's input and output mean on the ranks is defined by the style.
+A module with a LocalForward style computes on this rank's tensors, while its parameters are DTensors everywhere else:
+during a forward each parameter is replaced by its local shard, but the optimizer, the checkpoint and FSDP see the
+DTensor. The style defines the layout of the module's input and output.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch_impl.parallelizer._torch_compat import strided_shard
 
 HALVES = 2  # gate and up in one weight
-STACK_DIMS = 3  # of a stack of experts: experts, rows, columns
+STACK_DIMS = 3  # the dims of a stack of experts: experts, rows, columns
 
 
 # ---- Modules that compute on local tensors
 
 
 def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """x, the same on each rank; each rank returns a part of its gradient, and their sum is passed on."""
+    """The identity on a replicated x; the backward sums the ranks' partial gradients."""
     replicated = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     # tp=R -> tp=I backward: 1 all_reduce of the gradient
     return replicated.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of the ranks' x on each rank; its gradient, the same on each rank, is passed on."""
+    """Sum x over the ranks; the backward passes the gradient, which is equal on all ranks, through."""
     partial_sum = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Partial()], run_check=False)
     # tp=P -> tp=I forward: 1 all_reduce
     return partial_sum.redistribute(placements=[Replicate()]).to_local()
 
 
 class LocalForward(ParallelStyle):
-    """Base class of styles: how the parameters are sharded, and what happens before and after the forward."""
+    """Base class of styles: placements of the parameters, and hooks before and after the forward."""
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Placement over tp of each parameter of the module, by its name. Errors: ValueError for another module."""
+        """The placement over tp of each parameter of the module, by name. Errors: ValueError for an unfit module."""
         return {}
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor | None:
-        """What the forward reads in place of a parameter."""
+        """The tensor that the forward reads in place of a parameter."""
         return parameter.to_local()
 
     def before_forward(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments of the forward, from those of the module."""
+        """Map the module's arguments to the forward's."""
         return args, kwargs
 
     def after_forward(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
-        """The module's output, from that of the forward."""
+        """Map the forward's output to the module's."""
         return output
 
     def local_sizes(self, parent: nn.Module, ranks: int) -> dict[str, int]:
-        """Sizes that the module around this one reads from its own attributes, as they are on a rank."""
+        """Attributes of the parent module that hold sizes, with their values on one rank."""
         return {}
 
     def __repr__(self) -> str:
@@ -77,20 +77,20 @@ class LocalForward(ParallelStyle):
             owner.register_parameter(leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))
         names = tuple(placements)
         module.register_forward_pre_hook(partial(_hide_parameters, self, names, device_mesh), with_kwargs=True)
-        # Also after a forward that raises, so that `module.weight` is the DTensor again and not a local shard.
+        # Call it after a forward that raises too, so that `module.weight` is the DTensor again.
         module.register_forward_hook(partial(_show_parameters, names), always_call=True)
         module.register_forward_hook(partial(_finish, self, device_mesh))
         return module
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has the parameter of a dotted name, and the last part of the name."""
+    """The submodule that owns the parameter with a dotted name, and the last part of the name."""
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path), leaf
 
 
 def distribute(parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None) -> DTensor:
-    """The shard of the source rank's parameter. It is broadcast, then sharded: a scatter rejects uneven halves."""
+    """Broadcast the source rank's parameter, then shard it locally: a scatter rejects uneven halves."""
     replicated = distribute_tensor(parameter.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=source)
     return distribute_tensor(replicated.to_local(), mesh, placements, src_data_rank=None)
 
@@ -102,7 +102,7 @@ def _hide_parameters(
         owner, leaf = owner_of(module, name)
         parameter = owner._parameters[leaf]
         if isinstance(parameter, DTensor):
-            # Python looks up instance attributes before nn.Module looks up parameters of the same name.
+            # Python finds instance attributes before nn.Module looks for a parameter of the same name.
             vars(owner)[leaf] = style.local_parameter(name, parameter)
     return style.before_forward(module, mesh, args, kwargs)
 
@@ -133,12 +133,12 @@ class Replicated(LocalForward):
 
 
 class ReplicatedOnShards(Replicated):
-    """`replicated_with_grad_allreduce`: the module sees this rank's part of the input, as a norm of its own heads.
+    """`replicated_with_grad_allreduce`: the module sees this rank's part of the input, such as a norm of its heads.
 
         input  "... h/tp ..."   parameters  "... tp=R"   ->   "... h/tp ..."
 
-    A rank's gradient is a partial sum. Autograd adds the ranks' gradients up before they are added to `.grad`, so any
-    number of backwards may be accumulated.
+    A rank's gradient is a partial sum. Autograd sums it over the ranks before adding it to `.grad`, so any number of
+    backwards may be accumulated.
 
     Cost: backward 1 all_reduce of each parameter for each forward that used it.
     """
@@ -160,7 +160,7 @@ class SummedOutput(LocalForward):
 
 
 class DividedInput(LocalForward):
-    """`moe_identity_expert`: every rank passes the full input on, and a sum over the ranks follows.
+    """`moe_identity_expert`: every rank passes on the input divided by tp, and a sum over the ranks follows.
 
         input  "... tp=I"   ->   "... tp=P"
 
@@ -178,11 +178,11 @@ class DividedInput(LocalForward):
 
 
 class Rowwise(RowwiseParallel):
-    """`rowwise`: as in torch, but a local input is a shard of the layer's `in_features`, of any width.
+    """`rowwise`: torch's style, for a local input that may be an uneven shard of the layer's `in_features`.
 
         input  "... i/tp"   weight  "o i/tp"   bias  "o tp=I", added once   ->   "... o tp=I"
 
-    torch takes the input for one of equal shards, and the product fails where they are unequal.
+    torch assumes equal shards, and its product fails if they are not.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -196,19 +196,19 @@ def _with_full_width(mesh: DeviceMesh, module: nn.Linear, args: tuple[Any, ...])
     x, *rest = args
     if isinstance(x, DTensor):
         return args
-    # Without a shape DTensor multiplies the local width by the ranks, which is wrong where shards are unequal.
+    # Without a shape DTensor multiplies the local width by the ranks, which is wrong for uneven shards.
     shape = torch.Size((*x.shape[:-1], module.in_features))
     stride = torch.empty(shape, device="meta").stride()
     return (DTensor.from_local(x, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride), *rest)
 
 
 def shard_of_parts(dim: int, parts: int) -> Placement:
-    """Each of the equal parts of a dim sharded over the ranks; a rank's shards of them are one after the other."""
+    """A placement that shards each of a dim's equal parts; a rank has its shards of them one after the other."""
     return strided_shard(dim, parts)
 
 
 def shard_of_halves(dim: int) -> Placement:
-    """Both halves of a dim sharded over the ranks."""
+    """A placement that shards both halves of a dim."""
     return shard_of_parts(dim, HALVES)
 
 
@@ -218,11 +218,11 @@ def is_shard_of_parts(placement: Placement) -> bool:
 
 
 class PackedColwise(LocalForward):
-    """`packed_colwise`: gate and up columns in one weight; this rank has its columns of both.
+    """`packed_colwise`: gate and up columns in one weight; this rank has its own columns of both.
 
         input  "... d tp=I"   weight  "o d", "o" = gate | up, each /tp   ->   "... o", each half /tp
 
-    The parameter is a DTensor whose full value has the original order of rows, which state dicts and checkpoints show.
+    The DTensor's full value, as in state dicts and checkpoints, has the original order of rows.
 
     Cost: backward 1 all_reduce of the input's gradient.
     """
@@ -258,7 +258,7 @@ class PackedRowwise(LocalForward):
 
 
 def _packed_parameters(style: str, module: nn.Module, width: str) -> list[str]:
-    """Names of a linear layer's parameters. Errors: ValueError for another module, or a width without halves."""
+    """The names of a linear layer's parameters. Errors: ValueError for another module, or an odd width."""
     if not isinstance(module, nn.Linear):
         raise ValueError(f"{style}: shards the halves of a Linear, not a {type(module).__name__}")
     if getattr(module, width) % HALVES:
@@ -268,7 +268,7 @@ def _packed_parameters(style: str, module: nn.Module, width: str) -> list[str]:
 
 # ---- Experts in stacks [experts, out, in]: every expert is sharded over tp
 
-# How the entry of a stack shards it: along the rows of each expert's matrix, or along its columns.
+# The placement and the dim for each entry of a stack: the rows of each expert's matrix, or its columns.
 STACK_SHARDS: dict[str, tuple[Callable[..., Placement], int]] = {
     "colwise": (Shard, -2),
     "rowwise": (Shard, -1),
@@ -282,11 +282,11 @@ class Experts(LocalForward):
 
         hidden  "t d tp=I"   router weights  "t k tp=I"   stacks  sharded as `stacks` says   ->   "t d tp=I"
 
-    `stacks` has an entry for each parameter of the module: colwise, rowwise, packed_colwise or packed_rowwise. A plan
-    of transformers names the stacks in entries of their own, which are folded into this style.
+    `stacks` has an entry for each parameter of the module: colwise, rowwise, packed_colwise or packed_rowwise. A
+    transformers plan has separate entries for the stacks, which are folded into this style.
 
     Cost: forward 1 all_reduce of the output; backward 1 of each floating input's gradient.
-    Errors: ValueError for a parameter without an entry, an entry without a parameter, a stack of another form.
+    Errors: ValueError for a parameter without an entry, an entry without a parameter, a stack of a wrong shape.
     """
 
     def __init__(self, stacks: Mapping[str, str] | None = None) -> None:
@@ -327,13 +327,13 @@ class Experts(LocalForward):
         return sum_over_ranks(output, mesh)
 
 
-# ---- How a style shards a module
+# ---- Placements of any style
 
 
 def placements_of(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
-    """Placement over tp of each parameter that the style shards or replicates, by name, before it is applied.
+    """The placement over tp that a style will give each parameter of the module, by name.
 
-    A style that is neither torch's nor one of this module has no known placements: the result is empty.
+    The result is empty for a style that is neither torch's nor defined here.
 
     Errors: ValueError for a module that the style cannot shard.
     """
@@ -360,7 +360,7 @@ def placements_of(style: ParallelStyle, module: nn.Module) -> dict[str, Placemen
 
 
 def sharded_dim(placement: Placement | None) -> tuple[int | None, int]:
-    """The dim that a placement shards (None if it shards none), and the number of equal parts sharded separately."""
+    """The dim that a placement shards, or None, and the number of equal parts that it shards separately."""
     if placement is not None and is_shard_of_parts(placement):
         return placement.dim, placement.split_factor  # pyright: ignore[reportAttributeAccessIssue]
     return (placement.dim, 1) if isinstance(placement, Shard) else (None, 1)

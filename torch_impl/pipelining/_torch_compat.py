@@ -1,4 +1,4 @@
-"""Private attributes of torch that pipelining uses; each is looked up by name, and a missing one is an error."""
+"""Private attributes of torch that pipelining uses. Each is looked up by name; a missing one is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_impl.pipelining.order import Order
 
 
 def of_torch(owner: Any, name: str) -> Any:
-    """An attribute of torch. Errors: RuntimeError naming it and the version."""
+    """Look up an attribute of torch. Errors: RuntimeError with its name and torch's version if it is missing."""
     if not hasattr(owner, name):
         where = getattr(owner, "__qualname__", getattr(owner, "__name__", type(owner).__name__))
         raise RuntimeError(f"pipelining: torch {torch.__version__} has no {where}.{name}; use torch 2.11 to 2.13")
@@ -29,12 +29,12 @@ def schedule_of_order(
     loss_fn: Callable | None,
     scale: bool,
 ) -> Any:
-    """torch's runtime for any order. It places the stages as the order does."""
+    """torch's schedule runtime for any order, which also decides the rank of each stage."""
     runtime = of_torch(schedules, "_PipelineScheduleRuntime")
     parse = of_torch(of_torch(schedules, "_Action"), "from_str")
     prepare = of_torch(runtime, "_prepare_schedule_with_comms")
     schedule = runtime(stages, n_microbatches, loss_fn=loss_fn, scale_grads=scale)
-    # Actions print in the notation that torch parses.
+    # str(action) is the notation that torch parses.
     actions = {rank: [parse(str(action)) for action in row if action] for rank, row in enumerate(order)}
     schedule.pipeline_order = actions
     prepare(schedule, actions, format="compute_comms" if has_communication else "compute_only")
@@ -42,10 +42,10 @@ def schedule_of_order(
 
 
 def open_in_separate_buffers(stages: Sequence[PipelineStage]) -> None:
-    """Give each message that opens a pipeline a separate tensor of shape [1]; drop those from a rank to itself.
+    """Give each opening message of a pipeline its own tensor of shape [1], and drop messages from a rank to itself.
 
-    torch 2.11 receives two messages into one tensor at once, sends a 0-d tensor to one of shape [1], and sends between
-    stages of one rank, which gloo rejects.
+    torch 2.11 receives two messages into one tensor at once, sends a 0-d tensor to a tensor of shape [1], and sends
+    between stages of one rank, which gloo rejects.
     """
     for stage in stages:
         writable: Any = stage
@@ -61,10 +61,10 @@ def _in_separate_buffers(messages: Callable[[], Sequence[Any]], rank: int) -> Se
 
 
 def reduce_each_time(stage: PipelineStage) -> None:
-    """Have a stage reduce the gradients of its FSDP units after the backward of each micro-batch, in place.
+    """Make a stage reduce its FSDP units' gradients after each micro-batch's backward; in place.
 
-    torch leaves all reductions to the end of a step; the one there then finds nothing to be reduced, and scales. For
-    schedules with full backwards: behind a reduction parameters are gathered anew, which torch's halves do not survive.
+    By default torch reduces at the end of a step only. That reduction still runs, but only scales. Use this with full
+    backwards only: parameters are gathered again after a reduction, and torch's two backward halves need one gathering.
     """
     backward, reduce = of_torch(stage, "backward_maybe_with_nosync"), of_torch(stage, "perform_reduce_grad")
 
@@ -80,9 +80,9 @@ def reduce_each_time(stage: PipelineStage) -> None:
 def set_static_shapes(
     stage: PipelineStage, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], key: Any
 ) -> None:
-    """Set the shapes of what enters and leaves a stage; `key` identifies them.
+    """Set the shapes of a stage's inputs and outputs; `key` identifies them.
 
-    From then on inferring shapes by running is an error, and setting up its buffers again does not touch gradients.
+    From then on it is an error to infer shapes by a run, and a new setup of the buffers does not touch gradients.
     """
     writable: Any = stage
     if hasattr(stage, "_user_meta"):
@@ -93,7 +93,7 @@ def set_static_shapes(
 
 
 def _set_metas_of_2_11(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    """torch 2.11 does not infer what is set here; it also compares strides, which are not set."""
+    """torch 2.11 does not infer metas that are set; it also compares strides, which are not set here."""
     of_torch(stage, "inputs_meta")
     of_torch(stage, "_outputs_meta")
     stage.inputs_meta, stage._outputs_meta = tuple(inputs), tuple(outputs)
@@ -102,7 +102,7 @@ def _set_metas_of_2_11(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequ
 
 
 def _without_strides(check: Callable[..., None], outputs: Sequence[torch.Tensor]) -> None:
-    # Empty tensors are contiguous, as the static outputs are with which torch compares them.
+    # Empty tensors are contiguous, like the static outputs that torch compares them with.
     check(tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in outputs))
 
 
@@ -114,7 +114,7 @@ def _set_metas(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[tor
         prepare = of_torch(stage, "_prepare_forward_infra")
         of_torch(stage, "_post_metadata_inference_cleanup")
         stage._prepare_forward_infra = lambda *args, **kwargs: _require_static(stage, prepare, *args, **kwargs)
-        stage._post_metadata_inference_cleanup = lambda: None  # torch's would drop FSDP's gradients after inferring
+        stage._post_metadata_inference_cleanup = lambda: None  # torch's cleanup would drop FSDP's gradients
 
 
 def _require_static(stage: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,17 +127,17 @@ def _require_static(stage: Any, prepare: Callable[..., Any], *args: Any, **kwarg
 
 
 def forget_shapes(schedule: Any, stages: Sequence[PipelineStage]) -> None:
-    """Make a schedule set up its stages again at the next step."""
+    """Make a schedule set up its stages again in the next step."""
     for stage in stages:
         writable: Any = stage
-        if hasattr(stage, "_stage_meta"):  # torch 2.11 has none: its shapes are those of `set_static_shapes`
+        if hasattr(stage, "_stage_meta"):  # torch 2.11 has none: `set_static_shapes` sets its shapes
             writable._stage_meta = type(writable._stage_meta)()
             of_torch(stage, "_inference_mode")
             writable._inference_mode = None
         for name in ("args_recv_info", "grad_recv_info"):
             of_torch(stage, name).clear()
         writable.grad_send_info = None
-    # The flags have one name in schedules of one stage, and another in those of several.
+    # Schedules of one stage and of several have different names for the flags.
     names = [name for name in vars(schedule) if name.endswith(("_forward_initialized", "_backward_initialized"))]
     if len(names) != 2:
         of_torch(schedule, "_stages_forward_initialized")
@@ -151,8 +151,8 @@ def stages_of(schedule: Any) -> list[Any]:
 
 
 def output_dtype_of(module: torch.nn.Module) -> torch.dtype:
-    """The dtype of a stage's output: that of its FSDP policy, else of its first floating parameter."""
-    # An FSDP unit casts its output to the policy's dtype; other modules compute in that of their parameters.
+    """The dtype of a stage's output: its FSDP policy's, else its first floating parameter's, else bfloat16."""
+    # An FSDP unit casts its output to the policy's dtype; other modules compute in their parameters' dtype.
     policy = None
     if isinstance(module, FSDPModule):
         policy = of_torch(of_torch(module, "_get_fsdp_state")(), "_mp_policy")

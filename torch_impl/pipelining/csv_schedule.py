@@ -1,7 +1,7 @@
-"""Schedules as files: one row for each rank, one action in each cell, blank where the rank waits.
+"""Schedules as CSV files: one row for each rank, one action in each cell, a blank cell for a step of waiting.
 
-A file with F, B, I and W alone states what is computed; one that also has SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD,
-RESHARD or REDUCE_GRAD states everything that is done. Errors name row and column, both from 1.
+A file with F, B, I and W only states the computations; a file that also has SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD,
+RESHARD or REDUCE_GRAD must state all communication too. Errors name row and column, both from 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARGUMENT = "pipeline_parallel_schedule_csv"
 
 @dataclass(frozen=True)
 class CsvSchedule:
-    """A validated file: its order, the rank of each stage, and whether it states what is sent."""
+    """A validated file: its order, the rank of each stage, and whether it states the communication."""
 
     order: list[list[Action | None]]
     stage_to_rank: list[int]
@@ -40,12 +40,12 @@ class CsvSchedule:
 
     @property
     def stages_per_rank(self) -> list[int]:
-        """How many stages each rank has."""
+        """The number of stages on each rank."""
         return [self.stage_to_rank.count(rank) for rank in range(len(self.order))]
 
 
 def write_csv(order: Order, path: str | os.PathLike[str]) -> None:
-    """Write `order` to the file `path`, from which `read_csv` reads the same order."""
+    """Write `order` to the file `path`; `read_csv` reads it back."""
     with open(path, "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(
             [["" if action is None else str(action) for action in actions] for actions in order]
@@ -60,30 +60,30 @@ def read_csv(
     n_microbatches: PositiveInt | None = None,
     argument: str = ARGUMENT,
 ) -> CsvSchedule:
-    """A validated schedule from the file `path`, which `argument` names in messages.
+    """Read and validate a schedule from the file `path`; error messages call it `argument`.
 
-    Without `pp_size` and `n_microbatches` the ranks and micro-batches are those of the file.
+    Without `pp_size` and `n_microbatches` the file decides the number of ranks and micro-batches.
 
-    Errors: FileNotFoundError with the argument's name; ValueError with row and column of the first error: a text that
-            is not an action, rows that are not one for each rank, a stage on two ranks or none, a micro-batch missing,
-            repeated or out of order (on the last stage also among forwards), a message without its other end or out
-            of turn, ranks that wait for each other.
+    Errors: FileNotFoundError with the argument's name; ValueError with the row and column of the first error: a cell
+            that is not an action, a number of rows other than pp_size, a stage on two ranks or none, a micro-batch that
+            is missing, repeated or out of order (on the last stage also among forwards), a message without its other
+            end or out of turn, ranks that wait for each other.
     """
     rows = _rows(path, argument)
     try:
-        # 1. The text: actions, one row for each rank.
+        # 1. Parse the cells, and count the rows.
         order = [[_cell(rank, column, text) for column, text in enumerate(row)] for rank, row in enumerate(rows)]
         _check_rows(order, pp_size)
-        # 2. Each stage is on one rank and computes each micro-batch once.
+        # 2. Check that each stage is on one rank and computes each micro-batch once.
         stage_to_rank = infer_stage_to_rank(order)
         last = max(action.microbatch or 0 for actions in order for cell in actions if cell for action in cell.parts)
         n = n_microbatches if n_microbatches is not None else last + 1
         check_computed(order, stage_to_rank, n)
-        # 3. Messages match, if the file states them.
+        # 3. Check that messages match, if the file states them.
         is_complete = has_communication(order)
         if is_complete:
             check_communication(order, stage_to_rank, n)
-        # 4. No deadlock, and losses in the order in which torch expects them.
+        # 4. Check that nothing deadlocks, and that losses come in the order that torch expects.
         run_order(order, stage_to_rank, Times())
         check_last_forwards(order, len(stage_to_rank) - 1)
     except InvalidOrder as error:
@@ -94,7 +94,7 @@ def read_csv(
 
 
 def _rows(path: str | os.PathLike[str], argument: str) -> list[list[str]]:
-    """The cells of a file, without blank lines at its end."""
+    """The cells of a file, without the blank lines at its end."""
     name = os.fspath(path)
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
@@ -119,7 +119,7 @@ def _cell(rank: int, column: int, text: str) -> Action | None:
 
 
 def _check_rows(order: list[list[Action | None]], pp_size: int | None) -> None:
-    """One row for each rank, and an action in each row. Errors: InvalidOrder."""
+    """Check that there is one row for each rank, and an action in each row. Errors: InvalidOrder."""
     if not order or (pp_size is not None and len(order) < pp_size):
         raise InvalidOrder(len(order), 0, f"is missing; there must be one row for each of pp_size={pp_size or 1} ranks")
     if pp_size is not None and len(order) > pp_size:

@@ -1,4 +1,4 @@
-"""Every name of pipelines that runs on ranks, in one place."""
+"""The functions that split models and run pipelines, in one place."""
 
 import logging
 

@@ -1,5 +1,5 @@
-"""The parts of a model: its stack of layers, what comes before and after it, and what every stage needs; and why the
-modules that a caller assigns to stages cannot be stages."""
+"""Find a model's layers, the modules before and after them, and the modules that every stage needs; and check the
+modules that a caller assigns to stages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ StageNames = Annotated[list[list[str]], ListOf(NAMES, "lists of names", if_empty
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Names of modules. The module `inner` has the `count` layers, in the list `layers`.
+    """The names of a model's modules, by their place. The module `inner` has `count` layers in the list `layers`.
 
-    `first` come before them, `last` after them. `shared` have no parameters and go to every stage. `parameterless` are
-    those of `first` that have no parameters, as dropout; they too are on the first stage alone. `summands` are those of
-    `first`, by their names in `inner`, whose output is added to that of the embedding, as learned positions.
+    Modules `first` come before the layers, `last` after them. `shared` modules have no parameters and go to every
+    stage. `parameterless` are the modules of `first` without parameters, such as dropout; they too are on the first
+    stage only. `summands` are the modules of `first`, by their names in `inner`, that add their output to the
+    embedding's, such as learned positions.
     """
 
     inner: str
@@ -36,18 +37,18 @@ class ModelParts:
 
     @property
     def skippable(self) -> tuple[str, ...]:
-        """Modules of `inner`, by their names in it, that are an identity on the stages that do not have them."""
+        """The modules of `inner`, by their names in it, that are replaced by the identity on all other stages."""
         prefix = f"{self.inner}." if self.inner else ""
         names = (*self.parameterless, *self.last)
         return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """What comes after the module `inner`."""
+        """The modules after `inner`, such as the head."""
         return tuple(name for name in self.last if self.inner and not name.startswith(f"{self.inner}."))
 
     def names(self, num_stages: int, embed_cost: float, head_cost: float) -> list[list[str]]:
-        """The modules of each stage, with layers divided as evenly as costs allow.
+        """The names of each stage's modules, with layers divided as evenly as the costs allow.
 
         Errors: ValueError for more stages than layers.
         """
@@ -63,18 +64,18 @@ class ModelParts:
         return [[*stage, *self.shared] for stage in stages]
 
 
-# Children in the order in which a forward runs them, of families for which transformers has no plan for pipelines, and
-# those of them whose output is a summand; by the class of the module with the layers.
+# Families for which transformers has no pipeline plan, by the class of the module with the layers: its children in the
+# order of the forward, and the children whose output is added to the embedding's.
 PP_PLANS = {"GPT2Model": ("wte", "wpe", "drop", "h", "ln_f")}
 SUMMANDS = {"GPT2Model": ("wpe",)}
 
 
 def model_parts(model: nn.Module) -> ModelParts:
-    """The parts of a model, by its plan for pipelines if it has one, else by the names that transformers uses.
+    """The parts of a model, by its pipeline plan if it has one, else by the names that transformers uses.
 
-    Errors: ValueError for a model without a list of layers, or with one whose first and last modules are not known.
+    Errors: ValueError for a model without a list of layers, or with unknown modules before and after it.
     """
-    # 1. The list of layers, and the module that has it.
+    # 1. Find the list of layers, and the module that has it.
     inner = _inner(model)
     module = model.get_submodule(inner)
     prefix = f"{inner}." if inner else ""
@@ -85,11 +86,11 @@ def model_parts(model: nn.Module) -> ModelParts:
         place = f"{type(model).__name__} has its layers in {' and '.join(map(repr, lists))}"
         supported_models = f"models that have them in {prefix + layers!r}, or a base_model_pp_plan"
         raise Rejected(f"{place}; what comes before and after them is known of {supported_models}")
-    # 2. What comes before and after the layers: by the plan, else by name.
+    # 2. Find the modules before and after the layers, by the plan or else by name.
     before = planned[: planned.index(layers)] if layers in planned else ["embed_tokens"]
     after = planned[planned.index(layers) + 1 :] if layers in planned else ["norm", "lm_head"]
-    # 3. Encoders of other modalities come before, modules with parameters outside `inner` after, and whatever else has
-    #    no parameters goes to every stage.
+    # 3. Encoders of other modalities come first, modules with parameters outside `inner` last, and all other modules
+    #    without parameters go to every stage.
     children = dict(module.named_children())
     siblings = {name: child for name, child in children.items() if name not in {layers, *before, *after}}
     outer = {name: child for name, child in model.named_children() if inner and name != inner.partition(".")[0]}
@@ -122,12 +123,12 @@ def _inner(model: nn.Module) -> str:
     ]
     if not candidates:
         raise Rejected(f"{type(model).__name__} has no nn.ModuleList of layers to be split")
-    # A list inside a layer, such as its experts, has a longer name than the list of layers.
+    # A list inside a layer, such as its experts, is nested deeper than the list of layers.
     return min(candidates, key=lambda name: len(name.split(".")) if name else 0)
 
 
 def _plan(module: nn.Module) -> list[str]:
-    """Children in the order in which a forward runs them, from the plan of transformers or ours."""
+    """The children in the order of the forward, from the plan of transformers or from PP_PLANS."""
     plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or ()
     plan = plan or PP_PLANS.get(type(module).__name__, ())
     return [name for name in plan if "." not in name]
@@ -137,7 +138,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-# Names that a model may lack: those that `generate_hf_model_fqn_per_model_part` adds for any model.
+# Names that a model may lack: `generate_hf_model_fqn_per_model_part` adds them for any model.
 HARMLESS = {*MULTIMODAL, "embed_tokens", "norm", "rotary_emb", "lm_head"}
 ARGUMENT = "module_names_per_stage"
 
@@ -145,25 +146,25 @@ ARGUMENT = "module_names_per_stage"
 def complete_names(
     model: nn.Module, parts: ModelParts, module_names_per_stage: Sequence[Sequence[str]]
 ) -> list[list[str]]:
-    """The names of each stage, without those that the model lacks, and with the modules that every stage needs.
+    """Drop the names that the model lacks, and add to each stage the modules without parameters that it needs.
 
-    Errors: ValueError for a name that is no module of the model or part of a layer, for layers that are missing or out
-            of order, for a first or last module elsewhere.
+    Errors: ValueError for a name that is not a module of the model or is part of a layer, for layers that are missing
+            or out of order, for a first or last module on another stage.
     """
     modules = {name for name, _ in model.named_modules()}
     stages = [[name for name in names if name in modules] for names in module_names_per_stage]
     for problem in (*_name_problems(parts, modules, module_names_per_stage), *_assignment_problems(parts, stages)):
         raise Rejected(f"{ARGUMENT}{problem}")
-    # Modules without parameters need not be named: those before the layers go to the first stage, the shared to all.
+    # Modules without parameters need not be named: the first stage gets the ones before the layers, all get the shared.
     needed = [(*parts.parameterless, *parts.shared), *[parts.shared] * (len(stages) - 1)]
     return [
-        [*names, *(name for name in of_stage if name not in names)]
-        for names, of_stage in zip(stages, needed, strict=True)
+        [*names, *(name for name in stage_needs if name not in names)]
+        for names, stage_needs in zip(stages, needed, strict=True)
     ]
 
 
 def _name_problems(parts: ModelParts, modules: set[str], stages: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Names that are neither modules of the model nor harmless, and names of parts of a layer."""
+    """Names that are neither modules of the model nor in HARMLESS, and names of parts of a layer."""
     for stage, names in enumerate(stages):
         for name in names:
             if name not in modules and name.rpartition(".")[2] not in HARMLESS:
@@ -173,7 +174,7 @@ def _name_problems(parts: ModelParts, modules: set[str], stages: Sequence[Sequen
 
 
 def _assignment_problems(parts: ModelParts, stages: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Layers that are missing or out of order, and modules of the first or last stage on another one."""
+    """Layers that are missing or out of order, and first or last modules on another stage."""
     prefix = f"{parts.layers}."
     order = [name.removeprefix(prefix) for names in stages for name in names if name.startswith(prefix)]
     if order != [str(layer) for layer in range(parts.count)]:
@@ -188,17 +189,18 @@ def _assignment_problems(parts: ModelParts, stages: Sequence[Sequence[str]]) -> 
 def split_problems(
     model: nn.Module, parts: ModelParts, stages: Sequence[Sequence[str]], patch_inner: bool, patch_outer: bool
 ) -> Iterator[str]:
-    """Why a model cannot be split into these stages: parameters that are not on one of them, forwards that need others.
+    """Why a model cannot be split into these stages: parameters on no stage or two, forwards that need another stage.
 
-    Forwards are those of transformers' families, of which a few do with every stage what a model does once.
+    Stages run the forward of their transformers family. A few families do something once per model, such as scaling
+    the embeddings, that every stage would repeat.
     """
-    # 1. Each parameter is on one stage.
+    # 1. Each parameter must be on one stage.
     for name, _ in model.named_parameters(remove_duplicate=False):
         on = [stage for stage, names in enumerate(stages) if any(name.startswith(f"{each}.") for each in names)]
         if len(on) != 1:
             place = f"stages {on}" if on else "no stage"
             yield f"parameter {name!r} is on {place}; name its module in one of {ARGUMENT}"
-    # 2. Each stage's forward can run without the modules of others.
+    # 2. Each stage's forward must run without the modules of other stages.
     inner = model.get_submodule(parts.inner)
     config = getattr(inner, "config", None)
     if len(stages) == 1 or config is None:

@@ -1,8 +1,8 @@
-"""The seven schedules by name: what each requires of stages and micro-batches, and the order in which ranks compute.
+"""The seven named schedules: their rules for stages and micro-batches, and the order of each rank's actions.
 
-F is a forward, B a full backward, I and W its halves. The order of a rank is a word of these letters, each with a chunk
-(which of the rank's stages), as `F0 F1 I1 W1`; micro-batches are counted up as the word is read. Pure Python: nothing
-here loads torch.
+F is a forward, B a full backward, I and W its halves. A rank's order is a word of these letters, each followed by a
+chunk (the index of a stage on the rank), such as `F0 F1 I1 W1`; micro-batches are numbered while the word is read. Pure
+Python: nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Actions = list[Action | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """What a schedule requires: `stages` on each rank (None: any number), and micro-batches that `accepts(n, p)`.
+    """A schedule's rules: `stages` on each rank (None: any number), and `accepts(n, p)` for n micro-batches on p ranks.
 
-    `requirement` says in words what is accepted. `splits_backward`: gradients of inputs and of weights are two actions.
+    `requirement` is the text of `accepts`. With `splits_backward` input and weight gradients are separate actions.
     """
 
     name: str
@@ -60,7 +60,7 @@ RULES = {
 def rule_of(argument: str, name: str) -> Rule:
     """The rule of a schedule, by its name in any case. `argument` is in the message.
 
-    Errors: Rejected, with the nearest name.
+    Errors: Rejected with the nearest name for an unknown one.
     """
     rules = {each.lower(): rule for each, rule in RULES.items()}
     if name.lower() not in rules:
@@ -82,7 +82,7 @@ def stages_problem(rule: Rule, stages_per_rank: int) -> str | None:
 
 
 def microbatches_problem(rule: Rule, n_microbatches: int, pp_size: int) -> str | None:
-    """Why a schedule cannot have this number of micro-batches, with the next one that it can have; None if it can."""
+    """Why a schedule cannot have this number of micro-batches, and the next larger one that works; None if it can."""
     if rule.accepts(n_microbatches, pp_size):
         return None
     larger = next(n for n in range(max(1, n_microbatches), 4 * (pp_size + n_microbatches)) if rule.accepts(n, pp_size))
@@ -93,13 +93,13 @@ def microbatches_problem(rule: Rule, n_microbatches: int, pp_size: int) -> str |
 def schedule_order(
     name: str, pp_size: PositiveInt, n_microbatches: PositiveInt, stages_per_rank: PositiveInt
 ) -> list[Actions]:
-    """For each rank its actions in turn; None is a step in which it waits.
+    """The actions of each rank in order; None is a step of waiting.
 
     >>> [" ".join(map(str, actions)) for actions in schedule_order("1F1B", 2, 2, 1)]
     ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
 
-    Errors: TypeError for another type; ValueError for an unknown schedule, or one that cannot have these stages or
-            micro-batches.
+    Errors: TypeError for a wrong type; ValueError for an unknown schedule, or a schedule that cannot have these stages
+            or micro-batches.
     Source: GPipe arXiv 1811.06965; 1F1B and Interleaved1F1B arXiv 2104.04473; LoopedBFS arXiv 2211.05953; zero
             bubble arXiv 2401.10241; DualPipeV after arXiv 2412.19437.
     """
@@ -124,7 +124,7 @@ def _gpipe(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
 
 
 def _1f1b(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
-    """p - rank forwards, then in turn one backward and one forward."""
+    """p - rank forwards, then one backward and one forward in turn."""
     ahead = min(n, p - rank)
     forwards = [Action(stages[0], "F", m) for m in range(n)]
     backwards = [Action(stages[0], "B", m) for m in range(n)]
@@ -132,7 +132,7 @@ def _1f1b(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
 
 
 def _looped_bfs(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
-    """All micro-batches of a stage, then those of the next; backwards in exactly the reverse order."""
+    """All micro-batches of one stage, then all of the next; the backwards in exactly the reverse order."""
     order = _looped(rank, n, stages, range(n - 1, -1, -1))
     middle = n * len(stages)
     return [*[None] * rank, *order[:middle], *[None] * (2 * (p - 1 - rank)), *order[middle:]]
@@ -147,11 +147,11 @@ def _looped(rank: int, n: int, stages: tuple[int, ...], backwards: Iterable[int]
 
 
 def _interleaved(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
-    """Rounds of about p micro-batches pass one stage after the other; two forwards ahead for each rank that follows."""
-    # 1. Both directions in rounds; the backwards visit the stages in reverse.
+    """Rounds of about p micro-batches pass each stage in turn, with two forwards ahead for each later rank."""
+    # 1. Both directions run in rounds; the backwards visit the stages in reverse.
     forwards = _rounds("F", p, n, stages)
     backwards = _rounds("B", p, n, tuple(reversed(stages)))
-    # 2. Warm-up: forwards until the first gradient can have come back, and steps of waiting until it does.
+    # 2. Warm-up: forwards until the first gradient can arrive, then waits until it does.
     ahead = _ahead(rank, p, n, len(stages), 2)
     wait = [None] * (len(stages) * p + 2 * (p - 1 - rank) - ahead - rank) if ahead else []
     steady = len(backwards) - ahead
@@ -161,13 +161,13 @@ def _interleaved(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
         *wait,
         # 3. Steady state: one forward, one backward.
         *_alternate(forwards[ahead:], backwards[:steady]),
-        # 4. Cool-down: the other backwards, each after a step in which its gradient is computed elsewhere.
+        # 4. Cool-down: the remaining backwards, each after a wait for its gradient from another rank.
         *(each for action in backwards[steady:] for each in (None, action)),
     ]
 
 
 def _interleaved_zero_bubble(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
-    """As interleaved, one forward ahead for each rank that follows; backwards are split, and W fills the waits."""
+    """Interleaved with one forward ahead for each later rank; backwards are split, and W fills the waits."""
     # 1. Both halves of the backward visit the stages in reverse.
     forwards = _rounds("F", p, n, stages)
     inputs, weights = (_rounds(kind, p, n, tuple(reversed(stages))) for kind in "IW")
@@ -186,14 +186,14 @@ def _interleaved_zero_bubble(rank: int, p: int, n: int, stages: tuple[int, ...])
 
 
 def _rounds(kind: str, p: int, n: int, stages: tuple[int, ...]) -> list[Action]:
-    """The micro-batches of a round pass each stage before the next round starts."""
+    """The micro-batches of a round pass every stage before the next round starts."""
     rounds = max(1, n // p)
     size = n // rounds
     return [Action(stage, kind, q * size + m) for q in range(rounds) for stage in stages for m in range(size)]
 
 
 def _ahead(rank: int, p: int, n: int, v: int, per_rank: int) -> int:
-    """How many forwards come before the first backward: `per_rank` for each rank between this one and the last."""
+    """The number of forwards before the first backward: one round for each stage but one, `per_rank` per later rank."""
     size = n // max(1, n // p)
     return min((v - 1) * size + per_rank * (p - 1 - rank), n * v)
 
@@ -201,7 +201,8 @@ def _ahead(rank: int, p: int, n: int, v: int, per_rank: int) -> int:
 def _zbv(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
     """Chunk 0 goes down the ranks, chunk 1 comes back up. Every backward is split; the last W wait until the end.
 
-    Below 2p - 1 micro-batches the order is that of 2p - 1, with waits in place of those that do not exist.
+    With fewer than 2p - 1 micro-batches the order for 2p - 1 is used, with waits for the micro-batches that are not
+    there.
     """
     rounded_n = max(2 * p - 1, n)
     turns = rounded_n - p
@@ -220,11 +221,11 @@ def _dualpipev(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
     ranks_after = p - 1 - rank
     # 1. Warm-up: forwards of chunk 0, then of both, then split backwards of chunk 1.
     word = ["F0"] * (2 * ranks_after) + ["F0", "F1"] * (rank + 1) + ["I1", "W", "F1"] * ranks_after
-    # 2. Steady state: overlapped pairs. On the last rank the first pair is one action after the other.
+    # 2. Steady state: overlapped pairs. On the last rank the first pair runs one action after the other.
     for turn in range(n - 2 * p + rank + 1):
         word += ["F0", "B1"] if turn == 0 and rank == p - 1 else ["F0+B1"]
         word += ["F1+B0"]
-    # 3. Cool-down: full backwards, which from the middle on are split, then the weight gradients that are left.
+    # 3. Cool-down: full backwards, from the middle on split ones, then the remaining weight gradients.
     word += ["B1", "F1+B0"] * ranks_after
     chunks = ["1", "0"] * (rank + 1)
     word += [f"{'B' if k <= rank else 'I'}{chunk}" for k, chunk in enumerate(chunks)]
@@ -232,7 +233,7 @@ def _dualpipev(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
 
 
 def _number_microbatches(word: Iterable[str], stages: tuple[int, ...]) -> list[Action]:
-    """The actions of a word. Each letter of a chunk has the next micro-batch; `W` alone is the oldest pending one."""
+    """The actions of a word. Each letter of a chunk takes the next micro-batch; a bare `W` the oldest pending one."""
     counts: Counter[str] = Counter()
     pending_weights: list[Action] = []
 
@@ -252,19 +253,19 @@ def _number_microbatches(word: Iterable[str], stages: tuple[int, ...]) -> list[A
 
 
 def _alternate(first: list[Action], second: list[Action]) -> list[Action]:
-    """One of each in turn, then the rest of the longer list."""
+    """One action of each list in turn, then the rest of the longer list."""
     both = [action for pair in zip(first, second, strict=False) for action in pair]
     common = len(both) // 2
     return both + first[common:] + second[common:]
 
 
 def _with_waits(orders: list[Actions]) -> list[Actions]:
-    """Insert a wait before each forward whose input no rank has computed in an earlier step."""
+    """Insert a wait before each forward until another rank has computed its input in an earlier step."""
     done: set[Action] = set()
     delayed: list[Actions] = [[] for _ in orders]
     next_index = [0] * len(orders)
     while any(index < len(order) for index, order in zip(next_index, orders, strict=True)):
-        step: set[Action] = set()  # what ranks compute in this step, which others can use from the next one on
+        step: set[Action] = set()  # the actions of this step, whose results other ranks can use in the next one
         for rank, order in enumerate(orders):
             if next_index[rank] == len(order):
                 continue

@@ -1,7 +1,7 @@
-"""An order: for each rank of a pipeline the actions that it runs in turn; how they are written, and what is valid.
+"""Orders: the actions that each rank of a pipeline runs, their notation, and the rules of a valid order.
 
-An action is written `2F5`: the forward of micro-batch 5 on stage 2. Validation raises InvalidOrder for the first action
-that is wrong, with its rank and position; a file of a schedule turns these into row and column.
+The action `2F5` is the forward of micro-batch 5 on stage 2. Validation raises InvalidOrder for the first wrong action,
+with its rank and position; `read_csv` turns these into row and column.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 COMPUTED = ("F", "B", "I", "W")  # forward; full backward; its halves, input gradient and weight gradient
 SENT = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-OF_A_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")  # of a sharded stage; they have no micro-batch
-PAIR = "OVERLAP_F_B"  # a forward and a backward that may run at once; here one after the other
+OF_A_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")  # actions of a sharded stage, without a micro-batch
+PAIR = "OVERLAP_F_B"  # a forward and a backward that may run at once; here they run one after the other
 
 _SINGLE = re.compile(rf"(\d{{1,9}})(?:({'|'.join(COMPUTED + SENT)})(\d{{1,9}})|({'|'.join(OF_A_STAGE)}))", re.ASCII)
 _PAIR = re.compile(rf"\(([^;()]*);([^;()]*)\){PAIR}")
 
 
 class Action(NamedTuple):
-    """One action of one rank. An overlapped pair has its two actions in `pair`, and -1 for its stage."""
+    """One action of one rank. An overlapped pair has its two actions in `pair`, and stage -1."""
 
     stage: int
     kind: str
@@ -35,11 +35,11 @@ class Action(NamedTuple):
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The actions that run: this one, or the two of a pair."""
+        """The actions that run: this action, or both of a pair."""
         return self.pair or (self,)
 
 
-Order = Sequence[Sequence[Action | None]]  # for each rank its actions; None is a step of waiting
+Order = Sequence[Sequence[Action | None]]  # the actions of each rank; None is a step of waiting
 
 
 def overlap(first: Action, second: Action) -> Action:
@@ -48,7 +48,7 @@ def overlap(first: Action, second: Action) -> Action:
 
 
 def parse_action(text: str) -> Action | None:
-    """The action that a text means; None for blanks.
+    """Parse the text of an action; None for a blank text.
 
     >>> parse_action("2F5"), parse_action(" ")
     (Action(stage=2, kind='F', microbatch=5, pair=()), None)
@@ -68,8 +68,8 @@ def parse_action(text: str) -> Action | None:
         raise ValueError(
             f"{text!r} is not an action; write <stage><kind><micro-batch>, as 0F3, 1B0, 1I0, 1W0 or 0SEND_F3"
         )
-    stage, kind, microbatch, of_stage = single.groups()
-    return Action(int(stage), of_stage or kind, None if of_stage else int(microbatch))
+    stage, kind, microbatch, stage_kind = single.groups()
+    return Action(int(stage), stage_kind or kind, None if stage_kind else int(microbatch))
 
 
 def computations(actions: Iterable[Action | None]) -> list[Action]:
@@ -78,11 +78,11 @@ def computations(actions: Iterable[Action | None]) -> list[Action]:
 
 
 def has_communication(order: Order) -> bool:
-    """Whether an order states what is sent, gathered or reduced, and not only what is computed."""
+    """Whether an order states sends, gathers or reductions, and not computations only."""
     return any(action and action.kind in SENT + OF_A_STAGE for actions in order for action in actions)
 
 
-# What must come before an action, of the same stage and micro-batch.
+# The kinds of action that must come before a kind, for the same stage and micro-batch.
 BEFORE = {"B": ("F",), "I": ("F",), "W": ("I",)}
 
 
@@ -95,7 +95,7 @@ class InvalidOrder(ValueError):
 
 
 def infer_stage_to_rank(order: Order) -> list[int]:
-    """The rank of each stage: that of its first action. Errors: InvalidOrder unless stages are 0 to S - 1."""
+    """The rank of each stage, taken from its first action. Errors: InvalidOrder unless stages are 0 to S - 1."""
     ranks: dict[int, int] = {}
     first: dict[int, tuple[int, int, Action]] = {}
     for rank, position, action in _positions(order):
@@ -109,7 +109,7 @@ def infer_stage_to_rank(order: Order) -> list[int]:
 
 
 def check_computed(order: Order, stage_to_rank: Sequence[int] | Mapping[int, int], n_microbatches: int) -> None:
-    """Each stage, on its rank, computes each micro-batch once: F, then B, or I and W. Errors: InvalidOrder."""
+    """Check that each stage computes each micro-batch once on its rank: F, then B or I and W. Errors: InvalidOrder."""
     ranks = dict(enumerate(stage_to_rank)) if isinstance(stage_to_rank, Sequence) else dict(stage_to_rank)
     seen: set[Action] = set()
     for rank, position, action in _positions(order):
@@ -121,9 +121,9 @@ def check_computed(order: Order, stage_to_rank: Sequence[int] | Mapping[int, int
 
 
 def check_last_forwards(order: Order, last_stage: int) -> None:
-    """The last stage runs micro-batches in the order of their numbers. Errors: InvalidOrder.
+    """Check that the last stage runs its micro-batches in the order of their numbers. Errors: InvalidOrder.
 
-    torch stores losses and outputs in the order in which they are computed, without their numbers.
+    torch stores losses and outputs in the order of computation, without their numbers.
     """
     locations = [
         location for location in _positions(order) if location[2].stage == last_stage and location[2].kind == "F"
@@ -146,13 +146,13 @@ def _placement_problem(action: Action, rank: int, ranks: Mapping[int, int], n_mi
 
 
 def _out_of_turn(action: Action, seen: set[Action]) -> str | None:
-    """Why an action cannot follow those seen before it, or None. What is not computed is never seen."""
+    """Why an action cannot follow the computations in `seen`, or None."""
     if action in seen:
         return f"'{action}' occurs a second time"
     for kind in BEFORE.get(action.kind, ()):
         if action._replace(kind=kind) not in seen:
             return f"'{action}' comes before '{action._replace(kind=kind)}'"
-    # A backward is full or in two halves, never both.
+    # A backward is either full or in two halves, never both.
     for kind in {"B": "IW", "I": "B", "W": "B"}.get(action.kind, ""):
         if action._replace(kind=kind) in seen:
             return f"'{action}' occurs beside '{action._replace(kind=kind)}'; write B, or I and W"
@@ -162,12 +162,12 @@ def _out_of_turn(action: Action, seen: set[Action]) -> str | None:
 def _incomplete(
     order: Order, ranks: Mapping[int, int], n_microbatches: int, seen: set[Action]
 ) -> Iterator[InvalidOrder]:
-    """The stages whose rank does not exist, and the forwards and backwards that no rank computes."""
+    """Stages on a rank that does not exist, and forwards and backwards that no rank computes."""
     for stage, rank in sorted(ranks.items()):
         if not 0 <= rank < len(order):
             yield InvalidOrder(rank, 0, f"stage {stage} is on rank {rank}; the order has {len(order)}")
         for microbatch in range(n_microbatches):
-            # A backward that has begun with its input half ends with its weight half.
+            # After the input half of a backward, its weight half must follow.
             backward = "W" if Action(stage, "I", microbatch) in seen else "B"
             for kind in ("F", backward):
                 missing = Action(stage, kind, microbatch)
@@ -190,9 +190,9 @@ Location = tuple[int, int]  # rank, position
 
 
 def check_communication(order: Order, stage_to_rank: Sequence[int], n_microbatches: int) -> None:
-    """Each message is sent once and received once, in the same order on both ranks.
+    """Check that each message is sent once and received once, in the same order on both ranks.
 
-    Ranks match messages by order alone: two messages that cross would give a forward the wrong micro-batch, silently.
+    Ranks match messages by order only: two messages that cross would silently give a forward the wrong micro-batch.
 
     Errors: InvalidOrder for the first action that is missing, repeated, too early, too late or out of turn.
     """
@@ -201,14 +201,14 @@ def check_communication(order: Order, stage_to_rank: Sequence[int], n_microbatch
 
 
 def _communication_problems(order: Order, ranks: Sequence[int], n_microbatches: int) -> Iterator[InvalidOrder]:
-    """What is wrong with the messages of an order. A rule relies on those before it, so only the first one counts."""
-    # 1. No message is there twice.
+    """The problems of an order's messages. A rule relies on the rules before it, so only the first problem counts."""
+    # 1. No message occurs twice.
     locations: dict[Action, Location] = {}
     for rank, position, action in _positions(order):
         if action in locations and action.microbatch is not None:
             yield InvalidOrder(rank, position, f"'{action}' occurs a second time")
         locations[action] = (rank, position)
-    # 2. Every message between two ranks has both ends, after what computes it and before what uses it.
+    # 2. Every message between two ranks is sent after its computation, and received before its use.
     for stage, rank in enumerate(ranks):
         for microbatch in range(n_microbatches):
             for step, sent in ((1, "F"), (-1, "B")):
@@ -219,9 +219,9 @@ def _communication_problems(order: Order, ranks: Sequence[int], n_microbatches: 
     for action, (rank, position) in locations.items():
         if "_" in action.kind and action.microbatch is not None and action not in messages:
             yield InvalidOrder(rank, position, f"'{action}' has no other end on another rank; leave it out")
-    # 4. Both ranks have the messages between them in one order, and sharded stages are gathered when they compute.
+    # 4. Two ranks have their messages in the same order, and sharded stages are gathered when they compute.
     yield from _crossing_messages(order, ranks)
-    # A stage that the order never gathers is not sharded, and has nothing to be gathered for.
+    # A stage that the order never gathers is not sharded and needs no gathering.
     uses_sharding = {action.stage for action in locations if action.kind in ("UNSHARD", "RESHARD")}
     for rank, actions in enumerate(order):
         yield from _sharding_problems(rank, actions, uses_sharding)
@@ -236,21 +236,21 @@ def _message_problems(
     sent: str,
     microbatch: int,
 ) -> Iterator[InvalidOrder]:
-    """Unless one message is computed, then sent; received, then used."""
+    """The problems of one message, which must be computed, then sent, and received, then used."""
     send, receive = Action(stage, f"SEND_{sent}", microbatch), Action(to, f"RECV_{sent}", microbatch)
     for action, rank in ((send, ranks[stage]), (receive, ranks[to])):
         if action not in locations:
             yield InvalidOrder(rank, len(order[rank]), f"the rank ends without '{action}'")
-    source, use = (_computation_of(locations, each, sent, microbatch) for each in (stage, to))
+    source, use = (_computation(locations, each, sent, microbatch) for each in (stage, to))
     if locations[send][1] < locations[source][1]:
         yield InvalidOrder(*locations[send], f"'{send}' comes before '{source}'")
     if locations[use][1] < locations[receive][1]:
         yield InvalidOrder(*locations[use], f"'{use}' comes before '{receive}'")
 
 
-def _computation_of(locations: dict[Action, Location], stage: int, sent: str, microbatch: int) -> Action:
-    """The forward, or the backward that computes the input gradient: I if the backward is split, else B."""
-    # The weight half neither needs a message nor produces one.
+def _computation(locations: dict[Action, Location], stage: int, sent: str, microbatch: int) -> Action:
+    """The forward, or the action that computes the input gradient: I if the backward is split, else B."""
+    # The weight half neither needs nor produces a message.
     halved = Action(stage, "I", microbatch)
     return halved if sent == "B" and halved in locations else Action(stage, sent, microbatch)
 
@@ -267,14 +267,14 @@ def _messages(ranks: Sequence[int], n_microbatches: int) -> Iterator[Action]:
 
 
 def _crossing_messages(order: Order, ranks: Sequence[int]) -> Iterator[InvalidOrder]:
-    """Unless between two ranks the k-th message received is the k-th one sent."""
+    """The messages between two ranks that are not received in the order in which they are sent."""
     sent: dict[Location, list[Action]] = defaultdict(list)
     received: dict[Location, list[tuple[int, int, Action]]] = defaultdict(list)
     for rank, position, action in _positions(order):
         step = 1 if action.kind[-1] == "F" else -1
         if action.kind in ("SEND_F", "SEND_B"):
             to = action.stage + step
-            # As the receive that must match it, so that the two lists can be compared.
+            # Store the matching receive, so that the two lists can be compared.
             sent[rank, ranks[to]].append(Action(to, f"RECV_{action.kind[-1]}", action.microbatch))
         elif action.kind in ("RECV_F", "RECV_B"):
             received[ranks[action.stage - step], rank].append((rank, position, action))
@@ -286,7 +286,7 @@ def _crossing_messages(order: Order, ranks: Sequence[int]) -> Iterator[InvalidOr
 
 
 def _sharding_problems(rank: int, actions: Sequence[Action | None], uses_sharding: set[int]) -> Iterator[InvalidOrder]:
-    """Unless a sharded stage is gathered when it computes, and its gradient reduced once, after its last backward."""
+    """Violations of: a sharded stage is gathered when it computes, and reduced once, after its last backward."""
     gathered: set[int] = set()
     reduced: set[int] = set()
     for _, position, action in _positions([actions]):

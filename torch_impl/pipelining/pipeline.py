@@ -1,4 +1,4 @@
-"""A model split into stages, sharded inside each stage, with its schedule: all of it in one call."""
+"""Split a model into stages, shard each stage, and build the schedule, in one call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch_impl.pipelining.split import split_model
 
 @runtime_checkable
 class ParallelizeFnProtocol(Protocol):
-    """A function that shards one part of a model in place and returns None, or returns a module that replaces it."""
+    """A function that shards a part of a model in place and returns None, or returns a module to replace it."""
 
     def __call__(
         self,
@@ -81,20 +81,21 @@ def pipeline_model(
     tensor_dtype: Dtype | None = None,
     reduce_grad_per_microbatch: bool = False,
 ) -> tuple[Any, list[nn.Module], bool, bool, list[PipelineStage]]:
-    """(schedule, this rank's parts, whether it has the first stage, whether it has the last, its stages).
+    """Split a model over a pipeline; returns (schedule, parts, has_first, has_last, stages) of this rank.
 
     The model is split and consumed (`split_model_into_stages`), `parallelize_fn` is called for each part, shapes are
-    set if `seq_len` is passed, and the schedule is built (`build_pipeline_schedule`). A pipeline of one rank runs the
-    same lines.
+    set if `seq_len` is passed, and the schedule is built (`build_pipeline_schedule`). `has_first` and `has_last` tell
+    whether this rank has the first and the last stage. A pipeline of one rank runs the same lines.
 
-    Gradients of sharded parts are reduced once per step, after the last micro-batch. torch does that for parts that are
-    FSDP units themselves; `patch_stage_backward_maybe_with_nosync=True` rejects others, which are reduced each time.
-    With `reduce_grad_per_microbatch=True` all are reduced each time: no rank stores an unsharded gradient between
-    micro-batches, and each sends its gradients, and gathers its parameters, as often as there are micro-batches.
+    Gradients of sharded parts are reduced once per step, after the last micro-batch, if the part itself is an FSDP
+    unit. Other parts with FSDP units are reduced after every micro-batch, unless
+    `patch_stage_backward_maybe_with_nosync=True`, which rejects them. With `reduce_grad_per_microbatch=True` all parts
+    are reduced after every micro-batch: no rank stores an unsharded gradient between micro-batches, and each rank
+    sends its gradients and gathers its parameters once for every micro-batch.
 
-    Cost:   none but what `parallelize_fn` sends; a step's is that of `build_pipeline_schedule`.
-    Errors: those of these functions, before the model is touched; ValueError for axes that world_mesh lacks; TypeError
-            for a `parallelize_fn` that returns neither None nor a module.
+    Cost:   only the collectives of `parallelize_fn`; for a step see `build_pipeline_schedule`.
+    Errors: the errors of these functions, before the model is touched; ValueError for axes that world_mesh lacks;
+            TypeError for a `parallelize_fn` that returns neither None nor a module.
     """
     # 1. Validate everything that does not need the stages.
     axes = {"dp_axis_names": dp_axis_names, "cp_axis_name": cp_axis_name, "tp_axis_name": tp_axis_name}
@@ -113,7 +114,7 @@ def pipeline_model(
     if reduce_grad_per_microbatch and choice.splits_backward:
         problem = "reduce_grad_per_microbatch=True, and the schedule splits backward, whose halves need one gathering"
         raise Rejected(f"{problem}; pass False, or a schedule with full backwards such as 1F1B")
-    # Here, so that a config without sizes is an error before the model is split.
+    # Read the sizes here, so that a config without them is an error before the model is split.
     sizes = None if seq_len is None else _get_hidden_and_vocab_size(getattr(model, "config", None))
     # 2. Split the model, and shard each part.
     stages, parts = split_model(
@@ -133,12 +134,12 @@ def pipeline_model(
         names = axes | dict(ep_axis_name=ep_axis_name, ep_shard_axis_names=ep_shard_axis_names)
         parts = [_parallelize(parallelize_fn, part, world_mesh, moe_mesh, names) for part in parts]
         for stage, part in zip(stages, parts, strict=True):
-            # The function may have returned another module, which the stage must run.
+            # If the function returned another module, the stage must run it.
             stage.submod = part
     if patch_stage_backward_maybe_with_nosync:
         for part in parts:
             has_units = any(isinstance(module, FSDPModule) for module in part.modules())
-            # torch reduces the gradients of a part, with nested units, once per step if the part itself is a unit.
+            # torch reduces a part with nested units once per step only if the part itself is a unit.
             if has_units and not isinstance(part, FSDPModule):
                 problem = f"a part of {type(part).__name__} has FSDP units and is not one"
                 remedy = "fully_shard the part too, or pass False"
@@ -146,7 +147,7 @@ def pipeline_model(
     if reduce_grad_per_microbatch:
         for stage in stages:
             reduce_each_time(stage)
-    # 3. Set the shapes after sharding, whose policy decides the dtype, and build the schedule.
+    # 3. Set the shapes, whose dtype depends on the FSDP policy, and build the schedule.
     if sizes is not None and seq_len is not None:
         set_shapes(stages, sizes, microbatch_size, seq_len, tensor_dtype)
     schedule = build_schedule(choice, stages, loss_fn, scale_grads)
@@ -157,7 +158,7 @@ def pipeline_model(
 def _parallelize(
     parallelize_fn: ParallelizeFnProtocol, part: nn.Module, world_mesh: DeviceMesh, moe_mesh: Any, names: dict[str, Any]
 ) -> nn.Module:
-    """The part after the function has sharded it, or what replaces it. Errors: TypeError."""
+    """The part that the function has sharded, or the module that replaces it. Errors: TypeError."""
     returned = parallelize_fn(part, world_mesh, moe_mesh, **names)
     if returned is not None and not isinstance(returned, nn.Module):
         raise Rejected(f"parallelize_fn returned {type_name(returned)}; return None or a module", TypeError)
@@ -165,7 +166,7 @@ def _parallelize(
 
 
 def _axis_problems(mesh: DeviceMesh, pp_axis_name: str, names_of_axes: Mapping[str, Any]) -> Iterator[str]:
-    """The names that are no axes of the mesh; a flattened axis of the mesh counts as one."""
+    """The names that are not axes of the mesh; a flattened axis counts as an axis."""
     axes = mesh.mesh_dim_names or ()
     if pp_axis_name not in axes:
         yield f"pp_axis_name={pp_axis_name!r} is no axis of world_mesh {axes}"

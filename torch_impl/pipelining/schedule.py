@@ -1,6 +1,6 @@
-"""torch's schedule for the stages of this rank, by name or from a file; what a rank executed; scaling of gradients.
+"""Build torch's schedule for this rank's stages, by name or from a file; record a rank's actions; scale gradients.
 
-Everything is validated before torch's constructors, on every rank, so that a mistake is an error and not a hang.
+Everything is validated on every rank before torch's constructors run, so that a mistake is an error and not a hang.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def build_pipeline_schedule(
     loss_fn: Function | None,
     scale_grads: bool = False,
 ) -> Any:
-    """torch's schedule over `stages`, those of this rank, for local_batch_size / microbatch_size micro-batches.
+    """Build torch's schedule over this rank's `stages`, for local_batch_size / microbatch_size micro-batches.
 
     If both a file and a name are passed, the file decides and the name must fit it. `loss_fn=None` builds a schedule
-    that only runs forward. Gradients are summed over micro-batches; `scale_grads_by_divisor` divides them, once.
+    that only runs forward. Gradients are summed over micro-batches; call `scale_grads_by_divisor` once to divide them.
 
         schedule                                stages per rank   placement   n micro-batches
         GPipe                                   1                 loop        n >= 1
@@ -57,11 +57,11 @@ def build_pipeline_schedule(
         ZBVZeroBubble                           2                 v           n >= 1
         DualPipeV                               2                 v           n >= 2 p
 
-    Cost:   none; what a step sends are the activations and their gradients between neighbouring stages, and the
-            gradients of parameters that two stages share.
+    Cost:   none. A step sends activations and their gradients between neighbouring stages, and the gradients of
+            parameters that two stages share.
     Errors: ValueError on every rank, before anything is sent, for sizes that do not divide, an unknown schedule,
-            stages, placement or micro-batches that it cannot have, an error in a file (row and column from 1);
-            FileNotFoundError for a missing file; TypeError for another type.
+            stages, a placement or micro-batches that it cannot have, an error in a file (row and column from 1);
+            FileNotFoundError for a missing file; TypeError for a wrong type.
     """
     choice = choose_schedule(
         pipeline_parallel_schedule_csv,
@@ -75,7 +75,7 @@ def build_pipeline_schedule(
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A named schedule, or one from a file and the named one that it must fit."""
+    """A named schedule, or a schedule from a file, with the named one that it must fit if there is one."""
 
     rule: Rule | None
     file: CsvSchedule | None
@@ -85,7 +85,7 @@ class ScheduleChoice:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are two actions anywhere."""
+        """Whether any backward is split into input and weight gradients."""
         if self.file is None:
             return self.rule is not None and self.rule.splits_backward
         return any(action is not None and action.kind in ("I", "W") for row in self.file.order for action in row)
@@ -98,12 +98,12 @@ def choose_schedule(
     local_batch_size: int,
     pp_size: int,
 ) -> ScheduleChoice:
-    """The schedule of a name or a file, validated before there are stages. Errors: see `build_pipeline_schedule`."""
+    """Validate a schedule's name or file before stages exist. Errors: see `build_pipeline_schedule`."""
     n = _n_microbatches(microbatch_size, local_batch_size)
     if path is None and name is None:
         raise Rejected(f"{ARGUMENT}=None and {BY_NAME}=None; pass one of them")
     rule = None if name is None else rule_of(BY_NAME, name)
-    # A file decides, also next to a name, which is compared with it when the stages are known.
+    # A file decides even if there is a name, which is compared with the file once the stages are known.
     if path is not None:
         file = read_csv(path, pp_size=pp_size, n_microbatches=n)
         return ScheduleChoice(rule, file, path, n, local_batch_size)
@@ -119,21 +119,21 @@ def choose_schedule(
 def build_schedule(
     choice: ScheduleChoice, stages: Sequence[PipelineStage], loss_fn: Callable | None, scale_grads: bool
 ) -> Any:
-    """torch's schedule over these stages of this rank. Errors: ValueError for stages that it cannot have."""
+    """Build torch's schedule over this rank's stages. Errors: ValueError for stages that it cannot have."""
     ordered = sorted(stages, key=lambda stage: stage.stage_index)
     ranks, count, n = ordered[0].group_size, ordered[0].num_stages, choice.n_microbatches
-    # 1. The stages are those of the file and of the named schedule, on the ranks where these place them.
+    # 1. Check the stages and their ranks against the file and the named schedule.
     for problem in _stage_problems(choice, ordered):
         raise Rejected(problem)
     _log(choice, ranks, count, loss_fn, scale_grads)
-    # 2. torch's schedule, by name or with the order of the file.
+    # 2. Build torch's schedule, by name or from the file's order.
     if choice.file:
         order = _with_reductions(choice.file)
         is_complete = choice.file.has_communication
         schedule = schedule_of_order(order, is_complete, ordered, n, loss_fn, scale_grads)
     else:
         schedule = _by_name(choice.rule, ordered, n, loss_fn, scale_grads)  # pyright: ignore[reportArgumentType]
-    # 3. What torch's schedule lacks: safe first messages, tied weights, a validation of each step's batch.
+    # 3. Add safe first messages, tied weights and a check of each step's batch, which torch's schedule lacks.
     open_in_separate_buffers(ordered)
     sum_tied_gradients_after_each_step(schedule, ordered)
     check_batches_of_each_step(schedule, ordered, choice.local_batch_size)
@@ -157,13 +157,13 @@ def _n_microbatches(microbatch_size: int, local_batch_size: int) -> int:
 
 
 def _stage_problems(choice: ScheduleChoice, stages: list[PipelineStage]) -> Iterator[str]:
-    """Why a schedule cannot have these stages of this rank. Each rule relies on those before it."""
+    """Why a schedule cannot have these stages on this rank. Each rule relies on the rules before it."""
     rank, ranks, count = stages[0].group_rank, stages[0].group_size, stages[0].num_stages
     counts, group_sizes = ({getattr(stage, name) for stage in stages} for name in ("num_stages", "group_size"))
     if len(counts) > 1 or len(group_sizes) > 1:
         pipelines = f"pipelines with {sorted(counts)} stages over {sorted(group_sizes)} ranks"
         yield f"stages are of {pipelines}; pass those of one"
-    # 1. The file, and the named schedule if there is one; the placement is that of the file, else of the schedule.
+    # 1. Check the file or the named schedule, and take the placement from it.
     placed_by = ARGUMENT
     if choice.file:
         yield from _file_problems(choice, choice.file, stages)
@@ -176,7 +176,7 @@ def _stage_problems(choice: ScheduleChoice, stages: list[PipelineStage]) -> Iter
             yield f"{BY_NAME}={rule.name!r} with {count // ranks} stages on each rank: {problem}"
         placement = ranks_of_stages(ranks, count, rule.style)
         placed_by = f"{BY_NAME}={rule.name!r} ({rule.style!r} placement)"
-    # 2. This rank has the stages that are placed on it.
+    # 2. Check that this rank has the stages that are placed on it.
     present = [stage.stage_index for stage in stages]
     expected = [stage for stage, other in enumerate(placement) if other == rank]
     if present != expected:
@@ -187,12 +187,12 @@ def _stage_problems(choice: ScheduleChoice, stages: list[PipelineStage]) -> Iter
 
 
 def _file_problems(choice: ScheduleChoice, file: CsvSchedule, stages: list[PipelineStage]) -> Iterator[str]:
-    """Why a file does not fit the model's stages, or the schedule that is named beside it."""
+    """Why a file does not fit the model's stages or the named schedule beside it."""
     label = f"{ARGUMENT}={os.fspath(choice.path)!r}"  # pyright: ignore[reportArgumentType,reportCallIssue]
     ranks, count, rule = stages[0].group_size, stages[0].num_stages, choice.rule
     if len(file.stage_to_rank) != count:
         yield f"{label} has {len(file.stage_to_rank)} stages, the model {count}; split the model into as many"
-    # With a complete file torch gathers a sharded stage only where the file says so.
+    # If the file states communication, torch gathers a sharded stage only where the file says so.
     gathered = {action.stage for row in file.order for action in row if action and action.kind == "UNSHARD"}
     for stage in (stage.stage_index for stage in stages if isinstance(stage.submod, FSDPModule)):
         if file.has_communication and stage not in gathered:
@@ -200,7 +200,7 @@ def _file_problems(choice: ScheduleChoice, file: CsvSchedule, stages: list[Pipel
             yield f"{label} has {missing}; add it, or leave all communication to torch"
     if rule is None:
         return
-    # The order is the file's; of the named schedule it must have the stages, their ranks and the micro-batches.
+    # The file decides the order, but must satisfy the named schedule's rules for stages, ranks and micro-batches.
     misfits = [stages_problem(rule, each) for each in file.stages_per_rank]
     if count % ranks or file.stage_to_rank != ranks_of_stages(ranks, count, rule.style):
         misfits.append(f"{rule.name} places stages as {rule.style!r}, the file as {file.stage_to_rank}")
@@ -224,15 +224,16 @@ def _log(choice: ScheduleChoice, ranks: int, count: int, loss_fn: object, scale_
 
 
 def _with_reductions(file: CsvSchedule) -> list[list[Action | None]]:
-    """The order of a file; one that states communication reduces each stage's gradient once, by default at the end."""
+    """The order of a file, with a REDUCE_GRAD after a stage's last backward if the file states communication but not
+    that reduction."""
     if not file.has_communication:
         return file.order
-    return [_with_reductions_of_rank(row) for row in file.order]
+    return [_with_rank_reductions(row) for row in file.order]
 
 
-def _with_reductions_of_rank(row: list[Action | None]) -> list[Action | None]:
+def _with_rank_reductions(row: list[Action | None]) -> list[Action | None]:
     parts = [(position, part) for position, action in enumerate(row) if action for part in action.parts]
-    # A stage's gradient is complete after its last backward, or the last weight half of one.
+    # A stage's gradient is complete after its last full backward or weight half.
     last = {part.stage: position for position, part in parts if part.kind in "BW"}
     stated = {part.stage for _, part in parts if part.kind == "REDUCE_GRAD"}
     complete: list[Action | None] = []
@@ -244,7 +245,7 @@ def _with_reductions_of_rank(row: list[Action | None]) -> list[Action | None]:
 
 @runtime_checkable
 class ScalableStage(Protocol):
-    """What scaling needs of a stage: its module, and that it is a stage, whose gradients can be scaled."""
+    """A stage as scaling sees it: it has a module, and its gradients can be scaled."""
 
     submod: nn.Module
 
@@ -260,16 +261,17 @@ Divisor = Annotated[int, Number(1, integer=True, remedy=" (microbatches x accumu
 
 @contract
 def scale_grads_by_divisor(stages: ScalableStages, divisor: Divisor) -> None:
-    """Divide the gradients of these `stages` in place, each once, also where stages share a parameter.
+    """Divide the gradients of `stages` in place. A parameter that several stages share is divided once.
 
-    Call it once for each step of the optimiser, after the last backward: with losses that are means, n micro-batches
-    and k steps of the schedule the `divisor` is n * k. (A schedule's own `scale_grads=True` divides at each of its
-    steps what has been accumulated, so that two equal steps give 1 + 1 / n means, and not 2.)
+    Call it once for each optimizer step, after the last backward. If losses are means, the `divisor` is n * k for n
+    micro-batches and k steps of the schedule. (A schedule's own `scale_grads=True` divides the accumulated gradient in
+    every step of the schedule, so that two equal steps give 1 + 1 / n means, and not 2.)
 
-    Cost:   none between ranks; of a DTensor the local shard is divided.
-    Errors: TypeError for what is not a stage or an int; ValueError for a divisor below 1.
+    Cost:   none between ranks; a DTensor's local shard is divided.
+    Errors: TypeError for an element that is not a stage or a divisor that is not an int; ValueError for a divisor
+            below 1.
     """
-    # By identity, so that a parameter that two stages share is divided once.
+    # Key by identity, so that a shared parameter is divided once.
     parameters = {id(parameter): parameter for stage in stages for parameter in stage.submod.parameters()}
     with torch.no_grad():
         for parameter in parameters.values():
@@ -279,9 +281,9 @@ def scale_grads_by_divisor(stages: ScalableStages, divisor: Divisor) -> None:
 
 @contextlib.contextmanager
 def executed_actions(stages: Sequence[PipelineStage]) -> Iterator[list[Action]]:
-    """The actions of these `stages` that run inside the block, in a list that grows as they run.
+    """Record the actions of `stages` that run inside the block, in a list that grows as they run.
 
-    They equal the events of this rank in the simulated timeline, in the same order.
+    They equal this rank's events in the simulated timeline, in the same order.
     """
     actions: list[Action] = []
     with contextlib.ExitStack() as stack:
@@ -292,7 +294,7 @@ def executed_actions(stages: Sequence[PipelineStage]) -> Iterator[list[Action]]:
 
 @contextlib.contextmanager
 def _record_actions(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
-    """Inside, each forward and backward of the stage is appended to `actions` before it runs."""
+    """Inside the block, append each forward and backward of the stage to `actions` before it runs."""
 
     def forward(original: Callable, chunk: int, *args: Any, **kwargs: Any) -> Any:
         actions.append(Action(stage.stage_index, "F", chunk))
@@ -306,7 +308,7 @@ def _record_actions(stage: PipelineStage, actions: list[Action]) -> Iterator[Non
         actions.append(Action(stage.stage_index, "W", chunk))
         return original(chunk, *args, **kwargs)
 
-    # torch runs a full backward and its input half by one method, which an argument distinguishes.
+    # torch has one method for a full backward and for its input half; an argument distinguishes them.
     names = {"forward_one_chunk": forward, "backward_one_chunk": backward, "backward_weight_one_chunk": weights}
     outer = {name: vars(stage)[name] for name in names if name in vars(stage)}  # set by a block around this one
     for name, record in names.items():
@@ -316,6 +318,6 @@ def _record_actions(stage: PipelineStage, actions: list[Action]) -> Iterator[Non
         yield
     finally:
         for name in names:
-            # Without the attribute of the instance the method of the class is back.
+            # Deleting the instance's attribute restores the class's method.
             delattr(stage, name)
         vars(stage).update(outer)

@@ -1,5 +1,5 @@
-"""Shapes of what enters and leaves each stage, set in advance so that no stage has to run to infer them; and the check
-of each step's batch against them."""
+"""Set the shapes of each stage's inputs and outputs in advance, so that no stage has to run to infer them; and check
+each step's batch against them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Stages = Annotated[
 
 
 def _get_hidden_and_vocab_size(config: Any) -> tuple[int, int]:
-    """(hidden_size, vocab_size), each from the config, else from its `text_config`.
+    """(hidden_size, vocab_size), each from the config or else from its `text_config`.
 
-    Errors: ValueError for a size that neither has, or that is not a positive int.
+    Errors: ValueError for a size that is in neither, or that is not a positive int.
     """
     return _size(config, "hidden_size"), _size(config, "vocab_size")
 
 
 def _size(config: Any, field: str) -> int:
     name = type(config).__name__
-    # Multimodal configs of transformers have the sizes of their language model in `text_config`.
+    # transformers' multimodal configs have their language model's sizes in `text_config`.
     value = getattr(config, field, None)
     if value is None:
         value = getattr(getattr(config, "text_config", None), field, None)
@@ -60,12 +60,13 @@ def _precompute_stage_shapes(
         first stage       ids "b s"      others        hidden states "b s d", with a gradient
         with a head       logits "b s v" others        hidden states "b s d"
 
-    `seq_len` is what a stage sees: divided by cp, and by tp where sequences are sharded between stages. The dtype is
-    `tensor_dtype`, else what the stage emits. A module can define its shapes itself by `get_pipeline_stage_metas(
-    is_first, microbatch_size, seq_len, dtype)`, which returns the tensors that enter and those that leave, on meta.
+    `seq_len` is the local length: divided by cp, and by tp if sequences are sharded between stages. The dtype is
+    `tensor_dtype`, or else the dtype of the stage's output. A module can define its own shapes by
+    `get_pipeline_stage_metas(is_first, microbatch_size, seq_len, dtype)`, which returns its input tensors and its
+    output tensors, on meta.
 
-    Cost:   none. Without it the first step passes shapes from stage to stage, 2 (stages - 1) messages in a row.
-    Errors: ValueError for sizes below 1, no stages, a config without sizes; RuntimeError at the first step if stages
+    Cost:   none. Without it the first step passes shapes from stage to stage, in 2 (stages - 1) sequential messages.
+    Errors: ValueError for sizes below 1, no stages, a config without sizes; RuntimeError in the first step if stages
             of other ranks have no shapes.
     """
     set_shapes(stages, _get_hidden_and_vocab_size(model_config), microbatch_size, seq_len, tensor_dtype)
@@ -78,12 +79,12 @@ def set_shapes(
     seq_len: int,
     tensor_dtype: torch.dtype | None,
 ) -> bool:
-    """Set the shapes of stages for these (hidden_size, vocab_size); whether any shape has changed."""
+    """Set the shapes of stages for sizes (hidden_size, vocab_size); returns whether any shape has changed."""
     has_changed = False
     for stage in stages:
         dtype = tensor_dtype or output_dtype_of(stage.submod)
         key = (microbatch_size, seq_len, dtype)
-        # Only a change is reported: `reset_pp_stage_shapes` then drops buffers, which the same shapes can use again.
+        # Report changes only: `reset_pp_stage_shapes` then drops the buffers, which unchanged shapes can reuse.
         if getattr(stage, "static_key", None) != key:
             entering, leaving = _metas(stage, sizes, key)
             set_static_shapes(stage, entering, leaving, key)
@@ -101,12 +102,12 @@ def reset_pp_stage_shapes(
     *,
     tensor_dtype: Dtype | None = None,
 ) -> None:
-    """Set the shapes for batches of another length on the stages of a `schedule`; gradients are not changed.
+    """Change the shapes of a schedule's stages, for batches of another length; gradients are not changed.
 
-    Every rank must call it with the same sizes, which no rank can check for another. The sizes of the last call change
+    Every rank must call it with the same sizes; this is not checked across ranks. A call with unchanged sizes does
     nothing.
 
-    Errors: those of `_precompute_stage_shapes`; ValueError for stages that are not the schedule's.
+    Errors: as `_precompute_stage_shapes`; ValueError for stages that are not the schedule's.
     """
     if {id(stage) for stage in stages} != {id(stage) for stage in stages_of(schedule)}:
         raise Rejected("stages are not those of the schedule; pass the stages it was built with")
@@ -115,9 +116,9 @@ def reset_pp_stage_shapes(
 
 
 def _metas(stage: PipelineStage, sizes: tuple[int, int], key: tuple[int, int, torch.dtype]) -> Any:
-    """The tensors that enter a stage and those that leave it, on meta."""
+    """The input tensors and the output tensors of a stage, on meta."""
     microbatch, length, dtype = key
-    # A module's method decides; otherwise the layout of transformers is assumed: ids enter, a head returns logits.
+    # The module's own method decides. The default is transformers' layout: ids enter, a head returns logits.
     metas_of_module = getattr(stage.submod, "get_pipeline_stage_metas", None)
     if metas_of_module is not None:
         return metas_of_module(stage.is_first, microbatch, length, dtype)
@@ -133,9 +134,9 @@ def _floats(microbatch: int, length: int, width: int, dtype: torch.dtype) -> Ten
 
 
 def check_batches_of_each_step(schedule: Any, stages: Sequence[PipelineStage], local_batch_size: int) -> None:
-    """Wrap the schedule's `step`, so that a batch of another size is a ValueError before anything is sent; in place."""
+    """Wrap the schedule's `step` in place, so that a batch of a wrong size is a ValueError before anything is sent."""
     step = schedule.step
-    lengths: set[int] = set()  # sequence lengths of earlier steps, for which stages have inferred shapes
+    lengths: set[int] = set()  # sequence lengths of earlier steps, whose shapes the stages have inferred
 
     def step_with_checks(*args: Any, target: Any = None, **kwargs: Any) -> Any:
         # The model's inputs may be passed by position or by name; these two names are options of `step`.
@@ -153,7 +154,7 @@ def check_batches_of_each_step(schedule: Any, stages: Sequence[PipelineStage], l
 
 
 def _step_problems(schedule: Any, stages: Sequence[PipelineStage], has_inputs: bool, target: Any) -> Iterator[str]:
-    """Unless the rank of the first stage has inputs, that of the last targets; torch would fail amid the step."""
+    """Missing inputs on the first stage's rank, missing targets on the last's; torch would fail amid the step."""
     if any(stage.is_first for stage in stages) and not has_inputs:
         yield "args is empty on the rank of the first stage; pass what enters the model"
     if any(stage.is_last for stage in stages) and target is None and of_torch(schedule, "_loss_fn") is not None:
@@ -163,13 +164,13 @@ def _step_problems(schedule: Any, stages: Sequence[PipelineStage], has_inputs: b
 def _batch_problems(
     name: str, x: Any, stages: Sequence[PipelineStage], local_batch_size: int, lengths: set[int]
 ) -> Iterator[str]:
-    """What an argument of a step has that the schedule was not built for; only tensors are batches."""
+    """Sizes of a step's argument that the schedule was not built for; arguments that are not tensors pass."""
     if not isinstance(x, Tensor) or not x.ndim:
         return
     if x.shape[0] != local_batch_size:
         yield f"{x.shape[0]} rows, the schedule was built for local_batch_size={local_batch_size}; pass as many"
     key = getattr(stages[0], "static_key", None)
-    # Without set shapes torch infers them at the first step, and uses them for all later ones.
+    # If shapes are not set, torch infers them in the first step and uses them in all later ones.
     expected = {key[1]} if key else lengths
     if name != "target" and x.ndim > 1 and expected and x.shape[1] not in expected:
         earlier = f"the stages were set to seq_len={key[1]}" if key else f"the first step had s={min(lengths)}"

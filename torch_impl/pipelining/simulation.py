@@ -1,8 +1,8 @@
-"""A schedule simulated: when each action starts and ends, which ranks wait, and how many activations are live.
+"""Simulate a schedule: when each action starts and ends, which ranks wait, and how many activations are live.
 
-An action starts when its rank is free and its input has arrived: F of stage s needs F of stage s - 1, a backward that
-of stage s + 1, W its own I. A message between two ranks takes p2p; the sender does not wait for it. Nothing here loads
-torch or starts a process.
+An action starts when its rank is free and its input has arrived: F of stage s needs F of stage s - 1, a backward needs
+the backward of stage s + 1, W needs its own I. A message between two ranks takes p2p; the sender does not wait for it.
+Nothing here loads torch or starts a process.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ Time = Number | Sequence[Number]
 
 @dataclass(frozen=True)
 class Times:
-    """Durations for one chunk, each one number or one for each stage; a full backward takes i + w.
+    """Durations of a chunk's forward f, input gradient i and weight gradient w; a full backward takes i + w.
 
-    `p2p` is what a message between two ranks takes; within a rank nothing is sent.
+    Each is one number, or a list with a number for each stage. `p2p` is the duration of a message between two ranks;
+    nothing is sent within a rank.
 
-    Errors: TypeError for what is not a number; ValueError for a number that is negative, infinite or NaN.
+    Errors: TypeError for a duration that is not a number; ValueError if it is negative, infinite or NaN.
     """
 
     f: Time = 1.0
@@ -60,7 +61,7 @@ class Times:
                     raise ValueError(f"pipelining.Times: {field.name}={value!r} must be finite and at least 0")
 
     def of(self, action: Action) -> Number:
-        """How long an `action` computes. Errors: ValueError if a list has no entry for its stage."""
+        """The duration of an `action`. Errors: ValueError if a list has no entry for its stage."""
         letters = {"F": "f", "I": "i", "W": "w", "B": "iw"}[action.kind]
         return sum(self._at(letter, action.stage) for letter in letters)
 
@@ -81,9 +82,9 @@ def simulate(
     *,
     n_microbatches: PositiveInt | None = None,
 ) -> Timeline:
-    """Simulate an `order`. Overlapped pairs run one after the other; messages in an order take no time of their rank.
+    """Simulate an `order`. Overlapped pairs run one after the other; messages take none of their rank's time.
 
-    Without `n_microbatches` their number is the largest in the order plus one.
+    The default of `n_microbatches` is the largest micro-batch in the order plus one.
 
     >>> from torch_impl.pipelining.named_schedules import schedule_order
     >>> simulate(schedule_order("GPipe", 2, 3, 1), [0, 1]).makespan
@@ -103,7 +104,7 @@ def simulate(
 
 
 def run_order(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
-    """The events of a valid order, rank by rank. Errors: InvalidOrder for a deadlock."""
+    """The events of a valid order, sorted by rank. Errors: InvalidOrder for a deadlock."""
     sends = has_communication(order)
     queues = [
         [(position, part) for position, action in enumerate(actions) if action for part in action.parts]
@@ -114,7 +115,7 @@ def run_order(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
     events: list[Event] = []
     progressed = True
     while progressed:
-        # 1. Each rank in turn runs its actions until one lacks an input.
+        # 1. Let each rank in turn run its actions until one lacks an input.
         progressed = False
         for rank, queue in enumerate(queues):
             while next_index[rank] < len(queue):
@@ -122,10 +123,10 @@ def run_order(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
                 inputs = _inputs(action, ranks, done, sends)
                 if any(source not in done for source, _ in inputs):
                     break
-                # 2. It starts when its rank is free and all its inputs have arrived.
+                # 2. The action starts when its rank is free and all its inputs have arrived.
                 arrivals = [done[source] + (times.p2p if is_remote else 0) for source, is_remote in inputs]
                 start = max([free_at[rank], *arrivals])
-                # A message takes no time of its rank: it is sent as soon as the rank comes to it.
+                # A message takes none of its rank's time: it is sent as soon as the rank reaches it.
                 stop = start
                 if action.kind in COMPUTED:
                     stop = start + times.of(action)
@@ -134,7 +135,7 @@ def run_order(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
                 done[action] = stop
                 next_index[rank] += 1
                 progressed = True
-    # 3. No rank can go on: either all are done, or some wait for each other.
+    # 3. No rank can continue: either all are done, or some wait for each other.
     if any(index < len(queue) for index, queue in zip(next_index, queues, strict=True)):
         raise _deadlock(queues, next_index, ranks, done, sends)
     return sorted(events, key=lambda event: event.rank)
@@ -149,7 +150,7 @@ def _inputs(
         return [_input_from(stage - 1, stage, "F", m, ranks, sends)]
     if kind in ("B", "I") and stage < len(ranks) - 1:
         source, is_remote = _input_from(stage + 1, stage, "B", m, ranks, sends)
-        split = source._replace(kind="I")  # a split backward has the gradient after its first half
+        split = source._replace(kind="I")  # the first half of a split backward computes the gradient
         return [(split if source.kind == "B" and split in done else source, is_remote)]
     return []
 
@@ -158,7 +159,7 @@ def _input_from(
     source: int, stage: int, kind: str, m: int | None, ranks: Sequence[int], sends: bool
 ) -> tuple[Action, bool]:
     is_remote = ranks[source] != ranks[stage]
-    # Where an order states messages, an input comes when it is sent, which may be later than when it is computed.
+    # If the order states messages, an input arrives when it is sent, which may be later than its computation.
     return Action(source, f"SEND_{kind}" if is_remote and sends else kind, m), is_remote
 
 
@@ -175,7 +176,7 @@ def _deadlock(
         _, action = queues[rank][next_index[rank]]
         return action, next(source for source, _ in _inputs(action, ranks, done, sends) if source not in done)
 
-    # Follow each waiting rank to the one it waits for, until a rank comes twice: the cycle starts there.
+    # Follow each waiting rank to the rank it waits for; the first rank that occurs twice starts the cycle.
     rank = next(rank for rank, queue in enumerate(queues) if next_index[rank] < len(queue))
     path: list[int] = []
     while rank not in path:
@@ -189,7 +190,7 @@ def _deadlock(
     return InvalidOrder(cycle[0], queues[cycle[0]][next_index[cycle[0]]][0], f"deadlock: {', '.join(waits)}")
 
 
-# Columns of a grid at most; where times have no common divisor, a column is this fraction of the makespan.
+# The most columns of a grid; if the exact grid would be wider, a column is 1 / WIDEST of the makespan.
 WIDEST = 400
 
 
@@ -205,7 +206,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of all ranks, each rank's in order. Times are in the unit of `Times`."""
+    """The events of all ranks, in order on each rank. Times have the unit of `Times`."""
 
     events: tuple[Event, ...]
     stage_to_rank: tuple[int, ...]
@@ -217,29 +218,29 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> Number:
-        """When the last action ends."""
+        """The time at which the last action ends."""
         return max((event.stop for event in self.events), default=0)
 
     @cached_property
     def busy(self) -> tuple[Number, ...]:
-        """How long each rank computes."""
+        """The time that each rank computes."""
         return tuple(sum(event.stop - event.start for event in self.of(rank)) for rank in range(self.pp_size))
 
     @property
     def idle(self) -> tuple[Number, ...]:
-        """How long each rank waits, until the last action of any rank ends."""
+        """The time that each rank waits until the last action of any rank ends."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def bubble(self) -> tuple[Number, ...]:
-        """Idle time of each rank as a fraction of the makespan; 0 where nothing takes time."""
+        """Idle time of each rank as a fraction of the makespan; 0 if the makespan is 0."""
         return tuple(idle / (self.makespan or 1) for idle in self.idle)
 
     def live(self, rank: int) -> list[tuple[Number, int]]:
-        """(time, number of chunks whose activations the `rank` stores from then on).
+        """The number of chunks whose activations `rank` stores, as (time, number from then on).
 
-        A chunk's activations are live from the start of F to the end of B, or of W if the backward is split. What ends
-        at a time is freed before what starts then.
+        A chunk's activations are live from the start of F to the end of B, or of W if the backward is split. At equal
+        times activations are freed before new ones are stored.
         """
         changes: dict[Number, list[int]] = {}
         for event in self.of(rank):
@@ -247,7 +248,7 @@ class Timeline:
                 changes.setdefault(event.start, []).append(1)
             elif event.action.kind in ("B", "W"):
                 changes.setdefault(event.stop, []).append(-1)
-        # All changes of one time at once, so that what ends then is freed before what starts.
+        # Apply all changes of one time at once, so that frees come before stores.
         live, counts = 0, []
         for time in sorted(changes):
             live += sum(changes[time])
@@ -256,15 +257,15 @@ class Timeline:
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """The most chunks whose activations each rank stores at once."""
+        """The largest number of chunks whose activations each rank stores at once."""
         return tuple(max((live for _, live in self.live(rank)), default=0) for rank in range(self.pp_size))
 
     def chunk(self, stage: int) -> int:
-        """The index of a `stage` among those of its rank."""
+        """The index of a `stage` among its rank's stages."""
         return sum(rank == self.stage_to_rank[stage] for rank in self.stage_to_rank[:stage])
 
     def __str__(self) -> str:
-        """A grid: rows are ranks, columns are time, dots are idle. Every second chunk of a rank has small letters."""
+        """A grid of ranks (rows) and time (columns). Dots are idle; every second chunk of a rank has small letters."""
         columns, unit = self._columns()
         lines = []
         for rank in range(self.pp_size):
@@ -273,7 +274,7 @@ class Timeline:
                 first, last = round(event.start / unit), round(event.stop / unit)
                 letter = event.action.kind
                 name = f"{letter.lower() if self.chunk(event.action.stage) % 2 else letter}{event.action.microbatch}"
-                # What is shorter than a column has no cell; what is longer goes on in dashes.
+                # An action shorter than a column has no cell; a longer one continues in dashes.
                 cells[first:last] = [name, *["-"] * (last - first - 1)][: last - first]
             lines.append((f"rank {rank}", cells, f"idle {self.bubble[rank]:.1%}, live {self.peak_live[rank]}"))
         width = max((len(cell) for _, cells, _ in lines for cell in cells), default=1)
@@ -286,9 +287,9 @@ class Timeline:
         return "\n".join([head, *rows])
 
     def _columns(self) -> tuple[int, Number]:
-        """How many columns the grid has, and the time of one: the greatest common divisor of all times."""
+        """The number of columns of the grid, and the time of one: the greatest common divisor of all times."""
         times = [Fraction(time) for event in self.events for time in (event.start, event.stop)]
-        # Every float is exactly a fraction, so that all times have a common divisor; a tiny one is rounded up below.
+        # Every float is an exact fraction, so all times have a common divisor; a tiny one is rounded up below.
         denominator = math.lcm(*(time.denominator for time in times))
         divisor = math.gcd(*(int(time * denominator) for time in times))
         if not divisor:
@@ -297,16 +298,16 @@ class Timeline:
         return (columns, self.makespan / columns) if columns <= WIDEST else (WIDEST, self.makespan / WIDEST)
 
 
-# Distinct for every kind of colour vision, and light enough for black numbers.
+# Distinct under every kind of colour vision, and light enough for black numbers.
 COLOURS = {"F": "#a9c9ea", "B": "#e0703a", "I": "#f3e79b", "W": "#7e6ba8"}
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 INCHES_PER_RANK, WIDTH = 0.45, 11.0
-SMALLEST_TEXT = 0.006  # of the makespan: narrower boxes have no number
+SMALLEST_TEXT = 0.006  # fraction of the makespan; narrower boxes have no number
 
 
 @contract
 def draw(timeline: Timeline, title: str = "") -> Figure:
-    """A picture of a `timeline`: rows are ranks, columns are time, colours are kinds of actions, idle is hatched.
+    """Draw a `timeline`: rows are ranks, columns are time, colours are kinds of actions, idle time is hatched.
 
     Errors: TypeError for a `title` that is not a str.
     """
@@ -322,7 +323,7 @@ def paint(ax: Axes, timeline: Timeline, title: str = "") -> None:
     from matplotlib import rcParams
     from matplotlib.patches import Patch
 
-    # Colours of the page, white and a light grey where no style says otherwise; boxes are light on any page.
+    # Use the page's colours (by default white and a light grey); boxes are light on any page.
     ground, grey = rcParams["axes.facecolor"], rcParams["legend.edgecolor"]
     idle = {"facecolor": ground, "edgecolor": grey, "hatch": "////"}
     for rank in range(timeline.pp_size):
@@ -341,7 +342,7 @@ def paint(ax: Axes, timeline: Timeline, title: str = "") -> None:
     handles = [Patch(color=COLOURS[kind], label=KIND_NAMES[kind]) for kind in kinds]
     handles.append(Patch(**idle, label="idle"))
     if any(timeline.chunk(event.action.stage) % 2 for event in timeline.events):
-        outline = rcParams["text.color"]  # without it a dark bar is not seen beside the picture of a dark page
+        outline = rcParams["text.color"]  # makes the dark bar of the legend visible on a dark page
         handles.append(Patch(facecolor="0.25", edgecolor=outline, label="bar: second chunk"))
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=8, frameon=False)
     ax.set(

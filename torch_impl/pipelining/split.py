@@ -1,4 +1,4 @@
-"""Split a model into stages: which modules each has, which stages this rank has, and a module for each of them."""
+"""Split a model into stages: choose each stage's modules and rank, and build a module for each stage of this rank."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def split_model_into_stages(
     embed_cost: NonNegative = 0.0,
     head_cost: NonNegative = 0.0,
 ) -> tuple[list[PipelineStage], list[nn.Module]]:
-    """The stages of this rank and their modules, ascending. The model is consumed: its modules move to the stages.
+    """Split a model into stages; returns this rank's stages and their modules, ascending. The model is consumed.
 
-    Parameters keep their names. A module that no stage of the rank has becomes None, or is missing from a dict that
-    replaces a list of layers, and is freed with the model. If the file of a schedule is passed, it defines which rank
-    has which stage; else the schedule's placement does. A stage takes ids if it has the embedding, else hidden states;
-    it returns logits if it has the head, else hidden states.
+    Modules move to the stages, and parameters keep their names. A module that a stage does not have becomes None, or is
+    missing from the dict that replaces the list of layers; modules of other ranks are freed with the model. The rank of
+    each stage comes from the schedule's file if one is passed, else from the schedule's placement. A stage takes ids if
+    it has the embedding, else hidden states; it returns logits if it has the head, else hidden states.
 
     A parameter that two stages share becomes two, listed in `stage.tied_copies`; schedules of
     `build_pipeline_schedule` sum their gradients, so that they stay equal. A norm of all gradients counts them once.
 
-    Cost:   none between ranks; no parameter is copied, except those that two stages of the rank share.
-    Errors: TypeError for another type; ValueError for an axis that the mesh lacks, stages that the schedule or the
-            ranks cannot have, names that the model lacks or that do not cover its layers in order, parameters that no
-            stage or two stages would have.
+    Cost:   none between ranks; only parameters that two stages of this rank share are copied.
+    Errors: TypeError for a wrong type; ValueError for an axis that the mesh lacks, stages that the schedule or the
+            ranks cannot have, names that the model lacks or that do not cover its layers in order, parameters on no
+            stage or on two.
     """
     if pp_axis_name not in (pp_mesh.mesh_dim_names or ()):
         raise Rejected(f"pp_axis_name={pp_axis_name!r} is no axis of pp_mesh {pp_mesh.mesh_dim_names}")
@@ -98,12 +98,12 @@ def split_model(
     embed_cost: float = 0.0,
     head_cost: float = 0.0,
 ) -> tuple[list[PipelineStage], list[nn.Module]]:
-    """The stages of this rank and their modules. `placement` is that of a file, else None: then `rule` defines it.
+    """This rank's stages and their modules. `placement` comes from a file; if it is None, `rule` defines it.
 
     Errors: ValueError as for `split_model_into_stages`, before the model is touched.
     """
     ranks, rank = mesh[axis].size(), mesh.get_local_rank(axis)
-    # 1. The names of the modules of each stage: those that were passed, else layers divided evenly.
+    # 1. Name the modules of each stage: the argument's names, or else layers divided evenly.
     parts = model_parts(model)
     if module_names_per_stage is not None:
         names = complete_names(model, parts, module_names_per_stage)
@@ -111,19 +111,19 @@ def split_model(
     else:
         count = len(placement) if placement else _n_stages(parts, layers_per_stage, ranks, rule, rounding)
         names = parts.names(count, embed_cost, head_cost)
-    # 2. The rank of each stage. From here on nothing can fail that depends on arguments.
+    # 2. Find the rank of each stage, and check the split. From step 3 on no argument can cause an error.
     placement = _placement(placement, count, ranks, rule)
     for problem in split_problems(model, parts, names, patch_inner, patch_outer):
         raise Rejected(problem)
     tied_weights = tied_weights_across(model, names)
-    # 3. A module for each stage of this rank, with its copies of tied weights and its forward.
+    # 3. Build a module for each stage of this rank, with its copies of tied weights and its forward.
     local_stages = [stage for stage, other in enumerate(placement) if other == rank]
     modules = [_part(model, names, stage, local_stages) for stage in local_stages]
     copy_tied_weights(dict(zip(local_stages, modules, strict=True)), tied_weights)
     for module in modules:
         _patch(module, parts, patch_inner, patch_outer)
     consume(model, f"this {type(model).__name__} was split into {count} stages, which have its modules; call those")
-    # 4. torch's stages.
+    # 4. Build torch's stages.
     group = mesh.get_group(axis)
     stages: list[Any] = [
         PipelineStage(module, stage, count, torch.device(device), group=group)
@@ -157,11 +157,11 @@ def _placement(placement: list[int] | None, count: int, ranks: int, rule: Rule |
 
 
 def _part(model: nn.Module, names: Sequence[Sequence[str]], stage: int, local_stages: Sequence[int]) -> nn.Module:
-    """The module of a stage. A module that several stages of the rank need is moved to the first, copied to others."""
+    """The module of a stage. A submodule that several local stages need moves to the first; the others copy it."""
 
     def move_or_copy(path: str, module: nn.Module) -> nn.Module:
         first = next(other for other in local_stages if path in names[other])
-        # A copy, so that what is done to one stage, as sharding it, does not change the other.
+        # Copy, so that a change to one stage, such as sharding, does not change the other.
         return module if first == stage else copy.deepcopy(module)
 
     return shell(model, set(names[stage]), move_or_copy)

@@ -1,7 +1,7 @@
-"""The module of one stage: a shell of the model with the stage's modules, under the names that they had.
+"""The module of one stage: a shell of the model that has only the stage's modules, under their original names.
 
-A stage runs the forward of its model family, so that positions, masks and rotary angles are computed as the family
-computes them. During that forward the layers of other stages, and a norm of another stage, are the identity.
+A stage runs its model family's own forward, which computes positions, masks and rotary angles. During that forward the
+layers of other stages, and a norm on another stage, are the identity.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 def shell(
     module: nn.Module, names: set[str], take: Callable[[str, nn.Module], nn.Module], prefix: str = ""
 ) -> nn.Module:
-    """A clone of a module with the modules of these names alone; `take` moves or copies the module of a name.
+    """A clone of a module with only the submodules `names`; `take` moves or copies each of them.
 
-    Other modules become None, or are missing from the dict by original index that replaces a list. `removed_modules`
-    lists them, also those inside other modules, by the names that plans for tensor parallelism use.
+    Other submodules become None, or are missing from the dict by original index that replaces a list.
+    `removed_modules` lists them, nested ones included, by the names that tensor-parallel plans use.
     """
-    # A shallow copy shares its tables with the model; with copies, changes to the one do not reach the other.
+    # A shallow copy shares its tables with the model: copy them too, so that changes do not reach the model.
     clone = copy.copy(module)
     for name, table in vars(clone).items():
         if isinstance(table, (dict, set)):  # parameters, buffers, hooks
@@ -58,8 +58,7 @@ def run_as_family(
 ) -> None:
     """Make the module with the layers take ids or hidden states and return a tensor; in place.
 
-    `skippable` are the modules that become the identity where the stage lacks them, `summands` those whose output then
-    is nothing to be added.
+    If the stage lacks them, `skippable` modules become the identity and `summands` add nothing.
     """
     family = type(inner).forward
     has_last = bool(skippable) and getattr(inner, skippable[-1]) is not None
@@ -74,7 +73,7 @@ def run_as_family(
             output = family(inner, **_by_name(x), use_cache=False, **kwargs)
             hidden = output if isinstance(output, Tensor) else output[0]
             hidden = _not_a_view(hidden)
-            # Without the norm, the family must return what its last layer returned.
+            # If the stage lacks the norm, the family must return the last layer's output unchanged.
             if not has_last:
                 other_layers.check(count, hidden)
         return hidden
@@ -84,16 +83,16 @@ def run_as_family(
 
 
 def run_head(outer: nn.Module, inner: nn.Module, heads: tuple[str, ...]) -> None:
-    """Make a model with a head return logits where the stage has the head, hidden states elsewhere; in place."""
+    """Make a model with a head return logits if the stage has the head, else hidden states; in place."""
     family = type(outer).forward
     has_heads = all(_at(outer, name) is not None for name in heads)
 
     def forward(x: Tensor, **kwargs: Any) -> Tensor:
         if not has_heads:
-            # This is an argument of the head, which the inner forward does not have.
+            # An argument of the head that the inner forward does not take.
             kwargs.pop("logits_to_keep", None)
             return inner(x, **kwargs)
-        # The family's head needs what the family's inner forward returns, and not its first tensor alone.
+        # The family's head needs the full output of the family's inner forward, not only its first tensor.
         patched = inner.__dict__["forward"]
         inner.forward = getattr(inner, "full_output", patched)
         try:
@@ -106,7 +105,7 @@ def run_head(outer: nn.Module, inner: nn.Module, heads: tuple[str, ...]) -> None
 
 
 def _by_name(x: Tensor) -> dict[str, Tensor]:
-    """The argument of a family's forward: floats of any width are hidden states, integers are ids."""
+    """The keyword argument for a family's forward: floats of any width are hidden states, integers are ids."""
     return {"inputs_embeds": x} if x.dtype.is_floating_point else {"input_ids": x}
 
 
@@ -119,9 +118,8 @@ def _all_layers(
     summands: tuple[str, ...],
     entering: Tensor | None,
 ) -> Iterator[_OtherLayers]:
-    """Inside, the layers are a list of all, in which those of other stages are the identity, and so are missing
-    modules."""
-    # The family indexes and counts its layers, so that the list has them all.
+    """Inside the block, the list of layers is complete, with the identity for other stages' layers and modules."""
+    # The family indexes and counts its layers, so the list must have all of them.
     stage_layers: Mapping[str, nn.Module] = dict(getattr(inner, layers).items())
     other_layers = _OtherLayers(type(inner).__name__, {int(number) for number in stage_layers}, entering)
     replaced: dict[str, Any] = {
@@ -131,7 +129,7 @@ def _all_layers(
     }
     replaced |= {name: _identity for name in skippable if getattr(inner, name) is None}
     replaced |= {name: _NoSummand() for name in summands if getattr(inner, name) is None}
-    # In __dict__ they hide the modules of the same names, which are in _modules.
+    # Entries in __dict__ hide the modules of the same names in _modules.
     inner.__dict__.update(replaced)
     try:
         yield other_layers
@@ -141,8 +139,8 @@ def _all_layers(
 
 
 class _OtherLayers:
-    """The layers of other stages, as the identity. Each must get what the layer before it returned: else the family
-    does something between its layers, which every stage would repeat."""
+    """The layers of other stages, as the identity. Each must get the output of the layer before it unchanged: otherwise
+    the family computes something between its layers, which every stage would repeat."""
 
     def __init__(self, family: str, stage_layers: set[int], entering: Tensor | None) -> None:
         self.family, self.stage_layers = family, stage_layers
@@ -154,7 +152,10 @@ class _OtherLayers:
         return x
 
     def check(self, layer: int, x: Tensor) -> None:
-        """`x` enters this layer, or leaves the last one. Errors: ValueError if the layer before did not return it."""
+        """Check that `x`, the input of this layer or the last one's output, is the output of the layer before.
+
+        Errors: ValueError if it is not.
+        """
         if layer - 1 in self.stage_layers or (layer == 0 and not self.outputs):
             return  # the outputs of the stage's layers and of its embedding are not recorded
         if self.outputs.get(layer - 1) is not x:
@@ -166,7 +167,7 @@ class _OtherLayers:
 
 
 def _not_a_view(x: Tensor) -> Tensor:
-    """What x is a view of, if it shows all of it in its own shape, as where a family reshapes its output to that."""
+    """The base of x if x is a view of all of it in the same shape, as after a reshape that changes nothing; else x."""
     base = x._base
     if base is None or (x.shape, x.stride(), x.storage_offset()) != (base.shape, base.stride(), base.storage_offset()):
         return x
@@ -174,7 +175,7 @@ def _not_a_view(x: Tensor) -> Tensor:
 
 
 class _NoSummand:
-    """In place of a module that another stage has, and of its output: what it is added to stays the same tensor."""
+    """Replaces a module of another stage, and its output: adding it to a tensor returns the same tensor."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> _NoSummand:
         return self
@@ -196,7 +197,7 @@ def _at(module: nn.Module, path: str) -> Any:
 
 
 def consume(model: nn.Module, message: str) -> None:
-    """Empty a model that was split, so that the modules of other ranks are freed; its forward raises the message."""
+    """Empty a model after the split, so that other ranks' modules are freed; its forward then raises the message."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(message)

@@ -1,7 +1,7 @@
-"""Weights that two stages share: each stage has a copy, and both copies have one gradient, the sum of both.
+"""Weights that two stages share. Each stage has a copy, and both copies get the sum of both gradients.
 
-Only what one step of a schedule contributed is summed, so that gradients accumulate correctly over several steps. Both
-copies then have the same bits, and an optimiser that treats them alike keeps them equal.
+Only the gradients of the current step are summed, so that gradients accumulate correctly over several steps of a
+schedule. Both copies then have the same bits, and an optimizer with equal settings for both keeps them equal.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch_impl.pipelining._torch_compat import of_torch
 
 
 class TiedWeight(NamedTuple):
-    """(stage, name) of both copies of one parameter, the lower stage first."""
+    """The (stage, name) of both copies of one parameter, the lower stage first."""
 
     first: tuple[int, str]
     second: tuple[int, str]
 
 
 def tied_weights_across(model: nn.Module, stages: Sequence[Sequence[str]]) -> tuple[TiedWeight, ...]:
-    """The parameters that two stages share. Errors: ValueError for one that three stages share."""
+    """The parameters that two stages share. Errors: ValueError for a parameter that three or more stages share."""
     names_by_stage: dict[int, dict[int, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         stage = next(k for k, names in enumerate(stages) if any(name.startswith(f"{each}.") for each in names))
@@ -43,7 +43,7 @@ def tied_weights_across(model: nn.Module, stages: Sequence[Sequence[str]]) -> tu
 
 
 def copy_tied_weights(modules: Mapping[int, nn.Module], tied_weights: Sequence[TiedWeight]) -> None:
-    """Where one rank has both stages, give the second one a copy; in place."""
+    """Give the second stage a copy of each tied weight whose two stages are on this rank; in place."""
     for (first, name), (second, other) in tied_weights:
         if first in modules and second in modules:
             parameter = modules[first].get_parameter(name)
@@ -53,8 +53,8 @@ def copy_tied_weights(modules: Mapping[int, nn.Module], tied_weights: Sequence[T
 
 
 def distinct_parameters(stages: Sequence[PipelineStage]) -> dict[str, nn.Parameter]:
-    """The parameters of this rank's stages by name, without the second copy of each tied weight: over all ranks of the
-    pipeline every parameter of the model occurs once."""
+    """The parameters of this rank's stages by name, without second copies of tied weights: every parameter of the model
+    occurs once over all pipeline ranks."""
     second_copies = {weight.second for weight in getattr(stages[0], "tied_copies", ())}
     return {
         name: parameter
@@ -65,9 +65,9 @@ def distinct_parameters(stages: Sequence[PipelineStage]) -> dict[str, nn.Paramet
 
 
 def sum_tied_gradients_after_each_step(schedule: Any, stages: Sequence[PipelineStage]) -> None:
-    """Wrap the schedule's `step`; in place. Every rank of the pipeline must step alike.
+    """Wrap the schedule's `step` in place, so that it sums tied gradients. All pipeline ranks must step equally often.
 
-    Cost of a step: for each tied weight one send and one receive of its gradient on the two ranks that have it.
+    Cost of a step: for each tied weight one send and one receive of its gradient on each of its two ranks.
     """
     tied_weights: Sequence[TiedWeight] = getattr(stages[0], "tied_copies", ())
     local_stages = {stage.stage_index: stage for stage in stages}
@@ -81,15 +81,15 @@ def sum_tied_gradients_after_each_step(schedule: Any, stages: Sequence[PipelineS
             return step(*args, **kwargs)
         copies = [copy for weight in local_weights for copy in weight if copy[0] in local_stages]
         parameters = [local_stages[stage].submod.get_parameter(name) for stage, name in copies]
-        # 1. Put aside what earlier steps accumulated, which is summed already.
+        # 1. Set the gradients of earlier steps aside: they are summed already.
         accumulated = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        # 2. Run the step, and sum what it alone contributed.
+        # 2. Run the step, and sum its gradients only.
         returned = step(*args, **kwargs)
         for weight in local_weights:
             _sum(weight, local_stages)
-        # 3. Add what was put aside.
+        # 3. Add the earlier gradients back.
         for parameter, earlier in zip(parameters, accumulated, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
@@ -99,7 +99,7 @@ def sum_tied_gradients_after_each_step(schedule: Any, stages: Sequence[PipelineS
 
 
 def _sum(weight: TiedWeight, local_stages: Mapping[int, PipelineStage]) -> None:
-    """The gradient of both copies becomes first + second, in this order on both ranks."""
+    """Set the gradient of both copies to first + second, in this order on both ranks."""
     parameters = {
         stage: local_stages[stage].submod.get_parameter(name) for stage, name in weight if stage in local_stages
     }
@@ -118,10 +118,10 @@ def _sum(weight: TiedWeight, local_stages: Mapping[int, PipelineStage]) -> None:
 
 
 def _exchange(gradient: Tensor, stage: PipelineStage, other: int) -> Tensor:
-    """The gradient of the other copy, from the rank of the other stage; that rank receives this one."""
+    """Swap gradients with the rank of the other stage; returns the gradient of the other copy."""
     received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
     group, peer = stage.group, stage.stage_index_to_group_rank[other]
-    # Both directions in one batch: two ranks that both sent first could wait for each other.
+    # Send and receive in one batch: if both ranks sent first, they could wait for each other.
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, gradient.contiguous(), group=group, group_peer=peer),
@@ -134,11 +134,11 @@ def _exchange(gradient: Tensor, stage: PipelineStage, other: int) -> Tensor:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's shard of the gradient, placed as the parameter is; zeros if backward did not reach it."""
+    """This rank's shard of the gradient, with the parameter's placements; zeros if the backward did not reach it."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
-        # The gradient of an embedding can be replicated where its weight is sharded.
+        # An embedding's gradient may be replicated although its weight is sharded.
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         return parameter.grad.to_local()
     return parameter.grad

@@ -1,24 +1,24 @@
-"""Functions of logits whose vocabulary is sharded over the ranks of a group.
+"""Softmax, log-probabilities, top-k and sampling of logits whose vocabulary is sharded over the ranks of a group.
 
-Read `fused_logprob` for the formula, its forward and its backward; `logprob` has the public functions. `adapters` has
-functions under the names of other libraries, which only pass their arguments on.
+`fused_logprob` has the formula, its forward and its backward; `logprob` has the public functions. The functions in
+`adapters` have the names of other libraries and only pass their arguments on.
 
-Arguments with one meaning throughout the package, unless a function says otherwise:
+These arguments mean the same throughout the package, unless a function says otherwise:
 
-    vocab_start_index, vocab_end_index   the ids of this rank's columns, from the first up to before the second
+    vocab_start_index, vocab_end_index   this rank's columns are the ids [vocab_start_index, vocab_end_index)
     tp_group, vocab_parallel_group       the ranks over which the vocabulary is sharded
-    vocab_parallel_rank                  this rank in that group
-    cp_group, context_parallel_group     the ranks over which the sequence is sharded; None: it is not
-    cp_rank                              a rank of that group
-    input_ids, target                    ids of tokens, unshifted unless a function says otherwise
-    seq_index                            the original position of each stored one
+    vocab_parallel_rank                  this rank's index in the tp group
+    cp_group, context_parallel_group     the ranks over which the sequence is sharded; None for a full sequence
+    cp_rank                              a rank of the cp group
+    input_ids, target                    token ids, unshifted unless a function says otherwise
+    seq_index                            the original position of each stored position
     seq_dim                              the dim of the sequence
-    chunk_size                           b * chunk_size rows are worked on at a time; it bounds memory, changes no value
-    inference_only                       save nothing, so that there is no backward
-    sampling_params                      a TrainingSamplingParams, or None: nothing is scaled or filtered
-    with_entropy                         return the pair of the result and sum p log p, the negative entropy
-    temperature                          what logits are divided by
-    top_k, top_p, min_p                  what a sampler kept, see TrainingSamplingParams
+    chunk_size                           rows per block: b * chunk_size; bounds memory and changes no value
+    inference_only                       save nothing; backward raises an error
+    sampling_params                      a TrainingSamplingParams, or None for no scaling and no filter
+    with_entropy                         return a pair: the result and the negative entropy, sum p log p
+    temperature                          the divisor of the logits
+    top_k, top_p, min_p                  the sampler's filters, see TrainingSamplingParams
 """
 
 from torch_impl.vocab_parallel.adapters.columns import group_all_reduce_sum as group_all_reduce_sum

@@ -1,6 +1,6 @@
-"""Vocab-parallel cross entropy of a student's distribution under a target distribution.
+"""Vocab-parallel cross entropy of a student against a target distribution.
 
-Every rank of the group holds the same columns of both logits of every token.
+Each rank holds the same columns of the student's and the target's logits, for every token.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from torch_impl.vocab_parallel.statistics import aligned_row_blocks, rows_per_bl
 class DistributedCrossEntropy(torch.autograd.Function):
     """Soft-target cross entropy H(p, q) of each token, for `.apply`.
 
-        student_logits  "b s v/tp"     target_logits  "b s v/tp"     ->   "b s tp=I"
-
     H = -sum_v p_v log q_v,   p = softmax(target_logits),   q = softmax(student_logits)
     d student = g (q - p);    the target has no gradient
 
-    Any leading dims and strides. A column masked in the target (-inf) adds nothing; one masked in the student
-    alone makes H +inf, with the same gradient. The two dtypes may differ, and the sums run in the wider, float32
-    at least, which is the result's; the gradient has the student's dtype. Every tp rank passes the same cotangent.
+    Any strides. A column masked in the target (-inf) adds nothing; a column masked in the student alone makes H +inf,
+    with the same gradient. The two dtypes may differ: sums and result have the wider dtype, at least float32, and the
+    gradient has the student's dtype. Every tp rank passes the same cotangent.
 
-    Cost:   forward 1 all_gather, 5 * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves both
-            logits by reference and 16 bytes per token, with float64 logits 32.
-    Errors: TypeError if group is None or no ProcessGroup, or logits are not floating; ValueError if the two
-            disagree in shape; RuntimeError in backward after inference_only=True.
+    Cost:   forward 1 all_gather of 5 numbers per token, 4 bytes each (float64: 8); backward none. Saves both logits by
+            reference and 16 bytes per token (32 for float64 logits).
+    Errors: TypeError if group is not a ProcessGroup, or logits are not floating; ValueError if their shapes differ;
+            RuntimeError in backward after inference_only=True.
     """
 
     @staticmethod
@@ -51,7 +49,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
         of_ranks = statistics.gather_statistics(_local_statistics(student_logits, target_logits), group)
         of_ranks = of_ranks.view(*of_ranks.shape[:2], *student_logits.shape[:-1])
         row_max_q, row_sum_m1_q, row_max_p, row_sum_m1_p, cross_mean_r = of_ranks.unbind(1)
-        # 2. Merge them: normalisers of q and p, then the cross term.
+        # 2. Merge the ranks' numbers: the normalisers of q and p, then the cross term.
         q = statistics.global_normaliser(row_max_q, row_sum_m1_q, 1.0)
         p = statistics.global_normaliser(row_max_p, row_sum_m1_p, 1.0)
         ctx.inference_only = inference_only
@@ -70,7 +68,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
         for row_slice, (student_block, target_block) in aligned_row_blocks(
             (student, target), rows_per_block(student, None)
         ):
-            # q and p are computed again from the logits, block by block: no probability is saved.
+            # Recompute q and p from the logits, block by block: no probability is saved.
             row_max_q, log_row_sum_q, row_max_p, log_row_sum_p, g = (x[row_slice] for x in per_row)
             log_q = statistics.minus_row_max(no_narrower(student_block, g.dtype), row_max_q).sub_(log_row_sum_q)
             log_p = statistics.minus_row_max(no_narrower(target_block, g.dtype), row_max_p).sub_(log_row_sum_p)
@@ -89,12 +87,12 @@ def difference_of_probabilities(log_q: Float[Tensor, "n v"], log_p: Float[Tensor
 
 
 def no_narrower(block: Tensor, dtype: torch.dtype) -> Tensor:
-    """The block itself if sums over it run in `dtype`, else a copy in `dtype`."""
+    """The block itself if its sums run in `dtype`, else a copy in `dtype`."""
     return block if accumulator(block.dtype) == dtype else block.to(dtype)
 
 
 def _local_statistics(student: Float[Tensor, "*a v"], target: Float[Tensor, "*a v"]) -> Float[Tensor, "f n"]:
-    """m_r and R_r of the student, those of the target, and the cross mean, one row block at a time."""
+    """m_r and R_r of the student, m_r and R_r of the target, and the cross mean, one row block at a time."""
     dtype = torch.promote_types(accumulator(student.dtype), accumulator(target.dtype))
     rank_statistics = torch.empty(5, student.shape[:-1].numel(), dtype=dtype, device=student.device)
     local = block_function(statistics.local_statistics, LogprobOptions(None), student)

@@ -1,7 +1,7 @@
 """Top-k distillation: log-probabilities of student and teacher at the teacher's k ids.
 
-Rank r of tp has some columns of the student's logits, rank r of cp some positions (DualChunkSwap); every rank
-has all of the teacher's k logits and ids. Shards of the vocabulary are in rank order and may differ in width.
+The student's logits are sharded by columns over tp and by positions over cp (DualChunkSwap); every rank has all of the
+teacher's k logits and ids. Shards of the vocabulary are in rank order and may differ in width.
 """
 
 from __future__ import annotations
@@ -45,34 +45,33 @@ def get_distillation_topk_logprobs_from_logits(
 ]:
     """Student's and teacher's log-probabilities at the teacher's ids, and the student's negative entropy or None.
 
-        student_logits  "b s/cp:dual_chunk_swap v/tp"     teacher_topk_logits  "b s k tp=I cp=R"
-        teacher_topk_indices  "b s k"     ->   "b u k tp=I cp=R", "b u k tp=I cp=R", "b u tp=I cp=R",   u = s - 1
+    student   log softmax of `student_logits` at the ids: over the full vocabulary with `zero_outside_topk`, else over
+              its k logits at the ids
+    teacher   log softmax over the k `teacher_topk_logits`
+    entropy   with `calculate_entropy`, h = sum_v p_v log p_v over the student's full vocabulary
 
-    student   log softmax over the full vocabulary, at the ids, with `zero_outside_topk`; else over its own k logits
-    teacher   log softmax over its own k logits
-    entropy   h = sum_v p_v log p_v over the student's full vocabulary, in both cases; with `calculate_entropy`
-
-    Nothing is rolled: both sides lose their last position. The student's logits may cover more positions than the
-    teacher's (padding). An id outside the vocabulary scores 0.0 without gradient and is not part of the student's sum
-    over k. Without a group each rank has the full vocabulary, or the full sequence; a DTensor of the mesh dims `tp`,
-    over which the last dim is sharded, and `cp`, which shards the sequence if it is there, brings both groups. Results
-    are float32 or wider; gradients have their logits' dtype.
+    The l = s/cp positions of the student on each rank are in DualChunkSwap order; they may cover more than the
+    teacher's s (padding). Nothing is shifted: both sides drop their last position, u = s - 1. An id of
+    `teacher_topk_indices` outside the vocabulary scores 0.0 without gradient and is left out of the student's sum over
+    k. Without the vocabulary's or the sequence's group, each rank has the full vocabulary or sequence. A DTensor brings
+    both groups: its mesh dim `tp` shards the last dim, and its mesh dim `cp`, if any, shards the sequence. Results are
+    float32 or wider; gradients have their logits' dtype.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp or
     use each score in the loss of one rank alone.
 
     Cost:   over tp forward 1 all_gather of k + 2 numbers per token of this rank, k + 3 with the entropy; with
-            neither entropy nor `zero_outside_topk` 1 all_reduce of k. With a group 1 more all_gather of one int64, and
-            one host read. Over cp forward 1 all_gather of k numbers per token, k + 1 with the entropy. Backward only
-            1 reduce_scatter over cp. Saves the student's logits by reference and 8 + 4 k bytes per token, with
-            the entropy 4 more (float64 logits: 16 + 4 k, and 8 more). Without `zero_outside_topk` also a few numbers
-            per id, and these alone if there is no entropy either.
-    Errors: TypeError for what is no group, ids that are not int32 or int64, logits not floating; ValueError for k = 0,
-            shapes that disagree, more positions than the logits cover, a sequence that cannot be sharded over cp, a
-            rank that is missing or not the group's, a DTensor with groups besides or sharded otherwise.
+            neither entropy nor `zero_outside_topk` 1 all_reduce of k. A vocabulary group also takes 1 all_gather of one
+            int64 and one host read. Over cp forward 1 all_gather of k numbers per token, k + 1 with the entropy.
+            Backward only 1 reduce_scatter over cp. Saves the student's logits by reference and 8 + 4 k bytes per token,
+            with the entropy 4 more (float64 logits: 16 + 4 k, and 8 more). Without `zero_outside_topk` it also saves a
+            few numbers per id, and only these if there is no entropy either.
+    Errors: TypeError for a group that is not a ProcessGroup, ids that are not int32 or int64, logits not floating;
+            ValueError for k = 0, shapes that disagree, more ids than positions of the logits, a sequence that cannot be
+            sharded over cp, a missing or wrong rank, a DTensor passed with groups or with other placements.
     """
     from torch.distributed.tensor import DTensor
 
-    # 1. This rank's logits, the groups, and [start, end) of its ids of `size` in all.
+    # 1. This rank's logits, the groups, this rank's ids [start, end), and the vocabulary's `size`.
     groups = vocab_parallel_group, context_parallel_group
     if isinstance(student_logits, DTensor):
         cp_group = _cp_group_of(student_logits, *groups)
@@ -89,7 +88,7 @@ def get_distillation_topk_logprobs_from_logits(
         start, end, size = 0, logits.shape[-1], logits.shape[-1]
         if group is not None:
             start, end, size = all_gather_range_and_size(logits.shape[-1], group, logits.device)
-    # 2. The student at this cp rank's positions: one read of the logits for scores and entropy, or only the k logits.
+    # 2. The student at this cp rank's positions: read all logits once for scores and entropy, or only the k logits.
     k, u = teacher_topk_indices.shape[-1], max(teacher_topk_indices.shape[1] - 1, 0)
     ids = local_ids(teacher_topk_indices.to(logits.device), logits.shape[1], cp_group, positions=u)
     if zero_outside_topk or calculate_entropy:
@@ -100,7 +99,7 @@ def get_distillation_topk_logprobs_from_logits(
     else:
         outputs = (LogitsAt.apply(logits, ids, start, end, group, None),)
     student = outputs[0] if zero_outside_topk else _log_softmax_over_k(outputs[0], (ids >= 0) & (ids < size))
-    # 3. All positions, scores and entropy in one message.
+    # 3. Gather all positions, scores and entropy in one message.
     scores = torch.cat([student, *(h.unsqueeze(-1) for h in outputs[1:])], -1)
     if cp_group is not None:
         scores = GatherOverCp.apply(scores, cp_group, 1)
@@ -110,9 +109,9 @@ def get_distillation_topk_logprobs_from_logits(
 
 
 def _log_softmax_over_k(logits: Float[Tensor, "b s k"], in_vocabulary: Bool[Tensor, "b s k"]) -> Float[Tensor, "b s k"]:
-    """Log-softmax over the last dim of the ids in the vocabulary, 0 elsewhere: the k logits are full rows."""
+    """Log-softmax over the k logits of each position; ids outside the vocabulary are left out and score 0."""
     # Slot i is scored as id i of a vocabulary of k ids, so the fused core computes all k in one read. Logits of
-    # out-of-vocabulary ids become -inf, which leaves them out of the sum, and IGNORED_ID makes their score 0.
+    # out-of-vocabulary ids become -inf, which removes them from the sum, and IGNORED_ID makes their score 0.
     k = logits.shape[-1]
     slots = torch.where(in_vocabulary, torch.arange(k, device=logits.device), IGNORED_ID)
     options = LogprobOptions(None, 0, k, has_id_dim=True)
@@ -120,7 +119,7 @@ def _log_softmax_over_k(logits: Float[Tensor, "b s k"], in_vocabulary: Bool[Tens
 
 
 def _cp_group_of(logits: DTensor, group: ProcessGroup | None, cp_group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group over which a DTensor's sequence is sharded; ValueError for a DTensor that is sharded otherwise."""
+    """The group that shards a DTensor's sequence, or None; ValueError for other placements."""
     check(TensorKind("b l v/tp"), "student_logits", logits.to_local())
     for name, each in (("vocab_parallel_group", group), ("context_parallel_group", cp_group)):
         if each is not None:
@@ -137,7 +136,7 @@ def _cp_group_of(logits: DTensor, group: ProcessGroup | None, cp_group: ProcessG
 
 
 def _why_not_distilled(logits: Tensor, ids: Tensor, cp_group: ProcessGroup | None) -> str | None:
-    """Why local logits and the teacher's ids do not fit each other."""
+    """Why local logits and the teacher's ids do not fit each other, or None."""
     cp = rank_and_size(cp_group)[1]
     if len(ids) != len(logits):
         shapes = f"teacher_topk_indices is {list(ids.shape)} but student_logits is {list(logits.shape)}"

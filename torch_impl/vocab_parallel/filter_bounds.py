@@ -1,9 +1,8 @@
-"""What a filter keeps of a row: its limits, its bounds, and the columns between two bounds.
+"""Limits and bounds of top-k, top-p and min-p filters, and the columns between two bounds.
 
-In descending order of the logits, of equal ones the lowest id first, the tokens that top-k and top-p keep are the first
-ones of a row. So a few numbers describe them (`FilterBounds`, `Ties`), and every rank knows which of its columns they
-mean. `topk_by_lists` and `topk_by_radix` are two ways to the bounds; `Candidates` is how the second one looks at
-logits.
+Sort a row by descending logit, and equal logits by ascending id: the tokens that top-k and top-p keep are a prefix. A
+few numbers describe that prefix (`FilterBounds`, `Ties`), and every rank can tell which of its columns belong to it.
+`topk_by_lists` and `topk_by_radix` compute the bounds in two ways; the second reads logits through `Candidates`.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from torch import Tensor
 from torch_impl.vocab_parallel import long_rows, numpy_selection
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block, shifted_logits
 
-# A list is kept if it is short, or takes at most 1 / PART of its block's bytes; an entry takes 8 and its logit.
+# A list is stored if it is short or takes at most 1 / PART of its block's bytes; an entry takes 8 bytes and its logit.
 SHORT, PART = 64, 20
-# Entries that are looked at together, and rows: each entry takes a few integers more then, each row 256 sums.
+# Limits of entries and rows processed together: each entry takes a few more integers then, each row 256 sums.
 JOINED, JOINED_ROWS = 1 << 14, 256
-# Where nothing is read back to count them, all columns of a block may be listed, which takes several times its memory.
+# On a GPU columns are not counted before they are listed. A list of a full block takes several times the block's
+# memory, so blocks are smaller by this factor.
 FINER = 8
 
 
@@ -40,7 +40,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(top_k: int | None, top_p: float | None, min_p: float | None = None) -> Limits:
-    """The limits, None where one is off."""
+    """The limits as numbers, None for each filter that is off."""
     return Limits(
         None if top_k is None or top_k <= 0 else int(top_k),
         None if top_p is None or top_p == 1 else float(top_p),
@@ -49,34 +49,32 @@ def limits_of(top_k: int | None, top_p: float | None, min_p: float | None = None
 
 
 def min_p_floor(row_max: Float[Tensor, "*n"], temperature: float, min_p: float) -> Float[Tensor, "*n"]:
-    """The smallest logit whose probability is at least min_p times that of the largest one: m + T log(min_p)."""
-    # Rounded up: where floats are coarse at m, the sum would round down to a logit that is below the bound.
+    """The smallest logit with a probability of at least min_p times the largest: m + T log(min_p)."""
+    # Rounded up: at a large m floats are coarse, and the sum would round down to a logit below the bound.
     exact = row_max.double() + temperature * math.log(min_p)
     floor = exact.to(row_max.dtype)
     return torch.where(floor.double() < exact, torch.nextafter(floor, torch.full_like(floor, math.inf)), floor)
 
 
 class FilterBounds(NamedTuple):
-    """The first tokens of a row, in descending order of the logits and of equal ones the lowest id first."""
+    """The prefix of a row that a filter keeps: rows are sorted by descending logit, equal logits by ascending id."""
 
     row_max: Float[Tensor, " n"]
-    row_sum_m1: Float[Tensor, " n"]  # sum of exp((z - row_max) / temperature) over the kept tokens but the first
-    threshold: Float[Tensor, " n"]  # the last one's logit
-    ties: Float[Tensor, " n"]  # how many tokens of that logit are kept, over all ranks
+    row_sum_m1: Float[Tensor, " n"]  # sum of exp((z - row_max) / temperature) over the prefix without its first token
+    threshold: Float[Tensor, " n"]  # the logit of the prefix's last token
+    ties: Float[Tensor, " n"]  # number of tokens with that logit in the prefix, over all ranks
 
 
 class Ties(NamedTuple):
-    """Logits that equal the threshold, where not all of them are kept."""
+    """Logits that equal the threshold, if the filter keeps only some of them."""
 
-    counts: Float[Tensor, "r n"]  # how many each rank has
-    before_target: Float[
-        Tensor, "r n"
-    ]  # how many of the rank precede the target; +inf on other ranks than the target's
-    candidates: Candidates  # where this rank's are looked up
+    counts: Float[Tensor, "r n"]  # number of ties on each rank
+    before_target: Float[Tensor, "r n"]  # number of the rank's ties before the target; +inf unless it has the target
+    candidates: Candidates  # looks up this rank's ties
 
 
 def room_for(row_sum_m1: Float[Tensor, "*n"], top_p: float) -> Float[Tensor, "*n"]:
-    """What may lie before a kept token besides the first: less than p (1 + R) - 1, without cancellation as p -> 1."""
+    """p (1 + R) - 1, without cancellation as p -> 1: the bound on the mass between the first token and a kept one."""
     return top_p * row_sum_m1 - (1.0 - top_p)
 
 
@@ -88,7 +86,7 @@ def weight_of(z: Float[Tensor, "*n"], row_max: Float[Tensor, "*#n"], temperature
 def ties_within(
     room: Float[Tensor, "*n"], weight: Float[Tensor, "*n"], count: Float[Tensor, "*n"]
 ) -> Float[Tensor, "*n"]:
-    """How many of `count` equal weights, one after another, have less than `room` before them."""
+    """How many of `count` equal weights in a row have less than `room` before them."""
     fitting = torch.where(weight == 0, 0.0, torch.ceil(room / weight))
     return torch.minimum(fitting.clamp_min(0.0), count)
 
@@ -96,9 +94,10 @@ def ties_within(
 def keep_first(
     block: Float[Tensor, "n v"], threshold: Float[Tensor, " n"], last_tie: Int[Tensor, " n"] | None = None
 ) -> Float[Tensor, "n v"]:
-    """The columns above the threshold and those at it up to column `last_tie` (None: all); -inf in place of others.
+    """The block with -inf in every column that is not kept.
 
-    NaN stays. On a CPU long rows come back in float32 or wider.
+    A column is kept if it is above the threshold, or equals it and is not after column `last_tie` (None: all ties are
+    kept). NaN stays. On a CPU long rows are returned in float32 or wider.
     """
     if long_rows.applies_to(block):
         return _keep_first_of_long_rows(block.to(threshold.dtype), threshold, last_tie)
@@ -112,7 +111,7 @@ def keep_first(
 def _keep_first_of_long_rows(
     block: Float[Tensor, "n v"], threshold: Float[Tensor, " n"], last_tie: Int[Tensor, " n"] | None
 ) -> Float[Tensor, "n v"]:
-    """One pass: `threshold` keeps what is above a number, and z >= t is z above the number before t."""
+    """`keep_first` in one pass. `torch.threshold` tests z > x, so z >= t becomes z > the float before t."""
     kept, width = torch.empty_like(block), block.shape[-1]
     before = torch.nextafter(threshold, torch.full_like(threshold, -math.inf)).tolist()
     ends = [width] * len(block) if last_tie is None else (last_tie + 1).clamp(0, width).tolist()
@@ -124,7 +123,7 @@ def _keep_first_of_long_rows(
 
 
 class Entries(NamedTuple):
-    """Entries of some rows, ordered by row (counted from the first of them), then by column."""
+    """Entries of consecutive rows, ordered by row (counted from the first one), then by column."""
 
     rows: Int[Tensor, " m"]
     columns: Int[Tensor, " m"]
@@ -132,16 +131,16 @@ class Entries(NamedTuple):
 
 
 def of_rows(x: Shaped[Tensor, " n"], rows: Int[Tensor, " m"]) -> Shaped[Tensor, " m"]:
-    """The number of its row for each entry."""
+    """x of each entry's row."""
     return x.expand(len(rows)) if len(x) == 1 else x.index_select(0, rows)
 
 
 class Candidates:
-    """Columns of each row between two bounds that only become narrower, as short lists in id order.
+    """Columns of each row between two bounds, as short lists in id order; bounds may only become narrower.
 
-    Each rank reads its own columns only. A filter finds one logit in several rounds, each with narrower bounds than the
-    one before. Once a row block's list is short it is stored and the block is not read again, so that rows
-    with a few likely tokens are read once or twice.
+    Each rank reads its own columns only. A filter finds one logit in several rounds, and each round narrows the bounds.
+    Once the list of a row block is short, it is stored and the block is not read again: rows with a few likely tokens
+    are read once or twice.
     """
 
     def __init__(self, logits: Float[Tensor, "*a v"], chunk_size: int | None) -> None:
@@ -151,10 +150,10 @@ class Candidates:
         self._lists: list[tuple[slice, Entries]] = []
 
     def between(self, low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Iterator[tuple[slice, Entries]]:
-        """Some rows at a time: their slice, and at least their columns with low <= z <= high.
+        """Yield (slice of rows, their columns with low <= z <= high and possibly more), some rows at a time.
 
-        A list of an earlier round has columns outside the bounds too: whoever reads it selects. Slices may
-        overlap, but no entry comes twice.
+        A list from an earlier round also has columns outside the bounds; the caller must select. Slices may overlap,
+        but no entry is repeated.
         """
         long, lists, group, count = [], [], [], 0
         for row_slice, block in self._blocks:
@@ -176,19 +175,19 @@ class Candidates:
 
 
 def ordinals(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[Tensor, " m"]:
-    """Of each flagged entry: how many flagged ones of its row come before it."""
+    """For each flagged entry, the number of flagged entries before it in its row."""
     per_row = count_flags(flags, rows, n)
     before_row = per_row.cumsum(0) - per_row
     return flags.cumsum(0) - 1 - before_row[rows]
 
 
 def count_flags(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[Tensor, " n"]:
-    """How many entries of each row are flagged."""
+    """The number of flagged entries of each row."""
     return torch.zeros(n, dtype=torch.int64, device=flags.device).index_add_(0, rows, flags.long())
 
 
 def _join_lists(group: list[tuple[slice, Entries]]) -> tuple[slice, Entries]:
-    """Lists in order of their rows as one: each costs many small operations, however short it is."""
+    """One list from several in the order of their rows; each list costs many small operations, however short it is."""
     start = group[0][0].start
     rows = torch.cat([entries.rows + (row_slice.start - start) for row_slice, entries in group])
     columns, logits = (torch.cat([entries[i] for _, entries in group]) for i in (1, 2))
@@ -198,7 +197,7 @@ def _join_lists(group: list[tuple[slice, Entries]]) -> tuple[slice, Entries]:
 def _entries_between(
     block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Tensor, " n"]
 ) -> Iterator[tuple[slice, Entries]]:
-    """Entries of consecutive rows of the block: all of them together, unless they are many."""
+    """Entries between the bounds, for all rows of the block at once or, if they are many, for some rows at a time."""
     if block.is_cpu:
         for part, *entries in numpy_selection.columns_between(block, low, high):
             yield part, Entries(*entries)

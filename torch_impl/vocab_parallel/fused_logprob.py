@@ -1,17 +1,17 @@
 """Log-probability and negative entropy of sharded rows, forward and backward read each row block from memory once.
 
-Rank r has columns [vocab_start, vocab_end) of each row, and every rank has the ids that are looked up: one target
-of a row, or k of them. With y = z / temperature, lse = log sum_v exp(y_v) and p = exp(y - lse),
+Rank r has columns [vocab_start, vocab_end) of each row. Every rank has the ids to look up: one target per row, or k.
+With y = z / temperature, lse = log sum_v exp(y_v) and p = exp(y - lse),
 
     log p[t] = y_t - lse,     h = sum_v p_v log p_v
     d z = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature
 
-Forward: one read of the logits, one all_gather. Backward: one read, one write, no collective; p is computed again from
-the logits and the saved normaliser, so that nothing of the logits' size is saved but the logits themselves.
+Forward: one read of the logits, one all_gather. Backward: one read, one write, no collective. Backward recomputes p
+from the logits and the saved normaliser, so that only the logits themselves are saved at their size.
 
 Letters and names in code: m `row_max`, b = (z - m) / temperature shifted logits, lse = m / temperature + `log_row_sum`,
-d = sum_v p_v b_v `shifted_mean`, g cotangents; `column` are the ids' columns in this rank's shard, [n, k] for k ids of
-each of n rows. `statistics` says how m, the row sum and d are computed.
+d = sum_v p_v b_v `shifted_mean`, g cotangents. `column` has the ids' columns in this rank's shard: [n, k] for k ids in
+each of n rows. `statistics` describes how m, the row sum and d are computed.
 
 Read `forward`, then `backward`, then `write_gradient`. Nothing is validated here: the public functions did so. A small
 call on full rows takes the short route of `small_logprob`, where the operations' overhead is most of the time.
@@ -39,12 +39,11 @@ NOTHING_SAVED = "inference_only=True saved nothing for backward; call with infer
 
 
 class LogprobOptions(NamedTuple):
-    """Everything but the tensors.
+    """All arguments except the tensors.
 
-    With `has_id_dim` the ids have a last dim of size k that the logits do not have: k ids of each row. Without
-    `normalised` the result is y at the ids instead of log p. `chunk_size` sets the size of a
-    row block, which is what is computed at once: of logits [b, s, v] it has `chunk_size * b` rows. They are consecutive
-    among the b * s rows, so they need not be the same positions of each entry of the batch.
+    With `has_id_dim` the ids have an extra last dim: k ids per row. Without `normalised` the result is y at the ids
+    instead of log p. `chunk_size` sets the rows that are computed at a time: `chunk_size * b` for logits [b, s, v].
+    These are consecutive among the b * s rows, so a block may hold different positions of each batch entry.
     """
 
     group: ProcessGroup | None  # None: one rank has full rows
@@ -61,7 +60,7 @@ class LogprobOptions(NamedTuple):
 
 
 class FusedLogprob(torch.autograd.Function):
-    """`forward` and `backward`, for `.apply`: logits, ids or None, options."""
+    """`forward` and `backward`, for `.apply(logits, ids or None, options)`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOptions) -> tuple[Tensor, ...]:
@@ -74,22 +73,22 @@ class FusedLogprob(torch.autograd.Function):
 
 
 def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOptions) -> tuple[Tensor, ...]:
-    """A tuple: if there are ids, their log-probabilities in the ids' shape; `with_entropy`, sum p log p of each row."""
+    """(log-probabilities in the ids' shape, if there are ids; sum p log p of each row, if `with_entropy`)."""
     ctx.is_small = small_logprob.applies_to(logits, ids, options)
     if ids is not None and ctx.is_small:
         return small_logprob.forward(ctx, logits, ids, options)
-    # 1. This rank's column of each id, [n, k]; a target is the only id of its row.
+    # 1. This rank's column of each id, [n, k]; a target is one id per row.
     column, has_full_rows = None, statistics.has_full_rows(options.group)
     if ids is not None:
         id_rows = ids.reshape(logits.shape[:-1].numel(), ids.shape[-1] if options.has_id_dim else 1)
         absent = statistics.OUT_OF_VOCABULARY if has_full_rows else statistics.ON_ANOTHER_RANK
         column = statistics.local_column(id_rows, options.vocab_start, options.vocab_end, absent)
-    # 2. Statistics of this rank's columns, those of all ranks, and the normaliser of full rows.
+    # 2. Statistics of this rank's columns, then of every rank's, and the normaliser of full rows.
     stack = statistics.gather_statistics(row_statistics(logits, column, options), options.group)
     id_count = None if column is None else column.shape[-1]
     row_max_r, row_sum_m1_r, z_t_r, shifted_mean_r = statistics.by_name(stack, id_count, options.with_entropy)
     normaliser = statistics.global_normaliser(row_max_r, row_sum_m1_r, options.temperature)
-    # 3. The outputs. An id is outside the vocabulary if no rank has its logit: its score is 0.
+    # 3. The outputs. An id whose logit no rank has is outside the vocabulary; its score is 0.
     outputs, shifted_mean, leading = [], None, logits.shape[:-1]
     if ids is not None and column is not None and z_t_r is not None:
         z_t = statistics.global_target_logit(z_t_r)
@@ -102,27 +101,27 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOption
             row_max_r, row_sum_m1_r, shifted_mean_r, normaliser, options.temperature
         )
         outputs.append(shifted_mean.view(leading) - normaliser.log_row_sum.view(leading))
-    # 4. What backward needs: the logits by reference, two numbers per token, with entropy three, of 4 bytes (float64
-    #    logits: 8), and an int32 column of 4 bytes per id.
+    # 4. Save the logits by reference, two numbers per token (three with entropy) of 4 bytes (float64 logits: 8), and
+    #    an int32 column of 4 bytes per id.
     ctx.options = options
-    ctx.set_materialize_grads(False)  # the cotangent of an unused output is None, not zeros that cost a pass
+    ctx.set_materialize_grads(False)  # an unused output has cotangent None, not zeros that would cost a pass
     if not options.inference_only:
         ctx.save_for_backward(logits, *normaliser, column, shifted_mean)
     return tuple(outputs)
 
 
 def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
-    """d logits for the cotangents of `forward`'s outputs, in the logits' dtype."""
+    """The gradient of the logits, in their dtype, from the cotangents of `forward`'s outputs."""
     options: LogprobOptions = ctx.options
     if options.inference_only:
         raise RuntimeError(NOTHING_SAVED)
     if ctx.is_small:
         return small_logprob.backward(ctx, *cotangents)
     logits, row_max, log_row_sum, column, shifted_mean = ctx.saved_tensors
-    logits = logits.detach()  # shares the version counter: autograd sees a gradient written over the logits
+    logits = logits.detach()  # shares the version counter, so autograd notices if the gradient overwrites the logits
     shape = row_max.numel(), logits.shape[-1]
     gradient = None if options.inplace_gradient else large_tensors.empty(shape, logits.dtype, logits.device)
-    # 1. The cotangents of the outputs, row by row; None where an output was not used.
+    # 1. The cotangents of the outputs, row by row; None for an unused output.
     g_logprob = None if column is None else cotangents[0]
     g_entropy = cotangents[-1] if options.with_entropy else None
     entropy = None if g_entropy is None else EntropyCotangent(shifted_mean, g_entropy.reshape(-1))
@@ -152,41 +151,41 @@ def write_gradient(
 ) -> None:
     """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block. Steps 1 to 5.
 
-    If looked-up logits are not normalised, there is no `- p`. log p - h is computed as (z - m) / temperature - d, so
-    that the gradient of a row of equal logits is exactly 0.
+    Without `normalised` the term -p is absent. log p - h is computed as (z - m) / temperature - d, so that a row of
+    equal logits has a gradient of exactly 0.
     """
     if block.shape[-1] == 0:
         return
-    # 1. The logits at the ids, while they are still there: `out` may be the block.
+    # 1. Read the logits at the ids before `out` overwrites the block.
     index = z_t = None
     if at_ids is not None:
         index = statistics.index_of(at_ids.column)
         z_t = block.gather(-1, index).to(normaliser.row_max.dtype)
-    # 2. The gradient of every column, as if it were no id's.
+    # 2. The gradient of every column, as if no id were there.
     g = at_ids.g_total if at_ids is not None and normalised else None
     gradient = _dense_gradient(out, block, normaliser, g, entropy, temperature, write_terms)
-    # 3. The gradient at the ids, over that.
+    # 3. Overwrite the columns of the ids.
     if at_ids is not None and index is not None and z_t is not None:
         at_columns = _gradient_at_ids(z_t, normaliser, at_ids, entropy, temperature, normalised)
         gradient = _scatter_at_ids(gradient, index, at_columns.to(gradient.dtype))
-    # 4. Rows whose ids are all outside the vocabulary, as -100 is, and whose entropy has cotangent 0 are set to 0, not
-    #    multiplied by 0, since 0 * NaN is NaN. Without ids or without entropy the other one decides. A row with an id
-    #    in the vocabulary is never set to 0, also where the cotangent of the id is 0.
+    # 4. Set a row to 0 if all its ids are outside the vocabulary (such as -100) and its entropy has cotangent 0. Set,
+    #    not multiplied, since 0 * NaN is NaN. Without ids or without entropy, the other condition decides. A row with
+    #    an id in the vocabulary is never set to 0, even if the id's cotangent is 0.
     is_zero = None if at_ids is None else at_ids.looks_up_nothing
     if entropy is not None:
         is_zero = entropy.is_unused if is_zero is None else is_zero & entropy.is_unused
     if is_zero is not None:
         gradient = zero_rows(gradient, is_zero)
-    # 5. One rounding to the dtype of the output. The temperature is in the factors of 2 and 3.
+    # 5. Round once, to the dtype of the output. Steps 2 and 3 have divided by the temperature.
     if gradient is not out:
         out.copy_(gradient)
 
 
 def _write_gradient_compiled(out: Tensor, block: Tensor, *more: Any) -> None:
-    """`write_gradient` under the compiler: of long rows the pass of step 2 alone.
+    """`write_gradient` under the compiler; for long rows only step 2 is compiled.
 
-    With the comparison of each column with the row's id in the pass, 512 float32 rows of 65,536 columns took 26 ms of a
-    core, and 14 ms without it.
+    A compiled pass that also compares each column with the row's id took 26 ms on one core for 512 float32 rows of
+    65,536 columns; without the comparison it took 14 ms.
     """
     if long_rows.applies_to(block):
         write_gradient(out, block, *more, write_terms=kernels.compiled(long_rows.write_fused_terms))
@@ -203,19 +202,19 @@ def _dense_gradient(
     temperature: float,
     write_terms: Callable[..., None],
 ) -> Float[Tensor, "n v"]:
-    """p (g_h (log p - h) - g) / temperature: the gradient at a column that is no id, in `out` or in a new tensor.
+    """p (g_h (log p - h) - g) / temperature: the gradient at columns without an id, in `out` or in a new tensor.
 
-    Step 2 writes to `out` if rows are long, whatever its dtype. It writes other rows to `out` if they are eager, have
-    the dtype of the accumulation, and there is no entropy.
+    Step 2 writes long rows to `out`, whatever its dtype. It writes other rows to `out` in eager mode, if `out` has the
+    accumulation dtype and there is no entropy.
 
-    With b = (z - m) / temperature and log p - h = b - d it is exp(b) times a linear function of b, whose slope and
+    With b = (z - m) / temperature and log p - h = b - d the gradient is exp(b) times a linear function of b. Slope and
     intercept are computed once per row:
 
         exp(b) (slope b + intercept),   slope = g_h / denominator,   intercept = -(g + g_h d) / denominator
     """
     row_max = normaliser.row_max.unsqueeze(-1)
-    # 1. p = exp(b) / exp(log_row_sum), and the temperature divides all. Step 2 has b in base 2, log2(e) b, so that the
-    #    slope is divided by log2(e).
+    # 1. p = exp(b) / exp(log_row_sum), and all is divided by the temperature. Step 2 computes b in base 2, log2(e) b,
+    #    so the slope is divided by log2(e).
     denominator, row_slope = normaliser.log_row_sum.exp().mul_(temperature), None
     if entropy is not None:
         row_slope = (entropy.g / (statistics.LOG2_E * denominator)).unsqueeze(-1)
@@ -239,14 +238,14 @@ def _dense_gradient(
 
 
 def _score(z_t: Float[Tensor, "*a"], normaliser: statistics.Normaliser, options: LogprobOptions) -> Float[Tensor, "*a"]:
-    """log p of the looked-up logits, or y."""
+    """log p of the looked-up logits, or y without `normalised`."""
     if options.normalised:
         return statistics.logprob_of(z_t, normaliser, options.temperature)
     return statistics.zero_outside_vocabulary(z_t, z_t / options.temperature)
 
 
 class EntropyCotangent(NamedTuple):
-    """The cotangent of the entropy, and the mean shifted logit that its gradient is relative to."""
+    """The cotangent g of each row's entropy, and the mean shifted logit d that its gradient needs."""
 
     shifted_mean: Float[Tensor, " n"]
     g: Float[Tensor, " n"]
@@ -261,12 +260,12 @@ class EntropyCotangent(NamedTuple):
 
 
 class IdCotangents(NamedTuple):
-    """The cotangents of looked-up ids, k of each row, summed as their gradient needs them.
+    """Sums of the cotangents of the k ids of each row, as the gradient needs them.
 
-    g_same is the sum of the cotangents of the row's ids that equal this one, g_other that of its other ids, g_total
-    that of all k. At the column of an id the gradient is g_same (1 - p) - p g_other, at any other column -p g_total.
-    Each is summed by itself, not computed as a difference of the others, which would cancel where p is almost 1. The
-    ids are in any order. An id of another rank is replaced by one of this rank, if the row has one.
+    For each id, g_same sums the cotangents of the row's equal ids and g_other those of its different ids; g_total sums
+    all k. The gradient at an id's column is g_same (1 - p) - p g_other, and -p g_total at any other column. Each sum is
+    added up separately: a difference of two sums would cancel as p -> 1. Ids may be in any order. An id of another rank
+    is replaced by an id of this rank, if the row has one.
     """
 
     column: Int[Tensor, "n k"]
@@ -290,25 +289,25 @@ class IdCotangents(NamedTuple):
 
 
 def id_cotangents(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> IdCotangents:
-    """The sums of cotangents g of k >= 1 columns; an id outside the vocabulary adds nothing."""
+    """The sums of the cotangents g of k >= 1 ids per row; ids outside the vocabulary add nothing."""
     is_outside = column == statistics.OUT_OF_VOCABULARY
     g = g.masked_fill(is_outside, 0.0)
     if column.shape[-1] == 1:
         return IdCotangents(column, g, None, g.squeeze(-1), is_outside)
-    # 1. Sorted, equal ids are adjacent: from index `first` up to, not including, `past`. All ids of other ranks are -1
-    #    and count as equal. This is correct: the gradient at a column of this rank reads only the sum of their
-    #    cotangents, as a part of g_other if the row has an id here, else as g_same + g_other at column 0.
+    # 1. After sorting, equal ids are adjacent, at indices [first, past). All ids of other ranks are -1 and count as
+    #    equal. This is correct: the gradient at a column of this rank needs only the sum of their cotangents, as a part
+    #    of g_other if the row has an id here, else as g_same + g_other at column 0.
     column = column.contiguous()
     in_order, order = column.sort(-1)
     first = torch.searchsorted(in_order, column)
     past = torch.searchsorted(in_order, column, right=True)
-    # 2. The cotangents of smaller ids and of larger ones, each summed from its own end.
+    # 2. Sum the cotangents of smaller ids from the front, and the cotangents of larger ids from the back.
     sorted_g = g.gather(-1, order)
     before = F.pad(sorted_g.cumsum(-1), (1, 0)).gather(-1, first)
     after = F.pad(sorted_g.flip(-1).cumsum(-1).flip(-1), (0, 1)).gather(-1, past)
     g_same = torch.zeros_like(g).scatter_add_(-1, first, g).gather(-1, first)
-    # 3. One scatter writes the gradient at all k, so an id of another rank must not overwrite what one of this rank
-    #    writes: it is replaced by the largest id of this rank, the last in order.
+    # 3. One scatter writes the gradient at all k ids, so an id of another rank must not overwrite the gradient of an id
+    #    of this rank. It is replaced by the row's largest id, the last in sorted order.
     index = torch.arange(column.shape[-1], device=column.device)
     source = torch.where(column >= 0, index, order[:, -1:])
     g_other = (before + after).gather(-1, source)
@@ -326,8 +325,8 @@ def _gradient_at_ids(
 ) -> Float[Tensor, "n k"]:
     """The gradient at each id: (g_same (1 - p) - p g_other + g_h p (log p - h)) / temperature.
 
-    Where no id of the row is on this rank, column 0 is written in their place, with the gradient of a column that no id
-    has, (-p g + g_h p (log p - h)) / temperature.
+    If this rank has no id of the row, column 0 is written with the gradient of a column without an id,
+    (-p g + g_h p (log p - h)) / temperature.
     """
     is_here = at_ids.column >= 0
     if not normalised and entropy is None:
@@ -336,8 +335,7 @@ def _gradient_at_ids(
     log_p = b - normaliser.log_row_sum.unsqueeze(-1)
     p = log_p.exp()
     if normalised:
-        # -expm1(log p), not 1 - p, which loses all digits where p is almost 1. It overwrites all of
-        # log_p, which nothing reads any more: p has been computed.
+        # -expm1(log p), since 1 - p loses all digits as p -> 1. It overwrites log_p, which is not needed any more.
         gradient = torch.where(is_here, log_p.expm1_(), p).neg_().mul_(at_ids.g_same)
         if at_ids.g_other is not None:
             gradient -= p * at_ids.g_other
@@ -353,28 +351,28 @@ def _gradient_at_ids(
 def _scatter_at_ids(
     gradient: Float[Tensor, "n v"], index: Int[Tensor, "n k"], values: Float[Tensor, "n k"]
 ) -> Float[Tensor, "n v"]:
-    """Write `values` at the ids' columns, in place if eager. Compiled, a comparison is fused, and a scatter is not."""
+    """Write `values` at the ids' columns, in place in eager mode; the compiler fuses a comparison but not a scatter."""
     if torch.compiler.is_compiling() and index.shape[-1] == 1:
         return torch.where(torch.arange(gradient.shape[-1], device=gradient.device) == index, values, gradient)
-    if gradient.is_cpu and gradient.itemsize == 2:  # of these dtypes, scatter_ on a CPU reads and writes all elements
+    if gradient.is_cpu and gradient.itemsize == 2:  # on a CPU, scatter_ of a 16-bit float reads and writes all elements
         gradient.view(torch.int16).scatter_(-1, index, values.view(torch.int16))
         return gradient
     return gradient.scatter_(-1, index, values)
 
 
 def zero_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Tensor, "n v"]:
-    """Set some rows to 0, in place if eager, also where they are NaN."""
+    """Set some rows to 0, even if they are NaN; in place in eager mode."""
     if torch.compiler.is_compiling():
         return x.masked_fill(rows, 0.0)
-    # Mostly there are none; on a CPU masked_fill_ takes ten times as long as a pass, and reads them all. By its exact
-    # type: a fake tensor says it is on the CPU, and has no values.
+    # Usually no row is set, and on a CPU masked_fill_ reads all rows and takes ten times as long as a plain pass. The
+    # type is tested exactly: a fake tensor reports the CPU and has no values.
     if type(rows) is Tensor and x.is_cpu:
         return x.index_fill_(0, rows.squeeze(-1).nonzero().squeeze(-1), 0.0)
     return x.masked_fill_(rows, 0.0)
 
 
 def row_statistics(logits: Tensor, column: Tensor | None, options: LogprobOptions) -> Float[Tensor, "f n"]:
-    """Statistics of this rank's columns of every row, one row block at a time."""
+    """Statistics of this rank's columns for every row, one row block at a time."""
     backend, blocks = backend_of(options, logits), []
     local = implementation_of(statistics.local_statistics, backend)
     for row_slice, block in row_blocks(logits, rows_per_block_of_backend(logits, options.chunk_size, backend)):
@@ -387,11 +385,11 @@ def row_statistics(logits: Tensor, column: Tensor | None, options: LogprobOption
 
 
 def rows_per_block_of_backend(logits: Tensor, chunk_size: int | None, backend: str) -> int:
-    """Rows of one block, by what bounds its size.
+    """Rows of one block for this backend.
 
-    A Triton kernel has no working set in memory: all rows. `compile` fuses the operations, which leave no intermediates
-    to fit a cache: BLOCK_BYTES_ELSEWHERE on every device. Eager, long rows on a CPU are read in tiles, see
-    `long_rows.rows_per_block`; all else as `statistics.rows_per_block` says.
+    A Triton kernel has no working set in memory and takes all rows. Compiled operations are fused and leave no
+    intermediates that must fit a cache, so a block has BLOCK_BYTES_ELSEWHERE on every device. Eager operations read
+    long rows on a CPU in tiles (`long_rows.rows_per_block`), and all other rows as in `statistics.rows_per_block`.
     """
     if backend == "triton":
         return max(1, math.prod(logits.shape[:-1]))
@@ -403,23 +401,23 @@ def rows_per_block_of_backend(logits: Tensor, chunk_size: int | None, backend: s
 
 
 def backend_of(options: LogprobOptions, logits: Tensor) -> str:
-    """eager, compile or triton; `auto` is Triton on CUDA and eager elsewhere."""
+    """The backend to use: eager, compile or triton. `auto` means Triton on CUDA and eager elsewhere."""
     if options.backend != "auto":
         return options.backend
     return kernels.checked_backend("auto", "logits", logits) if logits.is_cuda else "eager"
 
 
 def block_function(f: Callable[..., Any], options: LogprobOptions, logits: Tensor) -> Callable[..., Any]:
-    """`local_statistics` or `write_gradient`, implemented by the backend that the options and the device call for."""
+    """The implementation of `local_statistics` or `write_gradient` for these options on this device."""
     return implementation_of(f, backend_of(options, logits))
 
 
 def implementation_of(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """The implementation of a function of row blocks: itself for eager, compiled, or its Triton kernel."""
+    """A function of row blocks as the backend runs it: itself (eager), compiled, or its Triton kernel."""
     if backend == "eager":
         return f
     if backend == "compile":
         return _write_gradient_compiled if f is write_gradient else kernels.compiled(f)
-    from torch_impl.kernels import softmax  # here: only it needs triton
+    from torch_impl.kernels import softmax  # imported here, since it needs triton
 
     return {statistics.local_statistics: softmax.local_statistics, write_gradient: softmax.write_gradient}[f]

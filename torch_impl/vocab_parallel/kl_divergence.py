@@ -1,13 +1,13 @@
-"""Vocab-parallel Kullback-Leibler divergence between a student's distribution and a fixed teacher's, either way round.
+"""Vocab-parallel Kullback-Leibler divergence between a student and a fixed teacher, forward or reverse.
 
-Every rank of the group holds the same columns of both logits of every token. With two distributions a and b, d_v the
-difference of their shifted logits (see `statistics`), and L the largest column of a,
+Each rank holds the same columns of the student's and the teacher's logits, for every token. Let a and b be the two
+distributions, d_v the difference of their shifted logits (see `statistics`), and L the largest column of a. Then
 
     KL(a || b) = sum_v a_v (log a_v - log b_v) = d_L + E - log(1 + R_a) + log(1 + R_b),   E = sum_v a_v (d_v - d_L)
 
-so that each rank sends six numbers of a row. The difference is computed column by column: a student that equals
-its teacher has a divergence of exactly 0, which a difference of two entropies would not have. And E, to which L itself
-adds nothing, has all its digits where a is almost certain of L: there the reverse gradient is -a_L E.
+and each rank sends six numbers per row. The difference is computed column by column, so a student that equals its
+teacher has a divergence of exactly 0; a difference of two entropies would not be 0. Column L adds nothing to E, so E
+keeps all its digits as a_L -> 1, where the reverse gradient is -a_L E.
 """
 
 from __future__ import annotations
@@ -44,23 +44,20 @@ def vocab_parallel_kl(
 ) -> Sharded[Tensor, "... tp=I"]:
     """Divergence of a student from a teacher over the full vocabulary: KL(p || q), or with `reverse` KL(q || p).
 
-        student_logits  "b s v/tp"     teacher_logits  "b s v/tp"     ->   "b s tp=I"
-
     p = softmax(teacher_logits / temperature),   q = softmax(student_logits / temperature)
     forward   sum_v p_v (log p_v - log q_v)     d student = g (q - p) / temperature
     reverse   sum_v q_v (log q_v - log p_v)     d student = g q (log q - log p - KL) / temperature
 
-    The teacher has no gradient. Any leading dims and strides. A column that the distribution of the mean masks (-inf)
-    adds nothing; one that the other alone masks makes the divergence +inf, in reverse with a gradient that is not
-    finite. The two dtypes may differ, and the sums run in the wider, float32 at least, which is the result's; the
-    gradient has the student's dtype. Every tp rank passes the same cotangent. Some multiply the loss by temperature^2;
-    this function does not. `chunk_size` bounds the working set: b * chunk_size rows (None: automatic).
+    The teacher has no gradient. Any strides. A column masked (-inf) in the distribution that weights the mean (p, in
+    reverse q) adds nothing. A column masked only in the other one makes the divergence +inf; the reverse gradient is
+    then not finite. The two dtypes may differ: sums and result have the wider dtype, at least float32, and the gradient
+    has the student's dtype. Every tp rank passes the same cotangent. The loss is not multiplied by temperature^2.
+    `chunk_size` bounds the working set: b * chunk_size rows (None: automatic).
 
-    Cost:   forward 1 all_gather, 6 * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves both
-            logits by reference and 16 bytes per token, in reverse 24; with float64 logits 32 and 48.
-    Errors: TypeError if tp_group is None or no ProcessGroup, or logits are not floating; ValueError if the two
-            disagree in shape, or temperature or chunk_size is out of range; RuntimeError in backward after
-            inference_only=True.
+    Cost:   forward 1 all_gather of 6 numbers per token, 4 bytes each (float64: 8); backward none. Saves both logits by
+            reference and 16 bytes per token, in reverse 24 (float64 logits: 32 and 48).
+    Errors: TypeError if tp_group is not a ProcessGroup, or logits are not floating; ValueError if their shapes differ,
+            or temperature or chunk_size is out of range; RuntimeError in backward after inference_only=True.
     Source: arXiv 1503.02531 (distillation), arXiv 2306.08543 (reverse KL).
     """
     options = KlOptions(tp_group, reverse, float(temperature), chunk_size, inference_only)
@@ -68,7 +65,7 @@ def vocab_parallel_kl(
 
 
 class KlOptions(NamedTuple):
-    """Everything but the tensors."""
+    """All arguments except the tensors."""
 
     group: ProcessGroup
     reverse: bool
@@ -88,12 +85,13 @@ class _KlDivergence(torch.autograd.Function):
         # 1. Six numbers per row and rank, in one exchange.
         of_ranks = statistics.gather_statistics(_rank_statistics(a, b, options), options.group)
         row_max_a, row_sum_m1_a, row_max_b, row_sum_m1_b, _, _ = of_ranks.unbind(1)
-        # 2. Merge them: the normalisers, then the difference at the largest column and the mean relative to it.
+        # 2. Merge the ranks' numbers: the normalisers, then the difference at the largest column, and the mean of the
+        #    differences relative to it.
         norm_a = statistics.global_normaliser(row_max_a, row_sum_m1_a, options.temperature)
         norm_b = statistics.global_normaliser(row_max_b, row_sum_m1_b, options.temperature)
         gap_at_largest, excess = _global_gap(of_ranks, norm_a, norm_b, options.temperature)
         divergence = gap_at_largest + excess - (norm_a.log_row_sum - norm_b.log_row_sum)
-        # 3. What backward needs.
+        # 3. Save for backward.
         ctx.options = options
         if not options.inference_only:
             of_reverse = (divergence, excess) if options.reverse else ()
@@ -124,7 +122,7 @@ class _KlDivergence(torch.autograd.Function):
 
 
 def _rank_statistics(a: Float[Tensor, "*a v"], b: Float[Tensor, "*a v"], options: KlOptions) -> Float[Tensor, "6 n"]:
-    """m_r and R_r of a, those of b, d_L and E of this rank's columns, one row block at a time."""
+    """This rank's m_r and R_r of a, m_r and R_r of b, d_L and E, one row block at a time."""
     dtype = torch.promote_types(accumulator(a.dtype), accumulator(b.dtype))
     rank_statistics = torch.empty(6, a.shape[:-1].numel(), dtype=dtype, device=a.device)
     local = block_function(statistics.local_statistics, LogprobOptions(None), a)
@@ -143,15 +141,15 @@ def _local_gap(
     row_max_b: Float[Tensor, " n"],
     temperature: float,
 ) -> Float[Tensor, "2 n"]:
-    """d_L and E under the local softmax of a, where E is +inf if b alone masks a column; 0 for an empty shard."""
+    """d_L and E under the local softmax of a; E is +inf if b alone masks a column; both are 0 for an empty shard."""
     row_max_a, row_sum_m1_a = of_a
     m_a, m_b = (torch.where(m.isfinite(), m, 0.0).unsqueeze(-1) for m in (row_max_a, row_max_b))
     shifted_a, shifted_b = _shifted(a_block, m_a, temperature), _shifted(b_block, m_b, temperature)
     is_masked = shifted_a == -math.inf
-    # Tested on the logits, not on the probabilities, which underflow to 0 in one dtype earlier than in another.
+    # Tested on the logits: probabilities underflow to 0, in a narrow dtype earlier than in a wide one.
     is_impossible = ((shifted_b == -math.inf) & ~is_masked).any(-1)
     gap = (shifted_a - shifted_b).masked_fill_(is_masked | (shifted_b == -math.inf), 0.0)
-    # Of several equal largest columns it is their mean: an argmax would cost more, and has none in an empty shard.
+    # The mean over all columns that equal the largest: an argmax costs more, and fails on an empty shard.
     is_largest = shifted_a == 0
     gap_at_largest = torch.where(is_largest, gap, 0.0).sum(-1) / is_largest.sum(-1).clamp_min_(1)
     terms = shifted_a.exp_().mul_(gap.sub_(gap_at_largest.unsqueeze(-1)))
@@ -162,9 +160,9 @@ def _local_gap(
 def _global_gap(
     of_ranks: Float[Tensor, "r 6 n"], norm_a: statistics.Normaliser, norm_b: statistics.Normaliser, temperature: float
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """d_L of the row's largest column, and E = sum_r w_r (E_r + d_r - d_L), w_r the share of rank r in a; +inf stays.
+    """(d_L, E) of full rows: E = sum_r w_r (E_r + d_r - d_L), w_r the share of rank r in a; +inf stays.
 
-    d_r is the difference at the rank's largest column, relative to the row's maxima.
+    d_r is the difference at rank r's largest column, relative to the maxima of the full row.
     """
     row_max_a, row_sum_m1_a, row_max_b, _, gap_r, excess_r = of_ranks.unbind(1)
     shifted_a = statistics.shifted_logits(row_max_a, norm_a.row_max, temperature)
@@ -174,7 +172,7 @@ def _global_gap(
     gap_at_largest = gap.gather(0, row_max_a.argmax(0, keepdim=True))
     terms = torch.where(weight == 0, 0.0, weight * (excess_r + (gap - gap_at_largest)))
     is_impossible = ((excess_r == math.inf) & (row_max_a > -math.inf)).any(0)
-    # There the difference at the largest column may be infinite of either sign: E alone says that the divergence is.
+    # In such a row d_L may be +inf or -inf, so it is set to 0, and E = +inf makes the divergence +inf.
     return gap_at_largest.squeeze(0).masked_fill(is_impossible, 0.0), terms.sum(0).masked_fill(is_impossible, math.inf)
 
 
@@ -184,13 +182,13 @@ def _reverse_gradient(
     divergence: Float[Tensor, "n 1"],
     excess: Float[Tensor, "n 1"],
 ) -> Float[Tensor, "n v"]:
-    """q (log q - log p - KL), 0 where q is; in place."""
+    """q (log q - log p - KL), and 0 where q is 0; in place."""
     is_masked, is_likely = log_q == -math.inf, log_q > MORE_LIKELY_THAN_NOT
-    # At the likely column this is -E: as q -> 1 its log ratio and KL become equal, and their difference has no digits.
+    # At the likely column the factor is -E: as q -> 1 the log ratio and KL become equal, and their difference cancels.
     gap = torch.where(is_likely, -excess, (log_q - log_p).sub_(divergence))
     return log_q.exp_().mul_(gap).masked_fill_(is_masked, 0.0)
 
 
 def _shifted(block: Float[Tensor, "n v"], row_max: Float[Tensor, "n 1"], temperature: float) -> Float[Tensor, "n v"]:
-    """Shifted logits in the dtype of m: (z - m) / temperature."""
+    """Shifted logits (z - m) / temperature, in the dtype of m."""
     return statistics.shifted_logits(no_narrower(block, row_max.dtype), row_max, temperature)

@@ -1,9 +1,9 @@
 """Log-probability of the target token, from hidden states and a rank's rows of the output weight.
 
-Rank r of tp has rows [vocab_start_index, vocab_end_index) of the weight, and of the hidden states either all
-positions (replicated) or its block of them (sequence-parallel); their length says which. Logits are computed and used
-one chunk of positions at a time; those of a short sequence at once, and saved. Matrix products run in the input dtype,
-the softmax in float32 or wider. Rows of logits are in the order of the hidden states, position by position.
+Rank r of tp has rows [vocab_start_index, vocab_end_index) of the weight. It has all positions of the hidden states
+(replicated) or its block of positions (sequence-parallel); their length tells which. Logits are computed one chunk of
+positions at a time; the logits of a short sequence are computed at once and saved. Matrix products run in the input
+dtype, the softmax in float32 or wider. Rows of logits follow the hidden states, position by position.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ NO_WEIGHT = "output_weight_layer and output_weight are both None; pass the [v, d
 class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
     """Log-probability of each target token from hidden states, for `.apply`; target already shifted and sharded.
 
-        tensor_parallel_hidden_states  "s/tp b d" or "s b d tp=I"     target  "b s"     output_weight_layer  "v/tp d"
-        ->   "b s tp=I"
-
     out[b, t] = log softmax(h[t, b] W^T / temperature)[target[b, t]]
 
-    Matrix products run in the input dtype, whatever autocast says; d logits are rounded to it once, and d W is
-    summed over the chunks in float32 or wider and rounded once. The result is float32, for float64 float64.
-    `chunk_size` counts positions of s and bounds the logits that exist at a time. None chooses a size for which
-    they take 256 MiB (on a CPU 32 MiB), or saves them all where they take no more than the weight and 256 MiB.
-    A target outside the vocabulary gives 0.0 and no gradient. A frozen weight, or frozen hidden states, cost nothing.
+    h are the `tensor_parallel_hidden_states`: l = s positions, the same on every tp rank, or l = s/tp positions if
+    sequence-parallel. W is `output_weight_layer`.
+    Matrix products run in the input dtype, even under autocast; d logits are rounded to it once, and d W is summed
+    over the chunks in float32 or wider and rounded once. The result is float32 (float64 for float64 inputs).
+    `chunk_size` counts positions of s and bounds the logits in memory. None chooses chunks of 256 MiB of logits (32
+    MiB on a CPU), or saves all logits if they take no more memory than the weight and than 256 MiB.
+    A target outside the vocabulary gives 0.0 and no gradient. The gradient of a frozen weight, or of frozen hidden
+    states, is not computed.
 
-    Cost:   forward 1 all_gather of 3 * b*s numbers of 4 bytes (float64: 8); backward 1 all_reduce of s*b*d of
-            them. Sequence-parallel: forward 1 all_gather of the hidden states more; backward the same again,
-            and for the all_reduce 1 reduce_scatter. Saves hidden states and weight by reference and 12 bytes per
-            token, of float64 20. One product forward; backward three, of saved logits two.
-    Errors: TypeError for what is no group, ids that are not int32 or int64, tensors that are not floating; ValueError
-            if hidden states and weight differ in d or dtype, hidden states and target in length or batch, or the
-            range or chunk_size does not fit; RuntimeError in backward after inference_only=True.
+    Cost:   forward 1 all_gather of 3 * b*s numbers of 4 bytes (float64: 8); backward 1 all_reduce of s*b*d numbers.
+            Sequence-parallel: forward also 1 all_gather of the hidden states; backward 1 all_gather of them again, and
+            1 reduce_scatter in place of the all_reduce. Saves hidden states and weight by reference and 12 bytes per
+            token (20 for float64). One matrix product forward and three backward, two if the logits were saved.
+    Errors: TypeError for a group that is not a ProcessGroup, ids that are not int32 or int64, tensors that are not
+            floating; ValueError if hidden states and weight differ in d or dtype, hidden states and target in length
+            or batch, or the range or chunk_size does not fit; RuntimeError in backward after inference_only=True.
     """
 
     @staticmethod
@@ -125,25 +125,24 @@ def from_parallel_hidden_states_to_logprobs(
 ) -> Sharded[Tensor, "b u tp=I cp=R"] | tuple[Sharded[Tensor, "b u tp=I cp=R"], Sharded[Tensor, "b u tp=I cp=R"]]:
     """Log-probability of each next token from hidden states; `target` replicated and unshifted.
 
-        sequence-parallel   "s/cp:dual_chunk_swap/tp b d", "v/tp d cp=R", "b s"     ->   "b u tp=I cp=R",   u = s - 1
-        replicated          "s/cp:dual_chunk_swap b d tp=I", "v/tp d cp=R", "b s"   ->   "b u tp=I cp=R"
+    out[b, t] = log softmax(h[t, b] W^T / temperature)[target[b, t + 1]],   t < u = s - 1
 
-    out[b, t] = log softmax(h[t, b] W^T / temperature)[target[b, t + 1]]
+    h are the `tensor_parallel_hidden_states`. Positions are sharded over cp in DualChunkSwap order; sequence-parallel
+    hidden states have this tp rank's l = s/(cp tp) of them, replicated ones all l = s/cp.
+    W is `output_weight_layer`, or `output_weight` if that is None (tied to the embedding). Logits are never gathered;
+    `runtime_gather_output` is ignored. `cu_seqlens_padded` makes the s tokens a packed stream: its layout over cp is
+    `packed`, the shift stays inside each sequence, and the last token of each sequence scores 0.0. `with_entropy`
+    returns the pair (log-probability, sum p log p of its position) without another matrix product. Cotangents are
+    summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp or use each score in the
+    loss of one rank alone. d W is this cp rank's term of a sum over cp.
 
-    h is `tensor_parallel_hidden_states`. W is `output_weight_layer`, or `output_weight` where that is None (tied to
-    the embedding). Logits are never gathered, whatever `runtime_gather_output` is. With `cu_seqlens_padded` the stream
-    of s tokens is packed, the layout over cp is `packed`, the shift stays inside each sequence, and the end of each
-    scores 0.0. `with_entropy` returns the pair (log-probability, sum p log p of its position), the second without
-    another product. Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide
-    by cp or use each score in the loss of one rank alone. d W is this cp rank's term of a sum over cp.
-
-    Cost:   that of `ChunkedDistributedHiddenStatesToLogprobs`; over cp forward 1 all_gather of b*s/cp numbers
-            and backward 1 reduce_scatter of b*s, with entropy twice as many, and over tp 4 numbers for 3. With
-            offsets one host read of them.
-    Errors: besides those, ValueError if both weights are None or s cannot be sharded over cp, and for offsets those
-            of `from_parallel_logits_to_logprobs_packed_sequences`.
+    Cost:   over tp as `ChunkedDistributedHiddenStatesToLogprobs`, with entropy 4 numbers for 3; over cp forward 1
+            all_gather of b*s/cp numbers and backward 1 reduce_scatter of b*s, with entropy twice as many. Offsets cost
+            one host read.
+    Errors: as `ChunkedDistributedHiddenStatesToLogprobs`; ValueError if both weights are None or s cannot be sharded
+            over cp; offsets as `from_parallel_logits_to_logprobs_packed_sequences`.
     """
-    # 1. What a contract cannot say: shapes of hidden states and weight together, lengths over cp and tp, offsets.
+    # 1. Checks that a contract cannot state: dtypes of hidden states and weight, lengths over cp and tp, offsets.
     hidden, s, (rank, cp) = tensor_parallel_hidden_states, target.shape[1], rank_and_size(cp_group)
     weight = output_weight if output_weight_layer is None else output_weight_layer
     if weight is None:
@@ -157,9 +156,9 @@ def from_parallel_hidden_states_to_logprobs(
     )
     if reason:
         raise Rejected(reason)
-    # 2. The id after each of this rank's positions, in its own sequence where they are packed.
+    # 2. The id after each position of this rank; in a packed stream, inside the same sequence.
     shifted, slots = _next_ids_of_rank(target.to(weight.device), offsets, rank, cp)
-    # 3. Scores, and those of all cp ranks.
+    # 3. Score this rank's positions, then gather over cp.
     vocab_range, is_sharded = (vocab_start_index, vocab_end_index), len(hidden) != s // cp
     scores = _HiddenStatesToLogprobs.apply(
         hidden,
@@ -183,7 +182,7 @@ def from_parallel_hidden_states_to_logprobs(
 def _next_ids_of_rank(
     ids: Int[Tensor, "b s"], offsets: Int64[Tensor, " n"] | None, rank: int, cp: int
 ) -> tuple[Int[Tensor, "b _"], PackedSlots | None]:
-    """The id after each position of this rank, and the slots of packed sequences."""
+    """(the id after each position of this rank, the slots of packed sequences or None)."""
     s = ids.shape[1]
     if offsets is None:
         return cp_shard(next_ids(ids, s), rank, cp), None
@@ -192,14 +191,14 @@ def _next_ids_of_rank(
 
 
 def _why_no_product(hidden: Tensor, weight: Tensor) -> str | None:
-    """Why hidden states and weight cannot be multiplied."""
+    """Why hidden states and weight cannot be multiplied, or None."""
     if weight.dtype != hidden.dtype:
         return f"{WEIGHT} is {dtype_name(weight)} but hidden states are {dtype_name(hidden)}"
     return None
 
 
 def _why_not_positions(local: int, s: int, cp: int, tp: int) -> str | None:
-    """Why so many local positions are neither all of this cp rank's share of s nor a block over tp of it."""
+    """Why `local` positions are neither this cp rank's share of s nor one tp rank's block of that share, or None."""
     share = s // cp
     if local == share or (share % tp == 0 and local == share // tp):
         return None
@@ -212,7 +211,7 @@ def _why_not_positions(local: int, s: int, cp: int, tp: int) -> str | None:
 
 
 class _HiddenStatesToLogprobs(torch.autograd.Function):
-    """`ChunkedDistributedHiddenStatesToLogprobs` of validated arguments."""
+    """`ChunkedDistributedHiddenStatesToLogprobs` for validated arguments."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, target: Tensor, weight: Tensor, *settings: Any) -> Tensor:
@@ -242,7 +241,7 @@ def _forward(
     ctx.temperature, ctx.with_entropy = temperature, with_entropy
     ctx.group, ctx.chunk_size, ctx.inference_only, ctx.is_sharded = group, chunk_size, inference_only, is_sharded
     # 1. Statistics of this rank's logits, chunk by chunk.
-    # Rows are [s, b] like the hidden states, while ids are [b, s]: transpose here, and the result back.
+    # Rows are [s, b] like the hidden states, and ids are [b, s]: transpose the ids here, and the result back below.
     column = statistics.local_column(target.T.reshape(-1, 1), *vocab_range)
     with no_autocast(hidden.device):
         states = _all_positions(ctx, hidden)
@@ -251,11 +250,11 @@ def _forward(
         logits = all_logits(states, weight) if ctx.has_logits else None
         positions = len(states) if ctx.is_one_chunk else chunk_positions(states, len(weight), chunk_size)
         local = chunk_statistics(states, weight, logits, column, positions, temperature, with_entropy)
-    # 2. Those of all ranks.
+    # 2. Statistics of all ranks, and their merged values.
     row_max_r, row_sum_m1_r, z_r, *shifted_mean_r = statistics.gather_statistics(local, group).unbind(1)
     normaliser = statistics.global_normaliser(row_max_r, row_sum_m1_r, temperature)
     z_t, shifted_mean = statistics.global_target_logit(z_r), None
-    # No rank has the id: mark it, so that backward skips the row.
+    # Mark ids that no rank has, so that backward skips their rows.
     column = torch.where((z_t == math.inf).unsqueeze(-1), statistics.OUT_OF_VOCABULARY, column)
     logprob = statistics.logprob_of(z_t, normaliser, temperature).view(target.T.shape).T.contiguous()
     if with_entropy:
@@ -270,14 +269,14 @@ def _forward(
 
 
 def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(d hidden, d weight), None for a frozen one. Logits that were not saved are computed again, in the same chunks.
+    """(d hidden, d weight), None for a frozen tensor. Logits that were not saved are recomputed in the same chunks.
 
-    Saved ones are overwritten by their gradient; a second backward of the same graph computes them again.
+    Saved logits are overwritten by their gradient; a second backward through the same graph recomputes them.
     """
     if ctx.inference_only:
         raise RuntimeError(NOTHING_SAVED)
     hidden, weight, logits, column, *normaliser, shifted_mean = ctx.saved_tensors
-    # `.data`, which is not counted as a change of the saved tensor: autograd would refuse the second backward.
+    # Writing through `.data` does not count as a change of the saved tensor; autograd would reject a second backward.
     logits = logits.data if ctx.has_logits else None
     ctx.has_logits = False
     g, entropy = grad_outputs[0], None
@@ -302,5 +301,5 @@ def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | 
 
 
 def _all_positions(ctx: Any, hidden: Float[Tensor, "l b d"]) -> Float[Tensor, "s b d"]:
-    """All positions: "s/tp b d" -> "s b d" where the hidden states are sequence-parallel."""
+    """Hidden states of all positions: "s/tp b d" -> "s b d" if they are sequence-parallel."""
     return all_gather_concat(hidden, ctx.group, 0, [len(hidden)] * ctx.group.size()) if ctx.is_sharded else hidden

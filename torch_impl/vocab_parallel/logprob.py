@@ -1,10 +1,10 @@
-"""Log-probability of a target token, of k tokens, and the negative entropy, of logits sharded by vocabulary.
+"""Log-probabilities of one target or of k ids per token, and the negative entropy, from logits sharded by vocabulary.
 
-Rank r of the group has columns [vocab_start_index, vocab_end_index) of the logits of every token, and every
-rank has every target. Shards are in rank order; they may differ in width and be empty. Columns of a shard beyond the
-range, as where a vocabulary is padded, are in the softmax and never a target. `vocab_parallel_logprob` is the function
-to call; the autograd Functions below it have the names and arguments of NeMo-RL. All of them call
-`fused_logprob.forward` and `fused_logprob.backward`.
+Rank r of the group has columns [vocab_start_index, vocab_end_index) of every token's logits, and every rank has every
+target. Shards are in rank order; they may differ in width and be empty. Columns of a shard beyond the range, such as
+the padding of a vocabulary, count in the softmax and are never a target. Call `vocab_parallel_logprob`; the autograd
+Functions below it have the names and arguments of NeMo-RL. All of them call `fused_logprob.forward` and
+`fused_logprob.backward`.
 """
 
 from __future__ import annotations
@@ -38,32 +38,30 @@ def vocab_parallel_logprob(
     inplace_gradient: bool = False,
     backend: Literal["auto", "eager", "compile", "triton"] = "auto",
 ) -> Sharded[Tensor, "... tp=I"] | tuple[Sharded[Tensor, "... tp=I"], Sharded[Tensor, "... tp=I"]]:
-    """Log-probability of each target token; `with_entropy` the pair (logprob, sum p log p).
+    """Log-probability of each target token; with `with_entropy` a pair (log-probability, sum p log p).
 
-        vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"  (with entropy two of them)
-
-    log p[t] = y[t] - lse,   y = z / temperature,   lse = log sum_v exp(y_v)
+    log p[t] = y[t] - lse,   y = z / temperature,   lse = log sum_v exp(y_v),   z the `vocab_parallel_logits`
     d z = (g_lp (1[v=t] - p) + g_h p (log p - h)) / temperature,   h = sum_v p_v log p_v, the negative entropy
 
-    Any leading dims and strides. A target outside the vocabulary (-100, padding) gives 0.0 and, unless the
-    entropy of its row has a cotangent, a zero gradient row, also where the logits are NaN.
-    Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
+    Any strides. A `target` outside the vocabulary (-100, padding) gives 0.0. Its gradient row is zero, even if the
+    logits are NaN, unless the entropy of the row has a cotangent.
+    Columns of -inf are masked. Results are float32 (float64 for float64 logits); the gradient has the logits'
     dtype. Every tp rank passes the same cotangent.
     `chunk_size` bounds the working set, b * chunk_size consecutive rows at a time (None: chosen automatically), and may
     differ by rank; Triton, which needs no working set, takes all rows.
-    `inplace_gradient` writes the gradient into the memory of the logits. If another operation saved them for its own
-    backward, autograd raises an error there.
+    `inplace_gradient` writes the gradient into the memory of the logits. If another operation saved the logits for its
+    own backward, autograd raises an error there.
     `backend`: "auto" is Triton on CUDA and eager elsewhere; "eager", "compile" and "triton" force one.
 
-    Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 4 * b*s); backward
-            none. Saves the logits by reference and 12 bytes per token (with entropy 16), of float64 logits 20 (28).
-    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not int32 or int64, logits not floating;
+    Cost:   forward 1 all_gather of 3 numbers per token (with entropy 4), 4 bytes each (float64: 8); backward none.
+            Saves the logits by reference and 12 bytes per token (with entropy 16); float64 logits 20 (28).
+    Errors: TypeError if tp_group is not a ProcessGroup, ids are not int32 or int64, logits not floating;
             ValueError if target and logits disagree in shape, the range does not fit the shard, chunk_size,
-            temperature or backend are out of range, or inplace_gradient=True for logits whose elements may share
+            temperature or backend are out of range, or inplace_gradient=True for logits with elements that may share
             memory; ImportError if backend needs triton; RuntimeError in backward after inference_only=True.
     Source: arXiv 1805.02867 (online softmax), arXiv 1909.08053 (vocab-parallel cross entropy).
     """
-    # Where Triton is requested and cannot run, fail on entry, before any collective.
+    # If Triton is requested and cannot run, fail here, before any collective.
     if backend == "triton":
         kernels.checked_backend(backend, "vocab_parallel_logits", vocab_parallel_logits)
     if inplace_gradient and may_share_memory(vocab_parallel_logits):
@@ -87,10 +85,10 @@ def vocab_parallel_logprob(
 
 
 def may_share_memory(logits: Tensor) -> bool:
-    """Whether elements may share memory, as in an expanded tensor, so that a gradient cannot be written over them.
+    """Whether elements may share memory, as in an expanded tensor, so that a gradient cannot overwrite them.
 
-    False where each dim steps over all elements of the dims with smaller strides, as in every slice and permutation of
-    a contiguous tensor.
+    False if each dim steps over all elements of the dims with smaller strides, as in every slice and permutation of a
+    contiguous tensor.
     """
     if not logits.numel():
         return False
@@ -105,12 +103,11 @@ def may_share_memory(logits: Tensor) -> bool:
 class DistributedLogprob(torch.autograd.Function):
     """Log-probability of each target token, for `.apply`: target[i] is the token that the logits at i predict.
 
-        vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
+    out = z[target] / temperature - lse,   z the `vocab_parallel_logits`. Value, gradient and dtypes are as in
+    `vocab_parallel_logprob`.
 
-    out = z[target] / temperature - lse. Value, gradient and dtypes are those of `vocab_parallel_logprob`.
-
-    Cost:   that of `vocab_parallel_logprob`.
-    Errors: those of `vocab_parallel_logprob`.
+    Cost:   as `vocab_parallel_logprob`.
+    Errors: as `vocab_parallel_logprob`.
     """
 
     @staticmethod
@@ -139,13 +136,11 @@ class DistributedLogprob(torch.autograd.Function):
 class ChunkedDistributedLogprob(torch.autograd.Function):
     """`DistributedLogprob` in blocks of `b * chunk_size` rows (None: chosen automatically), for `.apply`.
 
-        vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
+    The chunk size is local: it bounds the working set for this rank's `vocab_parallel_logits`, may differ from rank to
+    rank, and changes neither values nor collectives. All else is as in `DistributedLogprob`.
 
-    The chunk size is local: it bounds this rank's working set, may differ from rank to rank, and changes
-    neither the values nor the collectives. All else is as in `DistributedLogprob`.
-
-    Cost:   that of `DistributedLogprob`.
-    Errors: those of `vocab_parallel_logprob`.
+    Cost:   as `DistributedLogprob`.
+    Errors: as `vocab_parallel_logprob`.
     """
 
     @staticmethod
@@ -180,20 +175,18 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
 class ChunkedDistributedGatherLogprob(torch.autograd.Function):
     """Log-probabilities at k ids of each token, normalised over the full vocabulary, for `.apply`.
 
-        vocab_parallel_logits  "b s v/tp"     global_indices  "b s k"     ->   "b s k tp=I"
+    out[..., j] = z[idx_j] - lse,   lse = log sum_v exp(z_v),   z the `vocab_parallel_logits`, idx the `global_indices`
+    d z = -p sum_j g_j + sum_j g_j 1[v = idx_j],   over the ids in the vocabulary
 
-    out[..., j] = z[idx_j] - lse,   lse = log sum_v exp(z_v)
-    d z = -p sum_j g_j + sum_j g_j 1[v = idx_j],   over the slots whose id is in the vocabulary
-
-    Any leading dims and strides. An id outside the vocabulary gives 0.0 and no gradient; duplicates add up; k may be 0.
-    Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
+    Any strides. An id outside the vocabulary gives 0.0 and no gradient; duplicates add up; k may be 0.
+    Columns of -inf are masked. Results are float32 (float64 for float64 logits); the gradient has the logits'
     dtype. Every tp rank passes the same cotangent.
     `chunk_size` bounds the working set, b * chunk_size consecutive rows at a time (None: chosen automatically), and may
     differ by rank; Triton, which needs no working set, takes all rows.
 
-    Cost:   forward 1 all_gather, (k + 2) * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves
-            the logits by reference and 8 + 4 k bytes per token, of float64 logits 16 + 4 k.
-    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not int32 or int64, logits not floating;
+    Cost:   forward 1 all_gather of k + 2 numbers per token, 4 bytes each (float64: 8); backward none. Saves the logits
+            by reference and 8 + 4 k bytes per token (float64 logits: 16 + 4 k).
+    Errors: TypeError if tp_group is not a ProcessGroup, ids are not int32 or int64, logits not floating;
             ValueError if global_indices and logits disagree in shape, or the range or chunk_size do not fit;
             RuntimeError in backward after inference_only=True.
     """
@@ -227,22 +220,20 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
 
 
 class ChunkedDistributedEntropy(torch.autograd.Function):
-    """The negative entropy sum_v p_v log p_v, for `.apply`: the sign is that of a sum of log-probabilities.
+    """The negative entropy sum_v p_v log p_v of each row, for `.apply`.
 
-        vocab_parallel_logits  "b s v/tp"     ->   "b s tp=I"
-
-    h = sum_v p_v log p_v,   0 log 0 = 0,   -log V <= h <= 0
+    h = sum_v p_v log p_v,   0 log 0 = 0,   -log V <= h <= 0,   p = softmax(vocab_parallel_logits)
     d z = g p (log p - h)
 
-    Any leading dims and strides, and any columns on any rank. Columns of -inf are masked. Results are float32, for
-    float64 logits float64; the gradient has the logits' dtype. Every tp rank passes the same cotangent.
+    Any strides, and any assignment of columns to ranks. Columns of -inf are masked. Results are float32 (float64 for
+    float64 logits); the gradient has the logits' dtype. Every tp rank passes the same cotangent.
     `chunk_size` bounds the working set, b * chunk_size consecutive rows at a time (None: chosen automatically), and may
     differ by rank; Triton, which needs no working set, takes all rows.
-    Together with a log-probability: `vocab_parallel_logprob(..., with_entropy=True)`, without another read.
+    `vocab_parallel_logprob(..., with_entropy=True)` returns it beside a log-probability, without another read.
 
-    Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves the
-            logits by reference and 12 bytes per token, of float64 logits 24.
-    Errors: TypeError if tp_group is None or no ProcessGroup, or the logits are not floating; ValueError if
+    Cost:   forward 1 all_gather of 3 numbers per token, 4 bytes each (float64: 8); backward none. Saves the logits by
+            reference and 12 bytes per token (float64 logits: 24).
+    Errors: TypeError if tp_group is not a ProcessGroup, or the logits are not floating; ValueError if
             chunk_size is below 1; RuntimeError in backward after inference_only=True.
     """
 

@@ -1,11 +1,11 @@
 """Statistics and gradient of long rows on a CPU, tile by tile.
 
-A call of an operation takes about 3 us before it touches an element, and a pass over many MiB waits for memory. So what
-has an element for each column is computed in tiles of a few rows, in buffers that stay in the cache, and what has one
-for each row in one call for all rows of a block.
+An operation takes about 3 us before it touches an element, and a pass over many MiB waits for memory. So per-column
+values are computed in tiles of a few rows, in buffers that stay in the cache, and per-row values in one call for all
+rows of a block.
 
-The sum of a row leaves out the term of a largest logit (`statistics` says why), whose column takes ten times as long
-to find as the maximum. Here a row is summed in spans of SPAN columns, and the one span that has the maximum is summed
+The sum of a row leaves out the term of one largest logit (`statistics` explains why), and an argmax takes ten times as
+long as the maximum alone. So a row is summed in spans of SPAN columns, and only the span with the maximum is summed
 again without that term.
 """
 
@@ -20,26 +20,26 @@ from torch import Tensor
 
 from torch_impl.collectives import accumulator
 
-MIN_COLUMNS = 4096  # of a long row
+MIN_COLUMNS = 4096  # a row is long from this width on
 SPAN = 256  # columns
-TILE_BYTES = 2 << 20  # the buffers of a tile
-MIN_BLOCK_ROWS = 64  # what is computed once for a block takes 8 KiB a row
+TILE_BYTES = 2 << 20  # size of a tile's buffers
+MIN_BLOCK_ROWS = 64  # the per-block computation takes 8 KiB per row
 
 LOG2_E = math.log2(math.e)
 LOWEST_SHIFTED = -(2.0**14)  # 2 ** LOWEST_SHIFTED is 0 in float64, and products with LOWEST_SHIFTED are finite
 
 
 def applies_to(block: Float[Tensor, "*n v"]) -> bool:
-    """Whether these rows are computed here: on a CPU, of MIN_COLUMNS columns or more, and not compiled."""
+    """Whether to compute these rows here: eager mode, on a CPU, with MIN_COLUMNS columns or more."""
     return block.is_cpu and block.shape[-1] >= MIN_COLUMNS and not torch.compiler.is_compiling()
 
 
 def rows_per_block(width: int, dtype: torch.dtype) -> int:
-    """Rows of a block of long rows: those of one tile, but MIN_BLOCK_ROWS at least.
+    """Rows of a block of long rows: one tile's rows, but at least MIN_BLOCK_ROWS.
 
     Short rows are computed a block at a time, so `statistics.rows_per_block` makes a block small enough for the cache.
-    Long rows are computed a tile at a time, so a block may be larger: it has enough rows that the operations on the
-    block cost little beside those on its tiles.
+    Long rows are computed a tile at a time, so a block may be larger: large enough that operations per block cost
+    little compared with operations per tile.
     """
     return max(MIN_BLOCK_ROWS, _rows_per_tile(width, dtype, buffer_count=1))
 
@@ -62,7 +62,7 @@ def row_sums(
         _reduce_spans(torch.sum, terms, span_sum[rows])
         if weighted_sum is not None:
             weighted_sum[rows] = terms.mul_(shifted.clamp_min_(LOWEST_SHIFTED)).sum(-1, keepdim=True)
-    # 2. The span with the maximum again, for all rows at once. There is nothing beyond the last column: -inf.
+    # 2. Sum the span with the maximum again, for all rows at once. Columns beyond the last one count as -inf.
     row_max, span = span_max.max(-1, keepdim=True)
     columns = torch.add(torch.arange(SPAN, device=block.device), span, alpha=SPAN)
     logits = block.gather(-1, columns.clamp_max(width - 1)).to(dtype).masked_fill_(columns >= width, -math.inf)
@@ -82,7 +82,7 @@ def write_terms(
 ) -> None:
     """out = exp(b) (row_slope b_2 + row_intercept), b = (block - row_max) / temperature, b_2 = log2(e) b; rounded once.
 
-    `out` may be the block. Without `row_slope` it is exp(b) row_intercept.
+    `out` may be the block. Without `row_slope` the result is exp(b) row_intercept.
     """
     dtype, scale = row_max.dtype, LOG2_E / temperature
     for rows, tile, buffers in _tiles(block, dtype, 1 if row_slope is None else 2):
@@ -108,22 +108,22 @@ def write_fused_terms(
     row_slope: Float[Tensor, "n 1"] | None,
 ) -> None:
     """`write_terms` as one expression, for the compiler to fuse."""
-    shifted = (block - row_max) * (LOG2_E / temperature)  # in the dtype of row_max, which is as wide
+    shifted = (block - row_max) * (LOG2_E / temperature)  # in the dtype of row_max, which is at least as wide
     factor = row_intercept if row_slope is None else shifted.clamp_min(LOWEST_SHIFTED) * row_slope + row_intercept
     out.copy_(shifted.exp2() * factor)
 
 
 def finite_shift(row_max: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
-    """What a row is shifted by: its maximum, or 0 where that is infinite or NaN, since -inf - -inf is NaN."""
+    """The shift of a row: its maximum, or 0 if that is infinite or NaN, since -inf - -inf is NaN."""
     return row_max.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _tiles(
     block: Float[Tensor, "n v"], dtype: torch.dtype, buffer_count: int
 ) -> Iterator[tuple[slice, Float[Tensor, "m v"], list[Float[Tensor, "m v"]]]]:
-    """Tiles of a block, each with its slice of the rows and with buffers of its shape, which the tiles share."""
+    """(slice of the rows, tile, buffers of the tile's shape) for each tile of a block; the tiles share the buffers."""
     n, width = block.shape
-    size = max(1, min(n, _rows_per_tile(width, dtype, buffer_count)))  # also of no rows: a step of 0 is an error
+    size = max(1, min(n, _rows_per_tile(width, dtype, buffer_count)))  # at least 1, since a step of 0 is an error
     buffers = block.new_empty(buffer_count, size, width, dtype=dtype)
     for start in range(0, n, size):
         rows = slice(start, min(start + size, n))
@@ -135,7 +135,7 @@ def _rows_per_tile(width: int, dtype: torch.dtype, buffer_count: int) -> int:
 
 
 def _reduce_spans(reduce: Callable[..., Tensor], x: Float[Tensor, "m v"], out: Float[Tensor, "m s"]) -> None:
-    """`reduce` of each span of SPAN columns; the last one may be shorter."""
+    """`reduce` of each span of SPAN columns; the last span may be shorter."""
     count = x.shape[-1] // SPAN
     end = count * SPAN
     reduce(x[:, :end].unflatten(-1, (count, SPAN)), -1, out=out[:, :count])

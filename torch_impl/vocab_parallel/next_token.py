@@ -1,12 +1,12 @@
-"""Log-probabilities of next tokens, from logits sharded over tp and over cp.
+"""Next-token log-probabilities, from logits sharded over tp and over cp.
 
-Ids come unshifted: position t is scored against id t + 1, and the last position is dropped. Logits may cover
-more positions than there are ids; those are scored against IGNORED_ID. An id outside the vocabulary scores 0.0 and has
-no gradient.
+Ids are unshifted: position t is scored against id t + 1, and the last position is dropped. Logits may cover more
+positions than there are ids; the extra positions are scored against IGNORED_ID. An id outside the vocabulary scores 0.0
+and has no gradient.
 
-    get_next_token_logprobs_from_logits     the function to call; it validates, and takes one of two routes
+    get_next_token_logprobs_from_logits     the function to call: validates, and takes one of the two routes below
     score_over_cp                           positions sharded over cp by DualChunkSwap, ids replicated
-    score_in_stored_order                   positions and ids in another order, sharded over cp, as a DTensor is
+    score_in_stored_order                   positions and ids in another order, sharded over cp, as in a DTensor
 """
 
 from __future__ import annotations
@@ -58,20 +58,21 @@ def get_next_token_logprobs_from_logits(
     chunk_size: ChunkSize | None = None,
     with_entropy: bool = False,
 ) -> Sharded[Tensor, "b u tp=I cp=R"] | tuple[Sharded[Tensor, "b u tp=I cp=R"], Sharded[Tensor, "b u tp=I cp=R"]]:
-    """Log-probability of each next token, by the route that the arguments name; `with_entropy` a pair.
+    """Log-probability of each next token; logits are sharded over a group, or a DTensor, or have the full vocabulary.
 
-        a group   "b s/cp:dual_chunk_swap v/tp", "b s"   ->   "b u tp=I cp=R"
+        a group   "b s/cp:dual_chunk_swap v/tp", "b s"   ->   "b u tp=I cp=R",   u = s - 1
         DTensor   "b s/cp v/tp", "b s/cp"                ->   "b u tp=I cp=I"
         neither   "b s/cp:dual_chunk_swap v", "b s"      ->   "b u cp=R"
 
-    `next_token_logits` are a plain tensor or a DTensor. They are never copied to another dtype, ids move to their
-    device, and shards may differ in width. With `cp=R` cotangents are summed over cp: a loss repeated on each cp rank
-    gives cp times the gradient; divide by cp or use each score in the loss of one rank alone. `with_entropy` brings
-    sum p log p beside each score, of the logits over the temperature and the full vocabulary.
+    `next_token_logits` are never copied to another dtype, ids move to their device, and shards may differ in width.
+    With `cp=R` cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by
+    cp or use each score in the loss of one rank alone. `with_entropy` returns a pair: the scores, and sum p log p of
+    each position, over the full vocabulary at the sampling temperature.
 
-    Cost:   that of the route; with a group 1 more all_gather of one int64 over tp, and one host read.
-    Errors: those of the route; ValueError for a rank that is missing or not the group's, seq_index without
-            DTensor logits, DTensor logits together with a group, or with_entropy together with a filter.
+    Cost:   as `from_parallel_logits_to_logprobs`, for a DTensor as `dtensor_from_parallel_logits_to_logprobs`; with a
+            vocabulary group also 1 all_gather of one int64 over tp and one host read.
+    Errors: as the function named under Cost; ValueError for a missing or wrong rank, seq_index without DTensor logits,
+            DTensor logits together with a group, or with_entropy together with a filter.
     """
     from torch.distributed.tensor import DTensor
 
@@ -89,8 +90,8 @@ def get_next_token_logprobs_from_logits(
         if reason:
             raise Rejected(reason)
         return score_dtensor(next_token_logits, input_ids, seq_index, chunk_size, sampling_params, with_entropy)
-    # 2. Else the group brings the ranges, by one all_gather; without one each rank has the full vocabulary.
-    check(TensorKind("b s", "ids"), "input_ids", input_ids)  # plain, as the logits are
+    # 2. Otherwise one all_gather over the group gives the ranges; without a group each rank has the full vocabulary.
+    check(TensorKind("b s", "ids"), "input_ids", input_ids)  # a plain tensor, like the logits
     cp, local = rank_and_size(context_parallel_group)[1], next_token_logits.shape[1]
     reason = why_not_rank(vocab_parallel_rank, vocab_parallel_group)
     if seq_index is not None:
@@ -108,7 +109,7 @@ def get_next_token_logprobs_from_logits(
 
 
 def validate_entropy(with_entropy: bool, params: SamplingParams | None) -> None:
-    """Errors: ValueError for an entropy beside a filter: it is that of the full vocabulary."""
+    """Reject an entropy beside a filter, since the entropy covers the full vocabulary. Errors: ValueError."""
     if with_entropy and params is not None and not limits_of(params.top_k, params.top_p, min_p_of(params)).are_off:
         raise Rejected(
             f"with_entropy=True but top_k={params.top_k}, top_p={params.top_p}, min_p={min_p_of(params)} "
@@ -126,7 +127,7 @@ def scoring_options(
     inference_only: bool = False,
     with_entropy: bool = False,
 ) -> tuple[LogprobOptions, Limits]:
-    """How the core scores, as the sampling parameters say."""
+    """The core's options and filter limits, from the arguments of a public function."""
     options = LogprobOptions(
         group, start, end, chunk_size=chunk_size, inference_only=inference_only, with_entropy=with_entropy
     )
@@ -147,7 +148,7 @@ def score_over_cp(
     limits: Limits,
 ) -> Scores:
     """Next-token scores, positions sharded over cp by DualChunkSwap: "b s/cp:dual_chunk_swap v/tp" -> "b u cp=R"."""
-    # Shift, then shard: the id after the last position of a chunk is usually on another rank.
+    # Shift before sharding: the id after the last position of a chunk is usually on another rank.
     rank, cp = rank_and_size(cp_group)
     target = cp_shard(next_ids(ids.to(logits.device), logits.shape[1] * cp), rank, cp)
     scores = score(logits, target, options, limits)
@@ -157,7 +158,7 @@ def score_over_cp(
 
 
 def next_ids(ids: Int[Tensor, "b s"], size: int) -> Int[Tensor, "b size"]:
-    """Id t + 1 at position t of `size` positions; IGNORED_ID at the last one and past the ids."""
+    """Id t + 1 at position t, for `size` positions; IGNORED_ID at the last position and past the ids."""
     after = ids[:, 1:]
     return F.pad(after, (0, size - after.shape[1]), value=IGNORED_ID)
 
@@ -165,8 +166,8 @@ def next_ids(ids: Int[Tensor, "b s"], size: int) -> Int[Tensor, "b size"]:
 def score(
     logits: Float[Tensor, "b s v"], target: Int[Tensor, "b s"], options: LogprobOptions, limits: Limits
 ) -> Float[Tensor, "b s *two"]:
-    """log p of targets that are shifted already, on this rank's positions; with entropy both in a last dim of 2."""
-    # Without a filter one read of the logits is enough; top-k and top-p decide first which logits count.
+    """log p of already shifted targets, on this rank's positions; with entropy both in a last dim of 2."""
+    # Without a filter one read of the logits is enough; with a filter, an earlier read selects the logits that count.
     if not limits.are_off:
         return FilteredLogprob.apply(logits, target, options, limits)
     outputs = FusedLogprob.apply(logits, target, options)
@@ -174,7 +175,7 @@ def score(
 
 
 def apart(scores: Float[Tensor, "b s *two"], with_entropy: bool) -> Scores:
-    """The scores as they are returned: alone, or with entropy as a pair."""
+    """The scores to return: one tensor, or with entropy a pair."""
     if not with_entropy:
         return scores
     logprob, entropy = scores.unbind(-1)
@@ -196,10 +197,10 @@ class FilteredLogprob(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class StoredIds:
-    """This rank's ids in stored order, `local`, and the cp group, if there is one, that may shard them.
+    """This rank's ids in stored order, `local`, and the cp group, if any, that may shard them.
 
-    Stored position j is original position seq_index[j]. A mesh dim named `cp` shards the stored order evenly; its
-    rank r has block r. Nothing else may shard the sequence.
+    Stored position j is original position seq_index[j]. A mesh dim named `cp` shards the stored order evenly, with
+    block r on its rank r. No other mesh dim may shard the sequence.
     """
 
     local: Int[Tensor, "b _"]
@@ -223,7 +224,7 @@ class StoredIds:
 
 
 def stored_ids(ids: Tensor | DTensor) -> StoredIds:
-    """The ids of a DTensor, which its mesh dim `cp` may shard; or plain ones, which are all there."""
+    """The ids of a DTensor, possibly sharded by its mesh dim `cp`, or of a plain tensor, which has all of them."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(ids, DTensor):
@@ -255,12 +256,12 @@ def score_in_stored_order(
     limits: Limits,
 ) -> Scores:
     """Next-token scores in original order: "b s/cp v/tp", "b s/cp" -> "b u cp=I"."""
-    # A single rank has all positions in the original order.
+    # Without an index or a cp group, all positions are here in the original order.
     if seq_index is None or ids.cp_group is None:
         return score_over_cp(logits, ids.local, None, options, limits)
     size, stored = logits.shape[1] * ids.cp, seq_index.long().to(logits.device)
     original = inverse_permutation(stored)
-    # Shift in original order, then go back to where this rank's logits are.
+    # Shift in original order, then return to stored order, which is the logits'.
     target = next_ids(ids.full().to(logits.device)[:, original], size)[:, stored]
     scores = score(logits, target.chunk(ids.cp, dim=1)[ids.cp_group.rank()], options, limits)
     full = all_gather(scores, ids.cp_group, out="I", dim=1)[:, original][:, : max(size - 1, 0)]
@@ -268,14 +269,14 @@ def score_in_stored_order(
 
 
 def validate_shards(logits_name: str, logits: Tensor, ids_name: str, ids: Tensor | DTensor) -> None:
-    """The contract of what a DTensor has on this rank: floating logits [b, l, v] and ids [b, s]."""
+    """Validate the local tensors of DTensors: floating logits [b, l, v] and ids [b, s]."""
     sizes: dict[str, Any] = {}
     check(TensorKind("b l v/tp"), logits_name, logits, sizes)
     check(TensorKind("b s", "ids"), ids_name, stored_ids(ids).local, sizes)
 
 
 def why_not_dtensors(name: str, logits: DTensor, ids: Tensor | DTensor, seq_index: Tensor | None) -> str | None:
-    """Why DTensor logits and ids cannot be scored together."""
+    """Why DTensor logits and ids cannot be scored together, or None."""
     from torch.distributed.tensor import DTensor
 
     axes = logits.device_mesh.mesh_dim_names or ()
@@ -291,7 +292,7 @@ def why_not_dtensors(name: str, logits: DTensor, ids: Tensor | DTensor, seq_inde
 
 
 def _why_not_alike_over_cp(name: str, logits: DTensor, ids: Tensor | DTensor, seq_index: Tensor | None) -> str | None:
-    """Why logits that cp shards, or replicates, cannot be scored against ids that it replicates, or shards."""
+    """Why logits and ids with these placements over cp cannot be scored together, or None."""
     stored = stored_ids(ids)
     if stored.cp == 1:
         return None
@@ -310,16 +311,16 @@ def _why_not_alike_over_cp(name: str, logits: DTensor, ids: Tensor | DTensor, se
 def why_not_stored(
     logits_name: str, local: int, ids_name: str, ids: Tensor | DTensor, seq_index: Tensor | None
 ) -> str | None:
-    """Why ids do not fit the stored order `seq_index` of logits with `local` positions on each cp rank."""
+    """Why ids do not fit the stored order `seq_index` of logits with `local` positions on each cp rank, or None."""
     from torch.distributed.tensor import DTensor
 
-    # 1. Of a DTensor only the mesh dim `cp` shards the sequence, evenly.
+    # 1. Only the mesh dim `cp` may shard the sequence of a DTensor, and evenly.
     stored, reason = stored_ids(ids), None
     if isinstance(ids, DTensor):
         reason = why_not_sharded_by(ids_name, ids, {"cp": 1})
         if not reason and stored.is_sharded:
             reason = indivisible("s", ids.shape[1], "cp", stored.cp, "contiguous")
-    # 2. Without cp the order is the original one, and so it is where cp replicates the ids and no order is stated.
+    # 2. The order is the original one without cp, and also if cp replicates the ids and there is no seq_index.
     cp = stored.cp if stored.is_sharded or seq_index is not None else 1
     size = local * cp
     if not reason and stored.size > size:
@@ -328,7 +329,7 @@ def why_not_stored(
             reason = f"{reason}; where cp={stored.cp} shards the logits, pass seq_index"
     if reason or (seq_index is None and cp == 1):
         return reason
-    # 3. Over cp ids and logits have as many positions, and the index is a permutation of them.
+    # 3. Over cp, ids and logits have the same number of positions, and the index is a permutation of them.
     if stored.cp_group is None:
         return (
             f"seq_index is given but {ids_name} has no mesh dim 'cp'; pass it as a DTensor of such a mesh, "

@@ -1,6 +1,6 @@
-"""Selection among the columns of a CPU by NumPy: its comparisons, lists and partitions take 1/3 to 1/6 of torch's time.
+"""Select columns on a CPU with NumPy: its comparisons, lists and partitions take 1/3 to 1/6 of torch's time.
 
-Half-precision logits are compared in float32, which has all their values.
+Half-precision logits are compared in float32, which represents them exactly.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from torch_impl.collectives import accumulator
 
-PARTS = 8  # of a list of all columns of a block, which takes several times the block's memory
+PARTS = 8  # a list of all columns takes several times the block's memory, so it is built in about this many parts
 
 
 def columns_between(
     block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Tensor, " n"]
 ) -> Iterator[tuple[slice, Int[Tensor, " m"], Int[Tensor, " m"], Float[Tensor, " m"]]]:
-    """Row, column and logit of each low <= z <= high, by row and then by column; NaN is not among them.
+    """(slice of rows, row, column and logit of each z with low <= z <= high), ordered by row, then column; never NaN.
 
-    Of all rows together where these are few, else of some rows at a time, from the first of which they are counted.
+    Few entries come as one part, many as several parts of consecutive rows. Rows count from the first row of the part.
     """
     logits = _array(block)
     is_inside = logits >= low.numpy()[:, None]
@@ -42,10 +42,10 @@ def columns_between(
 
 
 def largest(block: Float[Tensor, "n v"], k: int, workspace: Float[Tensor, "#n v"]) -> Float[Tensor, "n k"]:
-    """The k largest of each row, k <= v, in any order; NaN counts as -inf. A view of `workspace`.
+    """The k largest logits of each row, k <= v, the smallest of them first; NaN counts as -inf. A view of `workspace`.
 
-    To allocate a copy of each block takes longer than to partition it, hence the workspace: n rows or more, in the
-    dtype of the comparisons.
+    Allocating a copy of each block takes longer than partitioning it, so the caller passes a workspace of at least n
+    rows, in the dtype of the comparisons.
     """
     copy, first = workspace[: len(block)].copy_(block.detach()), block.shape[-1] - k
     copy.numpy().partition(first, axis=-1)
@@ -56,9 +56,9 @@ def largest(block: Float[Tensor, "n v"], k: int, workspace: Float[Tensor, "#n v"
 
 
 def _parts(is_inside: np.ndarray) -> list[slice]:
-    """Adjacent rows that have about a part of the block's columns inside, or one row of more."""
+    """Slices of adjacent rows with about 1 / PARTS of the block's columns inside, or of one row with more."""
     most = is_inside.size // PARTS
-    if np.count_nonzero(is_inside) <= most:  # to count each row takes nine times as long
+    if np.count_nonzero(is_inside) <= most:  # counting per row takes nine times as long
         return [slice(0, len(is_inside))]
     number = np.count_nonzero(is_inside, axis=-1).cumsum() // max(most, 1)
     ends = [*(np.flatnonzero(np.diff(number)) + 1).tolist(), len(is_inside)]
@@ -66,5 +66,5 @@ def _parts(is_inside: np.ndarray) -> list[slice]:
 
 
 def _array(x: Float[Tensor, "n v"]) -> np.ndarray:
-    """In float32 or wider, without a copy if it is so already."""
+    """x as an array in float32 or wider; no copy if x has that dtype already."""
     return x.detach().to(accumulator(x.dtype)).numpy()

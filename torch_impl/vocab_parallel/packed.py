@@ -1,9 +1,9 @@
-"""Log-probabilities of next tokens of many sequences in one packed stream.
+"""Next-token log-probabilities for many sequences in one packed stream.
 
-The stream has sequences one after another, each sharded over cp by DualChunkSwap inside itself: rank r has its share of
-sequence 0, then of sequence 1, ...; rank r of tp has its columns. No score depends on another sequence. `PackedSlots`
-says which sequence each token belongs to, where it is, and whether it has a next: index arrays for the full batch,
-whatever the number of sequences.
+Sequences follow each other in the stream, and DualChunkSwap shards each sequence over cp by itself: cp rank r has its
+share of sequence 0, then of sequence 1, ...; tp rank r has its columns. No score depends on another sequence.
+`PackedSlots` has index arrays for the full batch: each token's sequence, its position, and whether a token follows it.
+Their number does not depend on the number of sequences.
 """
 
 from __future__ import annotations
@@ -43,30 +43,29 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     cu_seqlens: ShardedInt[Tensor, "n"] | None = None,
     with_entropy: bool = False,
 ) -> Sharded[Tensor, "b u tp=I cp=R"] | tuple[Sharded[Tensor, "b u tp=I cp=R"], Sharded[Tensor, "b u tp=I cp=R"]]:
-    """Log-probability of each next token inside its own sequence, one row for each sequence.
+    """Log-probability of each next token inside its own sequence, one row per sequence.
 
-        vocab_parallel_logits  "1 t/cp:packed v/tp"     target  "1 t"     ->   "b u tp=I cp=R"
+    out[i, j] = log p(id[j + 1] | logits[j]) in sequence i;   u = unpacked_seqlen - 1
 
-    out[i, j] = log p(id[j + 1] | logits[j]) of sequence i;   u = unpacked_seqlen - 1
-
-    Row i is 0.0 from its last position on and truncated at u. `cu_seqlens_padded` [b + 1] are offsets into the
-    full stream; tokens past the last are padding. Between a sequence's real and padded end are scores of
-    padding ids, with `cu_seqlens` (real lengths) 0.0 without gradient. With `target_is_pre_rolled` the target is
-    "1 t/cp:packed", shifted inside each sequence and sharded. `with_entropy` returns the pair (log-probability, sum
-    p log p of its position), both 0.0 where there is no next token.
+    The l = t/cp tokens of `vocab_parallel_logits` on each rank are in the layout `packed`. Row i is 0.0 from the
+    sequence's last position on, and truncated at u. `cu_seqlens_padded` [b + 1] are offsets into the full stream;
+    tokens past the last offset are padding. Positions between a sequence's real and its padded end score their padding
+    ids; `cu_seqlens` (real lengths) makes them 0.0 without gradient. With `target_is_pre_rolled` the target is shifted
+    inside each sequence and sharded as the logits are, "1 t/cp:packed". `with_entropy` returns the pair
+    (log-probability, sum p log p of its position), both 0.0 at positions without a next token.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
     or use each score in the loss of one rank alone.
 
-    Cost:   forward that of the core (1 all_gather of 3 * t/cp numbers over tp; more with a filter) and 1 all_gather
-            of t/cp numbers over cp; backward none over tp, 1 reduce_scatter of t numbers over cp. None depends on b.
-            With entropy 4 numbers for 3 over tp, and twice as many over cp.
-            One host read of the offsets, none if they are on the host. Saves what the core does and 8 bytes per token.
-    Errors: as `from_parallel_logits_to_logprobs`; besides ValueError if offsets do not ascend from 0, a padded
-            length is no multiple of 2 * cp over two ranks or more, the last lies past the stream or the ids,
-            a real length is longer than its slot, or unpacked_seqlen is below 1.
+    Cost:   forward 1 all_gather of 3 * t/cp numbers over tp (more with a filter) and 1 all_gather of t/cp numbers over
+            cp; backward none over tp, 1 reduce_scatter of t numbers over cp. With entropy 4 numbers for 3 over tp, and
+            twice as many over cp. No cost depends on b. One host read of the offsets, none if they are on the host.
+            Saves as `from_parallel_logits_to_logprobs`, and 8 bytes per token.
+    Errors: as `from_parallel_logits_to_logprobs`; ValueError if offsets do not ascend from 0, a padded length is not a
+            multiple of 2 * cp over two ranks or more, the last offset is past the stream or the ids, a real length
+            exceeds its padded one, or unpacked_seqlen is below 1.
     """
     validate_entropy(with_entropy, sampling_params)
-    # 1. What a contract cannot say: lengths, and the offsets, which are read once by the host.
+    # 1. Checks that a contract cannot state: lengths, and the offsets, which the host reads once.
     rank, cp = rank_and_size(cp_group)
     local, device = vocab_parallel_logits.shape[1], vocab_parallel_logits.device
     size = target.shape[1] * cp if target_is_pre_rolled else target.shape[1]
@@ -77,7 +76,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     reason = why_not_offsets(padded, real, cp, size, "target")
     if reason:
         raise Rejected(reason)
-    # 2. The id after each of this rank's tokens, in its own sequence, and its score.
+    # 2. The id after each token of this rank in its sequence, and the score.
     slots, u = packed_slots(padded, real, cp, device), unpacked_seqlen - 1
     ids, used = target.to(device), len(slots.sequence)
     target = slots.ignore_last(ids[:, :used], rank) if target_is_pre_rolled else slots.next_ids(ids, rank)
@@ -85,7 +84,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only, with_entropy
     )
     scores = score(vocab_parallel_logits, F.pad(target, (0, local - used), value=IGNORED_ID), options, limits)
-    # 3. One row for each sequence.
+    # 3. Spread the scores into one row per sequence.
     cells = (len(padded) - 1) * u
     cell = torch.where(slots.index_in_sequence < u, slots.sequence * u + slots.index_in_sequence, cells)
     rows = slots.spread_apart(scores, cell, cells, cp_group, with_entropy)
@@ -95,7 +94,10 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 
 @dataclass(frozen=True)
 class PackedSlots:
-    """Local slot i of cp rank r holds token index_in_sequence[r, i] of sequence[i], at position[r, i] of the stream."""
+    """The tokens in local slots: slot i of cp rank r holds token index_in_sequence[r, i] of sequence[i].
+
+    That token is at position[r, i] of the stream, and has_next[r, i] tells whether its sequence continues.
+    """
 
     sequence: Int64[Tensor, " l"]
     position: Int64[Tensor, "cp l"]
@@ -103,26 +105,26 @@ class PackedSlots:
     has_next: Bool[Tensor, "cp l"]
 
     def next_ids(self, ids: Int[Tensor, "b t"], rank: int) -> Int[Tensor, "b l"]:
-        """The id after each token of one rank, in its own sequence; IGNORED_ID where there is none."""
-        # Where there is no next token any valid index will do: `ignore_last` overwrites what it reads.
+        """The id after each token of one rank, inside its sequence; IGNORED_ID if no token follows."""
+        # If no token follows, any valid index will do: `ignore_last` overwrites its id.
         after = torch.where(self.has_next[rank], self.position[rank] + 1, 0)
         return self.ignore_last(ids[:, after], rank)
 
     def ignore_last(self, target: Int[Tensor, "b l"], rank: int) -> Int[Tensor, "b l"]:
-        """Targets of one rank's slots, IGNORED_ID where the token has no next."""
+        """The targets of one rank's slots, with IGNORED_ID if no token follows."""
         return target.masked_fill(~self.has_next[rank], IGNORED_ID)
 
     def spread(
         self, scores: Float[Tensor, "b m"], to: Int64[Tensor, "cp l"], size: int, cp_group: ProcessGroup | None
     ) -> Float[Tensor, "b size"]:
-        """Scores of all ranks at the indices `to` of `size`, 0 at the others; indices from `size` on are dropped.
+        """Gather scores over cp and write them at the indices `to`; 0 elsewhere. Indices from `size` on are dropped.
 
         "b t/cp:packed" -> "b size cp=R". Slots past the last sequence are padding.
         """
         cp, used = self.position.shape
         if cp_group is not None:
             scores = all_gather(scores, cp_group, out="R", dim=1)
-        # One column more receives what is dropped, so that shapes do not depend on the data.
+        # One extra column receives the dropped scores, so that shapes do not depend on the data.
         flat = scores.view(len(scores), cp, -1)[:, :, :used].flatten(1)
         index = torch.where(self.has_next, to, size).clamp_max(size).flatten()
         return flat.new_zeros(len(flat), size + 1).index_copy(1, index, flat)[:, :size]
@@ -135,7 +137,7 @@ class PackedSlots:
         cp_group: ProcessGroup | None,
         with_entropy: bool,
     ) -> Scores:
-        """`spread` of scores, or of the pairs (score, entropy) that their last dim holds, in one message."""
+        """`spread` of scores, or of pairs (score, entropy) in their last dim, in one message."""
         if not with_entropy:
             return self.spread(scores, to, size, cp_group)
         both = self.spread(scores.movedim(-1, 0).flatten(0, 1), to, size, cp_group)
@@ -145,11 +147,11 @@ class PackedSlots:
 def packed_slots(
     padded: Int64[Tensor, " n"], real: Int64[Tensor, " n"] | None, cp: int, device: torch.device
 ) -> PackedSlots:
-    """Slots for offsets on the host that `why_not_offsets` accepts; with real ones padding has no next."""
+    """The slots for validated offsets on the host; with `real` offsets, no token follows a sequence's last real one."""
     total, offsets = int(padded[-1]), padded.to(device)
     lengths = offsets.diff()
     ends = lengths if real is None else real.to(device).diff()
-    # Without cp lengths need be no multiple of 2 * cp, which `packed` asks for.
+    # Without cp, lengths may be anything, and `packed` would require multiples of 2 * cp.
     positions = packed(total, cp, padded, device=device) if cp > 1 else contiguous(total, 1, device=device)
     position = torch.stack(positions)
     each = torch.arange(len(lengths), device=device)
@@ -159,7 +161,7 @@ def packed_slots(
 
 
 def offsets_on_host(padded: Tensor, real: Tensor | None) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"] | None]:
-    """Both offsets on the host, as int64, by one read."""
+    """Both offsets on the host, as int64, in one read."""
     if real is None:
         return padded.long().cpu(), None
     both = torch.stack([padded.long(), real.long().to(padded.device)]).cpu()
@@ -169,7 +171,7 @@ def offsets_on_host(padded: Tensor, real: Tensor | None) -> tuple[Int64[Tensor, 
 def why_not_offsets(
     padded: Int64[Tensor, " n"], real: Int64[Tensor, " n"] | None, cp: int, covered: int, by: str
 ) -> str | None:
-    """Why offsets are not those of a packed stream; `covered` positions are what `by` has."""
+    """Why offsets do not describe a packed stream, or None; the argument `by` covers `covered` positions."""
     for name, offsets in (("cu_seqlens_padded", padded), ("cu_seqlens", real)):
         if offsets is not None and not len(offsets):
             return f"{name} is [0]; offsets are one row of [batch + 1]"

@@ -1,4 +1,4 @@
-"""Softmax and log-softmax of rows whose vocabulary is sharded over the ranks: each rank gets its own columns."""
+"""Softmax and log-softmax over a sharded vocabulary: each rank computes its own columns of every row."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ from torch_impl.vocab_parallel.statistics import (
     rows_per_block,
 )
 
-MORE_LIKELY_THAN_NOT = -math.log(2.0)  # of a row, one column at most has a larger log-probability
+MORE_LIKELY_THAN_NOT = -math.log(2.0)  # at most one column of a row has a larger log-probability
 
 
 @contract
 def vocab_parallel_log_softmax(
     vocab_parallel_logits: Sharded[Tensor, "... v/tp"], tp_group: Group[ProcessGroup, "tp"]
 ) -> Sharded[Tensor, "... v/tp"]:
-    """Log-softmax over the full vocabulary, of this rank's columns, with its gradient.
+    """This rank's columns of the log-softmax over the full vocabulary, with its gradient.
 
-        vocab_parallel_logits  "b s v/tp"   ->   "b s v/tp"
-
-    log p_v = z_v - lse,   lse = log sum_v exp(z_v), computed in float32 or wider and rounded once
+    log p_v = z_v - lse,   lse = log sum_v exp(z_v),   z the `vocab_parallel_logits`
     d z_v = g_v - p_v sum_u g_u
 
-    Any leading dims and strides. Each rank passes the cotangents of its own columns; their sum over the vocabulary is
-    exchanged. A row that is -inf on every rank gives NaN. Result and gradient have the logits' dtype.
+    Computed in float32 or wider and rounded once, to the logits' dtype, as is the gradient. Any strides. Each rank
+    passes the cotangents of its own columns; the ranks exchange their sum over the vocabulary. A row that is -inf on
+    every rank gives NaN.
 
-    Cost:   forward 1 all_gather, backward 1 all_reduce, each of 2 * b*s numbers of 4 bytes (float64: 8). Saves the
-            logits by reference and 8 bytes per token, of float64 logits 16.
-    Errors: TypeError if tp_group is None or no ProcessGroup, or the logits are not floating.
+    Cost:   forward 1 all_gather, backward 1 all_reduce, each of 2 numbers per token, 4 bytes each (float64: 8). Saves
+            the logits by reference and 8 bytes per token (float64 logits: 16).
+    Errors: TypeError if tp_group is not a ProcessGroup, or the logits are not floating.
     """
     return _LogSoftmax.apply(vocab_parallel_logits, tp_group)
 
@@ -54,16 +53,15 @@ def vocab_parallel_log_softmax(
 def _compute_distributed_log_softmax(
     vocab_parallel_logits: Sharded[Tensor, "... v/tp"], group: Group[ProcessGroup, "tp"]
 ) -> Sharded[Tensor, "... v/tp"]:
-    """Log-softmax over the full vocabulary, of this rank's columns; not differentiable.
+    """This rank's columns of the log-softmax over the full vocabulary; not differentiable.
 
-        vocab_parallel_logits  "b s v/tp"   ->   "b s v/tp" (no gradient)
+    log p_v = z_v - lse,   lse = log sum_v exp(z_v),   z the `vocab_parallel_logits`
 
-    log p_v = z_v - lse,   lse = log sum_v exp(z_v), computed in float32 or wider and rounded once.
+    Computed in float32 or wider and rounded once. A row that is -inf on every rank gives NaN.
 
-    Any leading dims. A row that is -inf on every rank gives NaN.
-    Cost:   1 all_gather of 2 * b*s numbers of 4 bytes (float64: 8). Reads the logits twice, writes the result
+    Cost:   1 all_gather of 2 numbers per token, 4 bytes each (float64: 8). Reads the logits twice, writes the result
             once.
-    Errors: TypeError if group is None or no ProcessGroup, or the logits are not floating.
+    Errors: TypeError if group is not a ProcessGroup, or the logits are not floating.
     """
     return _log_softmax(vocab_parallel_logits, _normaliser(vocab_parallel_logits, group))
 
@@ -73,16 +71,16 @@ def _compute_distributed_log_softmax(
 def _compute_distributed_softmax(
     vocab_parallel_logits: Sharded[Tensor, "... v/tp"], group: Group[ProcessGroup, "tp"]
 ) -> Sharded[Tensor, "... v/tp"]:
-    """Softmax over the full vocabulary, of this rank's columns; not differentiable.
+    """This rank's columns of the softmax over the full vocabulary; not differentiable.
 
-        vocab_parallel_logits  "b s v/tp"   ->   "b s v/tp" (no gradient)
+    p_v = exp(z_v - lse),   lse = log sum_v exp(z_v),   z the `vocab_parallel_logits`
 
-    p_v = exp(z_v - lse),   lse = log sum_v exp(z_v), computed in float32 or wider and rounded once.
+    Computed in float32 or wider and rounded once. Columns of -inf are exactly 0; a row that is -inf on every rank
+    gives NaN.
 
-    Any leading dims. Columns of -inf are exactly 0; a row that is -inf on every rank gives NaN.
-    Cost:   1 all_gather of 2 * b*s numbers of 4 bytes (float64: 8). Reads the logits twice, writes the result
+    Cost:   1 all_gather of 2 numbers per token, 4 bytes each (float64: 8). Reads the logits twice, writes the result
             once.
-    Errors: TypeError if group is None or no ProcessGroup, or the logits are not floating.
+    Errors: TypeError if group is not a ProcessGroup, or the logits are not floating.
     """
     logits, normaliser = vocab_parallel_logits, _normaliser(vocab_parallel_logits, group)
     result = large_tensors.empty(logits.shape, logits.dtype, logits.device)
@@ -93,7 +91,7 @@ def _compute_distributed_softmax(
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """`vocab_parallel_log_softmax` of validated arguments."""
+    """`vocab_parallel_log_softmax` for validated arguments."""
 
     @staticmethod
     def forward(ctx: Any, logits: Float[Tensor, "*a v"], group: ProcessGroup) -> Float[Tensor, "*a v"]:
@@ -107,7 +105,7 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
         logits, *per_row = ctx.saved_tensors
         normaliser, rows = Normaliser(*per_row), rows_per_block(logits, None)
-        # 1. Sums of the cotangents over the vocabulary, apart for the column that is more likely than not.
+        # 1. Sums of the cotangents over the vocabulary, separately for the column with p > 1/2 and for all others.
         sums = torch.empty(2, len(normaliser.row_max), dtype=normaliser.row_max.dtype, device=logits.device)
         for row_slice, (block, g) in aligned_row_blocks((logits, cotangent), rows):
             is_likely = _log_p(block, normaliser, row_slice) > MORE_LIKELY_THAN_NOT
@@ -128,9 +126,9 @@ class _LogSoftmax(torch.autograd.Function):
 def _log_softmax_gradient(
     log_p: Float[Tensor, "n v"], g: Float[Tensor, "n v"], others: Float[Tensor, "n 1"], of_likely: Float[Tensor, "n 1"]
 ) -> Float[Tensor, "n v"]:
-    """g - p (others + of_likely); `others` is the sum of g without the likely column, `of_likely` its own."""
+    """g - p (others + of_likely): `of_likely` is g at the column with p > 1/2, `others` the sum of all other g."""
     p = log_p.exp()
-    # There g - p g would cancel as p -> 1, hence g (1 - p) - p others, with 1 - p = -expm1(log p).
+    # At the likely column g - p g would cancel as p -> 1, hence g (1 - p) - p others, with 1 - p = -expm1(log p).
     at_likely = -g * torch.expm1(log_p) - p * others
     return torch.where(log_p > MORE_LIKELY_THAN_NOT, at_likely, g - p * (others + of_likely))
 
@@ -145,14 +143,14 @@ def _log_softmax(logits: Float[Tensor, "*a v"], normaliser: Normaliser) -> Float
 
 
 def _normaliser(logits: Tensor, group: ProcessGroup) -> Normaliser:
-    """lse of each row over all ranks' columns."""
-    # One read of the logits for the normaliser; the caller reads them again for the result.
+    """The normaliser of each row over all ranks' columns."""
+    # Reads the logits once; the caller reads them again for the result.
     row_max_r, row_sum_m1_r = gather_statistics(row_statistics(logits, None, LogprobOptions(group)), group).unbind(1)
     return global_normaliser(row_max_r, row_sum_m1_r, 1.0)
 
 
 def _log_p(block: Tensor, normaliser: Normaliser, row_slice: slice) -> Tensor:
     """Log-probabilities of one row block, in the accumulation dtype."""
-    # Two subtractions, in this order: z - m is exact near the maximum, where lse alone would have lost digits.
+    # Subtract m first: z - m is exact near the maximum, where subtracting lse at once would lose digits.
     shifted = minus_row_max(block, normaliser.row_max[row_slice].unsqueeze(-1))
     return shifted.sub_(normaliser.log_row_sum[row_slice].unsqueeze(-1))

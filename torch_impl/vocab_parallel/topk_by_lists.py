@@ -1,7 +1,7 @@
 """Short top-k, and top-p within it, from each rank's list of its k largest logits.
 
-The k largest of all ranks are among the lists, so that one exchange decides everything: the k-th largest, how
-many logits equal it, and the sum over the tokens that the filter keeps.
+The lists contain the k largest logits of all ranks, so one exchange is enough for the k-th largest, the number of
+logits equal to it, and the sum over the kept tokens.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ from torch_impl.vocab_parallel.filter_bounds import (
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
 
-# Bytes of lists that are merged at a time: sorting them takes several copies.
+# Bytes of lists that are merged at a time; sorting takes several copies of them.
 MERGED_BYTES = 1 << 22
 
 
 class Lists(NamedTuple):
-    """What every rank sends of its columns."""
+    """The messages of all ranks about their columns."""
 
-    values: Float[Tensor, "r k n"]  # its k largest logits, descending, padded by -inf
-    last_count: Float[Tensor, "r n"]  # how many of the rank's logits equal the last of its list
+    values: Float[Tensor, "r k n"]  # the rank's k largest logits, descending, padded with -inf
+    last_count: Float[Tensor, "r n"]  # number of the rank's logits that equal the last of its list
     z_t: Float[Tensor, "r n"]  # the target's logit on its rank, else +inf
-    ties_before: Float[Tensor, "r n"] | None  # how many logits of the rank equal the target's and precede it, else +inf
+    ties_before: Float[Tensor, "r n"] | None  # number of equal logits before the target on its rank, else +inf
 
 
 def topk_by_lists(
     logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], options: LogprobOptions, limits: Limits
 ) -> tuple[FilterBounds, Ties | None, Float[Tensor, " n"]]:
-    """(bounds, ties unless all of them are kept, the target's logit). One all_gather of k + 2 numbers, with
-    top-p k + 3."""
-    # 1. This rank's list, ties and target, one block of rows at a time; one exchange.
+    """(bounds, ties or None if all ties are kept, the target's logit).
+
+    One all_gather of k + 2 numbers per row, with top-p k + 3.
+    """
+    # 1. This rank's list, ties and target, one block of rows at a time, and one exchange.
     k, n = limits.top_k or 0, len(column)
     message = torch.empty(k + 2 + (limits.top_p is not None), n, dtype=accumulator(logits.dtype), device=logits.device)
     for row_slice, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
         message[:, row_slice] = _rank_lists(block, column[row_slice], k, limits.top_p is not None)
     messages = statistics.gather_statistics(message, options.group)
     lists = Lists(messages[:, :k], messages[:, k], messages[:, k + 1], *messages[:, k + 2 :].unbind(1) or (None,))
-    # 2. The same arithmetic on every rank, so that all decide alike.
+    # 2. Every rank computes the same bounds by the same arithmetic.
     bounds, counts = _bounds(lists, options.temperature, limits)
     ties = (
         None if lists.ties_before is None else Ties(counts, lists.ties_before, Candidates(logits, options.chunk_size))
@@ -65,7 +67,7 @@ def topk_by_lists(
 def _rank_lists(
     block: Float[Tensor, "n v"], column: Int[Tensor, "n 1"], k: int, with_ties_before: bool
 ) -> Float[Tensor, "f n"]:
-    """This rank's part of the message, of one row block."""
+    """This rank's message for one row block."""
     dtype, width = accumulator(block.dtype), block.shape[-1]
     values = F.pad(block.topk(min(k, width)).values.to(dtype), (0, max(k - width, 0)), value=-math.inf)
     rows = [values.mT, (block == values[:, -1:]).sum(-1).to(dtype).unsqueeze(0)]
@@ -81,7 +83,7 @@ def _rank_lists(
 
 
 def _bounds(lists: Lists, temperature: float, limits: Limits) -> tuple[FilterBounds, Float[Tensor, "r n"]]:
-    """The bounds that all ranks' lists amount to, and how many logits of each rank equal its threshold."""
+    """(bounds, number of logits on each rank that equal the threshold), from all ranks' lists."""
     world, k, n = lists.values.shape
     columns = max(1, MERGED_BYTES // (world * k * lists.values.itemsize))
     parts = []
@@ -99,16 +101,16 @@ def _bounds(lists: Lists, temperature: float, limits: Limits) -> tuple[FilterBou
 
 
 def _likely(k_largest: Float[Tensor, "n k"], temperature: float, min_p: float) -> Float[Tensor, "n k"]:
-    """The k largest, those that min-p drops replaced by the last that it keeps, which is then the smallest."""
+    """The k largest, with each logit that min-p drops replaced by the smallest logit that min-p keeps."""
     is_likely = k_largest >= min_p_floor(k_largest[:, :1], temperature, min_p)
-    is_likely[:, 0] = True  # of a row that is NaN too
+    is_likely[:, 0] = True  # even in a NaN row
     return torch.where(is_likely, k_largest, k_largest.gather(-1, is_likely.sum(-1, keepdim=True) - 1))
 
 
 def _equal_to(
     z: Float[Tensor, " n"], values: Float[Tensor, "r k n"], last_count: Float[Tensor, "r n"]
 ) -> Float[Tensor, "r n"]:
-    """How many logits of each rank equal z, which is no smaller than the k-th largest of all."""
+    """The number of each rank's logits that equal z, where z is at least the k-th largest of all ranks."""
     in_list = (values == z).sum(1).to(last_count.dtype)
     return torch.where(values[:, -1] == z, last_count, in_list)
 
@@ -116,22 +118,22 @@ def _equal_to(
 def _bounds_of_rows(
     k_largest: Float[Tensor, "n k"], ties: Float[Tensor, " n"], temperature: float, top_p: float | None
 ) -> FilterBounds:
-    """The bounds of the tokens kept among the k largest and `ties` logits that equal the last of them."""
-    # 1. Weights of the tokens above the k-th largest, without the first, which is the 1 of 1 + R.
+    """The bounds of the kept tokens, from the k largest logits and the number `ties` of logits equal to the k-th."""
+    # 1. Weights of the tokens above the k-th largest, without the first token, which is the 1 of 1 + R.
     row_max, kth = k_largest[:, :1], k_largest[:, -1:]
     is_above = k_largest > kth
     is_above[:, 0] = False
     weights = torch.where(is_above, weight_of(k_largest, row_max, temperature), 0.0)
     upto = weights.cumsum(-1)
-    # 2. R of all that top-k keeps: those and the ties of the k-th largest, of which the first may be one.
+    # 2. R over all tokens that top-k keeps: these and the ties of the k-th largest, which may include the first token.
     weight, first_is_tie = weight_of(kth, row_max, temperature), kth == row_max
     other_ties = ties.unsqueeze(-1) - first_is_tie.to(ties.dtype)
     row_sum_m1 = upto[:, -1:] + other_ties * torch.where(other_ties > 0, weight, 0.0)
-    # A row with an infinite largest logit has no softmax.
+    # A row with an infinite maximum has no softmax.
     row_sum_m1 = torch.where(row_max.isfinite(), row_sum_m1, math.nan)
     if top_p is None:
         return FilterBounds(*(x.squeeze(-1) for x in (row_max, row_sum_m1, kth, ties.unsqueeze(-1))))
-    # 3. Top-p: tokens above, then ties, as long as there is room before them.
+    # 3. Top-p keeps tokens above the k-th largest, then ties, as long as the mass before a token is below the limit.
     room = room_for(row_sum_m1, top_p)
     is_kept = is_above & (upto - weights < room)
     more = ties_within(room - upto[:, -1:], weight, other_ties)

@@ -1,11 +1,12 @@
-"""Long top-k, and top-p without a short one, by radix selection over the ranks' columns.
+"""Long top-k, and top-p without a short top-k, by radix selection over the ranks' columns.
 
-The k-th largest logit is selected by counts of all columns; the last token of top-p by the masses of those that
-can be kept. A token of a probability below (1 - p) / V cannot: all tokens of such probabilities together have
-less than 1 - p. Of 65,536 normal logits of deviation 4, at p = 0.9, an eighth are above that bound and 1.4 % above
-(1 - p) / TAIL. So the columns above the second bound are listed first, and their mass says whether they are enough.
+Counts of all columns select the k-th largest logit. Probability masses select the last token of top-p, among the
+columns that can be kept. A token with a probability below (1 - p) / V cannot be kept: all such tokens together have
+less than 1 - p. Of 65,536 normal logits with deviation 4, at p = 0.9, an eighth are above this bound, and 1.4 % are
+above a second bound, (1 - p) / TAIL. So the columns above the second bound are listed first; if their mass is too
+small, the first bound is used.
 
-`radix_selection.last_kept` finds both.
+`radix_selection.last_kept` selects both.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_functi
 from torch_impl.vocab_parallel.radix_selection import LargestOnCpu, ListedWeights, Weights, last_kept, one_each
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
 
-# The bound on a kept token's probability is halved: sums of that many rounded terms decide, not exact ones.
+# The first bound on a kept token's probability is halved, to allow for the rounding of long sums.
 SLACK = 0.5
 
-# Of tokens just below the second bound, (1 - p) / TAIL, so many have 1 - p together.
+# The second bound is (1 - p) / TAIL: this many tokens at the bound have a mass of 1 - p together.
 TAIL = 2048
 
-# Of a row's mass: more than the rounding of its sums. No smaller difference of two sums decides anything.
+# A share of a row's mass, larger than the rounding of its sums. Smaller differences of two sums decide nothing.
 RESOLUTION = 2.0**-16
 
-# Groups of columns for each of the k largest: with fewer their k-th largest maximum is a poor bound.
+# At least this many groups of columns per selected logit: with fewer, the k-th largest group maximum is a poor bound.
 MIN_GROUPS = 2
 
 
@@ -56,8 +57,8 @@ def topk_by_radix(
     options: LogprobOptions,
     limits: Limits,
 ) -> tuple[FilterBounds, Ties | None, Float[Tensor, " n"]]:
-    """(bounds, ties unless all of them are kept, the target's logit)."""
-    # 1. The smallest logit that top-k and min-p leave; statistics of what they leave, and the target's logit.
+    """(bounds, ties or None if all ties are kept, the target's logit)."""
+    # 1. The smallest logit that top-k and min-p keep, the statistics of the kept logits, and the target's logit.
     kth = None if limits.top_k is None else _kth_largest(logits, limits.top_k, options)
     if limits.min_p is not None:
         floor = min_p_floor(_largest(logits, options), options.temperature, limits.min_p)
@@ -73,13 +74,13 @@ def topk_by_radix(
     )
     if limits.top_p is None:
         return survivors, None, z_t
-    # 2. What top-p keeps of that.
+    # 2. Top-p among these.
     bounds, ties = _top_p(logits, column, survivors, first, options, limits.top_p)
     return bounds, ties, z_t
 
 
 def _largest(logits: Float[Tensor, "*a v"], options: LogprobOptions) -> Float[Tensor, " n"]:
-    """The largest logit of each row. 1 all_gather of a number of each."""
+    """The largest logit of each row. 1 all_gather of one number per row."""
     n, dtype = logits.shape[:-1].numel(), accumulator(logits.dtype)
     largest = torch.full((1, n), -math.inf, dtype=dtype, device=logits.device)
     if logits.shape[-1]:
@@ -89,9 +90,9 @@ def _largest(logits: Float[Tensor, "*a v"], options: LogprobOptions) -> Float[Te
 
 
 def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions) -> Float[Tensor, " n"]:
-    """The k-th largest logit of each row, of fewer than k the smallest. R all_reduce.
+    """The k-th largest logit of each row, or the smallest of fewer than k. R all_reduce.
 
-    Where every logit weighs 1, it is the last that has less than k above it.
+    With weight 1 per logit, it is the smallest logit with a weight of less than k above it.
     """
     low = torch.full((logits.shape[:-1].numel(),), -math.inf, dtype=accumulator(logits.dtype), device=logits.device)
     room = torch.full_like(low, k)
@@ -106,7 +107,7 @@ def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions)
 def _listed_above(
     logits: Float[Tensor, "*a v"], k: int, chunk_size: int | None, low: Float[Tensor, " n"]
 ) -> Candidates:
-    """The columns, and in `low` a lower bound of the k-th largest, so that no others need be listed."""
+    """The columns as candidates; writes a lower bound of the k-th largest to `low`, so that lists are short."""
     group_size = logits.shape[-1] // (MIN_GROUPS * k)
     if group_size > 1:
         for row_slice, block in row_blocks(logits, rows_per_block(logits, chunk_size)):
@@ -115,17 +116,17 @@ def _listed_above(
 
 
 def _kth_largest_of_groups(block: Float[Tensor, "n v"], k: int, group_size: int) -> Float[Tensor, " n"]:
-    """The k-th largest of the groups' maxima: k columns of this rank reach it, so the k-th largest of all does too."""
+    """The k-th largest of the groups' maxima, a lower bound: at least k columns of this rank are that large."""
     groups = block.shape[-1] // group_size
     maxima = block[:, : groups * group_size].unflatten(-1, (group_size, groups)).amax(-2)
-    maxima.nan_to_num_(-math.inf, math.inf, -math.inf)  # NaN is no candidate
+    maxima.nan_to_num_(-math.inf, math.inf, -math.inf)  # NaN is not a candidate
     return maxima.topk(k).values[:, -1]
 
 
 def _survivors(
     logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], kth: Float[Tensor, " n"] | None, options: LogprobOptions
 ) -> Float[Tensor, "f n"]:
-    """This rank's statistics of the logits that are not below the k-th largest, if there is one."""
+    """This rank's statistics of the logits that reach `kth`; None: of all logits."""
     if kth is None:
         return row_statistics(logits, column, options)
     rank_statistics = torch.empty(3, len(column), dtype=accumulator(logits.dtype), device=logits.device)
@@ -144,18 +145,21 @@ def _top_p(
     options: LogprobOptions,
     top_p: float,
 ) -> tuple[FilterBounds, Ties]:
-    """What top-p keeps of the survivors. 2 all_gather, R all_reduce. `first` is the rank of the largest logit."""
+    """(bounds, ties) of top-p among the survivors, the tokens that top-k and min-p keep.
+
+    `first` is the rank of the largest logit. 2 all_gather, R all_reduce.
+    """
     row_max, row_sum_m1, temperature = survivors.row_max, survivors.row_sum_m1, options.temperature
     room = room_for(row_sum_m1, top_p)
-    keeps_only_first = room <= 0  # the first token is enough; the rounds have nothing to find
+    keeps_only_first = room <= 0  # the first token is enough, and the rounds have nothing to select
     # 1. No token below `low` can be kept.
     is_on_this_rank = first == (0 if options.group is None else options.group.rank())
     masses = Masses(row_max, is_on_this_rank, temperature)
     low, candidates = _likely(logits, survivors, masses, room, top_p, options)
-    # 2. The last logit of which a token is kept, and the mass above it.
+    # 2. The smallest logit that is kept, and the mass above it.
     threshold, above = last_kept(ListedWeights(candidates, masses.of_entries), low, room, options.group)
     threshold, above = torch.where(keeps_only_first, row_max, threshold), torch.where(keeps_only_first, 0.0, above)
-    # 3. How many tokens of that very logit are kept.
+    # 3. How many tokens with exactly that logit are kept.
     ties = _ties(candidates, column, threshold, options)
     first_is_tie = (threshold == row_max).to(row_sum_m1.dtype)
     weight = weight_of(threshold, row_max, temperature)
@@ -172,9 +176,9 @@ def _likely(
     top_p: float,
     options: LogprobOptions,
 ) -> tuple[Float[Tensor, " n"], Candidates]:
-    """(low, columns): what top-p keeps is not below `low`, and of the columns those above it are listed. 1 all_gather.
+    """(low, columns): top-p keeps no token below `low`, and the columns above `low` are listed. 1 all_gather.
 
-    Where room is 0 or less, the first token is enough, and nothing else is to be listed.
+    With a room of 0 or less, the first token is enough, and no other column is listed.
     """
     row_max, log_total = survivors.row_max, survivors.row_sum_m1.log1p()
 
@@ -182,29 +186,29 @@ def _likely(
         z = row_max + options.temperature * (log_probability + log_total)
         return torch.where(room <= 0, row_max, torch.maximum(z, survivors.threshold))
 
-    # 1. The columns above the second bound, and their mass. With it goes this rank's width, for the first bound.
+    # 1. The columns above the second bound, and their mass. The message also has this rank's width, for step 3.
     guess = logit_at(math.log((1.0 - top_p) / TAIL))
     candidates = Candidates(logits, options.chunk_size)
-    # float64: thousands of equal masses, one after the other, would be off by more than RESOLUTION in float32.
+    # float64: in float32 a sum of thousands of equal masses would be off by more than RESOLUTION.
     listed = torch.zeros(len(room) + 1, dtype=torch.float64, device=room.device)
-    if 1.0 - top_p > RESOLUTION:  # else no mass would be enough
+    if 1.0 - top_p > RESOLUTION:  # otherwise no listed mass is enough
         for row_slice, entries in candidates.between(guess, torch.full_like(guess, math.inf)):
             mass = masses.of_entries(row_slice, entries).double()
             listed[:-1][row_slice].index_add_(0, entries.rows, mass)
     listed[-1] = logits.shape[-1]
     listed = statistics.gather_statistics(listed.to(room.dtype).unsqueeze(0), options.group).sum((0, 1))
-    # 2. What is below it, of all ranks, is less than 1 - p. NaN decides nothing; such a row has no lists.
+    # 2. The list is enough if the mass below the bound, over all ranks, is less than 1 - p. NaN compares as False.
     tail = survivors.row_sum_m1 - listed[:-1]
     has_more = tail > (1.0 - top_p - RESOLUTION) * (1.0 + survivors.row_sum_m1)
     if not has_more.any():
         return guess, candidates
-    # 3. The rows for which these are not enough have the first bound.
+    # 3. Rows without enough mass take the first bound.
     certain = logit_at(math.log(SLACK * (1.0 - top_p) / max(float(listed[-1]), 1.0)))
     return torch.where(has_more, torch.minimum(certain, guess), guess), Candidates(logits, options.chunk_size)
 
 
 class Masses(NamedTuple):
-    """exp((z - m) / temperature) of this rank's logits, 0 for the first of a row: that one is the 1 of 1 + R."""
+    """exp((z - m) / temperature) of this rank's logits; 0 for the first token of a row, which is the 1 of 1 + R."""
 
     row_max: Float[Tensor, " n"]
     first_is_on_this_rank: Bool[Tensor, " n"]
@@ -212,7 +216,7 @@ class Masses(NamedTuple):
 
     def of_entries(self, row_slice: slice, entries: Entries) -> Float[Tensor, " m"]:
         m = of_rows(self.row_max[row_slice], entries.rows)
-        # Of the few that equal the largest, in order of their rows, the first of each row.
+        # The entries that equal their row's maximum are few and ordered by row; mark the first of each row.
         largest = (entries.logits == m).nonzero().squeeze(-1)
         rows_of_largest = entries.rows[largest].long()
         is_first = self.first_is_on_this_rank[row_slice][rows_of_largest]
@@ -223,7 +227,7 @@ class Masses(NamedTuple):
 def _ties(
     candidates: Candidates, column: Int[Tensor, "n 1"], threshold: Float[Tensor, " n"], options: LogprobOptions
 ) -> Ties:
-    """How many logits equal the threshold, and how many of them precede the target. One all_gather."""
+    """Ties with the threshold: their number on each rank, and the number before the target. One all_gather."""
     message = torch.zeros(2, len(threshold), dtype=threshold.dtype, device=threshold.device)
     target = column.squeeze(-1)
     for row_slice, entries in candidates.between(threshold, threshold):

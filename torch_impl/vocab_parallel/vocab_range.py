@@ -1,7 +1,7 @@
-"""Which ids a rank has: shards are contiguous in rank order and may differ in width.
+"""The range of vocabulary ids of each rank: shards are contiguous, in rank order, and may differ in width.
 
-`VocabStart` and `VocabEnd` are the kinds of argument by which public functions state a range in their signatures. For a
-DTensor the range follows from its mesh.
+Public functions state a range in their signatures by the kinds `VocabStart` and `VocabEnd`. For a DTensor the range
+follows from its mesh.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class _RangeStart:
 
 @dataclass(frozen=True)
 class _RangeEnd:
-    """The id after this rank's last one. The range must fit the columns of the shard, an earlier argument."""
+    """The end of this rank's range, one past its last id. The range must fit the shard, an earlier argument."""
 
     def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
         if (problem := Number(integer=True).problem(value)) is not None:
             return of_argument(name, problem)
         if "vocab_start_index" not in sizes:
             return f"vocab_start_index=None but {name}={value}; pass both, or neither to count ids in rank order"
-        # The kinds before this one, from left to right, have stored the range's start and the width of the shard.
+        # The arguments to the left have stored the range's start and the width of the shard.
         start, (columns, shard) = sizes["vocab_start_index"][0], sizes.get("v/tp", (value, ""))
         vocab_range = f"vocab range [{start}, {value})"
         if start < 0:
@@ -61,14 +61,16 @@ ChunkSize = Annotated[int, Number(1, integer=True, remedy=", or None for automat
 
 
 def all_gather_range(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int]:
-    """[start, end) of this rank's ids, from the widths of all ranks. One all_gather of one int64, one host read;
-    neither in a group of one."""
+    """[start, end) of this rank's ids, from the widths of all ranks.
+
+    One all_gather of one int64 and one host read; neither in a group of one.
+    """
     start, end, _ = all_gather_range_and_size(width, group, device)
     return start, end
 
 
 def all_gather_range_and_size(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int, int]:
-    """`all_gather_range`, and the ids of all ranks together."""
+    """`all_gather_range`, and the number of ids on all ranks together."""
     # Shards may differ in width, so every rank needs the widths of the ranks before it.
     widths = all_gather_widths(width, group, device)
     end = sum(widths[: group.rank() + 1])
@@ -76,14 +78,14 @@ def all_gather_range_and_size(width: int, group: ProcessGroup, device: torch.dev
 
 
 def all_gather_widths(width: int, group: ProcessGroup, device: torch.device) -> list[int]:
-    """The columns of each rank. One all_gather of one int64, one host read; neither in a group of one."""
+    """The number of columns of each rank. One all_gather of one int64, one host read; neither in a group of one."""
     if has_full_rows(group):
         return [width]
     return all_gather_stack(torch.tensor(width, device=device), group).tolist()
 
 
 def stated_or_counted_range(logits: Tensor, group: ProcessGroup, start: int | None, end: int | None) -> tuple[int, int]:
-    """This rank's ids; without a range they are counted in rank order, by one all_gather of the widths.
+    """The given range, or without one this rank's ids counted in rank order, by one all_gather of the widths.
 
     Errors: ValueError for a range without its end.
     """
@@ -95,7 +97,7 @@ def stated_or_counted_range(logits: Tensor, group: ProcessGroup, start: int | No
 
 
 def ceil_range(size: int, world: int, rank: int) -> tuple[int, int]:
-    """[start, end) of one rank's ids by DTensor's rule: blocks of ceil(size / world) while they last.
+    """[start, end) of one rank's ids by DTensor's rule: blocks of ceil(size / world) until the ids are used up.
 
     >>> [ceil_range(5, 4, rank) for rank in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -104,14 +106,14 @@ def ceil_range(size: int, world: int, rank: int) -> tuple[int, int]:
 
 
 def dtensor_range(logits: DTensor) -> tuple[ProcessGroup, int, int]:
-    """The group of the mesh dim `tp`, over which the vocabulary is sharded, and [start, end) of this rank's ids."""
+    """The group of the mesh dim `tp`, which shards the vocabulary, and [start, end) of this rank's ids."""
     mesh = logits.device_mesh
     tp = (mesh.mesh_dim_names or ()).index("tp")
     return mesh.get_group("tp"), *ceil_range(logits.shape[-1], mesh.size(tp), mesh.get_local_rank(tp))
 
 
 def why_not_sharded_over_tp(name: str, logits: DTensor) -> str | None:
-    """Why logits are not sharded over the mesh dim `tp` by vocabulary, and over `cp` by sequence or not at all."""
+    """Why logits are not sharded by vocabulary over the mesh dim `tp` and at most by sequence over `cp`, or None."""
     axes, vocab = logits.device_mesh.mesh_dim_names or (), logits.ndim - 1
     if "tp" not in axes:
         return (
@@ -125,7 +127,10 @@ def why_not_sharded_over_tp(name: str, logits: DTensor) -> str | None:
 
 
 def why_not_sharded_by(name: str, x: DTensor, dims: dict[str, int]) -> str | None:
-    """Why x has another placement: each named mesh dim shards its own dim or nothing, every other one the batch."""
+    """Why the placements of x are not allowed, or None: a mesh dim in `dims` may only shard that dim of x.
+
+    Any other mesh dim may only shard the batch.
+    """
     names = x.device_mesh.mesh_dim_names
     for number, placement in enumerate(x.placements):
         # A mesh dim that `dims` does not name may shard the batch, dim 0.
@@ -138,8 +143,8 @@ def why_not_sharded_by(name: str, x: DTensor, dims: dict[str, int]) -> str | Non
 
 
 def why_not_rank(rank: int | None, group: ProcessGroup | None) -> str | None:
-    """Why `rank` is not this rank in the group; without a group it can only be 0."""
-    # The group knows the rank already; the argument only shows that the caller means the same group.
+    """Why `rank` is not this rank in the group, or None; without a group it must be 0."""
+    # The group already knows the rank; the argument only confirms that the caller means the same group.
     if group is None:
         return f"vocab_parallel_rank={rank} but vocab_parallel_group is None; pass both" if rank else None
     if rank is None:

@@ -222,7 +222,7 @@ def _schemes_by_pattern(pattern: str) -> list[Declared]:
             raise UnusableTarget(f"{pattern}: is no target; sizes stand after --mesh or --dim, as in --mesh dp=2,cp=2")
         file_hint = f"; did you mean {pattern}.py?" if Path(f"{pattern}.py").is_file() else ""
         hint = file_hint or nearest(pattern, [entry.name for entry in entries])
-        raise UnusableTarget(f"{pattern}: no file and no scheme of this name{hint} (shardproof list shows all)")
+        raise UnusableTarget(f"{pattern}: no file and no scheme of this name{hint} (shardproof list --all shows all)")
     for file in {entry.file for entry in matches}:
         schemes_of_file(str(PACKAGE.parent / file))
     return [TABLE[entry.key] for entry in matches]

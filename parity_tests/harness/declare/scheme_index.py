@@ -31,7 +31,10 @@ MOST_FILES = 8  # indices of other checkouts and environments that the folder ke
 
 @dataclass(frozen=True)
 class Entry:
-    """A built-in scheme: its key in the table, the file that declares it, relative to the root, and what it takes."""
+    """A built-in scheme: its key in the table, the file that declares it, relative to the root, and what it takes.
+
+    `public` is whether it verifies something public, see `public_names.is_public`.
+    """
 
     key: str
     name: str
@@ -43,15 +46,18 @@ class Entry:
     dtypes: list[str]
     engines: list[str]
     reference: str
+    public: bool
 
     def to_dict(self) -> dict[str, Any]:
         """As `shardproof list --json` prints it."""
-        record = {name: value for name, value in asdict(self).items() if name not in ("key", "line")}
+        record = {name: value for name, value in asdict(self).items() if name not in ("key", "line", "public")}
         return {**record, "file": f"{self.file}:{self.line}"}
 
 
 def entry_of(scheme: Declared) -> Entry:
     """The entry of an imported scheme, a user's as well."""
+    from parity_tests.harness.implementation.public_names import is_public
+
     reference = getattr(scheme.reference, "__name__", type(scheme.reference).__name__)
     path = Path(scheme.file)
     return Entry(
@@ -65,6 +71,7 @@ def entry_of(scheme: Declared) -> Entry:
         dtypes=list(scheme.dtypes),
         engines=list(scheme.engines),
         reference=f"{scheme.reference.__module__}.{reference}",
+        public=is_public(scheme.fn),
     )
 
 

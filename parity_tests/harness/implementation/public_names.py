@@ -60,6 +60,14 @@ def public_names_of(fn: Callable[..., Any]) -> list[PublicName]:
     return list(public_names)
 
 
+def is_public(fn: Callable[..., Any]) -> bool:
+    """Whether a scheme's function verifies something public, so that it can judge another implementation of it.
+
+    The other built-in schemes verify parts that only our own code calls.
+    """
+    return bool(public_names_of(fn))
+
+
 def rebound(fn: Callable[..., Any], replacements: Mapping[PublicName, Any]) -> FunctionType:
     """A copy of a function in which public names stand for their replacements, and so in its helper functions."""
     by_id = {id(name.value): replacement for name, replacement in replacements.items()}

@@ -1,17 +1,21 @@
-"""Every built-in reference: NumPy has a rule for all of it, and its evaluation is XLA's."""
+"""Every built-in reference: NumPy has a rule for all of it, its evaluation is XLA's, and it reads its inputs."""
 
 import jax
+import numpy as np
 import pytest
 
 from parity_tests.harness.declare.discover import built_in
-from parity_tests.harness.draw.choosers import seeded_chooser
+from parity_tests.harness.draw.choosers import even_chooser, seeded_chooser
 from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.judge import reference
 from parity_tests.harness.run.program import Program
 from parity_tests.specimens.two_evaluations import evaluated_twice
+from shardproof import scheme as declared
 
 SHAPES = 2  # choices of each size: the smallest ones
-SCHEMES = {scheme.reference: scheme for scheme in built_in()}  # one for each reference
+BUILT_IN = built_in()
+SCHEMES = {scheme.reference: scheme for scheme in BUILT_IN}  # one for each reference
+EXAMPLES = 40
 
 
 @pytest.fixture
@@ -44,3 +48,30 @@ def test_numpy_and_xla_agree(scheme, traced):
 
 def test_as_many_references_as_there_are():
     assert len(SCHEMES) > 70 and jax.config.jax_enable_x64
+
+
+def moves(scheme, number):
+    """Whether an output of a drawn case changes where nothing but the values of the inputs does."""
+    case = draw_case(scheme, even_chooser(number), {}, seed=0)
+    other = draw_case(scheme, even_chooser(number + 1), {**case.mesh, **case.dims}, seed=1)
+    perturbed = case.replace(seed=other.seed, values=other.values, lengths=other.lengths)
+    before, after = (reference.evaluate(scheme, Program.of(scheme), each).outputs for each in (case, perturbed))
+    finite = {name: np.isfinite(before[name]) & np.isfinite(after[name]) for name in before}  # inf * 0 is NaN
+    return any((before[name] != after[name])[finite[name]].any() for name in before)
+
+
+@pytest.mark.parametrize("scheme", BUILT_IN, ids=lambda scheme: scheme.key)
+def test_other_inputs_give_other_outputs(scheme):
+    """What reads no value of its inputs is a table of answers: compare these in a parametrized test, by name."""
+    assert any(moves(scheme, number) for number in range(EXAMPLES))
+
+
+def test_a_table_of_answers_does_not_move():
+    def answers(x):
+        return x * 0.0 + 3.0
+
+    def table_of_answers(mesh, x):
+        return x * 0.0 + 3.0
+
+    table = declared(reference=answers, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp")(table_of_answers)
+    assert not any(moves(table, number) for number in range(EXAMPLES))

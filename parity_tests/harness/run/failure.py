@@ -13,6 +13,7 @@ from parity_tests.harness.run.ledger import Ledger
 
 # After the name of an attribute that a process group has not, as in mesh["tp"].get_group().
 GROUP_HINT = "mesh[axis] is a process group; mesh.device_mesh[axis] is torch's DeviceMesh"
+CANNOT_RUN = "lockstep cannot run this"  # in its own errors; torch's C++ hands on the message alone
 WRAPPED = "failed to run forward"  # in the message of torch's exception around that of a pipeline's stage
 
 

@@ -237,6 +237,7 @@ BUGS = (
         old="number == last_block, keeps_dtype)",
         new="number > last_block, keeps_dtype)",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; parallelizer/test_dry_run_counts.py catches it",
     ),
     InjectedBug(
         name="a dry run of halves that are sharded as one",
@@ -245,5 +246,6 @@ BUGS = (
         old="parts * -(-shape[dim] // (parts * ranks))",
         new="-(-shape[dim] // (parts * ranks))",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; parallelizer/test_dry_run_counts.py catches it",
     ),
 )

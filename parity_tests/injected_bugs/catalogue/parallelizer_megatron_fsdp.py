@@ -78,6 +78,7 @@ BUGS = (
         old="    return int(seed)",
         new="    return torch.initial_seed() % 2**62",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; parallelizer/test_meta_init.py catches it",
     ),
     InjectedBug(
         name="a seed that is sent along the first axis alone",
@@ -86,6 +87,7 @@ BUGS = (
         old="    for axis in range(mesh.ndim):",
         new="    for axis in range(1):",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; parallelizer/test_meta_init.py catches it",
     ),
     InjectedBug(
         name="values that depend on the unit they are made in",
@@ -94,6 +96,7 @@ BUGS = (
         old="module_seed = (seed + zlib.crc32(name.encode())) % 2**62",
         new="module_seed = seed + len(modules)",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; parallelizer/test_meta_init.py catches it",
     ),
     # Megatron-FSDP: the check of gradients
     InjectedBug(

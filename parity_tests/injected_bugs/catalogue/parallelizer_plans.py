@@ -291,6 +291,7 @@ BUGS = (
         old='            yield f"{both}, but they share one parameter; give both the same placement"',
         new="            continue",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; parallelizer/test_tp_plan.py catches it",
     ),
     InjectedBug(
         name="packed halves under FSDP passed over",

@@ -3,7 +3,6 @@
 from parity_tests.injected_bugs.injected_bug import TRAIN_VERIFY, InjectedBug
 
 BUGS = (
-    # Models in stages
     InjectedBug(
         name="a tied gradient that is not summed",
         kind="tied",
@@ -109,7 +108,6 @@ BUGS = (
         new="set_shapes(stages, sizes, 2 * microbatch_size, seq_len",
         expect="collective mismatch: ",
     ),
-    # Partitions and schedules
     InjectedBug(
         name="a v that does not turn round",
         kind="schedule",
@@ -149,6 +147,7 @@ BUGS = (
         old="return -(-stages // pp_size) * pp_size",
         new="return stages // pp_size * pp_size",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_partition.py catches it",
     ),
     InjectedBug(
         name="stages that are too few for the layers",
@@ -245,6 +244,7 @@ BUGS = (
         old='elif event.action.kind in ("B", "W"):',
         new='elif event.action.kind in ("W",):',
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_reference.py catches it",
     ),
     InjectedBug(
         name="a backward before its forward accepted",
@@ -277,6 +277,7 @@ BUGS = (
         old="column {error.position + 1}: {error.problem}",
         new="column {error.position}: {error.problem}",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_csv_schedule.py catches it",
     ),
     InjectedBug(
         name="forwards of the last stage in any order",
@@ -425,6 +426,7 @@ BUGS = (
         old="sum(rank == self.stage_to_rank[stage] for rank in self.stage_to_rank[:stage])",
         new="stage",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_pictures.py catches it",
     ),
     InjectedBug(
         name="a number at the start of its box",
@@ -433,6 +435,7 @@ BUGS = (
         old="centre, number = start + length / 2,",
         new="centre, number = start,",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_pictures.py catches it",
     ),
     # Advice on the number of stages
     InjectedBug(
@@ -442,5 +445,6 @@ BUGS = (
         old="range(num_layers, 0, -1)",
         new="range(1, num_layers + 1)",
         expect="value: ",
+        survives="code without mathematics, which no scheme runs; pipelining/test_partition.py catches it",
     ),
 )

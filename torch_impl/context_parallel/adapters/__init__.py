@@ -1,1 +1,1 @@
-"""Adapters for other libraries, by the names of those libraries; each imports its library only when it is used."""
+"""Adapters for other libraries, named after them; each imports its library only when it is used."""

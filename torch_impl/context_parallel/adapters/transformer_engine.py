@@ -16,10 +16,10 @@ EXTENSION = "transformer_engine_torch"
 
 
 def local_index(layout: TokenLayout) -> Int64[Tensor, " local"]:
-    """The positions that this rank holds, computed by Transformer Engine where it can, else by the layout.
+    """The positions that this rank holds, computed by Transformer Engine if possible, else by the layout.
 
-    Both are equal. The lengths of `layout` are validated before: Transformer Engine has only a device-side assertion
-    for a length that does not divide, which ends the process or passes silently.
+    Both give the same positions. The lengths of `layout` must be valid: for a length that does not divide, Transformer
+    Engine has only a device-side assertion, which ends the process or passes silently.
     """
     if layout.cu_padded.is_cuda and layout.cp_size > 1 and importlib.util.find_spec(EXTENSION):
         return partitioned_indices(layout.cu_padded, layout.total, layout.cp_size, layout.cp_rank)
@@ -45,7 +45,7 @@ def partitioned_indices(
 def attention_kwargs(batch: dict[str, Any]) -> dict[str, Any]:
     """The arguments of Transformer Engine's attention for a batch of one chunk from `make_cp_batch_for_te`.
 
-    Under cp the padded offsets are passed for the real ones, too: no release is known to handle real lengths correctly
+    Under cp the padded offsets also replace the real ones: no release is known to handle real lengths correctly
     (NVIDIA/TransformerEngine #1929, #1930, #3331, #3487), and causal attention never sees padding on the right.
 
     Cost:   one host read of max_seqlen.
@@ -58,7 +58,7 @@ def attention_kwargs(batch: dict[str, Any]) -> dict[str, Any]:
         chunks = len(batch["cu_seqlens_padded"])
         raise ValueError(f"context_parallel.te: batch holds {chunks} chunks; pass one of them")
     padded, longest = batch["cu_seqlens_padded"], int(batch["max_seqlen"])
-    # The kernel needs max_seqlen as an int, hence the host read.
+    # The kernel needs max_seqlen as an int: read it on the host.
     real = padded if batch["cp_size"] > 1 else batch["cu_seqlens"]
     return {
         "qkv_format": "thd",
@@ -72,7 +72,7 @@ def attention_kwargs(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _extension() -> ModuleType:
-    # By its name, so that this module can be imported and type-checked where the library is not installed.
+    # Import it by name, so that this module can be imported and type-checked without the library.
     try:
         return importlib.import_module(EXTENSION)
     except ImportError as error:

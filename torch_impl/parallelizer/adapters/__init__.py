@@ -1,1 +1,1 @@
-"""Functions of other libraries' APIs: nvfsdp and Megatron-FSDP, and three small ones."""
+"""Functions with other libraries' interfaces: nvfsdp and Megatron-FSDP, and three small ones."""

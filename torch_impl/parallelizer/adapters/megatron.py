@@ -13,14 +13,14 @@ from torch import nn
 from torch_impl.parallelizer.mesh_axes import MeshAxes
 
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
-ALIASES = ("params", "grads_params")  # names of no release; optim_grads_params shards what each of them names
+ALIASES = ("params", "grads_params")  # in no release; optim_grads_params shards everything that they name
 EXTRA = "pip install -e '.[megatron]' in the clone"
 CUDA_ONLY = ("keep_fp8_transpose_cache_when_using_custom_fsdp", "nccl_ub", "fsdp_double_buffer")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `nvfsdp_strategy_parallelize` other than model, mesh, units, plan and backend."""
+    """The arguments of `nvfsdp_strategy_parallelize` except model, mesh, units, plan and backend."""
 
     data_parallel_sharding_strategy: str
     init_nvfsdp_with_meta_device: bool
@@ -50,7 +50,7 @@ class Settings:
 
     @property
     def strategy(self) -> str:
-        """One of the four strategies, also where an alias was passed."""
+        """One of the four strategies, with aliases resolved."""
         name = self.data_parallel_sharding_strategy
         return STRATEGIES[0] if name in ALIASES else name
 
@@ -85,19 +85,19 @@ def have(module: str, name: str) -> bool:
     """Whether a library can be imported and has a function."""
     try:
         return hasattr(importlib.import_module(module), name)
-    # OSError: a library that is installed, but whose shared objects cannot be loaded.
+    # An installed library raises OSError if its shared objects cannot be loaded.
     except (ImportError, OSError):
         return False
 
 
 def choose_backend(backend: str, device_type: str, have_nvfsdp: bool) -> str:
-    """The backend of a name on a device; `auto` prefers a library on CUDA.
+    """Choose the backend by name and device; `auto` prefers a library on CUDA.
 
     Errors: ImportError for a library that is not installed; ValueError for one that needs CUDA.
     """
     has_cuda, have_megatron = device_type == "cuda", have("megatron_fsdp", "fully_shard_model")
     if backend == "auto":
-        # Without CUDA `auto` is torch's functions, which do the same; only a library that was named is an error.
+        # Without CUDA `auto` uses torch's functions, with the same results; only a library passed by name is an error.
         library = "nvfsdp" if have_nvfsdp else "megatron_fsdp" if have_megatron else "native"
         return library if has_cuda else "native"
     if backend == "nvfsdp" and not have_nvfsdp:
@@ -110,7 +110,7 @@ def choose_backend(backend: str, device_type: str, have_nvfsdp: bool) -> str:
 
 
 def with_nvfsdp(model: nn.Module, axes: MeshAxes, settings: Settings, classes: list[type]) -> nn.Module:
-    """The model in nvfsdp's wrapper."""
+    """Wrap the model by nvfsdp."""
     wrap: Any = importlib.import_module("nvfsdp").fully_shard
     return wrap(
         module=model,
@@ -127,9 +127,9 @@ def with_nvfsdp(model: nn.Module, axes: MeshAxes, settings: Settings, classes: l
 
 
 def with_megatron_fsdp(model: nn.Module, axes: MeshAxes, settings: Settings, classes: list[type]) -> nn.Module:
-    """The model in megatron-fsdp's wrapper; the optimizer must go through its `fully_shard_optimizer`."""
+    """Wrap the model by megatron-fsdp; the optimizer must go through the library's `fully_shard_optimizer`."""
     library: Any = importlib.import_module("megatron_fsdp")
-    # One dtype for what is sent and what is accumulated, so that neither rounds what the other has.
+    # Send and accumulate gradients in one dtype, so that neither step rounds the other's result.
     reduce_dtype = torch.float32 if settings.grad_reduce_in_fp32 else None
     policy = library.MixedPrecisionPolicy(
         main_params_dtype=torch.float32 if settings.preserve_fp32_weights else None,
@@ -157,7 +157,7 @@ def with_megatron_fsdp(model: nn.Module, axes: MeshAxes, settings: Settings, cla
 
 
 def _same_names(settings: Settings) -> dict[str, bool]:
-    """The settings that have the same name in both libraries."""
+    """The settings with the same name in both libraries."""
     names = ("overlap_grad_reduce", "overlap_param_gather", "average_in_collective", "disable_bucketing")
     names += ("calculate_per_token_loss", "nccl_ub", "fsdp_double_buffer")
     return {name: getattr(settings, name) for name in names}

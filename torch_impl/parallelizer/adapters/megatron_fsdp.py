@@ -1,4 +1,4 @@
-"""`nvfsdp_strategy_parallelize` under its newer name, with the newer names of its arguments."""
+"""`nvfsdp_strategy_parallelize` under its newer name, with newer argument names."""
 
 from __future__ import annotations
 
@@ -43,21 +43,20 @@ def megatron_fsdp_strategy_parallelize(
     *,
     activation_checkpointing: bool = False,
 ) -> tuple[nn.Module, Any]:
-    """(model, optimizer): `nvfsdp_strategy_parallelize` by its newer name and arguments.
+    """`nvfsdp_strategy_parallelize` with its newer name and arguments; returns (model, optimizer).
 
         zero_dp_strategy   0 no_shard    1 optim    2 optim_grads    3 optim_grads_params, or one of these names
 
-    An optimizer whose parameters are those of the model has the sharded ones afterwards, in the same groups; it must
-    not have taken a step. `megatron_fsdp_unit_modules`, `init_fsdp_with_meta_device` and `keep_fp8_transpose_cache` are
-    the older `nvfsdp_unit_modules`, `init_nvfsdp_with_meta_device` and
-    `keep_fp8_transpose_cache_when_using_custom_fsdp`.
-    What has the same name there means the same: `grad_reduce_in_fp32`, `preserve_fp32_weights`, `overlap_grad_reduce`,
-    `overlap_param_gather`, `check_for_nan_in_grad`, `average_in_collective`, `disable_bucketing`,
-    `calculate_per_token_loss`, `nccl_ub`, `fsdp_double_buffer`.
+    An `optimizer` of the model's parameters gets the sharded parameters, in the same groups; it must not have taken a
+    step. `megatron_fsdp_unit_modules`, `init_fsdp_with_meta_device` and `keep_fp8_transpose_cache` are the newer names
+    of `nvfsdp_unit_modules`, `init_nvfsdp_with_meta_device` and `keep_fp8_transpose_cache_when_using_custom_fsdp`.
+    These arguments have the same name and meaning in both functions: `grad_reduce_in_fp32`, `preserve_fp32_weights`,
+    `overlap_grad_reduce`, `overlap_param_gather`, `check_for_nan_in_grad`, `average_in_collective`,
+    `disable_bucketing`, `calculate_per_token_loss`, `nccl_ub`, `fsdp_double_buffer`.
 
-    Cost:   that of `nvfsdp_strategy_parallelize`, natively.
-    Errors: its errors, and ValueError for an optimizer that has state or another model's parameters, before anything
-            is changed.
+    Cost:   as the native `nvfsdp_strategy_parallelize`.
+    Errors: as `nvfsdp_strategy_parallelize`; ValueError for an optimizer that has state or another model's parameters,
+            before anything is changed.
     """
     names = _names_of_groups(model, optimizer)
     strategy = STAGES[zero_dp_strategy] if isinstance(zero_dp_strategy, int) else zero_dp_strategy
@@ -80,7 +79,7 @@ def megatron_fsdp_strategy_parallelize(
         nccl_ub=nccl_ub,
         fsdp_double_buffer=fsdp_double_buffer,
         activation_checkpointing=activation_checkpointing,
-        # With an optimizer natively: a library wants it wrapped by its own function.
+        # Use the native backend with an optimizer: a library requires its own wrapper for it.
         backend="auto" if optimizer is None else "native",
     )
     for group, of_group in zip(() if optimizer is None else optimizer.param_groups, names, strict=True):
@@ -89,7 +88,7 @@ def megatron_fsdp_strategy_parallelize(
 
 
 def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[list[str]]:
-    """The names of the parameters of each group of an optimizer. Errors: ValueError."""
+    """The parameter names of each group of an optimizer. Errors: ValueError."""
     if optimizer is None:
         return []
     if optimizer.state:

@@ -1,4 +1,4 @@
-"""Initialise a model on the meta device, a unit at a time, to values that do not depend on the mesh."""
+"""Initialise a model from the meta device, one unit at a time, with values that do not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_impl.parallelizer.tp_styles import owner_of
 
 
 def check_meta(model: nn.Module, *, is_expected: bool) -> None:
-    """ValueError unless the model is on the meta device exactly if that is expected, and can be initialised."""
+    """ValueError unless the model is on the meta device if and only if that is expected, and can be initialised."""
     for problem in _meta_problems(model, is_expected):
         raise ValueError(f"init_nvfsdp_with_meta_device{problem}")
 
@@ -28,7 +28,7 @@ def _meta_problems(model: nn.Module, is_expected: bool) -> Iterator[str]:
     if is_expected and not on_meta:
         build = "build the model under torch.device('meta'), or pass False"
         yield f"=True, and no parameter is on the meta device; {build}"
-    # Models of transformers initialise all their modules by this one method; others need one for each module.
+    # A transformers model initialises all its modules by this one method; other models need one for each module.
     if not is_expected or hasattr(model, "_init_weights"):
         return
     for name, module in model.named_modules():
@@ -39,7 +39,7 @@ def _meta_problems(model: nn.Module, is_expected: bool) -> Iterator[str]:
 
 def shared_seed(mesh: DeviceMesh) -> int:
     """The first rank's seed, on every rank of a mesh. Cost: 1 broadcast of 8 bytes for each axis."""
-    # Below 2^62, so that it fits int64 also after a module's checksum has been added.
+    # Keep it below 2^62, so that it fits int64 even after a module's checksum is added.
     seed = torch.tensor(torch.initial_seed() % 2**62, device=mesh.device_type)
     for axis in range(mesh.ndim):
         dist.broadcast(seed, group=mesh.get_group(axis), group_src=0)
@@ -49,15 +49,15 @@ def shared_seed(mesh: DeviceMesh) -> int:
 def materialize(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
     """Initialise modules of a model at full size.
 
-    A module's values follow from the seed and its name. The generators of the process are left as they were. What
-    shares a parameter on the meta device shares it afterwards.
+    A module's values depend on the seed and its name only. The process's random generators are restored. Tied
+    parameters stay tied.
 
-    Errors: ValueError for a parameter that has no value after the initialisation.
+    Errors: ValueError for a parameter without a value after the initialisation.
     """
     modules = list(modules)
     _allocate(model, [module for _, module in modules], device)
     for name, module in modules:
-        # The name, not the order of calls: on another mesh a rank may initialise other modules before this one.
+        # Seed by name and not by order: on another mesh a rank may initialise other modules before this one.
         module_seed = (seed + zlib.crc32(name.encode())) % 2**62
         with _seed_generators(device, module_seed), torch.no_grad():
             _initialize(model, module)
@@ -71,7 +71,7 @@ def materialize(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], devi
 
 @contextmanager
 def _seed_generators(device: torch.device, seed: int) -> Iterator[None]:
-    """The generators of the CPU and of one device, seeded, and restored afterwards; no other device's is touched."""
+    """Seed the generators of the CPU and of one device, and restore them afterwards; other devices are not touched."""
     cuda = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda, device_type="cuda"):
         torch.default_generator.manual_seed(seed)
@@ -90,10 +90,10 @@ def _initialize(model: nn.Module, module: nn.Module) -> None:
 
 
 def _allocate(model: nn.Module, modules: list[nn.Module], device: torch.device) -> None:
-    """Allocate each parameter and buffer, filled with NaN, under all names that the model has for it."""
+    """Allocate each parameter and buffer, filled with NaN, under all its names in the model."""
     inside = {id(tensor) for module in modules for tensor in _direct_tensors(module).values() if tensor.is_meta}
     allocated: dict[int, Tensor] = {}
-    # A parameter that several modules share is allocated once and registered under each of its names.
+    # Allocate a shared parameter once, and register it under each of its names.
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) in inside:
             owner, leaf = owner_of(model, name)
@@ -113,6 +113,6 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a module, without those of modules inside it."""
+    """The parameters and buffers that a module owns directly."""
     both = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}

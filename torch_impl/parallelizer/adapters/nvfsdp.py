@@ -1,4 +1,4 @@
-"""Megatron-FSDP under the name nvfsdp: by the library on CUDA, by torch's own functions elsewhere."""
+"""Megatron-FSDP under the name nvfsdp: the library on CUDA, torch's own functions elsewhere."""
 
 from __future__ import annotations
 
@@ -46,39 +46,39 @@ def nvfsdp_strategy_parallelize(
     activation_checkpointing: bool = False,
     backend: Literal["auto", "native", "megatron_fsdp", "nvfsdp"] = "auto",
 ) -> nn.Module:
-    """Parallelize a model over a mesh as Megatron-FSDP does: tensor plan, checkpointing, data parallelism.
+    """Parallelize a model over a mesh like Megatron-FSDP: tensor plan, checkpointing, data parallelism.
 
         ids  "b/dp s"   ->   logits  "b/dp s v"         the same on each tp rank
 
-    `backend="auto"` is nvfsdp or megatron-fsdp, where one is installed and the mesh is on CUDA, else native: in place,
-    by torch's `fully_shard` and `replicate`, with their memory between steps. With megatron-fsdp the optimizer must go
-    through its `fully_shard_optimizer`. Axes of the mesh are identified by name, see `mesh_axes`. Every
-    `data_parallel_sharding_strategy` gives the same gradients and weights:
+    `backend="auto"` uses nvfsdp or megatron-fsdp if one is installed and the mesh is on CUDA. Otherwise it is native:
+    in place, with torch's `fully_shard` and `replicate` and their memory between steps. With megatron-fsdp the
+    optimizer must go through its `fully_shard_optimizer`. Axes of the mesh are identified by name, see `mesh_axes`.
+    Every `data_parallel_sharding_strategy` gives the same gradients and weights:
 
         optim_grads_params   all sharded, gathered again in backward    optim        as optim_grads, reduced where
         optim_grads          all sharded, gathered until backward                    gradient sync is on
         no_shard             all replicated, gradients all-reduced
 
-    nvfsdp_unit_modules    paths of classes; each outermost instance is a unit. None: the full model is one.
-    init_nvfsdp_with_meta_device   initialise a model on meta, a unit at a time at full size, then shard. Values follow
-        from the first rank's seed and the names of modules, whatever the mesh.
+    nvfsdp_unit_modules    paths of classes; each outermost instance is a unit. None: the full model is one unit.
+    init_nvfsdp_with_meta_device   initialise a model on meta, one unit at a time at full size, then shard. Values
+        depend on the first rank's seed and the modules' names only, not on the mesh.
     grad_reduce_in_fp32    reduce in float32 or wider; else in the dtype of the computation.
     preserve_fp32_weights  float32 masters of 16-bit parameters, which compute in 16 bits; the state dict is float32.
     overlap_param_gather   gather one unit ahead in forward, two in backward.
-    check_for_nan_in_grad  FloatingPointError from `backward`, on every rank, naming the first parameter by name.
-    average_in_collective  the collective averages; else it sums and one division follows.
+    check_for_nan_in_grad  FloatingPointError from `backward` on every rank, with the name of the first bad parameter.
+    average_in_collective  average in the collective; else sum and divide once.
     disable_bucketing      each module with parameters of its own is a unit.
     calculate_per_token_loss   gradients are summed over the data ranks, not averaged.
 
-    Natively `overlap_grad_reduce=False`, `nccl_ub`, `fsdp_double_buffer` and
-    `keep_fp8_transpose_cache_when_using_custom_fsdp` have no effect, and a warning says so.
+    In the native backend `overlap_grad_reduce=False`, `nccl_ub`, `fsdp_double_buffer` and
+    `keep_fp8_transpose_cache_when_using_custom_fsdp` have no effect and give a warning.
 
     Cost:   see `fsdp2_strategy_parallelize`; no_shard: 1 all_reduce of each unit. The check: 1 all_reduce of 4 bytes
             for each backward over all axes but pp, and one wait for the device. Meta: 1 broadcast of 8 bytes per axis.
-    Errors: before anything is changed. What `check_plan` and `mesh_axes` reject; ValueError for ranks of ep, an unknown
+    Errors: before anything is changed. As `check_plan` and `mesh_axes`; ValueError for several ep ranks, an unknown
             strategy or backend, a class without an instance, a unit of two dtypes, a model that is on meta and should
             not be or the other way round, a tie across units of one module, averaging a sum; ImportError for a backend
-            whose library is not installed; TypeError for a switch that is no bool.
+            whose library is not installed; TypeError for a switch that is not a bool.
     Source: arXiv 1910.02054 (ZeRO).
     """
     # 1. Validate everything, before anything is changed or sent.
@@ -108,17 +108,17 @@ def nvfsdp_strategy_parallelize(
     instances = unit_instances(model, classes, nvfsdp_unit_modules or [])
     check_meta(model, is_expected=init_nvfsdp_with_meta_device)
     settings.warn_of_aliases()
-    # 2. By torch's functions, unit after unit.
+    # 2. Use torch's functions, unit after unit.
     if backend_name == "native":
         units = nvfsdp_native.units_of(model, parameter_owners(model) if disable_bucketing else instances)
         settings.warn_of_no_effect()
         nvfsdp_native.parallelize(model, axes, styles, settings, units)
         return model
-    # 3. By a library, whose wrapper does all but the tensor plan and checkpointing.
+    # 3. Or use a library's wrapper, which does everything except the tensor plan and checkpointing.
     if axes.tp_mesh is not None:
         shard_modules(model, styles, axes.tp_mesh)
     if activation_checkpointing:
         checkpoint_blocks(model)
-    # The wrapper is another module than the model, which this function therefore returns.
+    # Return the wrapper, which is a different module from the model.
     wrap = with_nvfsdp if backend_name == "nvfsdp" else with_megatron_fsdp
     return wrap(model, axes, settings, classes)

@@ -1,4 +1,4 @@
-"""What Megatron-FSDP does, by torch's `fully_shard` and `replicate`; and its check that gradients are finite."""
+"""Megatron-FSDP with torch's `fully_shard` and `replicate`, and its check that gradients are finite."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Unit:
 
 
 def units_of(model: nn.Module, heads: Sequence[nn.Module]) -> list[Unit]:
-    """The units in the model's order, and the root with the rest. Errors: ValueError for two dtypes in one unit."""
+    """The units in the model's order, then the root with the rest. Errors: ValueError for two dtypes in one unit."""
     groups = [] if any(module is model for module in heads) else groups_by_parameters(model, list(heads))
     number_of = {id(inner): n for n, group in enumerate(groups) for head in group for inner in head.modules()}
     modules: list[dict[str, nn.Module]] = [{} for _ in range(len(groups) + 1)]
@@ -74,20 +74,20 @@ def _dtype(modules: Mapping[str, nn.Module]) -> torch.dtype | None:
 
 
 def parallelize(model: nn.Module, axes: MeshAxes, styles: Styles, settings: Settings, units: list[Unit]) -> None:
-    """Parallelize the units one after another, then apply the settings that concern all of them."""
+    """Parallelize the units one after another, then apply the settings for all units together."""
     mesh = axes.fsdp_mesh if settings.is_sharded else axes.loss_mesh
     seed = shared_seed(axes.mesh) if settings.init_nvfsdp_with_meta_device else 0
     if settings.activation_checkpointing:
         checkpoint_blocks(model)
     for unit in units:
-        # 1. Values at full size, for one unit at a time, so that no rank ever needs memory for the full model.
+        # 1. Initialise at full size one unit at a time, so that no rank ever needs memory for the full model.
         if settings.init_nvfsdp_with_meta_device:
             materialize(model, unit.modules.items(), _device(axes.mesh), seed)
-        # 2. Float32 masters before sharding: FSDP casts its shards to the compute dtype when it gathers them.
+        # 2. Make float32 masters before sharding: FSDP casts shards to the compute dtype when it gathers them.
         if settings.preserve_fp32_weights and unit.dtype in NARROW:
             for parameter in unit.parameters:
                 parameter.data = parameter.data.float()
-        # 3. Tensor parallelism, then FSDP or replication over it.
+        # 3. Apply tensor parallelism, then FSDP or replication.
         if axes.tp_mesh is not None:
             shard_modules(model, {name: styles[name] for name in unit.modules if name in styles}, axes.tp_mesh)
             for head in unit.heads:
@@ -143,11 +143,11 @@ def _device(mesh: DeviceMesh) -> torch.device:
 def check_after_backward(model: nn.Module, group: ProcessGroup) -> None:
     """Check at the end of each backward through the model's output that all gradients are finite on every rank.
 
-    To be called after FSDP has wrapped the model, so that its reductions come first. A backward that reduces nothing,
-    as all but the last of an accumulation, is not checked.
+    Call it after FSDP has wrapped the model, so that FSDP's reductions come first. A backward that reduces nothing (all
+    but the last of an accumulation) is not checked.
 
     Cost:   1 all_reduce of 4 bytes for each backward, and one wait for the device.
-    Errors: FloatingPointError from `backward` on every rank, naming the first parameter in the order of names.
+    Errors: FloatingPointError from `backward` on every rank, with the first parameter in the order of names.
     """
     model.register_forward_hook(_GradientCheck(model, group))
 
@@ -172,7 +172,8 @@ class _GradientCheck:
         gradients = sorted((name, p.grad) for name, p in self._model.named_parameters() if p.grad is not None)
         if not gradients:
             return
-        # Every rank raises, for the first name that is not finite on any rank: the largest distance from the end.
+        # Every rank raises for the first name that is not finite on any rank, which has the largest distance from the
+        # end.
         distance = _distance_from_end([gradient for _, gradient in gradients])
         dist.all_reduce(distance, op=dist.ReduceOp.MAX, group=self._group)
         from_end = int(distance)
@@ -185,9 +186,9 @@ class _GradientCheck:
 
 
 def _distance_from_end(gradients: list[Tensor]) -> Tensor:
-    """Number of gradients from the first one that is not finite on this rank to the last one; 0 if all are finite."""
+    """The number of gradients from the first that is not finite on this rank to the last; 0 if all are finite."""
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    # A rank can have an empty shard of a small parameter, which has no largest magnitude.
+    # A rank's shard of a small parameter may be empty and has no largest magnitude.
     filled = [number for number, shard in enumerate(shards) if shard.numel()]
     device = shards[0].device
     if not filled:

@@ -1,4 +1,4 @@
-"""Destroying the default process group."""
+"""Destroy the default process group."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 def _destroy_dist_connection() -> None:
     """Destroy the default process group, if there is one. May be called any number of times, from any thread.
 
-    On the main thread interrupts are ignored meanwhile, and the handler is restored afterwards, also where destroying
-    the group raises. Other threads cannot change signal handlers.
+    On the main thread interrupts are ignored meanwhile, and the handler is restored afterwards, even if destroying the
+    group raises. Other threads cannot change signal handlers.
     """
     with _interrupts_ignored():
         if dist.is_available() and dist.is_initialized():
@@ -23,7 +23,7 @@ def _destroy_dist_connection() -> None:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """SIGINT ignored, where this thread may change it and Python knows the handler to restore."""
+    """Ignore SIGINT, if this thread may change its handler and Python can restore it."""
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if is_main else None
     if handler is None:  # another thread, or a handler that was installed from C and cannot be restored

@@ -1,4 +1,4 @@
-"""A tensor on the CPU, with its full value if it was distributed."""
+"""Copy a tensor to the CPU, with its full value if it is distributed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICES = ("cuda", "cpu")
 
 @contract
 def to_cpu(v: Any, *, local: bool = False) -> Any:
-    """v on the CPU: the full value of a DTensor, whatever its placements; anything but a tensor is returned as it is.
+    """Move v to the CPU: a DTensor's full value for any placements; other values than tensors are returned unchanged.
 
         DTensor  any placements   ->   "..." the same on each rank of its mesh, detached
 
@@ -36,7 +36,7 @@ def to_cpu(v: Any, *, local: bool = False) -> Any:
         raise Rejected(f"v is a DTensor on {v.device.type!r}{reason}")
     if not local:
         with torch.no_grad():
-            # The result is for reading: it is detached, so that no backward has to communicate.
+            # Detach the result, so that no backward has to communicate.
             return _with_full_halves(v).full_tensor().cpu()
     if any(placement.is_partial() for placement in v.placements):
         raise Rejected(f"v is {v.placements}, so that a rank has a partial sum and no shard; drop local=True")
@@ -45,10 +45,10 @@ def to_cpu(v: Any, *, local: bool = False) -> Any:
 
 
 def _with_full_halves(v: DTensor) -> DTensor:
-    """The same value with no halves of a dim sharded, where other axes shard other dims.
+    """Gather the halves of a dim first, if other axes shard other dims.
 
-    `full_tensor` of torch 2.13 knows no order of axes once one of them shards halves: it raises for experts that are
-    sharded over dp, ep and tp. What is left after the halves has an order that it knows.
+    torch 2.13's `full_tensor` has no order of axes if one of them shards halves: it raises for experts sharded over dp,
+    ep and tp. Without halves it has an order.
     """
     dims = [sharded_dim(placement)[0] for placement in v.placements]
     alone = [is_shard_of_parts(each) and dims.count(dim) == 1 for each, dim in zip(v.placements, dims, strict=True)]

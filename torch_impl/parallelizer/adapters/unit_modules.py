@@ -1,4 +1,4 @@
-"""Classes from their dotted paths, and the modules of a model that become FSDP units of their own."""
+"""Import classes by dotted path, and find the modules of a model that become FSDP units."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ ClassPaths = Annotated[List[str], ListOf(Instance(str, "a path is a string"), "p
 
 @contract
 def import_classes_from_paths(class_paths: ClassPaths) -> list[type]:
-    """The classes of `class_paths`, each "package.module.Class" or "package.module.Outer.Inner", in order; [] gives [].
+    """Import the classes of `class_paths`, each "package.module.Class" or "package.module.Outer.Inner", in order.
 
-    The module is the longest part of the path that can be imported.
+    The module is the longest part of the path that can be imported. [] gives [].
 
-    Errors: TypeError unless a list of strings; ValueError for a path without a dot, a module or an attribute that does
-    not exist, an object that is no class. An ImportError raised inside an existing module passes through.
+    Errors: TypeError unless class_paths is a list of strings; ValueError for a path without a dot, a module or an
+    attribute that does not exist, or an object that is not a class. An ImportError raised inside an existing module
+    passes through.
     """
     return import_classes("parallelizer.import_classes_from_paths: class_paths", class_paths)
 
 
 def import_classes(begin: str, paths: Sequence[str]) -> list[type]:
-    """The classes of some paths; `begin` names the argument in messages. Errors: the ValueErrors of the above."""
+    """Import classes by path; `begin` names the argument in messages. Errors: ValueError as above."""
     return [_import_class(f"{begin}[{i}]={path!r}", path) for i, path in enumerate(paths)]
 
 
 def unit_instances(model: nn.Module, classes: Sequence[type], paths: Sequence[str]) -> list[nn.Module]:
-    """Instances of the classes in the model's order; one inside another is left to the outer one.
+    """The instances of the classes in the model's order, without instances inside another instance.
 
     Errors: ValueError for a class without an instance, by its path.
     """
@@ -45,7 +46,7 @@ def unit_instances(model: nn.Module, classes: Sequence[type], paths: Sequence[st
             )
     outermost: list[nn.Module] = []
     covered: set[int] = set()
-    # A module comes before those inside it, so that an inner instance is covered when it is reached.
+    # A module comes before the modules inside it, so an inner instance is already covered when it is reached.
     for module in modules:
         if isinstance(module, tuple(classes)) and id(module) not in covered:
             outermost.append(module)
@@ -58,7 +59,7 @@ def parameter_owners(model: nn.Module) -> list[nn.Module]:
 
     Errors: ValueError for a parameter that two of them share.
     """
-    # All entries of a module's table of parameters can be None, as those of a LayerNorm without weights.
+    # A module's parameter table may contain only None, as in a LayerNorm without weights.
     named = [(name, module) for name, module in model.named_modules() if name and module._parameters]
     owners = [(name, module) for name, module in named if next(module.parameters(recurse=False), None) is not None]
     first_names: dict[int, str] = {}
@@ -74,11 +75,11 @@ def parameter_owners(model: nn.Module) -> list[nn.Module]:
 
 
 def _import_class(begin: str, path: str) -> type:
-    """The class of a path; `begin` begins its messages."""
+    """Import the class at a path; `begin` begins the error messages."""
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise ValueError(f"{begin}: is not the dotted path of a class, such as 'torch.nn.Linear'")
-    # The module is the longest part that can be imported; all behind it are attributes.
+    # The module is the longest part that can be imported; the rest are attributes.
     module: Any = None
     length, missing = len(parts) - 1, None
     while length and module is None:
@@ -94,7 +95,7 @@ def _import_class(begin: str, path: str) -> type:
 
 
 def _is_part_of(missing: str | None, parts: list[str]) -> bool:
-    """Whether the missing module is that of the path, or a package around it."""
+    """Whether the missing module is the path's module, or a package around it."""
     return missing in {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
 
 

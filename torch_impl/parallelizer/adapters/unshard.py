@@ -1,4 +1,4 @@
-"""Parameters gathered for a while, as for scoring with a model that FSDP has sharded."""
+"""Gather a model's parameters temporarily, for example to score with a model that FSDP has sharded."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch_impl.contract import Module, contract
 
 @contract
 def unshard_fsdp2_model(model: Module) -> AbstractContextManager[None]:
-    """A context in which every FSDP unit of a model has its parameters in full; behind it they are sharded again.
+    """A context in which every FSDP unit of `model` has its full parameters; they are sharded again afterwards.
 
-    They are in the dtype that the units compute in. A parameter that tp shards stays sharded over tp. A model without
-    FSDP units is left as it is. A forward inside frees what its units free behind a forward (`reshard_after_forward`),
-    and the next one gathers that again. `unshard` is the same function.
+    Parameters are in the units' compute dtype, and stay sharded over tp. A model without FSDP units is not changed. A
+    forward inside frees units with `reshard_after_forward`, and the next forward gathers them again. `unshard` is the
+    same function.
 
-    Cost:   on entry 1 all_gather for each unit, and memory for all parameters; on exit none. All ranks enter.
-    Errors: TypeError at the call, unless a Module. What is raised inside passes through, with the parameters sharded
-            again.
+    Cost:   on entry 1 all_gather for each unit, and memory for all parameters; on exit none. All ranks must enter.
+    Errors: TypeError at the call if model is not a Module. Exceptions inside the context pass through, after the
+            parameters are sharded again.
     """
     return _unsharded(model)
 

@@ -1,4 +1,4 @@
-"""Columns of what is sharded over the vocabulary, under the names of NeMo-RL: all of them, some, the largest; a sum.
+"""Full rows, given columns and the argmax of sharded logits, and a sum over a group, under NeMo-RL's names.
 
 Each function passes its arguments on to `softmax`, `topk` or the collectives.
 """
@@ -28,17 +28,15 @@ def vocab_parallel_full_log_softmax(
 ) -> Sharded[Tensor, "... v tp=I"]:
     """Log-softmax of full rows, on every rank, with its gradient.
 
-        vocab_parallel_logits  "b s v/tp"   ->   "b s v tp=I"
+    Computes `vocab_parallel_log_softmax` of `vocab_parallel_logits` and gathers its columns in rank order; shards may
+    differ in width. Every tp rank passes the same cotangent. The result has a full row per token: 128,000 ids and
+    4,096 tokens take 1 GiB in bfloat16. If you need only k ids, `ChunkedDistributedGatherLogprob` gathers k numbers.
 
-    `vocab_parallel_log_softmax`, whose columns are then gathered in rank order; shards may differ in width. Every tp
-    rank passes the same cotangent. The result is a full row for each token: of 128,000 ids and 4,096 tokens it takes
-    1 GiB in bfloat16. Where k ids are enough, `ChunkedDistributedGatherLogprob` gathers k numbers.
-
-    Cost:   that of `vocab_parallel_log_softmax`; forward 1 all_gather of the widest shard more and 1 of one int64,
-            with one host read; in a group of one neither.
-    Errors: those of `vocab_parallel_log_softmax`.
+    Cost:   as `vocab_parallel_log_softmax`, and forward 1 all_gather of the widest shard, 1 all_gather of one int64
+            and one host read; a group of one needs none of the three.
+    Errors: as `vocab_parallel_log_softmax`.
     """
-    # In this order: on a group of one there is nothing to gather, and the second result would be a copy of the first.
+    # A group of one has nothing to gather; a gather would only copy the result.
     log_p = vocab_parallel_log_softmax(vocab_parallel_logits, tp_group)
     if tp_group.size() == 1:
         return log_p
@@ -58,18 +56,16 @@ def vocab_parallel_gather_columns(
 ) -> Sharded[Tensor, "... k tp=I"]:
     """The same k columns of every row, on every rank.
 
-        vocab_parallel_tensor  "b s v/tp"     global_indices  "k"     ->   "b s k tp=I"
+    out[..., j] = x[..., global_indices[j]];   0.0 and no gradient for an id outside the vocabulary
 
-    out[..., j] = x[..., idx_j];   0.0 and no gradient for an id outside the vocabulary
+    x is the `vocab_parallel_tensor`: logits, log-probabilities or any other floating tensor sharded by columns.
+    Duplicates add up in its gradient. Results are float32 (float64 for float64 x); the gradient has x's dtype. Without
+    a range, ids are counted in rank order. Every tp rank passes the same cotangent. If each position has its own ids,
+    call `gather_logits_at_global_indices`.
 
-    x is any floating tensor of the layout: logits, log-probabilities, hidden columns. Duplicates add up in its
-    gradient. Results are float32, for float64 x float64; the gradient has x's dtype. Without a range ids are counted
-    in rank order. Every tp rank passes the same cotangent. Where each position has its own ids, call
-    `gather_logits_at_global_indices`.
-
-    Cost:   forward 1 all_reduce of k * b*s numbers of 4 bytes (float64: 8), without a range 1 all_gather of one int64
-            and one host read more; backward none. Saves 4 bytes for each number of the result.
-    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not int32 or int64, x not floating; ValueError if
+    Cost:   forward 1 all_reduce of k numbers of 4 bytes (float64: 8) per row, and without a range 1 all_gather of one
+            int64 and one host read; backward none. Saves 4 bytes per number of the result.
+    Errors: TypeError if tp_group is not a ProcessGroup, ids are not int32 or int64, x not floating; ValueError if
             the range does not fit the shard or lacks an end, or chunk_size is below 1.
     """
     x = vocab_parallel_tensor
@@ -87,23 +83,22 @@ def vocab_parallel_argmax(
     vocab_end_index: VocabEnd | None = None,
     chunk_size: ChunkSize | None = None,
 ) -> ShardedIds[Tensor, "..."]:
-    """The id of the largest logit of each row; of equal ones the lowest, whatever tp is.
+    """The id of the largest logit of each row; of equal logits the lowest id, for any tp.
 
-        vocab_parallel_logits  "b s v/tp"   ->   "b s" (no gradient)
+    The ids are int64 and have no gradient. Columns of `vocab_parallel_logits` past this rank's range are not
+    candidates, NaN counts as +inf, and a row of -inf gives its first id. Without a range, ids are counted in rank
+    order.
 
-    int64. Columns past this rank's range are not candidates, NaN counts as +inf, and a row of -inf gives its first id.
-    Without a range ids are counted in rank order.
-
-    Cost:   that of `distributed_vocab_topk` with k = 1: 1 all_gather of 8 bytes per token (float64: 16) and one number
-            more; without a range 1 of one int64 and one host read more.
-    Errors: TypeError if tp_group is None or no ProcessGroup, or the logits are not floating; ValueError if the range
+    Cost:   as `distributed_vocab_topk` with k = 1: 1 all_gather of 8 bytes per token (float64: 16) and one number;
+            without a range also 1 all_gather of one int64 and one host read.
+    Errors: TypeError if tp_group is not a ProcessGroup, or the logits are not floating; ValueError if the range
             does not fit the shard or lacks an end, chunk_size is below 1, or no rank has a column.
     """
     start, end = stated_or_counted_range(vocab_parallel_logits, tp_group, vocab_start_index, vocab_end_index)
     _, ids = distributed_vocab_topk(
         vocab_parallel_logits, 1, tp_group, vocab_start_index=start, vocab_end_index=end, chunk_size=chunk_size
     )
-    if ids.shape[-1] == 0:  # on every rank alike: the ranks count the columns of all
+    if ids.shape[-1] == 0:  # the same on every rank, since each counts the columns of all ranks
         raise Rejected("no rank of tp has a column of the vocabulary; pass logits of one id or more")
     return ids.squeeze(-1)
 
@@ -112,17 +107,15 @@ def vocab_parallel_argmax(
 def group_all_reduce_sum(
     tensor: ShardedAny[Tensor, "... tp=P"], group: Group[ProcessGroup, "tp"], with_grad: bool = False
 ) -> ShardedAny[Tensor, "... tp=I"]:
-    """Sum over the ranks of a group, on each of them; `with_grad` with a gradient, which is the cotangent.
+    """Sum over the ranks of a group, on every rank; differentiable if `with_grad`.
 
-        tensor  "b s tp=P"   ->   "b s tp=I"
-
-    Each rank's tensor is a term, `tensor` itself stays as it is, and every rank passes the same cotangent. Where the
-    cotangents are addends, call `torch_impl.collectives.all_reduce` with out="R". Without `with_grad` the result does
-    not require grad: use it for counts, as of the valid tokens that a loss is divided by.
+    Each rank's tensor is one term of the sum; `tensor` itself does not change. Every rank passes the same cotangent,
+    which is the gradient. If the cotangents are addends, call `torch_impl.collectives.all_reduce` with out="R".
+    Without `with_grad` the result does not require grad: use it for counts, such as the number of valid tokens.
 
     Cost:   forward 1 all_reduce of the tensor, bfloat16 and float16 as float32; backward none. Saves nothing.
-    Errors: TypeError if group is None or no ProcessGroup; ValueError for bool, of which the sum would be a logical or,
-            and integers other than int32 and int64, which wrap or which a backend does not add.
+    Errors: TypeError if group is not a ProcessGroup; ValueError for bool, whose sum would be a logical or, and for
+            integers other than int32 and int64, which overflow or which a backend cannot add.
     """
     if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in (torch.int32, torch.int64)):
         raise Rejected(f"tensor is {dtype_name(tensor)}, in which a sum over ranks may not fit; pass tensor.long()")

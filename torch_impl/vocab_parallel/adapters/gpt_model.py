@@ -1,7 +1,7 @@
-"""Megatron's GPTModel with a forward that returns log-probabilities and never gathers its logits.
+"""Patch Megatron's GPTModel so that its forward can return log-probabilities without gathering the logits.
 
-The patched forward is the original one unless it is called for log-probabilities. Weight rows are sharded over tp in
-rank order; labels are replicated and unshifted.
+Without the flag, the patched forward calls the original one. Weight rows are sharded over tp in rank order; labels are
+replicated and unshifted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORWARD = "vocab_parallel._gpt_forward_with_linear_ce_fusion"
 
 @dataclass
 class Fusion:
-    """What a patched class had before: its `forward` (None where it inherited one), and what runs unfused."""
+    """The state of a class before the patch: its own `forward` (None if inherited) and the forward to call unfused."""
 
     class_forward: Callable[..., Any] | None
     original: Callable[..., Any]
@@ -36,15 +36,15 @@ class Fusion:
 
 
 class Patch:
-    """A patched class; `unpatch`, or leaving the `with` block, restores what it was. Twice does no harm."""
+    """A patched class; `unpatch`, or leaving the `with` block, restores it. A second `unpatch` does nothing."""
 
     def __init__(self, model_class: type) -> None:
         self.model_class = model_class
 
     def unpatch(self) -> None:
-        """Restore the original function object and remove what was set.
+        """Restore the original `forward` and remove the patch's attribute.
 
-        Errors: RuntimeError if `forward` was replaced again since.
+        Errors: RuntimeError if `forward` was replaced again after the patch.
         """
         fusion = vars(self.model_class).get(FUSION)
         if fusion is None:
@@ -76,9 +76,9 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
 ) -> Patch:
     """Replace `forward` of Megatron's GPTModel, or of `model_class`, by `_gpt_forward_with_linear_ce_fusion`.
 
-    A class that is patched already only gets the chunk size. Two classes do not interfere.
+    Patching a class again only sets its `chunk_size`. Patches of different classes are independent.
 
-    Cost:   none to patch; that of `from_parallel_hidden_states_to_logprobs` in each forward for log-probabilities.
+    Cost:   none to patch; each forward for log-probabilities as `from_parallel_hidden_states_to_logprobs`.
     Errors: ValueError if chunk_size is below 1; ImportError without Megatron-core, unless a class is given.
     """
     model_class = _gpt_model() if model_class is None else model_class
@@ -118,18 +118,19 @@ def _gpt_forward_with_linear_ce_fusion(
         labels  "b s"   ->   "b u tp=I cp=R",   u = s - 1
 
     `input_ids`, `position_ids`, `attention_mask`, `decoder_input`, `padding_mask`, `extra_block_kwargs` and
-    `inference_context` (once `inference_params`) make the hidden states, as in the original; `runtime_gather_output`,
-    `loss_mask`, `is_spec_decode` and `later_keywords` are the original's alone, since logits are never gathered.
-    Other stages than the last return hidden states. Rows of the weight count in rank order, padded ones included, as
-    in the model's own logits. With `packed_seq_params` the shift stays inside each sequence and the end of each scores
-    0.0. With an inference context, outside training, nothing is saved. Layers of multi-token prediction are left out.
-    Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp.
+    `inference_context` (formerly `inference_params`) produce the hidden states, as in the original. Only the original
+    uses `runtime_gather_output`, `loss_mask`, `is_spec_decode` and `later_keywords`, since logits are never gathered.
+    Stages before the last return hidden states. Ids follow the rows of the weight in rank order, padding rows included,
+    as in the model's own logits. With `packed_seq_params` the shift stays inside each sequence, and the last token of
+    each sequence scores 0.0. With an inference context, outside training, nothing is saved. Multi-token prediction
+    layers are skipped. Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient;
+    divide by cp.
 
-    Cost:   that of `from_parallel_hidden_states_to_logprobs`.
-    Errors: with the flag ValueError if labels are None on the last stage, or logits are more than a product
-            (a bias, a scale); TypeError for a keyword that only the original knows.
+    Cost:   as `from_parallel_hidden_states_to_logprobs`.
+    Errors: with the flag, ValueError if labels are None on the last stage or the output layer has a bias or a scale;
+            TypeError for a keyword that only the original accepts.
     """
-    # 1. Without the flag the original, with only the keywords that were passed: older versions know fewer.
+    # 1. Without the flag, call the original with only the keywords that were passed: older versions know fewer.
     if not return_logprobs_for_linear_ce_fusion:
         keywords = {"inference_params": inference_params, "loss_mask": loss_mask, "padding_mask": padding_mask}
         keywords |= {"is_spec_decode": is_spec_decode}
@@ -137,7 +138,7 @@ def _gpt_forward_with_linear_ce_fusion(
         tokens = (input_ids, position_ids, attention_mask, decoder_input, labels)
         options = (inference_context, packed_seq_params, extra_block_kwargs, runtime_gather_output)
         return getattr(self, FUSION).original(self, *tokens, *options, **keywords, **later_keywords)
-    # 2. With it the hidden states, computed as the original does.
+    # 2. With the flag, compute the hidden states as the original does.
     _check(self, labels, later_keywords)
     if getattr(self.config, "fine_grained_activation_offloading", False):
         self.preprocess_for_fine_grained_offloading()
@@ -147,7 +148,7 @@ def _gpt_forward_with_linear_ce_fusion(
     hidden = _decode(self, self._preprocess(**ids, **inputs), attention_mask, inputs, extra_block_kwargs or {})
     if not self.post_process:
         return hidden
-    # 3. On the last stage their scores, in place of logits.
+    # 3. On the last stage, score them in place of computing logits.
     is_inference = inference_context is not None and not self.training
     return _score(self, hidden, labels, runtime_gather_output, packed_seq_params, is_inference)  # pyright: ignore[reportArgumentType]
 
@@ -155,7 +156,7 @@ def _gpt_forward_with_linear_ce_fusion(
 def _decode(
     model: Any, preprocessed: tuple[Any, ...], attention_mask: Any, inputs: dict[str, Any], extra: dict[str, Any]
 ) -> Float[Tensor, "l b d"]:
-    """Hidden states, from the 6 or 7 values that `_preprocess` returns."""
+    """The decoder's hidden states, from the 6 or 7 values that `_preprocess` returns."""
     decoder_input, rotary_pos_emb, cos, sin, sequence_len_offset, padding_mask, *last = preprocessed
     return model.decoder(
         hidden_states=decoder_input,
@@ -179,7 +180,7 @@ def _score(
     packed: Any,
     inference_only: bool,
 ) -> Float[Tensor, "b u"]:
-    """Log-probabilities of the labels by the model's weight and groups."""
+    """Log-probabilities of the labels, with the model's output weight and its groups."""
     # Megatron pads the vocabulary to equal shards, so the range follows from the rank; no collective.
     is_tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
@@ -203,7 +204,7 @@ def _score(
 
 
 def _check(model: Any, labels: Tensor | None, later_keywords: dict[str, Any]) -> None:
-    """Reject what has no meaning together with the flag."""
+    """Reject arguments and models that the flag does not support."""
     flag = "return_logprobs_for_linear_ce_fusion=True"
     for name in later_keywords:
         raise TypeError(f"{FORWARD}: {name} is not known together with {flag}; drop it")
@@ -218,7 +219,7 @@ def _check(model: Any, labels: Tensor | None, later_keywords: dict[str, Any]) ->
 
 
 def _groups(model: Any) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """The groups of tp and cp, from the model or else from Megatron's parallel state."""
+    """The tp and cp groups, from the model or else from Megatron's parallel state."""
     collection = getattr(model, "pg_collection", None)
     if collection is not None:
         return collection.tp, getattr(collection, "cp", None)
@@ -226,7 +227,7 @@ def _groups(model: Any) -> tuple[ProcessGroup, ProcessGroup | None]:
         from megatron.core import parallel_state
     except ImportError:
         raise _missing(FORWARD) from None
-    state: Any = parallel_state  # typed as one of its groups or their ranks
+    state: Any = parallel_state  # its stubs type the getters as a group or a list of ranks
     return state.get_tensor_model_parallel_group(), state.get_context_parallel_group()
 
 

@@ -1,7 +1,7 @@
-"""Log-probabilities of next tokens under the names of NeMo-RL: logits sharded over tp and cp, plain or as DTensors.
+"""Next-token log-probabilities under NeMo-RL's names, for logits sharded over tp and cp, plain or as DTensors.
 
-Ids come unshifted: position t is scored against id t + 1, and the last position is dropped. Each function validates and
-calls the core in `next_token`.
+Ids are unshifted: position t is scored against id t + 1, and the last position is dropped. Each function validates its
+arguments and calls the core in `next_token`.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ def from_parallel_logits_to_logprobs(
 ) -> Sharded[Tensor, "b u tp=I cp=R"] | tuple[Sharded[Tensor, "b u tp=I cp=R"], Sharded[Tensor, "b u tp=I cp=R"]]:
     """Log-probability of each next token; positions sharded over cp, `target` replicated and unshifted.
 
-        vocab_parallel_logits  "b s/cp:dual_chunk_swap v/tp"     target  "b s"     ->   "b u tp=I cp=R",   u = s - 1
+    out[b, t] = log p(target[b, t + 1] | vocab_parallel_logits[b, t]),   t < u = s - 1
 
-    out[b, t] = log p(target[b, t + 1] | logits[b, t])
-
-    `sampling_params` scales and filters as `TrainingSamplingParams` says; `chunk_size` bounds the working set.
-    `with_entropy` returns the pair (log-probability, sum p log p of its position), without another read of the logits;
-    the entropy is that of the logits over the temperature and the full vocabulary.
+    The l = s/cp positions of the logits on each rank are in DualChunkSwap order; the logits may cover more than s.
+    `sampling_params` scales and filters the logits as `TrainingSamplingParams` describes. With `with_entropy` the
+    result is a pair (log-probability, sum p log p of its position), without another read of the logits; the entropy
+    covers the full vocabulary, at the sampling temperature.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
     or use each score in the loss of one rank alone.
 
-    Cost:   forward that of the core (1 all_gather of 3 * b*s/cp numbers over tp; more with a filter) and
-            1 all_gather of b*s/cp numbers over cp; backward none over tp, 1 reduce_scatter of b*s numbers over cp.
-            With entropy 4 numbers for 3 over tp, and twice as many over cp. Saves what the core does.
-    Errors: TypeError for what is no group, ids that are not int32 or int64, logits not floating; ValueError if
-            shapes disagree, target covers more positions than the logits, s cannot be sharded over cp, the
-            range, chunk_size or sampling parameters are out of range, or with_entropy is combined with a filter.
+    Cost:   forward 1 all_gather of 3 * b*s/cp numbers over tp (more with a filter) and 1 all_gather of b*s/cp numbers
+            over cp; backward none over tp, 1 reduce_scatter of b*s numbers over cp. With entropy 4 numbers for 3 over
+            tp, and twice as many over cp. Saves as `vocab_parallel_logprob`, or with a filter as
+            `DistributedLogprobWithSampling`.
+    Errors: TypeError for a group that is not a ProcessGroup, ids that are not int32 or int64, logits not floating;
+            ValueError if shapes disagree, target covers more positions than the logits, s cannot be sharded over cp,
+            the range, chunk_size or sampling parameters are out of range, or with_entropy is combined with a filter.
     """
     validate_entropy(with_entropy, sampling_params)
     local, cp = vocab_parallel_logits.shape[1], rank_and_size(cp_group)[1]
@@ -87,19 +87,18 @@ def dtensor_from_parallel_logits_to_logprobs(
     sampling_params: Sampling | None = None,
     with_entropy: bool = False,
 ) -> Sharded[Tensor, "b u tp=I cp=I"] | tuple[Sharded[Tensor, "b u tp=I cp=I"], Sharded[Tensor, "b u tp=I cp=I"]]:
-    """Log-probability of each next token, of local logits and a target that may be a DTensor.
+    """Log-probability of each next token, from local `vocab_parallel_logits` and a `target` that may be a DTensor.
 
-        vocab_parallel_logits  "b s/cp v/tp"     target  "b s/cp"     ->   "b u tp=I cp=I",   u = s - 1
+    The target's mesh may have a dim `cp` that shards the s positions of logits and target in stored order: stored
+    position j is original position `seq_index[j]`. Without such a mesh dim, or if it replicates target and logits and
+    there is no `seq_index`, each rank has all positions in order. The result is a plain tensor of u = s - 1 scores in
+    original order. Every cp rank passes the same cotangent, and the gradient needs no factor.
 
-    cp is the mesh dim of that name of target's mesh, and s is in stored order: stored position j is original
-    position `seq_index[j]`. Without such a mesh dim, or where it replicates target and logits and there is no
-    `seq_index`, all of s is there, in order. The result is a plain tensor in original order. Every cp rank passes the
-    same cotangent, with factor 1.
-
-    Cost:   forward that of the core; over cp 1 all_gather of b*s/cp ids and 1 of b*s/cp scores, with entropy
-            twice as many; backward none. One host read, of seq_index. Saves what the core does.
-    Errors: as `from_parallel_logits_to_logprobs`; ValueError if seq_index is missing for a sharded
-            target, given for one without cp or no permutation, or another mesh dim shards the sequence.
+    Cost:   over tp as `from_parallel_logits_to_logprobs`; over cp forward 1 all_gather of b*s/cp ids and 1 all_gather
+            of b*s/cp scores, with entropy twice as many scores; backward none. One host read, of seq_index. Saves as
+            `from_parallel_logits_to_logprobs`.
+    Errors: as `from_parallel_logits_to_logprobs`; ValueError if seq_index is missing for a sharded target, is given
+            without a mesh dim cp or is not a permutation, or if another mesh dim shards the sequence.
     """
     validate_entropy(with_entropy, sampling_params)
     validate_shards("vocab_parallel_logits", vocab_parallel_logits, "target", target)
@@ -122,17 +121,16 @@ def get_logprobs_from_vocab_parallel_logits(
     sampling_params: Sampling | None = None,
     with_entropy: bool = False,
 ) -> Sharded[Tensor, "b u tp=I cp=I"] | tuple[Sharded[Tensor, "b u tp=I cp=I"], Sharded[Tensor, "b u tp=I cp=I"]]:
-    """Log-probability of each next token, of logits that are a DTensor, Shard(-1) over the mesh dim `tp`.
+    """Log-probability of each next token, from DTensor logits that are Shard(-1) over the mesh dim `tp`.
 
-        vocab_parallel_logits  "b s/cp v/tp"     input_ids  "b s/cp"     ->   "b u tp=I cp=I",   u = s - 1
+    `vocab_parallel_logits` are a DTensor of shape [b, s, v]; a mesh dim `cp` may shard s. The range of each rank
+    follows DTensor's ceil rule, empty shards included; the gradient is a DTensor with the logits' placements. With
+    grad disabled nothing is saved. All else is as in `dtensor_from_parallel_logits_to_logprobs`.
 
-    The range of each rank follows DTensor's ceil rule, empty shards included; the gradient is a DTensor with
-    the logits' placements. With grad disabled nothing is saved. All else is as in
-    `dtensor_from_parallel_logits_to_logprobs`.
-
-    Cost:   that of `dtensor_from_parallel_logits_to_logprobs`.
-    Errors: besides, TypeError for logits that are not a DTensor; ValueError without a mesh dim `tp`, with the
-            vocabulary not sharded over it, or with plain ids for logits that cp shards.
+    Cost:   as `dtensor_from_parallel_logits_to_logprobs`.
+    Errors: as `dtensor_from_parallel_logits_to_logprobs`; TypeError for logits that are not a DTensor; ValueError
+            without a mesh dim `tp`, for a vocabulary that is not sharded over it, or for plain ids with logits that
+            cp shards.
     """
     from torch.distributed.tensor import DTensor
 

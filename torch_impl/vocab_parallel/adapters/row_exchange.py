@@ -1,7 +1,7 @@
-"""Logits sharded by columns become logits sharded by rows, and back.
+"""Exchange logits sharded by columns for logits sharded by rows, and back.
 
-Rank r has all rows of its columns on one side, its share of the rows with all columns on the other. The functions of
-this package need neither: they work on columns where these are.
+Sharded by columns, a rank has all rows of its columns; sharded by rows, it has all columns of its rows. No other
+function of this package needs this exchange: they compute on the columns where these are.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from torch_impl.contract import Group, Rejected, ShardedAny, contract
 def all_to_all_vp2sq(
     vocab_parallel_logits: ShardedAny[Tensor, "t v/tp"], tp_group: Group[ProcessGroup, "tp"]
 ) -> ShardedAny[Tensor, "t/tp v"]:
-    """This rank's share of the rows, with all columns; of BS rows rank r gets [r BS/tp, (r+1) BS/tp).
+    """Rows [r t/tp, (r+1) t/tp) of `vocab_parallel_logits` on rank r, with all columns.
 
-        vocab_parallel_logits  "t v/tp"   ->   "t/tp v"
-
-    All ranks have equally many columns. Any strides, and any dtype that the group's backend sends (of gloo all but
-    float8, int16 and unsigned ones wider than uint8). Backward: `all_to_all_sq2vp` of the cotangent.
+    All ranks have the same number of columns. Any strides, and any dtype that the group's backend sends (gloo sends all
+    but float8, int16 and unsigned dtypes wider than uint8). Backward: `all_to_all_sq2vp` of the cotangent.
 
     Cost:   1 all_to_all of the shard forward, 1 backward. Saves nothing.
-    Errors: TypeError if tp_group is None or no ProcessGroup; ValueError if the logits are not a matrix or tp does
+    Errors: TypeError if tp_group is not a ProcessGroup; ValueError if the logits are not a matrix or tp does
             not divide the rows.
     """
-    # Checked here, so that the message is in rows of logits and not in lengths of an all_to_all.
+    # Checked here, so that the message speaks of rows of logits, not of lengths of an all_to_all.
     rows, tp = len(vocab_parallel_logits), tp_group.size()
     if rows % tp:
         raise Rejected(f"BS={rows} must be divisible by tp={tp}; pad the rows to {-(-rows // tp) * tp}")
@@ -39,15 +37,13 @@ def all_to_all_vp2sq(
 def all_to_all_sq2vp(
     seq_parallel_logits: ShardedAny[Tensor, "t/tp v"], tp_group: Group[ProcessGroup, "tp"]
 ) -> ShardedAny[Tensor, "t v/tp"]:
-    """All rows of this rank's columns; of V columns rank r gets [r V/tp, (r+1) V/tp).
+    """Columns [r v/tp, (r+1) v/tp) of `seq_parallel_logits` on rank r, with all rows.
 
-        seq_parallel_logits  "t/tp v"   ->   "t v/tp"
-
-    All ranks have equally many rows. Any strides, and any dtype that the group's backend sends (of gloo all but
-    float8, int16 and unsigned ones wider than uint8). Backward: `all_to_all_vp2sq` of the cotangent.
+    All ranks have the same number of rows. Any strides, and any dtype that the group's backend sends (gloo sends all
+    but float8, int16 and unsigned dtypes wider than uint8). Backward: `all_to_all_vp2sq` of the cotangent.
 
     Cost:   1 all_to_all of the shard forward, 1 backward. Saves nothing.
-    Errors: TypeError if tp_group is None or no ProcessGroup; ValueError if the logits are not a matrix or tp does
+    Errors: TypeError if tp_group is not a ProcessGroup; ValueError if the logits are not a matrix or tp does
             not divide the columns.
     """
     columns, tp = seq_parallel_logits.shape[1], tp_group.size()

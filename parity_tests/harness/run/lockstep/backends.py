@@ -9,15 +9,48 @@ and rejects that of an all_gather.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from parity_tests.harness.run.failure import CANNOT_RUN
+from parity_tests.harness.run.lockstep import world
 
 # Neither gloo nor NCCL has these; float8 is NCCL's alone, complex numbers are gloo's and, as pairs, NCCL's.
 MISSING_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 UNEVEN = "its list has tensors of unlike sizes, which gloo rejects and NCCL carries out; pad them to one size for gloo"
 MESSAGES = ("send", "recv")
 REWRITTEN = ("all_reduce", "broadcast", "scatter", "reduce_scatter")  # of these gloo may give other numbers
+
+
+class LockstepBackend:
+    """The answer to `group._get_backend(device)`: torch 2.14 asks it which optional features the backend has.
+
+    It has none of them, as gloo: a batch of messages is issued one by one, and a tensor is allocated by torch.
+    """
+
+    supports_coalescing = supports_reconfigure = supports_shrinking = supports_splitting = False
+    supports_time_estimate = supports_window = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def name(self) -> str:
+        return world.BACKEND
+
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotImplementedError(f"{CANNOT_RUN}: {name} of a backend; call the process group, or use --engine gloo")
 
 
 def rejection(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:

@@ -1,4 +1,4 @@
-"""The lockstep ProcessGroup: torch's calls, by their names in torch 2.11 to 2.13, become calls of the exchange.
+"""The lockstep ProcessGroup: torch's calls, by their names in torch 2.11 to 2.14, become calls of the exchange.
 
 C++ reaches these methods too (functional collectives, DDP's reducer), by the overrides that torch declares.
 """
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from parity_tests.harness.run.failure import GROUP_HINT
+from parity_tests.harness.run.failure import CANNOT_RUN, GROUP_HINT
 from parity_tests.harness.run.ledger import LedgerRow, call_site, group_label, phase
 from parity_tests.harness.run.lockstep import operations, world
-from parity_tests.harness.run.lockstep.backends import rejection
+from parity_tests.harness.run.lockstep.backends import LockstepBackend, rejection
 from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.exchange import Exchange
 from parity_tests.harness.run.lockstep.operations import listed, nested, reduce_op, root_place
@@ -88,20 +88,34 @@ class CollectedWork(LockstepWork):
 
 Work = LockstepWork
 
-# What torch may ask of a group and this one has not.
+_MEMBERS = "changes the members of a group, which lockstep's ranks keep; make a new group"
+_HOOKS = "has no meaning where ranks take turns; read the ledger"
+# Methods of torch's ProcessGroup that have no meaning on this engine, and what to do instead.
 MISSING = {
     "split_group": "needs a backend bound to a device; use new_group",
     "merge_remote_group": "joins processes, and here is one; use new_group",
-    "_get_backend": "has nothing to give, the group is its own backend; call the group",
     "_backend_id": "has nothing to give, the group is its own backend; call the group",
     "_register_backend": "cannot be, the group is its own backend; call the group",
     "_set_default_backend": "cannot be, the group is its own backend; call the group",
     "_get_sequence_number_for_group": "is in the ledger; read LedgerRow.seq",
     "_set_sequence_number_for_group": "is in the ledger; read LedgerRow.seq",
     "_enable_collectives_timing": "has no meaning where ranks take turns; time the gloo engine",
-    "_register_on_completion_hook": "has no meaning where ranks take turns; read the ledger",
+    "_register_on_completion_hook": _HOOKS,
+    "register_pre_hook": _HOOKS,
+    "register_post_hook": _HOOKS,
+    "register_abort_hook": _HOOKS,
+    "unregister_pre_hook": _HOOKS,
+    "unregister_post_hook": _HOOKS,
+    "unregister_abort_hook": _HOOKS,
+    "get_reconfigure_handle": _MEMBERS,
+    "reconfigure": _MEMBERS,
+    "new_window": "writes into the memory of another rank, in an order that no exchange knows; send a message",
     "_wait_for_pending_works": "has no meaning where ranks take turns; wait for each Work",
 }
+
+# Methods of torch's class that serve every group, whatever carries out its collectives.
+INHERITED = {"BackendType", "_get_backend_name", "_id", "_pybind11_conduit_v1_", "abort", "boxed", "name", "rank"}
+INHERITED |= {"set_timeout", "shutdown", "size", "unbox"}
 
 
 def create(options: Any, backend_options: Any) -> LockstepGroup:
@@ -132,8 +146,21 @@ class LockstepGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return world.BACKEND
 
+    def _get_backend(self, device: torch.device | str) -> LockstepBackend:
+        kind = torch.device(device).type
+        if kind != "cpu":  # as torch says it, which its callers catch
+            raise RuntimeError(f"No backend type associated with device type {kind}")
+        return LockstepBackend(self)
+
+    get_backend = _get_backend
+
     def _has_hooks(self) -> bool:
         return False
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Nothing to extend: the engine has no timeout of a collective."""
+
+    supports_reconfigure = supports_window = False
 
     def get_group_store(self) -> Store:
         return self._store
@@ -221,6 +248,14 @@ class LockstepGroup(dist.ProcessGroup):
             parts = nested(outputs)[0]
             operations.check_one_each("gather", parts, self._size, like=inputs[0])
         return self._collective("gather", inputs, parts, opts, root=root)
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        root = root_place(opts)
+        if root == self._place:
+            operations.check_full_size("gather", "the output", output, input, self._size)
+        return self._collective("gather", [input], [output] if root == self._place else [], opts, root=root)
+
+    gather_into_tensor = gather_single
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         outputs, root, parts = listed(outputs), root_place(opts), []
@@ -377,10 +412,23 @@ class LockstepGroup(dist.ProcessGroup):
 
 def _rejection(name: str, reason: str) -> Callable[..., NoReturn]:
     def rejected(self: LockstepGroup, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"lockstep: {name} {reason}")
+        raise NotImplementedError(f"{CANNOT_RUN}: ProcessGroup.{name} {reason}")
 
     return rejected
 
 
-for _name, _why in MISSING.items():
-    setattr(LockstepGroup, _name, _rejection(_name, _why))
+def reject_missing() -> None:
+    """Let each method of torch's ProcessGroup that this group lacks raise a sentence with its name.
+
+    What a later torch adds would else reach C++, which finds no backend here and says so of a device.
+    """
+    for name, reason in MISSING.items():
+        setattr(LockstepGroup, name, _rejection(name, reason))
+    unknown = "is not carried out by this engine; verify with --engine gloo"
+    for name in vars(dist.ProcessGroup):
+        is_method = callable(getattr(dist.ProcessGroup, name)) and not name.startswith("__")
+        if is_method and name not in INHERITED and name not in vars(LockstepGroup):
+            setattr(LockstepGroup, name, _rejection(name, unknown))
+
+
+reject_missing()

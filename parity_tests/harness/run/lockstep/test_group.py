@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run import failure
 from parity_tests.harness.run.lockstep import lockstep
-from parity_tests.harness.run.lockstep.group import MISSING, LockstepGroup
+from parity_tests.harness.run.lockstep.group import INHERITED, MISSING, LockstepGroup, reject_missing
 from parity_tests.specimens.engine_agreement import all_gather, named
 
 CASE = CaseSpec("lockstep", {"tp": 2})
@@ -98,18 +98,56 @@ def test_every_rank_gets_the_same_bits():
 
 
 def test_every_method_torch_declares_is_implemented_or_rejected():
-    inherited = {"BackendType", "_get_backend_name", "_id", "abort", "boxed", "name", "rank", "set_timeout"}
-    inherited |= {"shutdown", "size", "unbox", "_pybind11_conduit_v1_"}
     declared = {name for name, value in vars(dist.ProcessGroup).items() if callable(getattr(dist.ProcessGroup, name))}
     declared = {name for name in declared if not name.startswith("__")}
-    assert declared - inherited <= set(vars(LockstepGroup))
+    unknown = {
+        name for name in vars(LockstepGroup) if "_rejection" in getattr(vars(LockstepGroup)[name], "__qualname__", "")
+    }
+    assert declared - INHERITED <= set(vars(LockstepGroup)) - (unknown - set(MISSING))
 
 
 @pytest.mark.parametrize("name", MISSING)
 def test_a_rejection_is_a_sentence(name):
     with pytest.raises(failure.Raised) as caught:
         lockstep.run(lambda mesh, case: getattr(mesh["tp"], name)(), CASE)
-    assert str(caught.value.__cause__) == f"lockstep: {name} {MISSING[name]}"
+    assert str(caught.value.__cause__) == f"lockstep cannot run this: ProcessGroup.{name} {MISSING[name]}"
+
+
+def test_a_method_that_lockstep_lacks_is_a_limit_of_the_engine(monkeypatch):
+    monkeypatch.delattr(LockstepGroup, "broadcast")  # undone by setting it again
+    reject_missing()
+    with pytest.raises(failure.Raised) as caught:
+        lockstep.run(lambda mesh, case: dist.broadcast(torch.ones(2), 0, group=mesh["tp"]), CASE)
+    assert str(caught.value.__cause__) == (
+        "lockstep cannot run this: ProcessGroup.broadcast is not carried out by this engine; verify with --engine gloo"
+    )
+
+
+def test_messages_in_a_batch_are_exchanged_and_the_backend_has_no_option():
+    def body(mesh: Any, case: CaseSpec) -> tuple[float, bool, str]:
+        group, rank = mesh["tp"], mesh.rank("tp")
+        received = torch.empty(1)
+        sent = torch.full((1,), float(rank))
+        peer = dist.get_global_rank(group, 1 - rank)
+        batch = [dist.P2POp(dist.isend, sent, peer, group), dist.P2POp(dist.irecv, received, peer, group)]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        backend = group._get_backend(torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="device type cuda"):
+            group._get_backend(torch.device("cuda"))
+        return received.item(), backend.supports_coalescing or backend.supports_tensor_alloc("cpu"), backend.name()
+
+    assert lockstep.run(body, CASE).results == ((1.0, False, "threaded"), (0.0, False, "threaded"))
+
+
+@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="not run: torch before 2.14 has no gather_single")
+def test_a_gather_into_one_tensor():
+    def body(mesh: Any, case: CaseSpec) -> list[float] | None:
+        output = torch.zeros(4) if mesh.rank("tp") == 1 else None
+        dist.gather_single(torch.full((2,), float(mesh.rank("tp"))), output, group=mesh["tp"], group_dst=1)
+        return None if output is None else output.tolist()
+
+    assert lockstep.run(body, CASE).results == (None, [0.0, 0.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ IN_PLACE: _Table = {
     "reduce_": ("reduce", "tensors", "tensors"),
     "scatter_": ("scatter", "input_tensors", "output_tensors"),
     "gather_": ("gather", "input_tensors", "output_tensors"),
+    "gather_into_tensor_": ("gather", "input_tensor", "output_tensor"),  # torch 2.14
     "barrier": ("barrier", "", ""),
     "monitored_barrier_": ("barrier", "", ""),
     "send": ("send", "tensors", ""),
