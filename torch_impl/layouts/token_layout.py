@@ -239,7 +239,7 @@ class TokenLayout:
         trim: bool = False,
         gradient: GradientType = "R",
     ) -> ShardedAny[Tensor, "... t ... cp=R"] | ShardedAny[Tensor, "... t ... cp=I"]:
-        """The full tensor in global order along `dim`, gathered over `group`; `trim` drops the padding at its end.
+        """Gather the shards `x` over `group` in global order along `dim`; `trim` drops the padding at the end.
 
         With `gradient` R the ranks' cotangents are addends, and a rank gets its rows of their sum over cp. With I the
         cotangents are equal, and a rank takes its rows without a collective.

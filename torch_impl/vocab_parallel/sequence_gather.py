@@ -68,7 +68,7 @@ def allgather_cp_sharded_tensor(
 
 
 class AllGatherCPTensor(torch.autograd.Function):
-    """`allgather_cp_sharded_tensor`, for `.apply`: same value and gradient.
+    """`allgather_cp_sharded_tensor` of `tensor`, for `.apply`: same value and gradient.
 
     Cost:   as `allgather_cp_sharded_tensor`.
     Errors: as `allgather_cp_sharded_tensor`.
