@@ -131,6 +131,7 @@ def scheme(
     `reference` is a JAX function of unsharded arrays. `mesh` lists the sizes to try for each axis. A nested dict in
     `inputs` is a tree of parameters. Missing `inputs` or `outputs` come from `contract`, a public function whose
     annotations state specs for arguments of the same names, or else from the decorated function's own annotations.
+    Specs that are given together with `contract` must be an instance of its specs.
     `dims` restricts a dim to some sizes or ties it to dims and axes ("2*g", "3*ep"); `assume(case)` decides which sizes
     are drawn together: `lambda case: case.b * case.s % case.tp == 0`. A reference with an argument `mesh` gets the
     sizes of the axes. `options` go to both sides, `rank_options` only to the ranks. `reduction` names the dims that are
@@ -155,7 +156,7 @@ def scheme(
         signature = validation.function_names(fn, errors)
         validation.check_mesh(mesh, errors)
         custom, choices = dict(layouts or {}), (dict(options or {}), dict(rank_options or {}))
-        in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, errors)
+        in_specs, out_specs = from_contract.specs(fn, signature, tuple(mesh), contract, inputs, outputs, errors)
         # 2. Each tensor, and the other arguments.
         user_draws = validation.user_draws(fn, draw or {}, errors)
         leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, user_draws, nograd, errors)
