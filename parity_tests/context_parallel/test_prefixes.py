@@ -116,6 +116,7 @@ def layout_of(tree, kind, cp_size, cp_rank):
 
 
 @scheme(
+    contract=context_parallel_attention,
     **specs("s/cp:turned"),
     mesh={"cp": (1, 2, 4)},
     layouts={"turned": turned},
@@ -130,7 +131,14 @@ def attention_over_shared_prefixes(mesh, q, k, v, tree, causal, window, exchange
     return context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout, **call)
 
 
-@scheme(**specs("s/cp"), mesh={"cp": (1, 2, 4)}, rank_options=EXCHANGES, cost=cost_of(contiguous), **DECLARED)
+@scheme(
+    contract=context_parallel_attention,
+    **specs("s/cp"),
+    mesh={"cp": (1, 2, 4)},
+    rank_options=EXCHANGES,
+    cost=cost_of(contiguous),
+    **DECLARED,
+)
 def attention_over_shared_prefixes_in_order(mesh, q, k, v, tree, causal, window, exchange):
     layout = layout_of(tree, "contiguous", mesh.size("cp"), mesh.rank("cp"))
     call = dict(exchange=exchange, causal=causal, window=window)
@@ -142,7 +150,13 @@ def usp_cost(c):
     return cost_over_two_axes(c, contiguous(c.s, c.ring), visible)
 
 
-@scheme(**specs("s/ring/heads"), mesh={"ring": (1, 2), "heads": (1, 2)}, cost=usp_cost, **DECLARED)
+@scheme(
+    contract=context_parallel_attention,
+    **specs("s/ring/heads"),
+    mesh={"ring": (1, 2), "heads": (1, 2)},
+    cost=usp_cost,
+    **DECLARED,
+)
 def attention_over_shared_prefixes_on_two_axes(mesh, q, k, v, tree, causal, window):
     a, rank = mesh.size("heads"), mesh.rank("ring") * mesh.size("heads") + mesh.rank("heads")
     layout = layout_of(tree, "contiguous", mesh.size("ring") * a, rank)

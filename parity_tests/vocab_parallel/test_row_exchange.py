@@ -21,14 +21,14 @@ def one_exchange(c):
     return Cost(forward={"all_to_all": (1, shard)}, backward={"all_to_all": (1, shard)})
 
 
-@scheme(inputs={"matrix": "t v/tp"}, outputs="t/tp v", cost=one_exchange, **DECLARED)
+@scheme(contract=vp.all_to_all_vp2sq, inputs={"matrix": "t v/tp"}, cost=one_exchange, **DECLARED)
 @pytest.mark.cases(5, engine="gloo")
 @pytest.mark.cases
 def columns_to_rows(mesh, matrix):
     return vp.all_to_all_vp2sq(matrix, mesh["tp"])
 
 
-@scheme(inputs={"matrix": "t/tp v"}, outputs="t v/tp", cost=one_exchange, **DECLARED)
+@scheme(contract=vp.all_to_all_sq2vp, inputs={"matrix": "t/tp v"}, cost=one_exchange, **DECLARED)
 @pytest.mark.cases
 def rows_to_columns(mesh, matrix):
     return vp.all_to_all_sq2vp(matrix, mesh["tp"])
