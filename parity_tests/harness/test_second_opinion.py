@@ -15,6 +15,7 @@ from parity_tests import warm_python
 from parity_tests.harness import second_opinion
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.harness.run.failure import Raised, Stalled
+from parity_tests.harness.run.lockstep.group import LockstepGroup, reject_missing
 from parity_tests.harness.run.processes import pool
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.specimens.small_scheme import declared
@@ -77,6 +78,22 @@ def test_shared_objects_are_reported_before_disagreeing_engines(first, monkeypat
     lines = str(second_opinion.second_opinion(scheme, report)).splitlines()
     assert re.match(r"  shared: rank \d calls all_reduce at groups.py:", lines[1]), lines
     assert lines.index(f"  engines disagree: {second_opinion.SHARES_NOTHING}") > 1
+
+
+def test_a_limit_of_lockstep_names_its_remedy_once(monkeypatch):
+    monkeypatch.delattr(LockstepGroup, "broadcast")  # undone by setting it again
+    reject_missing()
+
+    def broadcasting(mesh, x):
+        dist.broadcast(x.detach().clone(), 0, group=mesh["tp"])
+        return x * 2
+
+    scheme = declared(broadcasting)
+    before = verify_case(scheme, scheme.case(tp=2))
+    monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda *_: replace(before, failure=None))
+    text = str(second_opinion.second_opinion(scheme, before))
+    assert f"not confirmed on gloo: {second_opinion.LIMIT}" in " ".join(text.split())
+    assert text.count("verify with --engine gloo") == 1
 
 
 def test_fresh_processes_that_stall_confirm_nothing(monkeypatch):
