@@ -9,7 +9,8 @@ from torch.distributed.tensor.experimental._context_parallel._attention import _
 
 from jax_ref.context_parallel import dense_attention
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, check_cases, scheme, values
+from parity_tests.rejections import rejected
+from shardproof import CaseSpec, scheme, values
 from torch_impl.context_parallel import create_context_parallel_ctx, make_cp_batch_and_ctx
 
 BOUND = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)  # before any context is entered
@@ -31,15 +32,12 @@ def attended(q, k, v, causal):
     reduction=("s", "p"),
     dtypes=("float32", "float64"),
 )
+@pytest.mark.cases(3, engine="gloo")
+@pytest.mark.cases(15)
 def attention_inside(mesh, q, k, v, causal, rotate):
     buffer = torch.zeros(q.shape[2] * mesh.size("cp"), device=q.device)
     with create_context_parallel_ctx(mesh.device_mesh["cp"], [buffer], [0], set(), rotate):
         return BOUND(q, k, v, is_causal=causal)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_parity(engine):
-    check_cases(attention_inside, 15 if engine == "lockstep" else 3, engine=engine)
 
 
 def on_ranks(n, body):
@@ -238,16 +236,9 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:80] for _, text in REJECTED])
-def test_rejection_on_every_rank_before_any_collective(call, sentence):
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    ranks = on_ranks(2, body)
-    assert ranks.results == (sentence,) * 2
-    assert ranks.ledger.rows == []
+test_rejection_on_every_rank_before_any_collective = rejected(
+    {"cp": 2}, [(text[:80], call, text) for call, text in REJECTED]
+)
 
 
 def test_a_strided_view_is_sharded():

@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, check, every_case, scheme
+from parity_tests.rejections import rejected
+from shardproof import CaseSpec, scheme
 from torch_impl.parallelizer import to_cpu
 from torch_impl.parallelizer.tp_styles import shard_of_halves, shard_of_parts
 
@@ -43,6 +43,7 @@ def has_two_halves(case):
     assume=has_two_halves,
     excluded_conditions=("inference_mode", "overwritten"),  # what is full and on the CPU already is returned as it is
 )
+@pytest.mark.cases
 def full_value_on_the_cpu(mesh, x, over_a, over_b):
     """Uneven and empty shards, and shards of halves; of addends one rank has the value and the others have nothing."""
     placements = [PLACEMENTS[over_a], PLACEMENTS[over_b]]
@@ -65,6 +66,7 @@ def full_value_on_the_cpu(mesh, x, over_a, over_b):
     dtypes=("float32", "float64"),
     excluded_conditions=("inference_mode", "overwritten"),  # what is full and on the CPU already is returned as it is
 )
+@pytest.mark.cases(12)
 def full_stack_on_the_cpu(mesh, x, dim_over_dp):
     """Experts sharded over ep and halves of their rows over tp, and over dp what FSDP shards: behind ep, or columns."""
     over_dp = shard_of_parts(0, mesh.size("ep")) if dim_over_dp == 0 else Shard(2)
@@ -87,6 +89,7 @@ def shard_unless_summed(x, addends):
     dtypes=("float32", "float64"),
     excluded_conditions=("inference_mode", "overwritten"),  # a shard on the CPU is returned as it is
 )
+@pytest.mark.cases
 def shard_on_the_cpu(mesh, x, addends):
     """The shard of a rank, and zeros where an axis has addends and a rank therefore no shard."""
     placements = [Partial() if axis in addends else Shard(dim) for dim, axis in enumerate("ab")]
@@ -97,22 +100,6 @@ def shard_on_the_cpu(mesh, x, addends):
         if not str(error).startswith("parallelizer.to_cpu: v is "):
             raise
         return torch.zeros_like(x)
-
-
-@given(every_case(full_value_on_the_cpu))
-def test_parity(case):
-    check(case)
-
-
-@settings(max_examples=12)
-@given(every_case(full_stack_on_the_cpu))
-def test_parity_of_stacks(case):
-    check(case)
-
-
-@given(every_case(shard_on_the_cpu))
-def test_parity_of_shards(case):
-    check(case)
 
 
 def on_ranks(body, tp=2):
@@ -166,13 +153,11 @@ def test_what_is_no_tensor_comes_back(v):
     assert to_cpu(v, local=True) is v
 
 
-def test_a_tensor_without_values_is_rejected():
-    def body(mesh, case):
-        v = DTensor.from_local(torch.ones(2, device="meta"), mesh.device_mesh, [Shard(0)], run_check=False)
-        with pytest.raises(ValueError) as caught:
-            to_cpu(v)
-        return str(caught.value)
+def meta_shard_to_cpu(mesh):
+    return to_cpu(DTensor.from_local(torch.ones(2, device="meta"), mesh.device_mesh, [Shard(0)], run_check=False))
 
-    ranks = on_ranks(body)
-    assert ranks.results == ("parallelizer.to_cpu: v is a DTensor on 'meta', which has no values",) * 2
-    assert ranks.ledger.rows == []
+
+test_a_tensor_without_values_is_rejected = rejected(
+    {"tp": 2},
+    [("meta", meta_shard_to_cpu, "parallelizer.to_cpu: v is a DTensor on 'meta', which has no values")],
+)
