@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
 
 from jax_ref.context_parallel import attention, dense_attention, seen_pairs
 from jax_ref.layouts import contiguous, ragged
@@ -19,7 +18,7 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
-from shardproof import check, check_cases, every_case, scheme
+from shardproof import check_cases, scheme
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 
@@ -48,6 +47,7 @@ DENSE = dict(mesh={"cp": (1, 2, 3, 4)}, dims=SIZES, rank_options={"exchange": EX
 @scheme(
     contract=context_parallel_attention, **specs("s/cp:dual_chunk_swap"), cost=dense_cost("dual_chunk_swap"), **DENSE
 )
+@pytest.mark.cases(8, inside_subgroup=True)
 def attention_in_dual_chunk_swap(mesh, q, k, v, causal, window, exchange):
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="dual_chunk_swap", exchange=exchange, **rules(causal, window)
@@ -155,17 +155,12 @@ LONG = {**IN_ORDER, "mesh": {"cp": (2,)}, "dims": {**IN_ORDER["dims"], "b": (1,)
     rank_options={"exchange": ("ring",)},
     **LONG,
 )
+@pytest.mark.cases(6)
 def attention_of_runs_of_queries(mesh, q, k, v, causal, window, exchange):
     """More rows of a rank than a window takes together, or one triangle has."""
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="contiguous", exchange=exchange, causal=causal, window=window
     )
-
-
-@settings(max_examples=6)
-@given(every_case(attention_of_runs_of_queries))
-def test_parity_of_runs_of_queries(case):
-    check(case)
 
 
 SCHEMES = (
@@ -186,9 +181,3 @@ def test_parity(declared):
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity_on_processes(declared):
     check_cases(declared, 5, engine="gloo")
-
-
-@settings(max_examples=8)
-@given(every_case(attention_in_dual_chunk_swap, inside_subgroup=True))
-def test_parity_inside_a_subgroup(case):
-    check(case)

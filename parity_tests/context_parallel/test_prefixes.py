@@ -124,6 +124,7 @@ def layout_of(tree, kind, cp_size, cp_rank):
     cost=cost_of(turned),
     **DECLARED,
 )
+@pytest.mark.cases(3, engine="gloo")
 def attention_over_shared_prefixes(mesh, q, k, v, tree, causal, window, exchange):
     layout = layout_of(tree, "packed", mesh.size("cp"), mesh.rank("cp"))
     call = dict(exchange=exchange, causal=causal, window=window)
@@ -225,10 +226,6 @@ SCHEMES = (
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared):
     check_cases(declared, 15)
-
-
-def test_parity_on_processes():
-    check_cases(attention_over_shared_prefixes, 3, engine="gloo")
 
 
 def test_positions_count_on_from_the_prefix():

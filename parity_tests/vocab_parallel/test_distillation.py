@@ -110,6 +110,7 @@ def distillation_over_cp(mesh, student, teacher, ids, zero_outside_topk, calcula
     cost=cost(True, True, True),
     **DECLARED,
 )
+@pytest.mark.cases(5, engine="gloo")
 def distillation_over_tp_and_cp(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
     groups = mesh.rank("tp"), mesh["tp"], mesh["cp"]
     return three(student, teacher, ids, zero_outside_topk, calculate_entropy, *groups)
@@ -166,12 +167,6 @@ def test_every_combination(route, zero_outside_topk, calculate_entropy):
         verify_case(
             route, route.case(seed=e, dtype=dtype, b=2, s=8 - e, e=e, v=12, k=3, **sizes, **options)
         ).raise_if_failed()
-
-
-@given(every_case(distillation_over_tp_and_cp, engine="gloo"))
-@settings(max_examples=5)
-def test_parity_on_gloo(case):
-    check(case)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

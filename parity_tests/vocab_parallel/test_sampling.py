@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import sampled_logprob
 from parity_tests.harness.run.engines import run
@@ -11,7 +10,7 @@ from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
+from shardproof import CaseSpec, Cost, ids, scheme
 from torch_impl import vocab_parallel as vp
 
 INTEGER = 8  # bytes of a width
@@ -52,6 +51,8 @@ def filter_cost(c, known_range):
     **SMALL,
     **DECLARED,
 )
+@pytest.mark.cases(8, engine="gloo")
+@pytest.mark.cases
 def logprob_with_sampling(mesh, logits, target, top_k, top_p, temperature):
     return vp.DistributedLogprobWithSampling.apply(logits, target, mesh["tp"], top_k, top_p, False, temperature)
 
@@ -64,6 +65,7 @@ def logprob_with_sampling(mesh, logits, target, top_k, top_p, temperature):
     **SMALL,
     **DECLARED,
 )
+@pytest.mark.cases
 def chunked_logprob_with_sampling(mesh, logits, target, top_k, top_p, temperature, chunk_size):
     own_size = None if chunk_size is None else chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedLogprobWithSampling.apply(
@@ -79,6 +81,7 @@ def chunked_logprob_with_sampling(mesh, logits, target, top_k, top_p, temperatur
     cost=lambda c: filter_cost(c, known_range=True),
     **DECLARED,
 )
+@pytest.mark.cases(12)
 def logprob_with_wide_sampling(mesh, logits, target, top_k, top_p, temperature):
     return vp.DistributedLogprobWithSampling.apply(
         logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
@@ -94,6 +97,7 @@ def logprob_with_wide_sampling(mesh, logits, target, top_k, top_p, temperature):
     # Of equal logits top-p keeps half, exactly; of large ones it keeps few.
     **{**DECLARED, "draw": {**DECLARED["draw"], "logits": decided_rows("large", "zeros", "ones")}},
 )
+@pytest.mark.cases(12)
 def sampling_of_long_rows(mesh, logits, target, top_k, top_p, temperature):
     return vp.DistributedLogprobWithSampling.apply(
         logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
@@ -115,6 +119,7 @@ def one_peaked_row(generator, shape):
     cost=lambda c: filter_cost(c, known_range=True),
     **{**DECLARED, "draw": {**DECLARED["draw"], "logits": one_peaked_row}, "dtypes": ("float32", "float64")},
 )
+@pytest.mark.cases(20)
 def sampling_beside_a_peaked_row(mesh, logits, target, top_k, top_p, temperature):
     return vp.DistributedLogprobWithSampling.apply(
         logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
@@ -129,51 +134,12 @@ def sampling_beside_a_peaked_row(mesh, logits, target, top_k, top_p, temperature
     cost=lambda c: filter_cost(c, known_range=True),
     **{**DECLARED, "draw": {**DECLARED["draw"], "logits": decided_rows("normal")}, "dtypes": ("float64",)},
 )
+@pytest.mark.cases(12)
 def sampling_of_flat_and_peaked_rows(mesh, logits, target, top_k, top_p, temperature):
     """So long that of flat rows top-p keeps tokens of less than (1 - p) / TAIL."""
     return vp.DistributedLogprobWithSampling.apply(
         logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
     )
-
-
-@given(every_case(sampling_of_flat_and_peaked_rows))
-@settings(max_examples=12)
-def test_parity_of_flat_and_peaked_rows(case):
-    check(case)
-
-
-@given(every_case(logprob_with_sampling))
-def test_parity(case):
-    check(case)
-
-
-@given(every_case(sampling_beside_a_peaked_row))
-@settings(max_examples=20)
-def test_parity_beside_a_peaked_row(case):
-    check(case)
-
-
-@given(every_case(chunked_logprob_with_sampling))
-def test_parity_in_chunks(case):
-    check(case)
-
-
-@given(every_case(logprob_with_wide_sampling))
-@settings(max_examples=12)
-def test_parity_of_a_wide_vocabulary(case):
-    check(case)
-
-
-@given(every_case(sampling_of_long_rows))
-@settings(max_examples=12)
-def test_parity_of_long_rows(case):
-    check(case)
-
-
-@given(every_case(logprob_with_sampling, engine="gloo"))
-@settings(max_examples=8)
-def test_parity_on_gloo(case):
-    check(case)
 
 
 def test_no_chunk_size_changes_the_ledger():
