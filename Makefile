@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=80 --durations-min=4
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 export OMP_NUM_THREADS := 1
@@ -13,16 +14,19 @@ NEEDS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help verify test oracles lint types imports notebooks docs sizes browser bench bugs mutants alarms failures peers clean
+.PHONY: help verify test test-all oracles lint types imports two-notebooks notebooks pages docs sizes browser bench bugs mutants alarms failures peers clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
 
 verify: $(VENV)/with-verify $(VENV)/with-hf ## verify the schemes of public functions on this CPU, real text and three injected bugs
 	$(BIN)/shardproof tour
 
-test: $(VENV)/with-test $(VENV)/with-oracles ## run the tests on two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile=ci --durations=80 --durations-min=4 --junitxml=build/tests.xml
+test: $(VENV)/with-test $(VENV)/with-oracles ## run the fast tests on two processes
+	$(TESTS) -m "not slow" --hypothesis-profile=fast --junitxml=build/tests.xml
+
+test-all: $(VENV)/with-test $(VENV)/with-oracles ## run all tests, with more examples
+	$(TESTS) --hypothesis-profile=ci --junitxml=build/all-tests.xml
 
 oracles: $(VENV)/with-oracles ## install what some tests compare with, built without CUDA
 
@@ -36,8 +40,15 @@ types: $(VENV)/with-test ## basedpyright
 imports: $(VENV)/with-test ## the contracts between packages
 	$(BIN)/lint-imports
 
-notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute the notebooks and compare them with what is committed
+two-notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute two notebooks and compare them with what is committed
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" parity_tests/test_notebooks.py
+
+notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute all notebooks and compare them with what is committed
 	$(BIN)/python -m pytest -n 2 --dist worksteal parity_tests/test_notebooks.py
+
+pages: $(VENV)/with-docs ## build the pages into docs/_build without executing their cells
+	$(BIN)/python docs/images.py crossovers
+	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html -D nb_execution_mode=off docs docs/_build/html
 
 docs: $(VENV)/with-docs ## build the pages into docs/_build, their cells and pictures anew
 	$(BIN)/python docs/images.py

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
+from parity_tests.harness.draw.profiles import few
 from shardproof import check, every_case, scheme, token_below
 from torch_impl.collectives import large_tensors
 
@@ -39,7 +40,7 @@ def rows_of_large_tensors(mesh, x, y, index, dim):
     return tuple(each[..., -1].clone() for each in selected)
 
 
-@settings(max_examples=10)
+@settings(max_examples=few(10))
 @given(every_case(rows_of_large_tensors))
 def test_parity(case):
     check(case)

@@ -19,6 +19,7 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
+from parity_tests.harness.draw.profiles import few
 from shardproof import check, check_cases, every_case, scheme
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
@@ -143,7 +144,7 @@ def attention_of_runs_of_queries(mesh, q, k, v, causal, window, exchange):
     )
 
 
-@settings(max_examples=6)
+@settings(max_examples=few(6))
 @given(every_case(attention_of_runs_of_queries))
 def test_parity_of_runs_of_queries(case):
     check(case)
@@ -169,7 +170,7 @@ def test_parity_on_processes(declared):
     check_cases(declared, 5, engine="gloo")
 
 
-@settings(max_examples=8)
+@settings(max_examples=few(8))
 @given(every_case(attention_in_dual_chunk_swap, inside_subgroup=True))
 def test_parity_inside_a_subgroup(case):
     check(case)

@@ -19,6 +19,7 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check, check_cases, every_case, scheme, values
 from torch_impl.context_parallel import context_parallel_attention
@@ -114,7 +115,7 @@ def test_parity(declared):
     check_cases(declared, 30)
 
 
-@settings(max_examples=5)
+@settings(max_examples=few(5))
 @given(every_case(attention_with_sinks, engine="gloo"))
 def test_parity_on_processes(case):
     check(case)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from jaxtyping import Int
 from torch import Tensor
 
+from parity_tests.harness.draw.profiles import few
 from shardproof import Cost, check, drawn, every_case, scheme, values
 from torch_impl.expert_parallel import grouped_product
 from torch_impl.expert_parallel.dispatch import SortedChoices
@@ -49,7 +50,7 @@ def grouped(mesh, x, weight, counts: Int[Tensor, "e"], backend):
     return grouped_product(x, weight, counts, backend=backend)
 
 
-@settings(max_examples=60)
+@settings(max_examples=few(60))
 @given(every_case(grouped))
 def test_parity(case):
     check(case)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.mamba import causal_conv as reference
+from parity_tests.harness.draw.profiles import few
 from shardproof import check, every_case, offsets, scheme, values
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.mix import causal_conv
@@ -37,7 +38,7 @@ def convolved(mesh, x, weight, bias, cu):
     return causal_conv(x, weight, bias, ids.expand(x.shape[:2]))
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(every_case(convolved))
 def test_parity(case):
     check(case)

@@ -9,6 +9,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from parity_tests.harness.declare.declared import flat
+from parity_tests.harness.draw.profiles import few
 from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.parameters import DRAW, SIZES, SPECS, settings_of
 from shardproof import check, every_case, offsets, scheme, values
@@ -51,7 +52,7 @@ def mamba2(mesh, u, parameters, groups, cu, variant, chunk_size, in_parts):
     return functional_call(module, flat(parameters), (u, cu), strict=True)
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(every_case(mamba2))
 def test_parity(case):
     check(case)

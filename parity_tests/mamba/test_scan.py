@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.mamba import scan as reference
+from parity_tests.harness.draw.profiles import few
 from shardproof import check, every_case, offsets, scheme, values
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.scan import chunked_scan
@@ -65,7 +66,7 @@ def scanned(mesh, x, dt, A, B, C, D, entering, cu, chunk_size, split):
     return torch.cat(pieces, 1), state
 
 
-@settings(max_examples=30)
+@settings(max_examples=few(30))
 @given(every_case(scanned))
 def test_parity(case):
     check(case)

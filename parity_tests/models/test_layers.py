@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jax_ref.expert_parallel import mixture, sequence_balance_loss, softmax_top_k, z_loss
 from jax_ref.models import rotated as reference
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check, check_cases, every_case, integers, scheme, values
 from torch_impl.expert_parallel import sum_gradients
@@ -34,7 +35,7 @@ def rotary(mesh, x, places, base):
     return rotated(x, places, base)
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(every_case(rotary))
 def test_parity(case):
     check(case)

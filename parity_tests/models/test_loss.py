@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from jax_ref.models import Config, next_ids
 from jax_ref.models import normalised as whole_normalised
 from jax_ref.models import token_losses as whole_token_losses
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import (
@@ -103,7 +104,7 @@ def hybrid_loss(
     return parallel_loss(mesh, streams, len(groups), parameters, mamba=mamba, exchange=exchange)
 
 
-@settings(max_examples=8)
+@settings(max_examples=few(8))
 @given(every_case(hybrid_loss))
 def test_parity(case):
     check(case)

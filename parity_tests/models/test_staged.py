@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import skip_init
 
 from jax_ref.models import Config, next_ids, normalised, token_losses
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.experiments.undecided import CHOICE, verify_or_undecided
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
@@ -117,7 +118,7 @@ def hybrid_in_stages(
 
 @pytest.mark.parametrize("of", [tied_hybrid_in_stages, hybrid_in_stages], ids=lambda of: of.name)
 def test_parity(of):
-    @settings(max_examples=6)
+    @settings(max_examples=few(6))
     @given(every_case(of))
     def checked(case):
         check(case)
@@ -169,7 +170,7 @@ def norm_over_stages(mesh, table, first, second):
     return gradient_norm(distinct_parameters(stages).values(), pp=mesh["pp"])
 
 
-@settings(max_examples=10)
+@settings(max_examples=few(10))
 @given(every_case(norm_over_stages))
 def test_the_norm_counts_every_parameter_once(case):
     check(case)

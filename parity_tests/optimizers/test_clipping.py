@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from jax_ref.optimizers import clipped
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import distributed, local, parameter
 from shardproof import CaseSpec, Cost, check, check_cases, every_case, scheme, values
@@ -157,7 +158,7 @@ def test_parity(declared_scheme):
     check_cases(declared_scheme, 25)
 
 
-@settings(max_examples=6)
+@settings(max_examples=few(6))
 @given(every_case(clipped_with_experts, engine="gloo"))
 def test_parity_on_processes(case):
     check(case)

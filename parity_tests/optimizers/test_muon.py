@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from jax_ref.optimizers import muon
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import (
     distributed,
@@ -220,7 +221,7 @@ def test_parity(declared_scheme):
     check_cases(declared_scheme, 12)
 
 
-@settings(max_examples=3)
+@settings(max_examples=few(3))
 @given(every_case(muon_over_fsdp2, engine="gloo"))
 def test_parity_on_processes(case):
     check(case)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from torch.distributed.tensor import Replicate, Shard
 
 from jax_ref.optimizers import adamw, sgd
+from parity_tests.harness.draw.profiles import few
 from parity_tests.optimizers.parameters import full, fully_sharded, local, placed, shard_of, stepped, weight
 from shardproof import Cost, check, check_cases, every_case, scheme, values
 
@@ -199,7 +200,7 @@ def test_parity(declared_scheme):
     check_cases(declared_scheme, 12)
 
 
-@settings(max_examples=3)
+@settings(max_examples=few(3))
 @given(every_case(adamw_over_fsdp2, engine="gloo"))
 def test_parity_on_processes(case):
     check(case)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from jax_ref.optimizers import adamw, sgd
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import full, shard_of
 from shardproof import CaseSpec, Cost, check, check_cases, every_case, scheme, values
@@ -155,7 +156,7 @@ def test_parity(declared_scheme):
     check_cases(declared_scheme, 12)
 
 
-@settings(max_examples=3)
+@settings(max_examples=few(3))
 @given(every_case(zero1_adamw, engine="gloo"))
 def test_parity_on_processes(case):
     check(case)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check, every_case, scheme
 from torch_impl.parallelizer import to_cpu
@@ -104,7 +105,7 @@ def test_parity(case):
     check(case)
 
 
-@settings(max_examples=12)
+@settings(max_examples=few(12))
 @given(every_case(full_stack_on_the_cpu))
 def test_parity_of_stacks(case):
     check(case)

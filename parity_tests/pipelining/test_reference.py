@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from jax_ref.pipelining import reference
+from parity_tests.harness.draw.profiles import few
 from parity_tests.pipelining.residual import stepped
 from shardproof import check, every_case, scheme, values
 from torch_impl.pipelining import Timeline, Times, schedule_order, simulate, stage_to_rank
@@ -48,7 +49,7 @@ def pipelined(mesh, x, target, w1, w2, name, source):
     return stepped(mesh, x, target, w1, w2, name, source)
 
 
-@settings(max_examples=30)
+@settings(max_examples=few(30))
 @given(every_case(pipelined))
 def test_parity(case):
     check(case)

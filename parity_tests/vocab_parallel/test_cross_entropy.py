@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import cross_entropy
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
@@ -58,7 +59,7 @@ def test_parity_near_its_end(case):
 
 
 @given(every_case(distributed_cross_entropy, engine="gloo"))
-@settings(max_examples=5)
+@settings(max_examples=few(5))
 def test_parity_on_gloo(case):
     check(case)
 

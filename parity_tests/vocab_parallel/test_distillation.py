@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from jax_ref.vocab_parallel import distillation
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers
@@ -150,7 +151,7 @@ def test_every_combination(route, zero_outside_topk, calculate_entropy):
 
 
 @given(every_case(distillation_over_tp_and_cp, engine="gloo"))
-@settings(max_examples=5)
+@settings(max_examples=few(5))
 def test_parity_on_gloo(case):
     check(case)
 

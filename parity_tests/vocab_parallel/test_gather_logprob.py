@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import gather_logprob
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
@@ -38,7 +39,7 @@ def test_parity(case):
 
 
 @given(every_case(gathered_logprob, engine="gloo"))
-@settings(max_examples=5)
+@settings(max_examples=few(5))
 def test_parity_on_gloo(case):
     check(case)
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import same
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check, every_case, scheme
 from torch_impl import vocab_parallel as vp
@@ -42,7 +43,7 @@ def test_parity_to_columns(case):
 
 
 @given(every_case(columns_to_rows, engine="gloo"))
-@settings(max_examples=5)
+@settings(max_examples=few(5))
 def test_parity_on_gloo(case):
     check(case)
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import sampled_logprob
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
@@ -131,7 +132,7 @@ def sampling_of_flat_and_peaked_rows(mesh, logits, target, top_k, top_p, tempera
 
 
 @given(every_case(sampling_of_flat_and_peaked_rows))
-@settings(max_examples=12)
+@settings(max_examples=few(12))
 def test_parity_of_flat_and_peaked_rows(case):
     check(case)
 
@@ -142,7 +143,7 @@ def test_parity(case):
 
 
 @given(every_case(sampling_beside_a_peaked_row))
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 def test_parity_beside_a_peaked_row(case):
     check(case)
 
@@ -153,19 +154,19 @@ def test_parity_in_chunks(case):
 
 
 @given(every_case(logprob_with_wide_sampling))
-@settings(max_examples=12)
+@settings(max_examples=few(12))
 def test_parity_of_a_wide_vocabulary(case):
     check(case)
 
 
 @given(every_case(sampling_of_long_rows))
-@settings(max_examples=12)
+@settings(max_examples=few(12))
 def test_parity_of_long_rows(case):
     check(case)
 
 
 @given(every_case(logprob_with_sampling, engine="gloo"))
-@settings(max_examples=8)
+@settings(max_examples=few(8))
 def test_parity_on_gloo(case):
     check(case)
 

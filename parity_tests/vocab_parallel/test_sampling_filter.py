@@ -11,6 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from jax_ref.vocab_parallel import sampling_mask
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
@@ -138,7 +139,7 @@ def test_columns_in_lists(case):
 
 
 @given(every_case(filtered_by_count))
-@settings(max_examples=10)
+@settings(max_examples=few(10))
 def test_a_long_top_k(case):
     check(case)
 
