@@ -8,7 +8,6 @@ from shardproof import Cost, check_cases, offsets, scheme
 from torch_impl import layouts
 from torch_impl.collectives import all_gather, reduce_scatter
 from torch_impl.layouts import inverse, packed, striped
-from torch_impl.layouts.index_arrays import dual_chunk_swap_positions as swapped_positions
 from torch_impl.layouts.index_arrays import packed_positions
 
 RANKS = {"cp": (1, 2, 3, 4)}
@@ -68,7 +67,7 @@ def numbered_in_stripes(mesh, x):
 )
 def numbered_in_swapped_chunks(mesh, x):
     world = mesh.size("cp")
-    return numbered(x, swapped_positions(len(x) * world, world, mesh.rank("cp")))
+    return numbered(x, layouts.dual_chunk_swap(len(x) * world, world)[mesh.rank("cp")])
 
 
 @scheme(

@@ -27,7 +27,6 @@ from parity_tests.harness.draw.profiles import few
 from shardproof import check_cases, integers, scheme
 from torch_impl import context_parallel as cp
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
-from torch_impl.context_parallel.adapters.transformer_engine import attention_kwargs
 from torch_impl.context_parallel.needed_keys import needed_rows
 from torch_impl.layouts import TokenLayout, prefixes
 
@@ -316,12 +315,6 @@ WITHOUT_LAYOUT = (
             lambda: cp.process_input_for_thd(a_batch(prefix_of=torch.tensor([[-1, 1]])), return_layout=True),
             ValueError,
             THD + "prefix_of: row 0: sequence 1 continues 1; pass an earlier sequence of the row, or -1 for none",
-        ),
-        (
-            lambda: attention_kwargs(cp.make_cp_batch_for_te(None, a_batch(), return_layout=True)[0]),
-            ValueError,
-            "context_parallel.te: batch has 'prefix_of', for which these offsets have no mask; "
-            "use context_parallel_attention with the batch's layout",
         ),
     ],
 )

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from jax_ref.vocab_parallel import same
 from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
+from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check, every_case, scheme
 from torch_impl import vocab_parallel as vp
 
@@ -114,14 +115,6 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "call", "text"), REJECTED, ids=[row[2][15:60] for row in REJECTED])
-def test_rejection(kind, call, text):
-    def body(mesh, case):
-        try:
-            call(mesh["tp"])
-        except kind as error:
-            return str(error)
-
-    ranks = run(body, CaseSpec(scheme="row_exchange", mesh={"tp": 2}))
-    assert ranks.results == (text, text)
-    assert ranks.ledger.rows == []
+test_rejection = rejected(
+    {"tp": 2}, [(text[15:60], lambda mesh, call=call: call(mesh["tp"]), text, kind) for kind, call, text in REJECTED]
+)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from jax_ref.vocab_parallel import next_token_logprob_of_stored
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
+from parity_tests.rejections import rejected
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
@@ -274,16 +275,7 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), REJECTED, ids=[text[15:90] for _, text in REJECTED])
-def test_rejection(call, text):
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 2}))
-    assert ranks.results == (text,) * 4
-    assert ranks.ledger.rows == []
+test_rejection = rejected({"cp": 2, "tp": 2}, [(text[15:90], call, text) for call, text in REJECTED])
 
 
 def test_logits_that_are_not_a_dtensor_are_rejected():

@@ -6,7 +6,7 @@
     ragged            blocks in order, of any lengths, including 0
     packed            many sequences in one stream (THD), each in dual_chunk_swap order
 
-A function `<layout>` returns the positions of all ranks, and `<layout>_positions` the positions of one rank.
+A function `<layout>` returns the positions of all ranks, and `packed_positions` the positions of one rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,16 +27,6 @@ ALPHABET = digits + ascii_lowercase
 
 
 @contract("contiguous")
-def contiguous_positions(
-    size: int, world: int, rank: int, *, device: torch.device | str | None = None
-) -> Int64[Tensor, " local"]:
-    """Global positions of one rank: index[r, i] = r * (size / world) + i."""
-    check_divisible("contiguous", size, world, rank)
-    local = size // world
-    return torch.arange(rank * local, (rank + 1) * local, device=device)
-
-
-@contract("contiguous")
 def contiguous(size: int, world: int, *, device: torch.device | str | None = None) -> list[Int64[Tensor, " _"]]:
     """Global positions that each rank holds, in equal contiguous blocks.
 
@@ -47,16 +37,6 @@ def contiguous(size: int, world: int, *, device: torch.device | str | None = Non
     """
     check_divisible("contiguous", size, world)
     return list(torch.arange(size, device=device).view(world, size // world).unbind())
-
-
-@contract("striped")
-def striped_positions(
-    size: int, world: int, rank: int, *, device: torch.device | str | None = None
-) -> Int64[Tensor, " local"]:
-    """Global positions of one rank: index[r, i] = i * world + r."""
-    check_divisible("striped", size, world, rank)
-    # In an empty sequence every rank but 0 would start beyond the end, which arange rejects.
-    return torch.arange(rank, size, world, device=device) if size else torch.arange(0, device=device)
 
 
 @contract("striped")
@@ -72,15 +52,6 @@ def striped(size: int, world: int, *, device: torch.device | str | None = None) 
     check_divisible("striped", size, world)
     rank = torch.arange(world, device=device)[:, None]
     return list((rank + world * torch.arange(size // world, device=device)).unbind())
-
-
-@contract("dual_chunk_swap")
-def dual_chunk_swap_positions(
-    size: int, world: int, rank: int, *, device: torch.device | str | None = None
-) -> Int64[Tensor, " local"]:
-    """Global positions of one rank: chunks `rank` and `2 * world - 1 - rank` of 2 * world equal chunks."""
-    check_divisible("dual_chunk_swap", size, world, rank)
-    return _dual_chunk_swap(size, world, rank, device)
 
 
 @contract("dual_chunk_swap")
@@ -102,21 +73,6 @@ def _dual_chunk_swap(size: int, world: int, rank: int | Tensor, device: torch.de
     i = torch.arange(2 * chunk, device=device)
     # The second chunk starts at c * (2 * world - 1 - r); i counts from c there, hence one chunk less.
     return i + chunk * torch.where(i < chunk, rank, 2 * (world - 1) - rank)
-
-
-@contract("ragged")
-def ragged_positions(
-    size: int,
-    world: int,
-    rank: int,
-    lengths: Sequence[int] | None = None,
-    *,
-    device: torch.device | str | None = None,
-) -> Int64[Tensor, " local"]:
-    """Global positions of one rank: `lengths[rank]` positions, after the positions of all lower ranks."""
-    check_divisible("ragged", size, world, rank)
-    bounds = _ragged_bounds(size, world, lengths)
-    return torch.arange(bounds[rank], bounds[rank + 1], device=device)
 
 
 @contract("ragged")

@@ -101,12 +101,6 @@ class Zero1:
             for p, new in zip(bucket.parameters, flat.split([p.numel() for p in bucket.parameters]), strict=True):
                 p.copy_(new.view_as(p))
 
-    @torch.no_grad()
-    def read_weights(self) -> None:
-        """Copy the parameters into the shares, for example after loading weights without the optimizer's state."""
-        for bucket in self._all_buckets():
-            local_tensor(bucket.share).copy_(bucket.part(self.mesh, bucket.share.dtype))
-
     def _all_buckets(self) -> Iterator[_Bucket]:
         return (bucket for buckets in self._buckets for bucket in buckets)
 
@@ -122,10 +116,6 @@ class _Bucket:
     def placed(self, part: Tensor, mesh: DeviceMesh) -> DTensor:
         """Wrap this rank's part of a flat tensor as a DTensor."""
         return _placed(part, mesh, sum(self.lengths))
-
-    def part(self, mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
-        """This rank's part of the concatenated weights, a copy."""
-        return _part(self.parameters, self.lengths, mesh, dtype)
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
