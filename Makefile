@@ -14,7 +14,7 @@ NEEDS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help verify test test-all oracles lint types imports two-notebooks notebooks pages docs sizes browser bench bugs mutants alarms failures peers clean
+.PHONY: help verify test test-all oracles lint types imports two-notebooks notebooks pages docs sizes browser bench bugs mutants tiers alarms failures peers clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
@@ -48,7 +48,7 @@ notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute all notebooks and
 
 pages: $(VENV)/with-docs ## build the pages into docs/_build without executing their cells
 	$(BIN)/python docs/images.py crossovers
-	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html -D nb_execution_mode=off docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html -D nb_execution_mode=off -D suppress_warnings=myst-nb.lexer docs docs/_build/html
 
 docs: $(VENV)/with-docs ## build the pages into docs/_build, their cells and pictures anew
 	$(BIN)/python docs/images.py
@@ -69,6 +69,9 @@ bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is c
 mutants: $(VENV)/with-test $(VENV)/with-oracles ## judge 1,120 sampled mutants and write docs/mutants.md; it goes on where it was stopped
 	$(BIN)/python -m parity_tests.mutants --page docs/mutants.md
 	$(BIN)/python -m parity_tests.mutants.equivalents --page docs/mutants.md
+
+tiers: $(VENV)/with-test $(VENV)/with-oracles ## count the bugs that `make test` catches of those that `make test-all` catches
+	$(BIN)/python -m parity_tests.mutants.tiers --page docs/tiers.md
 
 alarms: $(VENV)/with-test ## judge 100,000 drawn examples of what is right and write docs/false-alarms.md; it goes on where it was stopped
 	$(BIN)/python -m parity_tests.false_alarms --page docs/false-alarms.md

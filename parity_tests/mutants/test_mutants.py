@@ -293,7 +293,7 @@ def test_a_test_has_the_lines_that_its_ranks_run():
 def test_what_a_test_reaches_besides_its_own_lines():
     """Wide fixtures of its file; all lines of the file where it starts processes. What fails tells nothing."""
     tests = {
-        f"{SUM_FILE}::{name}": {"passed": name != "fails", "seconds": 1.0, "starts": name == "starts"}
+        f"{SUM_FILE}::{name}": {"passed": name != "fails", "seconds": 1.0, "starts": name == "starts", "slow": False}
         for name in ("plain", "starts", "fails")
     }
     found = {
