@@ -1,4 +1,4 @@
-"""What --help shows under a verb's options: examples, and what the exit status means."""
+"""The text under a verb's options in --help: examples, and the meaning of each exit status."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ JUDGING = ("verify", "replay", "train", "trace", "tour")
 
 
 def epilog(verb: str | None) -> str:
-    """Examples of a verb, or of the command; and statuses, which a verb that judges has all of."""
+    """Examples of a verb, or of the command, and its exit statuses; a verb that judges can end with any of them."""
     lines = ["\b", "Examples:", *(f"  {line}" for line in (EXAMPLES[verb] if verb else FIRST))]
     lines += ["", "\b", "Exit status:"]
     statuses = STATUS if verb is None or verb in JUDGING else {0: "done", **{n: STATUS[n] for n in (2, 130, 141)}}

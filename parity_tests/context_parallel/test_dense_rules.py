@@ -4,6 +4,7 @@ import re
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check_cases, integers, scheme
+from shardproof import CaseSpec, Cost, integers, scheme
 from torch_impl import context_parallel as cp
 
 FUNCTION = "context_parallel.batch: "
@@ -172,6 +173,7 @@ Buffers = tuple[Int[Tensor, "k b l"], Int[Tensor, "k b l"], Int[Tensor, "b s"], 
     rank_options={"negative": (False, True)},
     cost=lambda c: Cost(),
 )
+@pytest.mark.cases(20)
 def buffers_of_a_context(mesh, ids, others, stays, refilled, negative) -> Buffers:
     """A context entered twice, of a buffer that is restored and one that may stay a shard, filled anew in between."""
     restored, kept = ids.clone(), ids.clone()
@@ -188,7 +190,3 @@ def buffers_of_a_context(mesh, ids, others, stays, refilled, negative) -> Buffer
     after = kept if stays else entered.layout.shard(kept, 1)
     (first, second), (third, fourth) = seen[0], seen[1]
     return torch.stack([first, third]), torch.stack([second, fourth]), restored, after
-
-
-def test_parity_of_buffers():
-    check_cases(buffers_of_a_context, 20)

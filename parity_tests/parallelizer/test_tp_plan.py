@@ -22,7 +22,7 @@ from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import NAMES, Net
 from parity_tests.parallelizer.styled import accumulated, styled
 from parity_tests.parallelizer.training import PROMISED, broken_on_ranks, deviation, summed_loss
-from shardproof import CaseSpec, check_cases, scheme, token_below, values
+from shardproof import CaseSpec, scheme, token_below, values
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
@@ -88,15 +88,12 @@ def test_every_gradient_is_that_of_the_full_model(chosen, tp):
     dtypes=("float64", "float32"),
     roundings=4,
 )
+@pytest.mark.cases(30)
 def tied_embedding(mesh, weight, ids, cotangent, weights, times):
     """One gradient for the lookup and the head, and one parameter under two names."""
     module = styled(mesh, Tied(weight), {"table": "embedding_rowwise", "head": "colwise_gather_output"})
     y, _, outcome = accumulated(module, (ids,), cotangent, weights, times)
     return y, outcome["head.weight"]
-
-
-def test_parity():
-    check_cases(tied_embedding, 30)
 
 
 def on_ranks(body, tp=2, **options):

@@ -1,4 +1,4 @@
-"""Profiles: how many examples are drawn, and of how many shapes; those of Hypothesis, which says which is in force."""
+"""Profiles: the number of examples and of shapes; they are Hypothesis profiles, and Hypothesis knows the active one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def few(examples: int) -> int:
 
 
 def profile() -> str:
-    """The profile in force: of `in_force`, or else of Hypothesis; `dev` where it is none of ours."""
+    """The active profile: from `in_force`, else from Hypothesis; `dev` if that is not one of ours."""
     if _IN_FORCE:
         return _IN_FORCE[-1]
     if "hypothesis" not in sys.modules:
@@ -41,7 +41,7 @@ def profile() -> str:
 
 @contextmanager
 def in_force(name: str) -> Iterator[None]:
-    """A profile for the time of a block, for which Hypothesis need not be loaded."""
+    """Activate a profile inside a block, without loading Hypothesis."""
     _IN_FORCE.append(name)
     try:
         yield

@@ -1,22 +1,22 @@
-"""The bridge to JAX: float64 is switched on before the first array."""
+"""The bridge to JAX: enables float64 before the first array."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-STRICT = ("jax_ref", "parity_tests")  # packages whose references broadcast nothing unseen
+STRICT = ("jax_ref", "parity_tests")  # packages whose references must broadcast explicitly
 
 
 def start(cache: str | None = None) -> Any:
     """Import JAX for the CPU with float64, strict promotion and a compilation cache, if given; returns jax.
 
-    A platform that the user has named, by JAX_PLATFORMS or by `jax_platforms` of jax.config, stays.
+    A platform that the user has set in JAX_PLATFORMS or in `jax_platforms` of jax.config is kept.
     """
     import jax
 
-    # Also where a file of schemes has imported JAX before, unless it has made an array. JAX's default takes a GPU if it
-    # can use one, and three quarters of the GPU's memory, which the ranks need.
+    # This also works after a file of schemes has imported JAX, unless it has created an array. By default JAX takes a
+    # GPU if there is one, and three quarters of its memory, which the ranks need.
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
@@ -30,7 +30,7 @@ def start(cache: str | None = None) -> Any:
 
 
 def call_reference(reference: Callable[..., Any], **arguments: Any) -> Any:
-    """What a reference returns: a user's may broadcast as JAX does, `x * w + b`, one of this project's may not."""
+    """The reference's result: a user's reference may broadcast like `x * w + b`, this project's references may not."""
     import jax
 
     home = getattr(reference, "__module__", None) or type(reference).__module__

@@ -30,7 +30,7 @@ def biased(x, b):
 
 
 @pytest.mark.parametrize("module", ["jax_ref.norms", "parity_tests.judge.test_bridge", "my_project.reference", None])
-def test_a_reference_of_this_project_broadcasts_nothing_unseen(module):
+def test_this_projects_references_must_not_broadcast(module):
     biased.__module__ = module
     if module is not None and module.startswith(("jax_ref", "parity_tests")):
         with pytest.raises(ValueError, match="rank"):

@@ -22,7 +22,7 @@ STEP = 8  # `make test` takes one of so many; the references are not those that 
 
 @pytest.fixture
 def traced(monkeypatch):
-    """What `evaluate` traces, and the arrays of the call."""
+    """The program that `evaluate` traces, and the arrays of the call."""
     calls = []
     chosen = reference.evaluator
 

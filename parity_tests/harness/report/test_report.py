@@ -1,4 +1,4 @@
-"""What a verdict looks like: as text, as HTML, as JSON and JUnit, and as an exception."""
+"""The forms of a verdict: text, HTML, JSON, JUnit, and an exception."""
 
 import io
 import json
