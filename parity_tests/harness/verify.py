@@ -279,8 +279,8 @@ def check(case: CaseSpec) -> Report:
 def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = "lockstep", **fixed: Any) -> None:
     """Draw cases of a scheme and `check` each: the body of a parity test for several schemes or engines.
 
-    `examples` is their number, of which the profile `fast` draws a third, or by default the active Hypothesis profile's;
-    `fixed` gives mesh axes, dims and options. Raises like `check`, for the smallest failing case.
+    `examples` is their number, by default the active Hypothesis profile's; the profile `fast` draws a third of a given
+    number. `fixed` gives mesh axes, dims and options. Raises like `check`, for the smallest failing case.
     """
 
     from hypothesis import given, settings
