@@ -19,10 +19,10 @@ def softmax_top_k(
 ) -> tuple[Sharded[Tensor, "... k"], ShardedIds[Tensor, "... k"], Sharded[Tensor, "... e"]]:
     """Softmax, then the k largest: (gates, experts, probabilities), as in Switch, GShard and Qwen3-MoE.
 
-    p = softmax(logits),   experts = the k largest of p,   gates = p[experts], over their sum with `norm_topk_prob`
+    p = softmax(logits),   experts = the k largest of p,   gates = p[experts]
 
-    Gates and probabilities are float32 or wider, experts int64. With `norm_topk_prob` the gates equal those from
-    `top_k_softmax`. The probabilities of all experts are for `global_balance_loss`.
+    `norm_topk_prob` divides the gates by their sum; the gates then equal the gates of `top_k_softmax`. Gates and
+    probabilities are float32 or wider, experts int64. The probabilities of all experts are for `global_balance_loss`.
 
     Cost:   no collective; a sort of e numbers for each token.
     Errors: TypeError for logits that are not floating or a k that is not an integer; ValueError for a k outside 1..e.
@@ -102,7 +102,7 @@ def balanced_bias(bias: Sharded[Tensor, "e"], counts: ShardedInt[Tensor, "e"], r
             or a rate that is not finite.
     Source: arXiv 2408.15664.
     """
-    # Compare e * counts with their sum in integers: the mean is not rounded, and a load equal to it moves nothing.
+    # Compare e * counts with their sum in integers: the mean is not rounded, and a load equal to it leaves the bias.
     direction = (counts.sum() - counts.numel() * counts).sign()
     return bias.detach() + rate * direction.to(bias.dtype)
 
@@ -128,7 +128,7 @@ def _largest(scores: Tensor, k: int) -> Tensor:
 
 
 def _within_groups(biased: Tensor, groups: int, chosen_groups: int) -> Tensor:
-    """Mask with -inf all groups but the chosen ones, whose two largest scores have the largest sums."""
+    """Set all groups to -inf, except the groups with the largest sums of their two largest scores."""
     by_group = biased.unflatten(-1, (groups, biased.shape[-1] // groups))
     pair_sums = by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
     is_chosen = torch.zeros_like(pair_sums, dtype=torch.bool).scatter_(-1, _largest(pair_sums, chosen_groups), True)

@@ -157,7 +157,7 @@ def packed(
 
     Cost:   one copy of the offsets to the host; the arrays are on the device of `cu_seqlens`, or on `device`.
     Errors: ValueError if the offsets do not run from 0 up to size or a padded length is not a multiple of
-            2 * world; TypeError if they, size or world are not integers.
+            2 * world; TypeError if the offsets, size or world are not integers.
     """
     check_divisible("packed", size, world)
     offsets_of("cu_seqlens", cu_seqlens)
@@ -214,7 +214,7 @@ def inverse_permutation(rank_major: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
 
 
 def _check_permutation(rank_major: Int64[Tensor, " n"]) -> None:
-    """Rejected unless it is a permutation; traced, vmapped, fake and meta tensors have no values and are accepted."""
+    """Reject anything but a permutation; accept traced, vmapped, fake and meta tensors, which have no values."""
     if torch.compiler.is_compiling():
         return
     ordered = rank_major.sort().values
