@@ -44,6 +44,7 @@ def test_schemes_of_parts_that_are_not_public_are_verified_with_all(monkeypatch,
         assert ("1 scheme of parts that are not public: shardproof tour --all" in printed) is not everything
 
 
+@pytest.mark.slow
 def test_the_tables_fit_a_terminal_of_80_columns(one_scheme):
     """Each row is one line, no heading is broken."""
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxtyping import Int
 from torch import Tensor
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, integers, scheme
 from torch_impl import context_parallel as cp
@@ -72,7 +73,7 @@ def batch_or_sentence(mesh, batch, **settings):
         return str(error).removeprefix(FUNCTION)
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(SEEDS, st.tuples(st.sampled_from((3, 2)), st.sampled_from((8, 4))), st.sampled_from(tuple(SHAPES)))
 def test_masks_of_a_dense_batch(rng, sizes, shape):
     """The rule that each mask breaks and in which row; the padding of those that are taken."""
@@ -128,7 +129,7 @@ def rule_of_entries(wrong, embedded, dims, first, second):
     return rf"{ENTRIES[wrong]} is .*; pass a Tensor$" if wrong < BY_TOKEN else ACCEPTED
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(SEEDS, st.booleans())
 def test_entries_that_a_dense_batch_takes(rng, is_list):
     """The entry that is no tensor is named; so is how many dims the tokens should have."""

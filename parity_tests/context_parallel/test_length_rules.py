@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
 from torch_impl import context_parallel as cp
@@ -108,7 +109,7 @@ def sentence_of(call, kind=ValueError):
 SIZES = st.tuples(st.sampled_from((2, 4)), st.sampled_from((8, 1, 12)), st.sampled_from((3, 2)))
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(SEEDS, st.sampled_from((1, 2)), SIZES, st.sampled_from((-1000, -3)), st.sampled_from((1, 2)))
 def test_tables_of_lengths(rng, ranks, sizes, fill, num_chunks):
     """The rule that each table breaks and where; positions and padding of the stream where it is taken."""
@@ -210,7 +211,7 @@ def batch_of_shapes(of):
     }
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(SEEDS)
 def test_shapes_of_a_packed_batch(rng):
     for row in drawn_sizes(rng, 40).tolist():
@@ -249,7 +250,7 @@ def expected_prefixes(is_slot, prefix_of):
     return None, stream
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(SEEDS, st.sampled_from((1, 2)), st.tuples(st.sampled_from((2, 3)), st.sampled_from((4, 3))), st.booleans())
 def test_prefixes_of_sequences(rng, ranks, sizes, sharded):
     """Where a prefix is no earlier sequence of its row; else those of the stream, without fill."""

@@ -23,6 +23,7 @@ from parity_tests.context_parallel.attention_schemes import (
 )
 from parity_tests.context_parallel.key_costs import needed_keys, visible_pairs
 from parity_tests.context_parallel.seen_pairs import times_seen
+from parity_tests.harness.draw.profiles import few
 from shardproof import check_cases, integers, scheme
 from torch_impl import context_parallel as cp
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
@@ -55,7 +56,7 @@ def positions_of(kind, offsets):
     return [row.numpy() for row in layout.index]
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(trees())
 def test_each_pair_that_meets_does_so_once_and_its_key_is_sent(tree):
     kind, offsets, sums, prefix_of, causal, window = tree

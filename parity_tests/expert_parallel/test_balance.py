@@ -11,6 +11,7 @@ from torch import Tensor
 from jax_ref import expert_parallel as reference
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.expert_parallel.expert_module import over_all
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from torch_impl import expert_parallel
@@ -236,7 +237,7 @@ def tokens_and_padding(draw):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@settings(max_examples=25)
+@settings(max_examples=few(25))
 @given(tokens_and_padding(), st.integers(0, 4), st.booleans())
 def test_padding_changes_nothing_and_has_no_gradient(loss, drawn, place, on_a_rank_of_its_own):
     """Neither its number nor its values nor its place: before, between or behind the tokens, or alone on a rank."""

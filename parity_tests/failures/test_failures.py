@@ -27,6 +27,7 @@ def test_a_wrong_return_value_needs_the_rank_alone() -> None:
     assert Cell("raises", "raised", "rank 1 raised KeyError at a.py:3", 0.1).lacks == ["operation"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_under_torchrun() -> None:
     raised, dead = cells_of_torchrun = cells("torchrun", 2, ["raises", "is_killed"])
     assert [cell.lacks for cell in cells_of_torchrun] == [[], []]

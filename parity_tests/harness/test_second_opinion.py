@@ -18,6 +18,7 @@ from parity_tests.harness.run.failure import Raised, Stalled
 from parity_tests.harness.run.lockstep.group import LockstepGroup, reject_missing
 from parity_tests.harness.run.processes import pool
 from parity_tests.harness.verify_one_case import verify_case
+from parity_tests.slow import slow_but
 from parity_tests.specimens.small_scheme import declared
 from parity_tests.specimens.user_files import HEAD, RIGHT, WRONG, written
 from shardproof import EnginesDisagree, ValueMismatch, check
@@ -186,7 +187,7 @@ def counting(mesh, x):
 """
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_but([0], range(4)))
 def test_state_that_is_equal_for_many_values_is_named_too(seed, first):
     """A count of ones among zeros: the other call of the smallest case may have as many."""
     more = "reference=lambda x: x * jnp.clip(jax.lax.stop_gradient(x), 0, 1).sum(), dtypes=('float32',)"
@@ -224,6 +225,7 @@ def test_a_scheme_may_exclude_that_it_is_called_before(first):
     assert report.engines_disagree == f"{second_opinion.STATE_BETWEEN_CALLS}, which the scheme excludes"
 
 
+@pytest.mark.slow
 def test_a_state_that_another_file_left_is_no_verdict_on_this_one(tmp_path):
     (tmp_path / "patching.py").write_text("import torch\ntorch.Tensor.half_of = lambda x: x / 3\n" + HEAD + RIGHT)
     shim = "\nimport torch\nif not hasattr(torch.Tensor, 'half_of'): torch.Tensor.half_of = lambda x: x / 2\n"

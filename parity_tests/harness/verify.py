@@ -37,7 +37,7 @@ from parity_tests.harness.declare.keywords import rejects_unknown_keywords
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.choosers import RecordingChooser, even_chooser, seeded_chooser
 from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out
-from parity_tests.harness.draw.profiles import EXAMPLES, SHAPES, profile
+from parity_tests.harness.draw.profiles import EXAMPLES, SHAPES, few, profile
 from parity_tests.harness.experiments.notes import check_notes, from_one_case
 from parity_tests.harness.experiments.simplest_choices import SimplestCase
 from parity_tests.harness.experiments.smallest import shrink
@@ -279,8 +279,8 @@ def check(case: CaseSpec) -> Report:
 def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = "lockstep", **fixed: Any) -> None:
     """Draw cases of a scheme and `check` each: the body of a parity test for several schemes or engines.
 
-    `examples` is their number, by default the active Hypothesis profile's; `fixed` gives mesh axes, dims and options.
-    Raises like `check`, for the smallest failing case.
+    `examples` is their number, by default the active Hypothesis profile's; the profile `fast` draws a third of a given
+    number. `fixed` gives mesh axes, dims and options. Raises like `check`, for the smallest failing case.
     """
 
     from hypothesis import given, settings
@@ -288,7 +288,7 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
     from parity_tests.harness.draw.strategy import every_case
 
     # No deadline: the first case of a shape traces the reference.
-    @settings(max_examples=examples or settings().max_examples, deadline=None)
+    @settings(max_examples=few(examples) if examples else settings().max_examples, deadline=None)
     @given(every_case(scheme, engine=engine, **fixed))
     def each(case: CaseSpec) -> None:
         check(case)

@@ -14,6 +14,7 @@ CAUGHT_BY_HAND = "one minus exp where it cancels"
 SCHEMES = (schemes.logprob_in_steps, schemes.triton_gather_logprob)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")
 @pytest.mark.timeout(900)
 def test_drawn_examples_catch_the_bugs():

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import skip_init
 
 from jax_ref.models import Config, next_ids, normalised, token_losses
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.experiments.undecided import CHOICE, verify_or_undecided
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
@@ -117,7 +118,7 @@ def hybrid_in_stages(
 
 @pytest.mark.parametrize("of", [tied_hybrid_in_stages, hybrid_in_stages], ids=lambda of: of.name)
 def test_parity(of):
-    @settings(max_examples=6)
+    @settings(max_examples=few(6))
     @given(every_case(of))
     def checked(case):
         check(case)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import plain_modules as plain
 from parity_tests.parallelizer.families import IGNORED, OWN, Chosen, Float64Throughout, batch, empty, model_of
@@ -110,7 +111,7 @@ def test_a_plan_is_rejected_on_every_rank_before_anything_is_sent(name, tp):
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=few(40))
 def test_an_edited_key_matches_or_is_rejected(data):
     """A key with a letter taken out, put in or changed is a module's, or an error that names the key."""
     key = data.draw(st.sampled_from(["model.layers.*.mlp.up_proj", "model.norm", "lm_head"]))

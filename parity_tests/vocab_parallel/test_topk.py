@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from jax_ref.vocab_parallel import logits_at, topk
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
@@ -107,7 +108,7 @@ def test_parity_of_topk_to_the_bit(case):
 
 
 @given(every_case(vocab_topk, engine="gloo"))
-@settings(max_examples=5)
+@settings(max_examples=few(5))
 def test_parity_of_topk_on_gloo(case):
     for tensor in check(case).tensors:
         np.testing.assert_array_equal(tensor.got, tensor.want)
