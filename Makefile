@@ -63,7 +63,7 @@ alarms: $(VENV)/with-test ## judge 100,000 drawn examples of what is right and w
 	$(BIN)/python -m parity_tests.false_alarms --page docs/false-alarms.md
 
 failures: $(VENV)/with-test ## run every kind of failure on every engine and write docs/failures.md
-	$(BIN)/python -m parity_tests.failures --page docs/failures.md
+	$(BIN)/python -m parity_tests.failures --page docs/failures.md --table build/failures.md
 
 peers: $(VENV)/with-test $(VENV)/with-peers ## judge other projects' functions and write docs/findings.md
 	$(BIN)/python -m parity_tests.peers
