@@ -40,7 +40,7 @@ notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute the notebooks and
 	$(BIN)/python -m pytest -n 2 --dist worksteal parity_tests/test_notebooks.py
 
 docs: $(VENV)/with-docs ## build the pages into docs/_build, their cells and pictures anew
-	$(BIN)/python docs/images.py
+	$(BIN)/python docs/images.py $(PICTURES)
 	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html docs docs/_build/html
 
 sizes: $(VENV)/with-test $(VENV)/with-notebooks $(VENV)/with-docs ## count the installed packages of each extra and write them into docs/how-to/install.md
@@ -70,7 +70,7 @@ peers: $(VENV)/with-test $(VENV)/with-peers ## judge other projects' functions a
 
 clean: ## remove what the other targets made, the virtual environment included
 	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/gallery.md docs/images/gallery docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache
-	rm -f replay_*.py replay_*.pkl shardproof_verify.png
+	rm -f replay_*.py replay_*.pkl shardproof_verify.png $(foreach name,spec schedule crossovers tour,docs/images/$(name).svg docs/images/$(name)-dark.svg)
 	find torch_impl jax_ref parity_tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
