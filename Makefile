@@ -22,7 +22,7 @@ verify: $(VENV)/with-verify $(VENV)/with-hf ## verify the schemes of public func
 	$(BIN)/shardproof tour
 
 test: $(VENV)/with-test $(VENV)/with-oracles ## run the tests on two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile=ci --durations=80 --durations-min=4 --junitxml=build/tests.xml
+	$(BIN)/python -m pytest -n 2 -m "not slow" --dist loadfile --no-loadscope-reorder --hypothesis-profile=ci --durations=80 --durations-min=4 --junitxml=build/tests.xml
 
 oracles: $(VENV)/with-oracles ## install what some tests compare with, built without CUDA
 
