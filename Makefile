@@ -49,11 +49,11 @@ notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute all notebooks and
 	$(BIN)/python -m pytest -n 2 --dist worksteal parity_tests/test_notebooks.py
 
 pages: $(VENV)/with-docs ## build the pages into docs/_build without executing their cells
-	$(BIN)/python docs/images.py crossovers
+	$(BIN)/python docs/images.py $(PICTURES)
 	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html -D nb_execution_mode=off -D suppress_warnings=myst-nb.lexer docs docs/_build/html
 
 docs: $(VENV)/with-docs ## build the pages into docs/_build, their cells and pictures anew
-	$(BIN)/python docs/images.py
+	$(BIN)/python docs/images.py $(PICTURES)
 	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html docs docs/_build/html
 
 sizes: $(VENV)/with-test $(VENV)/with-notebooks $(VENV)/with-docs ## count the installed packages of each extra and write them into docs/how-to/install.md
@@ -79,14 +79,14 @@ alarms: $(VENV)/with-test ## judge 100,000 drawn examples of what is right and w
 	$(BIN)/python -m parity_tests.false_alarms --page docs/false-alarms.md
 
 failures: $(VENV)/with-test ## run every kind of failure on every engine and write docs/failures.md
-	$(BIN)/python -m parity_tests.failures --page docs/failures.md
+	$(BIN)/python -m parity_tests.failures --page docs/failures.md --table build/failures.md
 
 peers: $(VENV)/with-test $(VENV)/with-peers ## judge other projects' functions and write docs/findings.md
 	$(BIN)/python -m parity_tests.peers
 
 clean: ## remove what the other targets made, the virtual environment included
 	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/gallery.md docs/images/gallery docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache
-	rm -f replay_*.py replay_*.pkl shardproof_verify.png
+	rm -f replay_*.py replay_*.pkl shardproof_verify.png $(foreach name,spec schedule crossovers tour,docs/images/$(name).svg docs/images/$(name)-dark.svg)
 	find torch_impl jax_ref parity_tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
