@@ -35,7 +35,8 @@ from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.declare.draws import Chooser, has_infinities
 from parity_tests.harness.declare.keywords import rejects_unknown_keywords
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.draw.choosers import RecordingChooser, even_chooser, seeded_chooser
+from parity_tests.harness.draw.choosers import Choice, RecordingChooser, even_chooser, seeded_chooser
+from parity_tests.harness.draw.coverage import pairs_not_drawn, plan
 from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out
 from parity_tests.harness.draw.profiles import EXAMPLES, SHAPES, profile
 from parity_tests.harness.experiments.notes import check_notes, from_one_case
@@ -55,6 +56,7 @@ FAILS = "fails; shrinking"
 
 
 VALUE_EXAMPLES = 8  # where all sizes are given
+MOST_PLANNED = 100  # examples that a scheme has for its pairs of a size or an option and a mesh, by default
 
 
 class NothingCompared(ValueError):
@@ -102,13 +104,17 @@ def verify(
     VERIFIED.add(scheme.key)
     draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     trace_seconds_before = CLOCK.seconds
-    # 1. The cases that need no search.
+    # 1. The cases that need no search, and how many a search has: at least one for each pair of a size and a mesh.
+    choices_limit = {"world": world, "limit": SHAPES[profile()]}
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
+    first_choices = plan(scheme, fixed, examples or MOST_PLANNED, seed, **choices_limit)
+    if examples is None and total > len(first_cases):
+        total = max(total, len(first_cases) + len(first_choices))
     reports = _until_one_fails(scheme, first_cases)
     # 2. The rest is drawn, and a failure becomes the simplest case.
     search = Search(reports, as_drawn=next((report.case for report in reports if report.failed), None))
     if total > len(reports) and search.as_drawn is None:
-        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress)
+        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, first_choices)
         reports += search.reports
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok]
@@ -120,7 +126,8 @@ def verify(
         merge_reports(reports), left_out=left_out, trace_seconds=trace_seconds, shrinking_steps=search.shrinking_steps
     )
     if report.ok:
-        return report
+        not_drawn = pairs_not_drawn(scheme, fixed, [report.case for report in reports], **choices_limit)
+        return replace(report, not_drawn=tuple(not_drawn))
     if report.is_undecided:
         return _with_replay_file(scheme, name_values_to_avoid(scheme, report), replay_folder)
     smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, fixed))
@@ -232,8 +239,9 @@ def _search(
     seed: int,
     total: int,
     progress: Progress | None,
+    first_choices: Sequence[Sequence[Choice]],
 ) -> Search:
-    """Verify drawn cases until one fails, and make that one simple."""
+    """Verify drawn cases until one fails, and make that one simple; `first_choices` are those of the first cases."""
 
     def draw(choose: Chooser) -> CaseSpec:
         options = {**draw_options, "limit": SHAPES[profile()], "with_conditions": True}
@@ -241,7 +249,8 @@ def _search(
 
     reports: list[Report] = []
     for number in range(total):
-        chooser = RecordingChooser(even_chooser(number, seed))
+        planned = first_choices[number] if number < len(first_choices) else ()
+        chooser = RecordingChooser(even_chooser(number, seed), planned)
         reports.append(verify_or_undecided(scheme, draw(chooser)))
         if progress:
             progress(len(reports), total, FAILS if reports[-1].failed else "")

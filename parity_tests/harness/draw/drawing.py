@@ -61,10 +61,11 @@ def draw_case(
 
     `inside_subgroup=None` draws that too, for every fourth case of lockstep: other engines would start ranks for it.
     Errors: ValueError for an unknown name, an indivisible size, or where nothing is left to choose from."""
-    # 1. A mesh, then one of the shapes that it can shard.
+    # 1. A mesh, then one of the shapes that it can shard, then options: the choices that `coverage.plan` makes.
     sizes, options = _sizes_and_options(scheme, fixed)
     mesh, fits = choose(_cached_mesh_choices(scheme, sizes, options, world, limit).fits)
     shape = choose(fits)
+    chosen = option_choices(scheme, mesh, shape, options, choose)
     # 2. What the layouts need: lengths of ragged shards, lengths of packed sequences.
     layouts = _layouts(scheme, mesh, shape, choose)
     lengths = _lengths(scheme, mesh, shape, choose)
@@ -73,8 +74,7 @@ def draw_case(
         arg.name: scheme.draws[arg.name].value(choose, _shards(scheme, mesh, scheme.draws[arg.name].dim))
         for arg in scheme.inputs
     }
-    # 4. Options, and with the case dtype, seed and schedule.
-    chosen = _options(scheme, mesh, shape, options, choose)
+    # 4. The case, with dtype, seed and schedule.
     case = CaseSpec(
         scheme=scheme.key,
         mesh=mesh,
@@ -116,7 +116,7 @@ def priced_case(
     draws the lengths of shards and sequences. Errors: ValueError as of draw_case, and where no size fits.
     """
     sizes, fixed_options = _sizes_and_options(scheme, {**mesh, **fixed})
-    shapes = size_choices.shapes(scheme, sizes, [mesh], 1, fixed_options)
+    shapes = size_choices.shapes(scheme, sizes, [mesh], 1, fixed_options, with_pairs=False)
     if not shapes:
         raise ValueError(f"scheme '{scheme.name}': {size_choices.no_shape(scheme, sizes, mesh)}")
     shape = shapes[0]
@@ -181,6 +181,14 @@ def meshes_left_out(
     ]
 
 
+def mesh_choices(
+    scheme: Declared, fixed: Mapping[str, Any], world: int | None = None, limit: int = DEFAULT_LIMIT
+) -> tuple[MeshChoices, dict[str, Any]]:
+    """The meshes and shapes that `draw_case` chooses from, and the options that are given. Errors: as of draw_case."""
+    sizes, options = _sizes_and_options(scheme, fixed)
+    return _cached_mesh_choices(scheme, sizes, options, world, limit), options
+
+
 def _cached_mesh_choices(
     scheme: Declared, sizes: Mapping[str, int], options: Mapping[str, Any], world: int | None, limit: int
 ) -> MeshChoices:
@@ -204,7 +212,7 @@ def _mesh_choices(
         reason = f"has {counted(world, 'rank')}" if world else f"has {LARGEST_WORLD} ranks or fewer, which is the limit"
         axes = {**scheme.mesh, **{axis: size for axis, size in sizes.items() if axis in scheme.mesh}}
         raise rejection(f"no mesh of {size_choices.sizes_text(axes)} {reason}")
-    shapes = size_choices.shapes(scheme, sizes, tried, limit, options)
+    shapes = size_choices.shapes(scheme, sizes, tried, limit, options, with_pairs=limit > 1)
     tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
     nothing = (
         f"no sizes agree with {', '.join(tied)} and can be sharded" if tied else "no size of its dims can be sharded"
@@ -238,7 +246,7 @@ def _assumed_away(
 ) -> str | None:
     """That `assume` rejects a mesh which could be sharded without it, with the simplest sizes of that; or None."""
     without = replace(scheme, assume=None)
-    for shape in size_choices.shapes(without, sizes, [mesh], 1) if scheme.assume else ():
+    for shape in size_choices.shapes(without, sizes, [mesh], 1, with_pairs=False) if scheme.assume else ():
         if size_choices.compatible(without, shape, mesh):
             return f"{ASSUMED} {size_choices.sizes_text(shape, options)} and all other sizes that were tried"
     return None
@@ -268,7 +276,7 @@ def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict
     return sizes, chosen
 
 
-def _options(
+def option_choices(
     scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], fixed: Mapping[str, Any], choose: Chooser
 ) -> dict[str, Any]:
     """A value for each option that is not given; where there is an `assume`, together they satisfy it."""

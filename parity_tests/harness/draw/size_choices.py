@@ -17,6 +17,7 @@ from parity_tests.harness.declare.spec import Dim, Sharding
 from parity_tests.harness.draw import custom_layout
 
 LOCAL = (2, 3, 5, 1, 8)  # what a rank has of a dim; of 1, much is equal whatever the function does
+LOCAL_WORDS = {1: "one", 2: "two"}
 TURNS = len(LOCAL) ** 2  # later rounds give few new shapes
 SEARCHED = 4096  # combinations of sizes tried for an `assume`
 FACTORS = range(1, 65)  # tried on dims in formulas until what follows from them can be sharded
@@ -42,20 +43,25 @@ def shapes(
     options: Mapping[str, Any] = MappingProxyType({}),
     *,
     with_smallest: bool = True,
+    with_pairs: bool = True,
 ) -> list[dict[str, int]]:
-    """At most `limit` shapes, simplest first, with at least one for every mesh.
+    """About `limit` shapes, the smallest first, with at least one for every mesh.
 
-    The first, `with_smallest`, has local sizes (1, ...) on the first mesh. A round then takes (2, 3, 5, ...), the next
-    one (3, 5, 1, ...) and so on; inside a round each mesh may add the shape that these local sizes give it. Where there
-    are too many meshes for that, the units of all are joined. A shape that custom layouts or `assume` reject on every
-    mesh is left out, unless there is no other. Where sizes follow from the mesh, each mesh has shapes of its own.
+    The first, `with_smallest`, has local sizes (1, ...) on the first mesh. `with_pairs`, shapes follow until each mesh
+    has every feature that it can have, beyond the limit if need be (see `features`). Rounds fill up to the limit: one
+    takes local sizes (2, 3, 5, ...), the next one (3, 5, 1, ...) and so on; inside a round each mesh may add the shape
+    that these local sizes give it. With too many meshes for that, the units of all are joined. A shape that custom
+    layouts or `assume` reject on every mesh is left out, unless there is no other. If sizes follow from the mesh, each
+    mesh has shapes of its own.
     """
     if scheme.depends_on_mesh and not all(axis in fixed for axis in scheme.mesh):
         each = max(limit // max(len(tried), 1), 1)
         return [
             shape
             for number, mesh in enumerate(tried)
-            for shape in shapes(scheme, {**fixed, **mesh}, [mesh], each, options, with_smallest=number == 0)
+            for shape in shapes(
+                scheme, {**fixed, **mesh}, [mesh], each, options, with_smallest=number == 0, with_pairs=with_pairs
+            )
         ]
     # 1. What sizes must be multiples of, on each mesh; with too many meshes, one unit that serves all of them.
     is_tried = bool(scheme.layouts or scheme.assume)
@@ -68,10 +74,13 @@ def shapes(
         common = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
         if _shape(scheme, fixed, common, 0) is not None:
             units = [common]
-    # 2. Round after round, the shape that each unit gives, until there are enough.
+    # 2. The smallest shape, the pairs, then round after round the shape that each unit gives, until there are enough.
     offered: list[dict[str, int]] = []
     chosen: list[dict[str, int]] = []
     for turn in range(TURNS):
+        if turn == 1 and with_pairs:
+            chosen += _pair_shapes(scheme, fixed, tried, options, chosen)
+            offered += chosen
         for unit in units if turn else units[:with_smallest]:
             shape = _shape(scheme, fixed, unit, turn)
             if shape is None or shape in offered:
@@ -89,6 +98,75 @@ def shapes(
             fitting = (shape for shape in mesh_shapes if shape and compatible(scheme, shape, mesh, options))
             chosen += itertools.islice(fitting, 1)
     return chosen or offered[:limit]
+
+
+def features(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]) -> set[tuple[str, str]]:
+    """The features of a shape on a mesh, as (dim, words): its size of each dim that lists sizes, as ("h", "h=4"), and
+    for each other sharded dim whether a rank has one row (or the fewest that its layout allows), two or more.
+    """
+    units = _units(scheme, mesh)
+    found = set[tuple[str, str]]()
+    for name in free_dims(scheme):
+        if name not in shape:
+            continue
+        if len(scheme.dims.get(name, ())) > 1:
+            found.add((name, f"{name}={shape[name]}"))
+        elif name in units and name not in scheme.dims:
+            local = shape[name] // units[name]
+            found.add((name, f"{name} of {LOCAL_WORDS.get(local, 'more')} on each rank"))
+    return found
+
+
+def _pair_shapes(
+    scheme: Declared,
+    fixed: Mapping[str, int],
+    tried: Sequence[Mapping[str, int]],
+    options: Mapping[str, Any],
+    chosen: Sequence[Mapping[str, int]],
+) -> list[dict[str, int]]:
+    """Shapes that give each mesh the features which no chosen shape gives it, few by taking several at once.
+
+    Sizes of dims that list them meet every mesh. Other sharded dims have each local size on the largest mesh: a halo
+    may be wider than a neighbour's shard there, and smaller meshes follow in the rounds.
+    """
+    added: list[dict[str, int]] = []
+    for mesh in reversed(tried):
+        unit = _units(scheme, mesh)
+        covered = set[tuple[str, str]]()
+        for shape in (*chosen, *added):
+            if compatible(scheme, shape, mesh, options):
+                covered |= features(scheme, shape, mesh)
+        for name in free_dims(scheme):
+            if name in fixed:
+                continue
+            declared, step = scheme.dims.get(name, ()), unit.get(name, 0)
+            sizes = [size for size in declared if isinstance(size, int)] if len(declared) > 1 else []
+            if not declared and step and mesh is tried[-1]:
+                sizes = [step * local for local in (3, 1, 2)]
+            for size in sizes:
+                if features(scheme, {name: size}, mesh) <= covered:
+                    continue
+                shape = _new_shape(scheme, {**fixed, name: size}, unit, mesh, options, covered)
+                if shape is not None:
+                    added.append(shape)
+                    covered |= features(scheme, shape, mesh)
+    return added
+
+
+def _new_shape(
+    scheme: Declared,
+    fixed: Mapping[str, int],
+    unit: Mapping[str, int],
+    mesh: Mapping[str, int],
+    options: Mapping[str, Any],
+    covered: Collection[tuple[str, str]],
+) -> dict[str, int] | None:
+    """Of the shapes of all turns that suit the mesh, the one with the most features that are not covered; or None."""
+    turns = [shape for turn in range(1, TURNS) if (shape := _shape(scheme, fixed, unit, turn)) is not None]
+    distinct = list({tuple(shape.items()): shape for shape in turns}.values())
+    distinct.sort(key=lambda shape: -len(features(scheme, shape, mesh).difference(covered)))  # stable: early turns first
+    fitting = (shape for shape in itertools.chain(distinct, _searched(scheme, fixed, unit)) if shape)
+    return next((shape for shape in fitting if compatible(scheme, shape, mesh, options)), None)
 
 
 def no_shape(scheme: Declared, fixed: Mapping[str, int], mesh: Mapping[str, int]) -> str:

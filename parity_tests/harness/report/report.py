@@ -26,6 +26,7 @@ from parity_tests.harness.run.ledger import Finding, Ledger
 
 PLAIN_WIDTH = 132
 EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds in which numbers repeat
+MOST_NAMED = 4  # pairs that no example had
 MAX_UNDECIDED_SHARE = 0.25  # of the examples of a scheme that passes
 # Fields that a report of one case takes over from that of all examples.
 OF_ALL_EXAMPLES = (
@@ -96,6 +97,7 @@ class Report:
     dtypes: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)  # meshes that cannot shard the sizes given: the reason
+    not_drawn: tuple[str, ...] = ()  # pairs that no example had, as "g=2 on cp=4"; of a report that is equal
     case_of_tensor: Mapping[str, CaseSpec] = field(default_factory=dict)
     trace_seconds: float = 0.0
     is_undecided: bool = False  # neither equal nor a mismatch
@@ -235,6 +237,7 @@ class Report:
             "failure": None if self.failure is None else str(self.failure),
             "replay": self.replay,
             "left_out": dict(self.left_out),
+            "not_drawn": list(self.not_drawn),
             "confirmed_on": self.confirmed_on,
             "engines_disagree": self.engines_disagree,
             "undecided": self.undecided_examples,
@@ -284,6 +287,9 @@ class Report:
             too_many = ", too many for a pass" if self.is_undecided else ""
             parts.append(Sentence(f"  undecided: {share}{too_many}: {self.undecided_reason}"))
         parts += [Sentence(f"  left out: {omission}") for omission in self.omissions()]
+        if self.not_drawn:
+            more = f" and {len(self.not_drawn) - MOST_NAMED} more" if len(self.not_drawn) > MOST_NAMED else ""
+            parts.append(Sentence(f"  not drawn: {', '.join(self.not_drawn[:MOST_NAMED])}{more}"))
         if self.confirmation is not None:
             parts.append(Sentence(f"  {self.confirmation}"))
         if not self.ok:
