@@ -10,7 +10,7 @@ from parity_tests.harness.draw import coverage
 from parity_tests.harness.draw.choosers import RecordingChooser, even_chooser
 from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.draw.size_choices import compatible, meshes, shapes
-from parity_tests.harness.verify import MOST_PLANNED
+from parity_tests.harness.verify import MOST_PLANNED, verify
 from parity_tests.specimens.small_scheme import declared
 from shardproof import ids, scheme, values
 from torch_impl.collectives import all_to_all
@@ -90,7 +90,7 @@ def attention(q, k, v):
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
     row = jnp.arange(q.shape[1])
     scores = jnp.einsum("bshd,bthd->bhst", q, k) / jnp.sqrt(q.shape[-1] + 0.0)
-    weights = jax.nn.softmax(jnp.where(row[:, None] >= row, scores, -jnp.inf), -1)
+    weights = jax.nn.softmax(jnp.where(row[:, None] >= row[None], scores, -jnp.inf), -1)
     return jnp.einsum("bhst,bthd->bshd", weights, v)
 
 
@@ -114,7 +114,7 @@ def repeated_heads_in_the_wrong_order(mesh, q, k, v):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_mistake_at_one_size_on_one_mesh_is_found(seed, tmp_path):
-    report = repeated_heads_in_the_wrong_order.verify(seed=seed, replay_folder=str(tmp_path))
+    report = verify(repeated_heads_in_the_wrong_order, seed=seed, replay_folder=str(tmp_path))
     assert report.verdict == "mismatch" and (report.case.cp, report.case.g) == (4, 2)
 
 
@@ -122,7 +122,8 @@ def masked_mean(logits, labels):
     losses = jax.nn.log_softmax(logits, -1)
     kept = labels != -100
     token = jnp.take_along_axis(losses, jnp.where(kept, labels, 0)[..., None], -1)[..., 0]
-    return -(token * kept).sum() / jnp.maximum(kept.sum() * 1.0, 1.0)
+    weights = kept.astype(losses.dtype)
+    return -(token * weights).sum() / jnp.maximum(weights.sum(), 1.0)
 
 
 @scheme(
@@ -143,7 +144,7 @@ def mean_over_the_local_count(mesh, logits, labels):
 @pytest.mark.parametrize("fixed", [{}, {"cp": 2, "b": 3, "s": 16, "v": 8}], ids=["drawn", "given"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_mean_over_the_local_count_is_found(fixed, seed, tmp_path):
-    report = mean_over_the_local_count.verify(seed=seed, replay_folder=str(tmp_path), **fixed)
+    report = verify(mean_over_the_local_count, seed=seed, fixed=fixed, replay_folder=str(tmp_path))
     assert report.verdict == "mismatch"
 
 
