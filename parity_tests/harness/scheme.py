@@ -110,6 +110,8 @@ def scheme(
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     reduction: tuple[str, ...] | None = None,
     roundings: int = 1,
+    sums: str | None = None,
+    inside: str | None = None,
     cost: Callable[..., Cost | Sequence[Cost]] | None = None,
     engines: tuple[str, ...] = ("lockstep", "gloo", "nccl", "torchrun"),
     replicas: str = "bitwise",
@@ -135,7 +137,10 @@ def scheme(
     together: `lambda case: case.b * case.s % case.tp == 0`. A reference with an argument `mesh` gets the sizes of the
     axes. `options` go to both sides, `rank_options` only to the ranks. `reduction` names the dims that are summed
     over, `roundings` how often a value is stored in the tested dtype on its way: 1 where sums and intermediates are in
-    float32 or wider, more where a softmax, a product or a norm is stored in bfloat16 and used again. `modifies` names
+    float32 or wider, more where a softmax, a product or a norm is stored in bfloat16 and used again. `sums="float32"`
+    promises that nothing but inputs and results is rounded to a narrower tested dtype: a sum that is kept in bfloat16
+    is then a mismatch, which the default budget forgives. `inside="bfloat16"` says that intermediates are in a dtype
+    that is narrower than the tested one, as in an iteration that always runs in it. `modifies` names
     inputs that the function overwrites, whose new value the reference returns after the outputs. `module` names the
     tree of parameters of a module that the function runs backward itself and returns last. `random=True` says that the
     function draws random numbers. `setup(mesh)` runs once per rank and mesh before the function, on every engine;
@@ -173,6 +178,7 @@ def scheme(
             errors.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)
         reduced = reduction if all_read else ()
         validation.check_choices(dtypes, engines, replicas, reduced, roundings, leaves, results, errors)
+        errors.of(validation.check_precision, sums, inside, roundings)
         errors.raise_all()
         return Scheme(
             name=name,
@@ -190,6 +196,8 @@ def scheme(
             dtypes=tuple(dtypes),
             reduction=reduction,
             roundings=roundings,
+            sums=sums,
+            inside=inside,
             cost=cost,
             engines=tuple(engines),
             replicas=replicas,

@@ -105,7 +105,7 @@ def verify(
     draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     trace_seconds_before = CLOCK.seconds
     # 1. The cases that need no search, and how many a search has: at least one for each pair of a size and a mesh.
-    choices_limit = {"world": world, "limit": SHAPES[profile()]}
+    choices_limit = {"dtype": dtype, "world": world, "limit": SHAPES[profile()]}
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
     first_choices = plan(scheme, fixed, examples or MOST_PLANNED, seed, **choices_limit)
     if examples is None and total > len(first_cases):

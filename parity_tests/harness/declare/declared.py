@@ -159,6 +159,8 @@ class Declared:
     module: str | None = None  # the input tree that is the parameters of the module returned last
     assume: Callable[[CaseSpec], Any] | None = None  # of a case's sizes: whether it is drawn
     excluded_conditions: tuple[str, ...] = ()  # calling conditions that the function does not promise
+    sums: str | None = None  # "float32": nothing but inputs and results is rounded to a narrower tested dtype
+    inside: str | None = None  # the dtype of intermediates that are narrower than the tested one
     isolate: tuple[str, ...] = ()  # further modules whose globals each rank of lockstep has for itself
     implementation: Implementation | None = None  # another's functions that it is judged on, see harness/implementation
 

@@ -1,12 +1,13 @@
-"""Which pairs the examples of a scheme have: each size or option that it lists, on each of its meshes.
+"""Which pairs the examples of a scheme have: each size or option that it lists, on each mesh and in each dtype.
 
-A wrong order of repeated heads may show for g=2 on cp=4 alone. Independent draws of mesh, shape and options leave such
-pairs out, so the first choices of `verify`'s examples follow a plan until each pair was drawn.
+A wrong order of repeated heads may show for g=2 on cp=4 alone, a sum in bfloat16 for m=32 alone. Independent draws
+leave such pairs out, so the first choices of `verify`'s examples follow a plan until each pair was drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.random import Generator, Philox
@@ -17,122 +18,146 @@ from parity_tests.harness.draw.choosers import Choice
 from parity_tests.harness.draw.drawing import MeshChoices, mesh_choices, option_choices
 from parity_tests.harness.draw.size_choices import assumed_options, features, sizes_text
 
-Pair = tuple[str, str]  # a size or an option, and a mesh, in words: ("g=2", "cp=4")
+Pair = tuple[str, str]  # a size, an option or a mesh, and where it is: ("g=2", "on cp=4"), ("g=2", "in bfloat16")
 Place = tuple[int, int]  # of a mesh, and of one of its shapes
 
 
 def plan(
-    scheme: Declared, fixed: Mapping[str, Any], count: int, seed: int, *, world: int | None, limit: int
+    scheme: Declared,
+    fixed: Mapping[str, Any],
+    count: int,
+    seed: int,
+    *,
+    dtype: str | None = None,
+    world: int | None = None,
+    limit: int,
 ) -> list[list[Choice]]:
     """The first choices of `count` examples or fewer, each with as many pairs as possible that none before it has.
 
-    They are the choices of `draw_case`: mesh, shape, then options. The first example has none: it is the simplest.
+    They are the choices of `draw_case`: mesh, shape, options, dtype. The first example has none: it is the simplest.
     Errors: as of draw_case.
     """
-    choices, given = mesh_choices(scheme, fixed, world, limit)
+    search = _Search(scheme, fixed, dtype, world, limit)
+    missing = search.possible() - search.simplest()
     rng = Generator(Philox(key=[seed % 2**64, 0]))
-    pairs = _pairs(scheme, choices, given)
-    places = list(pairs)
+    places = list(search.pairs)
     rng.shuffle(places)
-    missing = set[Pair]().union(*pairs.values())
-    first = _options(scheme, choices, (0, 0), given, set(), None)
-    missing -= _drawn(scheme, choices, (0, 0), first, given)
     examples: list[list[Choice]] = [[]]
     while missing and len(examples) < count:
-        place = max(places, key=lambda place: len(pairs[place] & missing))
-        options = _options(scheme, choices, place, given, missing, rng)
-        missing -= _drawn(scheme, choices, place, options, given)
-        examples.append([*map(Choice, place), *_option_places(scheme, choices, place, options, given)])
+        place = max(places, key=lambda place: len(search.pairs[place] & missing))
+        options = search.options(place, missing, rng)
+        chosen_dtype = search.dtype(place, options, missing, rng)
+        drawn = search.drawn(place, options, chosen_dtype)
+        if not drawn & missing:  # in no combination with the place that has the most
+            missing -= search.pairs[place]
+            continue
+        missing -= drawn
+        examples.append(search.choices_of(place, options, chosen_dtype))
     return examples
 
 
 def pairs_not_drawn(
-    scheme: Declared, fixed: Mapping[str, Any], cases: Iterable[CaseSpec], *, world: int | None, limit: int
+    scheme: Declared,
+    fixed: Mapping[str, Any],
+    cases: Iterable[CaseSpec],
+    *,
+    dtype: str | None = None,
+    world: int | None = None,
+    limit: int,
 ) -> list[str]:
     """The pairs that could have been drawn and that no case has, as "g=2 on cp=4". Errors: as of draw_case."""
-    choices, given = mesh_choices(scheme, fixed, world, limit)
-    missing = set[Pair]().union(*_pairs(scheme, choices, given).values())
+    search = _Search(scheme, fixed, dtype, world, limit)
+    missing = search.possible()
     for case in cases:
-        options = {name: value for name, value in case.options.items() if name not in given}
-        missing -= _pairs_of(scheme, case.scheme_mesh, case.dims, [options])
-    return sorted(f"{words} on {mesh}" if mesh else words for words, mesh in missing)
+        missing -= search.pairs_of(case.scheme_mesh, case.dims, [case.options], [case.dtype])
+    return sorted(" ".join(pair) for pair in missing)
 
 
-def _pairs(scheme: Declared, choices: MeshChoices, given: Mapping[str, Any]) -> dict[Place, set[Pair]]:
-    """The pairs that each place can have; an option that is given makes none."""
-    found: dict[Place, set[Pair]] = {}
-    every = [{name: value} for name, values in scheme.all_options.items() if name not in given for value in values]
-    for number, (mesh, fits) in enumerate(choices.fits):
-        for shape_number, shape in enumerate(fits):
-            options = every
-            if scheme.assume:
-                options = [
-                    {name: value for name, value in allowed.items() if name not in given}
-                    for allowed in assumed_options(scheme, shape, mesh, given)
-                ]
-            found[number, shape_number] = _pairs_of(scheme, mesh, shape, options)
-    return found
+@dataclass
+class _Search:
+    """The places that examples may have, with the pairs that are possible at each."""
 
+    scheme: Declared
+    fixed: Mapping[str, Any]
+    given_dtype: str | None
+    world: int | None
+    limit: int
+    choices: MeshChoices = field(init=False)
+    given: dict[str, Any] = field(init=False)
+    pairs: dict[Place, set[Pair]] = field(init=False)
 
-def _pairs_of(
-    scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], options: Sequence[Mapping[str, Any]]
-) -> set[Pair]:
-    words = {words for _, words in features(scheme, shape, mesh)}
-    words |= {f"{name}={value}" for chosen in options for name, value in chosen.items() if _is_listed(scheme, name)}
-    return {(word, sizes_text(mesh)) for word in words}
+    def __post_init__(self) -> None:
+        self.choices, self.given = mesh_choices(self.scheme, self.fixed, self.world, self.limit)
+        self.dtypes = (self.given_dtype,) if self.given_dtype else self.scheme.dtypes
+        options = self.scheme.all_options
+        self.listed = [name for name, values in options.items() if len(values) > 1 and name not in self.given]
+        every = [{name: value} for name in self.listed for value in options[name]]
+        self.pairs = {}
+        for number, (mesh, fits) in enumerate(self.choices.fits):
+            for shape_number, shape in enumerate(fits):
+                allowed = assumed_options(self.scheme, shape, mesh, self.given) if self.scheme.assume else every
+                self.pairs[number, shape_number] = self.pairs_of(mesh, shape, allowed, self.dtypes)
 
+    def possible(self) -> set[Pair]:
+        return set[Pair]().union(*self.pairs.values())
 
-def _is_listed(scheme: Declared, option: str) -> bool:
-    return len(scheme.all_options[option]) > 1
+    def pairs_of(
+        self,
+        mesh: Mapping[str, int],
+        shape: Mapping[str, int],
+        options: Sequence[Mapping[str, Any]],
+        dtypes: Sequence[str],
+    ) -> set[Pair]:
+        where = sizes_text(mesh)
+        words = {words for _, words in features(self.scheme, shape, mesh)}
+        words |= {f"{name}={chosen[name]}" for chosen in options for name in self.listed if name in chosen}
+        found = {(word, f"on {where}") for word in words} if len(self.choices.fits) > 1 or words else set[Pair]()
+        if len(self.dtypes) > 1:
+            found |= {(word, f"in {dtype}") for word in (*words, where) for dtype in dtypes}
+        return found
 
+    def simplest(self) -> set[Pair]:
+        """The pairs of the first example, which takes the first of everything."""
+        mesh, fits = self.choices.fits[0]
+        allowed = assumed_options(self.scheme, fits[0], mesh, self.given)[0]
+        return self.pairs_of(mesh, fits[0], [allowed], self.dtypes[:1])
 
-def _drawn(
-    scheme: Declared, choices: MeshChoices, place: Place, options: Mapping[str, Any], given: Mapping[str, Any]
-) -> set[Pair]:
-    mesh, fits = choices.fits[place[0]]
-    free = {name: value for name, value in options.items() if name not in given}
-    return _pairs_of(scheme, mesh, fits[place[1]], [free])
+    def options(self, place: Place, missing: set[Pair], rng: Generator) -> dict[str, Any]:
+        """Options for a place, with as many missing pairs as possible, else any."""
+        mesh, fits = self.choices.fits[place[0]]
 
+        def new_pairs(options: Mapping[str, Any]) -> int:
+            return len(self.pairs_of(mesh, {}, [options], self.dtypes) & missing)
 
-def _options(
-    scheme: Declared,
-    choices: MeshChoices,
-    place: Place,
-    given: Mapping[str, Any],
-    missing: set[Pair],
-    rng: Generator | None,
-) -> dict[str, Any]:
-    """Options for a place, with as many missing pairs as possible; without a generator, the first of each."""
-    mesh, fits = choices.fits[place[0]]
-    where = sizes_text(mesh)
-
-    def missing_pairs(options: Mapping[str, Any]) -> int:
-        return sum((f"{name}={value}", where) in missing for name, value in options.items())
-
-    if scheme.assume:
-        allowed = assumed_options(scheme, fits[place[1]], mesh, given)
-        if rng is not None:
+        if self.scheme.assume:
+            allowed = assumed_options(self.scheme, fits[place[1]], mesh, self.given)
             rng.shuffle(allowed)
-        return max(allowed, key=missing_pairs)
-    chosen: dict[str, Any] = dict(given)
-    for name, values in scheme.all_options.items():
-        order = range(len(values)) if rng is None else rng.permutation(len(values))
-        chosen.setdefault(name, max((values[i] for i in order), key=lambda value: missing_pairs({name: value})))
-    return chosen
+            return max(allowed, key=new_pairs)
+        chosen: dict[str, Any] = dict(self.given)
+        for name, values in self.scheme.all_options.items():
+            order = [values[i] for i in rng.permutation(len(values))]
+            chosen.setdefault(name, max(order, key=lambda value: new_pairs({name: value})))
+        return chosen
 
+    def dtype(self, place: Place, options: Mapping[str, Any], missing: set[Pair], rng: Generator) -> str:
+        order = [self.dtypes[i] for i in rng.permutation(len(self.dtypes))]
+        return max(order, key=lambda dtype: len(self.drawn(place, options, dtype) & missing))
 
-def _option_places(
-    scheme: Declared, choices: MeshChoices, place: Place, options: Mapping[str, Any], given: Mapping[str, Any]
-) -> list[Choice]:
-    """The places at which `draw_case` finds these options in its menus."""
-    mesh, fits = choices.fits[place[0]]
-    names = iter(scheme.all_options)
-    places: list[Choice] = []
+    def drawn(self, place: Place, options: Mapping[str, Any], dtype: str) -> set[Pair]:
+        mesh, fits = self.choices.fits[place[0]]
+        return self.pairs_of(mesh, fits[place[1]], [options], [dtype])
 
-    def choose(menu: Any) -> Any:
-        value = options[next(names)]
-        places.append(Choice(next((i for i, item in enumerate(menu) if item == value), 0)))
-        return menu[places[-1].place]
+    def choices_of(self, place: Place, options: Mapping[str, Any], dtype: str) -> list[Choice]:
+        """The places at which `draw_case` finds these in its menus."""
+        mesh, fits = self.choices.fits[place[0]]
+        names = iter(self.scheme.all_options)
+        option_places: list[Choice] = []
 
-    option_choices(scheme, mesh, fits[place[1]], given, choose)
-    return places
+        def choose(menu: Any) -> Any:
+            value = options[next(names)]
+            option_places.append(Choice(next((i for i, item in enumerate(menu) if item == value), 0)))
+            return menu[option_places[-1].place]
+
+        option_choices(self.scheme, mesh, fits[place[1]], self.given, choose)
+        of_dtype = [] if self.given_dtype else [Choice(self.dtypes.index(dtype))]
+        return [*map(Choice, place), *option_places, *of_dtype]

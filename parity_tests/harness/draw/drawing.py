@@ -61,11 +61,12 @@ def draw_case(
 
     `inside_subgroup=None` draws that too, for every fourth case of lockstep: other engines would start ranks for it.
     Errors: ValueError for an unknown name, an indivisible size, or where nothing is left to choose from."""
-    # 1. A mesh, then one of the shapes that it can shard, then options: the choices that `coverage.plan` makes.
+    # 1. A mesh, then one of the shapes that it can shard, options and a dtype: the choices that `coverage.plan` makes.
     sizes, options = _sizes_and_options(scheme, fixed)
     mesh, fits = choose(_cached_mesh_choices(scheme, sizes, options, world, limit).fits)
     shape = choose(fits)
     chosen = option_choices(scheme, mesh, shape, options, choose)
+    dtype = dtype or choose(scheme.dtypes)
     # 2. What the layouts need: lengths of ragged shards, lengths of packed sequences.
     layouts = _layouts(scheme, mesh, shape, choose)
     lengths = _lengths(scheme, mesh, shape, choose)
@@ -74,12 +75,12 @@ def draw_case(
         arg.name: scheme.draws[arg.name].value(choose, _shards(scheme, mesh, scheme.draws[arg.name].dim))
         for arg in scheme.inputs
     }
-    # 4. The case, with dtype, seed and schedule.
+    # 4. The case, with a seed and a schedule.
     case = CaseSpec(
         scheme=scheme.key,
         mesh=mesh,
         dims=shape,
-        dtype=dtype or choose(scheme.dtypes),
+        dtype=dtype,
         layouts=layouts,
         lengths=lengths,
         values=values,

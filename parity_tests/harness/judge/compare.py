@@ -11,7 +11,8 @@ The numbers of one element, under the names that `element_budgets` gives them:
 u is the unit roundoff of the tested dtype, u_accumulator that of float32 or of a wider tested dtype, u_out that of the
 output, but no more than u: a narrower output was not declared. `spread` is the root mean square of the changes of the
 element under random rounding, but at least the median over the tensor: rounding of inputs and cotangents to the tested
-dtype, and of every operation of the reference to the dtype that intermediates have (see rounding.py). `lost_below` is
+dtype, and of every operation of the reference to the dtype that intermediates have (see rounding.py). A scheme of `sums="float32"` rounds neither inputs nor intermediates to
+a narrower dtype, so `spread` and u in `scale` are then of float32. `lost_below` is
 what underflow takes of one term at most.
 """
 
@@ -31,7 +32,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import has_gradients
 from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.declare.spec import size_of
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, accumulator_roundoff
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, accumulator_roundoff, unit_of_inputs
 from parity_tests.harness.run.program import RankResult
 from parity_tests.harness.run.stitch import Stitched, gradient_shards, owners, stitch
 
@@ -163,15 +164,17 @@ def element_budgets(
     roundings: int,
     u_accumulator: float,
     rounded: np.ndarray | float = 0.0,
+    u_spread: float | None = None,
 ) -> np.ndarray:
     """The largest error each element may have, from dtype, number of terms and conditioning, by the formula above.
 
     `rounded` is the size of what is rounded last, where that is more than the element: the terms of a sum over ranks.
+    `u_spread` is the rounding that `spread` follows from, if not of the tested dtype.
     """
     u = UNIT_ROUNDOFF[dtype]
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
     spread = np.maximum(spread, float(np.median(spread)) if spread.size else 0.0)
-    scale = np.maximum(size, spread / u)
+    scale = np.maximum(size, spread / (u_spread or u))
     # An output wider than the tested dtype has less to round; a narrower one was not declared and gets no more.
     last_rounding = min(UNIT_ROUNDOFF[out_dtype], max(u, u_accumulator)) * np.maximum(size, rounded)
     summation = C * u_accumulator * math.sqrt(max(terms, 1)) * scale + last_rounding
@@ -184,7 +187,10 @@ def element_budgets_at(
     """The budgets of a tensor if its reference had these values, as at other inputs."""
     count = _terms(scheme, case, tensor.argument, tensor.role) * tensor.stitched.summed_ranks
     u_accumulator = accumulator_roundoff(case.dtype)
-    return element_budgets(want, spread, count, case.dtype, tensor.dtype, scheme.roundings, u_accumulator)
+    return element_budgets(
+        want, spread, count, case.dtype, tensor.dtype, scheme.roundings, u_accumulator,
+        u_spread=unit_of_inputs(scheme, case),
+    )  # fmt: skip
 
 
 def lost_below(dtype: str) -> float:
@@ -245,9 +251,9 @@ def _compare_elements(
 ) -> TensorComparison:
     """Compare every element with its budget. A gradient that no rank returned is right only where zero is exact."""
     # 1. The budget of each element, and the arguments of that of sums in a coarser dtype, for the evidence.
-    u, u_accumulator = UNIT_ROUNDOFF[case.dtype], accumulator_roundoff(case.dtype)
+    u, u_accumulator = unit_of_inputs(scheme, case), accumulator_roundoff(case.dtype)
     rounded = stitched.size_of_terms
-    budgets = element_budgets(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator, rounded)
+    budgets = element_budgets(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator, rounded, u)
     if undefined is not None:
         budgets = np.where(undefined, np.inf, budgets)
     coarse = COARSER[case.dtype]
