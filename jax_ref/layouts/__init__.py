@@ -5,7 +5,6 @@ from jax_ref.layouts.reference import ceil_lengths as ceil_lengths
 from jax_ref.layouts.reference import check_partition as check_partition
 from jax_ref.layouts.reference import contiguous as contiguous
 from jax_ref.layouts.reference import conv_channels as conv_channels
-from jax_ref.layouts.reference import deinterleave_packed_seqs as deinterleave_packed_seqs
 from jax_ref.layouts.reference import draw as draw
 from jax_ref.layouts.reference import dual_chunk_swap as dual_chunk_swap
 from jax_ref.layouts.reference import indivisible as indivisible
@@ -16,12 +15,9 @@ from jax_ref.layouts.reference import padding_mask as padding_mask
 from jax_ref.layouts.reference import position_ids as position_ids
 from jax_ref.layouts.reference import projection_columns as projection_columns
 from jax_ref.layouts.reference import ragged as ragged
-from jax_ref.layouts.reference import redo_attention_load_balancing as redo_attention_load_balancing
-from jax_ref.layouts.reference import reinterleave_packed_seqs as reinterleave_packed_seqs
 from jax_ref.layouts.reference import reorder_chunks as reorder_chunks
 from jax_ref.layouts.reference import sequence_ids as sequence_ids
 from jax_ref.layouts.reference import striped as striped
-from jax_ref.layouts.reference import undo_attention_load_balancing as undo_attention_load_balancing
 
 BUILTIN = {
     "contiguous": contiguous,

@@ -18,7 +18,6 @@ from jax_ref.vocab_parallel.reference import negative_entropy as negative_entrop
 from jax_ref.vocab_parallel.reference import next_positions as next_positions
 from jax_ref.vocab_parallel.reference import next_token_logprob as next_token_logprob
 from jax_ref.vocab_parallel.reference import next_token_logprob_of_stored as next_token_logprob_of_stored
-from jax_ref.vocab_parallel.reference import normaliser as normaliser
 from jax_ref.vocab_parallel.reference import packed_next_token_logprob as packed_next_token_logprob
 from jax_ref.vocab_parallel.reference import (
     packed_next_token_negative_entropy as packed_next_token_negative_entropy,

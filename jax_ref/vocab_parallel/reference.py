@@ -2,7 +2,7 @@
 
     z   logits [..., v]        t   a target id        T   a temperature, y = z / T
 
-1. per row: log-probabilities, normaliser, negative entropy
+1. per row: log-probabilities, negative entropy
 2. softmax, log-softmax, cross entropy
 3. the log-probability of a target, or of several ids
 4. a sampler's distribution: top-k, top-p, min-p
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-# 1. Per row: log-probabilities, normaliser, negative entropy.
+# 1. Per row: log-probabilities, negative entropy.
 #
 #     m = z_a,   a = argmax_v z_v,   b_v = (z_v - m) / T,   R = sum_{v != a} exp(b_v)
 #     log p_v = b_v - log(1 + R)
@@ -36,12 +36,6 @@ def log_probabilities(logits: Float[Array, "*a v"], temperature: float = 1.0) ->
     """log p of z / T. The difference z - m comes before the division, which would round z and m."""
     shifted, row_sum_m1 = _shifted_and_row_sum_m1(logits, temperature)
     return shifted - jnp.log1p(row_sum_m1)[..., None]
-
-
-def normaliser(logits: Float[Array, "*a v"]) -> tuple[Float[Array, "*a"], Float[Array, "*a"]]:
-    """(m, log(1 + R)); their sum is lse = log sum_v exp(z_v)."""
-    _, row_sum_m1 = _shifted_and_row_sum_m1(logits, 1.0)
-    return logits.max(-1), jnp.log1p(row_sum_m1)
 
 
 def negative_entropy(logits: Float[Array, "*a v"], temperature: float = 1.0) -> Float[Array, "*a"]:

@@ -1,7 +1,7 @@
-"""shardproof: the command. A verb's options stand in a file of this folder, its examples in help.py.
+"""shardproof: the command. A verb's options are in one file of this folder, its examples in help.py.
 
-Each verb reads its arguments, calls one function, and turns the outcome into a status; what a status means stands in
-harness/run/exit_status.py.
+Each verb reads its arguments, calls one function, and turns the outcome into a status; harness/run/exit_status.py lists
+the statuses.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before a file of schemes makes an array: see `bridge.start`
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before a file of schemes creates an array: see `bridge.start`
 
 import shlex
 import sys
@@ -26,7 +26,7 @@ from parity_tests.harness.run.collector import collect_rarely
 
 
 class Verbs(typer.core.TyperGroup):
-    """The verbs; a file in place of one is not looked for among them."""
+    """The verbs; a file in place of a verb selects `replay` or `verify`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         file = args[0].partition("::")[0]
@@ -49,7 +49,7 @@ app = typer.Typer(
 
 
 class Verb(typer.core.TyperCommand):
-    """A verb, of which `--json` may stand without a path: then it is standard output."""
+    """A verb that accepts `--json` without a path as standard output."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with_path = [
@@ -89,11 +89,11 @@ def _about(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and leave.")
     ] = False,
 ) -> None:
-    """Options that stand before a verb."""
+    """Options before a verb."""
 
 
 def main() -> None:
-    """Run a verb; a user's mistake is one sentence on standard error and a status, never a traceback."""
+    """Run a verb; a user's mistake prints one sentence on standard error and sets a status, without a traceback."""
     collect_rarely()
     sys.exit(guarded(app))
 

@@ -52,7 +52,7 @@ def replay(
 def timeline(
     file: Replay,
     out: Annotated[
-        str, typer.Option(help="Where the JSON goes, - for standard output; open it in a trace viewer.", metavar="PATH")
+        str, typer.Option(help="The JSON file, - for standard output; open it in a trace viewer.", metavar="PATH")
     ] = "timeline.json",
 ) -> None:
     """The collectives of a recorded case, a track for each rank."""

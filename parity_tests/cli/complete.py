@@ -1,4 +1,4 @@
-"""What the shell offers for a word that is not finished. Nothing slow is loaded: each key press starts a process."""
+"""Shell completion of an unfinished word. Nothing slow is loaded, because each key press starts a process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def targets(incomplete: str) -> list[str]:
 
 
 def priced(incomplete: str) -> list[str]:
-    """What is compared by one word, then schemes and files."""
+    """Named comparisons, then schemes and files."""
     return [*_begin(incomplete, ("attention", "logprob", "mamba")), *targets(incomplete)]
 
 
 def names(incomplete: str) -> list[str]:
-    """Schemes alone."""
+    """Only schemes."""
     return [name for name in targets(incomplete) if not name.endswith(".py")]
 
 
@@ -36,7 +36,7 @@ def replays(incomplete: str) -> list[str]:
 
 
 def schedules(incomplete: str) -> list[str]:
-    """Schedules by name, whatever the case of their letters, and CSV files of this folder."""
+    """Schedules by name, in upper or lower case, and CSV files of this folder."""
     from torch_impl.pipelining.named_schedules import RULES
 
     rule_names = [incomplete + name[len(incomplete) :] for name in RULES if name.lower().startswith(incomplete.lower())]
@@ -44,7 +44,7 @@ def schedules(incomplete: str) -> list[str]:
 
 
 def meshes(incomplete: str) -> list[str]:
-    """The last size of a list such as dp=2,cp=; an axis that it has already is not offered."""
+    """The last size of a list such as dp=2,cp=; axes that it already has are not offered."""
     return _sizes(incomplete, AXES)
 
 

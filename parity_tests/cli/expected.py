@@ -1,4 +1,4 @@
-"""A file of failures that are expected: a line for each, a scheme's name, its verdict, and after # the reason.
+"""A file of expected failures: each line has a scheme's name, its verdict, and after # the reason.
 
 distributed_logprob     mismatch          # the gradient at ties, see issue 12
 vocab_topk              engines disagree  # a buffer in a global
@@ -18,7 +18,7 @@ VERDICTS = ("mismatch", "protocol", "cost", "hygiene", "undecided", "engines dis
 
 
 def read(file: str | None, names: Sequence[str]) -> dict[str, Expected]:
-    """The expected failures by scheme. Errors: ValueError with the line, for one that names no scheme or no verdict."""
+    """The expected failures by scheme. Errors: ValueError with the line, if it names no scheme or no verdict."""
     expected: dict[str, Expected] = {}
     for number, line in enumerate(_lines(file) if file else (), start=1):
         words, _, reason = line.partition("#")

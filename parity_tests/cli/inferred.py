@@ -1,6 +1,6 @@
-"""How a function's tensors are sharded, as far as it says so itself: in its annotations, or when it runs on DTensors.
+"""How a function's tensors are sharded: read from its annotations, or from a run on DTensors.
 
-It travels to ranks, so it loads no JAX.
+Ranks import this, so it loads no JAX.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ABOUT_THE_MESH = ("mesh", "device_mesh", "group", "process_group")
 
 @dataclass(frozen=True)
 class TensorOfRun:
-    """One tensor: its full shape, its placements if it is a DTensor, and the largest number of an integer one."""
+    """One tensor: its full shape, its placements if it is a DTensor, and the largest value of an integer tensor."""
 
     shape: tuple[int, ...]
     placements: tuple[str, ...] | None = None
@@ -34,7 +34,7 @@ class TensorOfRun:
 
 @dataclass(frozen=True)
 class Guess:
-    """What a skeleton needs of one tensor: its spec, placements to make a DTensor of it, the largest integer."""
+    """Data on one tensor for a skeleton: its spec, the placements of its DTensor, the largest integer."""
 
     spec: str = OPEN
     placements: tuple[str, ...] | None = None
@@ -42,26 +42,26 @@ class Guess:
 
 
 def tensor_names(function: Callable[..., Any]) -> list[str]:
-    """Parameters without a default that are not about the mesh: the tensors."""
+    """The tensors: parameters without a default that are not about the mesh."""
     parameters = inspect.signature(function).parameters.values()
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in parameters if p.default is p.empty and p.kind in plain and not is_about_the_mesh(p.name)]
 
 
 def is_about_the_mesh(name: str) -> bool:
-    """Whether a parameter of this name is the mesh, or a process group of it."""
+    """Whether a parameter with this name is the mesh, or one of its process groups."""
     return name in ABOUT_THE_MESH or name.endswith(("_mesh", "_group"))
 
 
 def from_annotations(function: Callable[..., Any], axes: Sequence[str]) -> dict[str, Guess]:
-    """Guesses by parameter, and under `return` that of the result.
+    """Guesses by parameter; the result's guess is under `return`.
 
-    Of jaxtyping's `Float[Tensor, "b s v/tp"]` the string, of `Annotated[DTensor, Shard(0)]` the placements, one for
-    each axis; with them `"b v"` names the dims: `Annotated[DTensor, "b v", Shard(1)]`.
+    Reads the string of jaxtyping's `Float[Tensor, "b s v/tp"]`, and the placements of `Annotated[DTensor, Shard(0)]`,
+    one for each axis; a string names the dims: `Annotated[DTensor, "b v", Shard(1)]`.
     """
     try:
         hints = typing.get_type_hints(function, include_extras=True)
-    except Exception:  # an annotation that only a type checker can evaluate says nothing here
+    except Exception:  # an annotation that only a type checker can evaluate gives no guess
         return {}
     guesses = {name: _of_annotation(hint, axes) for name, hint in hints.items()}
     return {name: guess for name, guess in guesses.items() if guess is not None}
@@ -83,7 +83,7 @@ def _of_annotation(hint: Any, axes: Sequence[str]) -> Guess | None:
 
 
 def from_run(tensors: Mapping[str, TensorOfRun], axes: Sequence[str]) -> dict[str, Guess]:
-    """Guesses of what was seen in a run; dims of one size have one letter, but within a tensor."""
+    """Guesses from a run; dims of equal size share a letter, except within one tensor."""
     by_size: dict[int, str] = {}
     letters = iter(LETTERS)
     guesses = {}
@@ -103,7 +103,7 @@ def from_run(tensors: Mapping[str, TensorOfRun], axes: Sequence[str]) -> dict[st
 
 
 def spec(dims: Sequence[str], placements: Sequence[str], axes: Sequence[str], *, is_typed: bool = True) -> str:
-    """The spec string of placements: a sharded dim, `tp=I` of a replica, `tp=P` of terms."""
+    """The spec string of placements: a sharded dim, `tp=I` for a replica, `tp=P` for terms of a sum."""
     items, types = list(dims), []
     for axis, placement in zip(axes, placements, strict=True):
         if placement.startswith("Shard("):
@@ -124,7 +124,7 @@ def written(placement: Placement) -> str:
 def run(mesh: Any, case: Any) -> dict[str, TensorOfRun]:
     """On a rank: call the function with its inputs and note the tensors.
 
-    Results are `return` and `return 1` on, of a dict `return NAME`.
+    Results are named `return`, `return 1` and so on; entries of a dict `return NAME`.
     """
     options = case.options
     function, device_mesh = function_of(options["function"]), mesh.device_mesh
@@ -148,7 +148,7 @@ def run(mesh: Any, case: Any) -> dict[str, TensorOfRun]:
 
 
 def about_the_mesh(name: str, mesh: Any) -> Any:
-    """The argument for a parameter of this name: the mesh, torch's own, or the group of the first axis."""
+    """The argument for a parameter with this name: the mesh, torch's DeviceMesh, or the first axis's group."""
     if name.endswith("group"):
         return mesh[mesh.axes[0]]
     return mesh if name == "mesh" else mesh.device_mesh

@@ -1,4 +1,4 @@
-"""What the command shows of a case: pictures, replays and timelines."""
+"""Output of the command about a case: pictures, replays and timelines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parity_tests.harness.verify_one_case import verify_case
 
 
 def pictures(target: str, sizes: Mapping[str, Any], figure: str | None, json: str | None = None) -> None:
-    """Print the picture of every scheme of a target; the first one's goes to `figure` as well."""
+    """Print the picture of every scheme of a target; `figure` gets the first one."""
     check_writable(figure=figure, json=json)
     schemes = discover.find([target])
     cases = [(scheme, pictured_case(scheme, sizes)) for scheme in schemes]
@@ -62,7 +62,10 @@ def replay_file(
     traceback: bool = False,
     html: str | None = None,
 ) -> int:
-    """Run the case of a replay file so often and print each report, its first line if `quiet`; returns the status."""
+    """Run the case of a replay file `repeat` times and print each report, only its first line if `quiet`.
+
+    Returns the status.
+    """
     check_writable(html=html, json=json)
     text_stream = sys.stderr if "-" in (html, json) else sys.stdout
     outcome = Outcome()
@@ -98,7 +101,7 @@ def timeline(file: str, out: str) -> int:
 
 
 def trace_events(ledger: Ledger) -> dict[str, Any]:
-    """Trace-event JSON. Time is the order of issue (1 ms a row): lockstep's clock says nothing about a cluster's."""
+    """Trace-event JSON. Time is the order of issue (1 ms per row): lockstep's clock says nothing about a cluster."""
     events: list[dict[str, Any]] = []
     for index, row in enumerate(ledger.rows):
         detail = {
@@ -134,7 +137,7 @@ def _replayed(file: str) -> Report:
 
 
 def _recorded(file: str) -> tuple[CaseSpec, Declared]:
-    """The case of a replay file, which is read and not run, and its scheme."""
+    """The case of a replay file, which is read but not run, and its scheme."""
     try:
         constants = constants_of(file)
     except (OSError, SyntaxError, UnicodeDecodeError) as error:

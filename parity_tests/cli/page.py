@@ -1,4 +1,4 @@
-"""docs/reference/command-line.md, made from the command itself: `python -m parity_tests.cli.page` writes it."""
+"""docs/reference/command-line.md, generated from the command: `python -m parity_tests.cli.page` writes it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _section(name: str, verb: Any) -> str:
 
 
 def _rows(verb: Any) -> Iterator[str]:
-    """A row for each argument and option, with its default where it has one that says something."""
+    """A row for each argument and option, with its default if that is informative."""
     for each in verb.params:
         if each.param_type_name == "argument":
             syntax = f"`{each.name.upper()}{'...' if each.nargs == -1 else ''}`"
@@ -87,14 +87,14 @@ def _metavar(option: Any) -> str:
 
 
 def _kind(option: Any) -> str:
-    """int, float or str, of typer's options and of click's."""
+    """int, float or str, for options of typer and of click."""
     annotation = getattr(getattr(option, "type_descriptor", None), "annotation", None) or option.type.name
     words = getattr(annotation, "__name__", str(annotation))
     return "int" if "int" in words else "float" if "float" in words else "str"
 
 
 def _sentence(text: str | None) -> str:
-    """One line, without its full stop, with what a table would take for a border written out."""
+    """One line without its full stop, with table borders escaped."""
     return " ".join((text or "").split()).removesuffix(".").replace("|", "\\|")
 
 

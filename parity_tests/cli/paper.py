@@ -1,4 +1,4 @@
-"""The verbs that only calculate: a pipeline schedule, what sharding a model would do, what a scheme costs."""
+"""The verbs that only calculate: a pipeline schedule, a plan for sharding a model, the cost of a scheme."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def schedule(
     times: Annotated[
         str, typer.Option(help="Forward, input gradient, weight gradient of a chunk.", metavar="F,I,W")
     ] = "1,1,1",
-    p2p: Annotated[float, typer.Option(help="What a message between ranks takes.")] = 0.0,
+    p2p: Annotated[float, typer.Option(help="Time of a message between ranks.")] = 0.0,
     json: JsonPath = None,
     figure: FigurePath = None,
     csv: Annotated[str | None, typer.Option(help="Write the order as a CSV file.", metavar="PATH")] = None,
 ) -> None:
-    """A pipeline schedule on paper. Who computes what and when, bubbles, live activations; nothing is executed."""
+    """Simulate a pipeline schedule. Shows each rank's actions, bubbles and live activations; nothing is executed."""
     from parity_tests.cli import schedule_picture
     from torch_impl.pipelining.simulation import Times
 
@@ -57,7 +57,7 @@ def plan(
     ] = None,
     json: JsonPath = None,
 ) -> None:
-    """What sharding a model over a mesh of any size would do. It shows placements, bytes, collectives; nothing runs."""
+    """Plan the sharding of a model over a mesh of any size: placements, bytes and collectives; nothing runs."""
     from parity_tests.cli import plan as dry
 
     dry.show(model, sizes(mesh, "--mesh"), tokens, options(option), json)
@@ -107,7 +107,7 @@ def cost(
     json: JsonPath = None,
     figure: FigurePath = None,
 ) -> None:
-    """What schemes send on a mesh of any size. From declared costs: bytes, links, modelled time; nothing runs."""
+    """Price schemes on a mesh of any size. From declared costs: bytes, links, modelled time; nothing runs."""
     from parity_tests.cli import priced
 
     priced.show(targets, priced.Request(mesh, dim or [], options(option), dtype, seed, links), json, figure)

@@ -1,4 +1,4 @@
-"""`shardproof plan`: a model without memory, and what sharding it over a mesh of any size would do."""
+"""`shardproof plan`: a model without memory, and the effect of sharding it over a mesh of any size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMS = (
     "or a factory as file.py:function"
 )
 TENSOR = ("tp", "tensor_parallel")
-NOT_PLANNED = {  # axes that a mesh may have, of which a dry run counts nothing
+NOT_PLANNED = {  # mesh axes that a dry run does not count
     "pp": "pp parts the model into stages; leave it out, or plan one stage, as a factory in file.py:function",
     "ep_shard": "ep_shard is an axis of another mesh, and experts are sharded over dp_shard beside ep; write that",
 }
@@ -35,7 +35,7 @@ def show(
 
     check_writable(json=json)
     _check_axes(mesh)
-    # A mesh's short name for data parallelism, where nothing else is called so.
+    # `dp` is short for data parallelism, unless the mesh has both names.
     sizes = {"dp_shard" if axis == "dp" and "dp_shard" not in mesh else axis: size for axis, size in mesh.items()}
     model = model_of(target, changes)
     if max(sizes.get(axis, 1) for axis in TENSOR) > 1:
@@ -62,7 +62,7 @@ def _check_axes(mesh: Mapping[str, int]) -> None:
 def _check_has_plan(target: str, model: torch.nn.Module) -> None:
     from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan
 
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # said below
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # reported below
         plan = get_hf_tp_shard_plan(model)
     if not plan:
         raise UnusableTarget(
@@ -114,14 +114,14 @@ def _of_config(target: str, changes: Mapping[str, Any]) -> Any:
 
 
 def _folder(target: str) -> str:
-    """What is wrong with a path that is no folder of a model."""
+    """Why a path is not a model's folder."""
     if Path(target).is_dir():
         return "is a folder without config.json"
     return "is no folder here, and nothing is downloaded"
 
 
 def _check_fields(default: Any, changes: Mapping[str, Any]) -> None:
-    """A configuration takes any keyword and keeps it, so that a name that is misspelt would change nothing."""
+    """Reject unknown fields, because a configuration accepts any keyword and a misspelt name would change nothing."""
     for name in changes:
         if not hasattr(default, name):
             hint = nearest(name, sorted(vars(default)))

@@ -1,4 +1,4 @@
-"""What `shardproof cost` shows: the declared cost of schemes on one mesh or on several, as text or JSON."""
+"""Output of `shardproof cost`: the declared cost of schemes on one or several meshes, as text or JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parity_tests.harness.report.out_path import check_writable, naming, write_t
 
 @dataclass(frozen=True)
 class Request:
-    """The options of the command, as they were typed."""
+    """The options of the command, as typed."""
 
     mesh: Sequence[str]
     dims: Sequence[str]
@@ -63,7 +63,7 @@ def compare(targets: Sequence[str], request: Request) -> list[Comparison]:
 
 
 def _joined(schemes: Sequence[Declared], setting: Setting) -> Comparison:
-    """The candidates of all schemes; of one alone, what it cannot is an error."""
+    """The candidates of all schemes; for a single scheme, its error is raised."""
     if len(schemes) == 1:
         return candidates(schemes[0], setting)
     comparison = Comparison(setting)

@@ -1,8 +1,8 @@
-"""A case that is not drawn: real text, byte by byte, and the bigram model that its own counts make.
+"""A case from real text, byte by byte, and the bigram model of its own counts.
 
-The text is the language reference that every CPython carries. Row i of the logits holds the logarithms of how often
-each byte follows byte i of the passage: peaked rows with ties, and -inf wherever a pair never occurs. The targets are
-the bytes that really come next.
+The text is the language reference that every CPython contains. Row i of the logits holds the log counts of each byte
+after byte i of the passage: peaked rows with ties, and -inf for pairs that never occur. The targets are the actual next
+bytes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.verify_one_case import verify_case
 
 BYTES = 256
-ROWS, LENGTH = 4, 64  # passages, and bytes of each
-DIGITS = 12  # of a perplexity as it is printed: all that float64 leaves in agreement, less a few
+ROWS, LENGTH = 4, 64  # number of passages, and bytes of each
+DIGITS = 12  # of a printed perplexity: the digits that agree in float64, less a few
 
 
 @cache
 def text() -> np.ndarray:
-    """The bytes of the language reference, its topics in the order of their names."""
+    """The bytes of the language reference, with its topics in order of name."""
     from pydoc_data.topics import topics
 
     return np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), dtype=np.uint8)
@@ -47,7 +47,7 @@ def passages() -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Reading:
-    """One verification on the text: the full report, and the perplexity that each side's log-probabilities give."""
+    """One verification on the text: the full report, and each side's perplexity."""
 
     report: Report
     perplexity: str
@@ -74,5 +74,5 @@ def reading_case(scheme: Declared, tp: int, dtype: str, engine: str = "lockstep"
 
 
 def perplexity(logprob: np.ndarray) -> str:
-    """exp(-mean log p), to as many digits as are shown."""
+    """exp(-mean log p), to DIGITS digits."""
     return f"{float(np.exp(-logprob.mean())):.{DIGITS}g}"

@@ -1,4 +1,4 @@
-"""What `shardproof schedule` shows: a schedule by name or file, run on paper, as a grid, JSON or a figure."""
+"""Output of `shardproof schedule`: a schedule by name or file, simulated on paper, as a grid, JSON or a figure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show(
     figure: str | None,
     csv: str | None,
 ) -> None:
-    """Print one schedule. Errors: ValueError for a schedule that there is not or that cannot be."""
+    """Print one schedule. Errors: ValueError for an unknown or impossible schedule."""
     check_writable(figure=figure, csv=csv, json=json)
     try:
         name, order, placed = _schedule_of(target, pp, microbatches, stages_per_rank)
@@ -55,7 +55,7 @@ def show(
 
 
 def _in_options(sentence: str, target: str) -> str:
-    """What the functions say of their arguments, in the words of the command."""
+    """A function's message about its arguments, with the command's option names."""
     message = re.sub(r"^pipelining\.\w+: ", f"schedule {target!r}: ", sentence)
     for argument, option in OPTIONS.items():
         message = message.replace(argument, option)
@@ -84,7 +84,7 @@ def record(name: str, timeline: Timeline) -> dict[str, Any]:
 def _schedule_of(
     target: str, pp: int | None, microbatches: int | None, stages_per_rank: int | None
 ) -> tuple[str, Order, list[int]]:
-    """Name, order and the rank of each stage, of a file or of a name, which may be abbreviated."""
+    """Name, order and the rank of each stage, from a file or from a name, which may be abbreviated."""
     if target.lower().endswith(".csv"):
         read = read_csv(target, pp_size=pp, n_microbatches=microbatches, argument="schedule")
         return Path(target).name, read.order, read.stage_to_rank

@@ -1,4 +1,4 @@
-"""The table of built-in schemes, from the index alone: torch and JAX are not imported for it."""
+"""The table of built-in schemes, from the index alone, without importing torch and JAX."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.table import Table
 from parity_tests.harness.declare import scheme_index
 from parity_tests.harness.report.out_path import check_writable, write_text
 
-WIDEST = 400  # where there is no terminal, lines are as long as they must be
-TABLE_WIDTH = 160  # columns of a terminal in which no cell of the table has to break
+WIDEST = 400  # without a terminal, lines are as long as necessary
+TABLE_WIDTH = 160  # columns of a terminal that need no line break in any cell
 
 
 def show(pattern: str, json: str | None, quiet: bool = False, everything: bool = False) -> None:
-    """Print the built-in schemes whose name matches, names alone if `quiet`; public ones alone unless `everything`.
+    """Print the public built-in schemes with a matching name; all built-in schemes if `everything`.
 
-    Errors: UnusableTarget where none does.
+    Prints only names if `quiet`. Errors: UnusableTarget if none matches.
     """
     check_writable(json=json)
     schemes = scheme_index.entries()
@@ -48,7 +48,7 @@ def show(pattern: str, json: str | None, quiet: bool = False, everything: bool =
 
 
 def _stacked(entry: scheme_index.Entry) -> str:
-    """A scheme on lines of its own, for narrow terminals: no spec and no path is broken."""
+    """A scheme on its own lines, for narrow terminals: specs and paths are not broken."""
     mesh = "  ".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in entry.mesh.items())
     indent = "\n    "
     return indent.join([entry.name, mesh, *_specs(entry), entry.reference, f"{entry.file}:{entry.line}"])

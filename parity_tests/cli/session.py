@@ -51,7 +51,7 @@ BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
 
 
 def verify(targets: list[str], options: VerifyOptions) -> int:
-    """Verify every scheme of the targets and print; returns the exit status."""
+    """Verify every scheme of the targets and print the reports; returns the exit status."""
     _check_options(options)
     if options.engine == "torchrun":
         from parity_tests.harness.run.processes import launch
@@ -68,7 +68,7 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
     if options.html:
         write_text(options.html, page(outcome.reports, summary.closing(outcome), summary.without_report(outcome)))
         if options.html != "-" and not options.quiet:
-            console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # a path stays in one piece
+            console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
     if options.json:
         write_text(options.json, summary.as_json(outcome))
     if options.junit:
@@ -84,7 +84,7 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
 
 @contextlib.contextmanager
 def _prints_on_stderr() -> Iterator[None]:
-    """What functions print, in this process and in those of ranks, goes to standard error."""
+    """Redirect to standard error everything that functions print, in this process and on ranks."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -98,7 +98,7 @@ def _prints_on_stderr() -> Iterator[None]:
 
 @without_advice()
 def run(declarations: Sequence[Declared | FailedDeclaration], options: VerifyOptions) -> Outcome:
-    """Verify schemes in turn with a progress bar on standard error: of the schemes, of a single one its examples."""
+    """Verify schemes in turn, with a progress bar on standard error: of schemes, or of a single scheme's examples."""
     bridge.start(options.jax_cache)
     places = {each.name: (each.file, each.line) for each in declarations}
     outcome = Outcome(expected=_expected_of(declarations, options), places=places)
@@ -128,7 +128,7 @@ def _show_examples(bar: Progress, task: TaskID, scheme: str, done: int, total: i
 
 
 def _expected_of(schemes: Sequence[Declared | FailedDeclaration], options: VerifyOptions) -> dict[str, Expected]:
-    """The expected failures of these schemes; the file may name any built-in one besides."""
+    """The expected failures of these schemes; the file may also name other built-in schemes."""
     if options.expected_failures is None:
         return {}
     names = [each.name for each in (*schemes, *scheme_index.entries())]
@@ -137,7 +137,7 @@ def _expected_of(schemes: Sequence[Declared | FailedDeclaration], options: Verif
 
 
 def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
-    """ValueError for a dim that is given as an axis of the mesh, or an axis as a dim."""
+    """ValueError for a dim given by --mesh, or a mesh axis given by --dim."""
     dims = [*size_choices.free_dims(scheme), *scheme.dims]
     for flag, other, names, wrong, what in (
         ("--mesh", "--dim", options.mesh_names, dims, "dim"),
@@ -150,7 +150,7 @@ def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
 
 
 def _on_implementation(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> Declared | None:
-    """The scheme on the functions that are to be judged; None, with an entry in the outcome, where they lack it."""
+    """The scheme on the judged functions; None, with an entry in the outcome, if they are missing."""
     if options.implementation is None:
         return scheme
     try:
@@ -196,7 +196,7 @@ def _fixed_world(engine: str) -> int | None:
 
 
 def _not_applicable(scheme: Declared, options: VerifyOptions) -> str | None:
-    """Why a scheme is left out of a run of several: it lacks a name that was given, or the engine."""
+    """Why a run of several schemes skips this one: it lacks a given name, or the engine."""
     names = {*scheme.mesh, *size_choices.free_dims(scheme), *scheme.dims, *scheme.options, *scheme.rank_options}
     foreign = [name for name in options.fixed if name not in names]
     if foreign:
@@ -226,7 +226,7 @@ def progress_bar(quiet: bool = False) -> Progress:
     """On standard error, and only on a terminal."""
     stderr = Console(stderr=True)
     times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-    # The name gives way to the times where the terminal is narrow.
+    # On a narrow terminal the name makes room for the times.
     name = Column(no_wrap=True, overflow="ellipsis", max_width=max(stderr.width - BAR_AND_TIMES, 1))
     columns = (
         BarColumn(bar_width=16),

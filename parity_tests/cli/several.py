@@ -1,7 +1,7 @@
-"""Verify schemes side by side, each in whichever process is free: what costs time is tracing references.
+"""Verify schemes in parallel, each in the next free process: most of the time is spent tracing references.
 
-A worker imports the file that declares a scheme, verifies it as `shardproof verify --profile quick` does, and sends
-its outcome back.
+A worker imports the file that declares a scheme, verifies it like `shardproof verify --profile quick`, and returns its
+outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST = 4  # processes; each holds torch and JAX
 
 
 def verified(schemes: Sequence[Declared], examples: int) -> session.Outcome:
-    """The outcome of all schemes in the order given, with a progress bar on standard error."""
+    """The outcomes of all schemes in the given order, with a progress bar on standard error."""
     count = max(min(MOST, os.cpu_count() or 1, len(schemes)), 1)
     by_key: dict[str, session.Outcome] = {}
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as workers, session.progress_bar() as bar:

@@ -1,4 +1,4 @@
-"""The JSON of each verb, as an example that its page shows. A test compares its keys with what a verb writes."""
+"""The JSON of each verb, as an example for its page. A test compares its keys with the verb's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardproof new FILE::function`: the file of a scheme, with what could be inferred, and `?` where nothing was."""
+"""`shardproof new FILE::function`: a scheme's file with everything that can be inferred, and `?` for the rest."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def {scheme}({parameters}):
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What the file is made of: the function, its axes, and a guess for each tensor and result."""
+    """Content of the file: the function, its axes, and a guess for each tensor and result."""
 
     target: str
     out: str
@@ -59,21 +59,21 @@ class Skeleton:
 
     @property
     def open(self) -> list[str]:
-        """The inputs, and `return`, of which nothing is known."""
+        """The inputs and results without a guess."""
         results = list(self.results) or [RETURN]
         names = [*tensor_names(function_of(self.target)), *results]
         return [name for name in names if self.guesses.get(name, Guess()).spec == Guess().spec]
 
     @property
     def results(self) -> dict[str, str]:
-        """The spec of each result by its name: `return` and `return 1` on, of a dict `return NAME`."""
+        """The spec of each result by name: `return`, `return 1` and so on; entries of a dict `return NAME`."""
         return {name: guess.spec for name, guess in self.guesses.items() if name.split()[0] == RETURN}
 
 
 def new(target: str, out: str | None, inputs: str | None, axes: Mapping[str, int]) -> int:
-    """Write the file and say what is left to do; returns the exit status.
+    """Write the file and print the remaining steps; returns the exit status.
 
-    Errors: UnusableTarget for a function that is not there; or cannot be run; ValueError for a file that is.
+    Errors: UnusableTarget if the function does not exist or cannot be run; ValueError if the file exists.
     """
     file, colons, name = target.partition("::")
     if not colons:
@@ -111,12 +111,12 @@ def _tensors_of_run(target: str, inputs: str, axes: Mapping[str, int]) -> Any:
 
 
 def body(mesh: Any, case: Any) -> Any:
-    """What travels to the ranks; see `inferred.run`."""
+    """Sent to the ranks; see `inferred.run`."""
     return import_module("parity_tests.cli.inferred").run(mesh, case)
 
 
 def text(skeleton: Skeleton) -> str:
-    """The file, formatted as ruff does."""
+    """The file, formatted like ruff's output."""
     file, _, name = skeleton.target.partition("::")
     function = function_of(skeleton.target)
     names = tensor_names(function)
@@ -145,7 +145,7 @@ def text(skeleton: Skeleton) -> str:
 
 
 def _outputs(results: Mapping[str, str]) -> str:
-    """The specs as one text, a tuple or, for a function that returns a dict, a dict."""
+    """The specs as a string, a tuple or, for a function that returns a dict, a dict."""
     names = [name.removeprefix(RETURN).strip() for name in results]
     specs = [_quoted(spec) for spec in results.values()]
     if all(name.isidentifier() for name in names):
@@ -159,7 +159,7 @@ def _draw(draws: Mapping[str, int]) -> list[str]:
 
 
 def _body(name: str, function: Callable[..., Any], placed: Mapping[str, Sequence[str]]) -> list[str]:
-    """DTensors of the shards where the function takes them, then the call."""
+    """DTensors made of the shards if the function takes them, then the call."""
     lines = []
     for each, placements in placed.items():
         lines.append(f"    {each} = DTensor.from_local({each}, mesh.device_mesh, [{', '.join(placements)}])")
@@ -181,7 +181,7 @@ def _argument(name: str) -> str:
 
 
 def _module(file: Path, out: Path) -> str:
-    """How the scheme's file imports the function's: beside it, relatively in a package."""
+    """How the scheme's file imports the function's file next to it: relatively inside a package."""
     if file.resolve().parent != out.resolve().parent:
         raise ValueError(f"--out {out}: put it beside {file}, from which it imports")
     return f".{file.stem}" if (file.resolve().parent / "__init__.py").is_file() else file.stem

@@ -54,7 +54,7 @@ def test_4_nothing_ran(shardproof):
     ]
 
 
-def test_what_was_not_run_is_reported_with_what_was(shardproof):
+def test_schemes_that_did_not_run_are_reported_with_the_others(shardproof):
     narrow = RIGHT.replace("right", "narrow").replace("(narrow)", "(narrow, engines=('gloo',))")
     status, out, _ = shardproof("verify", written("engines.py", RIGHT, narrow, SCALED), "--option", "scale=3.0")
     assert status == 0
@@ -171,7 +171,7 @@ def test_replay_files_go_where_they_are_told(shardproof):
     assert shardproof("replay", replay)[0] == 1
 
 
-def test_what_a_function_prints_is_no_part_of_the_json(shardproof):
+def test_a_function_that_prints_does_not_break_the_json(shardproof):
     """On ranks that are threads and on those that are processes, which judge a mismatch again."""
     written("prints.py", WRONG, "import os\nprint('of the module')\nos.system('echo of a process')\n")
     command = ("-m", "parity_tests.cli.app", "verify", "prints.py", "--examples", "1", "--json", "-")
@@ -188,7 +188,7 @@ def test_a_folder(shardproof):
     assert closing(shardproof("verify", "many", "--examples", "1")[1]) == "2 schemes, 0 mismatches, 0 not run."
 
 
-def test_a_file_of_a_package_imports_its_neighbours(shardproof):
+def test_a_file_in_a_package_imports_its_neighbours(shardproof):
     package = Path("its_own_package")
     package.mkdir()
     for name in ("__init__.py", "numbers.py"):
@@ -199,7 +199,7 @@ def test_a_file_of_a_package_imports_its_neighbours(shardproof):
     assert shardproof("verify", str(file), "--engine", "gloo", "--examples", "1", "--mesh", "tp=2")[0] == 0
 
 
-def test_what_a_test_declares_later_is_not_of_the_file(shardproof):
+def test_a_later_declaration_does_not_belong_to_the_file(shardproof):
     file = written(
         "later.py", RIGHT, "\n\ndef test_more():\n    def within(mesh, x):\n        return x * 2\n    declare(within)\n"
     )

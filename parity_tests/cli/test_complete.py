@@ -1,4 +1,4 @@
-"""Completion, by the protocol of each shell, and what is offered where."""
+"""Shell completion: each shell's protocol, and the words that are offered."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ SLOW = ("torch", "jax", "transformers")
 
 
 def completed(words, shell="zsh"):
-    """What is offered for the last of the words."""
+    """The completions offered for the last word."""
     if shell == "bash":
         environment = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     else:

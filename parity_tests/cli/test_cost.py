@@ -1,4 +1,4 @@
-"""`shardproof cost`: its tables, what they say of a scheme of the user's own, and its messages."""
+"""`shardproof cost`: its tables, a user's own scheme, and its messages."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def own():
     Path("mine.py").write_text(OWN)
 
 
-def test_a_scheme_of_the_users_own(shardproof):
+def test_a_users_own_scheme(shardproof):
     status, out, err = shardproof("cost", "mine.py::gathered", "--mesh", "tp=1000,pp=100", "--dim", "s=4096,d=8")
     assert (status, err) == (0, "")
     assert "tp=1000 pp=100: 100,000 ranks, 12,500 hosts of 8" in out
@@ -67,7 +67,7 @@ def test_a_figure_of_a_sweep(shardproof):
     assert "<!-- ulysses -->" in Path("crossovers.svg").read_text()
 
 
-def test_json_of_a_sweep_has_the_numbers_of_the_text(shardproof):
+def test_a_sweeps_json_has_the_same_numbers_as_its_text(shardproof):
     words = ("cost", "mine.py::gathered", "--mesh", "tp=2..8", "--dim", "s=8,d=1", "--json")
     record = json.loads(shardproof(*words)[1])
     assert [each["mesh"]["tp"] for each in record["comparisons"]] == [2, 4, 8]
@@ -103,7 +103,7 @@ def test_several_schemes_are_compared(shardproof):
         (("attention", "mine.py", "--mesh", "cp=2"), "attention: is a comparison of schemes already; give it alone"),
     ],
 )
-def test_what_it_cannot_use(shardproof, words, message):
+def test_unusable_arguments_are_rejected(shardproof, words, message):
     status, out, err = shardproof("cost", *words)
     assert (status, out) == (2, "")
     assert err.replace("\n", " ").startswith(f"shardproof: {message}")

@@ -1,4 +1,4 @@
-"""What a scheme is rejected on its first run: outputs that do not fit their declaration, of ranks or reference."""
+"""Rejections on a scheme's first run: outputs of the ranks or the reference that do not fit their declaration."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +36,7 @@ def test_local_shape():
     assert first_run(too_wide, identity).failure.args[0] == sentence
 
 
-def test_shape_of_an_output_that_is_replicated():
+def test_a_replicated_output_has_the_full_shape():
     def flat(mesh, x):
         return x.flatten()
 
@@ -107,7 +107,7 @@ def same(mesh, x):
         (lambda x: x + {}, None),
     ],
 )
-def test_what_the_reference_may_not_do(reference, sentence):
+def test_an_invalid_reference_is_rejected(reference, sentence):
     with pytest.raises(ReferenceFailure) as caught:
         first_run(same, reference)
     start = "scheme 'same': reference <lambda> "
@@ -130,7 +130,7 @@ def test_integers_alone_and_no_gradient_at_all():
     assert [tensor.label for tensor in report.tensors] == ["out"]
 
 
-def test_a_tree_of_parameters_and_outputs_by_name():
+def test_a_parameter_tree_and_outputs_by_name():
     def linear(mesh, params, x):
         return {"y": x @ params["inner"]["w"] + params["bias"], "half": x / 2}
 

@@ -1,4 +1,4 @@
-"""shardproof new: what it writes passes ruff, says what is missing, and verifies once the reference is written."""
+"""shardproof new: the file passes ruff, names the missing parts, and verifies once the reference is written."""
 
 import os
 import shutil
@@ -58,7 +58,7 @@ def folder():
 
 
 def verified(reference):
-    """What another process, which has imported no other my_function.py, prints once the reference is written."""
+    """Output of another process, which has imported no other my_function.py, once the reference is written."""
     text = Path(OUT).read_text()
     assert text.count(RAISES) == 1
     Path(OUT).write_text(text.replace(RAISES, f"    return {reference}"))
@@ -69,7 +69,7 @@ def verified(reference):
 
 
 def is_clean():
-    """What ruff says of the file, with the rules and the line length that are its own defaults and more."""
+    """ruff's output on the file, with its default rules and line length, and more rules."""
     ruff = Path(sysconfig.get_path("scripts")) / "ruff"
     programs = (["check", "--select", "E,F,I,UP,B,SIM,RUF"], ["format", "--check"])
     commands = [[ruff, *program, "--isolated", OUT] for program in programs]
@@ -99,7 +99,7 @@ def test_annotations_are_read(shardproof):
     assert "1 scheme, 0 mismatches, 0 not run." in verified("2.0 * hidden @ weight")
 
 
-def test_integers_of_plain_tensors_are_drawn_below_what_was_seen(shardproof):
+def test_integers_are_drawn_below_the_largest_seen(shardproof):
     Path("my_function.py").write_text(PLAIN)
     assert shardproof("new", "my_function.py::scaled_logits", "--inputs", "inputs")[0] == 0
     text = Path(OUT).read_text()
@@ -107,7 +107,7 @@ def test_integers_of_plain_tensors_are_drawn_below_what_was_seen(shardproof):
     assert 'draw={"ids": integers(0, 4)},' in text and is_clean() == []
 
 
-def test_what_nothing_says_stands_open_and_is_rejected_by_name(shardproof):
+def test_an_unknown_spec_stays_open_and_is_rejected_by_name(shardproof):
     status, out, _ = shardproof("new", "my_function.py::scaled_logits")
     assert status == 0 and out.startswith(
         f"{OUT}: write the reference, the spec of hidden, the spec of weight, the spec of the result; then "
@@ -130,7 +130,7 @@ def test_what_nothing_says_stands_open_and_is_rejected_by_name(shardproof):
         (("none.py::scaled_logits",), 2, "none.py: no such file"),
     ],
 )
-def test_what_cannot_be_written_is_one_sentence(shardproof, arguments, status, sentence):
+def test_an_unwritable_file_is_one_sentence(shardproof, arguments, status, sentence):
     got, out, err = shardproof("new", *arguments)
     assert (got, out) == (status, "") and sentence in err and len(err.splitlines()) == 1
     assert not Path(OUT).exists()

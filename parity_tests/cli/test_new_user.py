@@ -1,4 +1,4 @@
-"""What a new user runs into in the first hour: each is one sentence that helps, and costs no other verdict."""
+"""Mistakes of a new user's first hour: each gets one helpful sentence, and other verdicts remain."""
 
 import copy
 import io
@@ -78,7 +78,7 @@ def test_a_declaration_that_cannot_be_used_costs_its_scheme_alone(mistake, name,
     assert shardproof("verify", "two.py", "--examples", "3")[0] == 2
 
 
-def test_of_one_scheme_it_is_one_sentence_and_the_json(shardproof):
+def test_a_single_scheme_prints_one_sentence_and_the_json(shardproof):
     written("alone.py", UNUSABLE)
     status, out, err = shardproof("verify", "alone.py", "--examples", "3", "--json", "out.json")
     assert (status, out) == (2, "") and err.startswith("shardproof: scheme 'unusable': ")
@@ -122,7 +122,7 @@ def test_a_mesh_is_cut_before_a_column_is_left_out(outcome_of_long_names):
     assert len(cut[1]) == 165 and cut[1].endswith("…")
 
 
-def test_a_file_gets_what_80_columns_have_room_for(shardproof, monkeypatch):
+def test_a_file_gets_the_columns_that_fit_into_80(shardproof, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     written("both.py", RIGHT, WRONG)
     arguments = ("verify", "both.py", "--examples", "3")

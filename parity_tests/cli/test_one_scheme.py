@@ -25,7 +25,7 @@ def modules_three_deep():
         Path(f"{name}.py").write_text(f"import {inner}\n\ndef call(x):\n    return {inner}.call(x)\n")
 
 
-def test_one_scheme_of_a_file(shardproof):
+def test_one_scheme_in_a_file(shardproof):
     written("several.py", RIGHT, WRONG)
     status, out, err = shardproof("verify", "several.py::right", "--examples", "2")
     assert (status, err) == (0, "") and out.startswith("right ")
@@ -33,7 +33,7 @@ def test_one_scheme_of_a_file(shardproof):
     assert shardproof("draw", "several.py::right")[1].startswith("right\n")
 
 
-def test_the_progress_of_one_scheme_is_that_of_its_examples(shardproof, monkeypatch):
+def test_progress_of_a_single_scheme_counts_examples(shardproof, monkeypatch):
     bars, make = [], session.progress_bar
     monkeypatch.setattr(session, "progress_bar", lambda quiet: bars.append(make(quiet)) or bars[-1])
     written("alone.py", RIGHT)

@@ -23,7 +23,7 @@ from parity_tests.training.judged import Judged, Row
 
 VERBS = typer.main.get_command(app).commands
 WIDE = "200"
-# Maps by names of the user's own: their keys are no part of the shape.
+# Maps by the user's names: their keys do not belong to the shape.
 BY_NAME = {
     "scalars",
     "mesh",
@@ -42,7 +42,7 @@ BY_NAME = {
 BY_NAME |= {"layouts", "lengths", "values", "options", "left_out", "conditions"}
 
 
-def test_the_page_is_that_of_the_command():
+def test_the_page_matches_the_command():
     assert page.PAGE.read_text() == page.page(), "run python -m parity_tests.cli.page"
 
 
@@ -55,7 +55,7 @@ def test_every_option_stands_on_the_page(verb):
             assert f"`{flag}`" in section
 
 
-def test_the_page_says_what_dp_is_short_for_in_a_plan():
+def test_the_page_explains_dp_in_a_plan():
     assert "dp is short for dp_shard" in next(option for option in VERBS["plan"].params if option.name == "mesh").help
 
 
@@ -87,7 +87,7 @@ def test_help_names_every_value():
 
 
 def shape(x, name=""):
-    """What is under which key: the first of a list stands for all, and maps by name have one key."""
+    """The keys and their contents: the first element of a list stands for all, and maps by name have one key."""
     if isinstance(x, dict) and name in BY_NAME:
         return {"*": next((shape(value) for value in x.values()), None)}
     if isinstance(x, dict):
@@ -167,7 +167,7 @@ def test_a_table_in_a_pipe_has_all_its_columns(shardproof):
     assert "tp: 1, 2, 3, 4" in second and "jax_ref.vocab_parallel.reference.logprob" in second
 
 
-def test_a_narrow_terminal_has_each_scheme_on_lines_of_its_own(monkeypatch, capsys):
+def test_a_narrow_terminal_stacks_schemes(monkeypatch, capsys):
     monkeypatch.setattr(scheme_list, "Console", lambda **_: Console(width=80))
     scheme_list.show("vocab_parallel_log*", None)
     blocks = [block.splitlines() for block in capsys.readouterr().out.rstrip().split("\n\n")]

@@ -1,4 +1,4 @@
-"""The commands that pages show run as they are shown; the others are listed, with what runs them or why nothing can.
+"""The commands on pages run as shown; the others are listed, with the test that runs them or the reason why none can.
 
 That each is one that its program can read is asked in `test_pages.py`.
 """
@@ -49,7 +49,7 @@ SHOWN = [
 RUN = [command for _, command in SHOWN if not any(re.fullmatch(pattern, command) for pattern in NOT_HERE)]
 
 
-def test_what_is_not_run_here_is_shown_somewhere():
+def test_commands_that_do_not_run_here_are_on_a_page():
     commands = [command for _, command in SHOWN]
     assert [pattern for pattern in NOT_HERE if not any(re.fullmatch(pattern, each) for each in commands)] == []
 

@@ -64,7 +64,7 @@ def test_a_factory(shardproof):
         ),
     ],
 )
-def test_what_it_cannot_use(shardproof, arguments, message):
+def test_unusable_arguments_are_rejected(shardproof, arguments, message):
     Path("made.py").write_text(FACTORY)
     Path("empty").mkdir()
     status, out, err = shardproof("plan", *arguments)

@@ -1,4 +1,4 @@
-"""The command in a process of its own: pipes that close, Ctrl-C, terminals and colours."""
+"""The command in its own process: pipes that close, Ctrl-C, terminals and colours."""
 
 import os
 import pty
@@ -24,7 +24,7 @@ COLOUR = "\x1b[31m"
 
 @pytest.mark.parametrize("arguments", [PLAIN, ["--help"]])
 def test_nothing_is_printed_where_nobody_reads(arguments):
-    """What `| head` does: the reader is gone before the first line."""
+    """Like `| head`: the reader is gone before the first line."""
     reader, writer = os.pipe()
     os.close(reader)
     process = subprocess.run(
@@ -40,7 +40,7 @@ def test_output_that_is_closed_is_no_mistake():
 
 
 def in_a_terminal(arguments, **environment):
-    """What a command prints on a terminal."""
+    """Output of a command on a terminal."""
     lead, follow = pty.openpty()
     settings = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     process = subprocess.Popen(
@@ -79,7 +79,7 @@ def test_losing_the_process_that_forks_the_ranks_is_no_traceback(capsys):
 
 @pytest.fixture
 def interruptible():
-    """What a shell starts with & ignores SIGINT, and so does all that it starts."""
+    """A command that a shell starts with & ignores SIGINT, and so do its children."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

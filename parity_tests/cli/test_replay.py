@@ -88,7 +88,7 @@ def test_a_replay_file_runs_alone():
     assert rows(output) == 2 * rows(str(report))
 
 
-def test_a_replay_has_the_dims_in_the_order_of_the_declaration():
+def test_a_replay_lists_dims_as_declared():
     Path("swapped.py").write_text(SOURCE.replace("FACTOR", "(2.0 + 1.0 * mesh.rank('tp'))").replace("b/tp", "s/tp b"))
     [scheme] = schemes_of_file("swapped.py")
     report = scheme.verify(tp=2)
@@ -97,7 +97,7 @@ def test_a_replay_has_the_dims_in_the_order_of_the_declaration():
 
 
 def notes(text):
-    """What a report says under its rows, whichever lines it is broken into."""
+    """The notes under the rows of a report, with line breaks removed."""
     table, _, _ = text.partition("\n  protocol")
     return table.split("\n", 1)[1].split()
 
@@ -154,7 +154,7 @@ def test_no_file_is_written_where_all_is_equal():
 
 
 @pytest.mark.parametrize("file", ["<ipython-input-3-0a1b2c>", "/var/ipykernel_31/4231.py"])
-def test_a_function_of_a_notebook_travels_in_a_pickle(file):
+def test_a_notebook_function_is_pickled(file):
     """The cell's namespace is `__main__`, as a kernel's is, and nothing of it can be imported again."""
     cell = SOURCE.replace("FACTOR", "(SHIFT + 1.0 * mesh.rank('tp'))")
     space = {"__name__": "__main__", "SHIFT": 2.0}
@@ -183,7 +183,7 @@ def test_replays_are_deterministic():
     assert str(first) == str(second)
 
 
-def test_check_leaves_the_file_of_the_last_failure_only():
+def test_check_leaves_only_the_last_replay_file():
     @scheme(
         reference=lambda x: x * 2.0, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", draw={"x": values("ones")}
     )
@@ -198,8 +198,8 @@ def test_check_leaves_the_file_of_the_last_failure_only():
     assert json.loads(listing._recorded(str(left))[0].json)["dims"] == {"b": 2}
 
 
-def test_a_run_replaces_the_older_replay_of_its_own_scheme_alone():
-    """A replay that was renamed, one of another file and one of another scheme stay."""
+def test_a_run_replaces_only_its_own_schemes_replay():
+    """Renamed replays, and those for another file or scheme, stay."""
     _, scheme = declared(file="first.py")
     _, same_name = declared(file="second.py")
     renamed = Path(scheme.verify(tp=2, b=4).replay).rename("replay_keep.py")

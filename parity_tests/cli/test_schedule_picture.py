@@ -39,7 +39,7 @@ def test_a_schedule_is_written_and_read_as_a_file(shardproof):
     assert again == out.replace("Interleaved1F1B", "mine.csv")
 
 
-def test_a_file_of_another_number_of_ranks(shardproof):
+def test_a_file_for_more_ranks_is_rejected(shardproof):
     Path("mine.csv").write_text("0F0,0B0\n")
     err = shardproof("schedule", "mine.csv", "--pp", "2")[2]
     assert err.endswith(" is missing; there must be one row for each of --pp 2 ranks\n")

@@ -27,7 +27,7 @@ def test_outcomes_come_in_the_order_of_the_schemes(tmp_path, monkeypatch):
     assert set(outcome.seconds) == {scheme.name for scheme in SCHEMES}
 
 
-def test_seconds_of_several_processes_are_said_to_be_of_all():
+def test_seconds_are_summed_over_processes():
     """A tour prints the time on the clock as well, which is shorter."""
     outcome = summary.Outcome(seconds={"a": 2.0, "b": 3.0}, processes=2)
     assert summary.timing(outcome).startswith("0 examples in 5 s of 2 processes together, 0% of it")

@@ -46,7 +46,7 @@ def test_a_quiet_trace_is_one_line_where_the_mistake_has_a_pattern(shardproof):
     assert quiet.startswith("block  float32: first to differ: input of w_down, rank 0; look in ")
 
 
-def test_json_is_all_of_standard_output(shardproof):
+def test_standard_output_is_json_only(shardproof):
     status, out, err = shardproof("trace", written(), "--json", "-", "--whole")
     document = json.loads(out)
     (traced,) = document["traces"]
@@ -66,7 +66,7 @@ def test_a_module_that_raises_is_a_failed_rank(shardproof):
     assert (traced["verdict"], traced["lines"]) == ("raised", [])
 
 
-def test_what_is_not_compared_is_reported(shardproof):
+def test_modules_that_are_not_compared_are_reported(shardproof):
     file = written(('"norm": "ln", ', ""))
     status, out, _ = shardproof("trace", file)
     assert status == 0
@@ -105,7 +105,7 @@ def test_what_is_not_compared_is_reported(shardproof):
         ((("x = np.random", "raise SystemExit\nx = np.random"),), (), "cannot import my_pair.py: it exits; put what"),
     ],
 )
-def test_what_cannot_be_traced(shardproof, changes, arguments, sentence):
+def test_an_untraceable_model_is_rejected(shardproof, changes, arguments, sentence):
     status, out, err = shardproof("trace", written(*changes), *arguments)
     assert (status, out.count("tensors as in flax")) == (2, 0)
     assert err.startswith(f"shardproof: {sentence}")

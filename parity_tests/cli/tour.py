@@ -1,9 +1,9 @@
 """The first run: built-in schemes, real text, three injected bugs, one figure, one sentence.
 
-The schemes are those of public functions, which judge other code too; with `--all` also those of the parts below.
+It runs the schemes of public functions, which can judge other code too; `--all` adds the schemes of internal parts.
 
-Each part prints its results; the status is 0 only if every scheme is equal, the text's perplexity is the
-reference's, and every injected bug is caught and called by its name.
+Each part prints its results; the status is 0 only if every scheme is equal, the text's perplexity matches the
+reference, and every injected bug is caught and identified.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ READERS_TP = (1, 2, 4)
 
 @dataclass
 class Tour:
-    """The results so far: the lines of the figure, and what is not as it should be."""
+    """The results so far: the figure's lines, and everything that went wrong."""
 
     console: Console
     outcome: Outcome = field(default_factory=Outcome)
@@ -47,7 +47,7 @@ class Tour:
     status: int = EQUAL
 
     def figure(self) -> Any:
-        """All lines as a matplotlib figure, and below them what ran."""
+        """All lines as a matplotlib figure, with the versions below."""
         versions = f"Python {platform.python_version()}, torch {version('torch')}, jax {version('jax')}"
         return tour_figure.figure(self.verified, self.injected, f"{counted(self.examples, 'example')}; {versions}")
 
@@ -74,7 +74,7 @@ def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = 
 
 
 def judged(console: Console, examples: int, everything: bool = False) -> Tour:
-    """Built-in schemes, the text and the injected bugs; results are printed as they come."""
+    """Run the built-in schemes, the text and the injected bugs, and print results as they come."""
     tour = Tour(console)
     _schemes(tour, examples, everything)
     _text(tour)

@@ -1,4 +1,4 @@
-"""What the tour verified, as one figure: error over budget of every scheme, and of the injected bugs beyond it."""
+"""The tour's results in one figure: error over budget of every scheme, and of the injected bugs beyond it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from parity_tests.harness.report import colours
 from parity_tests.harness.report.report import Report
 
 LEFT, RIGHT = 1e-4, 1e8  # ratios outside are drawn at the edge
-# The marks differ in shape as well, and in height, so that neither hides the other.
-MARKS = {"output": (0, "o", 0.13), "gradient": (3, "s", -0.13)}  # the line whose colour it has, shape, height
+# Marks differ in shape and height as well, so that neither hides the other.
+MARKS = {"output": (0, "o", 0.13), "gradient": (3, "s", -0.13)}  # the index of the colour, shape, height
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the figure: a name, and the worst error over budget among outputs and among gradients."""
+    """One line of the figure: a name, and the worst error over budget of its outputs and of its gradients."""
 
     name: str
     ratios: Mapping[str, float]
@@ -64,7 +64,7 @@ def figure(verified: Sequence[Line], injected: Sequence[Line], caption: str) -> 
 
 
 def _draw_marks(panel: Any, role: str, levels: Sequence[tuple[int, Line]]) -> Any:
-    """One mark on each line that has a ratio of this role; returns the legend's handle."""
+    """One mark on each line with a ratio for this role; returns the legend's handle."""
     number, mark, lift = MARKS[role]
     ratios = [(line.ratios[role], height + lift) for height, line in levels if role in line.ratios]
     at = [min(max(ratio, LEFT), RIGHT) if math.isfinite(ratio) else RIGHT for ratio, _ in ratios]

@@ -19,7 +19,7 @@ Mamba = Annotated[
 Attention = Annotated[
     str, typer.Option(help="ring, all_gather, ulysses or usp.", autocompletion=complete.of_run("ATTENTION"))
 ]
-# Options of trace that say nothing of a pair.
+# Options of trace that do not apply to a pair.
 OF_OUR_MODEL = ("schedule", "mamba", "attention", "tied")
 OF_THE_STEP = ("mesh", *OF_OUR_MODEL, "seed", "engine")
 Schedule = Annotated[
@@ -138,7 +138,7 @@ def trace(
     every_tensor: Annotated[bool, typer.Option("--whole", "--verbose", "-v", help="Print every tensor.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each trace only.")] = False,
 ) -> None:
-    """Name the first module whose tensors differ. A sharded model's and one device's, or a pair of your own."""
+    """Name the first module with different tensors. Compares a sharded model with one device, or your own pair."""
     if file is not None and "::" in file:
         foreign = [name for name in OF_OUR_MODEL if _is_on_command_line(context, name)]
         if foreign:
@@ -175,7 +175,7 @@ def _of_sharded(
     every_tensor: bool,
     quiet: bool,
 ) -> int:
-    """The trace of a sharded model; a bare name is a function of the same file."""
+    """Trace a sharded model; a bare name is a function in the same file."""
     from parity_tests.tracing import sharded_session
 
     file = sharded.partition("::")[0]

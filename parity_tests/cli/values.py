@@ -1,4 +1,4 @@
-"""What options hold in common: their declarations, and their text read as values."""
+"""Shared by all options: their declarations, and parsing their text."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ Traceback = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")]
 
-LARGEST_SEED = 2**32 - 1  # torch and NumPy take somewhat more, each its own
-# What is counted by hand: ranks, of which there is one at least, and elements, of which there may be none.
+LARGEST_SEED = 2**32 - 1  # torch and NumPy accept slightly more, each its own range
+# Integers from the user: at least 1 rank, at least 0 elements.
 INTEGERS = {
     "--mesh": "a whole number of at least 1, such as tp=4",
     "--dim": "a whole number of at least 0, such as s=16",
@@ -81,7 +81,7 @@ def three(text: str) -> list[float]:
 
 
 def options(words: Sequence[str] | None) -> dict[str, Any]:
-    """{"temperature": 2.0} of ["temperature=2.0"]; what is no Python literal stays text."""
+    """{"temperature": 2.0} of ["temperature=2.0"]; anything but a Python literal stays text."""
     by_name = {}
     for text in words or ():
         name, equals, value = text.partition("=")

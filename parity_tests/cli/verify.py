@@ -146,7 +146,7 @@ def new(
         str | None, typer.Option(help="The file to write; default: scheme_FUNCTION.py beside FILE.", metavar="PATH")
     ] = None,
 ) -> None:
-    """Write the file of a scheme for a function that is there. You write the reference, and specs that do not show."""
+    """Write a scheme's file for an existing function. You add the reference, and specs that cannot be inferred."""
     from parity_tests.cli import skeleton
 
     raise typer.Exit(skeleton.new(target, out, inputs, sizes(mesh, "--mesh")))

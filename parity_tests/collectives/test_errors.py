@@ -5,6 +5,7 @@ import torch
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
+from parity_tests.rejections import rejected
 from torch_impl import collectives as c
 
 X = torch.zeros(2, 3)
@@ -111,19 +112,18 @@ REJECTED = {
 CALLS = [(call, text) for rows in REJECTED.values() for call, text in rows]
 
 
-@pytest.mark.parametrize(("call", "text"), CALLS, ids=[f"{text[12:60]}" for _, text in CALLS])
-def test_rejected_before_anything_is_sent(call, text):
-    kind = TypeError if "; pass a" in text else ValueError
-
-    def body(mesh, case):
-        try:
-            call(mesh["x"])
-        except kind as error:
-            return str(error)
-
-    ranks = run(body, CaseSpec(scheme="collectives", mesh={"x": 2}))
-    assert list(ranks.results) == [text.format(rank=rank) for rank in range(2)]
-    assert ranks.ledger.rows == []
+test_rejected_before_anything_is_sent = rejected(
+    {"x": 2},
+    [
+        (
+            text[12:60],
+            lambda mesh, call=call: call(mesh["x"]),
+            tuple(text.format(rank=rank) for rank in range(2)),
+            TypeError if "; pass a" in text else ValueError,
+        )
+        for call, text in CALLS
+    ],
+)
 
 
 @pytest.mark.parametrize(

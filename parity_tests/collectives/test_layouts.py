@@ -8,7 +8,6 @@ from shardproof import Cost, check_cases, offsets, scheme
 from torch_impl import layouts
 from torch_impl.collectives import all_gather, reduce_scatter
 from torch_impl.layouts import inverse, packed, striped
-from torch_impl.layouts.index_arrays import dual_chunk_swap_positions as swapped_positions
 from torch_impl.layouts.index_arrays import packed_positions
 
 RANKS = {"cp": (1, 2, 3, 4)}
@@ -68,7 +67,7 @@ def numbered_in_stripes(mesh, x):
 )
 def numbered_in_swapped_chunks(mesh, x):
     world = mesh.size("cp")
-    return numbered(x, swapped_positions(len(x) * world, world, mesh.rank("cp")))
+    return numbered(x, layouts.dual_chunk_swap(len(x) * world, world)[mesh.rank("cp")])
 
 
 @scheme(
@@ -86,8 +85,8 @@ def numbered_in_sequences(mesh, x, offsets):
 @scheme(
     reference=meanings.identity,
     mesh=RANKS,
+    contract=all_gather,
     inputs={"x": "s/cp:dual_chunk_swap d"},
-    outputs="s d cp=R",
     cost=gathered_cost,
 )
 def gathered_in_order(mesh, x):
@@ -99,8 +98,8 @@ def gathered_in_order(mesh, x):
 @scheme(
     reference=meanings.identity,
     mesh=RANKS,
+    contract=all_gather,
     inputs={"x": "s/cp:striped d"},
-    outputs="s d cp=R",
     cost=gathered_cost,
 )
 def gathered_from_stripes(mesh, x):
@@ -110,6 +109,7 @@ def gathered_from_stripes(mesh, x):
 
 @scheme(
     reference=meanings.identity_of_sequences,
+    contract=reduce_scatter,
     inputs={"x": "s d cp=P", "offsets": "n"},
     outputs="s/cp:packed d",
     cost=scattered_cost,

@@ -8,6 +8,7 @@ import torch
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
+from parity_tests.rejections import rejected
 from torch_impl.context_parallel import attention, context_parallel_attention
 from torch_impl.context_parallel.block_schedule import schedule_of
 from torch_impl.layouts import TokenLayout
@@ -154,21 +155,14 @@ TYPE_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "call", "text"),
-    [(TypeError, *row) for row in TYPE_ERRORS] + [(ValueError, *row) for row in VALUE_ERRORS],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
+test_rejection = rejected(
+    {"cp": 2},
+    [
+        (text[:40], call, tuple(f"{NAME}: {text.format(rank=rank)}" for rank in range(2)), kind)
+        for kind, rows in ((TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS))
+        for call, text in rows
+    ],
 )
-def test_rejection(kind, call, text):
-    def body(mesh, case):
-        try:
-            call(mesh)
-        except kind as error:
-            return str(error)
-
-    ranks = run(body, CaseSpec(scheme="context_parallel", mesh={"cp": 2}))
-    assert ranks.results == tuple(f"{NAME}: {text.format(rank=rank)}" for rank in range(2))
-    assert ranks.ledger.rows == []
 
 
 USP = [
@@ -184,16 +178,17 @@ USP = [
 ]
 
 
-@pytest.mark.parametrize(("options", "text"), USP, ids=["striped", "heads"])
-def test_rejection_over_two_axes(options, text):
-    def body(mesh, case):
-        try:
-            attend(mesh, mesh=mesh.device_mesh, exchange="usp", **options)
-        except ValueError as error:
-            return str(error)
-
-    ranks = run(body, CaseSpec(scheme="context_parallel", mesh={"ring": 2, "heads": 2}))
-    assert ranks.results == (f"{NAME}: {text}",) * 4 and ranks.ledger.rows == []
+test_rejection_over_two_axes = rejected(
+    {"ring": 2, "heads": 2},
+    [
+        (
+            text[:40],
+            lambda mesh, options=options: attend(mesh, mesh=mesh.device_mesh, exchange="usp", **options),
+            f"{NAME}: {text}",
+        )
+        for options, text in USP
+    ],
+)
 
 
 def test_a_mesh_of_two_dims_has_the_heads_within():

@@ -14,6 +14,7 @@ from jax_ref.context_parallel import shard_and_squares
 from parity_tests.context_parallel.drawn_rows import FILL, batch_of, drawn_rows
 from parity_tests.context_parallel.test_batch_te import Mesh
 from parity_tests.harness.run.engines import run
+from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check_cases, lengths, scheme
 from torch_impl import context_parallel as cp
 from torch_impl.context_parallel import batch_layout
@@ -197,17 +198,13 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message", "dim"), REJECTED, ids=[text for _, text, _ in REJECTED])
-def test_rejection_on_every_rank_before_any_collective(call, message, dim):
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    ranks = run(body, CaseSpec(scheme="batch_layout", mesh={"cp": 2}))
-    remedy = "" if dim is None else REMEDY.format(dim=dim)
-    assert ranks.results == (f"BatchLayout.{message}{remedy}",) * 2
-    assert ranks.ledger.rows == []
+test_rejection_on_every_rank_before_any_collective = rejected(
+    {"cp": 2},
+    [
+        (message, call, f"BatchLayout.{message}" + ("" if dim is None else REMEDY.format(dim=dim)))
+        for call, message, dim in REJECTED
+    ],
+)
 
 
 def test_a_sequence_at_another_dim_is_padded_and_sharded_with_the_batch():

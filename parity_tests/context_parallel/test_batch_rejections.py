@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from parity_tests.harness.run.engines import run
+from parity_tests.rejections import rejected
 from shardproof import CaseSpec
 from torch_impl import context_parallel as cp
 
@@ -55,16 +56,13 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:60] for _, text in REJECTED])
-def test_rejection(call, sentence):
-    def body(mesh, case):
-        with pytest.raises(TypeError) as caught:
-            call(mesh.device_mesh["cp"])
-        return str(caught.value)
-
-    ranks = run(body, CaseSpec(scheme="batch", mesh={"cp": 2}))
-    assert ranks.results == (f"context_parallel.{sentence}",) * 2
-    assert ranks.ledger.rows == []
+test_rejection = rejected(
+    {"cp": 2},
+    [
+        (text[:60], lambda mesh, call=call: call(mesh.device_mesh["cp"]), f"context_parallel.{text}", TypeError)
+        for call, text in REJECTED
+    ],
+)
 
 
 def test_an_empty_batch_is_rejected():

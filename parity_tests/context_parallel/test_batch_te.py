@@ -13,6 +13,7 @@ from jax_ref.layouts import inverse
 from jax_ref.layouts import packed as packed_reference
 from parity_tests.context_parallel.drawn_rows import batch_of, drawn_rows
 from parity_tests.harness.run.engines import run
+from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check_cases, integers, lengths, scheme
 from torch_impl import context_parallel as cp
 
@@ -292,7 +293,7 @@ REJECTED = [
     ),
     (
         lambda m: make(m, num_chunks=2),
-        "context_parallel.thd: num_chunks=2 does not divide the batch of 1 rows; drop or add a row",
+        "context_parallel.te: num_chunks=2 does not divide the batch of 1 rows; drop or add a row",
     ),
     (lambda m: shard(STREAM, m, "sbhd"), "context_parallel.te: qkv_format='sbhd' is not supported; pass 'thd'"),
     (
@@ -318,13 +319,6 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:70] for _, text in REJECTED])
-def test_rejection_on_every_rank_before_any_collective(call, sentence):
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            call(mesh.device_mesh["cp"])
-        return str(caught.value)
-
-    ranks = run(body, CaseSpec(scheme="batch_te", mesh={"cp": 2}))
-    assert ranks.results == (sentence,) * 2
-    assert ranks.ledger.rows == []
+test_rejection_on_every_rank_before_any_collective = rejected(
+    {"cp": 2}, [(text[:70], lambda mesh, call=call: call(mesh.device_mesh["cp"]), text) for call, text in REJECTED]
+)

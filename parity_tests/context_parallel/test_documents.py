@@ -83,6 +83,7 @@ def halo_cost(c):
 @scheme(
     reference=of_documents,
     mesh={"cp": (4,)},
+    contract=context_parallel_attention,
     inputs={"q": "b h s/cp p", "k": "b g s/cp p", "v": "b g s/cp p"},
     outputs="b h s/cp p",
     dims={"b": (1,), "h": (4,), "g": (2,), "s": (32,), "p": (4,)},

@@ -13,6 +13,7 @@ from shardproof import CaseSpec
 from torch_impl import context_parallel as cp
 
 FUNCTION = "context_parallel.thd: "
+FOR_TE = "context_parallel.te: "  # the caller's function, whichever inner one finds the problem
 RULES = (
     "both or neither are",
     "lengths are 0 or more",
@@ -118,7 +119,7 @@ def test_tables_of_lengths(rng, ranks, sizes, fill, num_chunks):
     def outcome(mesh, real, padded):
         batch = {"input_ids": ids, "seq_lens": real, "seq_lens_padded": padded}
         sentence = sentence_of(lambda: cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, **settings))
-        if sentence.startswith(FUNCTION):
+        if sentence.startswith(FOR_TE):
             return sentence, None
         out = cp.split_batch_into_thd_chunks(batch, **settings)
         return sentence, {name: out[name].view(b, s).tolist() for name in ("position_ids", "padding_mask")}
@@ -134,7 +135,7 @@ def test_tables_of_lengths(rng, ranks, sizes, fill, num_chunks):
             slot = slot_that_cannot_be_halved(real, padded, s, fill, ranks)
             if broken is not None:
                 rule, row, entry = broken
-                assert sentence.startswith(FUNCTION) and rule in sentence, (real, padded)
+                assert sentence.startswith(FOR_TE) and rule in sentence, (real, padded)
                 assert [*numbers_in(sentence), 0][:2] == [row, entry], (real, padded)
                 continue
             if slot is not None:

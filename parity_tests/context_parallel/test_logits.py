@@ -78,6 +78,7 @@ def cost_of_documents(c, causal, window):
 
 
 @scheme(
+    contract=context_parallel_attention,
     reference=of_documents,
     mesh={"cp": (1, 2, 4)},
     **specs("s/cp", "cp=I"),
@@ -94,6 +95,7 @@ def attention_with_sinks(mesh, q, k, v, sinks, causal, window, softcap, exchange
 
 
 @scheme(
+    contract=context_parallel_attention,
     reference=of_one_sequence,
     mesh={"ring": (1, 2), "heads": (1, 2)},
     **specs("s/ring:dual_chunk_swap/heads:dual_chunk_swap", "ring=I heads=I"),

@@ -26,7 +26,6 @@ from parity_tests.context_parallel.seen_pairs import times_seen
 from shardproof import check_cases, integers, scheme
 from torch_impl import context_parallel as cp
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
-from torch_impl.context_parallel.adapters.transformer_engine import attention_kwargs
 from torch_impl.context_parallel.needed_keys import needed_rows
 from torch_impl.layouts import TokenLayout, prefixes
 
@@ -117,6 +116,7 @@ def layout_of(tree, kind, cp_size, cp_rank):
 
 
 @scheme(
+    contract=context_parallel_attention,
     **specs("s/cp:turned"),
     mesh={"cp": (1, 2, 4)},
     layouts={"turned": turned},
@@ -130,7 +130,14 @@ def attention_over_shared_prefixes(mesh, q, k, v, tree, causal, window, exchange
     return context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout, **call)
 
 
-@scheme(**specs("s/cp"), mesh={"cp": (1, 2, 4)}, rank_options=EXCHANGES, cost=cost_of(contiguous), **DECLARED)
+@scheme(
+    contract=context_parallel_attention,
+    **specs("s/cp"),
+    mesh={"cp": (1, 2, 4)},
+    rank_options=EXCHANGES,
+    cost=cost_of(contiguous),
+    **DECLARED,
+)
 def attention_over_shared_prefixes_in_order(mesh, q, k, v, tree, causal, window, exchange):
     layout = layout_of(tree, "contiguous", mesh.size("cp"), mesh.rank("cp"))
     call = dict(exchange=exchange, causal=causal, window=window)
@@ -142,7 +149,13 @@ def usp_cost(c):
     return cost_over_two_axes(c, contiguous(c.s, c.ring), visible)
 
 
-@scheme(**specs("s/ring/heads"), mesh={"ring": (1, 2), "heads": (1, 2)}, cost=usp_cost, **DECLARED)
+@scheme(
+    contract=context_parallel_attention,
+    **specs("s/ring/heads"),
+    mesh={"ring": (1, 2), "heads": (1, 2)},
+    cost=usp_cost,
+    **DECLARED,
+)
 def attention_over_shared_prefixes_on_two_axes(mesh, q, k, v, tree, causal, window):
     a, rank = mesh.size("heads"), mesh.rank("ring") * mesh.size("heads") + mesh.rank("heads")
     layout = layout_of(tree, "contiguous", mesh.size("ring") * a, rank)
@@ -315,12 +328,6 @@ WITHOUT_LAYOUT = (
             lambda: cp.process_input_for_thd(a_batch(prefix_of=torch.tensor([[-1, 1]])), return_layout=True),
             ValueError,
             THD + "prefix_of: row 0: sequence 1 continues 1; pass an earlier sequence of the row, or -1 for none",
-        ),
-        (
-            lambda: attention_kwargs(cp.make_cp_batch_for_te(None, a_batch(), return_layout=True)[0]),
-            ValueError,
-            "context_parallel.te: batch has 'prefix_of', for which these offsets have no mask; "
-            "use context_parallel_attention with the batch's layout",
         ),
     ],
 )

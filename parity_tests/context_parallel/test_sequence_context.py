@@ -9,6 +9,7 @@ from torch.distributed.tensor.experimental._context_parallel._attention import _
 
 from jax_ref.context_parallel import dense_attention
 from parity_tests.harness.run.engines import run
+from parity_tests.rejections import rejected
 from shardproof import CaseSpec, check_cases, scheme, values
 from torch_impl.context_parallel import create_context_parallel_ctx, make_cp_batch_and_ctx
 
@@ -238,16 +239,9 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:80] for _, text in REJECTED])
-def test_rejection_on_every_rank_before_any_collective(call, sentence):
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    ranks = on_ranks(2, body)
-    assert ranks.results == (sentence,) * 2
-    assert ranks.ledger.rows == []
+test_rejection_on_every_rank_before_any_collective = rejected(
+    {"cp": 2}, [(text[:80], call, text) for call, text in REJECTED]
+)
 
 
 def test_a_strided_view_is_sharded():

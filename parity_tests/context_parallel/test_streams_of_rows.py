@@ -1,20 +1,18 @@
-"""Parity of packed rows as one stream and in chunks, with every kind of entry, and of what a kernel is passed of it."""
+"""Parity of packed rows as one stream and in chunks, with every kind of entry."""
 
 import jax.numpy as jnp
-import pytest
 import torch
+from hypothesis import given, settings
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jax_ref.context_parallel import tables
-from shardproof import Cost, check_cases, integers, lengths, scheme
+from shardproof import Cost, check, every_case, integers, lengths, scheme
 from torch_impl import context_parallel as cp
-from torch_impl.context_parallel.adapters.transformer_engine import attention_kwargs
 
 KINDS, DEFAULT_FILL = 2, -1000
 POSITIONS = ("none", "one kind", "kinds")
 Lengths = Int[Tensor, " n"]
-Passed = tuple[Int[Tensor, "1 l"], Int[Tensor, "k q"], Int[Tensor, " u"]]
 Streams = tuple[
     Float[Tensor, "b t d"],
     Int[Tensor, "b t"],
@@ -122,38 +120,7 @@ def streams_of_rows(
     return tuple(each.clone() for each in (*tokens, scores, lengths_, slots, *by_row))  # the stream is of views
 
 
-def passed_by_hand(ids, padded, real, mesh):
-    """Under cp the slots stand for the real lengths too, since no token sees padding on its right."""
-    row, lengths_ = jnp.arange(ids.shape[1], dtype=ids.dtype), padded if mesh["cp"] > 1 else real
-    return row[None] + 0 * ids, jnp.stack([lengths_, lengths_, padded, padded]), jnp.stack(2 * [padded.max()])
-
-
-@scheme(
-    reference=passed_by_hand,
-    mesh={"cp": (1, 2)},
-    inputs={"ids": "1 t/cp:packed", "padded": "q", "real": "q"},
-    outputs=("1 t/cp:packed", "k q", "two"),
-    dims={"q": (3, 5, 2), "t": (24, 40, 16), "k": (4,), "two": (2,)},
-    draw={"ids": integers(0, 9), "padded": lengths("t", padded=True), "real": lengths("t")},
-    cost=lambda c: Cost(),
-)
-def what_a_kernel_is_passed(
-    mesh, ids, padded, real
-) -> tuple[Int[Tensor, "1 l"], Int[Tensor, "k q"], Int[Tensor, " u"]]:
-    """This rank's places in the stream, and the lengths and the longest that attention gets of queries and of keys."""
-    full = torch.zeros(1, mesh.total("t"), dtype=torch.int64)
-    batch = {"input_ids": full, "seq_lens": real[None], "seq_lens_padded": padded[None]}
-    out, places = cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, return_local_indices=True)
-    passed = attention_kwargs(out)
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    longest = [passed[name] for name in ("max_seqlen_q", "max_seqlen_kv")]
-    assert passed["qkv_format"] == "thd"
-    return places[None].clone(), torch.stack([passed[name].long().diff() for name in names]), torch.tensor(longest)
-
-
-SCHEMES = (streams_of_rows, what_a_kernel_is_passed)
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 20)
+@settings(max_examples=20)
+@given(every_case(streams_of_rows))
+def test_parity(case):
+    check(case)

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_impl.context_parallel import make_cp_batch_for_te
 from torch_impl.context_parallel.adapters import transformer_engine
 from torch_impl.layouts import TokenLayout
 
@@ -57,27 +56,6 @@ def test_on_a_cpu_transformer_engine_is_not_called(extension):
     assert str(caught.value) == (
         "context_parallel.te: cu_seqlens_padded is on cpu, transformer-engine needs CUDA; use TokenLayout.local_index"
     )
-
-
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_under_cp_attention_gets_padded_offsets(cp_size):
-    mesh = SimpleNamespace(size=lambda: cp_size, get_group=lambda: SimpleNamespace(rank=lambda: 0))
-    lengths = torch.tensor([[3, 8]])
-    batch = {"input_ids": torch.arange(12)[None], "seq_lens": lengths, "seq_lens_padded": torch.tensor([[4, 8]])}
-    keywords = transformer_engine.attention_kwargs(make_cp_batch_for_te(mesh, batch))
-    assert (
-        keywords["cu_seqlens_q"].tolist() == keywords["cu_seqlens_kv"].tolist() == [[0, 3, 11], [0, 4, 12]][cp_size - 1]
-    )
-    assert keywords["cu_seqlens_q_padded"].tolist() == keywords["cu_seqlens_kv_padded"].tolist() == [0, 4, 12]
-    assert (keywords["max_seqlen_q"], keywords["max_seqlen_kv"], keywords["qkv_format"]) == (8, 8, "thd")
-
-
-def test_attention_takes_one_chunk():
-    lengths = torch.tensor([[4], [4]])
-    batch = {"input_ids": torch.arange(8).view(2, 4), "seq_lens": lengths, "seq_lens_padded": lengths}
-    with pytest.raises(ValueError) as caught:
-        transformer_engine.attention_kwargs(make_cp_batch_for_te(None, batch, num_chunks=2))
-    assert str(caught.value) == "context_parallel.te: batch holds 2 chunks; pass one of them"
 
 
 @pytest.mark.skipif(not HAS_BOTH, reason="not run: needs CUDA and transformer-engine")

@@ -1,7 +1,7 @@
-"""What attention sends of one document in dual_chunk_swap, in closed form, on meshes where pairs cannot be listed.
+"""Bytes that attention sends for one document in dual_chunk_swap, in closed form, for meshes too large to list pairs.
 
-The ring's amounts are those of the rank that sends most, of K and V in each chunk that a query of another rank sees:
-with a causal rule the last chunk of all is seen by its own rank alone. Windows and packed sequences have no such form.
+The ring's amounts are for the rank that sends most: K and V of each chunk that another rank's query attends to; under a
+causal mask only its own rank attends to the very last chunk. Windows and packed sequences have no closed form here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from parity_tests.harness.declare.declared import Cost
 
 
 def ring_form(case: CaseSpec, ranks: int, heads: int, causal: bool, axis: str) -> Cost:
-    """Keys of `heads` heads travel to all other ranks, and so do their gradients, which then return to them."""
+    """Keys of `heads` heads travel to all other ranks, and so do their gradients, which then return."""
     messages, rows = ranks - 1, case.s // ranks
     row = case.b * 2 * heads * case.p
     unseen = rows // 2 if causal else 0
     keys, gradients = row * case.itemsize, row * case.accumulator_itemsize
-    # The last rank alone passes on no keys of the first, and the first no gradient of its own: none sends all of both.
+    # Only the last rank does not pass on the first rank's keys, and only the first keeps a gradient of its own: no rank
+    # sends all of both.
     back = messages * rows * (keys + gradients) - unseen * min(keys, gradients)
     ends = (f"send/{axis}", f"recv/{axis}") if messages else ()
     forward = dict.fromkeys(ends, (messages, messages * rows * keys))
@@ -27,7 +28,7 @@ def ring_form(case: CaseSpec, ranks: int, heads: int, causal: bool, axis: str) -
 
 
 def over_one_axis(causal: bool) -> Callable[[CaseSpec], Cost]:
-    """The cost of the exchange among the options of a case, over cp."""
+    """The cost of the exchange that a case's options name, over cp."""
 
     def cost(case: CaseSpec) -> Cost:
         rows = case.s // case.cp
@@ -42,7 +43,7 @@ def over_one_axis(causal: bool) -> Callable[[CaseSpec], Cost]:
 
 
 def over_two_axes(causal: bool) -> Callable[[CaseSpec], Cost]:
-    """The cost of USP: heads are exchanged over the axis of this name, keys travel over ring."""
+    """The cost of USP: heads are exchanged over axis `heads`, keys travel over axis `ring`."""
 
     def cost(case: CaseSpec) -> Cost:
         mixed = heads_cost(case, case.heads, case.s // (case.heads * case.ring), "heads")

@@ -1,4 +1,4 @@
-"""The declared cost of a scheme on one mesh, on links: a candidate for each choice of the options that decide it."""
+"""The declared cost of a scheme on one mesh, on links: one candidate per choice of the options that affect it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from parity_tests.harness.draw.choosers import seeded_chooser, simplest
 from parity_tests.harness.draw.drawing import priced_case
 
 PHASES = ("forward", "backward")
-MOST = 64  # candidates of one scheme
+MOST = 64  # candidates per scheme
 PREFERRED = "bfloat16"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all candidates share: the mesh in the order of its ranks, sizes and options by name, sheet, dtype, seed.
+    """Shared by all candidates: the mesh in order of ranks, sizes and options by name, sheet, dtype, seed.
 
-    The mesh may have axes that a scheme lacks: they only place the groups of the others on hosts. `seed` draws the
-    lengths of ragged shards and packed sequences; without it they are those of the standard case, DTensor's shards and
+    The mesh may have axes that a scheme does not use: they only determine the hosts of the other axes' groups. `seed`
+    draws the lengths of ragged shards and packed sequences; without it they are the standard ones, DTensor's shards and
     one sequence.
     """
 
@@ -44,9 +44,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Line:
-    """One op of one phase: calls and bytes of the busiest rank, as the ledger counts them, and what they cost.
+    """One op in one phase: calls and bytes of the busiest rank, as in the ledger, and their price.
 
-    The axis is None, and so is the price, where a scheme of several axes does not declare it.
+    Axis and price are None if a scheme with several axes does not declare the axis.
     """
 
     phase: str
@@ -63,7 +63,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scheme with one choice of its options on one mesh. Seconds are of one call, forward and backward."""
+    """A scheme with one choice of its options on one mesh. Seconds are per call, forward and backward."""
 
     label: str
     scheme: str
@@ -71,8 +71,8 @@ class Candidate:
     mesh: Mapping[str, int]
     lines: tuple[Line, ...]
     products: tuple[int, int] | None = None
-    product_seconds: Mapping[str, float] = field(default_factory=dict)  # by phase; empty where there are none
-    seed: int | None = None  # of drawn lengths
+    product_seconds: Mapping[str, float] = field(default_factory=dict)  # by phase; empty without products
+    seed: int | None = None  # of the drawn lengths
 
     @property
     def inside(self) -> float:
@@ -86,7 +86,7 @@ class Candidate:
         return sum(line.price.seconds for line in self.lines if line.price and line.phase == phase)
 
     def step(self, phase: str) -> float:
-        """Products, and what they do not hide: messages travel beside them, collectives are waited for."""
+        """Products plus the communication that they do not hide: messages overlap with products, collectives do not."""
         products = self.product_seconds.get(phase, 0.0)
         messages = sum(
             line.price.seconds for line in self.lines if line.price and line.phase == phase and line.op == "send"
@@ -105,7 +105,7 @@ class Candidate:
 
 @dataclass
 class Comparison:
-    """The candidates on one mesh, and why others are none."""
+    """The candidates on one mesh, and the reasons why others are missing."""
 
     setting: Setting
     candidates: list[Candidate] = field(default_factory=list)
@@ -113,17 +113,19 @@ class Comparison:
 
     @property
     def least(self) -> Candidate | None:
-        """The one whose step is shortest; None where some op of one has no price."""
+        """The candidate with the shortest step; None if any op of a candidate has no price."""
         if not self.candidates or not all(candidate.is_complete for candidate in self.candidates):
             return None
         return min(self.candidates, key=lambda candidate: candidate.seconds)
 
 
 def candidates(scheme: Declared, setting: Setting, label: str = "") -> Comparison:
-    """A candidate for each choice of the rank options that change what is sent; the others take their first value.
+    """One candidate for each choice of the rank options that affect communication.
 
-    Errors: ValueError for a scheme without a declared cost, an axis that the mesh lacks, a name that it has not, and
-    where nothing fits.
+    Other options take their first value.
+
+    Errors: ValueError for a scheme without a declared cost, an axis missing in the mesh, an unknown name, and if no
+    size fits.
     """
     if scheme.cost is None:
         raise ValueError(f"scheme '{scheme.name}': declares no cost; give it one, as docs/reference/scheme.md says")
@@ -146,9 +148,9 @@ def candidates(scheme: Declared, setting: Setting, label: str = "") -> Compariso
 
 
 def lines_of(cost: Cost, mesh: Mapping[str, int]) -> list[tuple[str, str, str | None, int, int]]:
-    """(phase, op, axis, calls, bytes) of a cost, the bytes as the ledger counts them.
+    """(phase, op, axis, calls, bytes) of a cost, with bytes as in the ledger.
 
-    An op without an axis is of the one axis that has several ranks, or of the only one.
+    An op without an axis belongs to the only axis with several ranks, or to the only axis.
     """
     several = [axis for axis, size in mesh.items() if size > 1] or list(mesh)
     only = several[0] if len(several) == 1 else None
@@ -169,7 +171,7 @@ def _case(scheme: Declared, setting: Setting, choice: Mapping[str, Any]) -> Case
 
 
 def _choices(scheme: Declared, setting: Setting) -> list[dict[str, Any]]:
-    """The choices of those rank options that are not given and change the cost, each varied by itself; at most MOST."""
+    """The choices of free rank options that change the cost, each varied by itself; at most MOST."""
     alternatives: dict[str, tuple[Any, ...]] = {}
     for name, values in scheme.rank_options.items():
         if name in setting.names or len(values) < 2:
@@ -179,7 +181,7 @@ def _choices(scheme: Declared, setting: Setting) -> list[dict[str, Any]]:
             try:
                 costs.append(costs_of_ranks(scheme, _case(scheme, setting, {name: value})))
             except ValueError:
-                costs.append(None)  # not for these sizes, which decides as well
+                costs.append(None)  # not for these sizes, which is a difference as well
         if any(cost != costs[0] for cost in costs):
             alternatives[name] = values
     combinations = itertools.product(*alternatives.values())

@@ -1,4 +1,4 @@
-"""The declared cost of a case, evaluated without running it: of each rank, and of the busiest one."""
+"""The declared cost of a case, evaluated without running it: for each rank, and for the busiest one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Cost, Declared
 from parity_tests.harness.draw import inputs
 
-# A cost that names inputs is of values, which are drawn unsharded.
+# A cost that names inputs depends on their values, which are drawn unsharded.
 MOST_RANKS = 64
 MOST_ELEMENTS = 2**20
 
 
 def costs_of_ranks(scheme: Declared, case: CaseSpec) -> list[Cost]:
-    """The cost of each rank in the order of the scheme's mesh; a single one where all ranks send alike.
+    """The cost of each rank in the order of the scheme's mesh; a single one if all ranks send the same.
 
-    Errors: ValueError where the cost raises, or depends on values on more ranks or of more elements than are drawn.
+    Errors: ValueError if the cost raises, or depends on values with more ranks or elements than can be drawn.
     """
     assert scheme.cost is not None
     names = list(inspect.signature(scheme.cost).parameters)[1:]
@@ -34,7 +34,7 @@ def costs_of_ranks(scheme: Declared, case: CaseSpec) -> list[Cost]:
 
 
 def busiest(costs: Sequence[Cost]) -> Cost:
-    """Of each op the most calls and the most bytes that a rank has, and the most products."""
+    """For each op the most calls and the most bytes of any rank, and the most products."""
     if len(costs) == 1:
         return costs[0]
     products = [cost.products for cost in costs if cost.products is not None]

@@ -1,4 +1,4 @@
-"""Comparisons of several schemes that mean the same: attention over cp, the Mamba mixer over cp, the loss over tp."""
+"""Comparisons of schemes that compute the same: attention over cp, the Mamba mixer over cp, the loss over tp."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TESTS = Path(__file__).resolve().parents[1]
 def attention(setting: Setting) -> Comparison:
     """Ring, all-gather and Ulysses over cp, and USP for each way to write cp as ring * heads.
 
-    Dims: b, s, h query heads, g KV heads, p numbers of a head. The option causal takes off the pairs that are not seen.
+    Dims: b, s, h query heads, g KV heads, p the head size. The option causal subtracts the masked pairs.
     """
     from parity_tests.cost.attention_forms import over_one_axis, over_two_axes
 
@@ -40,9 +40,10 @@ def attention(setting: Setting) -> Comparison:
 
 
 def mamba(setting: Setting) -> Comparison:
-    """A Mamba mixer over cp: heads exchanged for tokens, all inputs fused into one all_to_all or not; or states passed.
+    """A Mamba mixer over cp: exchange heads for tokens, or pass states.
 
-    Dims: b rows of t tokens, h heads of g groups, p numbers of a head, n of a state, k taps of the convolution.
+    The exchange has two forms: one all_to_all for all inputs, or one for each. Dims: b rows of t tokens, h heads in g
+    groups, p the head size, n the state size, k taps of the convolution.
     """
     defaults = {"b": 1, "t": None, "h": None, "g": 8, "p": 64, "n": 128, "k": 4, "d": 1}
     dims = _dims(setting, "mamba", defaults)
@@ -59,7 +60,7 @@ def mamba(setting: Setting) -> Comparison:
 def logprob(setting: Setting) -> Comparison:
     """Log-probabilities of hidden states over tp, the states replicated or sharded along the sequence.
 
-    A chunk size changes no byte and no call: it is memory that it saves. Dims: b, s, d of a hidden state, v.
+    A chunk size changes no byte and no call: it saves memory. Dims: b, s, d the hidden size, v.
     """
     dims = _dims(setting, "logprob", {"b": 1, "s": None, "d": None, "v": None})
     sized = replace(setting, names=dims)
@@ -73,7 +74,7 @@ AXES = {"attention": "cp", "mamba": "cp", "logprob": "tp"}
 
 
 def compared(name: str, setting: Setting) -> Comparison:
-    """The comparison of this name. Errors: ValueError for an axis or a dim that is missing."""
+    """The comparison with this name. Errors: ValueError for a missing axis or dim."""
     axis = AXES[name]
     if axis not in setting.mesh:
         raise ValueError(f"--mesh lacks {axis}: {name} is compared over it; give {axis}=N")
@@ -96,12 +97,12 @@ def _dims(setting: Setting, name: str, defaults: Mapping[str, int | None]) -> di
 
 
 def _divisors(ranks: int) -> list[int]:
-    """The numbers between 1 and `ranks` that divide it."""
+    """The divisors of `ranks` between 1 and itself."""
     return [number for number in range(2, ranks // 2 + 1) if ranks % number == 0]
 
 
 def _in_place_of(mesh: Mapping[str, int], axis: str, axes: Mapping[str, int]) -> dict[str, int]:
-    """The mesh with several axes where one was, the ranks in the same order."""
+    """The mesh with several axes in place of one, and ranks in the same order."""
     ordered: dict[str, int] = {}
     for name, size in mesh.items():
         ordered |= axes if name == axis else {name: size}
@@ -109,7 +110,7 @@ def _in_place_of(mesh: Mapping[str, int], axis: str, axes: Mapping[str, int]) ->
 
 
 def join(comparison: Comparison, scheme: Declared, setting: Setting, label: str = "") -> Comparison:
-    """A comparison with the candidates of one scheme more; why it has none stands under its label."""
+    """Add the candidates of a scheme to a comparison, or under its label the reason why it has none."""
     try:
         more = candidates(scheme, setting, label)
     except ValueError as reason:
@@ -121,7 +122,7 @@ def join(comparison: Comparison, scheme: Declared, setting: Setting, label: str 
 
 
 def _without(prefix: str, comparison: Comparison) -> Comparison:
-    """Labels without the name of the option: `ring` for `exchange=ring`."""
+    """Labels without the option's name: `ring` for `exchange=ring`."""
     shorter = [replace(each, label=each.label.removeprefix(prefix)) for each in comparison.candidates]
     left_out = {name.removeprefix(prefix): reason for name, reason in comparison.left_out.items()}
     return Comparison(comparison.setting, shorter, left_out)

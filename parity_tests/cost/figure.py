@@ -1,4 +1,4 @@
-"""Crossovers as a figure: the time of each way over the size of one axis, and what it sends between hosts."""
+"""Crossovers as a figure: the time of each way over the size of one axis, and its bytes between hosts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from parity_tests.cost.candidates import Comparison
 from parity_tests.cost.table import AMOUNTS, best, swept_axis, ways_of
 from parity_tests.harness.report import colours
 
-INCHES = (3.6, 3.3)  # of a panel
+INCHES = (3.6, 3.3)  # per panel
 MOST_TICKS = 5
 
 
 def figure(comparisons: Sequence[Comparison], title: str = "") -> Any:
-    """A panel for each of step, communication and bytes between hosts, a line for each way, the least of its name."""
+    """Panels for step, communication and bytes between hosts; one line per way, from its cheapest candidate."""
     from matplotlib.figure import Figure
 
     axis = swept_axis(comparisons)

@@ -1,6 +1,6 @@
-"""What a collective puts on links and how long it takes: rings and trees over hosts, as NCCL's own model has them.
+"""Bytes and time of a collective on links: rings and trees over hosts, as in NCCL's own model.
 
-Bytes are those of the busiest rank of a group. The formulas stand in docs/reference/cost.md with their sources.
+Bytes are for the busiest rank of a group. docs/reference/cost.md has the formulas and their sources.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from parity_tests.cost.placement import Placement
 from parity_tests.cost.sheet import Algorithm, Sheet
 
-# Of a ring over n ranks: steps, and bytes that a rank sends for each byte that it hands in.
+# For a ring over n ranks: steps, and bytes sent per byte of a rank's input.
 RINGS = {
     "all_gather": lambda n: (n - 1, n - 1.0),
     "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
@@ -20,11 +20,11 @@ RINGS = {
     "reduce": lambda n: (n - 1, 1.0),
     "barrier": lambda n: (2 * (n - 1), 0.0),
 }
-# Sent straight to the rank that it is for: peers, and bytes for each byte that is handed in.
+# Sent directly to the target rank: peers, and bytes per byte of input.
 DIRECT = {
     "all_to_all": lambda n: (n - 1, (n - 1) / n),
     "scatter": lambda n: (n - 1, (n - 1) / n),
-    "gather": lambda n: (n - 1, n - 1.0),  # of the root, which receives from all
+    "gather": lambda n: (n - 1, n - 1.0),  # for the root, which receives from all
 }
 MESSAGES = ("send", "recv")
 OPS = (*RINGS, *DIRECT, *MESSAGES)
@@ -32,7 +32,7 @@ OPS = (*RINGS, *DIRECT, *MESSAGES)
 
 @dataclass(frozen=True)
 class Price:
-    """What the busiest rank sends to ranks of its host and of others, in bytes; and the seconds of all calls."""
+    """Bytes that the busiest rank sends to ranks on its host and on others; and the seconds of all calls."""
 
     inside: float = 0.0
     between: float = 0.0
@@ -40,7 +40,7 @@ class Price:
 
 
 def price(op: str, calls: int, size: int, place: Placement, sheet: Sheet) -> Price:
-    """The price of so many calls of an op, which hand in `size` bytes together. Errors: ValueError for another op."""
+    """The price of `calls` calls of an op with `size` bytes of input in total. Errors: ValueError for another op."""
     if op not in OPS:
         raise ValueError(f"cost names {op!r}, which has no model of links; those are {', '.join(OPS)}")
     if place.ranks == 1 or calls == 0:
@@ -57,12 +57,12 @@ def price(op: str, calls: int, size: int, place: Placement, sheet: Sheet) -> Pri
 
 
 def _cheapest(prices: list[Price]) -> Price:
-    """What a library that knows its own model would choose."""
+    """The choice of a library that knows its own model."""
     return min(prices, key=lambda each: each.seconds)
 
 
 def _ring(op: str, calls: int, size: int, place: Placement, sheet: Sheet, way: Algorithm) -> Price:
-    """A ring enters and leaves each host once; its channels share the crossing among the ranks there."""
+    """A ring enters and leaves each host once; its channels share that host's adapters."""
     steps, share = RINGS[op](place.ranks)
     sent = size * share
     if place.hosts == 1:
@@ -76,13 +76,13 @@ def _ring(op: str, calls: int, size: int, place: Placement, sheet: Sheet, way: A
 
 
 def _ring_bandwidth(place: Placement, sheet: Sheet) -> float:
-    """Of a ring over several hosts: all adapters of the host that has the fewest, and no more than a rank's links."""
+    """Bandwidth of a ring over several hosts: all adapters of the host with the fewest, at most a rank's own links."""
     crossing = place.fewest * sheet.between_bytes_per_second
     return min(sheet.inside_bytes_per_second, crossing) if place.fewest > 1 else crossing
 
 
 def _tree(calls: int, size: int, place: Placement, sheet: Sheet, way: Algorithm) -> Price:
-    """Up and down again: a chain inside a host, a binary tree over hosts."""
+    """Reduce up and broadcast down: a chain inside a host, a binary tree over hosts."""
     waits = (math.ceil(place.ranks / place.hosts) - 1) * way.inside_seconds
     waits += int(math.log2(place.hosts)) * way.between_seconds
     bandwidth = sheet.inside_bytes_per_second if place.hosts == 1 else _ring_bandwidth(place, sheet)
@@ -92,7 +92,7 @@ def _tree(calls: int, size: int, place: Placement, sheet: Sheet, way: Algorithm)
 
 
 def _direct(op: str, calls: int, size: int, place: Placement, sheet: Sheet, way: Algorithm) -> Price:
-    """A message to each peer: both kinds of link at once, each message posted by itself, one latency for all."""
+    """A message to each peer: both kinds of link at once, each message posted separately, one latency for all."""
     peers, share = DIRECT[op](place.ranks)
     outside = place.ranks - place.fewest if place.hosts > 1 else 0
     sent = size * share
@@ -104,9 +104,9 @@ def _direct(op: str, calls: int, size: int, place: Placement, sheet: Sheet, way:
 
 
 def _message(op: str, calls: int, size: int, place: Placement, sheet: Sheet, way: Algorithm) -> Price:
-    """To the neighbour: of a group on several hosts some rank has its neighbour on another, and all wait for it.
+    """A message to the neighbour; in a group on several hosts, all wait for the one between hosts.
 
-    What is received is sent at the same time, in the other direction; it is counted with `send`.
+    Receiving happens at the same time in the other direction, and is counted with `send`.
     """
     if op == "recv":
         return Price()

@@ -1,7 +1,7 @@
-"""The model against gloo on this CPU: links fitted to messages alone, collectives then predicted and timed.
+"""The model against gloo on this CPU: links are fitted to messages alone, then collectives are predicted and timed.
 
-`python -m parity_tests.cost.measured` prints the table of docs/reference/cost.md. Times are the least of many, since
-what else runs on a machine only adds to them.
+`python -m parity_tests.cost.measured` prints the table of docs/reference/cost.md. Times are the minimum of many,
+because other work on the machine only adds to them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from parity_tests.cost.placement import Placement
 from parity_tests.cost.sheet import Algorithm, Sheet
 
 RANKS = 2
-SIZES = (2**12, 2**16, 2**18, 2**20)  # bytes handed in; longer calls outlast a time slice of a shared core
+SIZES = (2**12, 2**16, 2**18, 2**20)  # of input; longer calls outlast a time slice of a shared core
 REPEATS = 40
-SECONDS = 300.0  # for all of it
+SECONDS = 300.0  # for the whole measurement
 FITTED = "send"
 ELEMENT = 4
 # torch 2.13 renames the single-tensor forms and deprecates the old names; 2.11 knows only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-Times = Mapping[str, Mapping[int, float]]  # of an op, by the bytes handed in
+Times = Mapping[str, Mapping[int, float]]  # of an op, by bytes of input
 
 
 def fitted(times: Mapping[int, float]) -> Sheet:
-    """The sheet of one host on which a message of the least and of the largest size takes as long as measured."""
+    """The sheet of one host that reproduces the measured times of the smallest and the largest message."""
     small, large = min(times), max(times)
     bandwidth = (large - small) / max(times[large] - times[small], 1e-9)
     wait = max(times[small] - small / bandwidth, 0.0)
@@ -47,7 +47,7 @@ def predicted(op: str, size: int, ranks: int, sheet: Sheet) -> float:
 
 
 def table(times: Times, ranks: int) -> str:
-    """Measured and modelled milliseconds and their ratio, the op that was fitted first."""
+    """Measured and modelled milliseconds and their ratio; the fitted op comes first."""
     sheet = fitted(times[FITTED])
     lines = [f"{'op':14}  {'bytes':>10}  {'measured ms':>11}  {'model ms':>9}  measured / model"]
     for op, by_size in times.items():
@@ -59,7 +59,7 @@ def table(times: Times, ranks: int) -> str:
 
 
 def slowest(of_ranks: Sequence[Times]) -> Times:
-    """An op takes as long as on the rank where it takes longest."""
+    """Each op's time on its slowest rank."""
     ops = of_ranks[0]
     return {op: {size: max(float(each[op][size]) for each in of_ranks) for size in ops[op]} for op in ops}
 
@@ -68,7 +68,7 @@ def slowest(of_ranks: Sequence[Times]) -> Times:
 
 
 def calls_of(size: int, rank: int, world: int) -> dict[str, Callable[[], object]]:
-    """Each op on `size` bytes handed in."""
+    """Each op on `size` bytes of input."""
     x = torch.ones(size // ELEMENT)
     received, gathered, scattered = torch.empty_like(x), torch.empty(world * len(x)), torch.empty(len(x) // world)
 
@@ -88,7 +88,7 @@ def calls_of(size: int, rank: int, world: int) -> dict[str, Callable[[], object]
 
 
 def timed(rank: int, world: int) -> dict[str, dict[int, float]]:
-    """The least time of each op and size on this rank; ranks start each call together."""
+    """The minimum time of each op and size on this rank; ranks start each call together."""
     times: dict[str, dict[int, float]] = {}
     for size in SIZES:
         for op, call in calls_of(size, rank, world).items():
@@ -109,7 +109,7 @@ def _rank(rank: int, folder: Path) -> None:
 
 
 def measure() -> Times:
-    """Times of gloo between two processes of this machine."""
+    """Times of gloo between two processes on this machine."""
     command = [sys.executable, "-m", "parity_tests.cost.measured"]
     with tempfile.TemporaryDirectory() as folder:
         of_ranks = found_by(command, RANKS, Path(folder), topic="cost", seconds=SECONDS)

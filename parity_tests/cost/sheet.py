@@ -1,4 +1,4 @@
-"""A sheet: how many ranks a host has, what its links and those between hosts carry, what a message waits."""
+"""A sheet: the ranks of a host, the bandwidths inside and between hosts, and the latency of a message."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ KINDS = ("ring", "tree")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way in which a library carries out a collective: what of the bandwidth it reaches, what a step waits."""
+    """One algorithm of a library for a collective: its share of the bandwidth, and the latency of its steps."""
 
-    kind: str  # ring or tree; a tree is for all_reduce alone
+    kind: str  # ring or tree; tree only for all_reduce
     protocol: str
     bandwidth_share: float
     call_seconds: float
@@ -35,18 +35,18 @@ class Sheet:
     inside_bytes_per_second: float
     between_bytes_per_second: float
     algorithms: tuple[Algorithm, ...]
-    message_seconds: float = 0.0  # of the sender, for each message that it posts
-    operations_per_second: float | None = None  # of matrix products; None where products take no time
+    message_seconds: float = 0.0  # for the sender, per posted message
+    operations_per_second: float | None = None  # of matrix products; None if products take no time
     measured: str = "not yet measured"
 
 
 def names() -> list[str]:
-    """The sheets that are built in."""
+    """The built-in sheets."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def read(name: str) -> Sheet:
-    """A built-in sheet by its name, or one of a TOML or JSON file. Errors: ValueError that names --links."""
+    """A built-in sheet by name, or one from a TOML or JSON file. Errors: ValueError that names --links."""
     path = FOLDER / f"{name}.toml" if name in names() else Path(name)
     if not path.is_file():
         raise ValueError(f"--links {name}: is no file and no sheet; the sheets are {', '.join(names())}")
@@ -62,7 +62,10 @@ def read(name: str) -> Sheet:
 
 
 def _sheet(record: Mapping[str, Any], stem: str) -> Sheet:
-    """A sheet of what a file says. Errors: ValueError for a key that is missing, unknown or no positive number."""
+    """A sheet from a file's record.
+
+    Errors: ValueError for a missing or unknown key, or a value that is not a positive number.
+    """
     valid_keys = {"name", "measured", "ranks_per_host", "operations_per_second", "message_seconds", "inside", "between"}
     _check_keys("", record, valid_keys | {"algorithms"}, {"ranks_per_host", "inside", "between", "algorithms"})
     for link in ("inside", "between"):

@@ -1,4 +1,4 @@
-"""Meshes and sizes as words of the command: `cp=8..64` is a mesh for 8, 16, 32 and 64, `s=4096*cp` a size on each."""
+"""Meshes and sizes on the command line: `cp=8..64` means meshes with 8, 16, 32 and 64, `s=4096*cp` a size on each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def meshes(words: Sequence[str]) -> list[dict[str, int]]:
 
 
 def rules(words: Sequence[str]) -> dict[str, str]:
-    """{"s": "4096*cp"} of ["s=4096*cp"]; a number is a rule, too. Errors: ValueError that names --dim."""
+    """{"s": "4096*cp"} of ["s=4096*cp"]; a number is also a rule. Errors: ValueError that names --dim."""
     by_name: dict[str, str] = {}
     for text, name, value in _parts(words, "--dim"):
         if not RULE.fullmatch(value):
@@ -51,7 +51,7 @@ def rules(words: Sequence[str]) -> dict[str, str]:
 
 
 def sizes_on(mesh: Mapping[str, int], dims: Mapping[str, str]) -> dict[str, int]:
-    """Each dim on one mesh. Errors: ValueError for a rule that names no axis of it, and for a size below 0."""
+    """Each dim on one mesh. Errors: ValueError for a rule that names an unknown axis, and for a negative size."""
     for name, rule in dims.items():
         unknown = [axis for axis in names_in(rule) if axis not in mesh]
         if unknown:
@@ -67,7 +67,7 @@ def sizes_on(mesh: Mapping[str, int], dims: Mapping[str, str]) -> dict[str, int]
 
 
 def _parts(words: Sequence[str], flag: str) -> list[tuple[str, str, str]]:
-    """(text, name, value) of each part. Errors: ValueError for a part without a name or with a name that was there."""
+    """(text, name, value) of each part. Errors: ValueError for a part without a name or with a repeated name."""
     parts = []
     for text in (part for word in words for part in word.split(",")):
         name, _, value = (each.strip() for each in text.partition("="))

@@ -14,7 +14,7 @@ from parity_tests.cost.sheet import Sheet
 
 SHORT = {"forward": "fwd", "backward": "bwd"}
 WIDTH = 80
-MOST_SHOWN = 3  # candidates whose ops are all shown
+MOST_SHOWN = 3  # candidates; with more, only the fastest shows its ops
 NOTES = (
     "calls and bytes: as the ledger counts them, what one rank hands in",
     "inside, between: what the busiest rank sends inside its host, and to others",
@@ -24,7 +24,7 @@ NOTES = (
 
 
 def communication(candidate: Candidate) -> float:
-    """Seconds of all ops, forward and backward, as if nothing hid them."""
+    """Seconds of all ops, forward and backward, without overlap."""
     return sum(candidate.communication(phase) for phase in PHASES)
 
 
@@ -36,7 +36,7 @@ AMOUNTS: dict[str, Callable[[Candidate], float]] = {
 
 
 def one_mesh(comparison: Comparison) -> str:
-    """The candidates on one mesh; each op of all of them, or where there are many of the one that takes least time."""
+    """The candidates on one mesh, with all their ops; if there are many, only the fastest candidate's ops."""
     setting, every = comparison.setting, comparison.candidates
     parts = [_head(setting.mesh, setting.sheet)]
     if len(every) > 1:
@@ -50,7 +50,7 @@ def one_mesh(comparison: Comparison) -> str:
 
 
 def several_meshes(comparisons: Sequence[Comparison]) -> str:
-    """Tables of a line for each mesh: step and communication of each way, the least of those of one name; and bytes."""
+    """Tables with one line per mesh: step and communication of each way, from its cheapest candidate; and bytes."""
     axis, ways = swept_axis(comparisons), ways_of(comparisons)
     tables = {title: [[axis, "hosts", *ways, "least"]] for title in AMOUNTS}
     for one, (title, amount) in itertools.product(comparisons, AMOUNTS.items()):
@@ -68,24 +68,24 @@ def several_meshes(comparisons: Sequence[Comparison]) -> str:
 
 
 def swept_axis(comparisons: Sequence[Comparison]) -> str:
-    """The axis whose size differs between the meshes of several comparisons; of one mesh alone, its first."""
+    """The axis whose size differs between comparisons; for a single mesh, its first axis."""
     first, last = comparisons[0].setting.mesh, comparisons[-1].setting.mesh
     return next((axis for axis in first if first[axis] != last[axis]), next(iter(first)))
 
 
 def ways_of(comparisons: Sequence[Comparison]) -> list[str]:
-    """The names of ways on any mesh: candidates that differ in further words, as `usp heads=8`, are one way."""
+    """The names of ways on any mesh: candidates that differ in later words, as `usp heads=8`, are one way."""
     return list(dict.fromkeys(_way(each.label) for one in comparisons for each in one.candidates))
 
 
 def best(comparison: Comparison, way: str, amount: Callable[[Candidate], float]) -> Candidate | None:
-    """The candidate of a way with the least of an amount; None where it has none whose ops all have a price."""
+    """The candidate of a way with the least amount; None if no candidate has a price for all ops."""
     of_way = [each for each in comparison.candidates if _way(each.label) == way and each.is_complete]
     return min(of_way, key=amount, default=None)
 
 
 def _absent(comparisons: Sequence[Comparison], axis: str) -> list[str]:
-    """Where a way has no candidate at all, with the reason."""
+    """Ways without any candidate, with the reason."""
     sizes: dict[tuple[str, str], list[str]] = {}
     for one in comparisons:
         there = {_way(each.label) for each in one.candidates}
@@ -97,7 +97,7 @@ def _absent(comparisons: Sequence[Comparison], axis: str) -> list[str]:
 
 
 def as_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Comparisons of one sheet, JSON-ready; bytes of links and seconds of an op without a price are null."""
+    """Comparisons on one sheet, JSON-ready; bytes on links and seconds are null for an op without a price."""
     sheet = comparisons[0].setting.sheet
     links = {"name": sheet.name, "ranks_per_host": sheet.ranks_per_host, "measured": sheet.measured}
     return {"links": links, "comparisons": [_record(comparison) for comparison in comparisons]}
@@ -188,7 +188,7 @@ def _candidate(candidate: Candidate) -> str:
 
 
 def _layout_notes(candidate: Candidate) -> list[str]:
-    """Which lengths the cost is of, where shards or sequences may have others."""
+    """Notes on the lengths that the cost assumes, if shards or sequences may have other lengths."""
     case = candidate.case
     is_ragged = any("lengths" in record for record in case.layouts.values())
     standard = {"shards": "DTensor's" * is_ragged, "sequences": "one has all" * bool(case.lengths)}
@@ -236,12 +236,12 @@ def _step(candidate: Candidate) -> str:
 
 
 def _way(label: str) -> str:
-    """Ways of one name are one column: `usp` of `usp heads=8`."""
+    """The way that a label belongs to: `usp` for `usp heads=8`."""
     return label.partition(" ")[0]
 
 
 def _reasons(reasons: Mapping[str, str]) -> list[str]:
-    """Why there is no candidate of a name; several of one reason together."""
+    """Why a name has no candidate; names with the same reason are grouped."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         by_reason.setdefault(reason, []).append(name)
@@ -271,7 +271,7 @@ def _time(seconds: float) -> str:
 
 
 def _scaled(number: float, units: Sequence[tuple[float, str]]) -> str:
-    """Three digits in the largest unit of which there is one."""
+    """Three digits in the largest unit that gives at least 1."""
     if number == 0:
         return "0"
     unit, name = next(((unit, name) for unit, name in units if number >= unit), units[-1])

@@ -27,8 +27,8 @@ DECLARED = dict(
 @scheme(
     reference=reference.balance_loss,
     mesh={"dp": (1, 2), "cp": (1, 2), "ep": (1, 2, 3)},
+    contract=expert_parallel.global_balance_loss,
     inputs={"probabilities": "t/dp/cp/ep e", "experts": "t/dp/cp/ep k"},
-    outputs="dp=P cp=P ep=P",
     reduction=("t", "e"),
     **DECLARED,
 )
@@ -40,8 +40,8 @@ def balance_over_three_axes(mesh, probabilities, experts: Int[Tensor, "t k"]):
 @scheme(
     reference=reference.balance_loss,
     mesh={"data": (1, 2, 3, 4, 5, 7)},
+    contract=expert_parallel.global_balance_loss,
     inputs={"probabilities": "t/data:ragged e", "experts": "t/data:ragged k"},
-    outputs="data=P",
     reduction=("t", "e"),
     cost=lambda c: Cost(forward={"all_reduce": (1, INT64 * (c.e + 1))}),
     **DECLARED,
@@ -53,8 +53,8 @@ def balance_of_all_tokens(mesh, probabilities, experts: Int[Tensor, "t k"]):
 @scheme(
     reference=reference.sequence_balance_loss,
     mesh={"dp": (1, 2), "cp": (1, 2, 3, 4)},
+    contract=expert_parallel.sequence_balance_loss,
     inputs={"probabilities": "b/dp s/cp:dual_chunk_swap e", "experts": "b/dp s/cp:dual_chunk_swap k"},
-    outputs="b/dp cp=P",
     reduction=("s", "e"),
     cost=lambda c: Cost(forward={"all_reduce/cp": (1, INT64 * c.b // c.dp * (c.e + 1))}),
     **DECLARED,
@@ -84,7 +84,7 @@ def balance_of_each_rank(mesh, probabilities, experts: Int[Tensor, "t k"]):
 
 OF_LOGITS = dict(
     mesh={"data": (1, 2, 3, 4, 5, 7)},
-    outputs="data=P",
+    contract=expert_parallel.z_loss,
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "e"),
 )
@@ -122,8 +122,8 @@ def loads(experts, logits):
 @scheme(
     reference=loads,
     mesh={"data": (1, 2, 4, 5, 7)},
+    contract=expert_parallel.load_counts,
     inputs={"experts": "b s/data:ragged k", "logits": "e data=R"},
-    outputs="e",
     draw={"experts": chosen_experts()},
     dims=SIZES,
     nograd=("logits",),

@@ -32,6 +32,7 @@ def shares(generator, shape, case):
 @scheme(
     reference=of_the_expert,
     mesh={"ep": (1,)},
+    contract=grouped_product,
     inputs={"x": "n d ep=R", "weight": "e d m ep=R", "counts": "e"},
     outputs="n m ep=R",
     dims={"n": (8, 5, 1), "d": (8, 4, 3), "m": (8, 5), "e": (4, 3, 1)},

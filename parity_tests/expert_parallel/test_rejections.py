@@ -1,10 +1,8 @@
 """Every message with which routers, experts and capacity reject arguments, on every rank, before anything is sent."""
 
-import pytest
 import torch
 
-from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec
+from parity_tests.rejections import rejected
 from torch_impl import expert_parallel as ep
 
 X, LOGITS, BIAS = torch.zeros(5, 8), torch.zeros(5, 8), torch.zeros(8)
@@ -144,17 +142,11 @@ OF_ANOTHER_TYPE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "function", "call", "text"),
-    [(ValueError, *row) for row in REJECTED] + [(TypeError, *row) for row in OF_ANOTHER_TYPE],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
+test_rejection = rejected(
+    {"ep": 2},
+    [
+        (f"{function} {text[:40]}", call, f"expert_parallel.{function}: {text}", kind)
+        for kind, rows in ((ValueError, REJECTED), (TypeError, OF_ANOTHER_TYPE))
+        for function, call, text in rows
+    ],
 )
-def test_rejection(kind, function, call, text):
-    def body(mesh, case):
-        with pytest.raises(kind) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    ranks = run(body, CaseSpec(scheme="expert_parallel", mesh={"ep": 2}))
-    assert ranks.results == (f"expert_parallel.{function}: {text}",) * 2
-    assert ranks.ledger.rows == []

@@ -1,4 +1,4 @@
-"""Replay files: one failing case, to run by itself on any engine, without Hypothesis."""
+"""Replay files: one failing case that runs by itself on any engine, without Hypothesis."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ open it only if you trust where it came from."""
 
 
 def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[str, list[str]]:
-    """Write `replay_<id>.py` for a failed report into a folder, which is made: (its path, the older ones it replaces).
+    """Write `replay_<id>.py` for a failed report into a folder, creating it: (its path, the older files it replaces).
 
-    Those are the scheme's own, under their own names.
+    Only files of the same scheme that still have their original names are replaced.
     """
     import jax
     import torch
@@ -78,7 +78,7 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[s
         with naming(path):
             path.write_text(text)
     except OSError:
-        path.unlink(missing_ok=True)  # on a full disk only the first part was written
+        path.unlink(missing_ok=True)  # a full disk keeps only the first part
         raise
     written = _declaration_of(path)
     replaced = []
@@ -91,9 +91,9 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[s
 
 
 def _declaration_of(path: Path) -> tuple[str, ...] | None:
-    """What a replay file is of: scheme, file and implementation; None for one that was renamed, edited or is another's.
+    """The scheme, file and implementation of a replay file; None if it was renamed or edited, or is not a replay.
 
-    Those are kept: whoever gave a replay a name of its own wants it.
+    Such files are kept: whoever renames a replay wants it.
     """
     try:
         constants = constants_of(path)
@@ -101,15 +101,15 @@ def _declaration_of(path: Path) -> tuple[str, ...] | None:
     except (OSError, SyntaxError, ValueError, KeyError):
         return None
     source = constants.get("SOURCE", "")
-    is_pickled = source.endswith(".pkl")  # its name is of the case
-    # A file that is imported by its own name and one that is read by its path are the same source.
+    is_pickled = source.endswith(".pkl")  # its file name depends on the case
+    # A file imported by name and one read by path are the same source.
     name = case.scheme if is_pickled else case.scheme.rpartition(":")[2]
     declaration = (name, "" if is_pickled else source, constants.get("IMPLEMENTATION", ""))
     return declaration if path.stem == f"replay_{case.id}" else None
 
 
 def constants_of(file: str | Path) -> dict[str, str]:
-    """The texts that a file gives names to, read and not run. Errors: OSError, SyntaxError, UnicodeDecodeError."""
+    """The string constants of a file, which is parsed but not run. Errors: OSError, SyntaxError, UnicodeDecodeError."""
     return {
         node.targets[0].id: node.value.value
         for node in ast.parse(Path(file).read_text(), str(file)).body
@@ -121,7 +121,7 @@ def constants_of(file: str | Path) -> dict[str, str]:
 
 
 def load_scheme(case: CaseSpec, source: str, replay_path: str, implementation: str | None = None) -> Declared:
-    """The scheme of a replay, from its pickle or from the file that declares it, with its implementation."""
+    """The scheme of a replay, from its pickle or its declaring file, on its implementation."""
     scheme = _declared(case, source, replay_path)
     if implementation is None:
         return scheme
@@ -150,7 +150,7 @@ def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
     if case.scheme in TABLE:
         return TABLE[case.scheme]
     beside = Path(replay_path).parent / Path(source).name
-    if not Path(source).is_file() and beside.is_file():  # both were moved, or sent
+    if not Path(source).is_file() and beside.is_file():  # both files were moved, or sent to somebody
         source = str(beside)
     for candidate in declarations_of_file(source):
         if candidate.name == name:
@@ -161,7 +161,7 @@ def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
 
 
 def _arguments(arguments: Sequence[str]) -> tuple[str | None, int]:
-    """The options of a replay file run by hand: --engine NAME, --repeat N."""
+    """The options of a replay file that is run by hand: --engine NAME, --repeat N."""
     parser = argparse.ArgumentParser(description="Run one recorded case again.")
     parser.add_argument("--engine", choices=("lockstep", "gloo", "nccl", "torchrun"))
     parser.add_argument("--repeat", type=int, default=1)
@@ -178,8 +178,8 @@ def replay(
 ) -> int:
     """Run one recorded case and print its report; returns the exit status.
 
-    The status is 0 where all is equal, 1 for a mismatch or an undecided case, 2 where it cannot be run, 3 where a rank
-    failed, 4 where this machine lacks what the engine needs.
+    The status is 0 if all is equal, 1 for a mismatch or an undecided case, 2 if it cannot be run, 3 if a rank failed, 4
+    if this machine lacks a requirement of the engine.
     """
     engine, repeat = _arguments(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: rerun(CaseSpec.from_json(case_json), source, file, engine, repeat, implementation))
@@ -188,7 +188,7 @@ def replay(
 def rerun(
     case: CaseSpec, source: str, file: str, engine: str | None, repeat: int, implementation: str | None = None
 ) -> int:
-    """Verify a recorded case so many times and print each report; returns the worst status."""
+    """Verify a recorded case `repeat` times and print each report; returns the worst status."""
     status = EQUAL
     for report in reruns(load_scheme(case, source, file, implementation), case, engine, repeat):
         print_report(report, sys.stdout)
@@ -197,12 +197,12 @@ def rerun(
 
 
 def reruns(scheme: Declared, case: CaseSpec, engine: str | None, repeat: int) -> Iterator[Report]:
-    """The reports of a recorded case, verified so many times, each with its notes tested on other cases."""
+    """The reports of a recorded case, verified `repeat` times; notes are tested on other cases."""
     from parity_tests.harness.experiments.notes import check_notes
     from parity_tests.harness.experiments.special_values import name_values_to_avoid
     from parity_tests.harness.experiments.undecided import verify_or_undecided
 
-    # A record sorts dims by name; a report has them in the order of the declaration, as the first run had.
+    # A record sorts dims by name; a report lists them in the order of the declaration.
     declared = [*(name for name in free_dims(scheme) if name in case.dims), *case.dims]
     case = case.replace(dims={name: case.dims[name] for name in declared})
     chosen = engine or case.engine

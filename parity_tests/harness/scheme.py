@@ -1,4 +1,4 @@
-"""@scheme: one declaration that says what a per-rank function means, and its methods."""
+"""@scheme declares the meaning of a per-rank function; the scheme it returns verifies, runs and draws it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Scheme(Declared):
-    """A declared scheme. Calling it calls the function; what else it can do is loaded when used."""
+    """A declared scheme. Calling it calls the function; its methods load the rest of the harness on use."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
 
     def case(self, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **fixed: Any) -> CaseSpec:
-        """One CaseSpec: mesh axes, dims and options by name; what is not given is drawn from the seed."""
+        """One CaseSpec: mesh axes, dims and options by name; the rest is drawn from the seed."""
         from parity_tests.harness.draw.drawing import one_case
 
         return one_case(self, seed=seed, engine=engine, dtype=dtype, **fixed)
@@ -44,13 +44,13 @@ class Scheme(Declared):
     ) -> Report:
         """Draw cases, run each on the ranks and against the reference, and report the worst of each tensor.
 
-        Names resolve to mesh axes, dims and options; what is not given is drawn. `examples=None` is the Hypothesis
-        profile's number, and where all dims are given at least one of each dtype on each mesh that shards them; where
-        mesh and options are given as well, one of each dtype. Meshes that cannot shard the sizes given are left out and
-        named in the report. Errors: ValueError for an unknown name, or for sizes that no mesh can shard.
-        A quarter of the cases of lockstep, and one where all sizes are given, run inside a world twice as large, with
-        the scheme in each half of it, which finds a use of the default group; `inside_subgroup` is for all of
-        them or for none. A mismatch is in the report, not raised; see Report.raise_if_failed.
+        Names resolve to mesh axes, dims and options; the rest is drawn. `examples=None` takes the number of the
+        Hypothesis profile; if all dims are given, at least one of each dtype on each mesh that can shard them; if mesh
+        and options are given as well, one of each dtype. Meshes that cannot shard the given sizes are left out, and the
+        report names them. Errors: ValueError for an unknown name, or if no mesh can shard the given sizes. On lockstep
+        a quarter of the drawn cases and, if all sizes are given, one more case run in a world twice as large, with the
+        scheme in each half, to find a use of the default group; `inside_subgroup` forces this for all cases or for
+        none. A mismatch is reported, not raised; see Report.raise_if_failed.
         """
         from parity_tests.harness.verify import verify
 
@@ -59,20 +59,20 @@ class Scheme(Declared):
     def run(self, *full_arrays: Any, engine: str = "lockstep", grad: Any = None, **mesh_and_options: Any) -> Any:
         """Stitched outputs for the given full arrays, in the order of `inputs`; nothing is compared.
 
-        With `grad`, cotangents for the outputs, returns (outputs, {input: gradient}).
+        With `grad`, the cotangents of the outputs, it returns (outputs, {input: gradient}).
         """
         from parity_tests.harness.run.run_unsharded import run_unsharded
 
         return run_unsharded(self, full_arrays, engine, grad, mesh_and_options)
 
     def draw(self, **sizes: Any) -> str:
-        """Picture: the ownership strip of every sharded dim, the type of every other axis."""
+        """A picture: the owners along every sharded dim, and the type of every other axis."""
         from parity_tests.harness.report.picture import scheme_picture
 
         return scheme_picture(self, self.case(**sizes))
 
     def placements(self, **mesh: int) -> dict[str, tuple[Any, ...]]:
-        """DTensor placements of every input and output; ValueError where DTensor cannot express it."""
+        """DTensor placements of every input and output; ValueError if DTensor cannot express one."""
         from parity_tests.harness.declare.spec import placements
 
         return {arg.name: placements(arg.spec, tuple(self.mesh)) for arg in (*self.inputs, *self.outputs)}
@@ -123,44 +123,45 @@ def scheme(
     isolate: tuple[str, ...] = (),
     excluded_conditions: tuple[str, ...] | None = None,
 ) -> Callable[[Callable[..., Any]], Scheme]:
-    """Declare that the decorated per-rank function means `reference`.
+    """Declare that the decorated per-rank function computes `reference`.
 
         @scheme(reference=logprob, mesh={"tp": (1, 2, 4)},
                 inputs={"logits": "b s v/tp", "target": "b s"}, outputs="b s tp=I",
                 draw={"target": token_below("v")})
         def vocab_parallel_logprob(mesh, logits, target): ...
 
-    `reference` is JAX on unsharded arrays. `mesh` gives each axis the sizes to try. A nested dict in `inputs` is a
-    tree of parameters. Without `inputs` or `outputs` they are those of `contract`, a public function whose signature
-    states them for arguments of the same names, or else those of the decorated function's own annotations. `dims`
-    narrows a dim to some sizes or ties it to dims and axes ("2*g", "3*ep"), `assume(case)` says which sizes are drawn
-    together: `lambda case: case.b * case.s % case.tp == 0`. A reference with an argument `mesh` gets the sizes of the
-    axes. `options` go to both sides, `rank_options` only to the ranks. `reduction` names the dims that are summed
-    over, `roundings` how often a value is stored in the tested dtype on its way: 1 where sums and intermediates are in
-    float32 or wider, more where a softmax, a product or a norm is stored in bfloat16 and used again. `sums="float32"`
-    promises that nothing but inputs and results is rounded to a narrower tested dtype: a sum that is kept in bfloat16
-    is then a mismatch, which the default budget forgives. `inside="bfloat16"` says that intermediates are in a dtype
-    that is narrower than the tested one, as in an iteration that always runs in it. `modifies` names
-    inputs that the function overwrites, whose new value the reference returns after the outputs. `module` names the
-    tree of parameters of a module that the function runs backward itself and returns last. `random=True` says that the
-    function draws random numbers. `setup(mesh)` runs once per rank and mesh before the function, on every engine;
-    `around(mesh)` returns a context manager, which each rank enters for forward and backward. `isolate` names further
-    modules and packages whose globals each rank of lockstep has for itself, as those of the scheme's file and of what
-    it imports are. `excluded_conditions` names the calling conditions that the function does not promise; by default
-    `inference_mode` and `overwritten`.
+    `reference` is a JAX function of unsharded arrays. `mesh` lists the sizes to try for each axis. A nested dict in
+    `inputs` is a tree of parameters. Missing `inputs` or `outputs` come from `contract`, a public function whose
+    annotations state specs for arguments of the same names, or else from the decorated function's own annotations.
+    Specs that are given together with `contract` must be an instance of its specs.
+    `dims` restricts a dim to some sizes or ties it to dims and axes ("2*g", "3*ep"); `assume(case)` decides which sizes
+    are drawn together: `lambda case: case.b * case.s % case.tp == 0`. A reference with an argument `mesh` gets the
+    sizes of the axes. `options` go to both sides, `rank_options` only to the ranks. `reduction` names the dims that are
+    summed over; `roundings` counts how often a value is stored in the tested dtype on its way: 1 if sums and
+    intermediates are in float32 or wider, more if a softmax, a product or a norm is stored in bfloat16 and used again.
+    `sums="float32"` promises that only inputs and results are rounded to a narrower tested dtype: a sum that is kept in
+    bfloat16 is then a mismatch, which the default budget allows. `inside="bfloat16"` says that intermediates have a
+    narrower dtype than the tested one, as in an iteration that always runs in it.
+    `modifies` names inputs that the function overwrites; the reference returns their new values after the outputs.
+    `module` names the tree of parameters of a module; the function runs its backward itself and returns the module
+    last. `random=True` says that the function draws random numbers. `setup(mesh)` runs once per rank and mesh before
+    the function, on every engine; `around(mesh)` returns a context manager, which each rank enters for forward and
+    backward. `isolate` names further modules and packages with separate globals for each rank of lockstep, like the
+    scheme's own file and its imports. `excluded_conditions` names the calling conditions that the function does not
+    support; by default `inference_mode` and `overwritten`.
 
-    Errors: ValueError at declaration, `scheme '<name>': ...`, for whatever can be known to be wrong.
-    TypeError for a keyword that there is not, with the nearest.
+    Errors: ValueError at declaration, `scheme '<name>': ...`, for every mistake that can be known by then. TypeError
+    for an unknown keyword, with the nearest known one.
     """
 
     def declare(fn: Callable[..., Any]) -> Scheme:
         name = getattr(fn, "__name__", "?")
         errors = DeclarationErrors(name)
-        # 1. What every later check reads: an error here ends the declaration.
+        # 1. Input of every later check: an error here ends the declaration.
         signature = validation.function_names(fn, errors)
         validation.check_mesh(mesh, errors)
         custom, choices = dict(layouts or {}), (dict(options or {}), dict(rank_options or {}))
-        in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, errors)
+        in_specs, out_specs = from_contract.specs(fn, signature, tuple(mesh), contract, inputs, outputs, errors)
         # 2. Each tensor, and the other arguments.
         user_draws = validation.user_draws(fn, draw or {}, errors)
         leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, user_draws, nograd, errors)
@@ -169,7 +170,7 @@ def scheme(
         errors.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
         errors.of(validation.check_surroundings, setup, around, assume, isolate, cost, in_specs)
         excluded = errors.of(validation.excluded_conditions, fn.__module__ or "", excluded_conditions) or ()
-        # 3. What refers to dims and tensors, if all of them could be read.
+        # 3. References to dims and tensors, if all of them could be read.
         if all_read:
             results += errors.of(validation.modified_arguments, modifies, leaves, results) or ()
             errors.of(validation.check_axes_used, mesh, leaves, results)

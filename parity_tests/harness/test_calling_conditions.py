@@ -1,4 +1,4 @@
-"""Each calling condition finds a function that is wrong under it alone, and names itself in the report."""
+"""Each calling condition finds a function that is wrong only under it, and is named in the report."""
 
 from functools import partial
 
@@ -73,7 +73,7 @@ class InOneBuffer(Doubled):
 
 
 SIZES = {}  # of each rank: rows of its first call
-FACTORS = {}  # of each rank: that of its last call
+FACTORS = {}  # of each rank, from its last call
 
 
 class OfTheLastCall(torch.autograd.Function):
@@ -94,8 +94,8 @@ def rows_of_the_first_call(mesh, a, b):
     return 2 * a if SIZES.setdefault(mesh.rank("tp"), a.shape[0]) == a.shape[0] else 3 * a, 2 * b
 
 
-BUFFERS = {}  # of each rank and shape: what the last call of that shape wrote
-FIRST = {}  # of each rank and shape: what the first call of that shape computed
+BUFFERS = {}  # per rank and shape, from the last call with that shape
+FIRST = {}  # per rank and shape, from the first call with that shape
 
 
 class InABufferOfItsShape(torch.autograd.Function):
@@ -135,7 +135,7 @@ def cached_by_address(mesh, a, b):
     return doubled[a.data_ptr()] if a.numel() else 2 * a, doubled[b.data_ptr()] if b.numel() else 2 * b
 
 
-# Of each condition: the function, what else would find it, and the clause of the report.
+# For each condition: the function, other conditions that would find it, and the clause of the report.
 WRONG = {
     "strided": (of_its_rows, ("expanded",), "a is a "),
     "expanded": (
@@ -180,7 +180,7 @@ def declared(name, *excluded):
     )(wrong)  # fmt: skip
 
 
-# Wrong where another call has the same shapes, and right beside one of other sizes: function, reference, excluded.
+# Wrong if another call has the same shapes, right if it has other sizes: function, reference, excluded.
 OF_THE_SAME_SHAPES = {
     "call_between": (in_a_buffer_of_its_shape, lambda a, b: (a * a, 2.0 * b), "same_tensor"),
     "call_before": (cached_by_shape, lambda a, b: (jnp.abs(a), 2.0 * b), "call_between"),
@@ -214,7 +214,7 @@ def test_there_is_one_for_each_condition():
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_condition_finds_what_is_wrong_under_it_alone(name):
+def test_each_condition_finds_its_own_mistake(name):
     report = declared(name).verify(examples=MANY)
     assert list(report.case.conditions) == [name], str(report)
     assert "\n  only when " in str(report) and WRONG[name][2] in str(report), str(report)
@@ -224,7 +224,7 @@ def test_the_condition_finds_what_is_wrong_under_it_alone(name):
 
 
 @pytest.mark.parametrize("name", OF_THE_SAME_SHAPES)
-def test_another_call_of_the_same_shapes_finds_state_that_is_indexed_by_shape(name):
+def test_a_call_with_equal_shapes_finds_state_indexed_by_shape(name):
     report = of_the_same_shapes(name).verify(examples=MANY)
     assert list(report.case.conditions) == [name] and report.case.conditions[name]["dims"] == report.case.dims, str(
         report
@@ -326,7 +326,7 @@ def test_an_error_that_torch_gives_at_a_second_backward_is_no_finding():
     assert verify_case(declaration, declaration.case(b=4).replace(conditions={"second_backward": True})).ok
 
 
-def test_a_first_backward_that_overwrites_what_it_saved_is_no_finding():
+def test_a_backward_that_overwrites_saved_tensors_is_no_finding():
     """torch rejects the second one; a function that saves memory so is right for training."""
 
     class Overwriting(torch.autograd.Function):
@@ -350,7 +350,7 @@ def test_a_first_backward_that_overwrites_what_it_saved_is_no_finding():
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("condition", ["call_before", "call_between", "second_backward"])
 def test_results_of_other_calls_are_waited_for(condition, engine):
-    """What a functional collective returns waits at its first use; results that are not compared have none."""
+    """A functional collective's result waits at its first use; results that are not compared have none."""
 
     older = "all_gather_tensor_autograd"  # its name before torch 2.13
     all_gather = getattr(functional, "all_gather_single_autograd", None) or getattr(functional, older)
@@ -403,7 +403,7 @@ def test_an_output_without_a_cotangent_has_no_part_in_the_gradient():
 
 
 def test_an_output_that_is_nan_leaves_the_gradient_undefined_without_a_cotangent_too():
-    """Two outputs in one message: zeros come back for the one that has no cotangent, and 0 * nan is nan."""
+    """Two outputs in one message: the one without a cotangent gets zeros back, and 0 * nan is nan."""
 
     @scheme(
         reference=lambda a: (2.0 * a, jnp.sqrt(a)), mesh={"tp": (1, 2)}, inputs={"a": "b v/tp"},

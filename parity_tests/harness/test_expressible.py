@@ -1,4 +1,4 @@
-"""What a declaration can say, wall by wall: a right function is equal, and one with the usual mistake is not."""
+"""Everything that a declaration can express: a right function is equal, and one with the usual mistake is not."""
 
 import jax.numpy as jnp
 import pytest
@@ -23,7 +23,7 @@ def sentence(function, reference, **more):
 
 
 def local_means(x, mesh):
-    """Each rank of ep norms by the mean of what it holds."""
+    """Each rank of ep normalizes by the mean of its own part."""
     parts = x.reshape(mesh["ep"], -1)
     return (parts / (1.0 + (parts**2).mean(-1, keepdims=True))).reshape(-1)
 
@@ -328,7 +328,7 @@ def test_wrong_modifies(modifies, words):
 
 @pytest.mark.parametrize("same_for_all", [False, True])
 def test_a_dropout_by_a_mask_that_is_drawn(same_for_all):
-    """A mask that is sharded as x is; a rank that takes the first shard's mask is wrong."""
+    """A mask sharded like x; a rank that takes the first shard's mask is wrong."""
 
     def reference(x, kept):
         return jnp.where(kept, x / 0.75, 0.0)

@@ -84,7 +84,7 @@ def rms_of_all_columns(x, w):
     return x @ w / jnp.sqrt(1e-3 + ((x @ w) ** 2).mean(-1, keepdims=True))
 
 
-def test_addends_of_a_gradient_that_cancel_leave_their_roundings():
+def test_cancelling_gradient_addends_leave_their_roundings():
     """Each rank rounds its own addend of d/d x to bfloat16, which may be a hundred times their sum."""
     declared = scheme(
         reference=rms_of_all_columns,

@@ -1,7 +1,7 @@
-"""A wrong harness passes everything: each bug injected into it lets a mistake through that the harness catches.
+"""A broken harness passes wrong schemes: each bug injected into it hides a mistake that it otherwise catches.
 
-A sentinel is a scheme with one mistake. The harness as it is must turn it red for the right reason; with the bug
-injected it must not, which shows that nothing else replaces the part that is broken.
+A sentinel is a scheme with one mistake. The harness must find it for the right reason; with the injected bug it must
+not, which shows that no other part does the broken part's work.
 """
 
 from dataclasses import replace
@@ -126,7 +126,7 @@ def nan_is_close(patch):
 
 
 def reference_that_echoes_the_ranks(patch):
-    """The output of the ranks replaces that of the reference: a test of a thing against itself."""
+    """The ranks' output replaces the reference's: the harness compares a value with itself."""
     evaluated = verify_one_case.evaluate
 
     def echo(scheme, program, case):

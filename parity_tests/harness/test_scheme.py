@@ -1,4 +1,4 @@
-"""@scheme: what is rejected at declaration and on the first run, in which words, and what the table keeps."""
+"""@scheme: rejections at declaration and on the first run, with their messages, and entries of the table."""
 
 from dataclasses import FrozenInstanceError
 
@@ -52,7 +52,7 @@ def test_a_scheme_is_frozen_and_calls_its_function():
         declaration.name = "other"
 
 
-def test_what_is_integer():
+def test_integer_inputs_are_recognized():
     def annotated(mesh, x: Float[Tensor, "n"], y: Int[Tensor, "n"]) -> Int[Tensor, "n"]: ...
 
     declaration = scheme(
@@ -200,7 +200,7 @@ def one_more(mesh, logits, target, scale): ...
         (one_more, "takes 'scale', which is no input and no option; add it to inputs"),
     ],
 )
-def test_what_is_no_plain_function(function, sentence):
+def test_only_plain_functions_are_accepted(function, sentence):
     assert rejection(function) == f"scheme '{function.__name__}': {sentence}"
 
 
@@ -227,7 +227,7 @@ def test_a_keyword_that_is_nearly_right_is_answered_with_the_right_one(word, sen
     assert str(caught.value).startswith(sentence)
 
 
-def test_a_keyword_of_verify_that_is_nearly_right():
+def test_a_misspelt_keyword_of_verify():
     with pytest.raises(TypeError) as caught:
         verify(declare(), example=3)
     assert str(caught.value) == "verify has no keyword 'example'; did you mean examples=?"

@@ -70,7 +70,7 @@ def test_a_mistake_is_confirmed_and_its_verdict_is_as_before():
         report.raise_if_failed()
 
 
-def test_what_ranks_share_comes_before_that_the_engines_disagree(first, monkeypatch):
+def test_shared_objects_are_reported_before_disagreeing_engines(first, monkeypatch):
     (scheme,) = schemes_of_file(written("groups.py", ONE_GROUP))
     report = verify_case(scheme, scheme.case(tp=2, b=2, dtype="float32"))
     monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda *_: replace(report, failure=None))
@@ -89,7 +89,7 @@ def test_fresh_processes_that_stall_confirm_nothing(monkeypatch):
     assert "  not confirmed on gloo: its processes stalled, as on a busy machine" in str(report)
 
 
-def test_a_failure_of_gloo_that_does_not_come_again_is_not_confirmed(first, monkeypatch):
+def test_a_gloo_failure_that_does_not_repeat_is_not_confirmed(first, monkeypatch):
     (scheme,) = schemes_of_file(written("leaving.py", WRONG))
     before = verify_case(scheme, scheme.case(tp=2, b=2, dtype="float32").replace(engine="gloo"))
     monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda *_: replace(before, tensors=()))
@@ -182,7 +182,7 @@ def test_state_that_is_equal_for_many_values_is_named_too(seed, first):
 
 
 def test_a_case_that_fails_before_it_is_shrunk_keeps_no_state(first, monkeypatch):
-    """Gloo passes what the case was shrunk to, and fails what it was before, as a first call too."""
+    """Gloo passes the shrunk case and fails the original one, even as a first call."""
     (scheme,) = schemes_of_file(written("shrunk.py", WRONG))
     record = {"call_before": {"dims": {"b": 2}, "layouts": {}, "lengths": {}, "values": {"x": {"kind": "normal"}}}}
     small = verify_case(scheme, scheme.case(tp=2, b=2, dtype="float32"))
@@ -266,14 +266,14 @@ def left_out(mesh, x):
         (left_out, "deadlock", "there a deadlock cannot be told from a slow rank"),
     ],
 )
-def test_what_gloo_cannot_see_stays_a_verdict_and_says_so(function, verdict, reason, monkeypatch):
+def test_a_verdict_that_gloo_cannot_see_stays_with_a_remark(function, verdict, reason, monkeypatch):
     monkeypatch.setattr(pool, "run", None)
     report = declared(function).verify(examples=1, tp=2)
     assert (report.verdict, report.confirmed_on, report.engines_disagree) == (verdict, None, None)
     assert any(line.startswith(f"  not confirmed on gloo: {reason}") for line in str(report).splitlines())
 
 
-def test_what_gloo_carries_out_and_others_reject_stays_a_finding():
+def test_a_call_that_only_gloo_accepts_stays_a_finding():
     report = declared(strided).verify(examples=1, tp=2)
     assert (report.verdict, report.confirmed_on, report.engines_disagree) == ("protocol", None, None)
     assert report.not_repeated == second_opinion.CARRIED_OUT
@@ -305,7 +305,7 @@ def leaves(mesh, x):
         (leaves, "raised", "SystemExit: os._exit(3)"),
     ],
 )
-def test_what_gloo_shows_by_another_verdict_is_confirmed(function, verdict, remedy):
+def test_another_verdict_on_gloo_confirms(function, verdict, remedy):
     report = declared(function).verify(examples=1, tp=2)
     assert (report.verdict, report.confirmed_on) == (verdict, "gloo")
     assert remedy in " ".join(str(report).split())
@@ -343,13 +343,13 @@ scheme(
 """
 
 
-def test_what_is_kept_while_it_is_long_enough_shows_itself_after_a_longer_call(first):
+def test_a_buffer_that_only_grows_shows_after_a_longer_call(first):
     (scheme,) = schemes_of_file(written("growing.py", GROWING))
     report = scheme.verify(tp=2)
     assert (report.verdict, report.state_between_calls) == ("mismatch", second_opinion.STATE_BETWEEN_CALLS)
 
 
-def test_a_case_that_passes_in_a_fresh_process_of_lockstep_too_is_after_an_example(first, monkeypatch):
+def test_a_case_that_passes_in_fresh_lockstep_follows_an_example(first, monkeypatch):
     (scheme,) = schemes_of_file(written("left.py", WRONG))
     before = verify_case(scheme, scheme.case(tp=2, b=2, dtype="float32"))
     monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda *_: replace(before, tensors=()))

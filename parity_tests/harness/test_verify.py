@@ -1,4 +1,4 @@
-"""What `verify` draws when little or much is given."""
+"""The cases that `verify` draws when few or many sizes are given."""
 
 import jax.numpy as jnp
 import pytest

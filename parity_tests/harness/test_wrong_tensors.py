@@ -1,4 +1,4 @@
-"""The notes on a wrong tensor speak of the elements that the comparison finds wrong, and of collectives that differ."""
+"""Notes on a wrong tensor are about the elements that the comparison finds wrong, and about differing collectives."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def evidence_of(declaration, report, tensor):
 
 
 def overflowing(factor):
-    """A product of float16 that is returned in float32, and the right one of the reference."""
+    """A float16 product returned in float32, and its correct reference."""
 
     def scaled(mesh, x):
         return (x * factor).float()
@@ -39,7 +39,7 @@ def overflowing(factor):
     return declared(scaled, lambda x: x * factor, dtypes=("float16",))
 
 
-def test_an_overflow_of_the_tested_dtype_in_a_wider_result_is_explained():
+def test_an_overflow_before_a_wider_result_is_explained():
     declaration = overflowing(30000.0)
     x = np.full((2, 4), 0.5)
     x[1, 2] = 3.0  # 90000 is finite in float32 alone

@@ -1,22 +1,22 @@
-"""Verify a scheme: many drawn cases, the worst of each tensor, and the smallest case that fails.
+"""Verify a scheme: many drawn cases, the worst result of each tensor, and the smallest failing case.
 
-How a mismatch comes to be printed, from a drawn case to the lines under a red row:
+From a drawn case to the lines under a red row of the report:
 
 1. `verify_one_case.verify_case` evaluates the reference, runs the ranks and compares every tensor. For each wrong one,
    `explain.clues` makes notes from its numbers, each with its scope: the cases that could refute it.
-2. `undecided.mark_undecided` replaces the mismatch by the verdict `undecided` where the reference itself jumps within
+2. `undecided.mark_undecided` replaces the mismatch by the verdict `undecided` if the reference is discontinuous within
    the rounding of its inputs. `verify_or_undecided` is steps 1 and 2.
-3. `simplest_choices.SimplestCase` replaces what was drawn by the simplest of the menus that fails alike, and
-   `smallest.shrink` its sizes by the smallest.
+3. `simplest_choices.SimplestCase` replaces drawn choices by the simplest ones with the same failure, and
+   `smallest.shrink` replaces the sizes by the smallest.
 4. `special_values.name_values_to_avoid` verifies the case with normal values, to name the inputs whose ties or zeros
    the failure needs.
 5. `second_opinion` verifies it on gloo, in fresh processes.
-6. `notes.check_notes` verifies other cases and keeps the notes that hold in each that fails too.
+6. `notes.check_notes` verifies other cases and keeps the notes that hold in every one that fails.
 7. `repaired_lines.name_lines` adds the line of a collective whose repair makes the tensor right.
 8. A replay file is written, and the report prints the notes that remain, the best explanation first.
 
-`check` is the body of a parity test: steps 1, 2 and 8 for one case, and raises. Hypothesis draws its cases and shrinks
-one that fails, and no other case tests the notes.
+`check` is the body of a parity test: steps 1, 2 and 8 for one case, and it raises on failure. Hypothesis draws its
+cases and shrinks failures, and its notes are not tested on other cases.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from parity_tests.harness.experiments.special_values import name_values_to_avoid
 from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.judge.reference import CLOCK
 from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merge_reports, mesh_text, sizes
+from parity_tests.harness.report.merging import merge_reports
+from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
 from parity_tests.harness.run.processes import pool
 from parity_tests.harness.second_opinion import VERIFIED, second_opinion
@@ -55,19 +56,19 @@ Progress = Callable[[int, int, str], None]
 FAILS = "fails; shrinking"
 
 
-VALUE_EXAMPLES = 8  # where all sizes are given
-MOST_PLANNED = 100  # examples that a scheme has for its pairs of a size or an option and a mesh, by default
+VALUE_EXAMPLES = 8  # if all sizes are given
+MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
 
 
 class NothingCompared(ValueError):
-    """In every example all tensors were empty, or the reference of one tensor was NaN throughout."""
+    """All tensors were empty in every example, or one tensor's reference was always NaN."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """Reports of drawn cases; of a failure that of the simplest case that fails alike is the last.
+    """Reports of drawn cases; after a failure, the last is the simplest case with the same failure.
 
-    `shrinking_steps` runs looked for that case; `as_drawn` is the case that failed first.
+    `shrinking_steps` counts the runs that looked for it; `as_drawn` is the case that failed first.
     """
 
     reports: Sequence[Report]
@@ -89,10 +90,10 @@ def verify(
     progress: Progress | None = None,
     replay_folder: str = ".",
 ) -> Report:
-    """See Scheme.verify; `fixed` are mesh axes, dims and options that are not drawn, `world` the number of ranks.
+    """See Scheme.verify; `fixed` gives mesh axes, dims and options, `world` the number of ranks.
 
-    `progress(done, total, state)` is called after each drawn example, not for the first cases, which are those of a
-    scheme of which nothing but values is drawn; `state` is empty until one fails.
+    `progress(done, total, state)` is called after each drawn example, but not after the first cases, which are the only
+    ones if nothing but values is drawn; `state` is empty until an example fails.
     """
     fixed = dict(fixed or {})
     if engine not in ENGINES:
@@ -104,14 +105,14 @@ def verify(
     VERIFIED.add(scheme.key)
     draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     trace_seconds_before = CLOCK.seconds
-    # 1. The cases that need no search, and how many a search has: at least one for each pair of a size and a mesh.
-    choices_limit = {"dtype": dtype, "world": world, "limit": SHAPES[profile()]}
+    # 1. The cases that need no search, and the length of a search: enough for each pair of a size and a mesh.
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
-    first_choices = plan(scheme, fixed, examples or MOST_PLANNED, seed, **choices_limit)
+    choices = {"dtype": dtype, "world": world, "limit": SHAPES[profile()]}
+    first_choices = plan(scheme, fixed, examples or MOST_PLANNED, seed, **choices)
     if examples is None and total > len(first_cases):
         total = max(total, len(first_cases) + len(first_choices))
     reports = _until_one_fails(scheme, first_cases)
-    # 2. The rest is drawn, and a failure becomes the simplest case.
+    # 2. The rest is drawn, and a failure is reduced to the simplest case.
     search = Search(reports, as_drawn=next((report.case for report in reports if report.failed), None))
     if total > len(reports) and search.as_drawn is None:
         search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, first_choices)
@@ -126,7 +127,7 @@ def verify(
         merge_reports(reports), left_out=left_out, trace_seconds=trace_seconds, shrinking_steps=search.shrinking_steps
     )
     if report.ok:
-        not_drawn = pairs_not_drawn(scheme, fixed, [report.case for report in reports], **choices_limit)
+        not_drawn = pairs_not_drawn(scheme, fixed, [report.case for report in reports], **choices)
         return replace(report, not_drawn=tuple(not_drawn))
     if report.is_undecided:
         return _with_replay_file(scheme, name_values_to_avoid(scheme, report), replay_folder)
@@ -136,7 +137,7 @@ def verify(
 
 
 def _with_smallest_case(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
-    """The report of its smallest case in place of the failing one, with the counts of all examples."""
+    """The report of the smallest case in place of the failing one, with the counts of all examples."""
     small = shrink(scheme, report, fixed)
     meshes = (mesh_text(small.case.mesh),)
     rest = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
@@ -144,7 +145,7 @@ def _with_smallest_case(scheme: Declared, report: Report, fixed: Mapping[str, An
 
 
 def _is_open(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
-    """Whether a dim, a mesh axis or an option is drawn, and not only values."""
+    """Whether a dim, a mesh axis or an option is drawn, rather than values only."""
     chosen = {**scheme.mesh, **scheme.options, **scheme.rank_options}
     return not _has_all_dims(scheme, fixed) or any(
         len(choices) > 1 and name not in fixed for name, choices in chosen.items()
@@ -158,12 +159,12 @@ def _has_all_dims(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
 def _first_cases(
     scheme: Declared, fixed: Mapping[str, Any], draw_options: Mapping[str, Any], seed: int, examples: int | None
 ) -> tuple[list[CaseSpec], int]:
-    """The cases that are known before any is drawn, and how many examples the draws fill up to.
+    """The cases that are not drawn, and the total number of examples to draw up to.
 
-    For one example it is the case of the seed. With all dims fixed there is one case for each mesh and dtype and, on
-    lockstep and where the caller gave neither a number of examples nor `inside_subgroup`, one inside a larger world.
-    Where nothing but values is left to draw, there are VALUE_EXAMPLES at least, as a mistake with masks, ids or lengths
-    shows for some of them alone.
+    For one example it is the seed's case. If all dims are given, there is one case for each mesh and dtype and, on
+    lockstep if the caller gave neither a number of examples nor `inside_subgroup`, one inside a larger world. If only
+    values are left to draw, there are at least VALUE_EXAMPLES, because some mistakes with masks, ids or lengths show
+    only for a few values.
     """
     default_options = {**draw_options, "inside_subgroup": bool(draw_options["inside_subgroup"])}
     seeded_case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **default_options)
@@ -187,9 +188,9 @@ def _first_cases(
 def _case_of_each_mesh_and_dtype(
     scheme: Declared, fixed: Mapping[str, Any], draw_options: Mapping[str, Any], seed: int
 ) -> list[CaseSpec]:
-    """Where all dims are fixed: one case on each mesh that can shard them, in each dtype.
+    """If all dims are given: one case on each mesh that can shard them, in each dtype.
 
-    A mistake on one mesh or in one dtype only is common, such as a sum in bfloat16.
+    Mistakes on a single mesh or dtype are common, such as a sum in bfloat16.
     """
     if not _has_all_dims(scheme, fixed):
         return []
@@ -202,9 +203,9 @@ def _case_of_each_mesh_and_dtype(
 
 
 def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
-    """Errors: NothingCompared if every tensor is empty, or if the reference of one is NaN throughout.
+    """Errors: NothingCompared if every tensor is empty, or if the reference of one is always NaN.
 
-    NaN in the reference equals NaN, which is evidence only where infinities were drawn.
+    NaN in the reference equals NaN, which is evidence only if infinities were drawn.
     """
     if not any(tensor.want.size for report in reports for tensor in report.tensors):
         raise NothingCompared(
@@ -241,7 +242,7 @@ def _search(
     progress: Progress | None,
     first_choices: Sequence[Sequence[Choice]],
 ) -> Search:
-    """Verify drawn cases until one fails, and make that one simple; `first_choices` are those of the first cases."""
+    """Verify drawn cases until one fails, and simplify that one; `first_choices` are given for the first cases."""
 
     def draw(choose: Chooser) -> CaseSpec:
         options = {**draw_options, "limit": SHAPES[profile()], "with_conditions": True}
@@ -255,7 +256,7 @@ def _search(
         if progress:
             progress(len(reports), total, FAILS if reports[-1].failed else "")
         if reports[-1].failed:
-            pool.start_ahead()  # for the second opinion
+            pool.start_ahead()  # it serves the second opinion
             return _with_simplest(scheme, reports, draw, chooser)
     return Search(reports)
 
@@ -263,9 +264,9 @@ def _search(
 def _with_simplest(
     scheme: Declared, reports: Sequence[Report], draw: Callable[[Chooser], CaseSpec], chooser: RecordingChooser
 ) -> Search:
-    """The reports with that of the simplest case in place of the last."""
+    """The reports, with the simplest failing case as the last."""
     *passing, failing = reports
-    # Each run starts processes on another engine, and waits as long as this one after a rank that stalled.
+    # On other engines each run starts processes, and after a stalled rank each run waits as long as this one.
     if failing.case.engine != "lockstep" or isinstance(failing.failure, Stalled):
         return Search(reports, as_drawn=failing.case)
     search = SimplestCase(draw, partial(verify_or_undecided, scheme), failing, chooser.choices)
@@ -273,23 +274,23 @@ def _with_simplest(
 
 
 def check(case: CaseSpec) -> Report:
-    """Verify one case and raise unless all four oracles pass; for a failing case a replay file is written."""
+    """Verify one case and raise unless all four oracles pass; writes a replay file for a failing case."""
     from hypothesis import currently_in_test_context, reject
 
     scheme = lookup(case.scheme)
     report = verify_or_undecided(scheme, case)
     if report.is_undecided and currently_in_test_context():
-        reject()  # another example is drawn in its place; where there is none, the test does not pass
+        reject()  # Hypothesis draws another example; if there is none, the test does not pass
     if not report.ok:
         _with_replay_file(scheme, from_one_case(report), ".").raise_if_failed()
     return report
 
 
 def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = "lockstep", **fixed: Any) -> None:
-    """Draw cases of a scheme and `check` each: the body of a parity test of several schemes or engines.
+    """Draw cases of a scheme and `check` each: the body of a parity test for several schemes or engines.
 
-    `examples` is their number, by default that of Hypothesis's profile in force; `fixed` are mesh axes, dims and
-    options that are not drawn. Raises what `check` raises, at the smallest failing case.
+    `examples` is their number, by default the active Hypothesis profile's; `fixed` gives mesh axes, dims and options.
+    Raises like `check`, for the smallest failing case.
     """
 
     from hypothesis import given, settings
@@ -306,7 +307,7 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
 
 
 def _with_replay_file(scheme: Declared, report: Report, folder: str) -> Report:
-    """The report with its replay file, or with the reason why none could be written."""
+    """The report with its replay file, or with the reason why it could not be written."""
     try:
         path, replaced = write_replay(scheme, report, folder)
         return replace(report, replay=path, replaced_replays=tuple(replaced))

@@ -2,8 +2,8 @@
 
 An oracle, as in papers on testing, decides whether a run was right. The four are value (outputs and gradients against
 the reference), protocol (the ranks' collectives fit together), cost (calls and bytes are as declared) and hygiene (no
-input was modified, replicas are equal to the bit, the random state did not move, a function inside a larger
-world did not use the default group).
+input was modified, replicas are bitwise equal, the random state is unchanged, a function inside a larger world did not
+use the default group).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.run.program import RankResult
 
 NARROW = ("bfloat16", "float16")
-MORE_ROUNDINGS = (2, 4)  # times the declared number; an error beyond that does not come from storing intermediates
+MORE_ROUNDINGS = (2, 4)  # times the declared number; larger errors do not come from storing intermediates
 
 
 def verify_case(
@@ -47,16 +47,15 @@ def verify_case(
     arrays: Mapping[str, np.ndarray] | None = None,
     cotangents: Mapping[str, np.ndarray] | None = None,
 ) -> Report:
-    """The report of one case, which is not shrunk; its notes are not tested on other cases.
+    """The report of one case, without shrinking; notes are not tested on other cases.
 
-    `arrays`, the full inputs by name, and `cotangents`, those of outputs, replace the drawn ones. `reference` is an
-    evaluated one, so that it is not evaluated again; `wrap_program` wraps the function that each rank runs. A failed
-    rank is in the report, not raised.
+    `arrays` (full inputs by name) and `cotangents` (by output) replace the drawn ones. `reference` is an already
+    evaluated reference; `wrap_program` wraps the function that each rank runs. A failed rank is reported, not raised.
 
-    Errors: ReferenceFailure where the reference cannot be evaluated; DeclarationFailure for a layout of the user's that
-    is no partition or cannot shard a size of the case, and for a cost that raises.
+    Errors: ReferenceFailure if the reference cannot be evaluated; DeclarationFailure for a custom layout that is not a
+    partition or cannot shard a size of the case, and for a cost that raises.
     """
-    # 1. A user's own layouts must be partitions before anything is sharded by them.
+    # 1. Custom layouts must be partitions before they shard anything.
     _check_custom_layouts(scheme, case)
     # 2. Evaluate the reference on one device, run the program on every rank.
     program = Program.of(scheme, arrays=arrays, cotangents=cotangents)
@@ -99,7 +98,7 @@ def verify_case(
 
 
 def _source(scheme: Declared, program: Program, case: CaseSpec) -> dict[str, Any]:
-    """What a report says of where the case comes from: whose function, its line, the values of scalar inputs."""
+    """Origin of the case in a report: the implementation, the function's line, the values of scalar inputs."""
     return {
         "implementation": scheme.implementation,
         "source": f"{base(scheme.file)}:{scheme.line}",
@@ -109,7 +108,7 @@ def _source(scheme: Declared, program: Program, case: CaseSpec) -> dict[str, Any
 
 
 def _check_custom_layouts(scheme: Declared, case: CaseSpec) -> None:
-    """A user's layouts are partitions in the case and in the call before or between. Errors: DeclarationFailure."""
+    """Check that custom layouts are partitions, in the case and in its other calls. Errors: DeclarationFailure."""
     try:
         for call in (case, *conditions.other_cases(case)):
             inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), call, scheme.layouts)
@@ -118,7 +117,7 @@ def _check_custom_layouts(scheme: Declared, case: CaseSpec) -> None:
 
 
 def _shards(scheme: Declared, case: CaseSpec, rank: int) -> str:
-    """`rank 1 has x (2,4) of 'b i/tp'`: a mistake in a spec gives the function a tensor of another shape."""
+    """`rank 1 has x (2,4) of 'b i/tp'`: a wrong spec gives the function a tensor of another shape."""
     coords = inputs.coordinates(case.mesh)[rank]
     shapes = {arg: inputs.local_shape(arg, case, coords, scheme.layouts) for arg in scheme.inputs}
     each = (f"{arg.name} ({','.join(map(str, shape))}) of '{arg.spec}'" for arg, shape in shapes.items())
@@ -148,7 +147,7 @@ def _notes(
 def _budgets_by_roundings(
     scheme: Declared, program: Program, case: CaseSpec, results: Sequence[RankResult]
 ) -> dict[int, dict[str, np.ndarray]]:
-    """{roundings: {tensor: budgets}}, if the scheme had declared so many roundings to its narrow dtype."""
+    """{roundings: {tensor: budgets}} for larger declared numbers of roundings, if the dtype is narrow."""
     if case.dtype not in NARROW:
         return {}
     by_count = {}

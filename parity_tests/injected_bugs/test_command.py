@@ -57,17 +57,17 @@ def test_it_prints_progress_and_no_warning_of_a_schedule(command_line, caplog, t
 
 def test_two_processes_share_the_bugs_and_their_outcomes_keep_the_order(tmp_path):
     outcomes = tmp_path / "outcomes.json"
-    arguments = ["small call: ", "--jobs", "2", "--scheme", "vocab_parallel_logprob", "--examples", "1"]
+    arguments = ["largest term", "--jobs", "2", "--scheme", "vocab_parallel_logprob", "--examples", "1"]
     command_of = ("-m", "parity_tests.injected_bugs", *arguments, "--json", str(outcomes))
     completed = warm_python.run(*command_of, folder=tmp_path)
     assert completed.stderr.count("lines of scheme 1/1 vocab_parallel_logprob") == 2, completed.stderr
     examples = {outcome["bug"]: outcome["examples"] for outcome in json.loads(outcomes.read_text())["bugs"]}
-    assert list(examples) == [bug.name for bug in CATALOGUE if "small call: " in bug.name]
-    assert examples["small call: largest term left out of the sum"] == "1"
+    assert list(examples) == [bug.name for bug in CATALOGUE if "largest term" in bug.name]
+    assert examples["local sum counts its largest term"] == "1"
 
 
 def test_its_help_has_examples_and_statuses(command_line):
     text = command_line("--help").output
     assert "Examples:" in text and "python -m parity_tests.injected_bugs" in text and "Exit status:" in text
     assert command_line("no bug has this name").exit_code == 2
-    assert command_line("small call: ", "--scheme", "no scheme has this name").exit_code == 2
+    assert command_line("largest term", "--scheme", "no scheme has this name").exit_code == 2

@@ -4,12 +4,9 @@ import pytest
 
 from jax_ref import layouts as reference
 from torch_impl import layouts
-from torch_impl.layouts.index_arrays import contiguous_positions as contiguous
-from torch_impl.layouts.index_arrays import striped_positions as striped
 
 MENU = [(local * world, world) for world in (1, 2, 3, 4, 8, 37) for local in (0, 1, 2, 5)]
 GOLDEN = {"contiguous": [[0, 1], [2, 3], [4, 5]], "striped": [[0, 3], [1, 4], [2, 5]]}
-POSITIONS = {"contiguous": contiguous, "striped": striped}
 PICTURES = {"contiguous": "00001111", "striped": "01010101"}
 both = pytest.mark.parametrize("kind", GOLDEN)
 on_both_sides = pytest.mark.parametrize("side", [reference, layouts], ids=["reference", "production"])
@@ -40,7 +37,6 @@ def test_production_is_the_reference_and_a_partition(size, world, kind):
     expected = getattr(reference, kind)(size, world)
     reference.check_partition(kind, expected, size)
     assert positions(getattr(layouts, kind)(size, world)) == positions(expected)
-    assert positions(POSITIONS[kind](size, world, rank) for rank in range(world)) == positions(expected)
 
 
 @both
@@ -58,11 +54,3 @@ def test_rejections(side, kind, size, world, sentence):
     with pytest.raises(ValueError) as caught:
         getattr(side, kind)(size, world)
     assert str(caught.value) == sentence.format(kind)
-
-
-@both
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_rank_outside_the_world(rank, kind):
-    with pytest.raises(ValueError) as caught:
-        POSITIONS[kind](4, 2, rank)
-    assert str(caught.value) == f"{kind}: rank={rank} is not in a world of 2; ranks are 0 to 1"

@@ -6,7 +6,6 @@ from jax_ref.layouts import check_partition
 from jax_ref.layouts import draw as draw_reference
 from jax_ref.layouts import dual_chunk_swap as reference
 from torch_impl.layouts import draw, dual_chunk_swap
-from torch_impl.layouts.index_arrays import dual_chunk_swap_positions as positions
 
 MENU = [(2 * chunk * world, world) for world in (1, 2, 3, 4, 8, 37) for chunk in (0, 1, 2, 5)]
 
@@ -29,7 +28,6 @@ def test_production_is_the_reference_and_a_partition(size, world):
     expected = reference(size, world)
     check_partition("dual_chunk_swap", expected, size)
     assert [piece.tolist() for piece in dual_chunk_swap(size, world)] == [piece.tolist() for piece in expected]
-    assert [positions(size, world, rank).tolist() for rank in range(world)] == [p.tolist() for p in expected]
 
 
 @pytest.mark.parametrize(("size", "world"), MENU)
@@ -53,9 +51,3 @@ def test_rejections(layout, size, world, sentence):
     with pytest.raises(ValueError) as caught:
         layout(size, world)
     assert str(caught.value) == sentence
-
-
-def test_rank_outside_the_world():
-    with pytest.raises(ValueError) as caught:
-        positions(8, 2, 2)
-    assert str(caught.value) == "dual_chunk_swap: rank=2 is not in a world of 2; ranks are 0 to 1"

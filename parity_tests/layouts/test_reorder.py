@@ -42,8 +42,8 @@ def gather_cost(of):
 
 @scheme(
     reference=identity,
+    contract=all_gather,
     inputs={"x": "t/cp:packed d", "padded": "n"},
-    outputs="t d cp=R",
     cost=gather_cost(lambda c: c.t * c.d),
     **PACKED,
 )
@@ -68,6 +68,7 @@ def sharded_in_rank_order(mesh, x, padded):
 
 @scheme(
     reference=lambda x: x,
+    contract=all_gather,
     inputs={"x": "b s/cp:dual_chunk_swap d"},
     outputs="b s d cp=R",
     cost=gather_cost(lambda c: c.b * c.s * c.d),

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec
+from parity_tests.rejections import rejected
 from torch_impl.layouts import TokenLayout
 
 
@@ -236,16 +235,13 @@ OF_A_GROUP = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "sentence"), OF_A_GROUP, ids=[text[:60] for _, _, text in OF_A_GROUP])
-def test_rejection_on_every_rank_before_any_collective(call, kind, sentence):
-    def body(mesh, case):
-        with pytest.raises(kind) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    ranks = run(body, CaseSpec(scheme="layouts", mesh={"cp": 2}))
-    assert ranks.results == tuple(sentence.format(rank, other=1 - rank) for rank in range(2))
-    assert ranks.ledger.rows == []
+test_rejection_on_every_rank_before_any_collective = rejected(
+    {"cp": 2},
+    [
+        (text[:60], call, tuple(text.format(rank, other=1 - rank) for rank in range(2)), kind)
+        for call, kind, text in OF_A_GROUP
+    ],
+)
 
 
 @pytest.mark.parametrize("fill", [-1, -1000])

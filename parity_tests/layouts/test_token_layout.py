@@ -17,12 +17,7 @@ from jax_ref.layouts import ceil_lengths, check_partition, reference
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check_cases, integers, offsets, scheme
 from torch_impl.layouts import TokenLayout
-from torch_impl.layouts.index_arrays import (
-    contiguous_positions,
-    dual_chunk_swap_positions,
-    ragged_positions,
-    striped_positions,
-)
+from torch_impl.layouts.index_arrays import contiguous, dual_chunk_swap, ragged, striped
 
 worlds = st.sampled_from([1, 2, 3, 4, 8])
 
@@ -139,6 +134,7 @@ def first(x, padded):
 
 @scheme(
     reference=first,
+    contract=TokenLayout.shard,
     inputs={"x": "b t d cp=R", "padded": "n"},
     outputs="b t/cp:packed d",
     dtypes=DTYPES,
@@ -160,8 +156,8 @@ def gather_cost(gradient):
 
 @scheme(
     reference=first,
+    contract=TokenLayout.unshard,
     inputs={"x": "b t/cp:packed d", "padded": "n"},
-    outputs="b t d cp=R",
     dtypes=DTYPES,
     cost=gather_cost("R"),
     **{**PACKED, "draw": {"padded": offsets("t", padded=True)}},
@@ -172,6 +168,7 @@ def gathered_by_layout(mesh, x, padded):
 
 @scheme(
     reference=first,
+    contract=TokenLayout.unshard,
     inputs={"x": "b t/cp:packed d", "padded": "n"},
     outputs="b t d cp=I",
     dtypes=DTYPES,
@@ -269,10 +266,9 @@ def sharded_by_dense_layouts(mesh, x, y) -> tuple[Row, Row, Row, Row, Row, Row, 
     n, rank = mesh.size("cp"), mesh.rank("cp")
     ranks, counts = dict(cp_size=n, cp_rank=rank, device=x.device), steep_lengths(len(y), n)
     shards = [TokenLayout.dense(kind, len(x), real_length=len(x) - 3, **ranks).shard(x, 0) for kind in DENSE]
-    positions = (contiguous_positions, striped_positions, dual_chunk_swap_positions)
-    shards += [x[of_rank(len(x), n, rank)] for of_rank in positions]
+    shards += [x[layout(len(x), n)[rank]] for layout in (contiguous, striped, dual_chunk_swap)]
     shards += [TokenLayout.dense("ragged", len(y), counts=lengths, **ranks).shard(y, 0) for lengths in (counts, None)]
-    return *shards, y[ragged_positions(len(y), n, rank, counts)], y[ragged_positions(len(y), n, rank)]
+    return *shards, y[ragged(len(y), n, counts)[rank]], y[ragged(len(y), n)[rank]]
 
 
 SCHEMES = (

@@ -35,6 +35,7 @@ class InParts(Mamba2Mixer):
 @scheme(
     reference=reference,
     mesh={"cp": (1,)},
+    contract=Mamba2Mixer,
     inputs={"u": "b s d cp=R", "parameters": SPECS, "groups": "g", "cu": "q"},
     outputs="b s d cp=R",
     dims={**SIZES, "b": (1,), "s": (9,), "q": (4,)},

@@ -1,12 +1,14 @@
 """What the two strategies reject, on every rank and before anything is sent."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from parity_tests.harness.run.engines import run
 from parity_tests.mamba.mixers import CU, PROJECTED, T, U, filled, hidden_parallel_strategy, state_passing_strategy
+from parity_tests.rejections import rejected
 from shardproof import CaseSpec
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import MambaContextParallel
@@ -232,51 +234,51 @@ def test_rejected_offsets(cu, text):
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy_of", "name"),
-    [(hidden_parallel_strategy, "MambaContextParallel"), (state_passing_strategy, "MambaStatePassing")],
-)
-def test_arguments_of_another_kind_are_rejected(strategy_of, name):
-    def body(mesh, case):
-        messages = []
-        calls = (
-            lambda: strategy_of(mesh, num_heads=4.0),
-            lambda: strategy_of(mesh, layout=["contiguous"]),
-            lambda: strategy_of(mesh).mix([1, 2]),
-            lambda: strategy_of(mesh).mix(X.long()),
-            lambda: strategy_of(mesh).mix(STREAM, torch.tensor([0.0, 24.0])),
-            lambda: strategy_of(mesh).mix(STREAM, "ab"),
-        )
-        for call in calls:
-            with pytest.raises(TypeError) as caught:
-                call()
-            messages.append(str(caught.value))
-        return messages
-
-    messages = [
-        "num_heads=4.0 is a float; pass an int",
+OF_ANOTHER_KIND = (
+    (lambda strategy: strategy(num_heads=4.0), "num_heads=4.0 is a float; pass an int"),
+    (
+        lambda strategy: strategy(layout=["contiguous"]),
         "layout is a list; pass contiguous, dual_chunk_swap or a TokenLayout",
-        "projected_states is a list; pass a Tensor",
-        "projected_states is int64; it must be floating",
+    ),
+    (lambda strategy: strategy().mix([1, 2]), "projected_states is a list; pass a Tensor"),
+    (lambda strategy: strategy().mix(X.long()), "projected_states is int64; it must be floating"),
+    (
+        lambda strategy: strategy().mix(STREAM, torch.tensor([0.0, 24.0])),
         "cu_seqlens: dtype is float32; offsets are integers",
-        "cu_seqlens='ab' are no offsets; pass a row of integers",
-    ]
-    ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
-    assert ranks.results == ([f"mamba.{name}: {text}" for text in messages],) * 2 and ranks.ledger.rows == []
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [([1.0], "output is a list; pass a Tensor"), (X[..., :4].long(), "output is int64; it must be floating")],
+    ),
+    (lambda strategy: strategy().mix(STREAM, "ab"), "cu_seqlens='ab' are no offsets; pass a row of integers"),
 )
-def test_an_output_of_another_kind_is_rejected(output, message):
-    def body(mesh, case):
-        with pytest.raises(TypeError) as caught:
-            hidden_parallel_strategy(mesh).post_conv_ssm(output)
-        return str(caught.value)
+STRATEGIES = {"MambaContextParallel": hidden_parallel_strategy, "MambaStatePassing": state_passing_strategy}
+test_arguments_of_another_kind_are_rejected = rejected(
+    {"cp": 2},
+    [
+        (
+            f"{name} {text[:40]}",
+            lambda mesh, call=call, name=name: call(partial(STRATEGIES[name], mesh)),
+            f"mamba.{name}: {text}",
+            TypeError,
+        )
+        for name in STRATEGIES
+        for call, text in OF_ANOTHER_KIND
+    ],
+)
 
-    ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
-    assert ranks.results == (f"mamba.MambaContextParallel: {message}",) * 2 and ranks.ledger.rows == []
+
+test_an_output_of_another_kind_is_rejected = rejected(
+    {"cp": 2},
+    [
+        (
+            text,
+            lambda mesh, output=output: hidden_parallel_strategy(mesh).post_conv_ssm(output),
+            f"mamba.MambaContextParallel: {text}",
+            TypeError,
+        )
+        for output, text in (
+            ([1.0], "output is a list; pass a Tensor"),
+            (X[..., :4].long(), "output is int64; it must be floating"),
+        )
+    ],
+)
 
 
 def test_no_group_is_rejected():
@@ -284,20 +286,24 @@ def test_no_group_is_rejected():
         MambaContextParallel(None, 4, 2, 2, 3, filled())
 
 
-@pytest.mark.parametrize("strategy", [None, hidden_parallel_strategy, state_passing_strategy])
-def test_hidden_states_are_rejected_before_they_are_projected(strategy):
-    """With and without a strategy, in the words of the mixer's own argument."""
+def mixed_without_lengths(mesh, strategy):
+    mixer = filled()
+    mixer.context_parallel = strategy and strategy(mesh, mixer)
+    return mixer(U[0])
 
-    def body(mesh, case):
-        mixer = filled()
-        mixer.context_parallel = strategy and strategy(mesh, mixer)
-        with pytest.raises(ValueError) as caught:
-            mixer(U[0])
-        return str(caught.value)
 
-    ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
-    message = "mamba.Mamba2Mixer: input is [24, 5] without cu_seqlens; pass them, or [b, s, w]"
-    assert ranks.results == (message,) * 2 and ranks.ledger.rows == []
+# With and without a strategy, in the words of the mixer's own argument.
+test_hidden_states_are_rejected_before_they_are_projected = rejected(
+    {"cp": 2},
+    [
+        (
+            name,
+            lambda mesh, strategy=strategy: mixed_without_lengths(mesh, strategy),
+            "mamba.Mamba2Mixer: input is [24, 5] without cu_seqlens; pass them, or [b, s, w]",
+        )
+        for name, strategy in {"no strategy": None, **STRATEGIES}.items()
+    ],
+)
 
 
 @pytest.mark.parametrize("strategy", [hidden_parallel_strategy, state_passing_strategy])

@@ -59,7 +59,7 @@ def declared(states, **changes):
         dims=DIMS,
         draw={leaf: values(*kinds.get(tree, ("normal",))) for leaf, tree in leaves.items()},
         nograd=tuple(leaves),
-        rank_options={"master": (None, "float64"), "is_read_later": (False, True)},
+        rank_options={"master": (None, "float64")},
         reduction=(),
         **changes,
     )
@@ -80,15 +80,12 @@ def cost(states):
     return of_case
 
 
-def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay, master, is_read_later):
+def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay, master):
     """One step, from these states of the parameters; returns new weights and states, in full.
 
-    `master` is the dtype of the shares. A rank whose gradient of a parameter is 0 has none; weights may come later
-    than the optimizer.
+    `master` is the dtype of the shares. A rank whose gradient of a parameter is 0 has none.
     """
-    parameters = {
-        name: nn.Parameter(torch.zeros_like(x) if is_read_later else x.clone()) for name, x in weights.items()
-    }
+    parameters = {name: nn.Parameter(x.clone()) for name, x in weights.items()}
     for name, each in parameters.items():
         each.grad = gradients[name].clone() if gradients[name].any() else None
     names = [[name for name in parameters if name not in UNDECAYED], list(UNDECAYED)]
@@ -98,10 +95,6 @@ def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay, 
     ]
     dtype = {} if master is None else {"dtype": getattr(torch, master)}
     zero = Zero1(groups, optimizer, mesh.device_mesh, **dtype)
-    if is_read_later:
-        for name, each in parameters.items():
-            each.data.copy_(weights[name])
-        zero.read_weights()
     state_of = {}
     for share, group in zip(zero.shares, names, strict=True):
         flat = {key: torch.cat([tree[name].reshape(-1) for name in group]) for key, tree in states.items()}
@@ -126,10 +119,10 @@ def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay, 
     options={"t": (1, 2, 1000), "weight_decay": (0.1, 0.0)},
     **declared(STATES["adamw"], cost=cost(2)),
 )
-def zero1_adamw(mesh, weights, gradients, exp_avg, exp_avg_sq, t, weight_decay, master, is_read_later):
+def zero1_adamw(mesh, weights, gradients, exp_avg, exp_avg_sq, t, weight_decay, master):
     states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     step = lambda: {"step": torch.tensor(t - 1.0)}  # noqa: E731  one for each share, which counts it up
-    return zero1_step(mesh, make_adamw, weights, gradients, states, step, weight_decay, master, is_read_later)
+    return zero1_step(mesh, make_adamw, weights, gradients, states, step, weight_decay, master)
 
 
 @scheme(
@@ -137,9 +130,9 @@ def zero1_adamw(mesh, weights, gradients, exp_avg, exp_avg_sq, t, weight_decay, 
     options={"weight_decay": (0.1, 0.0)},
     **declared(STATES["sgd"], dtypes=("float32", "bfloat16", "float64"), roundings=4, cost=cost(1)),
 )
-def zero1_sgd(mesh, weights, gradients, momentum_buffer, weight_decay, master, is_read_later):
+def zero1_sgd(mesh, weights, gradients, momentum_buffer, weight_decay, master):
     states = {"momentum_buffer": momentum_buffer}
-    return zero1_step(mesh, make_sgd, weights, gradients, states, dict, weight_decay, master, is_read_later)
+    return zero1_step(mesh, make_sgd, weights, gradients, states, dict, weight_decay, master)
 
 
 def make_adamw(groups):
@@ -240,18 +233,15 @@ def test_master_weights_add_up_what_bfloat16_would_lose():
 
 
 def changed_run(mesh, case):
-    parameter = nn.Parameter(torch.zeros(5))
+    parameter = nn.Parameter(torch.arange(5.0))
     zero = Zero1([parameter], make_sgd, mesh.device_mesh)
-    with torch.no_grad():
-        parameter.copy_(torch.arange(5.0))
-    zero.read_weights()
     shares = full(zero.shares[0].detach())
     parameter.data.zero_()
     zero.gather_weights()
     return shares, parameter.detach()
 
 
-def test_weights_are_read_and_gathered():
+def test_weights_are_gathered_from_the_shares():
     for shares, gathered in run(changed_run, CaseSpec(scheme="zero1", mesh={"dp": 2})).results:
         assert shares.tolist() == gathered.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
-from torch_impl.parallelizer.mesh_axes import check_one_root, mesh_axes
+from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 WORLD = 8
 ONE = ("dp_shard_cp", ())  # an axis of one rank, where the mesh has none for data
@@ -103,8 +103,7 @@ MESHES = (
     ({"cp": 8}, {"shard": "dp_shard_cp"}, "cp", None, "cp", None, "cp"),
 )
 ROLES = ("fsdp_mesh", "tp_mesh", "loss_mesh", "expert_mesh", "edp_mesh")
-# Names that are no axis, of one role twice, of both generations, of an axis beside one that it contains; another root.
-ANOTHER_ROOT = {"moe_mesh": "ep"}
+# Names that are no axis, of one role twice, of both generations, of an axis beside one that it contains.
 REJECTED = (
     ({"dp_shard": 4, "tp": 2}, {"tp": "tensr"}),
     ({"dp_shard": 4, "tp": 2}, {"replicate": "copies"}),
@@ -117,7 +116,6 @@ REJECTED = (
     ({"dp_shard_cp": 4, "cp": 2}, {}),
     ({"dp_cp": 4, "dp_shard": 2}, {}),
     ({"ep_shard": 2, "ep": 4}, {}),
-    ({"dp_shard": 4, "tp": 2}, ANOTHER_ROOT),
 )
 
 
@@ -192,28 +190,11 @@ def test_axes_of_ranks(case, inside):
         assert seen == expected_axes(case, rank), f"rank {rank}"
 
 
-def with_one_root(mesh, sizes, other_sizes):
-    check_one_root(world_mesh=slices_of(mesh, sizes)[0]["tp"], moe_mesh=slices_of(mesh, other_sizes)[0])
-
-
 @pytest.mark.parametrize(("sizes", "own_names"), REJECTED, ids=str)
 def test_names_that_are_no_axes_are_rejected_on_every_rank(sizes, own_names):
     def body(mesh, case):
         with pytest.raises(ValueError):
-            if own_names == ANOTHER_ROOT:
-                with_one_root(mesh, sizes, {"ep": WORLD})
-            else:
-                mesh_axes(slices_of(mesh, sizes)[0], own_names)
-        return True
-
-    assert on_ranks(body, inside=False) == (True,) * WORLD
-
-
-def test_slices_of_one_root_and_no_mesh_are_accepted():
-    def body(mesh, case):
-        root, _ = slices_of(mesh, {"dp_shard": 4, "tp": 2})
-        check_one_root(world_mesh=root["dp_shard"], moe_mesh=root["tp"])
-        check_one_root(world_mesh=root, moe_mesh=None)
+            mesh_axes(slices_of(mesh, sizes)[0], own_names)
         return True
 
     assert on_ranks(body, inside=False) == (True,) * WORLD

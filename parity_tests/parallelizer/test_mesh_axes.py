@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
-from torch_impl.parallelizer.mesh_axes import check_one_root, mesh_axes
+from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 
 def on_ranks(body, mesh, engine="lockstep"):
@@ -170,18 +170,3 @@ def test_a_torch_that_lacks_what_is_needed(monkeypatch):
     monkeypatch.delattr(DeviceMesh, "_flatten")
     message = f"parallelizer: torch {torch.__version__} has no DeviceMesh._flatten, which is needed here"
     assert all(each.startswith(message) for each in on_ranks(body, {"dp_shard": 1, "cp": 2, "pp": 1}))
-
-
-def test_meshes_of_one_root():
-    def body(mesh):
-        check_one_root(world_mesh=mesh, moe_mesh=None)
-        check_one_root(world_mesh=mesh["dp_shard"], moe_mesh=mesh["tp"])
-        other = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-        with pytest.raises(ValueError) as error:
-            check_one_root(world_mesh=mesh["dp_shard"], moe_mesh=other)
-        return str(error.value)
-
-    messages = on_ranks(body, {"dp_shard": 1, "tp": 2})
-    assert all(
-        each.startswith("moe_mesh: its root mesh is ") and "slice both from one mesh" in each for each in messages
-    )

@@ -1,6 +1,6 @@
-"""Where a model first parts from its reference: every module's input, output and gradients, in the order of execution.
+"""Find where a model first departs from its reference: every module's input, output and gradients, in order.
 
-Nothing is loaded before it is used: ranks in other processes import this package and must not load JAX.
+Each name is loaded on first use: ranks in other processes import this package and must not load JAX.
 """
 
 from importlib import import_module

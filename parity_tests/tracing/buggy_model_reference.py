@@ -1,4 +1,4 @@
-"""The reference of the buggy model, in flax and unsharded; the weights and the batches of both."""
+"""The buggy model's reference, unsharded in flax; the weights and the batches of both."""
 
 from pydoc_data.topics import topics
 
@@ -61,6 +61,6 @@ TEXT = np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode("
 
 
 def batch(step):
-    """Eight passages of 32 bytes, and the byte that comes after each."""
+    """Eight passages of 32 bytes, and the next byte of each."""
     at = np.random.default_rng(step).integers(0, len(TEXT) - 33, size=(8, 1)) + np.arange(33)
     return TEXT[at[:, :-1]].astype(np.int64), TEXT[at[:, 1:]].astype(np.int64)

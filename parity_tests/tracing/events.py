@@ -1,7 +1,7 @@
-"""What a trace is made of: the tensors that enter and leave each module, there and back, in the order of execution.
+"""The parts of a trace: tensors that enter and leave each module, forward and backward, in order of execution.
 
-An event is (module, `in` or `out`): the first floating tensor that a call takes, or what it returns. Forward it has a
-value; backward, where events come in the reverse order, the gradient that flows through this call alone.
+An event is (module, `in` or `out`): the first floating tensor among a call's arguments, or its result. Forward it has a
+value; backward, where events come in reverse order, the gradient through this call alone.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Container
 from typing import NamedTuple
 
 IN, OUT = "in", "out"
-LOSS, NORM = "loss", "norm of the gradient"  # numbers of the full model: the last of forward, the last of all
+LOSS, NORM = "loss", "norm of the gradient"  # numbers of the full model: the last of forward, and the last of all
 
 
 class Event(NamedTuple):
-    """One end of one module's call number `call`."""
+    """One end of call number `call` of one module."""
 
     module: str
     end: str
     call: int = 0
 
     def home(self, phase: str, called: Container[str]) -> str:
-        """The module in which a first difference here was made, of those that are called; "" is the model itself.
+        """The called module that made a first difference here; "" is the model itself.
 
-        What enters a module is its parent's doing, what leaves it its own; of gradients, the other way round.
+        A module's parent made its input, and the module made its output; for gradients it is the reverse.
         """
         is_of_module = (self.end == OUT) == (phase == "forward")
         home = self.module if is_of_module else self.module.rpartition(".")[0]

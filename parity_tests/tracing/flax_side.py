@@ -1,7 +1,7 @@
-"""Trace a flax model: every module's input and output and their gradients, and how far rounding moves each.
+"""Trace a flax model: every module's input, output and their gradients, and how far rounding moves each.
 
-In the copies every weight and every tensor that leaves a module is off by as much as the tested dtype rounds it
-(perturbation as in arXiv 2506.09280; see `probes.draws`). The model itself reads its weights as that dtype holds them.
+In the copies every weight and every tensor that leaves a module has a rounding error of the tested dtype (perturbation
+as in arXiv 2506.09280; see `probes.draws`). The model itself reads its weights rounded to that dtype.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from parity_tests.tracing.events import LOSS, NORM, Event
 from parity_tests.tracing.probes import POOL, Probes, draws, watch
 
 COPIES = 4
-Made = Callable[[Any], Any]  # from a tree of weights to a flax module
+Made = Callable[[Any], Any]  # from a pytree of weights to a flax module
 Called = Callable[[Any], Any]  # from that module to the loss
 
 
 @dataclass(frozen=True)
 class ReferenceTrace:
-    """Full arrays by event and by weight, and for each the root mean square distance of its copies, relative.
+    """Full arrays by event and by weight, and for each the relative root mean square distance of its copies.
 
-    `numbers` are the loss and the norm of the weights' gradient, under the names in `events`.
+    `numbers` are the loss and the gradient norm, under the names in `events`.
     """
 
     values: dict[Event, np.ndarray]
@@ -47,7 +47,7 @@ def traced(
 ) -> ReferenceTrace:
     """Everything about one loss, `call(make(weights))`, on whole float64 arrays.
 
-    If `is_whole`, so are the input and output of the model itself, whose name is "".
+    If `is_whole`, it includes the input and output of the model itself, named "".
     """
     jax = bridge.start()
     import jax.numpy as jnp
@@ -83,7 +83,10 @@ def traced(
 
 
 def parted(copies: np.ndarray) -> float:
-    """Root mean square distance from the first, over the first's norm; what is not finite in the first is left out."""
+    """Root mean square distance from the first, relative to its norm.
+
+    Skips elements that are not finite in the first.
+    """
     flat = copies.reshape(len(copies), -1)
     flat = flat[:, np.isfinite(flat[0])]
     distance = np.sqrt((((flat[1:] - flat[0]) ** 2).sum(1)).mean())

@@ -1,4 +1,4 @@
-"""Hold what ranks recorded against the reference's trace, event by event, in the order of execution."""
+"""Compare the ranks' recordings with the reference's trace, event by event, in order of execution."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from parity_tests.tracing.flax_side import ReferenceTrace
 from parity_tests.tracing.torch_side import Recording
 
 Positions = Callable[[int, Event, tuple[int, ...], tuple[int, ...]], Sequence[np.ndarray] | None]
-THE_MODEL = "the model"  # whose own name is empty
-ELEMENT = 16.0  # by how much one element's error may be above the root mean square of all, where a mistake is named
+THE_MODEL = "the model"  # its own name is empty
+ELEMENT = 16.0  # largest error of one element, relative to the root mean square of all, when naming a mistake
 
 
 @dataclass(frozen=True)
 class Line:
-    """One tensor: its relative error on the rank where that is largest, the budget, and the ranks that are beyond it.
+    """One tensor: its largest relative error over the ranks, the budget, and the ranks beyond it.
 
-    `phase` is forward, backward or weight; `home` the module in which it was made.
+    `phase` is forward, backward or weight; `home` is the module that made it.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Found:
-    """What all ranks recorded, the gradients of the weights, full, and each rank's numbers of the full model."""
+    """The recordings of all ranks, the full gradients of the weights, and each rank's numbers for the full model."""
 
     ranks: Sequence[Recording]
     of_weights: Mapping[str, np.ndarray]
@@ -57,10 +57,10 @@ class Found:
 def lines(
     reference_trace: ReferenceTrace, recorded: Found, positions: Positions, dtype: str, axes: Mapping[str, int]
 ) -> list[Line]:
-    """Forward in order, the loss, then backward in the reverse order with each module's weights where it ends.
+    """Forward in order, the loss, then backward in reverse order, with each module's weights at its end.
 
-    `positions(rank, event, full shape, local shape)` are the indices of each dim that the rank holds of the full
-    tensor, None if that cannot be. An event that no rank has, or the reference lacks, has no line.
+    `positions(rank, event, full shape, local shape)` gives the rank's indices in each dim of the full tensor, or None
+    if its shape does not fit. An event without a recording, or missing in the reference, has no line.
     """
     judge = _Judge(reference_trace, dtype, axes, {event.module for event in reference_trace.values})
     events = [event for event in reference_trace.values if any(event in rank.values for rank in recorded.ranks)]
@@ -81,12 +81,12 @@ def lines(
 
 
 def first(compared: Sequence[Line]) -> Line | None:
-    """The first line that is beyond its budget."""
+    """The first line beyond its budget."""
     return next((line for line in compared if not line.ok), None)
 
 
 def _backward(events: Sequence[Event], weights: Sequence[str]) -> Iterator[Event | str]:
-    """Events from last to first; a weight before its module's first event, one of no module's at the end."""
+    """Events from last to first; a weight comes before its module's first event, or last if it has no module."""
     waiting = {weight: _owner(weight, {event.module for event in events}) for weight in weights}
     entrance = {event.module: event for event in reversed(events)}
     for event in reversed(events):
@@ -98,7 +98,7 @@ def _backward(events: Sequence[Event], weights: Sequence[str]) -> Iterator[Event
 
 
 def _owner(weight: str, modules: set[str]) -> str | None:
-    """The nearest module above a weight that is called."""
+    """The nearest called module above a weight."""
     owner = weight.rpartition(".")[0]
     while owner and owner not in modules:
         owner = owner.rpartition(".")[0]
@@ -137,7 +137,7 @@ class _Judge:
         return self._line(f"gradient of {name}", "weight", home, pairs, want, self.known.spread["weight", name])
 
     def number(self, name: str, phase: str, numbers: Sequence[Mapping[str, float]]) -> list[Line]:
-        """The line of one number, which the model itself makes; none where the ranks were not asked for it."""
+        """The line of a number made by the model itself; none if the ranks were not asked for it."""
         want = self.known.numbers[name]
         pairs = {rank: (np.array(each[name]), want) for rank, each in enumerate(numbers) if name in each}
         return [self._line(name, phase, "", pairs, want, self.known.spread["number", name])] if pairs else []
@@ -165,7 +165,7 @@ class _Judge:
         return Line(name, phase, home, max(errors.values()), budget, wrong, notes)
 
     def _notes(self, name: str, phase: str, got: np.ndarray, want: np.ndarray, budget: float) -> tuple[str, ...]:
-        """What kind of mistake, judged from one rank's piece; each element has a share of the tensor's budget."""
+        """The kind of mistake, judged from one rank's piece; each element gets a share of the tensor's budget."""
         share = ELEMENT * budget * float(np.linalg.norm(want)) / math.sqrt(max(want.size, 1))
         role = "output" if phase == "forward" else "gradient"
         notes = explain(
@@ -175,7 +175,7 @@ class _Judge:
 
 
 def _apart(got: np.ndarray, want: np.ndarray | None) -> float:
-    """The distance; infinities and NaN must stand in the same places, and then count for nothing."""
+    """The distance; infinities and NaN must be in the same places and then count as 0."""
     if want is None or got.shape != want.shape:
         return math.inf
     with np.errstate(invalid="ignore", over="ignore"):

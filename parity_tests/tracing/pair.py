@@ -1,11 +1,11 @@
-"""A PyTorch module and a flax module that should compute the same, and where they first do not.
+"""A PyTorch module and a flax module that should compute the same, and where they first differ.
 
     from parity_tests.tracing import Pair, trace_pair
 
     for line in trace_pair(Pair(torch_module, make_flax, (x,), names={"fc1": "dense_in"})):
         print(line)
 
-The loss is the sum of the output times drawn numbers, so that every part of the output has a gradient.
+The loss is the sum of the output times random numbers, so that every part of the output has a gradient.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from parity_tests.tracing.torch_side import Recording, recorded
 
 @dataclass(frozen=True)
 class Pair:
-    """`make_flax(weights)` is the flax module with the weights of the PyTorch one, by PyTorch's names.
+    """`make_flax(weights)` builds the flax module from the PyTorch module's weights, by PyTorch's names.
 
-    Floating inputs are given to PyTorch in its parameters' dtype and to flax in float64. `names` maps a PyTorch
-    module's name to the flax one's, where they differ; a name given for a parent holds for what is below it.
+    PyTorch gets floating inputs in its parameters' dtype, flax gets them in float64. `names` maps PyTorch module names
+    to flax names where they differ; a name for a parent also applies below it.
 
-    Errors: TypeError for an argument of another kind.
+    Errors: TypeError for an argument of a wrong type.
     """
 
     torch_module: nn.Module
@@ -61,7 +61,7 @@ class Pair:
             raise TypeError(f"Pair: names is a {_kind(self.names)}; pass a dict, such as {{'fc1': 'dense_in'}}")
 
     def flax_name(self, name: str) -> str:
-        """The name of a module on the other side: that of the longest named parent, and the rest as it is."""
+        """The name of a module on the flax side: its longest prefix in `names` is replaced."""
         head, tail = name, ""
         while head and head not in self.names:
             head, _, last = head.rpartition(".")
@@ -70,13 +70,13 @@ class Pair:
 
     @property
     def dtype(self) -> str:
-        """That of the PyTorch module's parameters."""
+        """The dtype of the PyTorch module's parameters."""
         return _dtype(self.torch_module)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Every line, and the modules that one side alone calls: PyTorch's by PyTorch's names, flax's by flax's."""
+    """Every line, and the modules that only one side calls: PyTorch's by PyTorch's names, flax's by flax's."""
 
     lines: list[Line]
     torch_only: tuple[str, ...]
@@ -85,16 +85,18 @@ class Traced:
 
 
 def trace_pair(pair: Pair) -> list[Line]:
-    """The model and every module that both sides call, in the order of execution. Errors: those of `traced_pair`."""
+    """The model and every module that both sides call, in the order of execution. Errors: as in `traced_pair`."""
     return traced_pair(pair).lines
 
 
 def traced_pair(pair: Pair, dtype: str | None = None) -> Traced:
-    """The same with what was not compared. With a dtype, a copy of the PyTorch module in it is traced.
+    """The lines, and the modules that were not compared.
 
-    Errors: ValueError for a name in `names` that the PyTorch module lacks, or that the flax one never calls, for
-    outputs of unlike shapes, and for parameters of a dtype that has no budget; Raised where the PyTorch module
-    raises, ReferenceFailure where the flax one does.
+    With a dtype, a copy of the PyTorch module in that dtype is traced.
+
+    Errors: ValueError for a name in `names` that the PyTorch module does not have or the flax module never calls, for
+    outputs with different shapes, and for parameters of a dtype without a budget; Raised if the PyTorch module raises,
+    ReferenceFailure if the flax module raises.
     """
     module = pair.torch_module if dtype is None else deepcopy(pair.torch_module).to(getattr(torch, dtype))
     tested = _dtype(module)
@@ -122,7 +124,7 @@ def traced_pair(pair: Pair, dtype: str | None = None) -> Traced:
 
 
 def _known(pair: Pair, module: nn.Module, rounded: list[torch.Tensor], cotangent: np.ndarray) -> ReferenceTrace:
-    """The flax side with the weights of the PyTorch module, promoting as JAX does where nobody asked for more."""
+    """The flax side with the PyTorch module's weights, under JAX's standard type promotion."""
     jax = bridge.start()
     import jax.numpy as jnp
 
@@ -141,8 +143,10 @@ def _known(pair: Pair, module: nn.Module, rounded: list[torch.Tensor], cotangent
 def _run(
     pair: Pair, module: nn.Module, arguments: list[torch.Tensor]
 ) -> tuple[np.ndarray, Recording, dict[str, np.ndarray]]:
-    """The drawn cotangent, what the PyTorch side recorded under its own names, and its weights' gradients: zero where
-    backward does not come to one, none for one that wants no gradient."""
+    """The drawn cotangent, the PyTorch side's recording under its own names, and its weights' gradients.
+
+    A gradient is zero if backward does not reach the weight, and missing if the weight requires none.
+    """
     with recorded(module, is_whole=True) as seen:
         out = of_torch(module, *arguments)
         check_output(out)
@@ -160,7 +164,7 @@ def _gradients(out: torch.Tensor, leaves: list[nn.Parameter], cotangent: torch.T
 
 
 def _rounded(pair: Pair, module: nn.Module) -> list[torch.Tensor]:
-    """The inputs as the PyTorch side takes them: floating ones in the dtype of its parameters, where those are."""
+    """The inputs for the PyTorch side: floating ones in its parameters' dtype and on their device."""
     like = next(module.parameters(), torch.zeros((), dtype=torch.float64))
     tensors = [torch.from_numpy(np.array(x)).to(like.device) for x in pair.inputs]
     return [x.to(like.dtype) if x.is_floating_point() else x for x in tensors]

@@ -12,9 +12,9 @@ from parity_tests.tracing.pair import Pair, traced_pair
 
 
 def trace(file: str, dtype: str | None, json: str | None, is_whole: bool, quiet: bool) -> int:
-    """Trace, print, and return the exit status, the worst of all pairs.
+    """Trace, print, and return the worst exit status of all pairs.
 
-    Errors: UnusableTarget for a file without a pair; ReferenceFailure and ValueError of a pair, with its name.
+    Errors: UnusableTarget for a file without a pair; a pair's ReferenceFailure and ValueError, with its name.
     """
     if dtype is not None and dtype not in UNIT_ROUNDOFF:
         raise ValueError(f"--dtype {dtype!r} is not one of {', '.join(UNIT_ROUNDOFF)}")
@@ -28,7 +28,7 @@ def trace(file: str, dtype: str | None, json: str | None, is_whole: bool, quiet:
 
 
 def pairs_of_file(file: str) -> dict[str, Pair]:
-    """The pairs that a file gives a name, in its order. Errors: UnusableTarget."""
+    """The pairs that a file assigns to names, in its order. Errors: UnusableTarget."""
     module = discover.module_of_file(file)
     pairs = {name: value for name, value in vars(module).items() if isinstance(value, Pair)}
     if not pairs:

@@ -1,7 +1,7 @@
-"""Where in the full tensor each rank's piece belongs: found from the pieces, since a plain tensor does not say.
+"""Find where each rank's piece belongs in the full tensor from the pieces, because a plain tensor does not tell.
 
-Each mesh axis shards one dim by one of the usual layouts, repeats the tensor, or holds terms of a sum. Of what the
-shapes allow, that is taken which comes nearest to the reference. A wrong piece is near to none of them.
+Each mesh axis shards one dim by one of the usual layouts, repeats the tensor, or holds terms of a sum. Of all
+placements that the shapes allow, the one nearest to the reference is taken. A wrong piece is near to none.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 from jax_ref import layouts
 
 REPEATED, TERMS = None, "terms"
-LAYOUTS = (layouts.ragged, layouts.dual_chunk_swap, layouts.striped)  # ragged: DTensor's blocks, the last ones shorter
+LAYOUTS = (layouts.ragged, layouts.dual_chunk_swap, layouts.striped)  # ragged: DTensor's blocks, with shorter last ones
 Pieces = Mapping[int, np.ndarray]
 Places = Sequence[Mapping[str, int]]  # each rank's coordinate on each axis
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The pieces to be compared, the sum of terms in place of each, and what indices of each dim a rank holds.
+    """The pieces to compare (each the sum of its terms), and the indices in each dim that a rank holds.
 
-    `summed` are the axes whose ranks hold terms.
+    `summed` lists the axes with terms.
     """
 
     pieces: dict[int, np.ndarray]
@@ -34,7 +34,7 @@ class Placed:
     summed: tuple[str, ...] = ()
 
     def distance(self, full: np.ndarray) -> float:
-        """From the full tensor, of the farthest piece; infinite where the shapes do not fit."""
+        """The farthest piece's distance from the full tensor; infinite if the shapes do not fit."""
         return max(
             float(np.linalg.norm(np.nan_to_num(piece - full[np.ix_(*at)], nan=np.inf)))
             if (at := self.positions[rank]) is not None
@@ -44,7 +44,7 @@ class Placed:
 
 
 def placed(full: np.ndarray, pieces: Pieces, places: Places, axes: Mapping[str, int], *, may_sum: bool) -> Placed:
-    """The nearest placement; that of no change where none fits. `axes` are those of more than one rank."""
+    """The nearest placement; the pieces unchanged if none fits. `axes` are the axes with more than one rank."""
     nearest = Placed(dict(pieces), dict.fromkeys(pieces))
     shortest = np.inf
     for candidate in _candidates(full.shape, pieces, places, axes, may_sum):
@@ -55,7 +55,7 @@ def placed(full: np.ndarray, pieces: Pieces, places: Places, axes: Mapping[str, 
 
 
 def same(placement: Placed, pieces: Pieces, places: Places) -> Placed:
-    """Other pieces of the same shapes, placed alike; as those of a gradient are where those of a weight are."""
+    """Other pieces of the same shapes, placed alike: a gradient is placed like its weight."""
     return Placed(
         {rank: _total(pieces, rank, placement.summed, places) for rank in pieces}, placement.positions, placement.summed
     )
@@ -64,7 +64,7 @@ def same(placement: Placed, pieces: Pieces, places: Places) -> Placed:
 def _candidates(
     shape: tuple[int, ...], pieces: Pieces, places: Places, axes: Mapping[str, int], may_sum: bool
 ) -> Iterator[Placed]:
-    """All that the shapes allow, plain replicas first."""
+    """All placements that the shapes allow, plain replicas first."""
     if any(piece.ndim != len(shape) for piece in pieces.values()):
         return
     dims = [dim for dim, size in enumerate(shape) if any(piece.shape[dim] != size for piece in pieces.values())]
@@ -92,7 +92,10 @@ def _positions(
     axes: Mapping[str, int],
     layout: Any,
 ) -> list[np.ndarray] | None:
-    """The indices of each dim; None where the piece has another shape. Of several axes, the first shards first."""
+    """The indices in each dim; None if the piece has another shape.
+
+    Of several axes on one dim, the first shards first.
+    """
     result = []
     for dim, size in enumerate(shape):
         sharding = [axis for axis, end in by_axis.items() if end == dim]
@@ -108,7 +111,7 @@ def _positions(
 
 
 def _shard(size: int, count: int, at: int, layout: Any) -> np.ndarray | None:
-    """One rank's indices; None where the layout cannot shard the size."""
+    """One rank's indices; None if the layout cannot shard the size."""
     try:
         return np.asarray(layout(size, count)[at])
     except ValueError:
@@ -116,7 +119,7 @@ def _shard(size: int, count: int, at: int, layout: Any) -> np.ndarray | None:
 
 
 def _total(pieces: Pieces, rank: int, summed: Sequence[str], places: Places) -> np.ndarray:
-    """The sum over the ranks that differ from this one on the summed axes alone."""
+    """The sum over the ranks that differ from this one only on the summed axes."""
     if not summed:
         return pieces[rank]
     rest = {axis: at for axis, at in places[rank].items() if axis not in summed}
@@ -124,7 +127,7 @@ def _total(pieces: Pieces, rank: int, summed: Sequence[str], places: Places) -> 
 
 
 def in_full(full: np.ndarray, placement: Placed, rank: int) -> np.ndarray:
-    """The reference with this rank's piece in its place; the piece itself where it fits nowhere."""
+    """The reference with this rank's piece inserted; the piece itself if it fits nowhere."""
     at = placement.positions[rank]
     if at is None:
         return placement.pieces[rank]

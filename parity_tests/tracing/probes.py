@@ -1,8 +1,8 @@
-"""Watch a flax model: every module's input and output, with a rounding of what is stored.
+"""Watch a flax model: every module's input and output, with rounding errors on stored tensors.
 
-A module's class is exchanged for one whose call adds a probe, which is zero, to what enters and what leaves; the
-gradient of a probe is the gradient of the tensor. What leaves a module is off by a rounding of its own, there and on
-the way back; under bfloat16 so is what enters, which is stored, whatever made it. Of a tuple it is the first tensor.
+A module's class is replaced by one whose call adds a probe of zeros to its input and output; the gradient of a probe is
+the gradient of the tensor. A module's output gets its own rounding error, forward and backward; under bfloat16 so does
+its input, because it is stored. If it is a tuple, its first tensor counts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BITS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64": (
 def draws(dtype: str, shape: tuple[int, ...], seed: int | Sequence[int]) -> np.ndarray:
     """Rounding errors for `off`, in units of the dtype's roundoff.
 
-    A dtype that sums run in rounds every product and every addend: one whole unit with a random sign stands for them
-    all. Where sums run in float32, as of bfloat16, only what is stored is rounded, anywhere within a unit.
+    A dtype that sums run in rounds every product and every addend: one whole unit with a random sign stands for all of
+    them. If sums run in float32, as for bfloat16, only stored tensors are rounded, uniformly within a unit.
     """
     generator = np.random.default_rng(seed)
     if is_summed_in(dtype):
@@ -33,25 +33,25 @@ def draws(dtype: str, shape: tuple[int, ...], seed: int | Sequence[int]) -> np.n
 
 
 def is_summed_in(dtype: str) -> bool:
-    """Whether sums of this dtype's numbers run in the dtype itself, and in nothing wider."""
+    """Whether sums of this dtype run in the dtype itself."""
     return UNIT_ROUNDOFF[dtype] <= UNIT_ROUNDOFF["float32"]
 
 
 def off(x: Any, unit: Any, errors: Any, dtype: str) -> Any:
-    """x with errors of so many units: units of x in a dtype that sums run in, else of the last place of x."""
+    """x with rounding errors: relative to x in a dtype that sums run in, else to the last place of x."""
     import jax
     import jax.numpy as jnp
 
     if is_summed_in(dtype):
         return x * (1.0 + unit * errors)
-    mantissa = 2.0 * jnp.abs(jnp.frexp(jax.lax.stop_gradient(x))[0])  # 1 to 2, but of 0
+    mantissa = 2.0 * jnp.abs(jnp.frexp(jax.lax.stop_gradient(x))[0])  # 1 to 2, except for 0
     return x * (1.0 + unit * errors / jnp.maximum(mantissa, 1.0))
 
 
 class Probes:
-    """While a loss is traced: probes by event or None, what was seen, and this copy's roundings.
+    """State while a loss is traced: probes by event or None, the tensors seen, and this copy's rounding errors.
 
-    `errors` are POOL draws, `unit` is the roundoff, 0 of the copy that is not rounded.
+    `errors` are POOL draws, `unit` is the roundoff, 0 for the copy that is not rounded.
     """
 
     def __init__(self, dtype: str, unit: Any, errors: Any, probes: Mapping[Event, Any] | None = None) -> None:
@@ -61,7 +61,7 @@ class Probes:
         self.rounded_count = 0
 
     def read(self, x: Any) -> Any:
-        """A weight as the dtype holds it; with a rounding for the products that it is in, where those have one."""
+        """A weight as the dtype stores it; with a rounding error for its products if the dtype rounds them."""
         import jax
 
         if is_summed_in(self.dtype):
@@ -70,7 +70,7 @@ class Probes:
         return x + jax.lax.stop_gradient(rounded - x)
 
     def rounded(self, x: Any) -> Any:
-        """Each number with an error of its own; every array reads the pool from another place."""
+        """Each number with its own error; every array reads a different place in the pool."""
         import jax.numpy as jnp
 
         self.rounded_count += 1
@@ -79,14 +79,14 @@ class Probes:
         return off(x, self.unit, errors.reshape(x.shape), self.dtype)
 
     def through(self, event: Event, x: Any) -> Any:
-        """x with its probe, and with its rounding where it is made; in a narrow dtype also where it was stored."""
+        """x with its probe, and with a rounding error at a module's output; in a narrow dtype also at its input."""
         x = self.rounded(x) if event.end == OUT or not is_summed_in(self.dtype) else x
         self.seen[event] = x
         return x if self.probes is None else x + self.probes[event]
 
 
 def watch(model: Any, probes: Probes, is_whole: bool = False) -> None:
-    """Exchange the class of every callable module below the model; if `is_whole`, of the model too."""
+    """Replace the class of every callable module below the model; if `is_whole`, the model's too."""
     from flax import nnx
 
     for path, module in list(nnx.iter_modules(model)):

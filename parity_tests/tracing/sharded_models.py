@@ -1,4 +1,4 @@
-"""Models for the trace of a sharded one: a small Llama of transformers over tp, right and with one layer wrong."""
+"""Sharded models to trace: a small Llama of transformers over tp, right and with one wrong layer."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class _Halved(torch.autograd.Function):
 
 
 def wrong_forward(mesh: DeviceMesh) -> nn.Module:
-    """The second layer's feed-forward is a thousandth too large."""
+    """The second layer's feed-forward output is a thousandth too large."""
     model: Any = llama_over_tp(mesh)
     model.model.layers[1].mlp.register_forward_hook(lambda module, arguments, out: out * 1.001)
     return model
 
 
 def wrong_backward(mesh: DeviceMesh) -> nn.Module:
-    """The gradient that enters the first layer's output projection is halved."""
+    """The gradient into the first layer's output projection is halved."""
     model: Any = llama_over_tp(mesh)
     projection = model.model.layers[0].self_attn.o_proj
     forward = projection.forward
@@ -81,7 +81,7 @@ def wrong_backward(mesh: DeviceMesh) -> nn.Module:
 
 
 def wrong_weight_gradient(mesh: DeviceMesh) -> nn.Module:
-    """The gradient of one norm's weight is halved, and no other."""
+    """Only the gradient of one norm's weight is halved."""
     model: Any = llama_over_tp(mesh)
     model.model.layers[0].input_layernorm.weight.register_hook(lambda gradient: gradient / 2)
     return model
@@ -103,7 +103,7 @@ def no_module(mesh: DeviceMesh) -> int:
 
 
 class Written(nn.Module):
-    """Two projections by hand, as Megatron writes them: plain tensors, a sum in the parent's forward."""
+    """Two hand-written projections in Megatron's style: plain tensors, a sum in the parent's forward."""
 
     def __init__(self, mesh: Any = None) -> None:
         super().__init__()

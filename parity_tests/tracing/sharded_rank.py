@@ -1,4 +1,4 @@
-"""What a rank does for the trace of a sharded model: build it, run it once forward and backward, keep what it saw."""
+"""A rank's part of tracing a sharded model: build it, run it once forward and backward, return its recording."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank's model saw, by the names that its twin has; weights and their gradients as this rank holds them.
+    """The recording of one rank's model under the twin's names; weights and gradients are local.
 
-    `with_gradient` are the weights that require one, `loss` what the model returns where that is one number.
+    `with_gradient` are the weights that require one, `loss` is the model's result if that is one number.
     """
 
     recording: Recording
@@ -63,7 +63,7 @@ def trace(mesh: Any, case: Any) -> RankTrace:
 
 
 def function_of(target: str, *, is_own: bool = False) -> Callable[..., Any]:
-    """The function of `file.py::name`, where `is_own` says so one that the file defines. Errors: UnusableTarget."""
+    """The function of `file.py::name`; with `is_own`, it must be defined in that file. Errors: UnusableTarget."""
     file, _, name = target.partition("::")
     module = discover.module_of_file(file)
     function = getattr(module, name, None)
@@ -79,7 +79,7 @@ def function_of(target: str, *, is_own: bool = False) -> Callable[..., Any]:
 
 
 def call(model: nn.Module, inputs: Any) -> Tensor:
-    """The tensor that backward begins with: the loss that the model returns, else its first floating output."""
+    """The tensor that backward starts from: the model's loss, else its first floating output."""
     out = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     loss = getattr(out, "loss", None)
     if loss is None:
@@ -91,12 +91,12 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def full_array(x: Tensor) -> np.ndarray:
-    """A DTensor's full tensor; of a plain one what this rank holds."""
+    """A DTensor's full tensor; for a plain tensor, the local one."""
     return local_array(x.detach().full_tensor() if hasattr(x, "full_tensor") else x)  # pyright: ignore
 
 
 def dtype_of(model: nn.Module) -> str:
-    """That of the parameters."""
+    """The dtype of the parameters."""
     return str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
 
 
@@ -119,13 +119,13 @@ def to_device(tree: Any, device: str) -> Any:
 
 
 def drawn_cotangent(shape: tuple[int, ...], seed: int) -> Tensor:
-    """What backward begins with, full and in float64; 1 for a loss."""
+    """The cotangent that backward starts from, full and in float64; 1 for a loss."""
     noise = np.random.default_rng(seed).standard_normal(shape)
     return torch.from_numpy(noise) if shape else torch.ones((), dtype=torch.float64)
 
 
 def _cotangent(out: Tensor, shape: tuple[int, ...], seed: int, mesh: Any) -> Tensor:
-    """The drawn one as the output is placed: as a DTensor is, full, or in this rank's block of the sharded dim."""
+    """The drawn cotangent with the output's placement: as a DTensor, full, or this rank's block of the sharded dim."""
     full = drawn_cotangent(shape, seed).to(out.device, out.dtype)
     if hasattr(out, "placements"):
         from torch.distributed.tensor import Replicate, distribute_tensor
@@ -147,7 +147,7 @@ def _cotangent(out: Tensor, shape: tuple[int, ...], seed: int, mesh: Any) -> Ten
 
 
 def plain_name(name: str) -> str:
-    """A name without what wrappers put into it."""
+    """A name without wrappers' additions."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
 

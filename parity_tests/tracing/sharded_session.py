@@ -1,7 +1,7 @@
 """One call of `shardproof trace FILE::sharded --twin FILE::single --inputs FILE::inputs`.
 
-The twin runs here, on one device and in float64; the sharded model on the ranks of an engine. Each module's output and
-gradients and each parameter's gradient are compared in the order of execution.
+The twin runs in this process, on one device in float64; the sharded model runs on an engine's ranks. Each module's
+output and gradients, and each parameter's gradient, are compared in order of execution.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from parity_tests.tracing.torch_side import Recording
 from parity_tests.tracing.twin_side import TwinTrace, traced
 
 HERE = tuple(engine for engine in ENGINES if engine != "torchrun")
-QUIET_S = 120.0  # a rank imports the user's file first, and what that imports
+QUIET_S = 120.0  # a rank first imports the user's file and its imports
 LIKE = "on one device"
 RANKS = "parity_tests.tracing.sharded_rank"
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be traced: functions as `file.py::name`, and where."""
+    """The request: functions as `file.py::name`, the mesh and the engine."""
 
     sharded: str
     twin: str
@@ -54,7 +54,7 @@ class Question:
     seed: int = 0
 
     def case(self, dtype: str, shape: tuple[int, ...]) -> CaseSpec:
-        """What travels to the ranks."""
+        """The case sent to the ranks."""
         targets = {"sharded": _absolute(self.sharded), "inputs": _absolute(self.inputs)}  # a rank may be elsewhere
         options = {**targets, "seed": self.seed, "dtype": self.dtype}
         return CaseSpec("trace", self.mesh, dtype=dtype, options={**options, "shape": list(shape)}, engine=self.engine)
@@ -63,8 +63,8 @@ class Question:
 def trace(question: Question, json: str | None, is_whole: bool, quiet: bool) -> int:
     """Trace, print, and return the exit status.
 
-    Errors: UnusableTarget for a function that is not there; ValueError for what it returns; ReferenceFailure where the
-    twin raises.
+    Errors: UnusableTarget for a missing function; ValueError for a wrong result of one; ReferenceFailure if the twin
+    raises.
     """
     _check(question)
     check_writable(json=json)
@@ -83,7 +83,7 @@ def trace(question: Question, json: str | None, is_whole: bool, quiet: bool) -> 
 
 
 def body(mesh: Any, case: Any) -> Any:
-    """What travels to the ranks; see `sharded_rank.trace`."""
+    """Sent to the ranks; see `sharded_rank.trace`."""
     return import_module(RANKS).trace(mesh, case)
 
 
@@ -155,7 +155,7 @@ def _report(title: str, twin: _Twin, ranks: tuple[RankTrace, ...], mesh: Mapping
 
 @dataclass
 class _Comparison:
-    """The ranks' arrays beside the reference's. `sums` are the tensors whose ranks hold terms of a sum."""
+    """The ranks' arrays and the reference's. `sums` lists the tensors whose ranks hold terms of a sum."""
 
     twin: _Twin
     ranks: tuple[RankTrace, ...]
@@ -172,7 +172,7 @@ class _Comparison:
         }
 
     def start(self) -> list[Line]:
-        """The weights that both begin with, those that differ: nothing after them could be equal."""
+        """Lines for initial weights that differ, because nothing after them could be equal."""
         budget = K * UNIT_ROUNDOFF[self.twin.dtype]
         result = []
         for name, placement in self._weights.items():
@@ -197,7 +197,7 @@ class _Comparison:
         return lines(reference, trace, _whole, self.twin.dtype, self._axes)
 
     def _add(self, recordings: list[Recording], kind: str, event: Event, full: np.ndarray) -> None:
-        """Put every rank's piece into the full tensor, so that it is compared in its place."""
+        """Insert every rank's piece into the full tensor, to compare it in its place."""
         pieces = {
             r: getattr(rank.recording, kind)[event]
             for r, rank in enumerate(self.ranks)
@@ -214,7 +214,7 @@ class _Comparison:
             getattr(recordings[rank], kind)[event] = in_full(full, placement, rank)
 
     def _of_weights(self) -> dict[str, np.ndarray]:
-        """The gradients of the weights that require one, each placed as its weight is."""
+        """The gradients of the weights that require one, each placed like its weight."""
         result = {}
         for name, placement in self._weights.items():
             pieces = {r: rank.gradients[name] for r, rank in enumerate(self.ranks) if name in rank.with_gradient}

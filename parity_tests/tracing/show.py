@@ -1,4 +1,4 @@
-"""How traces are reported: for each a table and a sentence, and one JSON for all."""
+"""Reports of traces: a table and a sentence for each, and one JSON for all."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, RANK_FAILED
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.tracing.lines import Line, first
 
-BEFORE, AFTER = 4, 3  # lines shown around the first that differs
-WIDTH = 150  # where there is no terminal to ask
+BEFORE, AFTER = 4, 3  # lines shown around the first difference
+WIDTH = 150  # without a terminal
 
 
 @dataclass(frozen=True)
 class TraceReport:
-    """One trace: its name, what it was compared with (`on one device`), and its lines, or how a rank failed.
+    """One trace: its name, its reference (`on one device`), and its lines or a rank's failure.
 
-    `torch_names` gives a module's name in PyTorch by the one in `lines`, where they differ; `torch_only` and
-    `flax_only` are modules that one side alone calls. `sums` are tensors whose ranks hold terms of a sum.
+    `torch_names` maps module names in `lines` to PyTorch's where they differ; `torch_only` and `flax_only` are modules
+    that only one side calls. `sums` are tensors whose ranks hold terms of a sum.
     """
 
     name: str
@@ -36,7 +36,7 @@ class TraceReport:
     torch_names: Mapping[str, str] = field(default_factory=dict)
     torch_only: Sequence[str] = ()
     flax_only: Sequence[str] = ()
-    sides: tuple[str, str] = ("PyTorch", "flax")  # whose those are
+    sides: tuple[str, str] = ("PyTorch", "flax")  # the two sides of torch_only and flax_only
     sums: Sequence[str] = ()
 
     @property
@@ -47,9 +47,9 @@ class TraceReport:
 
 
 def print_report(console: Console, report: TraceReport, is_whole: bool, quiet: bool) -> None:
-    """The lines about the first that differs, or all; then a sentence, and one for what was not compared.
+    """The lines around the first difference, or all; then a sentence, and one about modules that were not compared.
 
-    `quiet`: the first line of the sentence alone.
+    `quiet`: only the first line of the sentence.
     """
     shown_lines = report.lines if is_whole else around(report.lines)
     if shown_lines and not quiet:
@@ -62,13 +62,13 @@ def print_report(console: Console, report: TraceReport, is_whole: bool, quiet: b
 
 
 def console(json: str | None) -> Console:
-    """Where the table goes: to standard error where standard output is for JSON alone."""
+    """The table's console: standard error if standard output carries JSON."""
     text_to_stderr = json == "-"
     return Console(stderr=text_to_stderr, width=None if Console(stderr=text_to_stderr).is_terminal else WIDTH)
 
 
 def write(reports: Sequence[TraceReport], json: str | None) -> int:
-    """The JSON, if it was asked for; returns the exit status, the worst of all."""
+    """Write the JSON if asked for; returns the worst exit status of all."""
     status = max(report.status for report in reports)
     text = json_module.dumps({"status": status, "traces": [record(report) for report in reports]}, indent=1)
     if json:
@@ -77,7 +77,7 @@ def write(reports: Sequence[TraceReport], json: str | None) -> int:
 
 
 def around(lines: Sequence[Line]) -> Sequence[Line]:
-    """The first line that differs with those about it; none if all is equal."""
+    """The first line that differs, with its neighbours; empty if all are equal."""
     at = next((i for i, line in enumerate(lines) if not line.ok), None)
     return [] if at is None else lines[max(at - BEFORE, 0) : at + AFTER + 1]
 
@@ -94,7 +94,7 @@ def table(lines: Sequence[Line]) -> Table:
 
 
 def closing(report: TraceReport) -> str:
-    """One sentence, and a line for each thing known of the kind of mistake."""
+    """One sentence, and one line for each finding on the kind of mistake."""
     if report.failure is not None:
         return f"{report.name}: {report.failure}"
     line = first(report.lines)
@@ -110,7 +110,7 @@ def closing(report: TraceReport) -> str:
 
 
 def asides(report: TraceReport) -> list[str]:
-    """What was not compared, since one side alone has it, and what was compared as a sum."""
+    """Modules that were not compared because only one side has them, and tensors compared as a sum."""
     sides = zip(report.sides, (report.torch_only, report.flax_only), strict=True)
     alone = [f"  not compared, called by {side} alone: {', '.join(names)}" for side, names in sides if names]
     sums = report.sums if first(report.lines) is None else ()  # a wrong tensor may be near a sum by chance
@@ -118,7 +118,7 @@ def asides(report: TraceReport) -> list[str]:
 
 
 def record(report: TraceReport) -> dict[str, Any]:
-    """A trace as JSON: an error beyond every number is written as text."""
+    """A trace as JSON; an infinite error is written as text."""
     line = first(report.lines)
     return {
         "name": report.name,

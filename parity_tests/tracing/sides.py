@@ -1,4 +1,4 @@
-"""Call a user's module on either side; what it raises, or returns amiss, is said in a sentence."""
+"""Call a user's module on either side, and report its exception or wrong result in one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parity_tests.harness.run.ledger import at_users_line, raised_at
 
 
 def of_torch(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What the PyTorch side returns. Errors: Raised for its own exception."""
+    """The result of the PyTorch side. Errors: Raised for its own exception."""
     try:
         return call(*arguments)
     except Exception as error:
@@ -22,7 +22,7 @@ def of_torch(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def of_flax(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What the flax side returns. Errors: ReferenceFailure for its own exception."""
+    """The result of the flax side. Errors: ReferenceFailure for its own exception."""
     try:
         return call(*arguments)
     except Exception as error:
@@ -30,7 +30,7 @@ def of_flax(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def check_output(out: Any) -> None:
-    """Errors: ValueError for what is no floating tensor with a gradient."""
+    """Errors: ValueError for anything but a floating tensor with a gradient."""
     if not isinstance(out, torch.Tensor) or not out.is_floating_point():
         raise ValueError(f"Pair: the PyTorch module returns {_kind(out)}; wrap it to return one floating tensor")
     if not out.requires_grad:
@@ -38,7 +38,7 @@ def check_output(out: Any) -> None:
 
 
 def check_shape(out: Any, shape: tuple[int, ...]) -> None:
-    """Errors: ValueError where the flax module returns no array of the PyTorch module's shape."""
+    """Errors: ValueError unless the flax module returns an array with the PyTorch module's shape."""
     if not hasattr(out, "shape"):
         raise ValueError(f"Pair: the flax module returns {_kind(out)}; wrap it to return one array")
     if tuple(out.shape) != tuple(shape):
@@ -53,5 +53,5 @@ def _kind(x: Any) -> str:
 
 
 def _said(error: Exception) -> str:
-    """Type and first line: what follows in JAX's messages is advice."""
+    """Type and first line; JAX's messages go on with advice."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,4 +1,4 @@
-"""Record a PyTorch model while it runs: hooks on every module, which are gone afterwards."""
+"""Record a PyTorch model while it runs, by hooks on every module, which are removed afterwards."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Array = Callable[[Tensor], np.ndarray]
 
 @dataclass
 class Recording:
-    """Arrays by event, in float64, as this rank holds them; `values` in the order of execution."""
+    """This rank's local arrays by event, in float64; `values` in order of execution."""
 
     values: dict[Event, np.ndarray] = field(default_factory=dict)
     gradients: dict[Event, np.ndarray] = field(default_factory=dict)
 
 
 def local_array(x: Tensor) -> np.ndarray:
-    """What this rank holds, in float64."""
+    """This rank's local part, in float64."""
     local: Any = x.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     return local.double().cpu().numpy().copy()
@@ -33,9 +33,9 @@ def local_array(x: Tensor) -> np.ndarray:
 
 @contextmanager
 def recorded(model: nn.Module, *, is_whole: bool = False, array: Array = local_array) -> Iterator[Recording]:
-    """All modules, while the context is open; the model itself, whose name is "", if `is_whole`.
+    """Record all modules while the context is open; if `is_whole`, also the model itself, named "".
 
-    Of a module that returns a tuple it is the first tensor. `array` is what is written down of a tensor.
+    If a module returns a tuple, its first tensor is recorded. `array` converts a tensor for the recording.
     """
     hooks, handles = _Hooks(Recording(), array), []
     for name, module in model.named_modules():
@@ -71,12 +71,14 @@ class _Hooks:
         return hook
 
     def _first(self, tensors: tuple[Any, ...], event: Event) -> tuple[Any, ...] | None:
-        """The tuple with its first tensor seen; nothing, which leaves it alone, where that is none to see."""
+        """The tuple with its first tensor watched; None, which leaves it unchanged, if there is no floating one."""
         return (self._seen(tensors[0], event), *tensors[1:]) if tensors and is_floating(tensors[0]) else None
 
     def _seen(self, x: Tensor, event: Event) -> Tensor:
-        """The same tensor under a name of its own, so that its gradient is that of this use alone; zero until there is
-        one, so that what backward never comes to is compared as well."""
+        """A view of the tensor, so that its gradient belongs to this use alone.
+
+        The recorded gradient is zero until backward reaches it, so that an unreached tensor is compared too.
+        """
         values, gradients = self.recording.values, self.recording.gradients
         values[event] = self._array(x)
         if not x.requires_grad:
@@ -88,5 +90,5 @@ class _Hooks:
 
 
 def is_floating(x: Any) -> bool:
-    """Whether x is a tensor of floating numbers."""
+    """Whether x is a floating-point tensor."""
     return isinstance(x, Tensor) and x.is_floating_point()

@@ -1,7 +1,7 @@
-"""Trace a single-device PyTorch module, and how far rounding moves each tensor: the reference of a sharded one.
+"""Trace a single-device PyTorch module, and how far rounding moves each tensor: the reference for a sharded one.
 
-It runs in float64 with weights and inputs as the tested dtype holds them. In the copies every weight and every tensor
-that leaves a module is off by as much as that dtype rounds it, as in the flax side's.
+It runs in float64 on weights and inputs rounded to the tested dtype. In the copies every weight and every tensor that
+leaves a module has a rounding error of that dtype, as on the flax side.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from parity_tests.tracing.flax_side import COPIES, ReferenceTrace, parted
 from parity_tests.tracing.probes import draws, is_summed_in
 from parity_tests.tracing.torch_side import Recording, is_floating, local_array, recorded
 
-ForwardFunction = Callable[[nn.Module], Tensor]  # from the module to the tensor that backward begins with
-Cotangent = Callable[[tuple[int, ...]], Tensor]  # by the shape of that tensor
+ForwardFunction = Callable[[nn.Module], Tensor]  # from the module to the tensor that backward starts from
+Cotangent = Callable[[tuple[int, ...]], Tensor]  # by that tensor's shape
 
 
 @dataclass(frozen=True)
 class TwinTrace:
-    """The reference's arrays by event and by weight, the weights themselves, and the shape of the output."""
+    """The reference's arrays by event and by weight, the weights, and the shape of the output."""
 
     reference: ReferenceTrace
     weights: dict[str, np.ndarray]
@@ -44,7 +44,7 @@ class _Copy:
 def traced(module: nn.Module, call: ForwardFunction, cotangent: Cotangent, dtype: str, seed: int = 0) -> TwinTrace:
     """One forward and backward; `module` is changed to float64.
 
-    A weight that gets no gradient has one of zero.
+    A weight that gets no gradient has a gradient of zero.
     """
     weights = {name: p.detach().to(getattr(torch, dtype)).double() for name, p in module.named_parameters()}
     module.double()
@@ -71,7 +71,10 @@ def _one(module: nn.Module, call: ForwardFunction, cotangent: Cotangent, roundin
 
 
 def _reference_trace(copies: list[_Copy]) -> ReferenceTrace:
-    """The first copy's arrays, and how far the others are from them. What no gradient comes to has one of zero."""
+    """The first copy's arrays, and the distance of the others.
+
+    A tensor that no gradient reaches has a zero gradient.
+    """
     exact = copies[0]
     spread = {
         ("weight", name): parted(np.stack([each.of_weights[name] for each in copies])) for name in exact.of_weights
@@ -88,14 +91,14 @@ def _reference_trace(copies: list[_Copy]) -> ReferenceTrace:
 
 
 class _Rounding:
-    """The rounding errors of one copy; `unit` is 0 in the copy that has none."""
+    """The rounding errors of one copy; `unit` is 0 for the exact copy."""
 
     def __init__(self, dtype: str, unit: float, generator: np.random.Generator) -> None:
         self._dtype, self._unit, self._generator = dtype, unit, generator
         self._is_summed = is_summed_in(dtype)
 
     def of_weight(self, x: Tensor) -> Tensor:
-        """With an error for the products that it is in, where the dtype rounds those."""
+        """The weight with an error for its products, if the dtype rounds those."""
         return self.of(x) if self._is_summed else x.clone()
 
     def of(self, x: Tensor) -> Tensor:
@@ -109,13 +112,13 @@ class _Rounding:
 
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
-        """Round what leaves every module, and what of it a recorder sees."""
+        """Round every module's output, and the part of it that a recorder sees."""
         with _hooks(each.register_forward_hook(self._leaving) for each in module.modules()):
             yield
 
     @contextmanager
     def before(self, module: nn.Module) -> Iterator[None]:
-        """In a narrow dtype, round what enters every module too: it was stored."""
+        """In a narrow dtype, also round every module's input, because it was stored."""
         modules = [] if self._is_summed else list(module.modules())
         with _hooks(each.register_forward_pre_hook(self._entering, prepend=True) for each in modules):
             yield

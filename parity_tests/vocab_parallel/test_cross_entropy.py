@@ -28,6 +28,7 @@ OFTEN_SPREAD = values("large", "normal", "large", "neg_inf_mask", "large", "peak
 
 @scheme(
     reference=cross_entropy,
+    contract=vp.DistributedCrossEntropy,
     inputs={"student_logits": "b s v/tp:ragged", "target_logits": "b s v/tp:ragged"},
     draw={"student_logits": OFTEN_MASKED, "target_logits": OFTEN_SPREAD},
     nograd=("target_logits",),

@@ -70,23 +70,41 @@ def specs(student, types):
 OVER_CP = "b f/cp:dual_chunk_swap"
 
 
-@scheme(mesh={"tp": (1,)}, **specs("b f v tp=I", "tp=I"), cost=cost(False, False, False), **DECLARED)
+@scheme(
+    mesh={"tp": (1,)},
+    **specs("b f v tp=I", "tp=I"),
+    cost=cost(False, False, False),
+    **DECLARED,
+)
 def distillation_alone(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
     return three(student, teacher, ids, zero_outside_topk, calculate_entropy)
 
 
-@scheme(mesh={"tp": (1, 2, 3, 4)}, **specs("b f v/tp:ragged", "tp=I"), cost=cost(True, False, True), **DECLARED)
+@scheme(
+    contract=vp.get_distillation_topk_logprobs_from_logits,
+    mesh={"tp": (1, 2, 3, 4)},
+    **specs("b f v/tp:ragged", "tp=I"),
+    cost=cost(True, False, True),
+    **DECLARED,
+)
 def distillation_over_tp(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
     groups = mesh.rank("tp"), mesh["tp"]
     return three(student, teacher, ids, zero_outside_topk, calculate_entropy, *groups)
 
 
-@scheme(mesh={"cp": (1, 2, 4)}, **specs(f"{OVER_CP} v", "cp=R"), cost=cost(False, True, False), **DECLARED)
+@scheme(
+    contract=vp.get_distillation_topk_logprobs_from_logits,
+    mesh={"cp": (1, 2, 4)},
+    **specs(f"{OVER_CP} v", "cp=R"),
+    cost=cost(False, True, False),
+    **DECLARED,
+)
 def distillation_over_cp(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
     return three(student, teacher, ids, zero_outside_topk, calculate_entropy, None, None, mesh["cp"])
 
 
 @scheme(
+    contract=vp.get_distillation_topk_logprobs_from_logits,
     mesh={"cp": (1, 2), "tp": (1, 2, 4)},
     **specs(f"{OVER_CP} v/tp:ragged", "tp=I cp=R"),
     cost=cost(True, True, True),
@@ -107,6 +125,7 @@ def as_dtensor(mesh, local, v):
 
 
 @scheme(
+    contract=vp.get_distillation_topk_logprobs_from_logits,
     mesh={"cp": (1, 2), "tp": (1, 2, 4)},
     **specs(f"{OVER_CP} v/tp", "tp=I cp=R"),
     cost=cost(True, True, False),

@@ -16,8 +16,8 @@ from torch_impl import vocab_parallel as vp
 @scheme(
     reference=negative_entropy,
     mesh={"tp": (1, 2, 3, 4)},
+    contract=vp.ChunkedDistributedEntropy,
     inputs={"logits": "b s v/tp:ragged"},
-    outputs="b s tp=I",
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),

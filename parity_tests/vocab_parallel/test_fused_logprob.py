@@ -238,3 +238,40 @@ def test_a_nan_row_without_a_target_reaches_no_gradient():
 
     nan_rows = [[False, False, False], [True, False, False]]
     assert on_two_ranks(body) == ((nan_rows, [0.0] * V, True),) * 2
+
+
+def on_one_rank(z, target, start, end, **options):
+    """The score of each target and the gradient of their sum, where one rank has full rows."""
+
+    def body(mesh, case):
+        leaf = z.clone().requires_grad_()
+        vocab = dict(vocab_start_index=start, vocab_end_index=end)
+        outputs = vocab_parallel_logprob(leaf, target, mesh["tp"], **vocab, **options)
+        score = outputs[0] if isinstance(outputs, tuple) else outputs
+        return score.detach(), torch.autograd.grad(score.sum(), leaf)[0]
+
+    return run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 1})).results[0]
+
+
+def test_ids_are_relative_to_the_start_of_the_range():
+    """Ids 5 to 12 of eight columns; 0 and 13 are outside."""
+    z, target = logits(0, shape=(4, V)).detach(), torch.tensor([5, 12, 0, 13])
+    shifted, from_zero = on_one_rank(z, target, 5, 5 + V), on_one_rank(z, target - 5, 0, V)
+    assert all(torch.equal(a, b) for a, b in zip(shifted, from_zero, strict=True))
+    assert torch.equal(shifted[0] == 0, torch.tensor([False, False, True, True]))
+
+
+def test_columns_beyond_the_vocabulary_are_no_ids():
+    """Padding of the shard: its columns count in the normaliser, and an id of one is outside the vocabulary."""
+    z = torch.linspace(-1.0, 1.0, V).repeat(2, 1)
+    score, gradient = on_one_rank(z, torch.tensor([V - 3, V - 2]), 0, V - 2)
+    assert equal_to_rounding(score[:1], z.log_softmax(-1)[:1, V - 3])
+    assert score[1] == 0.0 and not gradient[1].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"with_entropy": True}], ids=str)
+def test_no_column_is_an_id(options):
+    """Of an empty range every id is outside the vocabulary, also the one before its start."""
+    z = torch.linspace(-1.0, 1.0, 3 * V).view(3, V)
+    score, gradient = on_one_rank(z, torch.tensor([3, 4, -100]), 4, 4, **options)
+    assert score.tolist() == [0.0] * 3 and not gradient.any()

@@ -18,8 +18,8 @@ from torch_impl import vocab_parallel as vp
 @scheme(
     reference=gather_logprob,
     mesh={"tp": (1, 2, 3, 4)},
+    contract=vp.ChunkedDistributedGatherLogprob,
     inputs={"logits": "b s v/tp:ragged", "ids": "b s k"},
-    outputs="b s k tp=I",
     draw={"ids": ids("v", ignore=-100)},
     dims={"k": (1, 2, 3, 8, 0)},
     rank_options={"chunk_size": (None, 1, 2, 5)},

@@ -1,10 +1,8 @@
 """What the output layer rejects: every sentence in full, on every rank, before anything is sent."""
 
-import pytest
 import torch
 
-from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec
+from parity_tests.rejections import rejected
 from torch_impl import vocab_parallel as vp
 
 HIDDEN, WEIGHT = torch.zeros(8, 2, 4), torch.zeros(3, 4)
@@ -100,13 +98,4 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), REJECTED, ids=[text[15:100] for _, _, text in REJECTED])
-def test_rejection(call, kind, text):
-    def body(mesh, case):
-        with pytest.raises(kind) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 2}))
-    assert ranks.results == (text,) * 4
-    assert ranks.ledger.rows == []
+test_rejection = rejected({"cp": 2, "tp": 2}, [(text[15:100], call, text, kind) for call, kind, text in REJECTED])

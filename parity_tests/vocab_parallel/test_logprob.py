@@ -33,8 +33,8 @@ def one_exchange(numbers):
 
 
 @scheme(
+    contract=vp.vocab_parallel_logprob,
     reference=logprob,
-    outputs="b s tp=I",
     rank_options={"chunk_size": (None, 1, 2, 5)},
     cost=one_exchange(3),
     **DECLARED,
@@ -53,6 +53,7 @@ def vocab_parallel_logprob(mesh, logits, target, temperature, chunk_size):
 
 
 @scheme(
+    contract=vp.vocab_parallel_logprob,
     reference=logprob_and_negative_entropy,
     outputs=("b s tp=I", "b s tp=I"),
     rank_options={"chunk_size": (None, 1, 2, 5)},
@@ -74,14 +75,14 @@ def logprob_with_entropy(mesh, logits, target, temperature, chunk_size):
     )
 
 
-@scheme(reference=logprob, outputs="b s tp=I", cost=one_exchange(3), **DECLARED)
+@scheme(contract=vp.DistributedLogprob, reference=logprob, cost=one_exchange(3), **DECLARED)
 def distributed_logprob(mesh, logits, target, temperature):
     return vp.DistributedLogprob.apply(logits, target, *owned_range(mesh), mesh["tp"], False, temperature)
 
 
 @scheme(
+    contract=vp.ChunkedDistributedLogprob,
     reference=logprob,
-    outputs="b s tp=I",
     rank_options={"chunk_size": (1, 2, 5)},
     cost=one_exchange(3),
     **DECLARED,
@@ -94,8 +95,8 @@ def chunked_distributed_logprob(mesh, logits, target, temperature, chunk_size):
 
 
 @scheme(
+    contract=vp.DistributedLogprob,
     reference=logprob,
-    outputs="b s tp=I",
     nograd=("logits",),
     **{
         **DECLARED,
@@ -123,6 +124,7 @@ def laid_out(logits, layout):
 
 
 @scheme(
+    contract=vp.vocab_parallel_logprob,
     reference=logprob_and_negative_entropy,
     outputs=("b s tp=I", "b s tp=I"),
     dims={"b": (1, 2), "s": (3, 1, 0, 5)},

@@ -8,6 +8,7 @@ import torch
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
+from parity_tests.rejections import rejected
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.logprob import may_share_memory
 
@@ -114,21 +115,14 @@ VALUE_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "call", "text"),
-    [(TypeError, *row) for row in TYPE_ERRORS] + [(ValueError, *row) for row in VALUE_ERRORS],
-    ids=lambda value: value[15:55] if isinstance(value, str) else "",
+test_rejection = rejected(
+    {"tp": 2},
+    [
+        (text[15:55], lambda mesh, call=call: call(mesh["tp"]), text, kind)
+        for kind, rows in ((TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS))
+        for call, text in rows
+    ],
 )
-def test_rejection(kind, call, text):
-    def body(mesh, case):
-        try:
-            call(mesh["tp"])
-        except kind as error:
-            return str(error)
-
-    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 2}))
-    assert ranks.results == (text, text)
-    assert ranks.ledger.rows == []
 
 
 def test_int32_ids_and_a_range_narrower_than_the_shard_are_fine():

@@ -40,8 +40,8 @@ SPECIAL = ("ties", "maximum last", "-inf", "one finite", "+inf", "nan")
 
 
 @scheme(
+    contract=vp.vocab_parallel_logprob,
     reference=logprob,
-    outputs="b s tp=I",
     dtypes=("float32", "float64", "bfloat16"),
     rank_options={"chunk_size": (None, 1)},
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 3 * c.b * c.s))),
@@ -54,6 +54,7 @@ def logprob_of_long_rows(mesh, logits, target, temperature, chunk_size):
 
 
 @scheme(
+    contract=vp.vocab_parallel_logprob,
     reference=logprob_and_negative_entropy,
     outputs=("b s tp=I", "b s tp=I"),
     dtypes=("float32", "bfloat16"),

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from jax_ref.layouts import packed as reference
-from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec
+from parity_tests.rejections import rejected
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.packed import packed_slots
 
@@ -97,13 +96,6 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), REJECTED, ids=[text[:60] for _, _, text in REJECTED])
-def test_rejection(call, kind, text):
-    def body(mesh, case):
-        with pytest.raises(kind) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 1}))
-    assert ranks.results == (f"{NAME}: {text}",) * 2
-    assert ranks.ledger.rows == []
+test_rejection = rejected(
+    {"cp": 2, "tp": 1}, [(text[:60], call, f"{NAME}: {text}", kind) for call, kind, text in REJECTED]
+)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
+from parity_tests.rejections import rejected
 from torch_impl import vocab_parallel as vp
 
 LOGITS, TEACHER = torch.zeros(2, 8, 8), torch.zeros(2, 8, 3)
@@ -225,31 +224,29 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "call", "text"), REJECTED, ids=[text[15:90] for _, _, text in REJECTED])
-def test_rejection_on_every_rank_before_anything_is_sent(kind, call, text):
-    def body(mesh, case):
-        try:
-            call(mesh)
-        except kind as error:
-            return str(error)
-
-    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 2}))
-    assert ranks.results == (text,) * 4
-    assert ranks.ledger.rows == []
+test_rejection_on_every_rank_before_anything_is_sent = rejected(
+    {"cp": 2, "tp": 2}, [(text[15:90], call, text, kind) for kind, call, text in REJECTED]
+)
 
 
-def test_a_rank_that_is_not_the_groups():
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            distillation(1 - mesh.rank("tp"), mesh["tp"])
-        return str(caught.value)
-
+def test_a_rank_without_its_group():
     with pytest.raises(ValueError, match="vocab_parallel_rank=1 but vocab_parallel_group is None; pass both"):
         distillation(1, None)
-    template = "{}: vocab_parallel_rank={} but this is rank {} of vocab_parallel_group"
-    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 2}))
-    assert ranks.results == (template.format(DISTILLATION, 1, 0), template.format(DISTILLATION, 0, 1))
-    assert ranks.ledger.rows == []
+
+
+test_a_rank_that_is_not_the_groups = rejected(
+    {"tp": 2},
+    [
+        (
+            "the other rank",
+            lambda mesh: distillation(1 - mesh.rank("tp"), mesh["tp"]),
+            tuple(
+                f"{DISTILLATION}: vocab_parallel_rank={1 - rank} but this is rank {rank} of vocab_parallel_group"
+                for rank in range(2)
+            ),
+        )
+    ],
+)
 
 
 PLAIN_TENSORS = {
@@ -267,28 +264,33 @@ PLAIN_TENSORS = {
 }
 
 
-@pytest.mark.parametrize(("label", "call"), PLAIN_TENSORS.items(), ids=PLAIN_TENSORS)
-def test_a_dtensor_in_place_of_a_plain_tensor_is_rejected(label, call):
-    def body(mesh, case):
-        x = as_dtensor(mesh, [Shard(1), Shard(2)])
-        with pytest.raises(TypeError) as caught:
-            call(x, mesh)
-        return str(caught.value)
+test_a_dtensor_in_place_of_a_plain_tensor_is_rejected = rejected(
+    {"cp": 2, "tp": 2},
+    [
+        (
+            label,
+            lambda mesh, call=call: call(as_dtensor(mesh, [Shard(1), Shard(2)]), mesh),
+            f"{label} is a DTensor; pass {label.split()[-1]}.to_local()",
+            TypeError,
+        )
+        for label, call in PLAIN_TENSORS.items()
+    ],
+)
 
-    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 2}))
-    assert ranks.results == (f"{label} is a DTensor; pass {label.split()[-1]}.to_local()",) * 4
-    assert ranks.ledger.rows == []
+
+def next_tokens_of_ids_as_dtensor(mesh):
+    ids = DTensor.from_local(IDS[..., 0], mesh.device_mesh, [Replicate(), Replicate()], run_check=False)
+    return vp.get_next_token_logprobs_from_logits(ids, LOGITS, None, mesh.rank("tp"), mesh["tp"])
 
 
-def test_ids_of_plain_logits_are_plain():
-    def body(mesh, case):
-        ids = DTensor.from_local(IDS[..., 0], mesh.device_mesh, [Replicate(), Replicate()], run_check=False)
-        with pytest.raises(TypeError) as caught:
-            vp.get_next_token_logprobs_from_logits(ids, LOGITS, None, mesh.rank("tp"), mesh["tp"])
-        return str(caught.value)
-
-    name = "vocab_parallel.get_next_token_logprobs_from_logits"
-    message = f"{name}: input_ids is a DTensor; pass input_ids.to_local()"
-    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 1, "tp": 2}))
-    assert ranks.results == (message,) * 2
-    assert ranks.ledger.rows == []
+test_ids_of_plain_logits_are_plain = rejected(
+    {"cp": 1, "tp": 2},
+    [
+        (
+            "input_ids",
+            next_tokens_of_ids_as_dtensor,
+            "vocab_parallel.get_next_token_logprobs_from_logits: input_ids is a DTensor; pass input_ids.to_local()",
+            TypeError,
+        )
+    ],
+)

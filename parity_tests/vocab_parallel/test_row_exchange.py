@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import same
 from parity_tests.harness.run.engines import run
+from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check, every_case, scheme
 from torch_impl import vocab_parallel as vp
 
@@ -21,12 +22,12 @@ def one_exchange(c):
     return Cost(forward={"all_to_all": (1, shard)}, backward={"all_to_all": (1, shard)})
 
 
-@scheme(inputs={"matrix": "t v/tp"}, outputs="t/tp v", cost=one_exchange, **DECLARED)
+@scheme(contract=vp.all_to_all_vp2sq, inputs={"matrix": "t v/tp"}, cost=one_exchange, **DECLARED)
 def columns_to_rows(mesh, matrix):
     return vp.all_to_all_vp2sq(matrix, mesh["tp"])
 
 
-@scheme(inputs={"matrix": "t/tp v"}, outputs="t v/tp", cost=one_exchange, **DECLARED)
+@scheme(contract=vp.all_to_all_sq2vp, inputs={"matrix": "t/tp v"}, cost=one_exchange, **DECLARED)
 def rows_to_columns(mesh, matrix):
     return vp.all_to_all_sq2vp(matrix, mesh["tp"])
 
@@ -113,14 +114,6 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "call", "text"), REJECTED, ids=[row[2][15:60] for row in REJECTED])
-def test_rejection(kind, call, text):
-    def body(mesh, case):
-        try:
-            call(mesh["tp"])
-        except kind as error:
-            return str(error)
-
-    ranks = run(body, CaseSpec(scheme="row_exchange", mesh={"tp": 2}))
-    assert ranks.results == (text, text)
-    assert ranks.ledger.rows == []
+test_rejection = rejected(
+    {"tp": 2}, [(text[15:60], lambda mesh, call=call: call(mesh["tp"]), text, kind) for kind, call, text in REJECTED]
+)

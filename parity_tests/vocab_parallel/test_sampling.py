@@ -46,6 +46,7 @@ def filter_cost(c, known_range):
 
 
 @scheme(
+    contract=vp.DistributedLogprobWithSampling,
     options={"top_k": (None, 1, 5), "top_p": (1.0, 0.5, 0.9), "temperature": (1.0, 0.5)},
     cost=lambda c: filter_cost(c, known_range=False),
     **SMALL,
@@ -56,6 +57,7 @@ def logprob_with_sampling(mesh, logits, target, top_k, top_p, temperature):
 
 
 @scheme(
+    contract=vp.ChunkedDistributedLogprobWithSampling,
     options={"top_k": (None, 3), "top_p": (0.3, 1.0, 0.99), "temperature": (2.0,)},
     rank_options={"chunk_size": (None, 1, 2, 5)},
     cost=lambda c: filter_cost(c, known_range=True),
@@ -70,6 +72,7 @@ def chunked_logprob_with_sampling(mesh, logits, target, top_k, top_p, temperatur
 
 
 @scheme(
+    contract=vp.DistributedLogprobWithSampling,
     mesh={"tp": (1, 2, 4)},
     dims={"b": (1,), "s": (2,), "v": (1030, 2100)},
     options={"top_k": (1025, None, 2000), "top_p": (1.0, 0.9, 0.5), "temperature": (1.0, 0.7)},
@@ -83,6 +86,7 @@ def logprob_with_wide_sampling(mesh, logits, target, top_k, top_p, temperature):
 
 
 @scheme(
+    contract=vp.DistributedLogprobWithSampling,
     mesh={"tp": (1, 2)},
     dims={"b": (1,), "s": (1, 2), "v": (8450, 12800)},
     options={"top_k": (1025, None, 3000), "top_p": (1.0, 0.5), "temperature": (1.0, 0.7)},
@@ -104,6 +108,7 @@ def one_peaked_row(generator, shape):
 
 
 @scheme(
+    contract=vp.DistributedLogprobWithSampling,
     mesh={"tp": (1, 2, 3)},
     dims={"b": (1, 2), "s": (3,), "v": (300, 2100, 8450)},
     options={"top_k": (None, 1025), "top_p": (0.3, 0.9), "temperature": (1.0, 0.7)},
@@ -117,6 +122,7 @@ def sampling_beside_a_peaked_row(mesh, logits, target, top_k, top_p, temperature
 
 
 @scheme(
+    contract=vp.DistributedLogprobWithSampling,
     mesh={"tp": (1, 2)},
     dims={"b": (1,), "s": (2, 3), "v": (12800, 16896)},
     options={"top_k": (None, 9000), "top_p": (0.5, 0.9), "temperature": (1.0, 0.25)},

@@ -2,12 +2,10 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec
+from parity_tests.rejections import rejected
 from torch_impl import vocab_parallel as vp
 
 IDS = torch.arange(16).view(2, 8)
@@ -130,13 +128,4 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), REJECTED, ids=[text[15:90] for _, _, text in REJECTED])
-def test_rejection(call, kind, text):
-    def body(mesh, case):
-        with pytest.raises(kind) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 1}))
-    assert ranks.results == (text,) * 2
-    assert ranks.ledger.rows == []
+test_rejection = rejected({"cp": 2, "tp": 1}, [(text[15:90], call, text, kind) for call, kind, text in REJECTED])

@@ -6,6 +6,7 @@ import torch
 
 from jax_ref.vocab_parallel import sequence
 from parity_tests.harness.run.engines import run
+from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check_cases, scheme
 from torch_impl import vocab_parallel as vp
 
@@ -26,6 +27,7 @@ def gather_cost(case):
 @scheme(
     reference=sequence,
     mesh=RANKS,
+    contract=vp.allgather_cp_sharded_tensor,
     inputs={"x": "b s/cp:dual_chunk_swap d"},
     outputs="b s d cp=R",
     rank_options={**SEQ_DIMS, "applies": (False, True)},
@@ -41,6 +43,7 @@ def gathered_sequence(mesh, x, seq_dim, applies):
 @scheme(
     reference=sequence,
     mesh=RANKS,
+    contract=vp._get_tokens_on_this_cp_rank,
     inputs={"x": "b s d cp=R"},
     outputs="b s/cp:dual_chunk_swap d",
     rank_options=SEQ_DIMS,
@@ -162,14 +165,6 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), REJECTED, ids=[row[2][15:70] for row in REJECTED])
-def test_rejection(call, kind, text):
-    def body(mesh, case):
-        try:
-            call(mesh["cp"])
-        except kind as error:
-            return str(error)
-
-    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2}))
-    assert ranks.results == (text, text)
-    assert ranks.ledger.rows == []
+test_rejection = rejected(
+    {"cp": 2}, [(text[15:70], lambda mesh, call=call: call(mesh["cp"]), text, kind) for call, kind, text in REJECTED]
+)

@@ -21,12 +21,12 @@ DECLARED = dict(
 )
 
 
-@scheme(reference=log_softmax, **DECLARED)
+@scheme(contract=vp._compute_distributed_log_softmax, reference=log_softmax, **DECLARED)
 def vocab_parallel_log_softmax(mesh, logits):
     return vp._compute_distributed_log_softmax(logits, mesh["tp"])
 
 
-@scheme(reference=softmax, **DECLARED)
+@scheme(contract=vp._compute_distributed_softmax, reference=softmax, **DECLARED)
 def vocab_parallel_softmax(mesh, logits):
     return vp._compute_distributed_softmax(logits, mesh["tp"])
 

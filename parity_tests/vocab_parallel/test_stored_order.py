@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from jax_ref.vocab_parallel import next_token_logprob_of_stored
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
+from parity_tests.rejections import rejected
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
@@ -45,6 +46,7 @@ def of_keys(logits, target, keys, columns, temperature):
 
 @scheme(
     reference=of_keys,
+    contract=vp.dtensor_from_parallel_logits_to_logprobs,
     inputs={"logits": "b s/cp v/tp:ragged", "target": "b s/cp", "keys": "s", "columns": "v"},
     cost=in_stored_order,
     **STORED,
@@ -63,6 +65,7 @@ def stored_next_tokens(mesh, logits, target, keys, columns, temperature, chunk_s
 
 @scheme(
     reference=of_keys,
+    contract=vp.get_logprobs_from_vocab_parallel_logits,
     inputs={"logits": "b s/cp v/tp:ceil", "target": "b s/cp", "keys": "s", "columns": "v"},
     layouts={"ceil": ceil},
     cost=in_stored_order,
@@ -274,16 +277,7 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), REJECTED, ids=[text[15:90] for _, text in REJECTED])
-def test_rejection(call, text):
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 2}))
-    assert ranks.results == (text,) * 4
-    assert ranks.ledger.rows == []
+test_rejection = rejected({"cp": 2, "tp": 2}, [(text[15:90], call, text) for call, text in REJECTED])
 
 
 def test_logits_that_are_not_a_dtensor_are_rejected():

@@ -24,6 +24,7 @@ def topk_of_each(logits, each):
 @scheme(
     reference=topk_of_each,
     mesh={"tp": (1, 2, 3, 4)},
+    contract=vp.distributed_vocab_topk,
     inputs={"logits": "b s v/tp:ragged", "each": "k"},
     outputs=("b s k tp=I", "b s k"),
     draw={
@@ -50,8 +51,8 @@ def logits_at_each(logits, ids):
 @scheme(
     reference=logits_at_each,
     mesh={"cp": (1, 2), "tp": (1, 2, 4)},
+    contract=vp.gather_logits_at_global_indices,
     inputs={"logits": "b f/cp:dual_chunk_swap v/tp:ragged", "ids": "b s k"},
-    outputs="b s k tp=I cp=R",
     draw={"ids": ids("v", ignore=-100)},
     dims={"k": (1, 2, 3, 0, 8), "f": "s+e", "e": (0, 1, 2, 3, 5)},
     rank_options={"chunk_size": (None, 1, 2, 5)},

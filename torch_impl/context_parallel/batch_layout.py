@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import large_tensors
 from torch_impl.collectives.lengths import dim_from_front
-from torch_impl.contract import GradientType, ShardedAny, contract
+from torch_impl.contract import GradientType, Rejected, ShardedAny, contract
 from torch_impl.layouts import TokenLayout
 
 
@@ -94,9 +94,8 @@ class BatchLayout:
 
     def _place(self, name: str, x: Tensor, dim: int, shape: tuple[int, ...]) -> int:
         """`dim` counted from the front; ValueError unless x has `shape` from there on."""
-        function = f"BatchLayout.{name}"
-        dim = dim_from_front(function, "dim", dim, x)
+        dim = dim_from_front("dim", dim, x)
         if tuple(x.shape[dim : dim + len(shape)]) != shape:
             where = f"x is {list(x.shape)}, the batch is {list(shape)} {'here' if name == 'gather' else 'in full'}"
-            raise ValueError(f"{function}: {where}; pass a tensor that has these dims from dim={dim} on")
+            raise Rejected(f"{where}; pass a tensor that has these dims from dim={dim} on")
         return dim

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
-from torch_impl.contract import Finite, PositiveInt, Sharded, ShardedIds, ShardedInt, contract
+from torch_impl.contract import Finite, PositiveInt, Rejected, Sharded, ShardedIds, ShardedInt, contract
 
 
 @contract
@@ -28,7 +28,7 @@ def softmax_top_k(
     Errors: TypeError for logits that are not floating or a k that is not an integer; ValueError for a k outside 1..e.
     Source: arXiv 2101.03961.
     """
-    _check_k("softmax_top_k", k, logits)
+    _check_k(k, logits)
     probabilities = logits.to(accumulator(logits.dtype)).softmax(-1)
     experts = _largest(probabilities, k)
     gates = probabilities.gather(-1, experts)
@@ -49,7 +49,7 @@ def top_k_softmax(
     Errors: as `softmax_top_k`.
     Source: arXiv 2401.04088.
     """
-    _check_k("top_k_softmax", k, logits)
+    _check_k(k, logits)
     scores = logits.to(accumulator(logits.dtype))
     experts = _largest(scores, k)
     return scores.gather(-1, experts).softmax(-1), experts, scores.softmax(-1)
@@ -81,7 +81,7 @@ def sigmoid_top_k(
             than groups, or a k above the number of experts in the chosen groups.
     Source: arXiv 2412.19437.
     """
-    _check_k("sigmoid_top_k", k, logits)
+    _check_k(k, logits)
     _check_groups(logits.shape[-1], k, groups, chosen_groups)
     scores = logits.to(accumulator(logits.dtype)).sigmoid()
     # Biased scores decide the choice and have no gradient; the gates are the scores without the bias.
@@ -107,22 +107,19 @@ def balanced_bias(bias: Sharded[Tensor, "e"], counts: ShardedInt[Tensor, "e"], r
     return bias.detach() + rate * direction.to(bias.dtype)
 
 
-def _check_k(function: str, k: int, logits: Tensor) -> None:
+def _check_k(k: int, logits: Tensor) -> None:
     if k > logits.shape[-1]:
-        raise ValueError(f"expert_parallel.{function}: k={k} of e={logits.shape[-1]} experts; choose at most e")
+        raise Rejected(f"k={k} of e={logits.shape[-1]} experts; choose at most e")
 
 
 def _check_groups(experts: int, k: int, groups: int, chosen_groups: int) -> None:
-    function = "expert_parallel.sigmoid_top_k"
     if experts % groups:
-        raise ValueError(f"{function}: groups={groups} must divide e={experts} experts")
+        raise Rejected(f"groups={groups} must divide e={experts} experts")
     if chosen_groups > groups:
-        raise ValueError(f"{function}: chosen_groups={chosen_groups} of groups={groups}; choose at most all")
+        raise Rejected(f"chosen_groups={chosen_groups} of groups={groups}; choose at most all")
     candidates = experts // groups * chosen_groups
     if k > candidates:
-        raise ValueError(
-            f"{function}: k={k} of {candidates} experts in chosen_groups={chosen_groups}; choose more groups"
-        )
+        raise Rejected(f"k={k} of {candidates} experts in chosen_groups={chosen_groups}; choose more groups")
 
 
 def _largest(scores: Tensor, k: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_impl.collectives.plain import all_gather_concat, reduce_scatter_sum
-from torch_impl.contract import Dtype, Function, Mesh, contract, type_name
+from torch_impl.contract import Dtype, Function, Mesh, Rejected, contract, type_name
 from torch_impl.optimizers.dtensor_shards import chunk_lengths, local_tensor
 
 
@@ -55,7 +55,7 @@ class Zero1:
     @contract
     def __init__(self, params: Any, optimizer: Function, mesh: Mesh, *, dtype: Dtype | None = None) -> None:
         if mesh.ndim != 1:
-            raise ValueError(f"optimizers.Zero1: mesh has {mesh.ndim} axes; pass one of them, such as mesh['dp']")
+            raise Rejected(f"mesh has {mesh.ndim} axes; pass one of them, such as mesh['dp']")
         groups = _as_groups(params)
         self.mesh = mesh
         self._buckets = [_buckets(each["params"], mesh, dtype) for each in groups]
@@ -101,12 +101,6 @@ class Zero1:
             for p, new in zip(bucket.parameters, flat.split([p.numel() for p in bucket.parameters]), strict=True):
                 p.copy_(new.view_as(p))
 
-    @torch.no_grad()
-    def read_weights(self) -> None:
-        """Copy the parameters into the shares, for example after loading weights without the optimizer's state."""
-        for bucket in self._all_buckets():
-            local_tensor(bucket.share).copy_(bucket.part(self.mesh, bucket.share.dtype))
-
     def _all_buckets(self) -> Iterator[_Bucket]:
         return (bucket for buckets in self._buckets for bucket in buckets)
 
@@ -123,10 +117,6 @@ class _Bucket:
         """Wrap this rank's part of a flat tensor as a DTensor."""
         return _placed(part, mesh, sum(self.lengths))
 
-    def part(self, mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
-        """This rank's part of the concatenated weights, a copy."""
-        return _part(self.parameters, self.lengths, mesh, dtype)
-
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
     """Parameter groups, each with a list of tensors that require a gradient. Errors: TypeError, ValueError."""
@@ -136,19 +126,19 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     labelled = [(f"group {i}", each) for i, group in enumerate(groups) for each in group["params"]]
     for label, each in labelled:
         if not isinstance(each, Tensor):
-            raise TypeError(f"optimizers.Zero1: {label} has {type_name(each)}; pass tensors")
+            raise Rejected(f"{label} has {type_name(each)}; pass tensors", TypeError)
         if isinstance(each, DTensor):
-            raise ValueError(
-                f"optimizers.Zero1: {label} has a DTensor; its state is sharded as it is, so step it with torch.optim "
+            raise Rejected(
+                f"{label} has a DTensor; its state is sharded as it is, so step it with torch.optim "
                 "itself, and pass parameters that every rank has in full"
             )
         if not each.dtype.is_floating_point:
-            raise ValueError(f"optimizers.Zero1: {label} has a parameter of {each.dtype}; pass floating ones")
+            raise Rejected(f"{label} has a parameter of {each.dtype}; pass floating ones")
     if len({id(each) for _, each in labelled}) < len(labelled):
-        raise ValueError("optimizers.Zero1: a parameter is passed twice; pass each once, as model.parameters() gives")
+        raise Rejected("a parameter is passed twice; pass each once, as model.parameters() gives")
     groups = [{**group, "params": [each for each in group["params"] if each.requires_grad]} for group in groups]
     if not any(group["params"] for group in groups):
-        raise ValueError("optimizers.Zero1: there are no parameters to step; pass those of a model")
+        raise Rejected("there are no parameters to step; pass those of a model")
     return groups
 
 

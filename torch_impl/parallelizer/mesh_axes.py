@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.parallelizer._torch_compat import axis_of_one_rank, concatenate, flatten, has_flattened, root_mesh
+from torch_impl.parallelizer._torch_compat import axis_of_one_rank, concatenate, flatten, has_flattened
 
 OLDER = {"data": "data_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "shard": "dp_cp"}
 NEWER = {"replicate": "dp_replicate", "data": "dp_shard", "cp": "cp", "tp": "tp", "shard": "dp_shard_cp"}
@@ -202,15 +202,6 @@ def roles_of(axes: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
     roles["shard"] = shard
     roles["ep"] = "ep" if "ep" in axes else None
     return {role: roles.get(role) for role in ("replicate", "data", "cp", "tp", "ep", "shard")}, generation["shard"]
-
-
-def check_one_root(**meshes: DeviceMesh | None) -> None:
-    """ValueError unless all these meshes were sliced from one root; None is skipped."""
-    roots = {name: root_mesh(mesh) for name, mesh in meshes.items() if mesh is not None}
-    (first, root), *rest = roots.items() or [("", None)]
-    for name, other in rest:
-        if other is not root and other != root:
-            raise ValueError(f"{name}: its root mesh is {other}, that of {first} is {root}; slice both from one mesh")
 
 
 def _only_in(generation: dict[str, str], other: dict[str, str], axes: tuple[str, ...]) -> list[str]:

@@ -1,7 +1,8 @@
 """Softmax, log-probabilities, top-k and sampling of logits whose vocabulary is sharded over the ranks of a group.
 
 `fused_logprob` has the formula, its forward and its backward; `logprob` has the public functions. The functions in
-`adapters` have the names of other libraries and only pass their arguments on.
+`adapters` have the names of other libraries and only pass their arguments on. A table in
+`docs/reference/vocab-parallel.md` says when each of the six routes to a softmax and to a sampler's bounds is taken.
 
 These arguments mean the same throughout the package, unless a function says otherwise:
 

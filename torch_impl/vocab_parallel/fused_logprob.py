@@ -13,8 +13,7 @@ Letters and names in code: m `row_max`, b = (z - m) / temperature shifted logits
 d = sum_v p_v b_v `shifted_mean`, g cotangents. `column` has the ids' columns in this rank's shard: [n, k] for k ids in
 each of n rows. `statistics` describes how m, the row sum and d are computed.
 
-Read `forward`, then `backward`, then `write_gradient`. Nothing is validated here: the public functions did so. A small
-call on full rows takes the short route of `small_logprob`, where the operations' overhead is most of the time.
+Read `forward`, then `backward`, then `write_gradient`. Nothing is validated here: the public functions did so.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch.distributed import ProcessGroup
 from torch_impl import kernels
 from torch_impl.collectives import accumulator, large_tensors
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.vocab_parallel import long_rows, small_logprob, statistics
+from torch_impl.vocab_parallel import long_rows, statistics
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_of, rows_per_block
 
 NOTHING_SAVED = "inference_only=True saved nothing for backward; call with inference_only=False"
@@ -74,9 +73,6 @@ class FusedLogprob(torch.autograd.Function):
 
 def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOptions) -> tuple[Tensor, ...]:
     """(log-probabilities in the ids' shape, if there are ids; sum p log p of each row, if `with_entropy`)."""
-    ctx.is_small = small_logprob.applies_to(logits, ids, options)
-    if ids is not None and ctx.is_small:
-        return small_logprob.forward(ctx, logits, ids, options)
     # 1. This rank's column of each id, [n, k]; a target is one id per row.
     column, has_full_rows = None, statistics.has_full_rows(options.group)
     if ids is not None:
@@ -115,8 +111,6 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     options: LogprobOptions = ctx.options
     if options.inference_only:
         raise RuntimeError(NOTHING_SAVED)
-    if ctx.is_small:
-        return small_logprob.backward(ctx, *cotangents)
     logits, row_max, log_row_sum, column, shifted_mean = ctx.saved_tensors
     logits = logits.detach()  # shares the version counter, so autograd notices if the gradient overwrites the logits
     shape = row_max.numel(), logits.shape[-1]
@@ -215,16 +209,16 @@ def _dense_gradient(
     row_max = normaliser.row_max.unsqueeze(-1)
     # 1. p = exp(b) / exp(log_row_sum), and all is divided by the temperature. Step 2 computes b in base 2, log2(e) b,
     #    so the slope is divided by log2(e).
-    denominator, row_slope = normaliser.log_row_sum.exp().mul_(temperature), None
+    minus_denominator, row_slope = normaliser.log_row_sum.exp().mul_(-temperature), None
     if entropy is not None:
-        row_slope = (entropy.g / (statistics.LOG2_E * denominator)).unsqueeze(-1)
+        row_slope = (entropy.g / (-statistics.LOG2_E * minus_denominator)).unsqueeze(-1)
         d, g_h = entropy
         minus_intercept = d * g_h if g is None else torch.addcmul(g, d, g_h)
     elif g is not None:
         minus_intercept = g
     else:
         return torch.zeros(block.shape, dtype=row_max.dtype, device=block.device)
-    row_intercept = (minus_intercept / denominator).neg_().unsqueeze(-1)
+    row_intercept = (minus_intercept / minus_denominator).unsqueeze(-1)
     # 2. exp(b) (slope b + intercept).
     if long_rows.applies_to(block):
         write_terms(out, block, row_max, temperature, row_intercept, row_slope)
@@ -367,7 +361,7 @@ def zero_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Tenso
     # Usually no row is set, and on a CPU masked_fill_ reads all rows and takes ten times as long as a plain pass. The
     # type is tested exactly: a fake tensor reports the CPU and has no values.
     if type(rows) is Tensor and x.is_cpu:
-        return x.index_fill_(0, rows.squeeze(-1).nonzero().squeeze(-1), 0.0)
+        return x.index_fill_(0, rows.nonzero().select(1, 0), 0.0)
     return x.masked_fill_(rows, 0.0)
 
 
@@ -404,7 +398,7 @@ def backend_of(options: LogprobOptions, logits: Tensor) -> str:
     """The backend to use: eager, compile or triton. `auto` means Triton on CUDA and eager elsewhere."""
     if options.backend != "auto":
         return options.backend
-    return kernels.checked_backend("vocab_parallel", "auto", "logits", logits) if logits.is_cuda else "eager"
+    return kernels.checked_backend("auto", "logits", logits) if logits.is_cuda else "eager"
 
 
 def block_function(f: Callable[..., Any], options: LogprobOptions, logits: Tensor) -> Callable[..., Any]:

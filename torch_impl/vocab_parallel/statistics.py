@@ -80,7 +80,7 @@ def aligned_row_blocks(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[slice,
 
 def rows_of(x: Tensor, row_slice: slice) -> Tensor:
     """x[row_slice], or x itself for a slice of all rows: small calls have one block, and a view takes a microsecond."""
-    return x if row_slice.stop - row_slice.start == len(x) else x[row_slice]
+    return x if row_slice.stop - row_slice.start == x.shape[0] else x[row_slice]
 
 
 def _row_views(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[Tensor, ...]]:
@@ -246,15 +246,15 @@ def gather_statistics(statistics: Float[Tensor, "f n"], group: ProcessGroup | No
 
 def by_name(stack: Float[Tensor, "r f n"], id_count: int | None, with_entropy: bool) -> RankStatistics:
     """Views of the stacked results of `local_statistics`, by name."""
-    z_t_r = None if id_count is None else stack[:, 2 : 2 + id_count]
-    return RankStatistics(stack[:, 0], stack[:, 1], z_t_r, stack[:, -1] if with_entropy else None)
+    z_t_r = None if id_count is None else stack.narrow(1, 2, id_count)
+    return RankStatistics(stack.select(1, 0), stack.select(1, 1), z_t_r, stack.select(1, -1) if with_entropy else None)
 
 
 def global_normaliser(
     row_max_r: Float[Tensor, "r ..."], row_sum_m1_r: Float[Tensor, "r ..."], temperature: float
 ) -> Normaliser:
     """m and log(1 + R) of full rows."""
-    if len(row_max_r) == 1:
+    if row_max_r.shape[0] == 1:
         row_max = row_max_r[0].clone()  # it is saved for backward, and a view would keep the stack alive
         return Normaliser(row_max, _zero_or_nan(row_max).add_(row_sum_m1_r[0]).log1p_())
     row_max, row_sum_m1, _ = global_row_sum_m1(row_max_r, row_sum_m1_r, temperature)
@@ -278,7 +278,7 @@ def global_row_sum_m1(
 
 def global_target_logit(z_t: Float[Tensor, "r ..."]) -> Float[Tensor, "*a"]:
     """The target's logit; +inf for an id outside the vocabulary."""
-    return z_t[0] if len(z_t) == 1 else z_t.amin(0)
+    return z_t[0] if z_t.shape[0] == 1 else z_t.amin(0)
 
 
 def global_shifted_mean(

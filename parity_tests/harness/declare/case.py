@@ -1,6 +1,6 @@
-"""CaseSpec: everything that decides one example, small enough to travel as one line of JSON.
+"""CaseSpec: all choices that determine one example, small enough for one line of JSON.
 
-Every rank, in whatever process it lives, builds its own inputs from this record; no array travels.
+Every rank, in any process, builds its own inputs from this record; no array is sent.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ FORMAT = 1
 ENGINES = ("lockstep", "gloo", "nccl", "torchrun")
 LARGEST_WORLD = 64
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-SPARE = "spare"  # the outer axis that is added to a scheme's mesh to run it inside a sub-group
+SPARE = "spare"  # the outer axis added to a scheme's mesh to run it inside a subgroup
 
 
 @dataclass(frozen=True, eq=False)
 class CaseSpec:
     """One example of a scheme: mesh, dims, dtype, layouts, values, options and seeds.
 
-    `case.b`, `case.tp`, `case.chunk_size` read a dim, a mesh axis or an option by its name, which is what a
-    declared cost is written with. `schedule` seeds the interleaving of ranks; 0 is round robin. `conditions`
-    are the calling conditions, see conditions.py.
+    `case.b`, `case.tp` and `case.chunk_size` read a dim, a mesh axis or an option by name; declared costs are written
+    with these. `schedule` seeds the interleaving of ranks; 0 is round robin. `conditions` are the calling conditions,
+    see conditions.py.
     """
 
     scheme: str
@@ -58,7 +58,7 @@ class CaseSpec:
                 raise ValueError(f"case: mesh axis {axis!r} has size {size!r}; a size is a whole number from 1 on")
 
     def __getattr__(self, name: str) -> Any:
-        state = self.__dict__  # while one is unpickled, nothing is there yet
+        state = self.__dict__  # empty during unpickling
         for table in ("dims", "mesh", "options"):
             if name in state.get(table, {}):
                 return state[table][name]
@@ -96,7 +96,7 @@ class CaseSpec:
 
     @cached_property
     def json(self) -> str:
-        """Canonical JSON: no blanks, keys sorted except the mesh's, whose order is that of the DeviceMesh."""
+        """Canonical JSON: no blanks, keys sorted, except that mesh axes keep the DeviceMesh's order."""
         record = json.loads(json.dumps(asdict(self), sort_keys=True))
         record["mesh"] = dict(self.mesh)
         if not self.conditions:

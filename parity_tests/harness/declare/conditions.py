@@ -1,7 +1,7 @@
-"""Calling conditions: how a function is called, apart from the values of its inputs; see `CaseSpec.conditions`.
+"""Calling conditions: how a function is called, apart from its inputs' values; see `CaseSpec.conditions`.
 
-A case without conditions has contiguous inputs, a gradient for every input that has one, a cotangent for every output,
-one forward and one backward. The conditions by name, each with its value:
+A case without conditions has contiguous inputs, a gradient for every differentiable input, a cotangent for every
+output, one forward and one backward. The conditions by name, each with its value:
 
     strided          {tensor: "transposed" | "stepped"}: views whose elements do not lie side by side
     expanded         [tensors]: views of stride 0, an input along its first dim, a cotangent along all of its dims
@@ -16,7 +16,7 @@ one forward and one backward. The conditions by name, each with its value:
     inference_mode   true: the same under torch.inference_mode()
     overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage
 
-A tensor is an input by its name, or `cotangent NAME` of an output.
+A tensor is an input's name, or `cotangent NAME` for an output.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ CONDITIONS = (
     "inference_mode",
     "overwritten",
 )
-# What a scheme may exclude besides: its mesh as a part of the ranks, which is an axis more and no way of calling.
+# A scheme may also exclude this: a mesh that is part of a larger world, which is an extra axis and not a calling
+# condition.
 LARGER_WORLD = "larger_world"
 WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
 OTHER_CALLS = ("call_before", "call_between")
-# Conditions under which a function may send less than its declared cost, or sends it twice.
+# Conditions under which a function may send less than its declared cost, or send it twice.
 OF_ANOTHER_COST = ("frozen", "unused", *OTHER_CALLS, "second_backward", *WITHOUT_GRADIENTS)
-# Under these a function may return something else by its design, as one that computes no gradient of a frozen weight.
+# Under these a function may differ by design, for example compute no gradient for a frozen weight.
 NOT_ALWAYS_PROMISED = ("frozen", "unused", "second_backward", *WITHOUT_GRADIENTS, "overwritten")
 COTANGENT = "cotangent "
 
 
 def excluded_by_default(module: str) -> tuple[str, ...]:
-    """What code that is right for training often does not promise; the schemes of this project promise more.
+    """Conditions that correct training code often does not support; this project's own schemes support more.
 
-    Tensors made in inference mode may not be saved for a backward, and over one rank many functions return their input.
+    Tensors created in inference mode cannot be saved for backward, and on one rank many functions return their input.
     """
     is_ours = module.partition(".")[0] == "parity_tests" and not module.startswith("parity_tests.peers.")
     return ("inference_mode",) if is_ours else ("inference_mode", "overwritten")
@@ -66,9 +67,9 @@ def phrases(case: CaseSpec) -> list[str]:
 
 
 def how_to_exclude(case: CaseSpec, excluded: Sequence[str], is_raised: bool) -> str:
-    """How a scheme says that its function does not promise the one condition under which it fails; empty for several.
+    """How to exclude the only condition under which the function fails; empty for several conditions.
 
-    Other numbers because of strides or of another call are never meant.
+    Wrong numbers because of strides or another call are never intended.
     """
     name = next(iter(case.conditions))
     if len(case.conditions) != 1 or not (is_raised or name in NOT_ALWAYS_PROMISED):
@@ -110,7 +111,7 @@ def _tensor(label: str) -> str:
 
 
 def with_one_less(case: CaseSpec) -> Iterator[CaseSpec]:
-    """The case without one of its conditions, for each, then without one tensor of a condition that has several."""
+    """The case without one of its conditions, for each, then without one tensor of a condition with several."""
     for name in case.conditions:
         yield case.replace(conditions=_without(case.conditions, name))
     for name, value in case.conditions.items():
@@ -122,28 +123,28 @@ def with_one_less(case: CaseSpec) -> Iterator[CaseSpec]:
 
 
 def without_other_calls(case: CaseSpec) -> CaseSpec:
-    """The case without its other calls, which are recorded for its mesh."""
+    """The case without its other calls, which are recorded for its mesh only."""
     return case.replace(conditions={name: value for name, value in case.conditions.items() if name not in OTHER_CALLS})
 
 
 def other_case(case: CaseSpec, name: str) -> CaseSpec | None:
-    """The case, without conditions, of the call before or between, on the same mesh with the same options."""
+    """The case of the call before or between, without conditions, on the same mesh with the same options."""
     record = case.conditions.get(name)
     return None if record is None else case.replace(**record, conditions={})
 
 
 def other_cases(case: CaseSpec) -> list[CaseSpec]:
-    """The cases, without conditions, of all calls besides the one that is compared."""
+    """The cases of all calls except the compared one, without conditions."""
     return [other for name in OTHER_CALLS if (other := other_case(case, name)) is not None]
 
 
 def record_of(case: CaseSpec) -> dict[str, Any]:
-    """What `other_case` needs of a case."""
+    """The fields of a case that `other_case` needs."""
     return {name: getattr(case, name) for name in ("dims", "layouts", "lengths", "values", "seed")}
 
 
 def has_gradients(case: CaseSpec, name: str) -> bool:
-    """Whether the case asks for the gradient of an input that has one."""
+    """Whether the case asks for the gradient of a differentiable input."""
     return not set(WITHOUT_GRADIENTS) & set(case.conditions) and name not in case.conditions.get("frozen", ())
 
 

@@ -1,4 +1,4 @@
-"""The errors of one declaration, all of them in one exception."""
+"""Collects the errors of one declaration and raises them in one exception."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class DeclarationErrors:
-    """`errors(text)` makes the exception of one error; those raised in `with errors.collected()` are collected.
+    """`errors(text)` creates an exception for one error; errors raised in `with errors.collected()` are collected.
 
-    An error raised outside of such a block ends the declaration: nothing more can be checked after it.
+    An error raised outside such a block ends the declaration, because later checks depend on it.
     """
 
     def __init__(self, scheme: str) -> None:
@@ -22,19 +22,19 @@ class DeclarationErrors:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """An error in the block is collected, and ends the block."""
+        """Collect an error raised in the block; it ends the block."""
         try:
             yield
         except ValueError as error:
             self.texts.append(str(error).removeprefix(self.title))
 
     def of(self, check: Callable[..., Any], *arguments: Any) -> Any:
-        """What `check(*arguments, self)` returns; None if it raises an error, which is collected."""
+        """The result of `check(*arguments, self)`; None if it raises an error, which is collected."""
         with self.collected():
             return check(*arguments, self)
 
     def raise_all(self) -> None:
-        """Errors: ValueError, with the text of one error as it is, with several as a list."""
+        """Errors: ValueError with the text of a single error, or with a list of several."""
         texts = list(dict.fromkeys(self.texts))
         if len(texts) == 1:
             raise self(texts[0])

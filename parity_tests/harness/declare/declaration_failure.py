@@ -1,4 +1,4 @@
-"""A declaration that is found unusable when a case runs: a layout or the cost of a scheme."""
+"""A declaration that turns out unusable when a case runs: a layout or the cost of a scheme."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from traceback import extract_tb
 
 
 class DeclarationFailure(ValueError):
-    """A layout or the cost of a scheme raised, or returned what it must not. Other schemes are not affected."""
+    """A layout or the cost of a scheme raised, or returned an invalid value. Other schemes are not affected."""
 
 
 def raised_by(what: str, error: Exception) -> DeclarationFailure:
@@ -23,7 +23,7 @@ def raised_by(what: str, error: Exception) -> DeclarationFailure:
 
 @contextmanager
 def of_scheme(name: str) -> Iterator[None]:
-    """Put the scheme's name before a failure of its declaration."""
+    """Prefix a failure of the declaration with the scheme's name."""
     try:
         yield
     except DeclarationFailure as failure:

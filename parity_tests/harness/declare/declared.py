@@ -1,4 +1,4 @@
-"""What @scheme declares, validated and complete: tensors by name and spec, costs, and the scheme itself."""
+"""A validated and complete declaration: tensors by name and spec, costs, and the scheme itself."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from parity_tests.harness.declare.spec import Spec
 
 @dataclass(frozen=True)
 class Argument:
-    """One tensor of a scheme: an input by its path (`params.weight`), an output, or a modified input as it is left."""
+    """One tensor of a scheme: an input by its path (`params.weight`), an output, or a modified input's new value."""
 
     name: str
     spec: Spec
     is_integer: bool = False
     nograd: bool = False
-    modified: bool = False  # an output that is no returned tensor, but an input as the function leaves it
+    modified: bool = False  # not a returned tensor, but the new value of a modified input
 
     @property
     def differentiable(self) -> bool:
@@ -53,9 +53,9 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outputs_by_name(returned: Any, names: Sequence[str], output_form: str) -> dict[str, Any]:
-    """What a function or its reference returned, by the names of the outputs and in their order.
+    """The result of a function or its reference as a dict, in the order of the outputs.
 
-    Errors: ValueError, to be put after who returned it, for other names or another number of outputs.
+    Errors: ValueError for wrong names or a wrong number of outputs; the caller prefixes it with the function.
     """
     if output_form == "dict":
         if not isinstance(returned, dict) or sorted(returned) != sorted(names):
@@ -69,20 +69,20 @@ def outputs_by_name(returned: Any, names: Sequence[str], output_form: str) -> di
 
 
 def takes_mesh(reference: Callable[..., Any]) -> bool:
-    """Whether a reference asks for the sizes of the mesh's axes, by an argument `mesh`."""
+    """Whether a reference takes an argument `mesh`, the sizes of the mesh's axes."""
     try:
         return "mesh" in inspect.signature(reference).parameters
-    except ValueError:  # a compiled callable may have none to show
+    except ValueError:  # a compiled callable may have no signature
         return False
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a rank sends, as a scheme declares it: per phase, op or op/axis -> (calls, bytes).
+    """Declared cost of a rank: per phase, op or op/axis -> (calls, bytes).
 
-    `"all_gather/tp"` says over which axis as well, which a mesh of several axes needs before a link can be named.
-    `products` are the operations of one rank's matrix products, forward and backward, a multiplication and an addition
-    counted as two; the ledger has none to compare them with.
+    `"all_gather/tp"` also names the axis, which a mesh of several axes needs before costs can be assigned to links.
+    `products` counts the floating-point operations of one rank's matrix products, forward and backward, with a
+    multiply-add as two; the ledger has no such count to compare.
     """
 
     forward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Cost:
     products: tuple[int, int] | None = None
 
     def totals(self, phase: str) -> dict[str, tuple[int, int]]:
-        """{op: (calls, bytes)} of a phase, over all axes together."""
+        """{op: (calls, bytes)} of a phase, summed over axes."""
         sums: dict[str, tuple[int, int]] = {}
         for (op, _), (calls, size) in self.by_axis(phase).items():
             before = sums.get(op, (0, 0))
@@ -98,27 +98,27 @@ class Cost:
         return sums
 
     def by_axis(self, phase: str) -> dict[tuple[str, str | None], tuple[int, int]]:
-        """{(op, axis): (calls, bytes)} of a phase; the axis is None where it is not declared."""
+        """{(op, axis): (calls, bytes)} of a phase; the axis is None if not declared."""
         promised: Mapping[str, tuple[int, int]] = getattr(self, phase)
         return {(key.partition("/")[0], key.partition("/")[2] or None): value for key, value in promised.items()}
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """Whose functions a scheme is judged on in place of ours: those of `target`, a module's name or a file.
+    """An implementation that is judged in place of ours: the functions of `target`, a module name or a file.
 
-    `judged` says where each stands, `ours` names the functions of ours that it calls besides.
+    `judged` names these functions and their places, `ours` the functions of ours that the scheme also calls.
     """
 
     target: str
     judged: tuple[str, ...]
     ours: tuple[str, ...] = ()
-    lacks_parameters: bool = False  # some that ours have
-    not_applicable: str | None = None  # the parameters that it lacks, and the options that are not tried therefore
+    lacks_parameters: bool = False  # some that our functions have
+    not_applicable: str | None = None  # the missing parameters, and the options that are therefore not tried
 
     @property
     def lines(self) -> list[str]:
-        """What a report says of it."""
+        """Lines on the implementation in a report."""
         ours = f"; ours: {', '.join(self.ours)}" if self.ours else ""
         lines = [f"judged: {', '.join(self.judged)}{ours}"]
         return lines + ([f"not applicable: {self.not_applicable}"] if self.not_applicable else [])
@@ -153,29 +153,29 @@ class Declared:
     random: bool
     file: str
     line: int
-    of_module: bool  # declared while its module was executed, not by a function that was called later
-    setup: Callable[[Any], Any] | None = None  # of the mesh; once per rank and mesh
-    around: Callable[[Any], AbstractContextManager[Any]] | None = None  # of the mesh; entered for forward and backward
-    module: str | None = None  # the input tree that is the parameters of the module returned last
-    assume: Callable[[CaseSpec], Any] | None = None  # of a case's sizes: whether it is drawn
-    excluded_conditions: tuple[str, ...] = ()  # calling conditions that the function does not promise
-    sums: str | None = None  # "float32": nothing but inputs and results is rounded to a narrower tested dtype
-    inside: str | None = None  # the dtype of intermediates that are narrower than the tested one
-    isolate: tuple[str, ...] = ()  # further modules whose globals each rank of lockstep has for itself
-    implementation: Implementation | None = None  # another's functions that it is judged on, see harness/implementation
+    of_module: bool  # declared at the module's top level, not in a function
+    setup: Callable[[Any], Any] | None = None  # `setup(mesh)`, called once per rank and mesh
+    around: Callable[[Any], AbstractContextManager[Any]] | None = None  # `around(mesh)`, for forward and backward
+    module: str | None = None  # the input tree that holds the parameters of the returned module
+    assume: Callable[[CaseSpec], Any] | None = None  # `assume(case)`: whether these sizes are drawn
+    excluded_conditions: tuple[str, ...] = ()  # calling conditions that the function does not support
+    sums: str | None = None  # "float32": only inputs and results are rounded to a narrower tested dtype
+    inside: str | None = None  # the dtype of intermediates, if narrower than the tested one
+    isolate: tuple[str, ...] = ()  # further modules with separate globals for each rank of lockstep
+    implementation: Implementation | None = None  # judged in place of ours, see harness/implementation
 
     @property
     def all_options(self) -> dict[str, tuple[Any, ...]]:
-        """The keywords of both sides and of the ranks alone, each with the values to try."""
+        """The keywords of both sides and of the ranks only, each with the values to try."""
         return {**self.options, **self.rank_options}
 
     @property
     def depends_on_mesh(self) -> bool:
-        """Whether the size of a dim follows from that of an axis, as in dims={"e": "2*ep"}."""
+        """Whether the size of a dim depends on an axis, as in dims={"e": "2*ep"}."""
         rules = [rule for rule in self.dims.values() if isinstance(rule, str)]
         return any(name in self.mesh for rule in rules for name in names_in(rule))
 
     @property
     def key(self) -> str:
-        """`module:name`, what a CaseSpec calls it by."""
+        """`module:name`, the scheme's name in a CaseSpec."""
         return f"{self.fn.__module__}:{self.name}"

@@ -1,4 +1,4 @@
-"""Dims that follow from others, `{"h": "2*g"}`: formulas are read, rejected where circular, and evaluated."""
+"""Dims tied to others, `{"h": "2*g"}`: parses formulas, rejects circular ones, and evaluates them."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def check_dims(
 
 
 def names_of(arg: Argument) -> set[str]:
-    """The dims of a tensor by name, of several that are one each."""
+    """The names of a tensor's dims; a merged dim gives the name of each part."""
     return {name for dim in arg.spec.dims for name in dim.parts if not name.isdigit()}
 
 
 def groups(arguments: Sequence[Argument]) -> dict[str, str]:
-    """The formula of each dim that several are one in: its size is their product."""
+    """The formula of each merged dim: its size is the product of its parts."""
     names = (dim.name for arg in arguments for dim in arg.spec.dims if len(dim.parts) > 1)
     return {name: name for name in names}
 
 
 def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], errors: DeclarationErrors) -> None:
-    """Follow every formula from the last dim of a path of formulas."""
+    """Follow the formulas from the last dim of the path, and reject a cycle."""
     formula = dims.get(path[-1])
     for name in formula_names(formula, path[-1], errors) if isinstance(formula, str) else ():
         if name in path:
@@ -73,7 +73,7 @@ def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], errors: Declar
 
 
 def formula_names(text: str, name: str, errors: DeclarationErrors) -> list[str]:
-    """Dims and axes that a formula refers to; rejects anything but +, -, *, // of them and integers."""
+    """Dims and axes in a formula; rejects anything except +, -, *, // of these and integers."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
@@ -90,7 +90,7 @@ def names_in(formula: str) -> list[str]:
 
 
 def complete_dims(dims: Mapping[str, Any], shape: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
-    """The shape with every dim that is given by a formula between dims and the sizes of axes."""
+    """The shape, completed with the dims that formulas derive from dims and axes."""
     full = dict(shape)
     waiting = {name: formula for name, formula in dims.items() if isinstance(formula, str) and name not in full}
     while waiting:

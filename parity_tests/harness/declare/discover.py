@@ -1,4 +1,4 @@
-"""Find schemes: in a user's file or folder, by name or glob in the one table of those declared."""
+"""Find schemes: in a user's file or folder, or by name or glob in the table of declared schemes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TABLE: dict[str, Declared] = {}
 
 
 def enter(scheme: Declared, errors: Callable[[str], ValueError]) -> None:
-    """Put a scheme in the table; the same file, or a notebook cell run again, replaces its own entry.
+    """Add a scheme to the table; reloading the same file, or running a notebook cell again, replaces its entry.
 
-    One run of a file that declares a name twice is rejected: a case knows its scheme by the name alone.
+    Two schemes with one name in one file are rejected: a case identifies its scheme by name only.
     """
     old = TABLE.get(scheme.key)
     if old is not None and not _is_cell(old.file):
@@ -44,13 +44,13 @@ def enter(scheme: Declared, errors: Callable[[str], ValueError]) -> None:
 
 
 def _is_of_one_import(old: Declared, new: Declared) -> bool:
-    """Whether one and the same import of their file declares both: each import of a file has a spec of its own."""
+    """Whether the same import of their file declares both: each import of a file has its own spec."""
     specs = [each.fn.__globals__.get("__spec__") for each in (old, new)]
     return old.of_module and new.of_module and specs[0] is not None and specs[0] is specs[1]
 
 
 def _is_defined_twice(scheme: Declared) -> bool:
-    """Whether its file has two functions of that name; one that moved since the last import is not meant."""
+    """Whether its file has two functions with that name; ignores one that only moved since the last import."""
     linecache.checkcache(scheme.file)
     starts = f"def {scheme.name}("
     return sum(line.startswith(starts) for line in linecache.getlines(scheme.file)) > 1
@@ -61,7 +61,7 @@ def _is_cell(file: str) -> bool:
 
 
 def lookup(key: str) -> Declared:
-    """The scheme of a CaseSpec, importing its module if need be."""
+    """The scheme of a CaseSpec; imports its module if necessary."""
     if key not in TABLE:
         importlib.import_module(key.partition(":")[0])
     return TABLE[key]
@@ -82,25 +82,25 @@ NOT_COMPONENTS = (
     "tracing",
     "training",
 )
-NOT_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # folders in a project that are another's
-EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components are about, with the extra of each
+NOT_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # folders of others in a project
+EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components need, with the extra of each
 
 
 class UnusableTarget(Exception):
-    """A target that names no scheme, or a file that cannot be imported; the message is for the user."""
+    """A target that names no scheme, or a file that cannot be imported; the message is for users."""
 
 
 class NeedsExtra(UnusableTarget):
-    """A file about a package that this environment lacks; the message names the extra."""
+    """A file that needs a package which is not installed; the message names the extra."""
 
 
 def find(targets: list[str]) -> list[Declared]:
-    """Schemes of all targets, as `find_declarations` has them. Errors: UnusableTarget for a declaration that failed."""
+    """Schemes of all targets, see `find_declarations`. Errors: UnusableTarget for a declaration that failed."""
     return _usable(find_declarations(targets))
 
 
 def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration]:
-    """Declarations of all targets, those that failed among them; all built-in schemes if there is no target.
+    """Declarations of all targets, including failed ones; all built-in schemes if there is no target.
 
     A target is a file, `file.py::name`, a folder, a name or a glob.
     """
@@ -143,18 +143,18 @@ def _python_files(folder: Path) -> list[Path]:
 
 
 def built_in() -> list[Declared]:
-    """Every scheme that the parity tests declare, in order of file and line, but those of `left_out`."""
+    """Every scheme that the parity tests declare, in order of file and line, except those in `left_out`."""
     return [scheme for file in _declaring() if not _needs(file) for scheme in schemes_of_file(str(file))]
 
 
 def left_out() -> dict[str, str]:
-    """The files whose schemes are not in `built_in`, each with the extra that it needs."""
+    """Files whose schemes are missing from `built_in`, each with the extra that it needs."""
     return {str(file.relative_to(PACKAGE.parent)): reason for file in _declaring() if (reason := _needs(file))}
 
 
 def _declaring() -> list[Path]:
     files = (p for p in sorted(PACKAGE.glob("*/test_*.py")) if p.parent.name not in NOT_COMPONENTS)
-    return [file for file in files if "scheme(" in file.read_text()]  # a wrapper of a test's own may call it
+    return [file for file in files if "scheme(" in file.read_text()]  # it may be called by a test's own wrapper
 
 
 def _needs(file: Path) -> str | None:
@@ -171,7 +171,7 @@ def schemes_of_file(file: str) -> list[Declared]:
 
 
 def declarations_of_file(file: str) -> list[Declared | FailedDeclaration]:
-    """Import a file and return what it declares, also what failed, in the order of lines. Errors: UnusableTarget."""
+    """Import a file and return its declarations, including failed ones, in order of lines. Errors: UnusableTarget."""
     module = module_of_file(file)
     schemes = [scheme for scheme in TABLE.values() if scheme.of_module and scheme.fn.__module__ == module.__name__]
     declarations = [*schemes, *failed_declaration.of_module(module.__name__)]
@@ -186,7 +186,7 @@ def scheme_of_file(file: str, name: str) -> Declared:
 
 
 def declaration_of_file(file: str, name: str) -> Declared | FailedDeclaration:
-    """What a file declares, or has imported from another module, under this name. Errors: UnusableTarget."""
+    """The declaration with this name that a file contains or imports. Errors: UnusableTarget."""
     module = module_of_file(file)
     by_name = {key: value for key, value in vars(module).items() if isinstance(value, Declared | FailedDeclaration)}
     by_name |= {each.name: each for each in failed_declaration.of_module(module.__name__)}
@@ -198,7 +198,7 @@ def declaration_of_file(file: str, name: str) -> Declared | FailedDeclaration:
 
 
 def module_of_file(file: str) -> ModuleType:
-    """Import a file, by value for the ranks. Errors: UnusableTarget."""
+    """Import a file; its functions are pickled by value. Errors: UnusableTarget."""
     path = Path(file).resolve()
     if not path.is_file():
         hint = nearest(path.name, sorted(other.name for other in path.parent.glob("*.py")))
@@ -229,13 +229,13 @@ def _schemes_by_pattern(pattern: str) -> list[Declared]:
 
 
 def nearest(word: str, names: Sequence[str]) -> str:
-    """`; did you mean that?` for a name that is near, else nothing."""
+    """`; did you mean that?` if there is a similar name, else an empty string."""
     matches = [name for name in names if word in name] or difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
 class LeftToParent(BaseException):
-    """A file starts a run as it is imported, and this process is a rank of such a run: the parent does it."""
+    """A file starts a run when imported, and this process is a rank of such a run: only the parent runs it."""
 
 
 _on_rank: set[str] = set()
@@ -243,9 +243,9 @@ is_importing_on_rank = False
 
 
 def file_of(job: Any) -> str | None:
-    """The file that a process rank imports before it loads a job with a scheme's function as `.fn`.
+    """The file that a rank's process imports before it loads a job with a scheme's function as `.fn`.
 
-    None for a notebook's cell, for a script that is being run, which must not be run again, and for our own.
+    None for a notebook cell, for the running script, which must not run again, and for this project's files.
     """
     module = getattr(getattr(job, "fn", None), "__module__", None) or "__main__"
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -256,9 +256,9 @@ def file_of(job: Any) -> str | None:
 
 
 def import_on_rank(file: str) -> None:
-    """In a rank's process: import a scheme's file once, so that whatever it patches and sets is in force here too.
+    """In a rank's process: import a scheme's file once, so that its patches and settings apply here too.
 
-    A file that another host lacks is passed over: its function comes by value.
+    A file that is missing on another host is skipped: its function is pickled by value.
     """
     global is_importing_on_rank
     if file in _on_rank or not Path(file).is_file():
@@ -301,7 +301,7 @@ def _imported(path: Path) -> ModuleType:
 
 
 def _imported_with_package(path: Path) -> ModuleType:
-    """A file of a package, under its dotted name: what it imports relatively is found."""
+    """Import a file of a package under its dotted name, so that its relative imports work."""
     root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())
     name = ".".join(path.relative_to(root).with_suffix("").parts)
     before = set(sys.modules)
@@ -323,7 +323,7 @@ def _beside(name: str, folder: Path) -> bool:
 
 
 def _message_of(error: Exception, path: Path) -> str:
-    """What follows the file's name: the line that the error comes from, and the error, `:12: NameError: ...`."""
+    """The text after the file's name: the line of the error, and the error, `:12: NameError: ...`."""
     if isinstance(error, SyntaxError):
         lines, text = [error.lineno], f"SyntaxError: {error.msg}"
     else:

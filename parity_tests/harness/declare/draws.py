@@ -1,7 +1,7 @@
-"""How one input is drawn: a small JSON value from a chooser, an array from that value and the case's seed.
+"""How one input is drawn: a chooser makes a small JSON value, and that value with the case's seed makes an array.
 
-A draw is encoded relatively (shard k, first or last column of it), so that a failing example shrinks to the
-rank and the border that matter. Neither half needs Hypothesis: a chooser is anything that picks from a list.
+A draw is relative to shards (shard k, its first or last column), so that a failing example shrinks to the rank and the
+border that matter. Neither half needs Hypothesis: a chooser is any function that picks from a list.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from parity_tests.harness.declare.case import CaseSpec
 
 EXTREME = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never meet
 FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", *EXTREME)
-BY_NAME = ("positive", "uniform", "sorted", "probabilities")  # drawn where they are named, for functions of such alone
-# What is put at the border of a shard, and how often beside nothing: a border of a mask is as likely as one of an id.
+BY_NAME = ("positive", "uniform", "sorted", "probabilities")  # drawn only if named, for functions of such inputs
+# Values at the border of a shard, against the ways to leave it unchanged: a masked border is as likely as one of an id.
 EXTREMES = ("neg_inf_mask", "neg_inf_mask", "neg_inf_mask", "large", "zeros")
 UNCHANGED = ("none", "none", "none")
 # Which elements a mask keeps or of which an id is ignored: those of one shard, all others, a random prefix of each row.
@@ -28,18 +28,18 @@ UNEVEN = ("prefix", "shard", "others")
 KEEP = ("all", "half", *UNEVEN, "none", "first", "last", "prefix")
 IGNORED = ("none", "half", *UNEVEN, "prefix")
 PLACES = ("first", "middle", "last", "before", "after")
-# Narrower than float64 allows: the reference is in float64 too, and its intermediates must not overflow.
+# Narrower than the dtype allows for float64: the reference is float64 too, and its intermediates must not overflow.
 _RANGE = {"float64": 1e120, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
 _TINY = {"float64": 1e-290, "float32": 1e-30, "bfloat16": 1e-30, "float16": 1e-3}
 
 
 def max_drawn(dtype: str) -> float:
-    """The largest number that is drawn in a dtype."""
+    """The largest number drawn in a dtype."""
     return _RANGE[dtype]
 
 
 class Chooser(Protocol):
-    """Picks one of several, of which the first is the simplest; of a Hypothesis strategy, an example."""
+    """Picks one of several options, the first being the simplest; for a Hypothesis strategy, an example."""
 
     def __call__(self, options: Any) -> Any: ...
 
@@ -48,7 +48,7 @@ class Chooser(Protocol):
 class Draw:
     """How an input is drawn: `kind` is float, ids, mask, offsets, lengths or integers; `dim` is its dim, if any.
 
-    What is drawn more seldom is a class of its own, see more_draws.
+    Rarer kinds have their own classes, see more_draws.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Draw:
             return {"kind": choose(self.kinds), **self._border(choose)}
         if self.kind == "ids":
             count = choose((1, 2, 3, 5))
-            places = (*PLACES, "anywhere", "anywhere")  # four of the seven are borders
+            places = (*PLACES, "anywhere", "anywhere")  # four of seven are borders
             picks = [[choose(range(shards)), choose(places)] for _ in range(count)]
             ignored = {} if self.ignore is None else _pattern("ignored", IGNORED, choose)
             return {"kind": "ids", "dim": self.dim, "picks": picks, **ignored}
@@ -79,7 +79,7 @@ class Draw:
         return {"kind": self.kind}
 
     def _border(self, choose: Chooser) -> dict[str, list[Any]]:
-        """An extreme value at the border of a shard or throughout it, whatever the others are."""
+        """An extreme value at the border of a shard or throughout the shard, whatever the other values are."""
         extremes = [kind for kind in EXTREMES if kind in self.kinds]
         extreme = choose((*UNCHANGED, *extremes)) if extremes else "none"
         if extreme == "none":
@@ -119,7 +119,7 @@ def _pattern(key: str, patterns: Sequence[str], choose: Chooser) -> dict[str, An
 
 
 def shard_borders(dim: str, case: CaseSpec) -> list[tuple[int, int]]:
-    """First and last global id of each shard of a dim, taken as contiguous; empty shards are left out."""
+    """First and last global id of each non-empty shard of a dim, taken as contiguous."""
     size = case.dims[dim]
     shardings = {key.split("/")[1]: record for key, record in case.layouts.items() if key.split("/")[0] == dim}
     ragged = [record["lengths"] for record in shardings.values() if "lengths" in record]
@@ -132,10 +132,10 @@ def shard_borders(dim: str, case: CaseSpec) -> list[tuple[int, int]]:
 def with_border(
     array: np.ndarray, border: list[Any], dims: Sequence[str], case: CaseSpec, full_rows: bool
 ) -> np.ndarray:
-    """The array with an extreme value in the first, the last or all columns of a shard of one of its sharded dims.
+    """The array with an extreme value in the first, the last or all columns of a shard of a sharded dim.
 
-    `border` is [kind, number, place]; the number counts sharded dims, then shards. Without `full_rows` a row keeps one
-    value that is not masked.
+    `border` is [kind, number, place]; the number counts sharded dims, then shards. Without `full_rows`, each row keeps
+    one unmasked value.
     """
     kind, number, place = border
     sharded = {key.partition("/")[0] for key in case.layouts}
@@ -171,7 +171,7 @@ def _floats(kind: str, shape: tuple[int, ...], rng: Generator, dtype: str, full_
     if kind == "huge":
         return 1000.0 + 3.0 * normal
     if kind == "large":
-        # To the square root of the range, less a factor of 64, so that a sum of 4,096 products is finite.
+        # Up to the square root of the range, divided by 64, so that a sum of 4,096 products is finite.
         return normal * 10.0 ** rng.uniform(0.0, math.log10(math.sqrt(_RANGE[dtype]) / 64.0), shape)
     if kind == "tiny":
         return normal * _TINY[dtype]
@@ -185,7 +185,7 @@ def _floats(kind: str, shape: tuple[int, ...], rng: Generator, dtype: str, full_
         weights = np.exp(2.0 * normal)
         return weights / weights.sum(-1, keepdims=True) if normal.ndim else rng.random(shape)
     if kind == "peaked" and normal.ndim:
-        # One nearly certain answer per row, as a trained model gives: 1 - p is tiny and must be right all the same.
+        # One nearly certain answer per row, as from a trained model: 1 - p is tiny and must still be accurate.
         peak = rng.integers(0, max(shape[-1], 1), size=shape[:-1])
         return np.where(np.arange(shape[-1]) == peak[..., None], normal + 24.0, normal)
     if kind == "neg_inf_mask" and normal.ndim:
@@ -211,14 +211,14 @@ def _mask(keep: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
 
 
 def has_infinities(value: dict[str, Any]) -> bool:
-    """Whether the record of a draw puts -inf somewhere."""
+    """Whether a drawn value contains -inf."""
     return "neg_inf_mask" in (value.get("kind"), value.get("border", [None])[0])
 
 
 def values(*kinds: str, full_rows: bool = False) -> Draw:
-    """Floating values of the given kinds, some at the borders of shards; none given: all that any input may have.
+    """Floating values of the given kinds, some at the borders of shards; by default, all general kinds.
 
-    `positive`, `uniform` (in [0, 1)), `sorted` and `probabilities` (along the last dim) are drawn where they are named.
+    `positive`, `uniform` (in [0, 1)), `sorted` and `probabilities` (along the last dim) are drawn only if named.
     `full_rows` lets a mask cover a full row.
     """
     unknown = [kind for kind in kinds if kind not in (*FLOAT_KINDS, *BY_NAME)]
@@ -233,12 +233,12 @@ def token_below(dim: str) -> Draw:
 
 
 def ids(dim: str, ignore: int | None = None) -> Draw:
-    """Token ids as `token_below`, some of them `ignore` (such as -100)."""
+    """Token ids like `token_below`, some replaced by `ignore` (such as -100)."""
     return Draw("ids", dim, ignore=ignore)
 
 
 def mask(dim: str | None = None) -> Draw:
-    """A boolean mask over the input's own last dim; `dim` names it for the reader."""
+    """A boolean mask over the input's own last dim; `dim` only documents its name."""
     return Draw("mask", dim)
 
 

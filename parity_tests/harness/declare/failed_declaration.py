@@ -1,6 +1,6 @@
-"""Schemes whose declaration is wrong, in a file that is imported to be judged: the others of that file are judged.
+"""Schemes with a wrong declaration, in a file imported for judging: the other schemes of the file are still judged.
 
-Where a file is imported in the ordinary way, as by `python my_scheme.py`, the decorator raises.
+In an ordinary import, as by `python my_scheme.py`, the decorator raises.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-Decorator = Callable[[Callable[..., Any]], Result]  # of a function, to the scheme that it becomes
+Decorator = Callable[[Callable[..., Any]], Result]  # from a function to its scheme
 
-_importing: str | None = None  # the module whose declarations may fail one by one
+_importing: str | None = None  # the module whose failed declarations are collected
 _of_module: dict[str, list[FailedDeclaration]] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class FailedDeclaration:
-    """What the decorator leaves in the module; it can be called as the function, and has nothing else of a scheme."""
+    """Stands for a failed scheme in its module.
+
+    It can be called like the function and has no other part of a scheme.
+    """
 
     name: str
     fn: Callable[..., Any]
@@ -43,13 +46,13 @@ class FailedDeclaration:
         return self.fn(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # While it is unpickled it has no fields yet.
+        # No fields exist during unpickling.
         raise AttributeError(name if name.startswith("_") or "error" not in vars(self) else self.error)
 
 
 @contextmanager
 def collected(module: str) -> Iterator[None]:
-    """While this module is imported, declarations of its own functions that fail are collected."""
+    """While this module is imported, collect its functions' failed declarations."""
     global _importing
     before, _importing = _importing, module
     _of_module.pop(module, None)
@@ -62,10 +65,10 @@ def collected(module: str) -> Iterator[None]:
 def collects(
     enter: Callable[[Result], object],
 ) -> Callable[[Callable[Arguments, Decorator[Result]]], Callable[Arguments, Decorator[Result]]]:
-    """Of `scheme(...)`: a declaration that raises is collected, if its module is imported to be judged.
+    """Wraps `scheme(...)`: a declaration that raises is collected if its module is imported for judging.
 
-    `enter` puts one that does not raise in the table. What it raises is raised in any case: of two schemes of one name
-    it cannot be known which is meant.
+    `enter` puts a successful one into the table. Its errors are always raised: for two schemes with one name, it is
+    unknown which one is meant.
     """
 
     def of(scheme: Callable[Arguments, Decorator[Result]]) -> Callable[Arguments, Decorator[Result]]:
@@ -73,7 +76,7 @@ def collects(
         def collecting(*args: Arguments.args, **keywords: Arguments.kwargs) -> Decorator[Result]:
             try:
                 declare = scheme(*args, **keywords)
-            except TypeError as error:  # a keyword that there is not, or one that is missing
+            except TypeError as error:  # an unknown or a missing keyword
                 if _importing is None:
                     raise
                 declare = _raising(error)
@@ -116,7 +119,7 @@ def of_module(module: str) -> list[FailedDeclaration]:
 
 
 def _line_in(file: str) -> int:
-    """The line of this file that is being executed, the innermost one."""
+    """The line of this file that is executing, innermost first."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != file:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Keywords that a function lacks: rejected with the nearest that it has, `output=` with `did you mean outputs=?`."""
+"""Unknown keywords are rejected with the nearest known one: `output=` with `did you mean outputs=?`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def nearest_keyword(word: str, keywords: Sequence[str]) -> str:
-    """`; did you mean that=?` for a keyword that is near, else nothing.
+    """`; did you mean that=?` if there is a similar keyword, else an empty string.
 
     >>> nearest_keyword("output", ["inputs", "outputs"])
     '; did you mean outputs=?'
@@ -23,7 +23,7 @@ def nearest_keyword(word: str, keywords: Sequence[str]) -> str:
 
 
 def rejects_unknown_keywords(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function, whose TypeError for a keyword that it lacks names the nearest, or all where none is near."""
+    """The function, with a TypeError for unknown keywords that names the nearest one, or all if none is similar."""
     parameters = inspect.signature(function).parameters
 
     @wraps(function)

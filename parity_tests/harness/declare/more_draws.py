@@ -1,7 +1,7 @@
-"""Draws beyond the common ones: a function or a Hypothesis strategy of the user's, exactly k of n, permutations, pages.
+"""Rarer draws: a user's function or Hypothesis strategy, exactly k of n, permutations, pages.
 
-Each has a record, as every draw: what Hypothesis shrinks and a replay reads. The record of a strategy is the numbers
-that it gave; a function's numbers follow from the seed of the case.
+Like every draw, each has a record, which Hypothesis shrinks and a replay reads. A strategy's record is its numbers; a
+function's numbers follow from the case's seed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from numpy.random import Generator, Philox
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.draws import Chooser, Draw
 
-MAX_NUMBERS = 8  # different ones of a strategy in one array
+MAX_NUMBERS = 8  # distinct numbers from a strategy in one array
 
 
 @dataclass(frozen=True)
 class _OfUser(Draw):
-    """A draw that the user wrote; `who` is named in errors."""
+    """A draw that the user wrote; errors name it as `who`."""
 
     integer: bool = False
     who: str = "draw"
@@ -35,7 +35,7 @@ class _OfUser(Draw):
 
 @dataclass(frozen=True)
 class OfFunction(_OfUser):
-    """Arrays of a function `(generator, shape)` or `(generator, shape, case)`."""
+    """Arrays from a function `(generator, shape)` or `(generator, shape, case)`."""
 
     function: Callable[..., Any] | None = None
 
@@ -43,7 +43,7 @@ class OfFunction(_OfUser):
         return {"kind": "function"}
 
     def build(self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
-        """Errors: ValueError for another shape or kind, or for numbers that do not follow from the generator."""
+        """Errors: ValueError for a wrong shape or kind, or for numbers that do not follow from the generator."""
         again = Generator(Philox())
         again.bit_generator.state = rng.bit_generator.state
         array, same = (self._array(generator, shape, case) for generator in (rng, again))
@@ -66,12 +66,12 @@ class OfFunction(_OfUser):
 
 @dataclass(frozen=True)
 class OfStrategy(_OfUser):
-    """Numbers of a Hypothesis strategy, up to eight different ones in an array."""
+    """Numbers from a Hypothesis strategy, up to eight distinct ones per array."""
 
     strategy: Any = None
 
     def value(self, choose: Chooser, shards: int) -> dict[str, Any]:
-        """Errors: ValueError for what is no number, and where no example is found."""
+        """Errors: ValueError for an example that is not a number, or if there is no example."""
         from hypothesis import strategies as st
         from hypothesis.errors import HypothesisException
 
@@ -103,7 +103,7 @@ class OfStrategy(_OfUser):
 
 @dataclass(frozen=True)
 class Exactly(Draw):
-    """A boolean mask with `count` true in each row of the last dim; `dim` names it where it is the size of a dim."""
+    """A boolean mask with `count` true in each row of the last dim; `dim` names the dim if its size is the count."""
 
     count: int = 0
 
@@ -111,7 +111,7 @@ class Exactly(Draw):
         return {"kind": "exactly", "place": choose(("anywhere", "first", "last"))}
 
     def build(self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
-        """Errors: ValueError where a row has fewer elements."""
+        """Errors: ValueError if a row has fewer elements."""
         size = shape[-1] if shape else 1
         count = case.dims[self.dim] if self.dim else self.count
         if count > size:
@@ -126,7 +126,7 @@ class Exactly(Draw):
 
 @dataclass(frozen=True)
 class Permutation(Draw):
-    """The positions of the last dim in some order, another one in each row."""
+    """The positions of the last dim, in a separate order for each row."""
 
     def value(self, choose: Chooser, shards: int) -> dict[str, Any]:
         return {"kind": "permutation", "order": choose(("same", "reversed", "random", "random"))}
@@ -140,13 +140,13 @@ class Permutation(Draw):
 
 @dataclass(frozen=True)
 class BlockTable(Draw):
-    """Pages of a paged cache: numbers below the size of `dim`, no two alike in the tensor."""
+    """Pages of a paged cache: numbers below the size of `dim`, each at most once in the tensor."""
 
     def value(self, choose: Chooser, shards: int) -> dict[str, Any]:
         return {"kind": "block_table", "order": choose(("same", "random", "random"))}
 
     def build(self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
-        """Errors: ValueError where there are fewer pages than places."""
+        """Errors: ValueError if there are fewer pages than places."""
         pages, places = case.dims[self.dim or ""], math.prod(shape)
         if places > pages:
             raise ValueError(
@@ -158,18 +158,17 @@ class BlockTable(Draw):
 
 
 def drawn(how: Any, *, integer: bool = False) -> Draw:
-    """A draw of a function or a Hypothesis strategy of numbers; `integer` says that they are integers or booleans.
+    """A draw from a function or a Hypothesis strategy; `integer` says that its numbers are integers or booleans.
 
-    A function takes a NumPy generator and a shape, and the case if it has a third argument, and returns an array that
-    follows from the generator alone.
-    Errors: ValueError for anything else.
+    A function takes a NumPy generator and a shape, and the case if it has a third argument; its result must depend on
+    the generator alone. Errors: ValueError for anything else.
     """
     return draw_of(how, integer, getattr(how, "__name__", "draw"))
 
 
 def draw_of(how: Any, integer: bool, who: str) -> Draw:
-    """See drawn; `who` is what errors call it."""
-    if hasattr(how, "filter") and hasattr(how, "example"):  # a strategy, without an import of Hypothesis
+    """See drawn; errors name the draw as `who`."""
+    if hasattr(how, "filter") and hasattr(how, "example"):  # a strategy, recognized without importing Hypothesis
         return OfStrategy("own", strategy=how, integer=integer, who=who)
     if not callable(how):
         makers = "token_below, ids, mask, offsets, lengths, integers, values, exactly, permutation or block_table"
@@ -186,13 +185,13 @@ def _positional(function: Callable[..., Any]) -> int:
     """How many of (generator, shape, case) a function takes."""
     try:
         parameters: Sequence[Any] = list(inspect.signature(function).parameters.values())
-    except ValueError:  # a builtin may have no signature to show
+    except ValueError:  # a builtin may have no signature
         return 2
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def exactly(count: int | str) -> Draw:
-    """A boolean mask with exactly `count` true in each row of the last dim; a name is the size of that dim."""
+    """A boolean mask with exactly `count` true in each row of the last dim; a name stands for the size of that dim."""
     if isinstance(count, str):
         return Exactly("exactly", count)
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
@@ -201,10 +200,10 @@ def exactly(count: int | str) -> Draw:
 
 
 def permutation() -> Draw:
-    """The positions of the input's last dim, in an order of its own in each row."""
+    """The positions of the input's last dim, in a separate order for each row."""
     return Permutation("permutation")
 
 
 def block_table(dim: str) -> Draw:
-    """Numbers of pages below the size of `dim`, each used once at most: the block table of a paged cache."""
+    """Page numbers below the size of `dim`, each used at most once: the block table of a paged cache."""
     return BlockTable("block_table", dim)

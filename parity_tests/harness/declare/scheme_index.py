@@ -1,9 +1,9 @@
-"""Which file declares each built-in scheme, kept between processes: a name is found without importing every test.
+"""An index of the built-in schemes' files, stored between processes, so that finding a name imports no test.
 
-Beside it stand the pictures of each scheme on its declared meshes: `shardproof draw` prints them without torch and JAX.
-The index is made from the imported schemes and is valid for the sources that it was made from: any change of a source,
-of Python, torch or JAX, or of the optional packages makes a new one. It stands in the user's cache folder; where that
-cannot be written, every process imports the schemes. Nothing heavy is imported here.
+It also stores pictures of each scheme on its declared meshes: `shardproof draw` prints them without torch and JAX. The
+index is built from the imported schemes and is valid for these sources: a change of a source, of Python, torch or JAX,
+or of the optional packages builds a new one. It lies in the user's cache folder; if that is not writable, every process
+imports the schemes. This file imports nothing slow.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("jax_ref", "parity_tests", "torch_impl")
-VERSIONS = ("torch", "jax", "numpy", "transformers", "safetensors")  # what declarations depend on
-MOST_FILES = 8  # indices of other checkouts and environments that the folder keeps
+VERSIONS = ("torch", "jax", "numpy", "transformers", "safetensors")  # that declarations depend on
+MOST_FILES = 8  # of other checkouts and environments
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A built-in scheme: its key in the table, the file that declares it, relative to the root, and what it takes.
+    """A built-in scheme: its key in the table, its file relative to the root, and its arguments.
 
-    `public` is whether it verifies something public, see `public_names.is_public`.
+    `public` says whether it verifies a public function or class, see `public_names.is_public`.
     """
 
     key: str
@@ -55,7 +55,7 @@ class Entry:
 
 
 def entry_of(scheme: Declared) -> Entry:
-    """The entry of an imported scheme, a user's as well."""
+    """The entry of an imported scheme, built-in or a user's."""
     from parity_tests.harness.implementation.public_names import is_public
 
     reference = getattr(scheme.reference, "__name__", type(scheme.reference).__name__)
@@ -76,7 +76,7 @@ def entry_of(scheme: Declared) -> Entry:
 
 
 def entries() -> list[Entry]:
-    """Every built-in scheme, in order of file and line, from the index of these sources or else by importing them."""
+    """Every built-in scheme, in order of file and line, from the stored index or else by importing them."""
     if index := _stored():
         return [Entry(**record) for record in index["schemes"]]
     from parity_tests.harness.declare import discover
@@ -95,18 +95,18 @@ def entries() -> list[Entry]:
 
 
 def stored_picture(name: str, sizes: Mapping[str, int]) -> str | None:
-    """The picture of a built-in scheme with these sizes of mesh axes; None if it is not stored."""
+    """The picture of a built-in scheme with these sizes of mesh axes; None if not stored."""
     index = _stored()
     return index["pictures"].get(name, {}).get(sizes_key(sizes)) if index else None
 
 
 def sizes_key(sizes: Mapping[str, int]) -> str:
-    """Sizes as the stored pictures are named."""
+    """The key of a stored picture."""
     return " ".join(f"{axis}={size}" for axis, size in sorted(sizes.items()))
 
 
 def _is_complete(imported: list[Entry], left_out: dict[str, str]) -> bool:
-    """Whether every file was imported, but those about a package that is not installed."""
+    """Whether every file was imported, except those that need a missing package."""
     missing = [name for name in VERSIONS if not _is_installed(name)]
     return bool(imported) and all(any(f"needs {name};" in reason for name in missing) for reason in left_out.values())
 
@@ -119,7 +119,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _stored() -> dict[str, Any] | None:
-    """The index of these sources, if there is one: a record of each scheme, and its pictures by name and sizes."""
+    """The index for these sources, if stored: a record of each scheme, and its pictures by name and sizes."""
     try:
         index = json.loads(_file().read_text())
         are_records = index["schemes"] and all(isinstance(Entry(**each).key, str) for each in index["schemes"])
@@ -130,7 +130,7 @@ def _stored() -> dict[str, Any] | None:
 
 
 def _store(index: Callable[[], dict[str, Any]]) -> None:
-    """Write the index if there is where to. It is moved into place, so that no process reads half of one."""
+    """Write the index if the folder is writable. It is moved into place, so that no process reads half of it."""
     file = _file()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def _file() -> Path:
 
 
 def _fingerprint() -> str:
-    """A digest of the sources' paths, sizes and times of change, and of the versions that declarations depend on."""
+    """A digest of the sources' paths, sizes and modification times, and of the versions that declarations depend on."""
     digest = hashlib.sha256(f"{ROOT} {sys.version}".encode())
     for name in VERSIONS:
         digest.update(f"{name} {version(name) if _is_installed(name) else None}".encode())

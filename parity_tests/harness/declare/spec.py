@@ -1,7 +1,7 @@
 """Spec strings: shape, sharding and gradient type of one tensor in one line.
 
-`parse` reads one and reports each kind of mistake in its own sentence; `Spec` is what the harness works with. Sizes
-play no role here: whether a dim can be sharded is decided when they are drawn.
+`parse` reads one and reports each kind of mistake in its own sentence; the harness works with the resulting `Spec`.
+Sizes do not matter here: whether a dim can be sharded is decided when sizes are drawn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from jax_ref.layouts import BUILTIN
 
-LEADING = ("b", "s")  # what `...` stands for
+LEADING = ("b", "s")  # the dims that `...` abbreviates
 _SIZE = re.compile(r"[1-9][0-9]*")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _VALUE = re.compile(r"[A-Za-z0-9_]+")
@@ -27,7 +27,7 @@ class Sharding:
 
     axis: str
     layout: str = "contiguous"
-    # ":contiguous" may be written or left out; the text comes back as it was, the meaning is the same.
+    # ":contiguous" is optional; str() returns the text as written, and both forms are equal.
     explicit: bool = field(default=False, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Dim:
-    """A dim and its shardings, outermost first; a number is a dim of that size, "g*q" the dims g and q as one."""
+    """A dim and its shardings, outermost first; a number is a dim of that size, "g*q" merges the dims g and q."""
 
     name: str
     shardings: tuple[Sharding, ...] = ()
@@ -47,7 +47,7 @@ class Dim:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of the dims that are one here, mostly of one."""
+        """The names of the dims merged here, usually one."""
         return tuple(self.name.split("*"))
 
     def size(self, sizes: Mapping[str, int]) -> int:
@@ -56,7 +56,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Spec:
-    """The dims of a tensor, in order, and the gradient type of each axis that shards none of them."""
+    """The dims of a tensor, in order, and the gradient type of each axis that shards no dim."""
 
     dims: tuple[Dim, ...] = ()
     types: tuple[tuple[str, str], ...] = ()
@@ -74,7 +74,7 @@ class Spec:
         return tuple(sharding.axis for dim in self.dims for sharding in dim.shardings)
 
     def type_of(self, axis: str) -> str:
-        """V, R, I or P. An axis that neither shards nor is typed holds the same value on each rank: I."""
+        """V, R, I or P. An axis that neither shards nor has a type holds the same value on each rank: I."""
         return "V" if axis in self.axes else dict(self.types).get(axis, "I")
 
 
@@ -96,9 +96,9 @@ def parse(
 ) -> Spec:
     """Read the spec string of input or output `name` on a mesh with these axes.
 
-    `differentiable=False` is an integer or boolean, which has no gradient and so no types; `typeless_ok` is a
-    floating input that needs none because its gradient is not needed. An axis `of_one_rank` needs none either: each
-    type means the same on it.
+    `differentiable=False` marks an integer or boolean, which has no gradient and so no types; `typeless_ok` marks a
+    floating input that needs none because its gradient is not needed. An axis `of_one_rank` needs none either: all
+    types mean the same on it.
 
     Errors: TypeError if `text` is not a string; ValueError, one sentence for each kind of mistake.
     """
@@ -144,7 +144,7 @@ def _read(text: str, axes: tuple[str, ...], layouts: Collection[str]) -> Spec:
 
 
 def _check_shardings(dim: Dim, axes: tuple[str, ...], layouts: Collection[str], sharded_dim: dict[str, str]) -> None:
-    """Validate the shardings of one dim and enter them in `cut_by`, axis to dim."""
+    """Validate the shardings of one dim and record them in `sharded_dim`, axis to dim."""
     for sharding in dim.shardings:
         _check_axis(sharding.axis, axes)
         if sharding.layout not in layouts:
@@ -199,7 +199,7 @@ def _last(types: dict[str, str]) -> str:
 
 
 def _items(text: str) -> Iterator[Dim | tuple[str, str]]:
-    """The words of the text in order: a Dim, or an axis and what follows its `=`."""
+    """The words of the text in order: a Dim, or an axis and the text after its `=`."""
     for word in re.finditer(r"\([^()]*\)\S*|\S+", text):
         if word.group() == "...":
             yield from map(Dim, LEADING)
@@ -208,7 +208,7 @@ def _items(text: str) -> Iterator[Dim | tuple[str, str]]:
 
 
 class _Word:
-    """One word of a spec, read from left to right; a character that does not fit is named by its column."""
+    """One word of a spec, read from left to right; errors name an unexpected character by its column."""
 
     def __init__(self, text: str, start: int, stop: int) -> None:
         self.text, self.start, self.stop, self.at = text, start, stop, start
@@ -230,7 +230,7 @@ class _Word:
         return self.dim(name)
 
     def group(self) -> str:
-        """The names up to the closing bracket, as one."""
+        """The names up to the closing bracket, merged."""
         names = []
         while not self.take(")"):
             if self.at == self.stop:
@@ -257,7 +257,7 @@ class _Word:
         if not match:
             raise self.unexpected(what)
         self.at = match.end()
-        # A capital inside a name is reported here: what may follow the name is known only to the caller.
+        # A capital inside a name is reported here; only the caller knows which characters may follow the name.
         if self.at < self.stop and self.text[self.at] in ascii_uppercase:
             raise self.unexpected(what)
         return match.group()
@@ -282,8 +282,8 @@ class _Word:
 def placements(spec: Spec, axes: tuple[str, ...]) -> tuple[Any, ...]:
     """One placement for each mesh axis: Shard(dim), Partial() for P, Replicate() for R and I.
 
-    Errors: ValueError, `not expressible: ...`, for an order that is a permutation, or a dim sharded twice against
-    the order of the mesh.
+    Errors: ValueError, `not expressible: ...`, for a permuting layout, or a dim sharded twice against the order of the
+    mesh.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 

@@ -1,4 +1,4 @@
-"""CaseSpec: what travels is one line of JSON, the same line and the same id wherever it is written."""
+"""A CaseSpec is sent as one line of JSON, which is the same, with the same id, wherever it is written."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ def test_canonical_json():
 
 
 def test_the_id_is_the_start_of_the_hash_of_that_line():
-    """Typed by hand from `sha256sum`, so that ids of replay files stay what they were."""
+    """The expected id was computed with `sha256sum`, so that ids of replay files stay the same."""
     assert CaseSpec(**EXAMPLE).id == "21bac764"
 
 
@@ -99,12 +99,12 @@ def test_missing_keys_are_rejected():
 
 
 @pytest.mark.parametrize("size", ["x", 0, 1.5, None])
-def test_a_mesh_size_that_is_no_number_of_ranks_is_rejected(size):
+def test_a_mesh_size_must_be_a_number_of_ranks(size):
     record = {**json.loads(CANONICAL), "mesh": {"tp": size}}
     assert rejected(json.dumps(record)) == f"case: mesh axis 'tp' has size {size!r}; a size is a whole number from 1 on"
 
 
-def test_lengths_of_other_names_are_rejected():
+def test_lengths_with_unknown_names_are_rejected():
     record = {**json.loads(CANONICAL), "lengths": {"s": {"true": [3], "padded": [4]}}}
     assert rejected(json.dumps(record)) == "case: lengths of 's' have padded, true; give real and padded ones"
 

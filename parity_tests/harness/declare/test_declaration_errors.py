@@ -28,7 +28,7 @@ def test_several_errors_are_one_list():
         assert line.startswith(f"  {number}. {start}")
 
 
-def test_what_refers_to_dims_once_all_tensors_can_be_read():
+def test_references_to_dims_are_checked_after_all_tensors():
     with pytest.raises(ValueError) as caught:
         declared(lambda mesh, x: x, mesh={"tp": (2,), "cp": (2,)}, inputs={"x": "b/tp cp=I"}, outputs="b/tp cp=I",
                  dims={"c": (1,), "b": ()}, modifies=("z",), draw={"z": lambda g, shape: g.random(shape)})  # fmt: skip

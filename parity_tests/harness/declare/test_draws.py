@@ -98,7 +98,7 @@ def of_kind(kind, dtype="float32", shape=(40, 50), seed=0):
 
 @pytest.mark.parametrize("dtype", UNIT_ROUNDOFF)
 @pytest.mark.parametrize("kind", FLOAT_KINDS)
-def test_values_are_of_the_tested_dtype(kind, dtype):
+def test_values_have_the_tested_dtype(kind, dtype):
     sample = of_kind(kind, dtype)
     again = torch.from_numpy(sample).to(getattr(torch, dtype)).double().numpy()
     assert sample.dtype == np.float64

@@ -1,13 +1,14 @@
-"""A scheme takes its specs from a contract: from that of a public function, or from its own annotations."""
+"""A scheme takes its specs from a public function's contract, or from its own annotations."""
 
 import jax.numpy as jnp
 import pytest
 import torch
 from torch import Tensor
 
+from parity_tests.harness.declare.instance import meaning_of
 from shardproof import integers, scheme, values
 from torch_impl.collectives import all_reduce
-from torch_impl.contract import Positive, Sharded, ShardedIds, contract
+from torch_impl.contract import Positive, Sharded, ShardedIds, contract, contract_of
 
 
 @contract
@@ -21,7 +22,7 @@ def reference(logits, weight, scale=1.0):
     return jnp.einsum("bsv,v->bs", logits, weight) * scale
 
 
-def test_the_specs_are_those_of_the_public_function():
+def test_specs_come_from_the_public_function():
     @scheme(reference=reference, mesh={"tp": (1, 2)}, contract=weighted, options={"scale": (1.0, 2.0)})
     def weighted_over_tp(mesh, logits, weight, scale):
         return all_reduce(weighted(logits, weight, scale), mesh["tp"])
@@ -32,7 +33,7 @@ def test_the_specs_are_those_of_the_public_function():
     assert weighted_over_tp.verify(tp=2, b=1, s=2, v=4).ok
 
 
-def test_the_specs_are_those_of_the_annotations():
+def test_specs_come_from_the_annotations():
     @scheme(
         reference=lambda x, ids: x[ids],
         mesh={"tp": (1, 2)},
@@ -46,7 +47,7 @@ def test_the_specs_are_those_of_the_annotations():
     assert looked_up.verify(tp=2, k=4).ok
 
 
-def test_what_is_declared_comes_first():
+def test_declared_specs_take_precedence():
     @scheme(
         reference=reference, mesh={"tp": (1, 2)}, contract=weighted,
         inputs={"logits": "b s v/tp:ragged", "weight": "v/tp:ragged"},
@@ -83,3 +84,63 @@ def test_a_contract_without_results_needs_outputs():
 
     with pytest.raises(ValueError, match="has no outputs, and the signature of doubled states none; pass outputs"):
         scheme(reference=lambda x: x, mesh={"tp": (1,)})(doubled)
+
+
+def test_written_specs_are_an_instance_and_outputs_follow_from_them():
+    """Layouts, the words for dims and the further axis of a batch are the scheme's own."""
+
+    @scheme(
+        reference=lambda rows, weight: jnp.einsum("nc,c->n", rows, weight),
+        mesh={"dp": (1, 2), "tp": (1, 2)},
+        contract=weighted,
+        inputs={"rows": "n/dp c/tp:ragged", "weight": "c/tp:ragged dp=R"},
+    )
+    def weighted_rows(mesh, rows, weight):
+        return all_reduce(weighted(rows, weight), mesh["tp"])
+
+    assert [str(arg.spec) for arg in weighted_rows.outputs] == ["n/dp tp=I"]
+    assert weighted_rows.verify(tp=2, dp=2, n=2, c=4).ok
+
+
+GENERAL = 'logits "... v/tp" weight "v/tp" -> "... tp=I" or "... tp=I", "... tp=I"'
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "own"),
+    [
+        (
+            {"logits": "b s v/tp", "weight": "v tp=R"},
+            "b s tp=I",
+            'logits "b s v/tp", weight "v tp=R" -> "b s tp=I"',
+        ),
+        ({"logits": "b s v/tp", "weight": "w/tp"}, "b s tp=I", 'logits "b s v/tp", weight "w/tp" -> "b s tp=I"'),
+        ({"logits": "b s v/tp", "weight": "v/tp"}, "b s tp=R", 'logits "b s v/tp", weight "v/tp" -> "b s tp=R"'),
+        ({"logits": "b s v/tp", "weight": "v/tp"}, "b tp=I", 'logits "b s v/tp", weight "v/tp" -> "b tp=I"'),
+        ({"logits": "b s v/tp"}, None, 'logits "b s v/tp"'),
+    ],
+)
+def test_specs_that_are_no_instance_are_rejected(inputs, outputs, own):
+    def written(mesh, logits, weight):
+        return weighted(logits, weight)
+
+    with pytest.raises(ValueError) as caught:
+        scheme(reference=reference, mesh={"tp": (1, 2)}, contract=weighted, inputs=inputs, outputs=outputs)(written)
+    sentence = f"has {own}, which is no instance of the contract of weighted: {GENERAL}"
+    assert sentence in str(caught.value)
+
+
+def test_a_layout_that_a_contract_names_must_be_that():
+    @contract
+    def swapped(x: Sharded[Tensor, "b s/cp:dual_chunk_swap ..."]) -> Sharded[Tensor, "b s/cp ..."]:
+        return x
+
+    stated = contract_of(swapped)
+    assert meaning_of(stated, {"y": "b t/cp:dual_chunk_swap d"}, ["b t/cp d"], ("cp",)) is not None
+    assert meaning_of(stated, {"y": "b t/cp d"}, ["b t/cp d"], ("cp",)) is None
+
+
+def test_a_contract_without_specs_is_no_contract_of_a_scheme():
+    with pytest.raises(ValueError, match="has contract=add, whose signature states no specs; drop it"):
+        scheme(reference=lambda x: x, mesh={"tp": (1,)}, contract=torch.add, inputs={"x": "n"}, outputs="n")(
+            lambda mesh, x: x
+        )

@@ -1,4 +1,4 @@
-"""Draws of the user's own and the rarer built-in ones: what they promise, what a replay repeats, what is rejected."""
+"""Custom draws and rarer built-in ones: their promises, their replay, their errors."""
 
 import json
 import runpy
@@ -119,7 +119,7 @@ def test_a_strategy_of_numbers():
     assert {1, 5} >= {int(i) for x in drawn_arrays(st.sampled_from([1, 5]), function=integer) for i in x.ravel()}
 
 
-def test_what_a_strategy_gave_is_recorded_and_shrinks():
+def test_a_strategys_numbers_are_recorded_and_shrink():
     def wrong_above_seven(mesh, x):
         return x * torch.where(x > 7, 3.0, 2.0)
 
@@ -175,7 +175,7 @@ def test_a_wrong_count(count):
         exactly(count)
 
 
-def test_draws_of_processes_are_those_of_the_reference():
+def test_processes_draw_the_references_numbers():
     """Ranks get the record of a strategy, not the strategy, and the function itself."""
 
     def sums(mesh, x, y):

@@ -1,4 +1,4 @@
-"""Spec strings: what is read, what is rejected and in which words."""
+"""Spec strings: which are read, which are rejected, and the messages."""
 
 import pytest
 from hypothesis import given

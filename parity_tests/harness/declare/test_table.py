@@ -19,7 +19,7 @@ def doubled_scheme(function):
     return scheme(reference=lambda x: 2 * x, mesh={"tp": (1, 2)}, inputs={"x": "n/tp"}, outputs="n/tp")(function)
 
 
-def test_the_table_keeps_one_scheme_of_a_name():
+def test_the_table_keeps_one_scheme_per_name():
     first = doubled_scheme(compiled_from("a/b.py"))
     assert lookup("somebodys_module:doubled") is first
     with pytest.raises(ValueError) as caught:

@@ -1,4 +1,4 @@
-"""A function that is sent to other processes keeps what it is known by."""
+"""A function keeps its name and origin when it is sent to other processes."""
 
 import pickle
 import threading
@@ -23,7 +23,7 @@ def test_code_keeps_the_name_of_its_file_and_its_lines():
     assert pickle.loads(travel.dumps(outer))(2)([1, 2]) == [3, 4]
 
 
-def test_what_no_other_process_can_have_is_rejected_with_the_name_of_the_scheme():
+def test_an_unpicklable_object_is_rejected_with_the_schemes_name():
     lock = threading.Lock()
 
     def locked(x):

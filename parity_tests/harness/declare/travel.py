@@ -1,4 +1,4 @@
-"""How a per-rank function is sent to other processes: pickled by value, as it stands in this process."""
+"""Send a per-rank function to other processes: pickle it by value, in its current state."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 
 import cloudpickle
 
-# Scheme files and what they imported from their own folders.
+# Scheme files, and modules that they imported from their own folders.
 IMPORTED_WITH_SCHEMES: set[str] = set()
 
 
 class CannotTravel(TypeError):
-    """A function uses what no other process can have."""
+    """A function that uses an object which no other process can have."""
 
 
 class _Pickler(cloudpickle.Pickler):
     """Also pickles torch's operators, by name: cloudpickle cannot, and every rank has them.
 
-    Code keeps the name of its file, which cloudpickle 3.1.3 leaves out: what goes wrong on a rank is named by its line.
-    What torch.compile made of a function cannot be pickled: a global of a file that ranks import is theirs already.
+    Code keeps its file name, which cloudpickle 3.1.3 drops: errors on a rank name their line. Compiled functions of
+    torch.compile cannot be pickled; if ranks import the file, they have its globals already.
     """
 
     def __init__(self, file: io.BytesIO, file_is_imported: bool) -> None:
@@ -69,10 +69,10 @@ def _operator(path: str) -> Any:
 
 
 def dumps(travelling: Any, *, file_is_imported: bool = False) -> bytes:
-    """Pickle a function, or what carries one as `.fn`, with its own module by value.
+    """Pickle a function, or an object with a function as `.fn`, with its own module by value.
 
-    Modules beside the scheme's file travel by value too, unless ranks import the file and so have them: a state that
-    functions share must be one and the same there.
+    Modules in the scheme's folder are pickled by value too, unless ranks import the file and so have them: functions
+    that share state must share one copy there.
 
     Errors: CannotTravel.
     """
@@ -91,7 +91,7 @@ def dumps(travelling: Any, *, file_is_imported: bool = False) -> bytes:
 
 
 def without_annotations(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function without annotations: those may name types of JAX, which the ranks would then import."""
+    """The same function without annotations: they may name JAX types, which ranks would then import."""
     copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     copy.__module__, copy.__qualname__ = fn.__module__, fn.__qualname__
@@ -99,7 +99,7 @@ def without_annotations(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_travels(fn: Any) -> None:
-    """CannotTravel, which names the variable, for a closure or global that no other process can have."""
+    """Raise CannotTravel, naming the variable, for a closure or global that no other process can have."""
     code = getattr(fn, "__code__", None)
     if code is None:
         return
@@ -130,7 +130,7 @@ def _untravelable(value: Any) -> str | None:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a cell not filled yet
+    except ValueError:  # an empty cell
         return None
 
 

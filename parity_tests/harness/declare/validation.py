@@ -1,7 +1,7 @@
-"""What @scheme rejects at declaration, each with a sentence that says how to mend it.
+"""Checks of @scheme at declaration; each error says how to fix it.
 
-`errors(text)` makes the exception to raise, with the scheme's name before the text; what says nothing of the next
-tensor or argument is collected, so that all errors are reported at once.
+`errors(text)` creates the exception to raise, with the scheme's name before the text; independent errors are collected,
+so that all of them are reported at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from parity_tests.harness.declare.more_draws import OfFunction, draw_of
 from parity_tests.harness.declare.spec import BUILTIN, Spec, parse
 
 INTEGER = ("int", "uint", "bool")
-NO_DRAW = OfFunction("own")  # in the place of what is no draw: whether it is of integers is not known
-SHARED = ("torch", "numpy", "jax")  # packages too large to have once for each rank
+NO_DRAW = OfFunction("own")  # in place of an invalid draw, which may or may not give integers
+SHARED = ("torch", "numpy", "jax")  # packages too large to copy for each rank
 
 
 def function_names(fn: Any, errors: DeclarationErrors) -> tuple[str, ...]:
-    """Names of the function's arguments after `mesh`; rejects what is no plain function."""
+    """Names of the function's arguments after `mesh`; rejects anything but a plain function."""
     kinds = {
         "a coroutine function": inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn),
         "a generator function": inspect.isgeneratorfunction(fn),
@@ -58,7 +58,7 @@ def check_mesh(mesh: Any, errors: DeclarationErrors) -> None:
 
 
 def of_one_rank(mesh: Mapping[str, Any]) -> list[str]:
-    """Axes that have one rank on each mesh: a scheme for one device names such an axis and has no type to choose."""
+    """Axes with one rank on every mesh: a scheme for one device names such an axis and has no type to choose."""
     return [axis for axis, sizes in mesh.items() if tuple(sizes) == (1,)]
 
 
@@ -134,7 +134,7 @@ def output_arguments(
 def modified_arguments(
     modifies: Any, leaves: Sequence[Argument], results: Sequence[Argument], errors: DeclarationErrors
 ) -> tuple[Argument, ...]:
-    """The inputs that the function overwrites, as outputs: what it leaves in them is judged."""
+    """The inputs that the function overwrites, as outputs: their new values are judged."""
     if isinstance(modifies, str) or not all(isinstance(name, str) for name in modifies):
         raise errors(f"modifies is {modifies!r}; give a tuple of inputs, such as ('logits',)")
     by_name = {arg.name: arg for arg in leaves}
@@ -149,7 +149,7 @@ def modified_arguments(
 def check_module(
     module: Any, inputs: Mapping[str, Any], results: Sequence[Argument], form: Any, errors: DeclarationErrors
 ) -> None:
-    """`module` names a tree of inputs, and the first output is the loss that the function has run backward."""
+    """`module` must name a tree of inputs, and the first output is the loss that the function ran backward."""
     if module is None:
         return
     if not isinstance(module, str) or not isinstance(inputs.get(module), Mapping):
@@ -178,7 +178,7 @@ def check_arguments(
     reference: Any,
     errors: DeclarationErrors,
 ) -> None:
-    """The function and the reference take the inputs and the options; `choices` are those of both and of the ranks."""
+    """The function and the reference take the inputs and the options; `choices` holds common and rank-only options."""
     check_options(signature, inputs, *choices, errors)
     check_reference(signature, inputs, choices[0], reference, errors)
     check_covered(fn, (*inputs, *choices[0], *choices[1]), errors)
@@ -210,13 +210,13 @@ def check_reference(
     reference: Any,
     errors: DeclarationErrors,
 ) -> None:
-    """The reference must take the inputs and the options, by name; further ones need a default."""
+    """The reference must take the inputs and the options by name; other parameters need a default."""
     if not callable(reference):
         raise errors(f"reference is {type(reference).__name__}; pass a JAX function")
     title = name_of_reference(reference)
     try:
         parameters = inspect.signature(reference).parameters
-    except ValueError:  # a compiled callable may have none to show
+    except ValueError:  # a compiled callable may have no signature
         return
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
         raise errors(f"{title} has positional-only arguments; wrap it in a function that names them")
@@ -244,20 +244,20 @@ def check_reference(
 
 
 def name_of_reference(reference: Any) -> str:
-    """What a sentence calls a reference: by its name, unless that is no more than what it is."""
+    """The name of a reference in error messages, unless its name is just `reference`."""
     name = getattr(reference, "__name__", type(reference).__name__)
     return "the reference" if name == "reference" else f"reference {name}"
 
 
 def check_covered(fn: Any, names: Sequence[str], errors: DeclarationErrors) -> None:
-    """Whatever has no default must be an input or an option."""
+    """Every parameter without a default must be an input or an option."""
     for parameter in list(inspect.signature(fn).parameters.values())[1:]:
         if parameter.default is parameter.empty and parameter.name not in names:
             raise errors(f"takes {parameter.name!r}, which is no input and no option; add it to inputs")
 
 
 def user_draws(fn: Any, draw: Mapping[str, Any], errors: DeclarationErrors) -> dict[str, Draw]:
-    """The draws with functions and strategies made into such; of integers where the annotation says so."""
+    """The draws, with functions and strategies converted; of integers if the annotation says so."""
     if not isinstance(draw, Mapping):
         raise errors(f"draw is {type(draw).__name__}; give a dict of input -> draw")
     annotations, draws = _annotations(fn), {}
@@ -343,9 +343,9 @@ def excluded_conditions(module: str, names: Any, errors: DeclarationErrors) -> t
 def check_surroundings(
     setup: Any, around: Any, assume: Any, isolate: Any, cost: Any, inputs: Mapping[str, Any], errors: DeclarationErrors
 ) -> None:
-    """`setup` and `around` are functions of the mesh, `assume` of the case, `cost` of the case and of inputs.
+    """`setup` and `around` must be functions of the mesh, `assume` of the case, `cost` of the case and of inputs.
 
-    What they return is known later.
+    Their results are checked later.
     """
     if not isinstance(isolate, tuple | list) or not all(isinstance(name, str) for name in isolate):
         raise errors(f"isolate is {isolate!r}; give a tuple of module names, such as ('megatron.core',)")
@@ -367,12 +367,12 @@ def check_surroundings(
         except TypeError:
             parameters = ", ".join(inspect.signature(function).parameters)
             raise errors(f"{name} takes ({parameters}); it is called with the {of} alone") from None
-        except ValueError:  # a builtin may have no signature to show
+        except ValueError:  # a builtin may have no signature
             continue
 
 
 def _check_cost(cost: Any, inputs: Mapping[str, Any], errors: DeclarationErrors) -> None:
-    """A cost is a function of the case, and of the inputs that its further parameters name."""
+    """A cost must be a function of the case and of the inputs that its other parameters name."""
     if not callable(cost):
         raise errors(f"cost is {type(cost).__name__}; pass a function of the case: def cost(case): ...")
     for name, parameter in list(inspect.signature(cost).parameters.items())[1:]:
@@ -417,7 +417,7 @@ def _parsed(
 def _annotations(fn: Any) -> dict[str, Any]:
     try:
         return inspect.get_annotations(fn, eval_str=True)
-    except Exception:  # an annotation that cannot be evaluated says nothing about dtype
+    except Exception:  # an annotation that cannot be evaluated implies no dtype
         return {}
 
 

@@ -1,7 +1,7 @@
 """Draw the calling conditions of a case: two or three for half of the cases.
 
-That the caller overwrites its inputs afterwards changes nothing that a function can see and costs nothing: it is drawn
-besides, for half of all cases.
+The condition that the caller overwrites its inputs is drawn in addition, for half of all cases: the function cannot see
+it, and it costs nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from parity_tests.harness.declare.draws import Chooser
 from parity_tests.harness.draw.inputs import addend_axes
 
 HOW_MANY = (0, 0, 2, 3)
-# How often a condition is drawn, beside one that is drawn once: those that are of many kinds, for each tensor one.
+# Relative frequency of conditions; those with many variants, one per tensor, are drawn more often.
 SHARES = {"strided": 3, "expanded": 2, "frozen": 2, "unused": 2}
 STRIDES = ("transposed", "stepped")
-OF_FREE_INTEGERS = ("ids", "mask", "integers")  # kinds of draws that stay valid where all rows are equal
+OF_FREE_INTEGERS = ("ids", "mask", "integers")  # kinds of draws that stay valid if all rows are equal
 OF_EQUAL_FLOATS = ("zeros", "ones")
-# Conditions of a backward, which a call without gradients does not have.
+# Conditions of the backward; a call without gradients has none of them.
 OF_THE_BACKWARD = ("frozen", "unused", "call_between", "second_backward")
 
 
@@ -49,7 +49,7 @@ def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseS
 
 def _compatible(name: str, conditions: Mapping[str, Any]) -> bool:
     if name in OTHER_CALLS and set(OTHER_CALLS) & set(conditions):
-        return False  # one more run is enough
+        return False  # one extra run is enough
     if name in OF_THE_BACKWARD:
         return not set(WITHOUT_GRADIENTS) & set(conditions)
     if name in WITHOUT_GRADIENTS:
@@ -59,7 +59,7 @@ def _compatible(name: str, conditions: Mapping[str, Any]) -> bool:
 
 
 def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Callable[[], Any]]:
-    """The conditions that the scheme's tensors allow and that it does not exclude, each with its draw."""
+    """The conditions that the scheme's tensors allow and the scheme does not exclude, each with its draw."""
     active = [arg.name for arg in scheme.inputs if arg.differentiable]
     with_gradient = [arg for arg in scheme.outputs if arg.differentiable] if active else []
     floating = [arg for arg in scheme.inputs if not arg.is_integer]
@@ -92,10 +92,10 @@ def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]
 
 
 def may_be_expanded(scheme: Declared, arg: Argument) -> bool:
-    """Whether all rows of an input may be one row: in every addend of a sum over ranks, and by its draw.
+    """Whether all rows of an input may be equal: its draw allows it, and it is not a sum over ranks.
 
-    A function of which floats are drawn that are all equal is right for them; where they are not, as for a model's
-    weights, gradients may cancel to nothing but rounding.
+    Floats are expanded only if equal floats are among their drawn kinds; otherwise, as for a model's weights, gradients
+    may cancel down to rounding errors.
     """
     draw = scheme.draws[arg.name]
     are_equal = set(OF_EQUAL_FLOATS) & set(draw.kinds) if draw.kind == "float" else draw.kind in OF_FREE_INTEGERS
@@ -114,6 +114,6 @@ def _views(tensors: Sequence[str], choose: Chooser) -> dict[str, str]:
 
 
 def _some(names: Sequence[str], choose: Chooser) -> list[str]:
-    """One of several, or all but one."""
+    """One of several, or all except one."""
     one = choose(names)
     return [one] if choose((True, False)) else [name for name in names if name != one]

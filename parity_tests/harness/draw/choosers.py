@@ -1,7 +1,7 @@
-"""Choosers: who picks one of several options where a case is drawn, the simplest first.
+"""Choosers pick one of several options when a case is drawn; the first option is the simplest.
 
-A chooser takes a sequence, of which it returns an element, or a Hypothesis strategy, of which it returns an example;
-Hypothesis is loaded for a strategy alone.
+A chooser takes a sequence and returns an element, or a Hypothesis strategy and returns an example; only a strategy
+loads Hypothesis.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from parity_tests.harness.declare.draws import Chooser
 
-MOST_EVEN = 1024  # options; of more, such as seeds, examples would seldom repeat one anyway
+MOST_EVEN = 1024  # options; with more, such as seeds, examples would rarely repeat one anyway
 
 
 def seeded_chooser(seed: int) -> Chooser:
-    """A chooser that picks each option as likely as any other."""
+    """A chooser that picks every option with equal probability."""
     rng = np.random.Generator(np.random.Philox(key=[seed, 0]))
 
     def choose(options: Any) -> Any:
@@ -32,10 +32,10 @@ def seeded_chooser(seed: int) -> Chooser:
 
 
 def even_chooser(number: int, seed: int = 0) -> Chooser:
-    """The chooser of the n-th example: its n-th choice takes the options in shuffled rounds, one option an example.
+    """The chooser of example `number`: each choice goes through its options in shuffled rounds, one per example.
 
-    So a menu of four is gone through by four examples, where independent draws would leave one of its options out for
-    every third menu. The first example is the simplest: it takes the first option everywhere.
+    So four examples cover a menu of four, where independent draws would miss an option in every third menu. The first
+    example is the simplest: it takes the first option everywhere.
     """
     choices = itertools.count()
 
@@ -57,11 +57,11 @@ def _generator(choice: int, turn: int, seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[choice, turn], counter=np.array([0, 0, 0, seed], np.uint64)))
 
 
-_SIMPLEST_EXAMPLES: dict[str, Any] = {}  # of strategies, by what they are in words
+_SIMPLEST_EXAMPLES: dict[str, Any] = {}  # of strategies, by their repr
 
 
 def simplest(options: Any) -> Any:
-    """A chooser of the first option, and of a strategy's simplest example."""
+    """A chooser that takes the first option, and a strategy's simplest example."""
     if isinstance(options, Sequence):
         return options[0]
     name = repr(options)
@@ -71,9 +71,9 @@ def simplest(options: Any) -> Any:
 
 
 def shrunk_example(strategy: Any, accepts: Callable[[Any], bool], count: int = 100) -> Any:
-    """The simplest example that is accepted, of those that Hypothesis tries, the same each time.
+    """The simplest accepted example among those that Hypothesis tries; deterministic.
 
-    Of different examples only the first `count` are put to `accepts`. Errors: hypothesis.errors.NoSuchExample.
+    Calls `accepts` only for the first `count` distinct examples. Errors: hypothesis.errors.NoSuchExample.
     """
     from hypothesis import HealthCheck, find, settings
 
@@ -82,7 +82,7 @@ def shrunk_example(strategy: Any, accepts: Callable[[Any], bool], count: int = 1
     answers: dict[str, bool] = {}
 
     def accepts_once(example: Any) -> bool:
-        """The answer is the same each time, also where a function's result is not."""
+        """Remember answers, so that they stay the same even if a function's result does not."""
         key = repr(example)
         if key not in answers:
             answers[key] = len(answers) < count and accepts(example)
@@ -116,7 +116,7 @@ def _example(strategy: Any, seed: int) -> Any:
 
 
 class Choice(NamedTuple):
-    """What was chosen: the place of an option; of a strategy, its example."""
+    """One choice: the index of an option or, for a strategy, its example."""
 
     place: int = 0
     example: Any = None
@@ -125,7 +125,7 @@ class Choice(NamedTuple):
 
 @dataclass
 class RecordingChooser:
-    """A chooser that records its choices. It repeats those given, as far as they go and there are such options."""
+    """A chooser that records its choices. It first repeats the given choices as far as such options exist."""
 
     beyond: Chooser
     repeated: Sequence[Choice] = ()
@@ -137,11 +137,11 @@ class RecordingChooser:
         if isinstance(options, Sequence):
             if before is not None and before.strategy is None:
                 place = min(before.place, len(options) - 1)
-            else:  # the place is what is chosen, for equal options may stand in a menu more than once
+            else:  # record the index, because a menu may repeat an option
                 place = self.beyond(range(len(options)))
             self.choices.append(Choice(place))
             return options[place]
-        # Another strategy's example may be none of this one's.
+        # Another strategy's example may be invalid for this one.
         if before is None or repr(before.strategy) != repr(options):
             before = Choice(0, self.beyond(options), options)
         self.choices.append(before)

@@ -1,4 +1,4 @@
-"""Layouts of the user's own: where one rejects a size, that cannot be sharded and is not drawn."""
+"""Custom layouts: a size that one rejects cannot be sharded and is not drawn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from parity_tests.harness.declare.declaration_failure import raised_by
 
 Layout = Callable[[int, int], Any]
-# What a size that does not fit makes a layout raise: by its own words, an assertion, or a view or reshape of a library.
+# Exceptions for a size that does not fit: a layout's own check, an assertion, or a library's view or reshape.
 REJECTIONS = (ValueError, AssertionError, RuntimeError, TypeError)
-MULTIPLES = (*range(1, 129), 192, 256, 320, 384, 500, 512, 640, 768, 1000, 1024)  # tried until the layout takes one
-SMALL = range(1, 65)  # tried after them, for a layout that takes no multiple of the number of ranks
+MULTIPLES = (*range(1, 129), 192, 256, 320, 384, 500, 512, 640, 768, 1000, 1024)  # tried until the layout accepts one
+SMALL = range(1, 65)  # tried next, for a layout that accepts no multiple of the number of ranks
 
 
 def parts(name: str, layout: Layout, dim: str, size: int, axis: str, world: int) -> Any:
@@ -30,7 +30,7 @@ def parts(name: str, layout: Layout, dim: str, size: int, axis: str, world: int)
 
 
 def check_ranks(name: str, positions: Any, world: int) -> None:
-    """ValueError unless what the layout returned has one row of positions for each rank."""
+    """ValueError unless a layout's result has one row of positions for each rank."""
     try:
         rows = len(positions)
     except TypeError:
@@ -42,16 +42,16 @@ def check_ranks(name: str, positions: Any, world: int) -> None:
 
 
 def unit(layout: Layout, world: int, step: int) -> int | None:
-    """The smallest multiple of `step` that the layout takes, else the smallest size at all; None if it takes none."""
+    """The smallest multiple of `step` that the layout accepts, else the smallest size at all, else None."""
     return next(
         (size for size in (*(step * times for times in MULTIPLES), *SMALL) if _takes(layout, size, world)), None
     )
 
 
 def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | None:
-    """That the layout takes no size on so many ranks, in its own words, or None: it is a mistake, not a choice.
+    """A sentence, in the layout's words, if it accepts no size on so many ranks, which is a mistake; else None.
 
-    Errors: DeclarationFailure for an exception that is about no size.
+    Errors: DeclarationFailure for an exception that does not depend on the size.
     """
     if unit(layout, world, world) is not None:
         return None
@@ -71,7 +71,7 @@ def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | N
 def _takes(layout: Layout, size: int, world: int) -> bool:
     try:
         layout(size, world)
-    except Exception:  # reported where that size is used
+    except Exception:  # reported when that size is used
         return False
     return True
 

@@ -21,25 +21,26 @@ from parity_tests.harness.draw.choosers import seeded_chooser
 DEFAULT_LIMIT = 8
 INSIDE = (False, False, False, True)  # a larger world
 ASSUMED = "assume rejects"
-KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # of Scheme.verify, beside sizes and options
-OTHER_SIZES_TRIED = 3  # until a second call has other sizes
+KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # of Scheme.verify, besides sizes and options
+OTHER_SIZES_TRIED = 3  # to find other sizes for a second call
 
 
 class MeshChoices(NamedTuple):
-    """The meshes to try, each with the shapes that it can shard; the others, each with the reason why not."""
+    """The meshes to try, each with the shapes that it can shard; and the others, each with the reason."""
 
     fits: list[tuple[dict[str, int], list[dict[str, int]]]]
     left_out: list[tuple[dict[str, int], str]]
 
 
-# What can be drawn, cached for each scheme and its arguments: finding it takes longer than running an example.
+# Possible meshes and shapes, cached for each scheme and its arguments: finding them takes longer than running an
+# example.
 _MESH_CHOICES: WeakKeyDictionary[Declared, dict[Any, MeshChoices]] = WeakKeyDictionary()
 
 
 def one_case(
     scheme: Declared, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **fixed: Any
 ) -> CaseSpec:
-    """The case of a seed; see Scheme.case."""
+    """The case for a seed; see Scheme.case."""
     return draw_case(scheme, seeded_chooser(seed), fixed, dtype=dtype, engine=engine, seed=seed)
 
 
@@ -56,21 +57,24 @@ def draw_case(
     inside_subgroup: bool | None = False,
     with_conditions: bool = False,
 ) -> CaseSpec:
-    """Draw what is not given; inside a sub-group, the mesh has an axis more that the scheme does not see. With
-    `with_conditions`, calling conditions are drawn too; else the case has none.
+    """Draw the choices of a case that `fixed` does not give.
 
-    `inside_subgroup=None` draws that too, for every fourth case of lockstep: other engines would start ranks for it.
-    Errors: ValueError for an unknown name, an indivisible size, or where nothing is left to choose from."""
-    # 1. A mesh, then one of the shapes that it can shard, options and a dtype: the choices that `coverage.plan` makes.
+    Inside a subgroup, the mesh has an extra axis that the scheme does not see. `inside_subgroup=None` draws that as
+    well, for every fourth case on lockstep: other engines would have to start more ranks. Calling conditions are drawn
+    only with `with_conditions`.
+
+    Errors: ValueError for an unknown name, an indivisible size, or if no choice is left.
+    """
+    # 1. A mesh, then one of the shapes that it can shard, options and a dtype: `coverage.plan` makes these choices.
     sizes, options = _sizes_and_options(scheme, fixed)
     mesh, fits = choose(_cached_mesh_choices(scheme, sizes, options, world, limit).fits)
     shape = choose(fits)
     chosen = option_choices(scheme, mesh, shape, options, choose)
     dtype = dtype or choose(scheme.dtypes)
-    # 2. What the layouts need: lengths of ragged shards, lengths of packed sequences.
+    # 2. Arguments of the layouts: lengths of ragged shards, lengths of packed sequences.
     layouts = _layouts(scheme, mesh, shape, choose)
     lengths = _lengths(scheme, mesh, shape, choose)
-    # 3. How each input is filled, relative to its shards so that a failure shrinks to a rank and a border.
+    # 3. The values of each input, relative to its shards so that a failure shrinks to a rank and a border.
     values = {
         arg.name: scheme.draws[arg.name].value(choose, _shards(scheme, mesh, scheme.draws[arg.name].dim))
         for arg in scheme.inputs
@@ -89,7 +93,7 @@ def draw_case(
         engine=engine,
         schedule=choose(range(8)),
     )
-    # 5. The world around the mesh, and how the function is called, last: what was drawn before is the same in it.
+    # 5. The world around the mesh and the calling conditions, last, so that they change none of the choices above.
     if inside_subgroup is None:
         is_drawn = engine == "lockstep" and LARGER_WORLD not in scheme.excluded_conditions
         inside_subgroup = is_drawn and 2 * case.world <= LARGEST_WORLD and choose(INSIDE)
@@ -111,10 +115,10 @@ def priced_case(
     dtype: str | None = None,
     seed: int = 0,
 ) -> CaseSpec:
-    """A case on a mesh of any size, for its cost alone: it is not run where it has more ranks than can be run.
+    """A case on a mesh of any size, for its cost only: it may have more ranks than can be run.
 
-    Dims that are not given are the smallest that the mesh can shard, options the first that `assume` allows; `choose`
-    draws the lengths of shards and sequences. Errors: ValueError as of draw_case, and where no size fits.
+    Other dims are the smallest that the mesh can shard, options the first that `assume` allows; `choose` draws the
+    lengths of shards and sequences. Errors: ValueError as in draw_case, or if no size fits.
     """
     sizes, fixed_options = _sizes_and_options(scheme, {**mesh, **fixed})
     shapes = size_choices.shapes(scheme, sizes, [mesh], 1, fixed_options, with_pairs=False)
@@ -134,10 +138,10 @@ def priced_case(
 def another(
     scheme: Declared, case: CaseSpec, sizes: Mapping[str, int], choose: Chooser, *, same_shapes: bool | None = None
 ) -> CaseSpec:
-    """A case for a second call on the same mesh: of the same shapes, or of other sizes where any are left to the draw.
+    """A case for a second call on the same mesh: with the same shapes, or with other sizes if some are free.
 
-    Which of the two is drawn unless it is given. A buffer or a cache that is indexed by shape shows itself in the
-    former, one that is not in the latter.
+    `same_shapes` chooses; by default it is drawn. The same shapes reveal a buffer or cache that is indexed by shape,
+    other sizes one that is not.
     """
     if choose((True, False)) if same_shapes is None else same_shapes:
         return _of_the_same_shapes(scheme, case, choose)
@@ -160,12 +164,12 @@ def _of_the_same_shapes(scheme: Declared, case: CaseSpec, choose: Chooser) -> Ca
 
 
 def _of_another_seed(new_case: CaseSpec, case: CaseSpec) -> CaseSpec:
-    """Values of one kind and one seed would be the same."""
+    """The case with another seed: the same kind and seed would give the same values."""
     return new_case if new_case.seed != case.seed else new_case.replace(seed=case.seed + 1)
 
 
 def fitting_meshes(scheme: Declared, fixed: Mapping[str, Any], world: int | None = None) -> list[dict[str, int]]:
-    """The meshes that can shard the sizes given, the smallest first. Errors: as of draw_case."""
+    """The meshes that can shard the given sizes, smallest first. Errors: as in draw_case."""
     sizes, options = _sizes_and_options(scheme, fixed)
     return [mesh for mesh, _ in _cached_mesh_choices(scheme, sizes, options, world, DEFAULT_LIMIT).fits]
 
@@ -173,7 +177,7 @@ def fitting_meshes(scheme: Declared, fixed: Mapping[str, Any], world: int | None
 def meshes_left_out(
     scheme: Declared, fixed: Mapping[str, Any], world: int | None = None, limit: int = DEFAULT_LIMIT
 ) -> list[tuple[dict[str, int], str]]:
-    """The meshes that cannot shard the sizes given, or any drawn beside them, with the reason. Errors: of draw_case."""
+    """The meshes that cannot shard the given or any drawn sizes, with the reason. Errors: as in draw_case."""
     sizes, options = _sizes_and_options(scheme, fixed)
     fixed_prefixes = (ASSUMED, *(f"{name}=" for name in sizes))
     return [
@@ -185,7 +189,7 @@ def meshes_left_out(
 def mesh_choices(
     scheme: Declared, fixed: Mapping[str, Any], world: int | None = None, limit: int = DEFAULT_LIMIT
 ) -> tuple[MeshChoices, dict[str, Any]]:
-    """The meshes and shapes that `draw_case` chooses from, and the options that are given. Errors: as of draw_case."""
+    """The meshes and shapes that `draw_case` chooses from, and the given options. Errors: as in draw_case."""
     sizes, options = _sizes_and_options(scheme, fixed)
     return _cached_mesh_choices(scheme, sizes, options, world, limit), options
 
@@ -203,7 +207,7 @@ def _cached_mesh_choices(
 def _mesh_choices(
     scheme: Declared, sizes: Mapping[str, int], options: Mapping[str, Any], world: int | None, limit: int
 ) -> MeshChoices:
-    """Sort the meshes. Errors: ValueError where there is none, or none that can shard anything."""
+    """Sort the meshes into usable and left-out ones. Errors: ValueError if none can shard anything."""
 
     def rejection(reason: str) -> ValueError:
         return ValueError(f"scheme '{scheme.name}': {reason}")
@@ -229,7 +233,7 @@ def _mesh_choices(
             reason = _assumed_away(scheme, sizes, mesh, options)
             reason = reason or (size_choices.objection(scheme, shapes[0], mesh, sizes) if shapes else None)
             sorted_meshes.left_out.append((mesh, reason or nothing))
-    # Where sizes were given by hand, meshes that cannot shard them are left out; where none were, it is a mistake.
+    # If sizes were given, meshes that cannot shard them are left out; otherwise it is a mistake in the declaration.
     mistaken = [(mesh, reason) for mesh, reason in sorted_meshes.left_out if not reason.startswith(ASSUMED)]
     if not sorted_meshes.fits and not mistaken:
         mesh, reason = sorted_meshes.left_out[0]
@@ -245,7 +249,7 @@ def _mesh_choices(
 def _assumed_away(
     scheme: Declared, sizes: Mapping[str, int], mesh: Mapping[str, int], options: Mapping[str, Any]
 ) -> str | None:
-    """That `assume` rejects a mesh which could be sharded without it, with the simplest sizes of that; or None."""
+    """A sentence if only `assume` rejects this mesh, with the simplest rejected sizes; else None."""
     without = replace(scheme, assume=None)
     for shape in size_choices.shapes(without, sizes, [mesh], 1, with_pairs=False) if scheme.assume else ():
         if size_choices.compatible(without, shape, mesh):
@@ -254,7 +258,7 @@ def _assumed_away(
 
 
 def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
-    """Split what the caller gave into sizes (mesh axes and dims) and options."""
+    """Split the caller's keywords into sizes (mesh axes and dims) and options."""
     dims = {*size_choices.free_dims(scheme), *scheme.dims}
     options = scheme.all_options
     sizes, chosen = {}, {}
@@ -280,7 +284,7 @@ def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict
 def option_choices(
     scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], fixed: Mapping[str, Any], choose: Chooser
 ) -> dict[str, Any]:
-    """A value for each option that is not given; where there is an `assume`, together they satisfy it."""
+    """A value for each option that is not given; together they satisfy `assume`."""
     allowed = size_choices.assumed_options(scheme, shape, mesh, fixed) if scheme.assume else []
     chosen: dict[str, Any] = {}
     for name, choices in scheme.all_options.items():
@@ -303,7 +307,7 @@ def _shards(scheme: Declared, mesh: Mapping[str, int], name: str | None) -> int:
 def _layouts(
     scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], choose: Chooser
 ) -> dict[str, dict[str, Any]]:
-    """The layout of every sharding, with drawn shard lengths where it is ragged."""
+    """The layout of every sharding, with drawn shard lengths if it is ragged."""
     records: dict[str, dict[str, Any]] = {}
     for arg in (*scheme.inputs, *scheme.outputs):
         for dim in arg.spec.dims:
@@ -317,7 +321,7 @@ def _layouts(
 
 
 def _ragged(size: int, world: int, choose: Chooser) -> list[int]:
-    """Shard lengths: DTensor's ceil rule, or any partition, empty shards included."""
+    """Shard lengths: DTensor's ceil rule, or any partition, including empty shards."""
     step = -(-size // world)
     ceil = [max(0, min(step, size - step * rank)) for rank in range(world)]
     if choose((True, False)):
@@ -358,7 +362,7 @@ def _is_packed(scheme: Declared, name: str) -> bool:
 
 
 def sequence_count(scheme: Declared, name: str, shape: Mapping[str, int]) -> int | None:
-    """How many sequences an input of offsets or lengths has room for; None leaves it to the draw."""
+    """The number of sequences that an input of offsets or lengths has room for; None leaves it to the draw."""
     for arg in scheme.inputs:
         how = scheme.draws[arg.name]
         if how.kind in ("offsets", "lengths") and how.dim == name:

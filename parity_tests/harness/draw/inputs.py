@@ -1,7 +1,7 @@
 """Arrays of one case: full inputs and cotangents, their shards, and the addends of partial values.
 
-Everything is a function of the case alone (NumPy Philox keyed by seed and name), so every rank and the
-reference build the same bits without sending any. Arrays are sharded by the reference's layouts, never production's.
+All arrays depend only on the case (NumPy Philox keyed by seed and name), so every rank and the reference build the same
+bits without communication. Arrays are sharded by the reference's layouts, never by production's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.declare.declared import Argument
 
 Layouts = Mapping[str, Callable[..., Any]]
-# The gradient type whose axes split a value into addends: P for inputs; for cotangents R, its dual.
+# The gradient type whose axes split a value into addends: P for inputs; its dual R for cotangents.
 ADDEND_TYPE = {"input": "P", "cotangent": "R"}
 
 
@@ -36,12 +36,12 @@ def generator(case: CaseSpec, name: str) -> Generator:
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
-    """The nearest values of `dtype`, as float64."""
+    """The array rounded to `dtype`, as float64."""
     return torch.tensor(array).to(getattr(torch, dtype)).double().numpy()
 
 
 def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
-    """The full input before any addends: float64 values of the tested dtype, int64 or bool."""
+    """The full input before it is split into addends: float64 values of the tested dtype, int64 or bool."""
     name = _source(arg.name, case)
     value = case.values.get(name, {})
     array = draw.build(value, arg.shape(case), generator(case, name), case)
@@ -84,7 +84,7 @@ def _has_custom_layout(dim: Dim) -> bool:
 
 
 def cotangent(arg: Argument, case: CaseSpec) -> np.ndarray:
-    """A random cotangent for an output, in values of the tested dtype: one number if expanded, zeros if unused."""
+    """A random cotangent for an output, rounded to the tested dtype: one number if expanded, zeros if unused."""
     if arg.name in case.conditions.get("unused", ()):
         return np.zeros(arg.shape(case))
     if COTANGENT + arg.name in case.conditions.get("expanded", ()):
@@ -93,14 +93,14 @@ def cotangent(arg: Argument, case: CaseSpec) -> np.ndarray:
     return rounded(generator(case, f"cotangent {arg.name}").standard_normal(arg.shape(case)), case.dtype)
 
 
-# Ranks of lockstep and the reference need the same arrays of the same cases: that which is judged and the others that
-# are called beside it. They get the same array, which nobody may write to.
+# Ranks of lockstep and the reference need the same arrays for the judged case and for its other calls. They share one
+# array, which must not be written to.
 _RECENT: dict[int, tuple[CaseSpec, dict[Any, tuple[Any, np.ndarray]]]] = {}
 MOST_RECENT = 4
 
 
 def once_for_case(case: CaseSpec, key: Any, source: Any, build: Callable[[], np.ndarray]) -> np.ndarray:
-    """What `build` returns, called once for this object of a case, its key and the object that it follows from."""
+    """The result of `build`, called once per case object, key and source object."""
     entry = _RECENT.pop(id(case), None) or (case, {})
     _RECENT[id(case)] = entry
     if len(_RECENT) > MOST_RECENT:
@@ -114,7 +114,7 @@ def once_for_case(case: CaseSpec, key: Any, source: Any, build: Callable[[], np.
 
 
 def _source(name: str, case: CaseSpec) -> str:
-    """The input that an input's values are drawn for: itself, or the one that it is the same tensor as."""
+    """The input whose values are drawn: this one, or the input that it shares its tensor with."""
     first, second = case.conditions.get("same_tensor", (None, None))
     return first if first is not None and name == second else name
 
@@ -124,10 +124,10 @@ def addend_axes(arg: Argument, role: str) -> tuple[str, ...]:
 
 
 def addends(arg: Argument, array: np.ndarray, case: CaseSpec, role: str) -> np.ndarray:
-    """[ranks, *shape]: random numbers of the tested dtype whose sum is (about) the array, one a rank of the axes.
+    """[ranks, *shape]: one random addend per rank of the axes, in the tested dtype, which sum to about the array.
 
-    All addends but the last are drawn; the last is the rounded remainder, so the reference is given the float64
-    sum of the rounded addends. A non-finite entry goes to one rank and is zero elsewhere.
+    All addends except the last are drawn; the last is the rounded remainder, so the reference gets the float64 sum of
+    the rounded addends. A non-finite entry goes to one rank and is zero elsewhere.
     """
     count = int(np.prod([case.mesh[axis] for axis in addend_axes(arg, role)], dtype=np.int64))
     if count == 1:
@@ -151,11 +151,11 @@ def addend_of_rank(
     index = 0
     for axis in addend_axes(arg, role):
         index = index * case.mesh[axis] + coords[axis]
-    return addends[index, ...]  # an array, of a scalar too
+    return addends[index, ...]  # an array even for a scalar
 
 
 def shard_lengths(case: CaseSpec, dim: str, sharding: Sharding) -> Any:
-    """What a layout needs besides size and world: shard lengths (ragged), padded cu_seqlens (packed), or None."""
+    """The extra argument of a layout: shard lengths (ragged), padded cu_seqlens (packed), or None."""
     if sharding.layout == "packed":
         return tuple(np.concatenate([[0], np.cumsum(case.lengths[dim]["padded"])]).tolist())
     lengths = case.layouts.get(f"{dim}/{sharding.axis}", {}).get("lengths")
@@ -163,7 +163,7 @@ def shard_lengths(case: CaseSpec, dim: str, sharding: Sharding) -> Any:
 
 
 def layout_function(name: str, lengths: Any, custom: Layouts, trusted: bool) -> Callable[[int, int], Any]:
-    """The layout `(size, world) -> positions of each rank`, its lengths bound."""
+    """The layout `(size, world) -> positions of each rank`, with its lengths bound."""
     if name in custom:
         return custom[name]
     layout = getattr(trusted_layouts if trusted else production_layouts, name)
@@ -196,7 +196,7 @@ def _dim_positions(dim: Dim, size: int, case: CaseSpec, coords: Mapping[str, int
     return ids
 
 
-@lru_cache(maxsize=256)  # each rank asks for each tensor, twice or more, and a case has few sizes
+@lru_cache(maxsize=256)  # each rank asks at least twice for each tensor, and a case has few sizes
 def built_in_positions(name: str, size: int, world: int, lengths: Any) -> Sequence[np.ndarray]:
     """The positions of each rank under a layout of the reference."""
     by_rank = layout_function(name, lengths, {}, trusted=True)(size, world)
@@ -205,7 +205,7 @@ def built_in_positions(name: str, size: int, world: int, lengths: Any) -> Sequen
 
 
 def check_custom_layouts(arguments: Sequence[Argument], case: CaseSpec, custom: Layouts) -> None:
-    """ValueError for a user's layout that leaves out, repeats or makes up positions, or rejects a size."""
+    """ValueError for a custom layout that omits, repeats or invents positions, or rejects a size."""
     for arg in arguments:
         if any(sharding.layout in custom for dim in arg.spec.dims for sharding in dim.shardings):
             for coords in coordinates(case.mesh):
@@ -213,7 +213,7 @@ def check_custom_layouts(arguments: Sequence[Argument], case: CaseSpec, custom: 
 
 
 def piece(arg: Argument, array: np.ndarray, case: CaseSpec, coords: Mapping[str, int], custom: Layouts) -> np.ndarray:
-    """The part of a whole array that one rank holds."""
+    """The part of a whole array on one rank."""
     return array[np.ix_(*positions(arg, case, coords, custom))] if arg.spec.dims else array
 
 

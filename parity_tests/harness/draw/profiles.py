@@ -1,4 +1,4 @@
-"""Profiles: how many examples are drawn, and of how many shapes; those of Hypothesis, which says which is in force."""
+"""Profiles: the number of examples and of shapes; they are Hypothesis profiles, and Hypothesis knows the active one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _IN_FORCE: list[str] = []
 
 
 def register_profiles() -> None:
-    """Register `quick`, `dev`, `ci` and `nightly` with Hypothesis; a conftest loads one by `--hypothesis-profile`."""
+    """Register `quick`, `dev`, `ci` and `nightly` with Hypothesis; a conftest loads one with `--hypothesis-profile`."""
     from hypothesis import HealthCheck, settings
 
     quiet = {"deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
@@ -23,7 +23,7 @@ def register_profiles() -> None:
 
 
 def profile() -> str:
-    """The profile in force: of `in_force`, or else of Hypothesis; `dev` where it is none of ours."""
+    """The active profile: from `in_force`, else from Hypothesis; `dev` if that is not one of ours."""
     if _IN_FORCE:
         return _IN_FORCE[-1]
     if "hypothesis" not in sys.modules:
@@ -36,7 +36,7 @@ def profile() -> str:
 
 @contextmanager
 def in_force(name: str) -> Iterator[None]:
-    """A profile for the time of a block, for which Hypothesis need not be loaded."""
+    """Activate a profile inside a block, without loading Hypothesis."""
     _IN_FORCE.append(name)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Draws that depend on the seed alone, whatever else the process has imported.
+"""Draws that depend only on the seed, whatever the process has imported.
 
-Hypothesis mixes into its draws constants that it reads from the source of every local module in `sys.modules`. The
-cases of one seed would then differ between two files of the same user, and between a run of one scheme and a run of
-all. Sizes, meshes and options come from lists, where such constants stand for nothing. What it reads it also stores,
-in a folder `.hypothesis` where the command was called.
+Hypothesis mixes constants into its draws that it reads from the source of every local module in `sys.modules`. The
+cases of one seed would then differ between two files of the same user, and between running one scheme and all. Sizes,
+meshes and options come from lists, where such constants are meaningless. Hypothesis also stores these constants in a
+folder `.hypothesis` in the working directory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hypothesis.internal.conjecture.providers import HypothesisProvider
 
 
 def make_draws_reproducible() -> None:
-    """From here on every search of Hypothesis in this process draws the same for the same seed; for a conftest."""
+    """From now on every Hypothesis search in this process depends only on its seed; for a conftest."""
     HypothesisProvider._maybe_draw_constant = _no_constant
 
 
 @contextmanager
 def reproducible_draws() -> Iterator[None]:
-    """Within it every search of Hypothesis draws the same for the same seed, in any process."""
+    """Inside the block every Hypothesis search depends only on its seed, in any process."""
     before = HypothesisProvider._maybe_draw_constant
     make_draws_reproducible()
     try:
@@ -32,5 +32,5 @@ def reproducible_draws() -> Iterator[None]:
 
 
 def _no_constant(*_: Any, **__: Any) -> None:
-    """A method of the class, of which Hypothesis also makes instances that no table of providers names."""
+    """Replaces the method of the class, because Hypothesis also creates instances outside its table of providers."""
     return None

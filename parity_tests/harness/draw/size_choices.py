@@ -1,4 +1,4 @@
-"""The few shapes that are drawn: JAX compiles once per shape, so a scheme has few shapes and much variety otherwise."""
+"""The few shapes to draw: JAX compiles once per shape, so a scheme varies little in shape and much in other ways."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from parity_tests.harness.declare.dim_formulas import complete_dims, names_in
 from parity_tests.harness.declare.spec import Dim, Sharding
 from parity_tests.harness.draw import custom_layout
 
-LOCAL = (2, 3, 5, 1, 8)  # what a rank has of a dim; of 1, much is equal whatever the function does
+LOCAL = (2, 3, 5, 1, 8)  # local sizes of a dim; with 1, many mistakes do not show
 LOCAL_WORDS = {1: "one", 2: "two"}
-TURNS = len(LOCAL) ** 2  # later rounds give few new shapes
+TURNS = len(LOCAL) ** 2  # more rounds give few new shapes
 SEARCHED = 4096  # combinations of sizes tried for an `assume`
-FACTORS = range(1, 65)  # tried on dims in formulas until what follows from them can be sharded
+FACTORS = range(1, 65)  # of dims in formulas, tried until the derived dims can be sharded
 
 
 def meshes(scheme: Declared, fixed: Mapping[str, int], world: int | None) -> list[dict[str, int]]:
-    """Mesh sizes to try, smallest world first, none above the limit; `world` keeps those whose product equals it."""
+    """Mesh sizes to try, smallest world first, none above the limit; `world` keeps those with that many ranks."""
     sizes = [(fixed[axis],) if axis in fixed else axis_sizes for axis, axis_sizes in scheme.mesh.items()]
     tried = [dict(zip(scheme.mesh, combination, strict=True)) for combination in itertools.product(*sizes)]
     allowed = [
@@ -45,14 +45,14 @@ def shapes(
     with_smallest: bool = True,
     with_pairs: bool = True,
 ) -> list[dict[str, int]]:
-    """About `limit` shapes, the smallest first, with at least one for every mesh.
+    """About `limit` shapes, simplest first, with at least one for every mesh.
 
-    The first, `with_smallest`, has local sizes (1, ...) on the first mesh. `with_pairs`, shapes follow until each mesh
-    has every feature that it can have, beyond the limit if need be (see `features`). Rounds fill up to the limit: one
-    takes local sizes (2, 3, 5, ...), the next one (3, 5, 1, ...) and so on; inside a round each mesh may add the shape
-    that these local sizes give it. With too many meshes for that, the units of all are joined. A shape that custom
-    layouts or `assume` reject on every mesh is left out, unless there is no other. If sizes follow from the mesh, each
-    mesh has shapes of its own.
+    The first shape, `with_smallest`, has local sizes (1, ...) on the first mesh. `with_pairs`, shapes follow until each
+    mesh has each of its possible `features`, beyond the limit if necessary. Rounds fill up to the limit: the first
+    takes local sizes (2, 3, 5, ...), the next (3, 5, 1, ...) and so on; in each round each mesh may add the shape with
+    these local sizes. If there are too many meshes for that, their units are combined. A shape that custom layouts or
+    `assume` reject on every mesh is skipped, unless there is no other. If sizes depend on the mesh, each mesh has its
+    own shapes.
     """
     if scheme.depends_on_mesh and not all(axis in fixed for axis in scheme.mesh):
         each = max(limit // max(len(tried), 1), 1)
@@ -63,7 +63,7 @@ def shapes(
                 scheme, {**fixed, **mesh}, [mesh], each, options, with_smallest=number == 0, with_pairs=with_pairs
             )
         ]
-    # 1. What sizes must be multiples of, on each mesh; with too many meshes, one unit that serves all of them.
+    # 1. The unit of each size on each mesh; with too many meshes, one unit that serves them all.
     is_tried = bool(scheme.layouts or scheme.assume)
 
     def suits_one(shape: Mapping[str, int]) -> bool:
@@ -74,7 +74,7 @@ def shapes(
         common = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
         if _shape(scheme, fixed, common, 0) is not None:
             units = [common]
-    # 2. The smallest shape, the pairs, then round after round the shape that each unit gives, until there are enough.
+    # 2. The smallest shape, the pairs, then round by round the shape for each unit, until there are enough.
     offered: list[dict[str, int]] = []
     chosen: list[dict[str, int]] = []
     for turn in range(TURNS):
@@ -88,7 +88,7 @@ def shapes(
             offered.append(shape)
             if len(chosen) < limit and (not is_tried or suits_one(shape)):
                 chosen.append(shape)
-    # 3. A mesh that custom layouts or `assume` left without a shape gets one of its own.
+    # 3. A mesh without a shape, because of custom layouts or `assume`, gets its own.
     for mesh in tried if is_tried else ():
         if not any(compatible(scheme, shape, mesh, options) for shape in chosen):
             unit = _units(scheme, mesh)
@@ -164,13 +164,15 @@ def _new_shape(
     """Of the shapes of all turns that suit the mesh, the one with the most features that are not covered; or None."""
     turns = [shape for turn in range(1, TURNS) if (shape := _shape(scheme, fixed, unit, turn)) is not None]
     distinct = list({tuple(shape.items()): shape for shape in turns}.values())
-    distinct.sort(key=lambda shape: -len(features(scheme, shape, mesh).difference(covered)))  # stable: early turns first
+    distinct.sort(
+        key=lambda shape: -len(features(scheme, shape, mesh).difference(covered))
+    )  # stable: early turns first
     fitting = (shape for shape in itertools.chain(distinct, _searched(scheme, fixed, unit)) if shape)
     return next((shape for shape in fitting if compatible(scheme, shape, mesh, options)), None)
 
 
 def no_shape(scheme: Declared, fixed: Mapping[str, int], mesh: Mapping[str, int]) -> str:
-    """Why a mesh has no shape at all: of a dim that lists its sizes none is a multiple of what the mesh needs."""
+    """Why a mesh has no shape at all: none of the sizes listed for a dim is a multiple of the mesh's unit."""
     for name, step in _units(scheme, mesh).items():
         choices = scheme.dims.get(name, ())
         if name not in fixed and not isinstance(choices, str) and not any(size % step == 0 for size in choices):
@@ -186,14 +188,14 @@ def compatible(
     mesh: Mapping[str, int],
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> bool:
-    """Whether this shape can be sharded on this mesh, and `assume` allows it with these options or with some."""
+    """Whether this shape can be sharded on this mesh, and `assume` allows it with these options, or with any."""
     return objection(scheme, shape, mesh) is None and bool(assumed_options(scheme, shape, mesh, options))
 
 
 def assumed_options(
     scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int], fixed: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The choices of options that `assume` allows at these sizes, those of `fixed` as they are. Errors: ValueError."""
+    """The options that `assume` allows at these sizes, with `fixed` ones kept. Errors: ValueError."""
     choices = {name: (fixed[name],) if name in fixed else values for name, values in scheme.all_options.items()}
     tried = (dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values()))
     if scheme.assume is None:
@@ -216,7 +218,7 @@ def sizes_text(*sizes: Mapping[str, Any]) -> str:
 def objection(
     scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int], fixed: Collection[str] = ()
 ) -> str | None:
-    """Why this shape cannot be sharded on this mesh, or None; of several dims that cannot, one of `fixed`."""
+    """Why this shape cannot be sharded on this mesh, or None; prefers a reason about a dim in `fixed`."""
     if scheme.depends_on_mesh:
         expected = complete_dims(scheme.dims, {name: shape[name] for name in free_dims(scheme)}, mesh)
         for name in expected:
@@ -241,8 +243,8 @@ def objection(
 
 
 def _no_room(scheme: Declared, shape: Mapping[str, int]) -> str | None:
-    """That an input of offsets or lengths is too small for one sequence, or None."""
-    least = {"offsets": 2, "lengths": 1}  # an offset more than there are sequences
+    """A sentence if an input of offsets or lengths is too small for one sequence, else None."""
+    least = {"offsets": 2, "lengths": 1}  # offsets are one more than sequences
     for arg in scheme.inputs:
         kind = scheme.draws[arg.name].kind
         if kind in least and (size := arg.spec.dims[0].size(shape)) < least[kind]:
@@ -253,7 +255,7 @@ def _no_room(scheme: Declared, shape: Mapping[str, int]) -> str | None:
 
 
 def _shard_sizes(scheme: Declared, dim: Dim, size: int, sharding: Sharding, world: int) -> list[int]:
-    """The sizes of the shards of a dim, which a further sharding divides; ValueError where it cannot be sharded."""
+    """The sizes of a dim's shards, for the next sharding to divide; ValueError if it cannot be sharded."""
     if sharding.layout in scheme.layouts:
         parts = custom_layout.parts(
             sharding.layout, scheme.layouts[sharding.layout], dim.name, size, sharding.axis, world
@@ -266,7 +268,7 @@ def _shard_sizes(scheme: Declared, dim: Dim, size: int, sharding: Sharding, worl
 
 
 def never(scheme: Declared, mesh: Mapping[str, int], fixed: Collection[str] = ()) -> str | None:
-    """The words for a custom layout that takes no size at all of a dim that is not given on this mesh, or None."""
+    """A sentence if a custom layout accepts no size of a free dim on this mesh, else None."""
     dims = [dim for dim in _sharded_dims(scheme) if dim.name not in fixed]
     shardings = [(dim, sharding) for dim in dims for sharding in dim.shardings if sharding.layout in scheme.layouts]
     reasons = (
@@ -277,7 +279,7 @@ def never(scheme: Declared, mesh: Mapping[str, int], fixed: Collection[str] = ()
 
 
 def free_dims(scheme: Declared) -> list[str]:
-    """Dims that a shape chooses: all but those written as a number and those given by a formula."""
+    """Dims with a free size: all except numbers and dims with a formula."""
     names: dict[str, None] = {}
     for arg in (*scheme.inputs, *scheme.outputs):
         for name in (part for dim in arg.spec.dims for part in dim.parts):
@@ -290,7 +292,7 @@ def free_dims(scheme: Declared) -> list[str]:
 
 
 def _shape(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], turn: int) -> dict[str, int] | None:
-    """The shape of one turn for a mesh with these units, or None where the size choices have none that it can shard."""
+    """The shape of one round for a mesh with these units; None if the declared sizes cannot be sharded."""
     shape = {}
     for index, name in enumerate(free_dims(scheme)):
         choices = scheme.dims.get(name)
@@ -309,7 +311,7 @@ def _shape(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], 
 
 
 def _searched(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int]) -> Iterator[dict[str, int] | None]:
-    """Small multiples of the units in all combinations, the smallest first: for an `assume` that no turn satisfies."""
+    """All combinations of small multiples of the units, smallest first: for an `assume` that rejects every round."""
     if scheme.assume is None:
         return
     names = free_dims(scheme)
@@ -328,7 +330,7 @@ def _searched(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int
 def _tied(
     scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], shape: Mapping[str, int]
 ) -> dict[str, int] | None:
-    """The shape with the dims that follow from others, these made larger until all can be sharded."""
+    """The shape with its derived dims; enlarges the dims in formulas until all can be sharded."""
     mesh = {axis: fixed[axis] for axis in scheme.mesh if axis in fixed}
     names_in_rules = {name for rule in scheme.dims.values() if isinstance(rule, str) for name in names_in(rule)}
     movable = [name for name in names_in_rules if name in shape and name not in fixed and name not in scheme.dims]
@@ -342,12 +344,15 @@ def _tied(
 
 
 def _offsets_dims(scheme: Declared) -> set[str]:
-    """Dims that count the offsets of sequences: one more than the sequences, of which there is one at least."""
+    """Dims that count offsets of sequences: one more than the number of sequences, which is at least one."""
     return {arg.spec.dims[0].name for arg in scheme.inputs if scheme.draws[arg.name].kind == "offsets"}
 
 
 def _units(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
-    """What each dim's size must be a multiple of on this mesh; a custom layout is asked about each size instead."""
+    """Each dim's unit on this mesh: its size must be a multiple.
+
+    Custom layouts have no unit and are asked about each size.
+    """
     unit: dict[str, int] = {}
     for dim in _sharded_dims(scheme):
         custom = [sharding for sharding in dim.shardings if sharding.layout in scheme.layouts]
@@ -356,7 +361,7 @@ def _units(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
         step = 1
         for sharding in reversed(dim.shardings):
             world = mesh[sharding.axis]
-            # A packed total is made of sequences that each suit dual_chunk_swap.
+            # A packed dim consists of sequences that are each sharded by dual_chunk_swap.
             rule = "dual_chunk_swap" if sharding.layout == "packed" else sharding.layout
             if sharding in custom:
                 step = custom_layout.unit(scheme.layouts[sharding.layout], world, step * world) or step * world

@@ -22,9 +22,9 @@ def every_case(
     inside_subgroup: bool | None = None,
     **fixed: Any,
 ) -> SearchStrategy[CaseSpec]:
-    """Cases of a scheme; what is given (mesh axes, dims, options) is kept, the rest is drawn.
+    """Cases of a scheme: given mesh axes, dims and options are kept, the rest is drawn.
 
-    On lockstep a quarter of them stand inside a larger world; `inside_subgroup` is for all of them or for none.
+    On lockstep a quarter of them run inside a larger world; `inside_subgroup` forces this for all or for none.
     """
     limit = SHAPES[profile()]
 

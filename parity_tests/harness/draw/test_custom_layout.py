@@ -93,7 +93,7 @@ def test_a_rejection_by_a_library_counts(layout):
     assert "t=7 cannot be sharded by mine over ring=2: " in message_of(declaration.verify, ring=2, t=7)
 
 
-def test_the_words_of_another_error_have_its_kind():
+def test_another_error_is_reported_with_its_type():
     assert message_of(declared(asserted).verify, ring=2, t=6).endswith(": AssertionError: not of 4")
 
 
@@ -174,7 +174,7 @@ def test_a_layout_that_takes_no_size_is_rejected():
     assert report.ok and report.left_out == {"ring=4": f"t=8 cannot be sharded by mine over ring=4: {words}"}
 
 
-def test_size_choices_none_of_which_a_mesh_divides():
+def test_size_choices_that_no_mesh_divides():
     assert message_of(declared(blocks(2), dims={"t": (2, 4)}).verify) == (
         "scheme 'doubled': mesh {'ring': 4} can never be drawn: "
         "t=2 cannot be sharded by mine over ring=4: blocked needs a multiple of 8"
@@ -191,7 +191,7 @@ def test_an_incomplete_partition_is_reported_with_the_scheme():
 
 
 @pytest.mark.parametrize("name", ["call_before", "call_between"])
-def test_a_layout_that_is_no_partition_of_another_call_is_reported_with_the_scheme(name):
+def test_a_layout_that_breaks_in_another_call_is_reported(name):
     """It is right for the sizes of the judged call alone."""
 
     def lost(size, world):
@@ -205,7 +205,7 @@ def test_a_layout_that_is_no_partition_of_another_call_is_reported_with_the_sche
     )
 
 
-def test_other_errors_of_a_layout_are_failures_of_the_declaration():
+def test_a_layout_that_raises_fails_the_declaration():
     sentence = (
         r"^scheme 'doubled': layout 'mine' raised ZeroDivisionError at test_custom_layout\.py:\d+: integer division"
     )

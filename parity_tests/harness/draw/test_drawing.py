@@ -1,4 +1,4 @@
-"""What is drawn is the same everywhere: from any chooser, in any process; and lengths of shards and sequences."""
+"""Draws are the same from any chooser and in any process; and lengths of shards and sequences."""
 
 import hashlib
 import subprocess
@@ -54,7 +54,7 @@ def test_names_and_seeds_give_other_numbers():
 
 
 @given(every_case(tokens))
-def test_what_hypothesis_draws_can_be_built(case):
+def test_hypothesis_cases_can_be_built(case):
     assert array(tokens, case, "logits").shape == (case.b, case.s, case.v)
     assert 0 <= array(tokens, case, "target").min() <= array(tokens, case, "target").max() < case.v
     assert case.temperature in (1.0, 2.0) and case.chunk in (None, 3)
@@ -93,7 +93,7 @@ def test_packed_lengths():
     assert min(counts[what] for what in ("empty", "one token", "padding inside", "uneven", "no padding")) >= 15, counts
 
 
-def test_offsets_and_lengths_are_of_one_draw():
+def test_offsets_and_lengths_share_one_draw():
     for case in cases(sequences, 30):
         real, padded = case.lengths["t"]["real"], case.lengths["t"]["padded"]
         assert array(sequences, case, "cu").tolist() == [0, *np.cumsum(real)]

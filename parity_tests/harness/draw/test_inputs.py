@@ -1,4 +1,4 @@
-"""Cutting, stitching and addends: what the ranks are fed adds up to what the reference is given."""
+"""Sharding, stitching and addends: the ranks' inputs add up to the reference's."""
 
 import itertools
 
@@ -77,7 +77,7 @@ def test_sharded_and_stitched_again(text, lengths):
 
 
 def rank_entries(text, **at):
-    """What one rank holds of 0, 1, 2, ... along the only dim."""
+    """One rank's entries of 0, 1, 2, ... along the only dim."""
     arg, case = argument(text), a_case()
     [dim] = arg.shape(case)
     return inputs.piece(arg, np.arange(dim), case, {"dp": 0, "cp": 0, "tp": 0, **at}, CUSTOM).tolist()
@@ -125,7 +125,7 @@ def test_shards_that_are_summed_and_shards_that_are_repeated():
     assert gradient.summed_ranks == 2
 
 
-def test_the_order_of_ranks_is_that_of_the_mesh():
+def test_ranks_are_in_mesh_order():
     assert inputs.coordinates({"cp": 2, "tp": 2}) == [
         {"cp": 0, "tp": 0}, {"cp": 0, "tp": 1}, {"cp": 1, "tp": 0}, {"cp": 1, "tp": 1}
     ]  # fmt: skip
@@ -141,7 +141,7 @@ def is_of(array, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["normal", "zeros", "ones", "large", "tiny", "huge", "neg_inf_mask"])
-def test_addends_sum_to_the_input_of_the_reference(dtype, kind):
+def test_addends_sum_to_the_references_input(dtype, kind):
     arg, case = argument("b s cp=P tp=P dp=R"), a_case(dtype=dtype, values={"x": {"kind": kind}})
     array = inputs.full_array(arg, values(), case)
     addends = inputs.addends(arg, array, case, "input")
@@ -151,7 +151,7 @@ def test_addends_sum_to_the_input_of_the_reference(dtype, kind):
     assert np.array_equal(total, addends.sum(0))
     finite = np.isfinite(array)
     assert np.array_equal(total[~finite], array[~finite])
-    # The remainder is rounded once: what the reference is given is off by that at most.
+    # The remainder is rounded once: the reference's input is off by at most that.
     last = np.abs(addends[-1][finite])
     assert (np.abs(total[finite] - array[finite]) <= last * torch.finfo(getattr(torch, dtype)).eps).all()
     assert len({addend.tobytes() for addend in addends}) == 6
@@ -166,7 +166,7 @@ def test_an_addend_does_not_resemble_the_sum():
         assert addend.std() > array.std() / 2
 
 
-def test_what_is_not_finite_goes_to_one_rank_alone():
+def test_a_non_finite_entry_goes_to_one_rank():
     arg, case = argument("b s tp=P dp=R cp=R"), a_case()
     array = np.zeros((4, 12))
     array[1, 2], array[3, 4], array[0, 0] = np.inf, -np.inf, np.nan
@@ -241,7 +241,7 @@ def test_cotangents_of_replicated_outputs_are_partial():
         assert all(np.array_equal(part, each[0, 0, tp]) for tp, part in enumerate(parts))
 
 
-def test_outputs_have_cotangents_of_their_own():
+def test_outputs_have_separate_cotangents():
     case = a_case()
     cotangents = [inputs.cotangent(argument("b s dp=I cp=I tp=I", name), case) for name in ("out[0]", "out[1]")]
     assert not np.array_equal(*cotangents)

@@ -15,7 +15,7 @@ NUMBERS = itertools.count()
 
 
 def declared(mesh, inputs, outputs, **more):
-    """A scheme of which only the declaration is looked at."""
+    """A scheme that is only declared."""
 
     def function(mesh, **arguments): ...
 
@@ -62,7 +62,7 @@ def test_few_size_choices_fit_every_mesh(declaration, profile):
 
 
 @each_scheme
-def test_drawn_cases_are_of_the_size_choices_and_cover_every_mesh(declaration):
+def test_drawn_cases_use_the_size_choices_and_cover_every_mesh(declaration):
     tried = size_choices.meshes(declaration, {}, None)
     shapes = size_choices.shapes(declaration, {}, tried, 8)
     cases = [draw_case(declaration, seeded_chooser(seed), {}, seed=seed) for seed in range(300)]
@@ -128,7 +128,7 @@ def test_sizes_given_by_hand():
         "s=30 cannot be sharded by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
     )
     assert declaration.case(cp=4, s=32).dims["s"] == 32
-    # Of the declared meshes those are kept that can shard it: 30 is no multiple of 4 or 8.
+    # Of the declared meshes, only those that can shard it are kept: 30 is not a multiple of 4 or 8.
     assert {declaration.case(s=30, seed=seed).cp for seed in range(40)} == {1, 3}
     assert declaration.case(cp=5, s=10).mesh == {"cp": 5}
 
@@ -151,7 +151,7 @@ def test_a_mesh_that_can_never_be_drawn():
     assert declaration.case(v=6).dims == {"v": 6}
 
 
-def test_a_world_above_the_limit_or_of_no_mesh():
+def test_a_world_above_the_limit_or_without_a_mesh():
     declaration = SCHEMES["one sharding"]
     prefix = f"scheme '{declaration.name}': no mesh of "
     assert rejection(declaration, tp=65) == prefix + "tp=65 has 64 ranks or fewer, which is the limit"

@@ -1,4 +1,4 @@
-"""Cases derived from a failing one, each of which could refute what the failing one suggests."""
+"""Cases derived from a failing one, each of which could refute a note about it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from parity_tests.harness.run.program import Program
 from parity_tests.harness.verify_one_case import verify_case
 
 SHAPES_TRIED = 12
-MAX_ELEMENTS = 10**5  # of all dims together
-WIDE = 12  # elements along a dim of one id among many
-ORDINARY = ("normal", *BY_NAME, "ties", "iota", "ones")  # kinds of values, those without equal or extreme ones first
-MIN_DIM_SIZE = 3  # along a dim: with two, every error is at one end or the other
+MAX_ELEMENTS = 10**5  # over all dims together
+WIDE = 12  # elements along a dim that has one id among many
+ORDINARY = ("normal", *BY_NAME, "ties", "iota", "ones")  # kinds of values; first those without equal or extreme numbers
+MIN_DIM_SIZE = 3  # of a dim: with two elements, every error is at one end or the other
 
 
 def reports(
@@ -31,7 +31,10 @@ def reports(
     derived: Iterable[CaseSpec | None],
     wrap_program: Callable[[Program], Callable[..., Any]] | None = None,
 ) -> Iterator[Report]:
-    """Of the derived cases that exist. The reference may reject sizes that are never drawn: no case of this scheme."""
+    """Verify the derived cases that exist.
+
+    Skips sizes that the reference rejects, as the scheme may never draw them.
+    """
     for case in derived:
         if case is not None:
             with suppress(ReferenceFailure):
@@ -41,10 +44,10 @@ def reports(
 def larger(
     scheme: Declared, case: CaseSpec, seed: int, *, values: bool, place: int = 0, other_sizes: bool = False
 ) -> CaseSpec | None:
-    """The same mesh, dtype and options at larger sizes and another seed; `values` keeps the kinds of its values.
+    """The same mesh, dtype and options at larger sizes and another seed; `values` keeps the kinds of values.
 
-    `place` 0 is the largest of the first shapes, any other number that one of twice as many. With `other_sizes` those
-    come first in which most dims have another size than in the case.
+    `place` 0 is the largest of the first shapes, any other number indexes twice as many shapes. `other_sizes` prefers
+    shapes in which most dims differ from the case.
     """
     new_case = _larger_case(scheme, case, case.scheme_mesh, seed, place, other_sizes=other_sizes)
     if new_case is None:
@@ -53,7 +56,7 @@ def larger(
 
 
 def of_half_masks(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | None:
-    """Normal values at larger sizes on the same mesh, with masks that keep about a half; None without a mask."""
+    """Normal values at larger sizes on the same mesh, with masks that keep about half; None without a mask."""
     masks = [name for name, draw in scheme.draws.items() if draw.kind == "mask"]
     new_case = larger(scheme, case, seed, values=False) if masks else None
     if new_case is None:
@@ -62,14 +65,14 @@ def of_half_masks(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | Non
 
 
 def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | None:
-    """Normal values at larger sizes on another declared mesh, each of its axes of two ranks or more if one is."""
+    """Normal values at larger sizes on another declared mesh, preferably with at least two ranks on every axis."""
     scheme_mesh = case.scheme_mesh
     meshes = [
         mesh for mesh in size_choices.meshes(scheme, {}, None) if mesh != scheme_mesh and math.prod(mesh.values()) > 1
     ]
 
     def alike(mesh: Mapping[str, int]) -> tuple[int, int, int]:
-        """Axes of one rank, axes of as many ranks as in the failing case, and ranks."""
+        """Number of axes with one rank, number of axes with as many ranks as in the failing case, and ranks."""
         return (
             sum(size == 1 for size in mesh.values()),
             sum(mesh[axis] == scheme_mesh[axis] for axis in mesh),
@@ -83,11 +86,11 @@ def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | N
 
 
 def of_the_menu(scheme: Declared, case: CaseSpec, number: int) -> CaseSpec | None:
-    """Normal values at sizes of the menu on the same mesh, in the same dtype and with the same options."""
+    """Normal values at drawn sizes on the same mesh, with the same dtype and options."""
     fixed = {**case.scheme_mesh, **case.options}
     try:
         drawn = draw_case(scheme, even_chooser(number), fixed, dtype=case.dtype, engine=case.engine)
-    except ValueError:  # `assume` or a layout allows these options only with sizes that were given by hand
+    except ValueError:  # `assume` or a layout allows these options only with sizes that are never drawn
         return None
     return drawn.replace(values=normal_values(scheme, drawn))
 
@@ -105,7 +108,7 @@ def on_one_rank(scheme: Declared, case: CaseSpec) -> CaseSpec | None:
 
 
 def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSpec | None:
-    """All ids the same, in the middle of a shard, and wide tensors, so that what belongs to one id is a region."""
+    """All ids equal, in the middle of a shard, and wide tensors, so that the elements of one id are a region."""
     by_ids = [arg for arg in scheme.inputs if scheme.draws[arg.name].kind == "ids"]
     if not by_ids:
         return None
@@ -118,7 +121,7 @@ def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSp
     try:
         fixed = {**case.scheme_mesh, **shape, **case.options}
         new_case = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
-    except ValueError:  # a size that follows from these, or a layout, does not allow it
+    except ValueError:  # a derived size or a layout does not allow it
         return None
     ids = {arg.name: {**new_case.values[arg.name], "picks": [[shard, "middle"]]} for arg in by_ids}
     return new_case.replace(
@@ -127,9 +130,9 @@ def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSp
 
 
 def normal_values(scheme: Declared, case: CaseSpec) -> dict[str, object]:
-    """The values of a case with all floating inputs of the most ordinary kind that is declared for them.
+    """The values of a case, with all floating inputs of the most ordinary kind declared for them.
 
-    That is `normal`, unless the function is for others alone: a mask of ones, numbers above zero.
+    That is `normal`, unless the function accepts only other kinds: a mask of ones, positive numbers.
     """
     return {
         name: {"kind": next((kind for kind in ORDINARY if kind in draw.kinds), draw.kinds[0])}
@@ -142,10 +145,12 @@ def normal_values(scheme: Declared, case: CaseSpec) -> dict[str, object]:
 def _larger_case(
     scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int, place: int = 0, *, other_sizes: bool = False
 ) -> CaseSpec | None:
-    """One of the largest shapes that the mesh can shard, with whatever else a case has drawn from the seed."""
+    """One of the largest shapes that the mesh can shard; the rest of the case is drawn from the seed."""
     shapes = [
         shape
-        for shape in size_choices.shapes(scheme, {}, [mesh], SHAPES_TRIED * (1 if place == 0 else 2), case.options, with_pairs=False)
+        for shape in size_choices.shapes(
+            scheme, {}, [mesh], SHAPES_TRIED * (1 if place == 0 else 2), case.options, with_pairs=False
+        )
         if size_choices.compatible(scheme, shape, mesh, case.options) and math.prod(shape.values()) <= MAX_ELEMENTS
     ]
     if not shapes:

@@ -1,7 +1,7 @@
-"""Neighbours of a case: the same inputs a rounding or two away, to see how far its reference jumps between them.
+"""Neighbours of a case: the same inputs a rounding or two away, to see how far the reference jumps between them.
 
-A number is changed by its own rounding. Equal numbers are separated by the rounding of the others, since a tie is
-where a choice is made; equal infinities, which no small step separates, become large numbers that differ.
+A number is changed by its own rounding. Equal numbers are separated by the rounding of typical numbers, because ties
+are where choices are made; equal infinities, which no small step separates, become distinct large numbers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, evalu
 from parity_tests.harness.run.program import Program
 
 NEIGHBOURS = 16
-MAX_ROUNDINGS = 2.0  # how many roundings an input is moved by; a budget allows eight
-INFINITY_RATIO = 8.0  # of infinities that are separated: the last to the first
+MAX_ROUNDINGS = 2.0  # largest change of an input in roundings; a budget allows eight
+INFINITY_RATIO = 8.0  # last over first of separated infinities
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """Inputs a rounding away, and the relative errors of the values of the reference's operations."""
+    """Inputs a rounding away, and relative errors for the values of the reference's operations."""
 
     arrays: dict[str, np.ndarray]
     value_errors: np.ndarray
@@ -36,7 +36,7 @@ class Neighbour:
 
 
 def neighbours(scheme: Declared, case: CaseSpec, *, infinities: bool = False) -> Iterator[Neighbour]:
-    """Equal numbers in rising order, in falling order, then all at random; with `infinities` equal infinities too."""
+    """Equal numbers in rising order, in falling order, then all at random; with `infinities`, equal infinities too."""
     program = Program.of(scheme)
     full = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
     unit = unit_of_inputs(scheme, case)
@@ -57,7 +57,7 @@ def has_equal_infinities(scheme: Declared, case: CaseSpec) -> bool:
 
 
 def distinct(x: np.ndarray, case: CaseSpec) -> np.ndarray:
-    """Numbers of the tested dtype in the same order, no two of them equal; equal infinities become large numbers."""
+    """Distinct numbers of the tested dtype in the same order; equal infinities become large numbers."""
     x = _separate_infinities(x, case, np.arange(x.size).reshape(x.shape))
     flat = x.ravel()
     finite = np.isfinite(flat)
@@ -84,7 +84,7 @@ def _neighbour(
 
 
 def _max_changes(x: np.ndarray, unit: float) -> np.ndarray:
-    """How far each number is changed at most: by its own rounding; one that occurs twice also by that of the others."""
+    """The largest change of each number: its own rounding; for repeated numbers, at least a typical rounding."""
     size = np.where(np.isfinite(x), np.abs(x), 0.0)
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
     tied = (counts[inverse.reshape(x.shape)] > 1) & np.isfinite(x)
@@ -92,13 +92,13 @@ def _max_changes(x: np.ndarray, unit: float) -> np.ndarray:
 
 
 def _typical(x: np.ndarray) -> float:
-    """The median size of the numbers that are not 0, whose rounding separates several zeros; 1 where all are 0."""
+    """The median size of the nonzero numbers, whose rounding separates equal zeros; 1 if all are 0."""
     sizes = np.abs(x[np.isfinite(x) & (x != 0.0)])
     return float(np.median(sizes)) if sizes.size else 1.0
 
 
 def _separate_infinities(x: np.ndarray, case: CaseSpec, order: np.ndarray) -> np.ndarray:
-    """Equal infinities as large numbers of the tested dtype, the larger the later in this order."""
+    """Replace equal infinities by large numbers of the tested dtype, increasing in this order."""
     for sign in (1.0, -1.0):
         equal = x == sign * np.inf
         if equal.sum() > 1:

@@ -1,11 +1,11 @@
-"""A note that other cases could refute is printed only if none of those that are run does.
+"""Test notes: a note that other cases could refute is printed only if none of the cases run here refutes it.
 
-`harness.verify` says how a mismatch comes to be printed; these are its sixth and seventh steps.
+`harness.verify` lists all steps from a mismatch to its printed notes; these are the sixth and seventh.
 
-What one case suggests is tried on other cases: larger ones with the same kinds of values and with normal ones, another
-mesh, a wider dtype, inputs a little off. A claim must hold in each that fails on the same tensor, and be of a kind that
-the experiment can refute. A note that no other case could test says so; one that a case refutes is left out. Notes that
-state a fact of their own case are printed as they are.
+A note from one case is tested on other cases: larger ones with the same kinds of values and with normal ones, another
+mesh, a wider dtype, slightly changed inputs. A claim must hold in every case that fails on the same tensor, and be of a
+kind that the experiment can refute. A note that no other case could test says so; a refuted note is dropped. Notes that
+state a fact about their own case are printed unchanged.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ from parity_tests.harness.verify_one_case import verify_case
 
 UNTESTED = "; from one case"
 NOT_SO_ON = "; not so on "  # another mesh
-MORE = 8  # larger cases, where none of the first ones fails
+MORE = 8  # larger cases to try if none of the first ones fails
 
 
 def from_one_case(report: Report) -> Report:
-    """The report, whose hypotheses say that they are from one case; those on a single element have said enough."""
+    """The report with its hypotheses marked as from one case.
+
+    Hypotheses that already say that they rest on one element are not marked.
+    """
     notes = {label: tuple(_untested(note) for note in notes) for label, notes in report.notes.items()}
     return replace(report, notes=notes)
 
@@ -47,31 +50,31 @@ def from_one_case(report: Report) -> Report:
 def check_notes(scheme: Declared, report: Report) -> Report:
     """The report of a failing case with the notes that no other case refutes.
 
-    Cost: up to 6 further cases, 14 where larger ones pass; up to 8 for each note on rounding and 4 for one on an addend
+    Cost: up to 6 further cases, 14 if larger ones pass; up to 8 for each note on rounding and 4 for a note on an addend
     of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives.
     """
     if report.failure is not None or not report.notes:
         return report
-    # No other cases where each would start processes, or begin from state that earlier calls left in the function.
+    # Skip other cases if each would start processes, or would start from state that earlier calls left in the function.
     if report.case.engine != "lockstep" or report.state_between_calls is not None:
         notes = _of_the_other_call(report, report.notes)
-        if report.state_between_calls is not None:  # numbers that another call left fit any claim by chance
+        if report.state_between_calls is not None:  # numbers from another call may fit any claim by chance
             notes = {label: [note for note in each if note.scope not in HYPOTHESES] for label, each in notes.items()}
         return from_one_case(replace(report, notes=notes))
-    # 1. The derived cases that fail too.
+    # 1. The derived cases that also fail.
     failing = _failing_cases(scheme, report.case)
     # 2. For each tensor, the notes that none of them refutes.
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
     notes = _of_the_other_call(report, notes)
-    # 3. The line of a collective, where repairing it makes the tensor right.
+    # 3. The line of a collective, if repairing it makes the tensor right.
     notes = name_lines(scheme, report, failing, notes)
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
 
 
 def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing: Sequence[Report]) -> Report | None:
-    """The case that a note names; without one, if this case has too few elements, a larger one of its mesh.
+    """The case that a note names; else, if this case has too few elements, a larger one on its mesh.
 
-    Of several larger ones that show the same wrong tensors it is the smallest that has MIN_ELEMENTS elements of each.
+    Of several larger cases with the same wrong tensors, the smallest with at least MIN_ELEMENTS elements in each.
     """
     all_notes = [note for notes_of_tensor in notes.values() for note in notes_of_tensor]
     named = [other for other in failing if any(f"(at {sizes(other.case)})" in note for note in all_notes)]
@@ -84,7 +87,7 @@ def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing
 
 
 def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:
-    """Reports of derived cases that have wrong tensors, the one with most elements first."""
+    """Reports of derived cases with wrong tensors, the one with most elements first."""
     derived = (
         cases.larger(scheme, case, 1, values=True),
         cases.larger(scheme, case, 2, values=False),
@@ -94,7 +97,7 @@ def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:
         cases.of_one_id(scheme, case, 6, shard=1),
     )
     failing = [report for report in cases.reports(scheme, derived) if report.failure is None and report.notes]
-    if not any(report.case.mesh == case.mesh for report in failing):  # as where few of the drawn lengths are uneven
+    if not any(report.case.mesh == case.mesh for report in failing):  # as when few of the drawn lengths are uneven
         more = (cases.larger(scheme, case, 6 + place, values=False, place=place) for place in range(1, 1 + MORE))
         shown = (report for report in cases.reports(scheme, more) if report.failure is None and report.notes)
         failing += islice(shown, 2)
@@ -106,10 +109,10 @@ def _elements(report: Report) -> int:
 
 
 def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[Report]) -> Iterator[Note]:
-    """Notes on one tensor: facts of its own case, hypotheses of that and of other failing cases, context of its own.
+    """Notes on one tensor: facts about its own case, hypotheses from all failing cases, context of its own case.
 
-    Hypotheses of its own case come first. One that makes a claim of an earlier one is left out, and so are those that
-    another mesh refutes where others remain.
+    Hypotheses from its own case come first. A hypothesis that repeats an earlier claim is dropped, and so is one that
+    another mesh refutes if others remain.
     """
     same_tensor = [other for other in failing if label in other.notes]
     survivors: list[Note] = []
@@ -129,7 +132,7 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
 
 
 def _evidence(scheme: Declared, report: Report, label: str) -> Evidence:
-    """The part of the evidence on a tensor that its report and its scheme have."""
+    """The part of a tensor's evidence that its report and scheme contain."""
     tensor = next(tensor for tensor in report.tensors if tensor.label == label)
     return Evidence(
         tensor.name,
@@ -146,12 +149,12 @@ def _evidence(scheme: Declared, report: Report, label: str) -> Evidence:
 def _tested_hypothesis(
     scheme: Declared, report: Report, origin: Report, label: str, note: Note, same_tensor: Sequence[Report]
 ) -> Note | None:
-    """What is printed of a hypothesis of `origin`, which is `report` itself or that of another failing case.
+    """The printed form of a hypothesis from `origin`, which is `report` or another failing case; None if refuted.
 
-    One on rounding or on an addend of zeros needs further cases; those of another case are dropped.
+    A hypothesis on rounding or on an addend of zeros needs further cases; it is dropped if it comes from another case.
     """
     is_of_this_case = origin is report
-    # Of few elements another pattern may be noted; but the case that is printed must have this one too.
+    # With few elements the printed case may have another note; but it must show this pattern too.
     must_fit = not is_of_this_case and note.fits is not None and _applies(scheme, note, report, label)
     if must_fit and not _is_shown(scheme, note, report, label):
         return None
@@ -163,16 +166,16 @@ def _tested_hypothesis(
     of_this_mesh = [other for other in comparable if other.case.mesh == origin.case.mesh]
     of_other_meshes = [other for other in comparable if other.case.mesh != origin.case.mesh]
     relevant = comparable if note.scope == ACROSS_MESHES else of_this_mesh
-    # 1. The claims that each of them supports; what another case suggests needs one case at least.
+    # 1. The claims that all of them support; a hypothesis from another case needs at least one.
     supported = _supported(scheme, note, relevant if relevant or is_of_this_case else [report], label)
     if supported is None:
         return None
-    # 2. The sizes of the case that suggests it, if that is another, or the words of a larger case.
+    # 2. The sizes of the other case it comes from, or the wording of a larger case.
     if not is_of_this_case:
         supported = supported.extended(f" (at {sizes(origin.case)})")
     elif relevant:
         supported = _clearer(supported, label, relevant)
-    # 3. A mesh on which it does not hold, or that nothing has tested it.
+    # 3. A mesh on which it does not hold, or a remark that it is untested.
     refuted_on = next((o for o in of_other_meshes if not _is_shown(scheme, note, o, label)), None)
     if refuted_on is not None:
         return supported.extended(f"{NOT_SO_ON}{mesh_text(refuted_on.case.mesh)}")
@@ -182,7 +185,7 @@ def _tested_hypothesis(
 def _tested_rounding(
     scheme: Declared, report: Report, label: str, note: Note, same_tensor: Sequence[Report]
 ) -> Note | None:
-    """The note if each failing case has one of its kind, and the error vanishes as one of rounding does."""
+    """The note, if each failing case has one of its kind and the error vanishes like a rounding error."""
     if not all(any(n.scope == ROUNDING for n in other.notes[label]) for other in same_tensor):
         return None
     vanishes = _vanishes(scheme, report, label)
@@ -194,9 +197,9 @@ def _tested_rounding(
 def _tested_zero_addend(
     scheme: Declared, report: Report, label: str, note: Note, same_tensor: Sequence[Report]
 ) -> Note | None:
-    """The note if each failing case of the mesh supports it, and no case that passes has the same zeros.
+    """The note, if each failing case on the mesh supports it and no passing case has the same zeros.
 
-    A stage that has no part in a loss always adds zeros.
+    A pipeline stage that takes no part in a loss always adds zeros.
     """
     of_this_mesh = [other for other in same_tensor if other.case.mesh == report.case.mesh]
     if not all(note.supported_by(other.notes[label]) for other in of_this_mesh):
@@ -210,24 +213,24 @@ def _applies(scheme: Declared, note: Note, report: Report, label: str) -> bool:
 
 
 def _is_shown(scheme: Declared, note: Note, report: Report, label: str) -> bool:
-    """Whether a report supports a note, or has its pattern beside what is noted of it."""
+    """Whether a report supports a note, or shows its pattern in addition to its own notes."""
     if note.supported_by(report.notes[label]):
         return True
     return note.fits is not None and note.fits(_evidence(scheme, report, label))
 
 
 def _supported(scheme: Declared, note: Note, reports: Sequence[Report], label: str) -> Note | None:
-    """The note with the claims that every report supports; None without any left."""
+    """The note with the claims that every report supports; None if no claim is left."""
     supported: Note | None = note
     for report in reports:
-        has_number = bool(note.implied)  # of which a report must have a note
+        has_number = bool(note.implied)  # every report must then have such a note
         if has_number or not _is_shown(scheme, note, report, label):
             supported = supported and supported.supported_by(report.notes[label])
     return supported
 
 
 def _clearer(note_on_few: Note, label: str, relevant: Sequence[Report]) -> Note:
-    """A note that rests on one element, or on each of a region, in the words of a larger case that shows more."""
+    """For a note that rests on one element, or one per region, the wording of a larger case."""
     if not _rests_on_few(note_on_few):
         return note_on_few
     for other in relevant:
@@ -242,13 +245,13 @@ def _rests_on_few(note: Note) -> bool:
 
 
 def _untested(note: Note) -> Note:
-    """The note; a hypothesis says that it is from one case, unless it says that it rests on a single element."""
+    """The note; a hypothesis is marked as from one case, unless it already says that it rests on a single element."""
     says_less = note.endswith(SINGLE_ELEMENT)
     return note if note.scope not in HYPOTHESES or says_less else note.extended(UNTESTED)
 
 
 def _of_the_other_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
-    """The notes; where a case fails only after another call, values in another order are in the order of that call."""
+    """The notes; if a case fails only after another call, a note on values in another order names that call."""
     if not (report.conditions_needed and set(OTHER_CALLS) & set(report.case.conditions)):
         return {label: tuple(of_tensor) for label, of_tensor in notes.items()}
     order = Note(f"{SAME_VALUES}, that of the other call: what depends on its sizes or values is kept between calls")
@@ -259,7 +262,10 @@ def _of_the_other_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> d
 
 
 def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: Note) -> Note | None:
-    """The note on an addend of zeros, if that rank's is no zero in a passing case of the same mesh and options."""
+    """The note on an addend of zeros, if that rank's addend is nonzero in a passing case.
+
+    The passing case has the same mesh and options.
+    """
     tried = (cases.of_the_menu(scheme, case, number) for number in range(PASSING_TRIED))
     for report in cases.reports(scheme, tried):
         tensor = next(tensor for tensor in report.tensors if tensor.label == label) if report.ok else None
@@ -273,19 +279,19 @@ def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: N
 
 
 WIDER = ("float64", "float32")
-ROUNDINGS_OFF = 8  # of the narrower dtype, by which an input is moved
+ROUNDINGS_OFF = 8  # of the narrower dtype; the change of each input
 FEW = 0.05  # of the elements
-MIN_ELEMENTS = 8  # of a tensor, for two errors to be alike by more than chance
+MIN_ELEMENTS = 8  # of a tensor, so that two errors are not alike by chance
 PASSING_TRIED = 4
 
 
 def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
-    """Whether the error of a tensor is one of rounding; None if no run shows it.
+    """Whether the error of a tensor comes from rounding; None if no run can tell.
 
     A rounding error vanishes in a wider dtype. If the function casts to a fixed dtype it does not vanish, but changes
-    completely when the inputs change slightly; so does that of a few elements alone, which a branch for one dtype could
-    have as well. A mistake is in every dtype, and hardly changes where inputs hardly do. A function that fails in wider
-    dtypes has that test alone, in its own.
+    completely when the inputs change slightly; that test also decides if only a few elements are wrong, because a
+    branch for one dtype could make the error vanish as well. A mistake appears in every dtype, and hardly changes when
+    inputs hardly change. If the function fails to run in wider dtypes, only the second test is used, in its own dtype.
     """
     case, off = report.case, ROUNDINGS_OFF * UNIT_ROUNDOFF[COARSER[report.case.dtype]]
     wider = [case.replace(dtype=dtype) for dtype in WIDER if UNIT_ROUNDOFF[dtype] < UNIT_ROUNDOFF[case.dtype]]
@@ -301,7 +307,10 @@ def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
 
 
 def _is_erratic(scheme: Declared, case: CaseSpec, label: str, off: float) -> bool | None:
-    """Whether inputs a little off change the error completely; None without an error, or with too few elements."""
+    """Whether a slight change of inputs changes the error completely.
+
+    None without an error, or with too few elements to tell.
+    """
     report = next(cases.reports(scheme, [case]), None)
     if report is None or report.failure is not None or label not in report.notes:
         return None
@@ -314,7 +323,7 @@ def _is_erratic(scheme: Declared, case: CaseSpec, label: str, off: float) -> boo
     if other.failure is not None:
         return None
     tensors = [next(tensor for tensor in r.tensors if tensor.label == label) for r in (report, other)]
-    with np.errstate(invalid="ignore"):  # of one copy: two that differ may be off in opposite directions
+    with np.errstate(invalid="ignore"):  # of one copy: two different copies may err in opposite directions
         first, second = (tensor.stitched.copies[tensors[0].copy] - tensor.want for tensor in tensors)
     finite = np.isfinite(first) & np.isfinite(second)
     first, second = first[finite], second[finite]

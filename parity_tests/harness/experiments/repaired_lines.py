@@ -1,12 +1,12 @@
-"""Name the line of a collective that is to blame: the one whose repair makes a wrong tensor right.
+"""Name the line of the collective to blame: the one whose repair makes a wrong tensor right.
 
-A gradient may be wrong though every collective is right, and the first collective of the backward is not to blame for
-being first. So the case, or a larger one that fails alike, is run again with one line repaired at a time (see
-run/lockstep/repair.py), and the line whose repair makes the tensor right, here and on another mesh, is named; where
-there is none and a sum is missing, `unsummed_edges` looks for its place in the autograd graph. A wrong output is tried
-with SUM in place of AVG, or the reverse, at each line of the forward, in every failing case. An asynchronous collective
-is named as read before its wait where a tensor has fewer unexpected NaN without its poison, although it may stay wrong
-for another reason.
+A gradient may be wrong although every collective is right, and the first collective of the backward is not to blame for
+being first. So the case, or a larger one with the same failure, runs again with one line repaired at a time (see
+run/lockstep/repair.py), and the line is named whose repair makes the tensor right, here and on another mesh; if there
+is none and a sum is missing, `unsummed_edges` searches for its place in the autograd graph. For a wrong output, each
+reduction of the forward is run with SUM in place of AVG, or the reverse, in every failing case. An asynchronous
+collective is named as read before its wait if a tensor has fewer unexpected NaN without its poison, even if the tensor
+stays wrong for another reason.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from parity_tests.harness.run.lockstep.repair import (
 )
 from parity_tests.harness.verify_one_case import verify_case
 
-MAX_REPAIRS = 16  # runs for each question
+MAX_REPAIRS = 16  # runs per question
 Notes = Mapping[str, tuple[Note, ...]]
 
 
 def name_lines(
     scheme: Declared, report: Report, other_reports: Sequence[Report], notes: Notes
 ) -> dict[str, tuple[Note, ...]]:
-    """The notes with the lines whose repair makes a tensor right, of this case or a larger one of its mesh."""
+    """The notes with the lines whose repair makes a tensor right, in this case or a larger one on its mesh."""
     by_label = dict(notes)
     gradients = [label for label in notes if any(note.startswith(FORWARD_EQUAL) for note in notes[label])]
     if gradients and report.case.world > 1 and not _fails_on_one_rank(scheme, report, gradients):
@@ -75,13 +75,13 @@ def name_lines(
 
 
 def _differs(notes: Iterable[Note], axis: str) -> bool:
-    """Whether the ranks of an axis have parts of a gradient that they should have alike, as where none is summed."""
+    """Whether ranks of an axis have different parts of a gradient that should be equal, as after a missing sum."""
     words = (f"{missing_sum('gradient', axis)}:", different_copies(axis))
     return _is_share(notes, axis) or any(note.startswith(words) for note in notes)
 
 
 def _is_share(notes: Iterable[Note], axis: str) -> bool:
-    """Whether a tensor is 1/n of the reference, n the ranks of an axis: unsummed equal parts, or their mean."""
+    """Whether a tensor is 1/n of the reference, for n ranks of an axis: equal parts without a sum, or their mean."""
     return any(note.startswith("off by the constant factor") and f"(= 1/{axis})" in note for note in notes)
 
 
@@ -103,7 +103,7 @@ def _clearest_failure(report: Report, other_reports: Sequence[Report], labels: S
 
 
 def _fails_on_one_rank(scheme: Declared, report: Report, labels: Sequence[str]) -> bool:
-    """Whether a tensor is wrong on one rank too, where no collective can be to blame."""
+    """Whether a tensor is also wrong on one rank, where no collective can be to blame."""
     on_one_rank = next(cases.reports(scheme, [cases.on_one_rank(scheme, report.case)]), None)
     return on_one_rank is not None and on_one_rank.failure is None and any(x in on_one_rank.notes for x in labels)
 
@@ -130,8 +130,8 @@ def _swapped_reductions(
 ) -> dict[str, Note]:
     """For each wrong output, a note on the reduction that makes it right as a mean, or as a sum, in every failing case.
 
-    One case is not enough: on two ranks a factor of 2 anywhere looks like it. Nor are the failing ones: the repair must
-    be right where the function already is, as on a mesh of which two axes are of one size.
+    One case is not enough: on two ranks any factor of 2 looks like it. Failing cases are not enough either: the repair
+    must also be right where the function already is, as on a mesh with two axes of equal size.
     """
     op_of_line = {
         (row.op, row.source): row.reduce_op
@@ -159,7 +159,7 @@ def _swapped_reductions(
 
 
 def _is_right_elsewhere(scheme: Declared, case: CaseSpec, label: str, repair: Repair) -> bool:
-    """Whether the repaired function is right with masks that keep a half, and on another mesh."""
+    """Whether the repaired function is right with masks that keep half, and on another mesh."""
     derived = (cases.of_half_masks(scheme, case, 7), cases.on_another_mesh(scheme, case, 4))
     repaired = cases.reports(scheme, derived, under(repair))
     return all(
@@ -169,9 +169,10 @@ def _is_right_elsewhere(scheme: Declared, case: CaseSpec, label: str, repair: Re
 
 
 def _is_right_on_another_mesh(scheme: Declared, case: CaseSpec, label: str, repair: Repair) -> bool:
-    """Whether the repair is right there too, if there is another: where a group is too large, to omit the sum is not.
+    """Whether the repair is right on another mesh too, if there is one.
 
-    True of a single collective of a line, whose number is another there.
+    Omitting a sum over too large a group is not. Always True for a single collective of a line, because its number
+    differs there.
     """
     if repair.seq is not None:
         return True
@@ -183,7 +184,7 @@ def _is_right_on_another_mesh(scheme: Declared, case: CaseSpec, label: str, repa
 
 
 def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:
-    """Of each line of the backward and then of the forward; then of single collectives of lines that issue several."""
+    """Repairs for each line, the backward's first; then for single collectives of lines that issue several."""
     numbers: dict[tuple[str, str, str], dict[int, None]] = {}
     for row in rows:
         if len(row.group) > 1 and row.source != "?" and row.op not in ("send", "recv", "barrier"):
@@ -205,7 +206,7 @@ def _words(repair: Repair, share: str | None) -> str:
 
 
 def _read_too_early(scheme: Declared, report: Report) -> dict[str, CallSite]:
-    """For each tensor, the asynchronous collective without whose poison it has fewer NaN that the reference lacks."""
+    """For each tensor, the asynchronous collective without whose poison it has fewer unexpected NaN."""
     lines = {(row.op, row.source, row.phase): None for row in report.ledger.rows if row.is_async or row.op == "recv"}
     site_of_label: dict[str, CallSite] = {}
     before = {tensor.label: _unexpected_nans(tensor) for tensor in report.tensors}
@@ -218,5 +219,5 @@ def _read_too_early(scheme: Declared, report: Report) -> dict[str, CallSite]:
 
 
 def _unexpected_nans(tensor: TensorComparison) -> int:
-    """How many NaN a tensor has where the reference has none."""
+    """The number of NaN where the reference has none."""
     return int((np.isnan(tensor.stitched.copies) & ~np.isnan(tensor.want)).sum())

@@ -1,7 +1,7 @@
-"""The simplest case: choices are replaced by the first of their options, then by earlier ones, while the case fails.
+"""The simplest case: replace choices by their first option, then by earlier ones, while the case still fails.
 
-Options stand in the order of their simplicity: small meshes and shapes before large ones, equal shards before ragged
-ones, no calling condition before any. `smallest.shrink` goes on from here to sizes that no menu has.
+Options are in order of simplicity: small meshes and shapes before large ones, equal shards before ragged ones, no
+calling condition before any. `smallest.shrink` then goes on to sizes that no menu contains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXAMPLES_OF_A_STRATEGY = 30
 
 
 class SimplestCase:
-    """The search for the simplest case that fails as `report` does, of those that `draw` makes of choices."""
+    """Searches the cases that `draw` makes from choices for the simplest with the same failure as `report`."""
 
     def __init__(
         self,
@@ -32,11 +32,11 @@ class SimplestCase:
         self.draw, self.verify, self.report, self.choices = draw, verify, report, list(choices)
         self.runs = 0
         self._tried = {report.case.json}
-        self._shrunk = set[int]()  # numbers of the choices whose example Hypothesis has shrunk
+        self._shrunk = set[int]()  # indices of choices whose example Hypothesis has shrunk
 
     def search(self) -> Report:
-        """The report of the simplest case, after MAX_RUNS runs at most, besides those of examples of strategies."""
-        # 1. The fewest first choices that it takes to fail, with the simplest of all that follow.
+        """The report of the simplest case, after at most MAX_RUNS runs, plus those for examples of strategies."""
+        # 1. The fewest first choices needed to fail, with the simplest option for the rest.
         few, many = -1, len(self.choices)
         while many - few > 1:
             middle = (few + many) // 2
@@ -44,14 +44,15 @@ class SimplestCase:
                 many = middle
             else:
                 few = middle
-        # 2. Each choice by itself, until none can be simpler; values before sizes, as small cases need special values.
+        # 2. Each choice by itself, until none can be simpler; values before sizes, because small cases need special
+        # values.
         while len(self._tried) <= MAX_RUNS:
             if not any([self._simplify(number) for number in reversed(range(len(self.choices)))]):
                 break
         return self.report
 
     def _simplify(self, number: int) -> bool:
-        """Whether one of the choices was replaced by a simpler one."""
+        """Replace one of the choices by a simpler one if possible; True if it was replaced."""
         if number >= len(self.choices):
             return False
         choice = self.choices[number]
@@ -61,7 +62,7 @@ class SimplestCase:
         return any(self._is_taken(choices) for other in simpler for choices in self._with_aligned(number, other))
 
     def _with_aligned(self, number: int, choice: Choice) -> Iterator[list[Choice]]:
-        """The choices with another one: first without those that are no longer made after it, or with more."""
+        """The choices with one replaced: first without later choices that disappear, or with new ones that appear."""
         plain = self._with(number, choice)
         chooser = RecordingChooser(simplest, plain)
         self.draw(chooser)
@@ -87,14 +88,14 @@ class SimplestCase:
             example = shrunk_example(choice.strategy, fails, EXAMPLES_OF_A_STRATEGY)
         except NoSuchExample:
             return False
-        # It is verified once more, for its choices to be recorded.
+        # Verify it once more to record its choices.
         return self._is_taken(self._with(number, choice._replace(example=example)))
 
     def _with(self, number: int, choice: Choice) -> list[Choice]:
         return [*self.choices[:number], choice, *self.choices[number + 1 :]]
 
     def _is_taken(self, choices: Sequence[Choice]) -> bool:
-        """Whether the case of these choices, new ones, fails alike; it is the simplest so far then."""
+        """Whether these choices give a new case with the same failure, which is then the simplest so far."""
         chooser = RecordingChooser(simplest, choices)
         case = self.draw(chooser)
         if case.json in self._tried or len(self._tried) > MAX_RUNS:
@@ -106,7 +107,7 @@ class SimplestCase:
         return report is not None
 
     def _failing(self, case: CaseSpec) -> Report | None:
-        """The report of a case if it fails as the first did."""
+        """The report of a case if it fails like the first one."""
         self.runs += 1
         report = self.verify(case)
         return report if fails_alike(report, self.report) else None

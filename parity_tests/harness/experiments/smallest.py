@@ -1,7 +1,7 @@
-"""The smallest case: sizes shrink one at a time, outside the few shapes that are drawn, until no smaller case fails.
+"""The smallest case: shrink one size at a time, beyond the few drawn shapes, until no smaller case fails.
 
-Hypothesis shrinks a failure to the simplest of the shapes that are drawn, which are few, since a reference is traced
-once for each. A case of some other shape may be smaller by far.
+Hypothesis shrinks a failure to the simplest of the drawn shapes, which are few because a reference is traced once per
+shape. Another shape may be much smaller.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ MAX_RUNS = 40
 
 
 def shrink(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
-    """The report of the smallest case found that fails as this one does; `fixed` sizes stay as they are.
+    """The report of the smallest case found with the same failure; `fixed` sizes are kept.
 
-    Its `smallest` is true if every size that is not fixed was tried one step smaller and no such case fails so; it is
-    false if MAX_RUNS runs were not enough for that, or if all sizes are fixed. Its `as_given` are the fixed ones that
-    could be smaller.
+    Its `smallest` is True if every other size was tried one step smaller and no such case fails this way; it is False
+    if MAX_RUNS runs were not enough, or if all sizes are fixed. Its `as_given` lists the fixed sizes that could be
+    smaller.
     """
     if isinstance(report.failure, Stalled):  # each run would be as slow
         return report
     if report.case.engine != "lockstep":
         return with_fewest_conditions(scheme, report)
     smallest = _of_smallest_sizes(scheme, with_fewest_conditions(scheme, report), fixed)
-    # Of a smaller case one condition less may be enough.
+    # A smaller case may need one condition less.
     sizes, smaller_sizes = ((case.dims, case.mesh) for case in (report.case, smallest.case))
     return with_fewest_conditions(scheme, smallest) if smaller_sizes != sizes else smallest
 
@@ -62,7 +62,7 @@ def _of_smallest_sizes(scheme: Declared, report: Report, fixed: Mapping[str, Any
             runs += 1
             try:
                 other = verify_or_undecided(scheme, case)
-            except ReferenceFailure:  # sizes that are never drawn, which the reference may not have been written for
+            except ReferenceFailure:  # sizes that are never drawn, which the reference may not support
                 continue
             if fails_alike(other, report):
                 report = replace(other, smallest=False, conditions_needed=report.conditions_needed)
@@ -73,22 +73,22 @@ def _of_smallest_sizes(scheme: Declared, report: Report, fixed: Mapping[str, Any
 
 
 def _all_are_fixed(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
-    """Whether every size that a case may choose is fixed."""
+    """Whether every free size is fixed."""
     axes = [axis for axis, choices in scheme.mesh.items() if len(choices) > 1]
     return all(name in fixed for name in (*axes, *size_choices.free_dims(scheme)))
 
 
 def _given_above_least(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fixed axes and dims of which the declaration has a smaller size."""
+    """The fixed axes and dims for which the declaration has a smaller size."""
     axes = [axis for axis, choices in scheme.mesh.items() if min(choices) < case.mesh[axis]]
     dims = [dim for dim in size_choices.free_dims(scheme) if any(_fitting_sizes(scheme, case, dim))]
     return tuple(name for name in (*axes, *dims) if name in fixed)
 
 
 def fails_alike(report: Report, other: Report) -> bool:
-    """The same oracle, and a tensor in common, an output if one is wrong; of a failed rank, the same cause and line.
+    """The same oracle, and a tensor in common, an output if one is wrong; for a failed rank, the same cause and line.
 
-    A mismatch is alike to the failure of hygiene alone if the same replicas differ: infinities hide the wrong values.
+    A mismatch matches a hygiene failure only if the same replicas differ: infinities hide the wrong values.
     """
     if not report.ok and report.verdict == "mismatch" and other.verdict == "hygiene":
         return bool(unequal_replicas(report.hygiene) & unequal_replicas(other.hygiene))
@@ -102,7 +102,7 @@ def fails_alike(report: Report, other: Report) -> bool:
 
 
 def _places(failure: RankFailure) -> set[str]:
-    """The operation and the line of a failed rank; of calls that do not fit together those of all, in any order."""
+    """The operation and line of a failed rank; for calls that do not fit together, of all of them, in any order."""
     if isinstance(failure, CollectiveMismatch):
         return set(re.findall(r"\w+(?= [\w.]+\[)|(?<= at )[^ ;]+:\d+", str(failure.args[0])))
     return {f"{failure.op} {failure.source}"}
@@ -113,7 +113,7 @@ def _wrong_labels(report: Report, role: str | None = None) -> set[str]:
 
 
 def _smaller(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> Iterator[CaseSpec]:
-    """Valid cases in a smaller world or with one size smaller, for each size the smallest first and one step last."""
+    """Valid cases in a smaller world or with one size smaller; for each size, the smallest first and one step last."""
     if SPARE in case.mesh:
         yield case.replace(mesh=case.scheme_mesh)
     for axis, choices in scheme.mesh.items():
@@ -127,7 +127,7 @@ def _smaller(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> Iter
 
 
 def _in_proportion(free: Mapping[str, int], ranks: int, fewer: int) -> dict[str, int]:
-    """Sizes of which each of fewer ranks has as much as each of these, where they divide it."""
+    """Sizes that give each of fewer ranks as much as each rank has now, if they divide evenly."""
     return {dim: size // ranks * fewer if size % ranks == 0 else size for dim, size in free.items()}
 
 
@@ -136,7 +136,7 @@ def _free(scheme: Declared, case: CaseSpec) -> dict[str, int]:
 
 
 def _smaller_sizes(scheme: Declared, case: CaseSpec, dim: str) -> list[int]:
-    """Smaller sizes of a dim: those declared if there are, else the least, some between and the last few."""
+    """Smaller sizes of a dim: the declared ones if any, else the least, some between, and the last few."""
     fitting = list(_fitting_sizes(scheme, case, dim))
     count = len(fitting)
     if _declared_sizes(scheme, dim) is not None:
@@ -145,7 +145,7 @@ def _smaller_sizes(scheme: Declared, case: CaseSpec, dim: str) -> list[int]:
 
 
 def _fitting_sizes(scheme: Declared, case: CaseSpec, dim: str) -> Iterator[int]:
-    """The smaller sizes of a dim, ascending, that the mesh of the case can shard."""
+    """The smaller sizes of a dim, ascending, that the case's mesh can shard."""
     size, declared = case.dims[dim], _declared_sizes(scheme, dim)
     for smaller in range(1, size) if declared is None else declared:
         dims = complete_dims(scheme.dims, {**_free(scheme, case), dim: smaller}, case.scheme_mesh)
@@ -154,13 +154,13 @@ def _fitting_sizes(scheme: Declared, case: CaseSpec, dim: str) -> Iterator[int]:
 
 
 def _declared_sizes(scheme: Declared, dim: str) -> list[int] | None:
-    """The sizes of a dim, ascending, where they are declared and no rule."""
+    """The declared sizes of a dim, ascending; None without a list of sizes."""
     declared = scheme.dims.get(dim)
     return None if declared is None or isinstance(declared, str) else sorted(declared)
 
 
 def _fit(scheme: Declared, dims: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
-    """Whether the mesh can shard these sizes, and `assume` allows them; it may raise for some that are never drawn."""
+    """Whether the mesh can shard these sizes, and `assume` allows them; it may raise for sizes that are never drawn."""
     try:
         return min(dims.values(), default=0) >= 0 and size_choices.compatible(scheme, dims, mesh)
     except ValueError:
@@ -168,9 +168,9 @@ def _fit(scheme: Declared, dims: Mapping[str, int], mesh: Mapping[str, int]) -> 
 
 
 def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Mapping[str, int]) -> Iterator[CaseSpec]:
-    """The case with other sizes, where they can be sharded: its own values, seed and options, its lengths if they fit.
+    """The case with other sizes, if they can be sharded: its own values, seed and options, its lengths if they fit.
 
-    Lengths of shards or sequences that no longer fit are drawn anew, the simplest.
+    Lengths of shards or sequences that no longer fit are drawn again, as simple as possible.
     """
     dims = complete_dims(scheme.dims, free, mesh)
     if not _fit(scheme, dims, mesh):
@@ -202,7 +202,7 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
 
 
 def _resized_other_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) -> dict[str, Any]:
-    """Another call of the same shapes as the case keeps its shapes; one of other sizes is drawn for the new mesh."""
+    """Another call with the case's shapes takes the new shapes; one with other sizes is drawn for the new mesh."""
     records = {name: record for name, record in case.conditions.items() if name in OTHER_CALLS}
     for name, record in records.items():
         if record["dims"] == case.dims:
@@ -214,7 +214,7 @@ def _resized_other_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) ->
 
 
 def _lengths_fit(scheme: Declared, dim: str, padded: Sequence[int], dims: Mapping[str, int]) -> bool:
-    """Whether these sequences fill a dim, and are as many as an input of their offsets or lengths has room for."""
+    """Whether these sequences fill a dim, and an input of their offsets or lengths has room for as many."""
     count = sequence_count(scheme, dim, dims)
     return sum(padded) == dims[dim] and count in (None, len(padded))
 

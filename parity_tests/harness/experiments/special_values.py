@@ -1,6 +1,6 @@
-"""Whether a failing case needs the special values that were drawn for it: it is verified again with normal ones.
+"""Whether a failing case needs the special values drawn for it: verify it again with normal values.
 
-Special are the kinds of EQUAL_NUMBERS, such as zeros and ties; normal is the kind `normal`.
+Special kinds are EQUAL_NUMBERS, such as zeros and ties; the normal kind is `normal`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parity_tests.harness.report.report import EQUAL_NUMBERS, Report, drawn_kind
 
 
 def name_values_to_avoid(scheme: Declared, report: Report) -> Report:
-    """The report, with the inputs that must have special values for the case to fail in `values_to_avoid`."""
+    """The report with `values_to_avoid`: the inputs that need special values for the case to fail."""
     if report.failure is not None:
         return report
     special = list(drawn_kinds(report.case, EQUAL_NUMBERS))

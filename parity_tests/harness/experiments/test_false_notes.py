@@ -1,4 +1,4 @@
-"""Sentences that one failing case suggests, and that another case or a repaired collective shows to be false."""
+"""Notes that one failing case suggests and another case, or a repaired collective, refutes."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def notes(report):
     return [note for of_tensor in report.notes.values() for note in of_tensor]
 
 
-def test_two_opposite_errors_in_a_row_of_two_are_no_offset():
+def test_opposite_errors_in_two_elements_are_not_an_offset():
     def sharper(mesh, x):
         return torch.softmax(1.5 * x, -1)
 
@@ -38,7 +38,7 @@ def test_two_opposite_errors_in_a_row_of_two_are_no_offset():
     assert not any("off along v" in note for note in notes(declaration.verify(b=8)))
 
 
-def test_an_error_of_a_learning_rate_is_no_rounding():
+def test_a_learning_rate_error_is_not_rounding():
     """In float32 alone: small beside the weights, and 100 times the budget."""
 
     def averaged_twice(mesh, w, g):
@@ -106,7 +106,7 @@ def test_no_collective_is_to_blame_where_one_rank_is_enough():
         assert "forward equal, gradient not" in notes(declaration.verify(tp=tp, b=4))
 
 
-def test_no_collective_is_to_blame_for_what_was_detached():
+def test_a_detached_tensor_blames_no_collective():
     declaration = declared(lambda mesh, x: x.detach() * 3 + 0 * x, lambda x: 3.0 * x, "b/tp", "b/tp")
     assert not any("collective" in note for note in notes(declaration.verify(b=4)))
 
@@ -215,7 +215,7 @@ def test_a_sum_is_not_blamed_for_a_count_that_all_ranks_have_alike_where_nothing
     assert not any("right once" in note for note in notes(declaration.verify()))
 
 
-def test_a_sum_is_not_blamed_for_the_size_of_another_axis():
+def test_a_sum_is_not_blamed_for_another_axis():
     """A mean would be right on cp=2 tp=1, and wrong on cp=2 tp=2, where the sum is right."""
 
     def divided_by_the_other_axis(mesh, x):
@@ -229,7 +229,7 @@ def test_a_sum_is_not_blamed_for_the_size_of_another_axis():
     assert not report.ok and not any("right once" in note for note in notes(report))
 
 
-def test_the_first_collective_of_the_backward_is_not_named_for_being_first():
+def test_being_first_in_the_backward_blames_no_collective():
     report = two_products_scheme().verify(tp=2, b=4, d=3)
     of_backward = [row for row in report.ledger.of(0) if row.phase == "bwd"]
     assert [row.seq for row in of_backward] == [2, 3]  # that of g, which is right, and that of w
@@ -259,7 +259,7 @@ def test_a_sum_that_another_mesh_needs_is_not_one_too_many():
     assert not any("one too many" in note for note in notes(declaration.verify()))
 
 
-def test_a_tensor_of_one_element_is_not_all_that_is_zero():
+def test_one_zero_element_is_not_an_all_zero_tensor():
     """The offset of a shard by its own width: the smallest case is of one row, the larger uneven ones are not zero."""
 
     def embedded(mesh, ids, table):
@@ -275,7 +275,7 @@ def test_a_tensor_of_one_element_is_not_all_that_is_zero():
     assert not any(note.startswith(("output is zero", "gradient is zero")) for note in notes(declaration.verify()))
 
 
-def test_a_rank_of_which_no_label_counts_lacks_no_addend():
+def test_a_rank_with_only_ignored_labels_lacks_no_addend():
     """The mean of the ranks' means: where a rank has no label to count, its mean is zero in the right function too."""
 
     def mean_of_means(mesh, logits, labels):
@@ -401,8 +401,8 @@ def test_an_order_among_large_numbers_is_no_rounding(seed):
     assert not any("accumulation may do" in note for note in notes(check_notes(declaration, report)))
 
 
-def test_the_error_of_one_copy_is_compared_and_not_that_of_opposite_ones():
-    """Each of two ranks keeps the mean of its own half: what one adds is what the other takes away."""
+def test_errors_are_compared_within_one_copy():
+    """Each of two ranks keeps the mean of its own half: one adds as much as the other subtracts."""
 
     def running_mean(mesh, x, running):
         running.mul_(0.9).add_(0.1 * x.mean((0, 2)))
@@ -421,8 +421,8 @@ def test_the_error_of_one_copy_is_compared_and_not_that_of_opposite_ones():
         assert of_all[0] == "tp ranks hold different copies of what should be one value", of_all
 
 
-def test_other_values_in_another_order_are_those_of_the_other_call(monkeypatch):
-    """A cached permutation: the layout is right, the order is that of the first call."""
+def test_a_wrong_order_may_come_from_the_other_call(monkeypatch):
+    """A cached permutation: the layout is right, the order is the first call's."""
     orders = {}
     run = verify_one_case.run
     monkeypatch.setattr(verify_one_case, "run", lambda *args, **more: (orders.clear(), run(*args, **more))[1])

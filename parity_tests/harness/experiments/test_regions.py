@@ -72,7 +72,7 @@ class BorrowsWithoutReturning(torch.autograd.Function):
         return gradient[:, :-1], None
 
 
-def test_a_missing_gradient_of_a_border_is_no_region_of_a_rank():
+def test_a_missing_border_gradient_is_not_a_ranks_region():
     """On two ranks it is rank 1 alone that lacks it, on three rank 2 as well."""
 
     def differences(mesh, x):

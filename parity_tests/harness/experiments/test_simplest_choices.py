@@ -1,4 +1,4 @@
-"""The simplest case of the menus: what the failure does not need is dropped, and what it needs stays."""
+"""The simplest case of the menus keeps only choices that the failure needs."""
 
 import pytest
 from hypothesis import strategies as st
@@ -61,7 +61,7 @@ def test_choices_repeat_a_case():
         (lambda mesh, x, y, exponent: mesh.size("dp") > 1 and exponent > 1, {"dp": 2, "tp": 1}, 2),
     ],
 )
-def test_what_the_failure_needs_is_left(is_wrong, mesh, option):
+def test_choices_that_the_failure_needs_stay(is_wrong, mesh, option):
     search = failing(doubled_where(is_wrong))
     case = search.search().case
     assert (dict(case.mesh), case.options["exponent"], case.dtype) == (mesh, option, "float32")
@@ -82,14 +82,14 @@ def test_the_example_of_a_strategy_shrinks():
 
 
 def test_a_wrong_output_stays_wrong():
-    """A case in which the gradient alone is wrong says something else."""
+    """A case in which only the gradient is wrong is another failure."""
     search = failing(doubled_where(lambda mesh, x, y, exponent: mesh.size("tp") > 1))
     report = search.search()
     assert any(not tensor.ok and tensor.role == "output" for tensor in report.tensors)
 
 
-def test_an_example_stays_with_the_input_whose_strategy_it_is_of():
-    """Where a choice is no longer made, those behind it belong to other inputs."""
+def test_an_example_stays_with_its_strategys_input():
+    """If a choice disappears, the choices after it belong to other inputs."""
 
     @scheme(
         reference=lambda x, y: x + y,
@@ -109,7 +109,7 @@ def test_an_example_stays_with_the_input_whose_strategy_it_is_of():
     assert all(1 <= number <= 2 for number in case.values["y"]["numbers"])
 
 
-def test_a_function_of_another_result_each_time_ends_the_search():
+def test_a_function_with_random_results_ends_the_search():
     calls = []
     declaration = doubled_where(lambda *_: calls.append(1) or len(calls) % 3 == 0, st.integers(-50, 50))
     search = failing(declaration)

@@ -63,7 +63,7 @@ def test_sizes_at_which_assume_raises_are_no_smaller_case():
     assert dict(shrink(any_size, failing, {}).case.dims) == {"b": 3}
 
 
-def test_what_was_given_is_not_changed():
+def test_given_sizes_are_kept():
     def wrong(mesh, x):
         return x * 2
 

@@ -107,8 +107,8 @@ def test_where_the_reference_has_no_finite_gradient_there_is_no_right_one():
 
 
 @pytest.mark.parametrize("gradient", [1e30, float("nan"), float("inf")])
-def test_a_gradient_at_zeros_beyond_the_range_of_the_reference_is_a_mismatch(gradient):
-    """At 0 the gradient of |x| is any from -1 to 1; that of sqrt |x| is any that neighbours of 0 have."""
+def test_a_gradient_at_zeros_outside_the_range_is_a_mismatch(gradient):
+    """At 0 the gradient of |x| is anything from -1 to 1; the gradient of sqrt |x| is any value at neighbours of 0."""
     size = of_one(absolute(gradient), jax_absolute, "zeros")
     assert verify_or_undecided(size, size.case(b=2, v=3)).verdict == "mismatch"
     root = of_one(
@@ -137,8 +137,8 @@ def centred(x, xp):
     return x - x.mean(-1, keepdims=True) if xp is jnp else x - x.mean(-1, keepdim=True)
 
 
-def test_a_gradient_of_what_is_nan_in_the_reference_is_not_judged():
-    """At NaN the relu of torch passes the cotangent and that of JAX does not. The other rows are judged."""
+def test_the_gradient_of_a_nan_output_is_not_judged():
+    """At NaN, torch's relu passes the cotangent and JAX's does not. The other rows are judged."""
     declaration = of_one(
         lambda x: torch.relu(centred(x, torch)), lambda x: jax.nn.relu(centred(x, jnp)), "normal", "neg_inf_mask"
     )
@@ -266,7 +266,7 @@ def mixture(scale=1.0):
     )(of_ranks)  # fmt: skip
 
 
-def test_a_right_mixture_of_experts_in_bfloat16_is_no_mismatch():
+def test_a_correct_bfloat16_mixture_of_experts_passes():
     declaration = mixture()
     verdicts = set()
     for seed in range(30):

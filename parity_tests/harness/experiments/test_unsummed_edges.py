@@ -126,7 +126,7 @@ def test_a_use_with_its_own_sum_is_not_named():
     assert sentence([("mm", function, "second = x @ u")]) in notes
 
 
-def test_infinities_do_not_hide_what_is_wrong():
+def test_infinities_do_not_hide_wrong_elements():
     """Where every weight of a column is -inf the gradient is undefined, and only the replicas' bits tell."""
     declared = scheme(
         reference=lambda x, w: jnp.exp(x @ w), mesh={"tp": (2,)}, inputs={"x": "b d tp=I", "w": "d n/tp"},

@@ -1,13 +1,13 @@
-"""A case is undecided where the reference itself jumps within the rounding of its inputs: no one value is right there.
+"""A case is undecided if the reference is discontinuous within the rounding of its inputs: no single value is right.
 
-A budget is of first order. Where rounding changes which expert a token goes to, which of two equal numbers is the
-greatest, what is sorted before what, or how near to 0 a number comes that is divided by, results differ by far more
-than any derivative says, and both are right. So before a mismatch is reported the reference is evaluated again at
-neighbours of the case, with real steps. The case is undecided if every wrong element lies within the range of the
-reference's own values there, each with the budget that it has there; one that the reference never comes near is
-wrong, however the reference jumps.
+A budget is a first-order estimate. If rounding changes which expert a token goes to, which of two equal numbers is the
+maximum, the order of a sort, or how close a divisor comes to 0, results differ by far more than any derivative
+predicts, and both are right. So before a mismatch is reported, the reference is evaluated again at neighbours of the
+case, with finite steps. The case is undecided if every wrong element lies within the range of the reference's values
+there, each with its budget there; an element that the reference never comes near is wrong, however the reference jumps.
 
-Gradients also have conventions: what a library returns where there is no gradient, as of a root at 0, differs.
+Gradients also depend on conventions: libraries differ in the gradient they return where none exists, as for a root at
+0.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.verify_one_case import verify_case
 
-MIN_NEIGHBOURS = 4  # after which a case of which no wrong element is explained is a mismatch
+MIN_NEIGHBOURS = 4  # after which a case without any explained wrong element is a mismatch
 TIE = "tied inputs have no defined order or gradient; without ties the scheme passes"
 NO_FINITE_GRADIENT = "the reference has no finite gradient at these inputs, and libraries differ in what they put there"
 CHOICE = "the reference moves as far within the rounding of its inputs"
 
 
 def verify_or_undecided(scheme: Declared, case: CaseSpec) -> Report:
-    """The report of `verify_case`; if it fails, `mark_undecided` decides whether it is undecided."""
+    """The report of `verify_case`; after a failure, `mark_undecided` decides whether it is undecided."""
     report = verify_case(scheme, case)
     return report if report.ok else mark_undecided(scheme, report)
 
 
 def mark_undecided(scheme: Declared, report: Report) -> Report:
-    """The report, as undecided if the reference jumps as far as every wrong element and nothing else is wrong."""
+    """The report, marked undecided if the reference jumps as far as every wrong element and nothing else is wrong."""
     wrong = [tensor for tensor in report.tensors if not tensor.ok]
     if report.failure is not None or report.protocol or report.cost or report.hygiene or not wrong:
         return report
@@ -63,9 +63,9 @@ def _reason(scheme: Declared, case: CaseSpec, wrong: Sequence[compare.TensorComp
 
 
 def _is_tie(scheme: Declared, case: CaseSpec) -> bool:
-    """Whether equal numbers are drawn, and all is right once they are distinct."""
+    """Whether equal numbers were drawn, and all is right once they are distinct."""
     program = Program.of(scheme)
-    # As drawn: of many distinct numbers some are equal after they are rounded to the tested dtype.
+    # Before rounding: some of many distinct numbers become equal in the tested dtype.
     unrounded = replace(case, dtype="float64")
     drawn = [program.full_array(arg, unrounded) for arg in scheme.inputs if not arg.is_integer]
     if all(np.unique(x).size == x.size for x in drawn):
@@ -76,7 +76,7 @@ def _is_tie(scheme: Declared, case: CaseSpec) -> bool:
 
 
 def _has_no_finite_gradient(tensor: compare.TensorComparison) -> bool:
-    """Whether it is a gradient, and the reference is not finite wherever it is wrong."""
+    """Whether it is a gradient, and the reference is not finite at any wrong element."""
     return tensor.role == "gradient" and not np.isfinite(tensor.want[compare.wrong_elements(tensor)]).any()
 
 
@@ -85,7 +85,7 @@ def _jumps_as_far(scheme: Declared, case: CaseSpec, tensors: Sequence[compare.Te
     ranges = [_Range(tensor, scheme, case) for tensor in tensors]
     if _is_explained(ranges, scheme, case, neighbours(scheme, case)):
         return True
-    # What an infinity is worth is no rounding: of equal ones only the gradient is a matter of convention.
+    # Moving an infinity is not rounding: among equal infinities only the gradient is a matter of convention.
     of_gradients = [each for each in ranges if each.tensor.role == "gradient"]
     if any(each.unexplained().any() for each in ranges if each not in of_gradients):
         return False
@@ -97,7 +97,7 @@ def _jumps_as_far(scheme: Declared, case: CaseSpec, tensors: Sequence[compare.Te
 def _is_explained(
     ranges: Sequence[_Range], scheme: Declared, case: CaseSpec, case_neighbours: Iterable[Neighbour]
 ) -> bool:
-    # Where intermediates are rounded to the tested dtype, a jump is met by chance, and more neighbours are needed.
+    # If intermediates are rounded to the tested dtype, a jump is met by chance, and more neighbours are needed.
     enough = MIN_NEIGHBOURS if scheme.roundings <= 1 else NEIGHBOURS
     for count, neighbour in enumerate(case_neighbours, start=1):
         reference = neighbour.reference(scheme, case)
@@ -123,7 +123,7 @@ class _Range:
         self._no_finite_gradient = ~np.isfinite(tensor.want) & (tensor.role == "gradient")
 
     def include(self, reference: Reference, is_near: bool) -> None:
-        """Extend the range by the values of one more reference; one that is near has a budget of its own."""
+        """Extend the range by the values of another reference; a near one uses its own budget."""
         of_role = (reference.outputs, reference.output_spread)
         if self.tensor.role == "gradient":
             of_role = (reference.gradients, reference.gradient_spread)
@@ -134,7 +134,7 @@ class _Range:
         self._extend(values, budgets)
 
     def _extend(self, values: np.ndarray, budgets: np.ndarray) -> None:
-        values = values.astype(np.float64)  # of an integer or boolean output too
+        values = values.astype(np.float64)  # also for an integer or boolean output
         finite = np.isfinite(values)
         self._lowest = np.where(finite, np.minimum(self._lowest, values - budgets), self._lowest)
         self._highest = np.where(finite, np.maximum(self._highest, values + budgets), self._highest)
@@ -142,9 +142,9 @@ class _Range:
             mask |= compare.same_number(values, value)
 
     def unexplained(self) -> np.ndarray:
-        """The wrong elements of which some copy is none of these values, or has no gradient.
+        """The wrong elements with a copy outside these values, or without a gradient.
 
-        Where the reference has no finite gradient, any value that is not finite is as good as another.
+        If the reference has no finite gradient, any non-finite value is accepted.
         """
         unexplained = (
             np.zeros(self.wrong.shape, bool) if self.tensor.gradient_is_none is None else self.tensor.gradient_is_none
@@ -157,7 +157,7 @@ class _Range:
         return (copy > self._highest) | (copy < self._lowest)
 
     def _is_new(self, copy: np.ndarray) -> np.ndarray:
-        """Where what is not finite is so in no reference, and none overflows the dtype there."""
+        """Where a non-finite value appears in no reference, and no reference overflows the dtype there."""
         limit = compare.max_finite(self.tensor.dtype)
         is_expected = (np.isposinf(copy) & (self._highest > limit)) | (np.isneginf(copy) & (self._lowest < -limit))
         for value, mask in self._not_finite.items():

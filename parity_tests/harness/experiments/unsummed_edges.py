@@ -1,9 +1,9 @@
-"""Name the lines whose backward lacks a sum over a mesh axis and issues no collective that could be blamed for it.
+"""Name the lines whose backward lacks a sum over a mesh axis, where no collective exists that could be blamed.
 
-After a product with a sharded weight each rank has a part of its input's gradient, and the parts must be summed. Where
-the sum was left out there is no collective for `repaired_lines` to repair. So the case is run again with the sum at one
-edge of the autograd graph at a time, or at all edges into one tensor, and the lines are named where that makes the
-wrong gradients right.
+After a product with a sharded weight each rank has a part of its input's gradient, and the parts must be summed. If the
+sum is missing, there is no collective for `repaired_lines` to repair. So the case runs again with a sum at one edge of
+the autograd graph at a time, or at all edges into one tensor, and the lines where that makes the wrong gradients right
+are named.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from parity_tests.harness.verify_one_case import verify_case
 
 MAX_RUNS = 16
 OF_DTENSOR = {"_FromTorchTensor": "DTensor.from_local", "_ToTorchTensor": "DTensor.to_local"}
-FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # in the stack that torch's anomaly mode keeps for a node
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # in the stack that torch's anomaly mode stores for a node
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Edge:
     is_handwritten: bool
 
 
-Graph = list[tuple[Edge, Any, Any]]  # each edge with its two nodes, those nearest the outputs first
+Graph = list[tuple[Edge, Any, Any]]  # each edge with its two nodes, nearest to the outputs first
 
 
 def places_of_missing_sums(scheme: Declared, report: Report, labels: Sequence[str], axis: str) -> dict[str, str]:
-    """For each of these gradients that a sum over `axis` makes right, and no tensor wrong, the lines that lack it.
+    """For each gradient that a sum over `axis` makes right, with no tensor made wrong, the lines that lack the sum.
 
     Cost: at most 1 + MAX_RUNS runs of the case.
     """
     right_before = {tensor.label for tensor in report.tensors if tensor.ok}
     places: dict[str, str] = {}
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        # 1. The edges of rank 0's graph, and those into one tensor together.
+        # 1. The edges of rank 0's graph, and groups of edges into one tensor.
         graph: Graph = []
         verify_case(scheme, report.case, wrap_program=_with_graph(lambda mesh, own: _keep_of_rank_0(graph, own)))
         # 2. The sum at each in turn.
@@ -72,7 +72,7 @@ def _keep_of_rank_0(graph: Graph, own: Graph) -> None:
 
 
 def _candidates(graph: Graph) -> Iterator[tuple[Edge, ...]]:
-    """Single edges, those of hand-written functions first; then all edges into one tensor, where it has several."""
+    """Single edges, hand-written functions first; then all edges into one tensor, if it has several."""
     edges = dict.fromkeys(edge for edge, _, _ in graph)
     yield from ((edge,) for edge in sorted(edges, key=lambda edge: not edge.is_handwritten))
     targets = dict.fromkeys(target for _, _, target in graph)
@@ -81,7 +81,7 @@ def _candidates(graph: Graph) -> Iterator[tuple[Edge, ...]]:
 
 
 def _with_graph(use: Callable[[Any, Graph], None]) -> Callable[[Program], Program]:
-    """What `verify_case` wraps a program with, so that `use` has the mesh and the graph of each rank's call."""
+    """A wrapper for `verify_case` that passes each rank's mesh and autograd graph to `use`."""
 
     def wrap(program: Program) -> Program:
         def fn(mesh: Any, **arguments: Any) -> Any:
@@ -95,7 +95,7 @@ def _with_graph(use: Callable[[Any, Graph], None]) -> Callable[[Program], Progra
 
 
 def _with_sum(edges: Sequence[Edge], axis: str) -> Callable[[Program], Program]:
-    """The same, with the gradients at these edges summed over an axis."""
+    """A wrapper that sums the gradients at these edges over an axis."""
 
     def add_hooks(mesh: Any, graph: Graph) -> None:
         for edge, node, _ in graph:
@@ -114,12 +114,12 @@ def _summed(gradients: Sequence[Any], place: int, group: Any) -> tuple[Any, ...]
 
 
 def _graph_of(returned: Any) -> Graph:
-    """The edges below what a function returned."""
+    """The edges of the graph below a function's results."""
     outputs = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
     nodes = dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
     graph: Graph = []
     queue = list(nodes)
-    for node in queue:  # grows as it is read: breadth first
+    for node in queue:  # the list grows while it is read: breadth first
         for place, (target, _) in enumerate(node.next_functions):
             if target is not None:
                 graph.append((_edge(node, place), node, target))
@@ -130,7 +130,7 @@ def _graph_of(returned: Any) -> Graph:
 
 
 def _edge(node: Any, place: int) -> Edge:
-    """With the line of the user's that called the operation, or of the backward that was written by hand."""
+    """The edge with the user's line that called the operation, or with the line of a hand-written backward."""
     function = getattr(type(node), "_forward_cls", None)
     if function is not None:
         code = getattr(inspect.unwrap(function.backward), "__code__", None)
@@ -143,7 +143,7 @@ def _edge(node: Any, place: int) -> Edge:
 
 
 def _place_of_def(code: CodeType) -> str:
-    """file:line of the `def`; the first line of the code of a staticmethod is that of the decorator."""
+    """file:line of the `def`; the code of a staticmethod starts at its decorator."""
     first = code.co_firstlineno
     lines = linecache.getlines(code.co_filename)[first - 1 :]
     offset = next((number for number, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)

@@ -1,4 +1,4 @@
-"""Clues in the numbers: a constant factor, the other sign, an added constant or input; sums in a narrow dtype."""
+"""Clues from numbers: a constant factor, the opposite sign, an added constant or input; sums in a narrow dtype."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 from parity_tests.harness.explain.evidence import Evidence
 from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, ROUNDING, Note
 
-MAX_NAMES = 6  # combinations grow as 3 ** names
+MAX_NAMES = 6  # there are 3 ** names combinations
 
 
 @dataclass(frozen=True)
 class NamedNumber:
-    """A number and the ways to write it, all equally simple."""
+    """A number and all equally simple ways to write it."""
 
     value: float
     names: tuple[str, ...]
@@ -28,7 +28,7 @@ class NamedNumber:
 
 
 def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[NamedNumber]:
-    """Products and inverses of the sizes that are not 1, simplest first; `mixed` ones multiply and divide.
+    """Products and inverses of the sizes other than 1, simplest first; `mixed` includes quotients.
 
     >>> [(n.value, str(n)) for n in named_numbers({"tp": 4, "cp": 2}, mixed=False)]
     [(4.0, 'tp'), (2.0, 'cp'), (8.0, 'tp*cp'), (0.25, '1/tp'), (0.5, '1/cp'), (0.125, '1/(tp*cp)')]
@@ -48,7 +48,7 @@ def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[Nam
 
 
 def number_text(value: float) -> str:
-    """A number as a message writes it."""
+    """A number as messages write it."""
     return f"{value:.4g}"
 
 
@@ -81,15 +81,15 @@ _MEANING_OF_ZERO = {"gradient": "backward does not reach this input", "output": 
 
 
 def named_change(evidence: Evidence) -> Iterator[Note]:
-    """The simplest change that fits every element and whose number has a name, such as a mesh size."""
+    """The simplest change that fits every element and has a named number, such as a mesh size."""
     notes = (clue(evidence) for clue in (_zero, _named_factor, _opposite_sign, _named_constant))
     yield from islice(filter(None, notes), 1)
 
 
 def fitted_change(evidence: Evidence) -> Iterator[Note]:
-    """A change by a number fitted to the tensor, where none with a name fits: one for all, one a rank, or one an index.
+    """A change by a fitted number, if no named one fits: one for the tensor, one per rank, or one per index.
 
-    Zeros have a clue of their own, and an input that is added too often is a constant at each index of its dims.
+    Zeros have their own clue, and an input that is added too often looks like a constant at each index of its dims.
     """
     if evidence.got.any() and not any(named_change(evidence)) and not any(miscounted_input(evidence)):
         for_all = (clue(evidence) for clue in (_fitted_factor_note, _fitted_constant_note))
@@ -99,7 +99,7 @@ def fitted_change(evidence: Evidence) -> Iterator[Note]:
 def _zero(evidence: Evidence) -> Note | None:
     misses_gradient = evidence.misses_gradient
     is_none_throughout = misses_gradient.any() and np.array_equal(misses_gradient, evidence.want != 0.0)
-    if evidence.got.any() or is_none_throughout:  # None has a clue of its own, `missing_gradient`
+    if evidence.got.any() or is_none_throughout:  # None has its own clue, `missing_gradient`
         return None
     zero = f"{evidence.role} is zero"
     return Note(
@@ -163,14 +163,14 @@ def _fitted_constant_note(evidence: Evidence) -> Note | None:
 
 
 def _change_of_each_part(evidence: Evidence) -> Iterator[Note]:
-    """One kind of change, but by another number on each rank of a sharding axis, or at each index of a dim."""
+    """One kind of change, with a different number on each rank of a sharding axis, or at each index of a dim."""
     for where, part_of, meaning in _parts(evidence):
         for what, fitted, neutral in ((_FACTOR, fitted_factor, 1.0), (_CONSTANT, fitted_constant, 0.0)):
             numbers = _numbers_of_parts(evidence, part_of(evidence), fitted, neutral)
             texts = [number_text(number) for number in numbers]
             if len(set(texts)) > 1:
                 text_of_parts = ", ".join(texts[:MAX_LISTED]) + (", ..." if len(texts) > MAX_LISTED else "")
-                # A count is positive, and so is a quotient of two.
+                # Counts are positive, and so are their quotients.
                 are_counts = what != _FACTOR or all(number > 0 for number in numbers)
                 meaning_text = f": {meaning[what]}" if are_counts else ""
                 yield Note(
@@ -183,12 +183,12 @@ def _change_of_each_part(evidence: Evidence) -> Iterator[Note]:
 
 
 def _claims_of_parts(evidence: Evidence, what: str) -> set[str]:
-    """What a number for all elements implies: it is one for each part too."""
+    """The weaker claims that a number for all elements implies: it fits each part too."""
     return {f"off by {what} {where}" for where, _, _ in _parts(evidence)}
 
 
 def _has_values_of_parts(evidence: Evidence, part_of: PartOf) -> bool:
-    """Whether several parts are wrong, each with two different values, without which no number is fitted."""
+    """Whether several parts are wrong and each has two different values, which a fitted number needs."""
     owner = part_of(evidence)
     parts = [evidence.restricted_to(owner == value) for value in np.unique(owner)]
     wrong = [part for part in parts if part.wrong_count]
@@ -196,14 +196,14 @@ def _has_values_of_parts(evidence: Evidence, part_of: PartOf) -> bool:
 
 
 def _are_parts_wrong(wrong: int, parts: int) -> bool:
-    """Whether it is the parts that are wrong: more than one, and half of them or more."""
+    """Whether parts are wrong as a whole: more than one, and at least half of them."""
     return wrong > 1 and 2 * wrong >= parts
 
 
 def _numbers_of_parts(
     evidence: Evidence, owner: np.ndarray, fitted: Callable[[Evidence], float | None], neutral: float
 ) -> list[float]:
-    """The number fitted to each part; an empty list if one part has none, or if one part or few parts are wrong."""
+    """The number fitted to each part; empty if a part has none, or if only one or few parts are wrong."""
     numbers, wrong = [], 0
     for value in np.unique(owner):
         part = evidence.restricted_to(owner == value)
@@ -219,18 +219,18 @@ PartOf = Callable[[Evidence], np.ndarray]  # the part of each element
 
 
 def _parts(evidence: Evidence) -> Iterator[tuple[str, PartOf, Mapping[str, str]]]:
-    """Ways to divide a tensor into parts: in words, the part of each element, and what different numbers mean."""
+    """Ways to divide a tensor into parts: a name, the part of each element, and the meaning of different numbers."""
     for axis in evidence.owners:
         yield f"on each {axis} rank", partial(_owner_along, axis=axis), MEANING_ON_EACH_RANK
     for number, dim in enumerate(evidence.dims):
         yield f"at each index of {dim}", partial(_index_along, number=number), MEANING_AT_EACH_INDEX
 
 
-SAME_VALUE = 2.0**-20  # of the largest: the gradients of the two entries of a softmax differ by rounding and sign alone
+SAME_VALUE = 2.0**-20  # relative to the largest: a softmax of two has gradients that differ by rounding and sign only
 
 
 def _has_two_values(part: Evidence) -> bool:
-    """Whether the part has two values that differ by more than rounding and sign, without which any error fits."""
+    """Whether the part has two values that differ by more than rounding and sign; otherwise any error would fit."""
     values = np.abs(part.want[_informative(part)])
     return values.size > 1 and bool(np.ptp(values) > SAME_VALUE * values.max())
 
@@ -244,7 +244,7 @@ def _index_along(evidence: Evidence, number: int) -> np.ndarray:
 
 
 def fitted_factor(evidence: Evidence) -> float | None:
-    """f with got = f * want on every element; None unless there are two different values to support it."""
+    """f with got = f * want on every element; None without two different values to support it."""
     informative = _informative(evidence)
     if len(np.unique(np.abs(evidence.want[informative]))) < 2:
         return None
@@ -256,7 +256,7 @@ def fitted_factor(evidence: Evidence) -> float | None:
 
 
 def fitted_constant(evidence: Evidence) -> float | None:
-    """c with got = want + c on every element; None unless there are two different values to support it."""
+    """c with got = want + c on every element; None without two different values to support it."""
     informative = _informative(evidence)
     if len(np.unique(evidence.want[informative])) < 2:
         return None
@@ -265,8 +265,8 @@ def fitted_constant(evidence: Evidence) -> float | None:
     return constant if _explains(evidence, _plus, constant) else None
 
 
-MIN_REDUCTION = 4.0  # the factor by which a fitted number must reduce the largest error
-Change = Callable[[np.ndarray, float], np.ndarray]  # what a number does to the right values: `_times` or `_plus`
+MIN_REDUCTION = 4.0  # by which a fitted number must reduce the largest error
+Change = Callable[[np.ndarray, float], np.ndarray]  # applies a number to the right values: `_times` or `_plus`
 
 
 def _times(want: np.ndarray, factor: float) -> np.ndarray:
@@ -279,13 +279,13 @@ def _plus(want: np.ndarray, constant: float) -> np.ndarray:
 
 
 def _fits(evidence: Evidence, change: Change, number: float) -> bool:
-    # What multiplies a value multiplies its error.
+    # A factor also multiplies the error.
     slack = max(1.0, abs(number)) if change is _times else 1.0
     return evidence.fits(change(evidence.want, number), slack)
 
 
 def _explains(evidence: Evidence, change: Change, number: float) -> bool:
-    """Whether a fitted number explains the error: any fit reduces an error a little, this by MIN_REDUCTION at least."""
+    """Whether a fitted number explains the error: any fit reduces it a little, this one by at least MIN_REDUCTION."""
     if not (math.isfinite(number) and _fits(evidence, change, number)):
         return False
     informative = _informative(evidence)
@@ -299,7 +299,7 @@ def _explains(evidence: Evidence, change: Change, number: float) -> bool:
 def _best_fit(
     evidence: Evidence, tried: list[tuple[NamedNumber, float]], change: Change
 ) -> tuple[NamedNumber, float] | None:
-    """Of the numbers that fit, the one with the smallest remaining error; of equal ones the simplest."""
+    """The fitting number with the smallest remaining error; among equals, the simplest."""
     informative = _informative(evidence)
     if not informative.any():
         return None
@@ -312,24 +312,24 @@ def _best_fit(
 
 
 def _named_sizes(evidence: Evidence) -> list[NamedNumber]:
-    # A single element always fits some quotient of sizes, so it is recognised only by products and inverses.
+    # A single element always fits some quotient of sizes, so only products and inverses are tried.
     return named_numbers(evidence.axes, mixed=evidence.wrong_count > 1)
 
 
 def _informative(evidence: Evidence) -> np.ndarray:
-    """The elements that can distinguish one number from another: finite, and not lost in their budget."""
+    """The elements that can tell numbers apart: finite, and not lost in their budget."""
     finite = np.isfinite(evidence.got) & np.isfinite(evidence.want) & np.isfinite(evidence.budgets)
     return finite & (evidence.is_wrong | (np.abs(evidence.want) > evidence.budgets))
 
 
 def _weights(evidence: Evidence, informative: np.ndarray) -> np.ndarray:
-    """The weight of each informative element, at most 1: the smaller its budget, the greater."""
+    """The weight of each informative element, at most 1: the smaller its budget, the larger."""
     budget = np.maximum(evidence.budgets[informative], np.finfo(np.float64).tiny)
     return budget.min() / budget
 
 
 def extra_roundings(evidence: Evidence) -> Iterator[Note]:
-    """The error is within the budgets that some more intermediates in the tested dtype would have."""
+    """The error is within the budgets for more intermediates stored in the tested dtype."""
     for count, budgets in sorted(evidence.budgets_by_roundings.items()):
         if replace(evidence, budgets=budgets).wrong_count == 0:
             what = f"within what {count} roundings to {evidence.coarse_dtype} may do"
@@ -338,11 +338,11 @@ def extra_roundings(evidence: Evidence) -> Iterator[Note]:
 
 
 SMALL_ERROR = "an error of rounding"
-SEPARATE = 16.0  # times the budget, from where on a coarser dtype can be distinguished from a formula that cancels
+SEPARATE = 16.0  # times the budget; below it, a coarser dtype looks like a formula that cancels
 
 
 def narrow_sums(evidence: Evidence) -> Iterator[Note]:
-    """The error is within the budgets that sums in a coarser dtype would have, and not far below them."""
+    """The error is within the budgets for sums in a coarser dtype, and not far below them."""
     coarse = evidence.coarse_budgets
     if coarse is not None and replace(evidence, budgets=coarse).wrong_count == 0:
         what = f"within what {evidence.coarse_dtype} accumulation may do"
@@ -355,7 +355,7 @@ def narrow_sums(evidence: Evidence) -> Iterator[Note]:
 
 
 def miscounted_input(evidence: Evidence) -> Iterator[Note]:
-    """The result is right but for an input that was added too often or left out; a named number would say more."""
+    """The result is right except for an input that was added too often or left out; a named number would say more."""
     if any(named_change(evidence)):
         return
     for name, x in evidence.inputs.items():
@@ -370,7 +370,7 @@ def miscounted_input(evidence: Evidence) -> Iterator[Note]:
 
 
 def _input_counts(evidence: Evidence, name: str) -> Iterator[tuple[int, Note]]:
-    """How many times too many the input may be in the result, each with the note that says so."""
+    """Possible numbers of surplus additions of the input, each with its note."""
     for axis, ranks in evidence.axes.items():
         if ranks > 1:
             text = f"{name} is counted {ranks} times (= {axis}): each rank adds it before the sum"

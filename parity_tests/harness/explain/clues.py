@@ -1,9 +1,9 @@
-"""What kind of mistake: from the evidence on one wrong tensor to notes, the best explanation first.
+"""From the evidence on one wrong tensor to notes on the kind of mistake, best explanation first.
 
-A pure function. A clue that gives the numbers a cause (a factor, a constant, a sum, an order, a precision) does so only
-if the full tensor fits it within its budget, times the factor or the number of addends. The others say which elements,
-ranks or copies are wrong, or state a fact of the run. Clues that explain more come first: a factor of the full tensor
-before a wrong place in it. Experiments on other cases then drop the notes that they refute (`experiments.notes`).
+A pure function. A clue names a numerical cause (a factor, a constant, a sum, an order, a precision) only if it fits the
+full tensor within the budgets, times the factor or the number of addends. The other clues name the wrong elements,
+ranks or copies, or state a fact about the run. Clues that explain more come first: a factor of the full tensor before a
+wrong region in it. Experiments on other cases then drop the notes that they refute (`experiments.notes`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORWARD_EQUAL = "forward equal, gradient not"
 
 
 def explain(evidence: Evidence) -> tuple[Note, ...]:
-    """Notes on one tensor, the best explanation first; none if nothing is wrong with it."""
+    """Notes on one tensor, best explanation first; empty if nothing is wrong with it."""
     missing = tuple(sums.missing_gradient(evidence))
     if not evidence.is_wrong.any():
         return missing
@@ -58,8 +58,8 @@ def _first_divergence(evidence: Evidence) -> Iterator[Note]:
         yield Note(text, CONTEXT, sites=evidence.first_divergence.sites)
 
 
-# `extra_roundings` is early: an error that a larger `roundings` allows may be intended. `narrow_sums` comes before
-# `fitted_change` and `wrong_region`, since rounding errors may by chance be near a fitted number, or in one place.
+# `extra_roundings` is early: an error that a larger `roundings` would allow may be intended. `narrow_sums` comes before
+# `fitted_change` and `wrong_region`, because rounding errors may be near a fitted number, or in one region, by chance.
 CLUES = (
     _narrow_result,
     _not_written,

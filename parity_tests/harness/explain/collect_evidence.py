@@ -61,7 +61,7 @@ def collect_evidence(
 
 
 def _full_mesh_collective(case: CaseSpec, ledger: Ledger) -> CallSite | None:
-    """A collective of the full mesh, where no one axis is all of it."""
+    """A collective over the full mesh, if no single axis spans it."""
     everyone = tuple(range(case.world))
     if case.world in case.mesh.values():
         return None
@@ -90,7 +90,7 @@ def _addable(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorC
 
 
 def _sharded_dims(scheme: Declared, case: CaseSpec, tensor: TensorComparison) -> tuple[ShardedDim, ...]:
-    """The shardings of dims that are sharded once: of a second one, the positions are not a layout of the full dim."""
+    """The shardings of dims that are sharded once: the positions of a second sharding are no layout of the full dim."""
     placed = []
     for index, dim in enumerate(tensor.argument.spec.dims):
         if len(dim.shardings) == 1:
@@ -106,12 +106,12 @@ def _sharded_dims(scheme: Declared, case: CaseSpec, tensor: TensorComparison) ->
 
 
 def borders(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
-    """Masks of the places where mistakes are common: borders of sequences and shards, padding, kinds of ids."""
+    """Masks of places with frequent mistakes: borders of sequences and shards, padding, kinds of ids."""
     return {**_borders(case, tensor, _sharded_dims(scheme, case, tensor)), **id_marks(scheme, program, case, tensor)}
 
 
 def _borders(case: CaseSpec, tensor: TensorComparison, sharded_dims: Sequence[ShardedDim]) -> dict[str, np.ndarray]:
-    """Those of sequences, padding and shards."""
+    """Masks of borders of sequences and shards, and of padding."""
     shape = tensor.want.shape
     names = tensor.argument.spec.dim_names
     masks: dict[str, np.ndarray] = {}
@@ -124,7 +124,7 @@ def _borders(case: CaseSpec, tensor: TensorComparison, sharded_dims: Sequence[Sh
         for owner in tensor.owners.values() if shape[index] > 1 else ():
             changes = np.diff(owner, axis=index) != 0
             edges |= np.insert(changes, 0, False, axis=index) | np.insert(changes, shape[index] - 1, False, axis=index)
-    # From narrow to wide: a region is named only if it is smaller than those named before.
+    # From narrow to wide: a region is named only if it is smaller than the ones before.
     halos = [_halos(case, tensor, sharded_dims, width) for width in (1, 2, 3)]
     return masks | halos[0] | ({"shard borders": edges} if edges.any() else {}) | halos[1] | halos[2]
 
@@ -132,7 +132,7 @@ def _borders(case: CaseSpec, tensor: TensorComparison, sharded_dims: Sequence[Sh
 def _halos(
     case: CaseSpec, tensor: TensorComparison, sharded_dims: Sequence[ShardedDim], width: int
 ) -> dict[str, np.ndarray]:
-    """Masks of some places before and after the borders of a dim's shards, if they are at most half of its places."""
+    """Masks of `width` places before and after the borders of a dim's shards, if they cover at most half of the dim."""
     masks, places = {}, "place" if width == 1 else f"{width} places"
     for sharded in sharded_dims:
         name, shape = tensor.argument.spec.dim_names[sharded.dim], tensor.want.shape
@@ -146,7 +146,7 @@ def _halos(
 
 
 def _beginnings(sharded: ShardedDim, size: int, is_packed: bool) -> np.ndarray:
-    """Where a rank's consecutive positions begin, but for the first of all; each of dual_chunk_swap's two chunks."""
+    """Starts of runs of consecutive positions on a rank, except the very first; both chunks of dual_chunk_swap."""
     begins = np.zeros(size, dtype=bool)
     for positions in sharded.positions:
         follows = np.diff(positions, prepend=-2) == 1
@@ -174,7 +174,7 @@ def _along(mask: np.ndarray, index: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def id_marks(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
-    """Name -> mask, for every id input whose dims lead this tensor's."""
+    """Name -> mask, for every id input whose dims lead this tensor's dims."""
     masks: dict[str, np.ndarray] = {}
     for arg in scheme.inputs:
         how = scheme.draws[arg.name]
@@ -202,7 +202,7 @@ def _marked(scheme: Declared, case: CaseSpec, dim: str, ids: np.ndarray) -> dict
 
 
 def _owners_of(scheme: Declared, case: CaseSpec, dim: str) -> dict[str, np.ndarray]:
-    """For each axis that shards a dim: the coordinate that has each position, by the first spec that shards it."""
+    """For each axis that shards a dim, the coordinate of each position, from the first spec that shards it."""
     for arg in (*scheme.inputs, *scheme.outputs):
         for part in arg.spec.dims:
             if part.name == dim and part.shardings:

@@ -1,6 +1,6 @@
-"""Evidence: what one run shows of one wrong tensor, in NumPy arrays only.
+"""Evidence: one run's data on one wrong tensor, in NumPy arrays only.
 
-Clues take it and nothing else, so each can be tested on evidence written by hand.
+Clues read nothing else, so each can be tested on evidence written by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Layout = Callable[[int, int], Sequence[np.ndarray]]
 
 
 class ShardedDim(NamedTuple):
-    """A dim of this tensor that is sharded: number `dim`, over `axis`; rank r holds `positions[r]`."""
+    """A sharded dim of this tensor: number `dim`, over `axis`; rank r holds `positions[r]`."""
 
     dim: int
     axis: str
@@ -30,12 +30,12 @@ class ShardedDim(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """One wrong tensor. Required are name, role and the first three arrays, which have one shape.
+    """One wrong tensor. Required are name, role and the first three arrays, which have equal shapes.
 
-    `got` is one stitched copy; `at` says which, by the coordinates of the axes that repeat the tensor. `owners` gives,
-    for each axis that shards it, the coordinate that holds each element. `by_rank` gives, for an axis that does not
-    shard it, what each rank of the axis returned, stacked: copies if the axis is in `at`, else addends.
-    `inputs` are those that could be added to this tensor, in its shape.
+    `got` is one stitched copy; `at` holds its coordinates on the axes that repeat the tensor. `owners` gives, for each
+    axis that shards it, the coordinate that holds each element. `by_rank` gives, for an axis that does not shard it,
+    the stacked results of the axis's ranks: copies if the axis is in `at`, else addends. `inputs` could be added to
+    this tensor, and have its shape.
     """
 
     name: str
@@ -50,19 +50,19 @@ class Evidence:
     layouts: tuple[ShardedDim, ...] = ()
     custom_layouts: Mapping[str, Layout] = field(default_factory=dict)  # tried besides the built-in layouts
     borders: Mapping[str, np.ndarray] = field(default_factory=dict)  # "sequence boundaries", "padding", ...
-    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # full, in the shape of `got`
-    before: np.ndarray | None = None  # of an input that the function modifies, what it was given
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # in full, with the shape of `got`
+    before: np.ndarray | None = None  # the old value of an input that the function modifies
     by_rank: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
     outputs_pass: bool = False
-    gradient_is_none: np.ndarray | None = None  # where None was returned, for which `got` has zeros
-    coarse_budgets: np.ndarray | None = None  # if sums had been accumulated in `coarse_dtype`
-    # The budgets if so many roundings had been declared.
+    gradient_is_none: np.ndarray | None = None  # where None was returned; `got` has zeros there
+    coarse_budgets: np.ndarray | None = None  # for sums in `coarse_dtype`
+    # The budgets for other declared numbers of roundings.
     budgets_by_roundings: Mapping[int, np.ndarray] = field(default_factory=dict)
-    coarse_dtype: str = "bfloat16"  # COARSER[tested dtype], which a narrow dtype is itself
+    coarse_dtype: str = "bfloat16"  # COARSER[tested dtype], which for a narrow dtype is that dtype
     narrow_dtype: str | None = None  # of the result, if it rounds more than the tested dtype
     max_finite: float = np.inf  # of the tensor's dtype: beyond it an infinity of the same sign is right
-    full_mesh_collective: CallSite | None = None  # a collective of all ranks of a mesh of several axes
-    first_divergence: Finding | None = None  # of the ranks' ledgers, where they disagree
+    full_mesh_collective: CallSite | None = None  # a collective of all ranks on a mesh with several axes
+    first_divergence: Finding | None = None  # between the ranks' ledgers, if they disagree
 
     def __post_init__(self) -> None:
         if not np.shape(self.got) == np.shape(self.want) == np.shape(self.budgets):
@@ -71,7 +71,7 @@ class Evidence:
 
     @cached_property
     def is_wrong(self) -> np.ndarray:
-        """Where the comparison finds this copy beyond its budgets; `misses_gradient` has what else is wrong."""
+        """Where this copy exceeds its budgets; see `misses_gradient` for missing gradients."""
         return self.differs(self.want)
 
     @property
@@ -87,13 +87,14 @@ class Evidence:
 
     @property
     def caveat(self) -> str:
-        """The words that end a note which rests on one element, since one fits many patterns; empty otherwise."""
+        """The ending of a note that rests on one element, because one element fits many patterns; empty otherwise."""
         return SINGLE_ELEMENT if self.got.size == 1 or self.wrong_count == 1 else ""
 
     def differs(self, expected: np.ndarray, slack: float = 1.0, *, got: np.ndarray | None = None) -> np.ndarray:
-        """Where `got` is not `expected` within `slack` budgets; a NaN equals a NaN, an infinity its like.
+        """Where `got` differs from `expected` by more than `slack` budgets.
 
-        Within an infinite budget is every value, as where the gradient is undefined.
+        NaN equals NaN, and infinities are equal if their signs are. An infinite budget, as for an undefined gradient,
+        allows every value.
         """
         got = self.got if got is None else got
         with np.errstate(invalid="ignore", over="ignore"):

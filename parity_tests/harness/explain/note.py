@@ -1,9 +1,9 @@
-"""A note: a finding on one wrong tensor, and what of it other cases must show if it is true.
+"""A note: a finding on one wrong tensor, with the claims that other cases must confirm.
 
-Most notes are hypotheses: other cases could refute them. They fit the numbers of one case, and often several fit, since
-one element is any multiple of another. So a note has claims, which name what is the same in every case (a mesh axis, a
-dim, a layout) and leave out what is not (most numbers and places), and a scope, which says in what other cases they
-must hold.
+Most notes are hypotheses: other cases could refute them. They fit the numbers of one case, and often several do,
+because one element is a multiple of any other. So a note has claims, which name the parts that are equal in every case
+(a mesh axis, a dim, a layout) without those that are not (most numbers and places), and a scope, the cases in which the
+claims must hold.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from typing import Any, Self
 
 from parity_tests.harness.run.ledger import CallSite, Finding
 
-# Scopes of facts of this one case, which no other case refutes.
+# Scopes of facts about this case only, which no other case refutes.
 OBSERVED = "observed"
-CONTEXT = "context"  # of the run; `check_notes` puts it after the other notes
-# Scopes of hypotheses: the cases in which the claims must hold.
-ACROSS_SIZES = "across sizes"  # holds at other sizes and values, on the same mesh
-ACROSS_MESHES = "across meshes"  # holds on other meshes too
+CONTEXT = "context"  # facts on the run; `check_notes` puts them last
+# Scopes of hypotheses: the cases in which their claims must hold.
+ACROSS_SIZES = "across sizes"  # at other sizes and values, on the same mesh
+ACROSS_MESHES = "across meshes"  # on other meshes too
 ROUNDING = "rounding"  # in a wider dtype the error vanishes
 HYPOTHESES = (ACROSS_SIZES, ACROSS_MESHES, ROUNDING)
-READ_TOO_EARLY = "read before its wait"  # words of a note on an asynchronous collective
+READ_TOO_EARLY = "read before its wait"  # phrase in a note on an asynchronous collective
 
 
 class Note(Finding):
     """A finding on a tensor, with its scope and claims.
 
-    `claims` are alternatives, of which one is true: each with its words, which the text of the note joins by `or`.
-    `implied` are weaker claims, that a case supports too if it supports this one. `applies` says of the evidence of
-    another case whether it could show the pattern at all; without it, each can. `fits` says of the evidence of a case
-    that has other notes whether it shows the pattern none the less; without it, the claims decide. `sites` are the call
-    sites that it blames.
+    `claims` are alternatives and one of them is true: each with its wording, which the note joins by `or`. `implied`
+    are weaker claims: a case that supports this note supports them too. `applies(evidence)` tells whether another case
+    could show the pattern at all; by default, every case can. `fits(evidence)` tells whether a case with other notes
+    shows the pattern as well; by default, the claims decide. `sites` are the call sites that it blames.
     """
 
     claims: Mapping[str, str]
@@ -59,7 +58,7 @@ class Note(Finding):
         return str(self), self.scope, self.claims, self.implied, self.applies, self.sites, self.fits
 
     def supported_by(self, other_notes: Iterable[Note]) -> Note | None:
-        """This note with the claims that one of the notes of another case supports, or None if there are none.
+        """This note with the claims that another case's notes support, or None if there are none.
 
         >>> here = Note("off by 2 (= tp or cp)", ACROSS_MESHES, {"factor tp": "tp", "factor cp": "cp"})
         >>> str(here.supported_by([Note("off by 4 (= tp)", ACROSS_MESHES, {"factor tp": "tp"})]))
@@ -75,6 +74,6 @@ class Note(Finding):
         return Note(text, self.scope, claims, self.implied, self.applies, self.sites, self.fits)
 
     def extended(self, words: str, sites: Iterable[CallSite] = ()) -> Note:
-        """The note with words after it, and the call sites that these blame."""
+        """The note with more words at its end, and the call sites that they blame."""
         all_sites = (*self.sites, *sites)
         return Note(f"{self}{words}", self.scope, self.claims, self.implied, self.applies, all_sites, self.fits)

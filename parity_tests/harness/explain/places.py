@@ -1,4 +1,4 @@
-"""Clues in the places: which elements are wrong and on which rank; the right values in the wrong places."""
+"""Clues from places: which elements are wrong and on which rank; right values in wrong places."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_FINITE = "not finite first at "
 
 
 def non_finite_elements(evidence: Evidence) -> Iterator[Note]:
-    """NaN or infinity where the reference is finite, or finite numbers where the reference is not."""
+    """NaN or infinity where the reference is finite, or finite numbers where it is not."""
     unexpected = evidence.is_wrong & ~np.isfinite(evidence.got)
     if unexpected.any():
         yield Note(f"{NOT_FINITE}{_first_place(evidence, unexpected)}")
@@ -33,9 +33,9 @@ def non_finite_elements(evidence: Evidence) -> Iterator[Note]:
 
 
 def wrong_region(evidence: Evidence) -> Iterator[Note]:
-    """All wrong elements belong to one rank, or are at borders of one kind; all right ones belong to one rank.
+    """All wrong elements belong to one rank, or lie at borders of one kind; or all right ones belong to one rank.
 
-    A region is named only if it is smaller than those named before.
+    A region is named only if it is smaller than the ones before.
     """
     smallest_size = evidence.got.size
     for region in chain(_owned_regions(evidence), _border_regions(evidence)):
@@ -50,7 +50,7 @@ def wrong_region(evidence: Evidence) -> Iterator[Note]:
 
 
 class Region(NamedTuple):
-    """Where all wrong elements are, in words, with what a note on it says of other cases."""
+    """A region that contains all wrong elements: its words, and its note's tests of other cases."""
 
     words: str
     mask: np.ndarray
@@ -91,7 +91,7 @@ def _is_right_only_where(evidence: Evidence, axis: str, rank: int) -> bool:
 
 
 def _has_border(evidence: Evidence, name: str) -> bool:
-    """Whether there is such a border, and anything beside it."""
+    """Whether the border exists and leaves some elements out."""
     return name in evidence.borders and not evidence.borders[name].all()
 
 
@@ -110,7 +110,7 @@ def worst_element(evidence: Evidence) -> Note:
 
 
 def _region_note(evidence: Evidence, region: Region) -> Note:
-    """How many are wrong in the region, and the number that explains them."""
+    """The number of wrong elements in the region, and the number that explains them."""
     where, inside = region.words, evidence.restricted_to(region.mask)
     count = ALL_OF_ITS if inside.wrong_count == inside.got.size else f"{inside.wrong_count} of its {inside.got.size}"
     number_note = next(chain(named_change(inside), fitted_change(inside)), None)
@@ -129,7 +129,7 @@ def _first_place(evidence: Evidence, mask: np.ndarray) -> str:
 
 
 def _rank_text(evidence: Evidence, index: tuple[int, ...]) -> str:
-    """The global rank that holds an element where all its coordinates are known, else those that are."""
+    """The global rank that holds an element if all its coordinates are known, else the known coordinates."""
     at = {axis: int(ranks[index]) for axis, ranks in evidence.owners.items()} | dict(evidence.at)
     coordinate = {axis: at[axis] for axis in evidence.axes if axis in at}
     if evidence.axes and len(coordinate) == len(evidence.axes):
@@ -144,7 +144,7 @@ _BUILT_IN_LAYOUTS = {"contiguous": contiguous, "dual_chunk_swap": dual_chunk_swa
 
 
 def another_order(evidence: Evidence) -> Iterator[Note]:
-    """The layout in whose order the values are, by name; else only that they are the same values."""
+    """The layout that gives the values' order, by name; else only that the values are the same."""
     if evidence.got.size < 2:
         return
     for dim in range(evidence.got.ndim):
@@ -158,7 +158,7 @@ def another_order(evidence: Evidence) -> Iterator[Note]:
 
 
 def _candidate_orders(evidence: Evidence, dim: int, axis: str, world: int) -> Iterator[tuple[np.ndarray, str]]:
-    """Orders that the positions of a dim may have, `got = want[order]`, and what each would mean."""
+    """Orders that the positions of a dim may have, `got = want[order]`, each with its meaning."""
     size, name = evidence.got.shape[dim], evidence.dim(dim)
     of_dim = [placed for placed in evidence.layouts if placed.dim == dim]
     declared = of_dim[0] if len(of_dim) == 1 and of_dim[0].axis == axis else None
@@ -176,13 +176,13 @@ def _candidate_orders(evidence: Evidence, dim: int, axis: str, world: int) -> It
 
 
 def _layout_orders(evidence: Evidence, size: int, axis: str, world: int) -> dict[str, np.ndarray]:
-    """Layout to the positions of rank 0, rank 1, ... end to end, for each layout that can shard this size."""
+    """Layout -> the positions of rank 0, rank 1, ... concatenated, for each layout that can shard this size."""
     if world < 2:
         return {}
     positions_of = {sharded.layout: sharded.positions for sharded in evidence.layouts if sharded.axis == axis}
     for name, layout in {**evidence.custom_layouts, **_BUILT_IN_LAYOUTS}.items():
         if name not in positions_of and indivisible("size", size, axis, world, name) is None:
-            with suppress(Exception):  # a custom layout may reject a size by any exception; it is then no candidate
+            with suppress(Exception):  # a custom layout may reject a size with any exception; it is no candidate then
                 positions_of[name] = layout(size, world)
     streams = {
         name: np.concatenate([np.asarray(h, np.int64) for h in positions]) for name, positions in positions_of.items()
@@ -197,7 +197,7 @@ def _is_permuted(evidence: Evidence, dim: int, permutation: np.ndarray) -> bool:
 
 
 def _same_values(evidence: Evidence) -> bool:
-    """Sorted values agree, and most wrong elements are too far from other values for that to be chance."""
+    """Sorted values agree, and most wrong elements are too far from other values for a coincidence."""
     got, want = np.sort(evidence.got, axis=None), evidence.want.ravel()
     order = np.argsort(want)
     budget = evidence.budgets.ravel()[order]
@@ -212,14 +212,14 @@ def _same_values(evidence: Evidence) -> bool:
     return 2 * int(apart.sum()) >= len(wrong)
 
 
-MIN_ROWS = 2  # with two errors: a single one always has some distance between them
+MIN_ROWS = 2  # with two errors: a single row always has some distance between them
 
 
 def wrong_offset(evidence: Evidence) -> Iterator[Note]:
-    """Rows along the last dim have two opposite errors each, at one distance: a term stands in another place.
+    """Rows along the last dim have two opposite errors each, at one distance: a term is in the wrong place.
 
-    Rows with one error are accepted: the place where their term belongs, or stands, is beyond the end of the row.
-    Rows of two elements, such as a softmax of two, are left out: every error that keeps their sum is such a pair.
+    Rows with one error are accepted: the right or the wrong place of the term is beyond the end of the row. Rows of two
+    elements, such as a softmax of two, are skipped: every error that keeps their sum is such a pair.
     """
     if not _is_sparse(evidence):
         return

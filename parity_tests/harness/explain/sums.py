@@ -1,4 +1,4 @@
-"""Clues in what each rank returned: a missing or repeated sum, unequal copies, an addend of zeros, no gradient."""
+"""Clues from each rank's result: a missing or repeated sum, unequal copies, an addend of zeros, no gradient."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ZERO_ADDEND = "gave only zeros to the sum"
 
 
 def missing_or_repeated_sum(evidence: Evidence) -> Iterator[Note]:
-    """Copies that add up to the reference lack a sum; addends that each are the reference are summed once too often.
+    """Copies that add up to the reference lack a sum; addends that each equal the reference were summed once too often.
 
-    Equal copies add up too where a sum was divided by the number of ranks; the factor, which is noted, says no less.
+    Equal copies also add up if a sum was divided by the number of ranks; the note on the factor says the same.
     """
     for axis, values in _unsharded_axes(evidence):
         if axis not in evidence.at:
@@ -29,17 +29,17 @@ def missing_or_repeated_sum(evidence: Evidence) -> Iterator[Note]:
 
 
 def missing_sum(role: str, axis: str) -> str:
-    """The words of a note on an output or a gradient whose parts on the ranks of an axis were not summed."""
+    """The wording of a note on an output or a gradient whose parts on an axis's ranks were not summed."""
     return f"{role} missing a sum over {axis}"
 
 
 def different_copies(axis: str) -> str:
-    """The words of a note on ranks that should have one value and do not, of which none is right."""
+    """The wording of a note on ranks that should have one value but differ, with none of them right."""
     return f"{axis} ranks hold different copies of what should be one value"
 
 
 def unequal_copies(evidence: Evidence) -> Iterator[Note]:
-    """Ranks that should have one value and do not; copies that add up are left to `missing_or_repeated_sum`."""
+    """Ranks that should have one value but differ; copies that add up are left to `missing_or_repeated_sum`."""
     for axis, values in _unsharded_axes(evidence):
         if axis not in evidence.at or _adds_up(evidence, values):
             continue
@@ -53,7 +53,7 @@ def unequal_copies(evidence: Evidence) -> Iterator[Note]:
 
 
 def zero_addend(evidence: Evidence) -> Iterator[Note]:
-    """Of the ranks whose addends are summed, exactly one contributed only zeros."""
+    """Exactly one of the ranks whose addends are summed contributed only zeros."""
     for axis, values in _unsharded_axes(evidence):
         zero_ranks = [rank for rank, value in enumerate(values) if not value.any()]
         if axis not in evidence.at and len(zero_ranks) == 1:
@@ -62,7 +62,7 @@ def zero_addend(evidence: Evidence) -> Iterator[Note]:
 
 
 def _unsharded_axes(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
-    """Axes of several ranks that do not shard the tensor, each with what its ranks returned."""
+    """Axes of several ranks that do not shard the tensor, each with its ranks' results."""
     return ((axis, values) for axis, values in evidence.by_rank.items() if len(values) > 1)
 
 
@@ -82,7 +82,7 @@ def _are_equal(evidence: Evidence, values: np.ndarray) -> bool:
 
 
 def missing_gradient(evidence: Evidence) -> Iterator[Note]:
-    """None was returned by every rank or by some ranks of an axis, even if zeros would be within the budget."""
+    """All ranks, or some ranks of an axis, returned None, even if zeros would be within the budget."""
     is_none = evidence.gradient_is_none
     if is_none is None or not evidence.misses_gradient.any():
         return
@@ -97,7 +97,10 @@ def missing_gradient(evidence: Evidence) -> Iterator[Note]:
 
 
 def _ranks_with_none(evidence: Evidence, is_none: np.ndarray) -> str:
-    """` by tp rank 1`: the ranks of an axis that have exactly the elements without a gradient, if there are any."""
+    """` by tp rank 1`: the ranks of an axis that hold exactly the elements without a gradient.
+
+    Empty if there is no such axis.
+    """
     for axis, owner in evidence.owners.items():
         ranks = np.unique(owner[is_none])
         if is_none[np.isin(owner, ranks)].all():

@@ -164,7 +164,7 @@ def test_a_tensor_of_one_dim_has_no_factor_at_each_index():
     assert headline(want * np.array([1.0, 2.0, 3.0, 4.0]), want, dims=("b",)).startswith("no pattern")
 
 
-def test_what_is_beyond_all_measure_has_no_factor():
+def test_an_overflow_has_no_factor():
     want = numbers(4) * 1e-20
     got = np.array([1e308, -1e308, 1e308, 1e308])
     assert not headline(got, want).startswith("off by")

@@ -1,4 +1,4 @@
-"""From evidence to notes: their order, what the rest of the run adds, and that nothing at all breaks them."""
+"""From evidence to notes: their order, facts about the rest of the run, and robustness to any input."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is said where None came back for a gradient."""
+"""Notes on a gradient that came back as None."""
 
 import numpy as np
 

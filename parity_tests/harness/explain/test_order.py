@@ -46,7 +46,7 @@ def test_another_layout_than_the_declared_one():
     assert headline(got, want, **fields).endswith("s is in contiguous order over tp, not in dual_chunk_swap order")
 
 
-def test_a_layout_of_the_callers():
+def test_a_callers_own_layout():
     want = numbers(12)
     got = want[np.concatenate(packed(12, 2, [0, 4, 12]))]
 

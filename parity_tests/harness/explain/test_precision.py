@@ -21,7 +21,7 @@ def test_a_few_roundings_more():
     assert headline(got + 1.0, want, **fields).startswith("no pattern")
 
 
-def test_an_error_far_below_a_narrow_sum_is_of_a_formula():
+def test_an_error_far_below_a_narrow_sum_comes_from_a_formula():
     """Beyond 2**-20 of each number, and below the mean of that and the coarser budget, or above it."""
     want, wide = numbers(9), {"coarse_budgets": 2.0**-8 * np.abs(numbers(9))}
     words = "an error of rounding, far below bfloat16 accumulation: a formula that cancels"
@@ -53,7 +53,7 @@ def test_a_norm_whose_input_is_cast_twice():
 
 
 def test_a_result_in_a_narrower_dtype_is_named():
-    """Before any pattern: what was returned is known, and no pattern explains it better."""
+    """This note comes before any pattern: the returned dtype is known, and no pattern explains the error better."""
 
     @scheme(reference=lambda x: 2 * x, mesh={"tp": (1, 2)}, inputs={"x": "n/tp"}, outputs="n/tp", dtypes=("float32",))
     def doubled_in_half(mesh, x):

@@ -1,4 +1,4 @@
-"""What the ranks returned: never summed, summed too often, or not alike."""
+"""Results of the ranks that were never summed, summed too often, or are not alike."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def test_missing_sum_through_noise():
 
 
 def test_equal_shares_are_a_factor_alone():
-    """A sum that was divided by the number of ranks leaves them as well as one that is missing."""
+    """A sum divided by the number of ranks leaves equal shares, and so does a missing sum."""
     want = numbers(6)
     notes = explain(evidence(want / 4, want, role="gradient", by_rank={"tp": np.stack([want / 4] * 4)}, at={"tp": 0}))
     assert notes == (

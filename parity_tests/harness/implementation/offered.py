@@ -1,7 +1,7 @@
-"""A function or class of another implementation, under the name and with the arguments of ours.
+"""A function or class of another implementation, with the name and arguments of ours.
 
-It travels to ranks as the module's name and is imported there. Where the other's parameters are fewer than ours, an
-argument that has our default value is left away; any other is `not applicable`.
+Ranks get the module's name and import it there. If theirs has fewer parameters than ours, an argument equal to our
+default is dropped; any other is `not applicable`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KE
 
 
 class NotApplicable(Exception):
-    """A call that the other implementation cannot take: it lacks a parameter, or needs one that ours does not have."""
+    """A call that the other implementation cannot take: it lacks a parameter, or requires an extra one."""
 
 
 def module_of(target: str) -> ModuleType:
@@ -34,7 +34,7 @@ def module_of(target: str) -> ModuleType:
     if os.sep in target or Path(target).is_file():
         raise discover.UnusableTarget(f"{target} is no Python file; give FILE.py or the name of a module, as a.b")
     if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # also for the ranks, which have the path of this process
+        sys.path.append(str(Path.cwd()))  # also for the ranks, which get this process's path
     try:
         return importlib.import_module(target)
     except Exception as error:
@@ -43,7 +43,10 @@ def module_of(target: str) -> ModuleType:
 
 
 class Offered:
-    """What `target` offers by a public name of ours. Called, or through `apply`, it takes the arguments of ours."""
+    """The object in `target` with the public name of one of ours.
+
+    Calling it, or its `apply`, takes the arguments of ours.
+    """
 
     def __init__(self, target: str, name: PublicName) -> None:
         self.target, self.name = target, name
@@ -52,12 +55,12 @@ class Offered:
         return _call_theirs(self._theirs, _signature(self._theirs), _signature(self.name.value), args, kwargs)
 
     def apply(self, *args: Any) -> Any:
-        """That of a torch.autograd.Function, whose arguments are those of its forward."""
+        """Call the `apply` of a torch.autograd.Function, whose arguments are its forward's without `ctx`."""
         theirs, ours = (_signature_of_apply(each) for each in (self._theirs, self.name.value))
         return _call_theirs(self._theirs.apply, theirs, ours, args, {})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("target", "name"):  # while one is unpickled, nothing is there yet
+        if name.startswith("__") or name in ("target", "name"):  # empty during unpickling
             raise AttributeError(name)
         return getattr(self._theirs, name)
 
@@ -69,7 +72,7 @@ class Offered:
         """`my_module.vocab_parallel_logprob (my_module.py:12)`."""
         theirs = inspect.unwrap(self._theirs)
         home = f"{getattr(theirs, '__module__', None) or self.target}.{self.name.name}"
-        if self.target.endswith(".py"):  # the module's name has the hash of its path
+        if self.target.endswith(".py"):  # the module's name contains a hash of its path
             home = f"{Path(self.target).stem}.{self.name.name}"
         try:
             line = inspect.getsourcelines(theirs)[1]
@@ -79,7 +82,7 @@ class Offered:
 
     @property
     def has_our_parameters(self) -> bool:
-        """Whether whatever may be handed to ours may be handed to theirs by the same names."""
+        """Whether theirs accepts by the same names every argument that ours accepts."""
         kind = _signature_of_apply if hasattr(self.name.value, "apply") else _signature
         theirs, ours = kind(self._theirs), kind(self.name.value)
         if theirs is None or ours is None:
@@ -101,18 +104,18 @@ def _call_theirs(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Call theirs as ours was called, without what it lacks and what has our default."""
+    """Call theirs with our arguments, without those that it lacks and that have our default."""
     if signature is None or ours is None or _fits(signature, args, kwargs):
         return theirs(*args, **kwargs)
     parameters = list(signature.parameters.values())
-    # 1. Positional arguments stay so, as far as theirs takes them; the rest goes by our names.
+    # 1. Positional arguments stay positional as far as theirs takes them; the rest is passed by our names.
     positional_count = sum(p.kind in POSITIONAL for p in parameters)
     names = [p.name for p in ours.parameters.values() if p.kind in POSITIONAL]
     first, rest = (
         list(args[:positional_count]),
         dict(zip(names[positional_count:], args[positional_count:], strict=False)),
     )
-    # 2. What theirs lacks may be left away where it has our default.
+    # 2. An argument that theirs lacks may be dropped if it equals our default.
     by_keyword = {p.name for p in parameters if p.kind in BY_KEYWORD} - {p.name for p in parameters[: len(first)]}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     arguments = {}
@@ -121,7 +124,7 @@ def _call_theirs(
             arguments[name] = value
         elif not _is_default(value, ours.parameters.get(name)):
             raise NotApplicable(f"parameter {name}")
-    # 3. What theirs needs and ours does not have cannot be known.
+    # 3. A parameter that theirs requires and ours does not have cannot be known.
     bound = signature.bind_partial(*first, **arguments).arguments
     for p in parameters:
         if p.default is p.empty and p.kind in (*POSITIONAL, *BY_KEYWORD) and p.name not in bound:
@@ -147,12 +150,12 @@ def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
 def _signature(function: Any) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except (TypeError, ValueError):  # compiled code may have none to show
+    except (TypeError, ValueError):  # compiled code may have no signature
         return None
 
 
 def _signature_of_apply(function: Any) -> inspect.Signature | None:
-    """That of a Function's forward without `ctx`, which is its first parameter."""
+    """The signature of a Function's forward without its first parameter `ctx`."""
     forward = _signature(function.forward)
     if forward is None:
         return None

@@ -1,7 +1,7 @@
-"""The public functions that a scheme calls, and a copy of the scheme's function that calls others by these names.
+"""The public functions that a scheme calls, and a copy of the scheme's function that calls replacements.
 
-Nothing is patched: the copy has globals of its own, and so have the copies of the test's helper functions that it
-calls. Production itself goes on calling its own functions.
+Nothing is patched: the copy has its own globals, and so do the copies of the test's helper functions that it calls.
+Production code still calls its own functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PRODUCTION, TESTS, HARNESS = "torch_impl", "parity_tests", "parity_tests.harness
 
 @dataclass(frozen=True)
 class PublicName:
-    """A name that a package of production exports, as `torch_impl.vocab_parallel` and `vocab_parallel_logprob`."""
+    """A name that a production package exports, as `torch_impl.vocab_parallel` and `vocab_parallel_logprob`."""
 
     package: str
     name: str
@@ -31,7 +31,7 @@ class PublicName:
 
     @property
     def carries_arguments(self) -> bool:
-        """Whether it is a record or an enumeration, which functions take and which computes nothing itself."""
+        """Whether it is a record or an enumeration: functions take these as arguments, and they compute nothing."""
         value = self.value
         return isinstance(value, type) and (
             dataclasses.is_dataclass(value) or issubclass(value, (tuple, dict, enum.Enum))
@@ -39,7 +39,7 @@ class PublicName:
 
 
 def public_names_of(fn: Callable[..., Any]) -> list[PublicName]:
-    """The public names that a function refers to, itself or in a helper function of its test."""
+    """The public names that a function refers to, itself or in helper functions of its test."""
     public = _public_names()
     visited, public_names = set[int](), dict[PublicName, None]()
     functions: list[Any] = [fn]
@@ -69,7 +69,7 @@ def is_public(fn: Callable[..., Any]) -> bool:
 
 
 def rebound(fn: Callable[..., Any], replacements: Mapping[PublicName, Any]) -> FunctionType:
-    """A copy of a function in which public names stand for their replacements, and so in its helper functions."""
+    """A copy of a function, and of its helper functions, with public names replaced."""
     by_id = {id(name.value): replacement for name, replacement in replacements.items()}
     copies: dict[int, FunctionType] = {}
 
@@ -101,13 +101,13 @@ def rebound(fn: Callable[..., Any], replacements: Mapping[PublicName, Any]) -> F
 
 
 class Namespace:
-    """A package of production, some of whose names are another implementation's."""
+    """A production package in which some names belong to another implementation."""
 
     def __init__(self, package: str, by_name: Mapping[str, Any]) -> None:
         self._package, self._by_name = package, dict(by_name)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_package", "_by_name"):  # while one is unpickled, nothing is there yet
+        if name.startswith("__") or name in ("_package", "_by_name"):  # empty during unpickling
             raise AttributeError(name)
         if name in self._by_name:
             return self._by_name[name]
@@ -115,7 +115,7 @@ class Namespace:
 
 
 def _public_names() -> dict[int, PublicName]:
-    """Every name that a loaded package of production exports, by the identity of what it names."""
+    """Every name that a loaded production package exports, by the identity of its object."""
     by_id = {}
     for package, module in list(sys.modules.items()):
         if package.count(".") == 1 and _is_production(module) and hasattr(module, "__path__"):
@@ -130,7 +130,7 @@ def _attributes(module: ModuleType, by_id: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _values(function: Any) -> dict[str, Any]:
-    """What the names of a function stand for: globals, and variables of the functions around it."""
+    """The values of a function's names: globals, and variables of enclosing functions."""
     names = _names_of(function.__code__)
     values = {name: value for name, value in function.__globals__.items() if name in names}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -138,7 +138,7 @@ def _values(function: Any) -> dict[str, Any]:
 
 
 def _names_of(code: CodeType) -> set[str]:
-    """Names of globals and attributes, those of the functions inside included."""
+    """Names of globals and attributes, including those in nested functions."""
     return {*code.co_names, *(name for inner in _inner(code) for name in _names_of(inner))}
 
 
@@ -154,7 +154,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _is_helper(value: Any, fn: Any) -> TypeGuard[FunctionType]:
-    """Whether it is a plain function of the scheme's file or of the component's tests."""
+    """Whether it is a plain function in the scheme's file or in the component's tests."""
     home = getattr(value, "__module__", None) or ""
     is_of_tests = home.startswith(f"{TESTS}.") and not home.startswith(f"{HARNESS}.")
     return isinstance(value, FunctionType) and (is_of_tests or home == fn.__module__)

@@ -25,14 +25,14 @@ MAX_COMBINATIONS = 256  # of option values
 
 
 class NotOffered(Exception):
-    """A scheme of which the other implementation has no function; the message says which it would be."""
+    """The other implementation lacks the functions of a scheme; the message names them."""
 
 
 def on_implementation(scheme: Declared, target: str) -> Declared:
-    """The scheme on the functions of `target`, a module's name or FILE.py. Errors: NotOffered, UnusableTarget.
+    """The scheme on the functions of `target`, a module name or FILE.py. Errors: NotOffered, UnusableTarget.
 
-    Ours are called by the names that the module lacks. Costs are those of our functions, so none is declared, and
-    what other people's functions need not promise is not drawn: see `excluded_conditions` of @scheme.
+    Names that the module lacks call our functions. Costs belong to our functions, so none is declared; conditions that
+    other people's functions need not support are not drawn: see `excluded_conditions` of @scheme.
     """
     module = module_of(target)
     target = str(Path(target).resolve()) if target.endswith(".py") else target
@@ -61,10 +61,10 @@ def on_implementation(scheme: Declared, target: str) -> Declared:
 
 
 def narrowed(scheme: Declared, fixed: Mapping[str, Any]) -> Declared:
-    """The scheme with the option values that the other implementation has parameters for.
+    """The scheme restricted to option values that the other implementation has parameters for.
 
-    Where it lacks a parameter of ours, each combination of option values is run once. Errors: NotApplicable where it
-    takes none of them.
+    If it lacks a parameter of ours, each combination of option values is run once. Errors: NotApplicable if it accepts
+    none of them.
     """
     record = scheme.implementation
     if record is None or not record.lacks_parameters:
@@ -99,7 +99,7 @@ def narrowed(scheme: Declared, fixed: Mapping[str, Any]) -> Declared:
 
 
 def _is_offered(module: Any, name: PublicName) -> bool:
-    """Whether the module has something of its own by the name, and of the same kind where a Function is applied."""
+    """Whether the module has its own object with the name, and a Function's counterpart is a Function."""
     theirs, ours = getattr(module, name.name, None), name.value
     if theirs is None or theirs is ours or not callable(theirs):
         return False
@@ -108,7 +108,7 @@ def _is_offered(module: Any, name: PublicName) -> bool:
 
 
 def _absence(module: Any, name: PublicName) -> str:
-    """`has no all_reduce (it has all_reduces)`, or that what it has by the name cannot be called as ours."""
+    """`has no all_reduce (it has all_reduces)`, or that its object with this name cannot be called like ours."""
     theirs = getattr(module, name.name, None)
     if theirs is name.value:
         return f"imports {name.name} from here"
@@ -119,12 +119,12 @@ def _absence(module: Any, name: PublicName) -> str:
 
 
 def _why_not(scheme: Declared, fixed: Mapping[str, Any]) -> str | None:
-    """Why the other implementation cannot be called so; None where it can, or fails in another way."""
+    """Why the other implementation cannot be called this way; None if it can, or fails in another way."""
     try:
         run(Program.of(scheme), one_case(scheme, **fixed))
     except RankFailure as failure:
         return str(failure.__cause__) if isinstance(failure.__cause__, NotApplicable) else None
-    except ValueError:  # no case of these: what verifies says so
+    except ValueError:  # no such case exists: verifying it will report that
         return None
     return None
 
@@ -132,7 +132,7 @@ def _why_not(scheme: Declared, fixed: Mapping[str, Any]) -> str | None:
 def _rejected_choices(
     choices: Mapping[str, Sequence[Any]], possible_choices: Mapping[str, Sequence[Any]], reasons: Sequence[str | None]
 ) -> str:
-    """`parameter chunk_size (chunk_size=1, 2)`: the reasons, and the values of options that no case has."""
+    """`parameter chunk_size (chunk_size=1, 2)`: the reasons, and the option values that no possible case has."""
     reason_text = ", ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
     removed = {
         name: [value for value in values if value not in possible_choices[name]] for name, values in choices.items()

@@ -109,7 +109,7 @@ def test_why_a_function_is_not_offered(source, reason, shardproof):
 
 
 @pytest.mark.parametrize("target", ["some.txt", "folder/module"])
-def test_what_is_no_python_file(target, shardproof):
+def test_a_target_must_be_a_python_file(target, shardproof):
     Path("some.txt").write_text("text")
     status, _, err = shardproof("verify", "vocab_parallel_logprob", "--implementation", target)
     assert status == 2 and f"{target} is no Python file" in err

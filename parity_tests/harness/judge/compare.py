@@ -1,6 +1,6 @@
-"""The value oracle: compare every element of what the ranks returned with its computed budget.
+"""The value oracle: compare every element of the ranks' results with its computed budget.
 
-The numbers of one element, under the names that `element_budgets` gives them:
+The quantities for one element, named as in `element_budgets`:
 
     error         = | got - want |                 want: of the reference, in float64
     scale         = max( |want| , spread / u )     the size of the terms that were summed into the element
@@ -8,12 +8,12 @@ The numbers of one element, under the names that `element_budgets` gives them:
     summation     = C * u_accumulator * sqrt(terms) * scale + last_rounding
     budget        = max( summation , K * sqrt(roundings) * spread ) + terms * lost_below
 
-u is the unit roundoff of the tested dtype, u_accumulator that of float32 or of a wider tested dtype, u_out that of the
-output, but no more than u: a narrower output was not declared. `spread` is the root mean square of the changes of the
-element under random rounding, but at least the median over the tensor: rounding of inputs and cotangents to the tested
-dtype, and of every operation of the reference to the dtype that intermediates have (see rounding.py). A scheme of `sums="float32"` rounds neither inputs nor intermediates to
-a narrower dtype, so `spread` and u in `scale` are then of float32. `lost_below` is
-what underflow takes of one term at most.
+u is the unit roundoff of the tested dtype, u_accumulator the unit roundoff of float32 or of a wider tested dtype, and
+u_out that of the output, but at most u, because a narrower output dtype was not declared. `spread` is the root mean
+square change of the element under random rounding, but at least the median over the tensor: inputs and cotangents are
+rounded to the tested dtype, and every operation of the reference to the dtype of intermediates (see rounding.py). With
+`sums="float32"` inputs, cotangents and intermediates keep float32 precision, and u in `scale` is that of float32.
+`lost_below` is the most that underflow can take from one term.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, accum
 from parity_tests.harness.run.program import RankResult
 from parity_tests.harness.run.stitch import Stitched, gradient_shards, owners, stitch
 
-# The two constants of every budget. They change only together with the figures of false alarms and of injected bugs.
+# The two constants of all budgets. Change them only together with the figures for false alarms and injected bugs.
 C = 4.0
 K = 8.0
-# The dtype that a sum may have been accumulated in by mistake.
+# The dtype that an implementation may have summed in by mistake.
 COARSER = {"float64": "float32", "float32": "bfloat16", "bfloat16": "bfloat16", "float16": "float16"}
 
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """One output or gradient of one case beside its reference: errors, budgets, and whether it is within them."""
+    """One output or gradient of one case and its reference: errors, budgets, and whether the errors are within them."""
 
     name: str
     role: str  # output | gradient
     argument: Argument
     dtype: str
-    error: float  # of the worst element, as are the next three
+    error: float  # of the worst element, like the next three
     budget: float
     ratio: float
     where: tuple[int, ...]
@@ -61,22 +61,22 @@ class TensorComparison:
     element_budgets: np.ndarray
     coarse_budgets_of: Callable[[], np.ndarray]
     owners_of: Callable[[], Mapping[str, np.ndarray]]
-    gradient_is_none: np.ndarray | None = None  # where no rank returned a gradient of this copy
+    gradient_is_none: np.ndarray | None = None  # where no rank returned a gradient for this copy
 
-    # Evidence on a wrong tensor, computed on first use.
+    # Evidence about a wrong tensor, computed on first use.
 
     @cached_property
     def coarse_budgets(self) -> np.ndarray:
-        """The budgets if sums had been accumulated in COARSER[tested dtype]."""
+        """The budgets if sums had run in COARSER[tested dtype]."""
         return self.coarse_budgets_of()
 
     @cached_property
     def owners(self) -> Mapping[str, np.ndarray]:
-        """For each axis that shards the tensor: which coordinate holds each element."""
+        """For each axis that shards the tensor: the coordinate on it that holds each element."""
         return self.owners_of()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickled with the arrays that the two functions return, since a user's layout in them may be a lambda."""
+        """Pickle the arrays in place of the two functions, because a user's layout in them may be a lambda."""
         arrays = {
             "coarse_budgets_of": partial(np.asarray, self.coarse_budgets),
             "owners_of": partial(dict, self.owners),
@@ -99,7 +99,7 @@ class TensorComparison:
 
 
 def index_text(index: tuple[int, ...]) -> str:
-    """The place of an element as reports write it: `(0,3)`."""
+    """The index of an element as reports write it: `(0,3)`."""
     return f"({','.join(map(str, index))})"
 
 
@@ -110,7 +110,7 @@ def compare(
     reference: Reference,
     undefined: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> list[TensorComparison]:
-    """A comparison of each output and of each gradient, whose `undefined` elements may be anything."""
+    """Compare each output and each gradient; `undefined` elements of a gradient may have any value."""
     tensors = []
     for arg in scheme.outputs:
         shards = [result.outputs[arg.name] for result in results]
@@ -130,7 +130,7 @@ def compare(
         stitched = stitch(arg, shards, case, scheme.layouts, "gradient")
         count = _terms(scheme, case, arg, "gradient") * stitched.summed_ranks
         want, spread = reference.gradients[arg.name], reference.gradient_spread[arg.name]
-        # Without a cotangent of some output no path may lead back to an input: None is then as good as zeros.
+        # If an output has no cotangent, there may be no path back to an input: None is then as good as zeros.
         gradient_is_none = None
         if "unused" not in case.conditions and any(result.gradients[arg.name] is None for result in results):
             is_there = [
@@ -166,16 +166,16 @@ def element_budgets(
     rounded: np.ndarray | float = 0.0,
     u_spread: float | None = None,
 ) -> np.ndarray:
-    """The largest error each element may have, from dtype, number of terms and conditioning, by the formula above.
+    """The largest error that each element may have, from dtype, number of terms and conditioning, by the formula above.
 
-    `rounded` is the size of what is rounded last, where that is more than the element: the terms of a sum over ranks.
-    `u_spread` is the rounding that `spread` follows from, if not of the tested dtype.
+    `rounded` is the size of the number that is rounded last, if larger than the element: the terms of a sum over ranks.
+    `u_spread` is the unit roundoff that `spread` was computed with, if not that of the tested dtype.
     """
     u = UNIT_ROUNDOFF[dtype]
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
     spread = np.maximum(spread, float(np.median(spread)) if spread.size else 0.0)
     scale = np.maximum(size, spread / (u_spread or u))
-    # An output wider than the tested dtype has less to round; a narrower one was not declared and gets no more.
+    # An output wider than the tested dtype rounds less; a narrower one was not declared and gets no larger budget.
     last_rounding = min(UNIT_ROUNDOFF[out_dtype], max(u, u_accumulator)) * np.maximum(size, rounded)
     summation = C * u_accumulator * math.sqrt(max(terms, 1)) * scale + last_rounding
     return np.maximum(summation, K * math.sqrt(roundings) * spread) + max(terms, 1) * lost_below(dtype)
@@ -184,27 +184,25 @@ def element_budgets(
 def element_budgets_at(
     scheme: Declared, case: CaseSpec, tensor: TensorComparison, want: np.ndarray, spread: np.ndarray
 ) -> np.ndarray:
-    """The budgets of a tensor if its reference had these values, as at other inputs."""
+    """The budgets of a tensor if its reference had these values, for example at other inputs."""
     count = _terms(scheme, case, tensor.argument, tensor.role) * tensor.stitched.summed_ranks
     u_accumulator = accumulator_roundoff(case.dtype)
-    return element_budgets(
-        want, spread, count, case.dtype, tensor.dtype, scheme.roundings, u_accumulator,
-        u_spread=unit_of_inputs(scheme, case),
-    )  # fmt: skip
+    u = unit_of_inputs(scheme, case)
+    return element_budgets(want, spread, count, case.dtype, tensor.dtype, scheme.roundings, u_accumulator, u_spread=u)
 
 
 def lost_below(dtype: str) -> float:
-    """The most that underflow takes of one term.
+    """The most that underflow can take from one term.
 
-    float32 and its like may be flushed to zero below the least normal number, bfloat16 too, which is computed in it.
-    float16 keeps its subnormal numbers wherever it is computed, and their spacing is what a term is rounded to.
+    float32 and float64 may be flushed to zero below the least normal number, and so may bfloat16, which is computed in
+    float32. float16 always keeps its subnormal numbers, and a term is rounded to their spacing.
     """
     info = torch.finfo(getattr(torch, dtype))
     return info.tiny * info.eps if dtype == "float16" else info.tiny
 
 
 def max_finite(dtype: str) -> float:
-    """The largest finite number of a dtype; infinity for integers and booleans, of which none overflows."""
+    """The largest finite number of a dtype; infinity for integers and booleans, which never overflow."""
     return torch.finfo(getattr(torch, dtype)).max if "float" in dtype else np.inf
 
 
@@ -217,21 +215,21 @@ def errors(got: np.ndarray, want: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def same_number(got: np.ndarray, want: np.ndarray | float, max_finite: float = np.inf) -> np.ndarray:
-    """Where two are equal, both NaN, or `got` is the infinity that a `want` beyond `max_finite` overflows to."""
+    """Where the two are equal, both NaN, or `got` is the infinity that `want` overflows to beyond `max_finite`."""
     with np.errstate(invalid="ignore"):
         overflowed = np.isinf(got) & (np.abs(want) > max_finite) & (np.sign(got) == np.sign(want))
     return (got == want) | (np.isnan(got) & np.isnan(want)) | overflowed
 
 
 def beyond_budget(tensor: TensorComparison, values: np.ndarray) -> np.ndarray:
-    """Where these values, or any of these copies, are further from the reference than the budget allows."""
+    """Where values, or copies of a tensor, are further from the reference than the budget allows."""
     if tensor.argument.is_integer:
         return np.not_equal(values, tensor.want)
     return np.greater(errors(values, tensor.want, tensor.dtype), tensor.element_budgets)
 
 
 def wrong_elements(tensor: TensorComparison) -> np.ndarray:
-    """Where some copy is beyond its budget, or the worst copy lacks a gradient that is not 0; nowhere if it is `ok`."""
+    """Where a copy exceeds its budget, or the worst copy lacks a nonzero gradient; nowhere if the tensor is `ok`."""
     wrong = np.logical_or.reduce(beyond_budget(tensor, tensor.stitched.copies), axis=0)
     return wrong if tensor.gradient_is_none is None else wrong | (tensor.gradient_is_none & (tensor.want != 0.0))
 
@@ -247,10 +245,13 @@ def _compare_elements(
     terms: int,
     out_dtype: str,
     gradient_is_none: np.ndarray | None = None,  # where no rank returned a gradient
-    undefined: np.ndarray | None = None,  # where any gradient is as good as another
+    undefined: np.ndarray | None = None,  # where any gradient is accepted
 ) -> TensorComparison:
-    """Compare every element with its budget. A gradient that no rank returned is right only where zero is exact."""
-    # 1. The budget of each element, and the arguments of that of sums in a coarser dtype, for the evidence.
+    """Compare every element with its budget.
+
+    A gradient that no rank returned is right only if the reference is exactly zero.
+    """
+    # 1. The budget of each element, and the arguments for budgets of a coarser dtype, which serve as evidence.
     u, u_accumulator = unit_of_inputs(scheme, case), accumulator_roundoff(case.dtype)
     rounded = stitched.size_of_terms
     budgets = element_budgets(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator, rounded, u)
@@ -259,11 +260,11 @@ def _compare_elements(
     coarse = COARSER[case.dtype]
     u_coarse = UNIT_ROUNDOFF[coarse]
     in_coarse = spread * (u_coarse / u), terms, coarse, coarse, max(scheme.roundings, 1), u_coarse
-    # 2. Errors in budgets, of every copy.
+    # 2. The error of every copy as a fraction of its budget.
     all_errors = errors(stitched.copies, want[None], out_dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # a ratio that overflows is infinite
+    with np.errstate(over="ignore", invalid="ignore"):  # a ratio that overflows becomes infinite
         ratios = np.where(np.isinf(budgets[None]), 0.0, all_errors / budgets[None])
-    if gradient_is_none is not None:  # zeros may be within the budget, but None is wrong where the gradient is not 0
+    if gradient_is_none is not None:  # zeros may be within the budget, but None is wrong if the gradient is not 0
         ratios = np.where(gradient_is_none & (want[None] != 0.0) & (ratios <= 1.0), np.inf, ratios)
     # 3. The worst element of all copies decides.
     copy, where, ratio, error, budget = 0, (), 0.0, 0.0, float(budgets.max(initial=0.0))
@@ -293,13 +294,13 @@ def _compare_elements(
 def _exact(
     arg: Argument, stitched: Stitched, want: np.ndarray, owners_of: Callable[[], Mapping[str, np.ndarray]]
 ) -> TensorComparison:
-    """Integers and booleans: equal or not."""
+    """Compare integers and booleans exactly."""
     wrong = (stitched.copies != want[None]).astype(np.float64)
     worst = np.unravel_index(int(np.argmax(wrong)), wrong.shape) if wrong.size else (0,)
     ratio = math.inf if wrong.any() else 0.0
     where = tuple(int(i) for i in worst[1:])
     error = np.abs(stitched.copies[worst].astype(np.float64) - float(want[where])) if wrong.any() else 0.0
-    # Unequal integers differ by 1 or more, so that clues, which compare with `<=`, take 0.5 as "equal".
+    # Unequal integers differ by at least 1, so clues, which compare with `<=`, treat 0.5 as "equal".
     budgets = np.full(want.shape, 0.5)
     floats = replace(stitched, copies=stitched.copies.astype(np.float64), parts=stitched.parts.astype(np.float64))
     return TensorComparison(
@@ -321,10 +322,11 @@ def _exact(
 
 
 def _terms(scheme: Declared, case: CaseSpec, arg: Argument, role: str) -> int:
-    """How many terms are summed into one element: of an output the declared reduction, else what the shapes allow.
+    """Number of terms summed into one element: the declared reduction of an output, else the most that shapes allow.
 
-    That is all dims that this tensor lacks, or one that it has, summed over and put back, as in a softmax; both of a
-    gradient, if the one that it has is declared: that of values adds up the rows, and the heads that share them.
+    By the shapes, that is the product of all dims that this tensor lacks, or one of its own dims if that is summed over
+    and restored, as in a softmax. A gradient may sum over both if its own dim is declared: the gradient of values sums
+    over rows and over the heads that share them.
     """
     if scheme.reduction is not None and role == "output":
         return math.prod(size_of(name, case.dims) for name in scheme.reduction)

@@ -1,7 +1,7 @@
-"""NumPy's rules for branches and loops, run as Python runs them. Their results' rounding errors are the caller's.
+"""NumPy's rules for branches and loops, run as Python; the caller adds their results' rounding errors.
 
-Names are those of JAX: a loop has `consts`, which every iteration reads, and a `carry`, which each hands to the next; a
-scan also reads one element of each of `xs` an iteration, and writes one of each of `ys`.
+Names are JAX's: every iteration of a loop reads `consts` and passes a `carry` to the next; each iteration of a scan
+also reads one element from each of `xs` and writes one to each of `ys`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 
 from parity_tests.harness.judge.step import DIRECTIONS, NoRule, Step, is_floating
 
-MAX_SCAN_OPERATIONS = 10_000  # of all iterations together: a second of Python, in which XLA compiles one
+MAX_SCAN_OPERATIONS = 10_000  # over all iterations: a second in Python, as long as XLA takes to compile one
 
 
 def cond(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """The branch of the first operand, clamped to those that there are."""
+    """Run the branch that the first operand selects, clamped to the existing branches."""
     branches = [nested(branch, has_tangent[1:]) for branch in equation.params["branches"]]
     result_has_tangent = [any(each) for each in zip(*(branch.output_has_tangent for branch in branches), strict=True)]
 
@@ -30,7 +30,7 @@ def cond(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step,
 
 
 def while_loop(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """Operands: the consts of the condition, those of the body, then the carry."""
+    """Operands: the condition's consts, the body's consts, then the carry."""
     cond_nconsts, body_nconsts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     nconsts = cond_nconsts + body_nconsts
     carry_has_tangent = _carry_has_tangent(equation.outvars, any(has_tangent))
@@ -92,12 +92,12 @@ def scan(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step,
 
 
 def _carry_has_tangent(variables: Sequence[Any], any_operand_has: bool) -> list[bool]:
-    """A carry without a tangent may get one in the first iteration."""
+    """Which carries have a tangent: one without may get one in the first iteration."""
     return [any_operand_has and is_floating(var.aval) for var in variables]
 
 
 def _with_zeros(values: Sequence[Any], tangents: Sequence[Any], has_tangent: Sequence[bool]) -> list[Any]:
-    """The tangents, zeros where one that is needed is None."""
+    """The tangents, with zeros for a needed tangent that is None."""
     return [
         np.zeros((DIRECTIONS, *np.shape(value)), value.dtype) if has and tangent is None else tangent
         for value, tangent, has in zip(values, tangents, has_tangent, strict=True)

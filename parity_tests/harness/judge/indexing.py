@@ -1,6 +1,6 @@
-"""NumPy's rules for operations that move numbers, or add those that meet: shapes, slices, gathers, scatters, sums.
+"""NumPy's rules for operations that move numbers or add them up: shapes, slices, gathers, scatters, sums.
 
-Each is `build(equation, lead)`: a function of the operands, all of which have the dims `lead` before their own.
+Each is `build(equation, lead)`: a function of the operands, which all have the dims `lead` in front.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from parity_tests.harness.judge.step import NoRule
 
 Lead = tuple[int, ...]
-SMALL = 4096  # elements: a broadcast array is copied below, which is faster than a view of it
+SMALL = 4096  # elements: up to here copying a broadcast array is faster than a view
 
 
 def _shape(equation: Any, operand: int = 0) -> tuple[int, ...]:
@@ -100,12 +100,12 @@ def tile(equation: Any, lead: Lead) -> Callable[..., Any]:
 
 
 def pad(equation: Any, lead: Lead) -> Callable[..., Any]:
-    """Negative padding removes; interior padding goes between neighbours."""
+    """Negative padding removes elements; interior padding goes between neighbours."""
     shape, of_value = equation.outvars[0].aval.shape, (*lead, *(1,) * len(equation.params["padding_config"]))
     source, target = [], []
     for (low, _, between), size, out in zip(equation.params["padding_config"], _shape(equation), shape, strict=True):
         low, step = int(low), 1 + int(between)
-        first = max(0, -(low // step))  # the first and the last operand index that stay
+        first = max(0, -(low // step))  # the first and the last operand index that remain
         last = min(size - 1, (out - 1 - low) // step)
         source.append(slice(first, max(first, last + 1)))
         target.append(slice(low + first * step, max(low + first * step, low + last * step + 1), step))
@@ -121,7 +121,7 @@ def pad(equation: Any, lead: Lead) -> Callable[..., Any]:
 
 
 def reduction(ufunc: np.ufunc) -> Callable[..., Callable[..., Any]]:
-    """Over the parameter `axes`, in the operand's dtype."""
+    """Reduces over the parameter `axes`, in the operand's dtype."""
 
     def build(equation: Any, lead: Lead = ()) -> Callable[..., Any]:
         axes = tuple(len(lead) + int(axis) for axis in equation.params["axes"])
@@ -132,7 +132,7 @@ def reduction(ufunc: np.ufunc) -> Callable[..., Callable[..., Any]]:
 
 
 def accumulation(ufunc: np.ufunc) -> Callable[..., Callable[..., Any]]:
-    """Along the parameter `axis`, from its end where it is reversed."""
+    """Accumulates along the parameter `axis`, from its end if `reverse` is set."""
 
     def build(equation: Any, lead: Lead = ()) -> Callable[..., Any]:
         axis, dtype = len(lead) + int(equation.params["axis"]), equation.outvars[0].aval.dtype
@@ -160,7 +160,7 @@ def dynamic_update_slice(equation: Any, lead: Lead) -> Callable[..., Any]:
 
 
 def _clamped(shape: Sequence[int], sizes: Sequence[int], lead: Lead) -> Callable[..., Any]:
-    """A slice that would not fit begins where it just does."""
+    """Moves a slice that would not fit to the nearest place inside."""
 
     def at(starts: Sequence[Any]) -> tuple[slice, ...]:
         first = [min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes, strict=True)]
@@ -199,7 +199,7 @@ def gather(equation: Any, lead: Lead) -> Callable[..., Any]:
 
 
 def scatter(combine: np.ufunc | None) -> Callable[..., Callable[..., Any]]:
-    """Updates replace the operand's elements or are combined with them; those out of bounds are left out."""
+    """Updates replace the operand's elements or are combined with them; updates out of bounds are dropped."""
 
     def build(equation: Any, lead: Lead = ()) -> Callable[..., Any]:
         numbers, updates_shape = equation.params["dimension_numbers"], _shape(equation, 2)
@@ -244,11 +244,11 @@ def scatter(combine: np.ufunc | None) -> Callable[..., Callable[..., Any]]:
 
 
 class Windows:
-    """Where the windows of a gather or scatter lie in the operand, for each element of the result or the updates.
+    """The positions of a gather's or scatter's windows in the operand, for each element of the result or the updates.
 
-    `placed` maps an operand dim to the dim of the result that runs over it; the result's other dims are those of the
-    start indices, whose last dim runs over the operand dims `mapped`. `batching` pairs operand dims with dims of the
-    start indices that both run over.
+    `placed` maps an operand dim to the dim of the result that runs over it; the result's other dims belong to the start
+    indices, whose last dim runs over the operand dims `mapped`. `batching` pairs an operand dim with the dim of the
+    start indices that runs along with it.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class Windows:
         self._limits = np.array([shape[dim] - sizes[dim] for dim in mapped], np.int64)
 
     def positions(self, starts: Any) -> list[Any]:
-        """Of each operand dim the index, of shapes that broadcast together; windows moved inside the operand."""
+        """The index in each operand dim, with shapes that broadcast together; windows are moved inside the operand."""
         positions = list(self._offsets)
         starts = np.minimum(np.maximum(starts.astype(np.int64), 0), np.maximum(self._limits, 0))
         for k, dim in enumerate(self._mapped):
@@ -292,7 +292,7 @@ class Windows:
 
 
 def _batching(numbers: Any, of_starts: str) -> dict[int, int]:
-    """Operand dims and the dims of the start indices that run with them."""
+    """Maps operand dims to the dims of the start indices that run along with them."""
     return dict(zip(numbers.operand_batching_dims, getattr(numbers, of_starts), strict=True))
 
 

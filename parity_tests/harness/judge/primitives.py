@@ -1,7 +1,7 @@
-"""NumPy's rule for each primitive of JAX that references use: its value, and its tangents in all directions.
+"""NumPy's rule for each JAX primitive that references use: its value, and its tangents in all directions.
 
-Where numbers tie or leave a function's domain, derivatives are JAX's: equal maxima share a tangent, and 0 * inf is nan.
-Integers keep their dtype and divide as XLA's do.
+At ties and outside a function's domain, derivatives are JAX's: equal maxima share a tangent, and 0 * inf is nan.
+Integers keep their dtype and divide as in XLA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DTYPES |= {np.dtype("float32"), np.dtype("float64")}
 
 
 def numpy_rule(equation: Any) -> Rule:
-    """Errors: NoRule, with the primitive's name."""
+    """The rule of an equation's primitive. Errors: NoRule, with the primitive's name."""
     name = equation.primitive.name
     unsupported_dtypes = {var.aval.dtype for var in (*equation.invars, *equation.outvars)} - DTYPES
     if name not in RULES or unsupported_dtypes or equation.effects or equation.params.get("out_dtype"):
@@ -28,11 +28,11 @@ def numpy_rule(equation: Any) -> Rule:
     return RULES[name]
 
 
-# Values, where NumPy's function of that name differs from XLA's.
+# Values, if NumPy's function of that name differs from XLA's.
 
 
 def divided(equation: Any) -> Callable[..., Any]:
-    """Of integers: towards zero, and by zero -1."""
+    """Integer division rounds towards zero; division by zero gives -1."""
 
     def quotient(x: Any, y: Any) -> Any:
         z = np.floor_divide(x, y)
@@ -43,7 +43,7 @@ def divided(equation: Any) -> Callable[..., Any]:
 
 
 def remainder(equation: Any) -> Callable[..., Any]:
-    """With the sign of the dividend; of integers by zero the dividend."""
+    """With the sign of the dividend; integers modulo zero give the dividend."""
     if equation.outvars[0].aval.dtype.kind == "f":
         return np.fmod
     return lambda x, y: np.where(y == 0, x, np.fmod(x, y))
@@ -58,7 +58,7 @@ def by_kind(of_floats: Rule, of_integers: Rule) -> Rule:
 
 
 def converted(equation: Any, lead: tuple[int, ...] = ()) -> Callable[..., Any]:
-    """To integers from floats: the nearest that there is, nan to 0."""
+    """Floats convert to the nearest representable integer, nan to 0."""
     source, target = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     if source.kind != "f" or target.kind not in "iu":
         return lambda x: x.astype(target)
@@ -111,7 +111,7 @@ def clamped(equation: Any) -> Callable[..., Any]:
     return lambda lowest, x, highest: np.minimum(np.maximum(x, lowest), highest)
 
 
-# Elementwise operations that need a parameter, or that choose.
+# Elementwise operations with a parameter or a choice.
 
 
 def integer_power(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
@@ -127,12 +127,12 @@ def integer_power(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tu
 
 
 def by_exponent(t: Any, z: Any, x: Any, y: Any) -> Any:
-    """A zero base does not move with its exponent."""
+    """A zero base does not change with its exponent."""
     return t * (np.log(np.where(x == 0, 1.0, x)) * z)
 
 
 def larger(function: Callable[..., Any]) -> Rule:
-    """The greater or the lesser of two; of equals each has half a tangent."""
+    """The larger or smaller of two; at a tie each gets half of the tangent."""
 
     def share(mine: Any, other: Any, z: Any) -> Any:
         return (mine == z) / np.where(other == z, 2.0, 1.0)
@@ -145,7 +145,7 @@ def larger(function: Callable[..., Any]) -> Rule:
 
 
 def extreme(ufunc: np.ufunc, is_minimum: bool) -> Rule:
-    """reduce_max and reduce_min: of equals each has the same part of the tangent."""
+    """reduce_max and reduce_min: elements at a tie share the tangent equally."""
 
     def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         axes = tuple(map(int, equation.params["axes"]))
@@ -184,11 +184,11 @@ def select(equation: Any, lead: tuple[int, ...]) -> Callable[..., Any]:
     return chosen
 
 
-# Orders: decided by the values, so that tangents are permuted with them.
+# Sorting: the values determine the order, and tangents are permuted with them.
 
 
 def reordered(order: Callable[..., Any], count: int, with_index: bool, axis: int) -> Step:
-    """The first `count` along the axis, by an order of the values; also the order itself, as top_k returns it."""
+    """The first `count` along the axis, in an order of the values; also the order itself, for top_k."""
 
     def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         index = order(*values).take(range(count), axis)
@@ -202,14 +202,14 @@ def reordered(order: Callable[..., Any], count: int, with_index: bool, axis: int
 
 
 def sort(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """By the first keys, nan last; equal ones keep their order."""
+    """Sort by the first keys, nan last; stable."""
     axis, keys = equation.params["dimension"], equation.params["num_keys"]
     order = lambda *values: np.lexsort(values[:keys][::-1], axis=axis)  # noqa: E731
     return reordered(order, equation.invars[0].aval.shape[axis], False, axis), tuple(has_tangent)
 
 
 def top_k(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """The greatest first, nan above all; of equals the first."""
+    """The largest first, nan above all; at a tie the first."""
     aval = equation.invars[0].aval
     axis = equation.params.get("axis", aval.ndim - 1) % aval.ndim
     size = aval.shape[axis]
@@ -224,7 +224,7 @@ def top_k(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step
 
 
 def dot_general(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """Both operands as [batch..., rows, columns], then one product of matrices."""
+    """Both operands as [batch..., rows, columns], then one matrix product."""
     (contracted, batch), out = equation.params["dimension_numbers"], equation.outvars[0].aval
     shapes = [var.aval.shape for var in equation.invars]
     free = [
@@ -263,24 +263,24 @@ def same(equation: Any, lead: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def custom_jvp(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """A function with a derivative of its own; without tangents it is a function like others."""
+    """A function with a custom derivative; without tangents it is called like any other."""
     body = nested(equation.params["call_jaxpr"], has_tangent)
     return body, (False,) * len(equation.outvars)
 
 
 def plain(function: Callable[..., Any]) -> Rule:
-    """Of a function whose results do not follow small changes."""
+    """The rule of a function whose results do not follow small changes."""
     return constant(lambda equation: function)
 
 
 def traced(function: Callable[..., Any]) -> Rule:
-    """Of a less common function, whose derivative JAX traces."""
+    """The rule of a less common function, whose derivative JAX traces."""
     return derived(plain(function))
 
 
 def special(name: str) -> Callable[..., Any]:
     def function(*operands: Any) -> Any:
-        from scipy import special  # which JAX needs as well; not imported before it is used
+        from scipy import special  # JAX needs it as well; imported at first use
 
         return getattr(special, name)(*operands)
 
@@ -388,7 +388,7 @@ RULES: dict[str, Rule] = {
     "shift_right_logical": constant(shifted(np.right_shift, unsigned=True)),
     "shift_right_arithmetic": constant(shifted(np.right_shift, unsigned=False)),
     "population_count": constant(bits_set),
-    # Branches, loops, and functions with a derivative of their own.
+    # Branches, loops, and functions with a custom derivative.
     "cond": control_flow.cond,
     "while": control_flow.while_loop,
     "scan": control_flow.scan,

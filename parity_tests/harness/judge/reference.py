@@ -1,8 +1,8 @@
-"""The reference: JAX on full float64 arrays, its gradient for the drawn cotangents, and how much rounding perturbs it.
+"""The reference: JAX on full float64 arrays, its gradient for the drawn cotangents, and its sensitivity to rounding.
 
-JAX traces the reference and derives its gradient, once for a signature (shapes, dtypes and options); NumPy evaluates
-the traced program: outputs, gradients, and their derivative in eight random directions of rounding, from which the
-budgets are computed. Nothing is compiled, but for what NumPy has no rule for and for large arrays.
+JAX traces the reference and derives its gradient, once per signature (shapes, dtypes and options); NumPy evaluates the
+traced program: outputs, gradients, and their derivatives in eight random directions of rounding, from which the budgets
+are computed. XLA compiles only programs that NumPy has no rule for, and programs on large arrays.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from parity_tests.harness.run.ledger import at_users_line
 from parity_tests.harness.run.program import Program
 
 MAX_PROGRAMS = 250
-POINTS = 4  # random inputs, each and its negative: a piecewise derivative that is 0 at one is rarely 0 at the other
+POINTS = 4  # random inputs, each with its negative: a piecewise derivative that is 0 at one is rarely 0 at the other
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 def accumulator_roundoff(dtype: str) -> float:
-    """The unit roundoff of the dtype that sums of this one run in: float32 or, for float64, itself."""
+    """The unit roundoff of the accumulation dtype of `dtype`: float32 or, for float64, float64."""
     return min(UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["float32"])
 
 
 class ReferenceFailure(Exception):
-    """The reference itself could not be evaluated, or returned what it must not."""
+    """The reference could not be evaluated, or its result is invalid."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Outputs, gradients and, for each, its spread: the root mean square of how much rounding perturbs it."""
+    """Outputs, gradients and, for each, its spread: the root mean square of its changes under rounding."""
 
     outputs: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]
@@ -52,7 +52,7 @@ class Reference:
 
 @dataclass
 class TraceClock:
-    """Seconds spent in first calls, which trace and may compile, and how many there were."""
+    """Seconds spent in first calls, which trace and may compile, and their number."""
 
     seconds: float = 0.0
     count: int = 0
@@ -64,35 +64,35 @@ _PROGRAMS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class ReferenceInput:
-    """An input of the reference: the sum of the addends, and the size that rounding is relative to."""
+    """An input of the reference: the sum of its addends, and the magnitude that rounding is relative to."""
 
     total: np.ndarray
     magnitude: np.ndarray
 
 
 def reference_input(addends: np.ndarray) -> ReferenceInput:
-    """The input of the reference for a tensor with these addends, one for a tensor that is no sum."""
+    """The reference's input for a tensor with these addends; a tensor that is not a sum has one."""
     with np.errstate(invalid="ignore"):
         total, magnitude = addends.sum(0), np.abs(addends).sum(0)
-    # A masked (infinite) entry is exact: rounding does not change it.
+    # An infinite (masked) entry is exact: rounding does not change it.
     return ReferenceInput(total, np.where(np.isfinite(magnitude), magnitude, 0.0))
 
 
 def evaluate(scheme: Declared, program: Program, case: CaseSpec, value_errors: np.ndarray | None = None) -> Reference:
-    """The reference on one case; `value_errors` are those that its operations make, see `operation_errors`.
+    """Evaluate the reference on one case; `value_errors` are errors of its operations, see `operation_errors`.
 
     Errors: ReferenceFailure, with the reference's own exception as its cause.
     """
     bridge.start()
-    # 1. The inputs of the ranks, unsharded: for each partial value the float64 sum of its rounded addends.
+    # 1. The ranks' inputs, unsharded: a partial value is the float64 sum of its rounded addends.
     arrays = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
     floating = {a.name: reference_input(program.addends(a, case, "input")) for a in scheme.inputs if not a.is_integer}
     cotangents = {arg.name: _cotangent(arg, program, case) for arg in scheme.outputs if arg.differentiable}
-    # 2. Integers are fixed; floating inputs x and cotangents c are what rounding changes.
+    # 2. Integers are fixed; rounding changes floating inputs x and cotangents c.
     fixed = {name: array for name, array in arrays.items() if name not in floating}
     x = {name: item.total for name, item in floating.items()}
     c = {name: item.total for name, item in cotangents.items()}
-    # 3. Values and gradients, and how far random rounding of x, c and every intermediate changes each element.
+    # 3. Values and gradients, and the change of each element under random rounding of x, c and every intermediate.
     directions = _directions(scheme, case, "", floating), _directions(scheme, case, "c ", cotangents)
     ((y, g), aux), ((dy, dg), _) = _call(
         scheme, case, (fixed, x, c), directions, _tangent_errors(scheme, case), value_errors
@@ -108,11 +108,11 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec, value_errors: n
 def undefined_gradients(
     scheme: Declared, program: Program, case: CaseSpec, reference: Reference
 ) -> dict[str, np.ndarray]:
-    """For each input the elements of which an output is NaN in the reference: their gradient has no meaning.
+    """For each input, the elements that a NaN output depends on: their gradient is undefined.
 
-    Which elements a NaN depends on is seen at ordinary inputs, from cotangents of these outputs only. Where such an
-    output has no cotangent, elements count too whose gradient is NaN at the case's own inputs: a message that carries
-    the output beside others carries zeros back, and 0 * nan is nan.
+    The dependence is found at ordinary inputs, with cotangents for the NaN outputs only. If a NaN output has no
+    cotangent, an element also counts if its gradient is NaN at the case's own inputs: a message that carries the output
+    together with others carries zeros back, and 0 * nan is nan.
     """
     is_nan = {arg.name: np.isnan(reference.outputs[arg.name]) for arg in scheme.outputs if arg.differentiable}
     if not any(mask.any() for mask in is_nan.values()):
@@ -142,8 +142,7 @@ def undefined_gradients(
 
 
 def _cotangent(arg: Argument, program: Program, case: CaseSpec) -> ReferenceInput:
-    """The cotangent of an output; zeros for one whose gradient is not compared, 1 for
-    the loss of a scheme whose function returns a module (`scheme(module=)`)."""
+    """The cotangent of an output: zeros if its gradient is not compared, 1 for the loss of a scheme with `module=`."""
     if arg.modified or program.module:
         is_loss = not arg.modified and arg.name == program.outputs[0].name
         return ReferenceInput(np.full(arg.shape(case), float(is_loss)), np.zeros(arg.shape(case)))
@@ -158,7 +157,7 @@ def _call(
     tangent_errors: np.ndarray,
     value_errors: np.ndarray | None = None,
 ) -> Any:
-    """Values and tangents by the traced program of this signature, whose first call is timed."""
+    """Values and tangents from the traced program of this signature; times its first call."""
     import jax
 
     options = {name: case.options[name] for name in scheme.options if name in case.options}
@@ -171,7 +170,7 @@ def _call(
     keywords = {**options, "mesh": mesh} if mesh else options
     unused = tuple(case.conditions.get("unused", ()))
     signature = roles, shapes, tuple(output_shapes.values()), chosen, tuple(mesh.items()), unused
-    of_reference = _PROGRAMS.setdefault(scheme.reference, {})  # schemes of one reference share what is traced
+    of_reference = _PROGRAMS.setdefault(scheme.reference, {})  # schemes with the same reference share its traces
     tangents = [*(None for _ in fixed), *jax.tree.leaves(directions)]
     flat = jax.tree.leaves(arrays), tangents, tangent_errors, value_errors
     if signature in of_reference:
@@ -179,7 +178,7 @@ def _call(
         with np.errstate(all="ignore"):
             results = program(*flat)
     else:
-        # The first call of a signature traces, which is most of what a reference costs.
+        # The first call of a signature traces, which is most of a reference's cost.
         start = time.perf_counter()
         _make_room()
         try:
@@ -198,10 +197,10 @@ def _call(
 
 
 def _make_room() -> None:
-    """Drop all programs once there are MAX_PROGRAMS, and what JAX keeps of their traces.
+    """Drop all programs once there are MAX_PROGRAMS, and JAX's caches of their traces.
 
-    A compiled one takes some 80 memory maps and 10 MB. Linux allows a process 65,530 maps; XLA ends it with a
-    segmentation fault where it gets no more.
+    A compiled one takes some 80 memory maps and 10 MB. Linux allows a process 65,530 maps; XLA crashes with a
+    segmentation fault if it gets no more.
     """
     if sum(map(len, _PROGRAMS.values())) >= MAX_PROGRAMS:
         import jax
@@ -219,8 +218,8 @@ def _build(
 ) -> tuple[Any, Any]:
     """The evaluator of ((outputs, gradients), integer outputs) as a function of (fixed, x, c), and their structure.
 
-    `keywords` are the options and, where the reference asks for it, the mesh. `unused` outputs have no cotangent, and
-    no part in the gradient: 0 times the infinite derivative of one of them would be NaN.
+    `keywords` are the options and, if the reference takes it, the mesh. `unused` outputs have no cotangent and take no
+    part in the gradient: 0 times an infinite derivative of one would be NaN.
     """
     import jax
 
@@ -248,7 +247,7 @@ def _build(
 
 
 def evaluated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of trees of arrays, traced once for each signature and evaluated as references are."""
+    """The same function of pytrees of arrays, traced once per signature and evaluated like a reference."""
     programs: dict[Any, tuple[Any, Any]] = {}
 
     def call(*arguments: Any) -> Any:
@@ -271,21 +270,24 @@ def evaluated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def compiler_options() -> dict[str, Any]:
-    """Options that this XLA knows: arrays are small and every shape compiles, optimizing costs more than it saves."""
+    """Options that this XLA accepts.
+
+    They turn optimization off: arrays are small and every shape compiles, so it costs more than it saves.
+    """
     import jax
 
     accepted: dict[str, Any] = {}
     for option in ({"xla_backend_optimization_level": 0}, {"xla_cpu_use_fusion_emitters": False}):
         try:
             jax.jit(lambda x: x, compiler_options=option)(0.0)
-        except Exception:  # its type has changed between versions; an unknown option is left out
+        except Exception:  # its type differs between versions; unknown options are left out
             continue
         accepted |= option
     return accepted
 
 
 def _checked_outputs(scheme: Declared, output_shapes: Mapping[str, tuple[int, ...]], returned: Any) -> dict[str, Any]:
-    """The reference's outputs by name, their number, kind and shape checked."""
+    """The reference's outputs by name, after checks of their number, type and shape."""
     try:
         outputs = outputs_by_name(returned, list(output_shapes), scheme.output_form)
     except ValueError as error:
@@ -318,7 +320,7 @@ def _check_output(scheme: Declared, arg: Argument, part: Any, shape: tuple[int, 
 
 
 def _directions(scheme: Declared, case: CaseSpec, prefix: str, tensors: Mapping[str, ReferenceInput]) -> dict[str, Any]:
-    """DIRECTIONS times: random signs times half a unit in the last place of each number."""
+    """DIRECTIONS directions: a random sign times half a unit in the last place for each number."""
     by_name = {}
     for name, item in tensors.items():
         half_ulp = unit_of_inputs(scheme, case) * item.magnitude
@@ -328,28 +330,28 @@ def _directions(scheme: Declared, case: CaseSpec, prefix: str, tensors: Mapping[
 
 
 def _tangent_errors(scheme: Declared, case: CaseSpec) -> np.ndarray:
-    """For each direction the operations' errors relative to their results: random signs times the size of one."""
+    """For each direction, relative errors of the operations: random signs times the unit roundoff of one operation."""
     signs = 2.0 * inputs.generator(case, "rounding").integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0
     return _unit_of_operations(scheme, case) * signs
 
 
 def operation_errors(scheme: Declared, case: CaseSpec, name: str) -> np.ndarray:
-    """Relative errors that the operations of a reference may really make, others for each name."""
+    """Relative errors that the reference's operations could actually make, different for each name."""
     signs = 2.0 * inputs.generator(case, name).integers(0, 2, size=POOL) - 1.0
     return _unit_of_operations(scheme, case) * signs
 
 
 def unit_of_inputs(scheme: Declared, case: CaseSpec) -> float:
-    """The rounding of inputs and cotangents that a result may show: to the tested dtype, or to that of its sums.
+    """The rounding of inputs and cotangents that a budget allows for: to the tested dtype, or to that of sums.
 
     Inputs are numbers of the tested dtype. A function that promises `sums="float32"` rounds nothing else to it but its
-    results, so its error is that of float32 arithmetic before the last rounding.
+    results, so its error before the last rounding is that of float32 arithmetic.
     """
     return accumulator_roundoff(case.dtype) if scheme.sums else UNIT_ROUNDOFF[case.dtype]
 
 
 def _unit_of_operations(scheme: Declared, case: CaseSpec) -> float:
-    """Intermediates are in the accumulation dtype, unless the scheme says that some are stored in a narrower one."""
+    """Intermediates have the accumulation dtype, unless the scheme says that some are stored in a narrower dtype."""
     if scheme.inside:
         return max(UNIT_ROUNDOFF[scheme.inside], accumulator_roundoff(case.dtype))
     return UNIT_ROUNDOFF[case.dtype] if scheme.roundings > 1 else accumulator_roundoff(case.dtype)
@@ -360,12 +362,12 @@ def _spread(value: Any, derivatives: Any) -> np.ndarray:
 
 
 def _rms(derivatives: Any) -> np.ndarray:
-    """Over the directions in which the derivative is finite; 0 where it is in none."""
+    """Root mean square over the directions with a finite derivative; 0 if there is none."""
     array = np.asarray(derivatives, dtype=np.float64)
     finite = np.isfinite(array)
     array = np.where(finite, array, 0.0)
     largest = np.abs(array).max(axis=0, initial=0.0)
-    scale = np.where(largest > 0, largest, 1.0)  # without it squares of large or small elements overflow or vanish
+    scale = np.where(largest > 0, largest, 1.0)  # squares of large or small elements would overflow or vanish
     return scale * np.sqrt(((array / scale) ** 2).sum(0) / np.maximum(finite.sum(0), 1))
 
 
@@ -373,16 +375,16 @@ def _failure(scheme: Declared, message: str) -> ReferenceFailure:
     return ReferenceFailure(f"scheme '{scheme.name}': {name_of_reference(scheme.reference)} {message}")
 
 
-SIZE_ERRORS = (ArithmeticError, AssertionError, IndexError, TypeError, ValueError)  # what sizes may lead to
+SIZE_ERRORS = (ArithmeticError, AssertionError, IndexError, TypeError, ValueError)  # raised by some sizes
 
 
 def _remedy(error: Exception, case: CaseSpec) -> str:
-    """What to do about an exception of the reference."""
+    """The remedy for an exception of the reference."""
     import jax
 
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return "; JAX traces a reference: write jnp.where or jax.lax.cond where a value decides"
-    if "racer" in str(error):  # JAX's Tracer, which torch and NumPy do not take
+    if "racer" in str(error):  # JAX's Tracer, which torch and NumPy functions do not accept
         return "; JAX traces a reference: write jnp and jax there, not torch or numpy"
     if isinstance(error, jax.dtypes.TypePromotionError):
         return "; a reference mixes no dtypes by itself: convert one, as in mask.astype(x.dtype)"

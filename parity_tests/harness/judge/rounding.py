@@ -1,14 +1,14 @@
-"""How far rounding perturbs a reference: its derivative, with a new rounding error at every step of the arithmetic.
+"""How far rounding perturbs a reference: its derivative, with a new rounding error in every operation.
 
-Rounding of inputs only does not tell how well a result can be computed: rounding leaves a row of zeros as it is, yet
+Rounding only the inputs does not tell how precisely a result can be computed: it leaves a row of zeros unchanged, yet
 the gradient of its log p is a difference of two equal numbers, which finite arithmetic does not compute exactly. So
-each operation of the traced reference adds an error of its own, half a unit in the last place with a random sign (the
-first order of Monte Carlo arithmetic, Parker 1997), and the chain rule propagates all of them to the results, in
-DIRECTIONS random directions at once. A loop or a branch is one operation: its body's derivative is exact, and what it
-returns gets one error.
+each operation of the traced reference adds its own error, half a unit in the last place with a random sign (the first
+order of Monte Carlo arithmetic, Parker 1997), and the chain rule propagates all errors to the results, in DIRECTIONS
+random directions at once. A loop or a branch is one operation: its body's derivative is exact, and its result gets one
+error.
 
-The same program runs over NumPy's arrays, with the rules of `primitives`, or within `jax.jit` over JAX's, with JAX's
-own rule for every primitive; `evaluator` chooses.
+The same program runs on NumPy arrays, with the rules of `primitives`, or inside `jax.jit` on JAX arrays, with JAX's own
+rule for every primitive; `evaluator` chooses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from parity_tests.harness.judge.primitives import numpy_rule
 from parity_tests.harness.judge.step import NoRule, Rule, by_jax, is_floating
 
-# Operations that permute or choose numbers, and so are exact.
+# Operations that permute or select numbers and are therefore exact.
 EXACT = frozenset(
     (
         "neg", "abs", "sign", "max", "min", "reduce_max", "reduce_min", "argmax", "argmin", "select_n",
@@ -34,18 +34,18 @@ EXACT = frozenset(
         "floor", "ceil", "round", "reduce_precision", "optimization_barrier",
     )
 )  # fmt: skip
-# Of operations that libraries compute in another way: torch has 1 + erf(x) in gelu where JAX has erfc(-x), which is
-# exact to its own last place far below 1. Their error is that of a number which is 1 or more.
+# Operations that libraries compute differently: in gelu torch has 1 + erf(x) where JAX has erfc(-x), which is exact to
+# its own last place far below 1. Their error is that of a number of at least 1.
 AS_LARGE_AS_ONE = frozenset(("erfc",))
-# Signs. Operation i reads from i * STRIDE modulo POOL // 2 on; the two have no common factor, so that no two of that
-# many operations read the same.
+# Signs. Operation i starts to read at i * STRIDE modulo POOL // 2; the two are coprime, so no two of that many
+# operations start at the same sign.
 POOL = 8191
 STRIDE = 1009
-# Elements of an operation's result, in the mean over a program, above which it is compiled. Seconds of CPU time of
-# NumPy and of XLA's first call: log p of [8, 256] 0.002 and 0.28, of [64, 4096] (10**5 elements) 0.38 and 0.35, of
-# [64, 32768] 3.2 and 1.3; attention over 128 tokens (65,000) 0.09 and 0.60, over 512 tokens (10**6) 5.0 and 4.0.
+# Mean number of elements in an operation's result above which the program is compiled. Seconds of CPU time of NumPy and
+# of XLA's first call: log p of [8, 256] 0.002 and 0.28, of [64, 4096] (10**5 elements) 0.38 and 0.35, of [64, 32768]
+# 3.2 and 1.3; attention over 128 tokens (65,000) 0.09 and 0.60, over 512 tokens (10**6) 5.0 and 4.0.
 LARGE = 100_000
-# Functions inside functions, by the parameter that has their operations.
+# Functions inside functions, by the parameter that contains their operations.
 INLINED = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -60,18 +60,18 @@ INLINED = {
 
 @dataclass
 class Operation:
-    """An equation of the trace, its operands and results by their index among all values of the program."""
+    """An equation of the trace; its operands and results are indices among all values of the program."""
 
     equation: Any
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    numbers: tuple[int, ...]  # which rounding error each result gets; 0 for a result that is exact
+    numbers: tuple[int, ...]  # the index of each result's rounding error; 0 if the result is exact
     last_used: tuple[int, ...] = ()
     step: Any = None  # Step, once it is bound
 
 
 class Trace:
-    """A traced function as one list of operations, those of the functions inside it in their places."""
+    """A traced function as one flat list of operations, with nested functions inlined."""
 
     def __init__(self, closed: Any, rounded: bool = True) -> None:
         self.constants: list[Any] = []
@@ -121,7 +121,7 @@ class Trace:
         return self._count
 
     def _drop_what_no_output_needs(self) -> None:
-        """Once operations have their numbers. Of those that stay, note which values nothing reads later."""
+        """Remove unused operations, once operations have their numbers, and note the last use of every value."""
         needed, used = set(self.outputs), []
         for operation in reversed(self.operations):
             if not needed.isdisjoint(operation.results) or operation.equation.effects:
@@ -133,10 +133,10 @@ class Trace:
 
 
 class TracedProgram:
-    """A trace whose operations are ready to be computed: values, and tangents in all directions at once."""
+    """A trace with a rule bound to every operation: computes values, and tangents in all directions at once."""
 
     def __init__(self, trace: Trace, has_tangent: Sequence[bool], rule_of: Callable[[Any], Rule], xp: Any) -> None:
-        """`has_tangent` is one boolean for each input. Errors: NoRule, of the first operation without one."""
+        """`has_tangent` is one boolean for each input. Errors: NoRule, for the first operation without a rule."""
         self._trace, self._xp = trace, xp
         value_has_tangent = [False] * len(trace.constants)
         for index, has in zip(trace.inputs, has_tangent, strict=True):
@@ -157,8 +157,8 @@ class TracedProgram:
         """Values and tangents of the outputs, None for an output without a tangent.
 
         Both kinds of errors are relative to an operation's result: POOL random signs times half a unit in the last
-        place. `tangent_errors` has such a row for each direction, added to the tangents; `value_errors` is one row, by
-        which the values themselves are off.
+        place. `tangent_errors` has one such row for each direction, added to the tangents; `value_errors` is one row,
+        which is added to the values.
         """
         value: list[Any] = list(self._trace.constants)
         tangent: list[Any] = [None] * len(value)
@@ -180,9 +180,10 @@ class TracedProgram:
         return [value[i] for i in self._trace.outputs], [tangent[i] for i in self._trace.outputs]
 
     def _exact_where_infinite(self, value: Any, tangent: Any) -> Any:
-        """The tangent, 0 where the value is infinite: rounding the temperature leaves a masked logit masked.
+        """The tangent, with 0 where the value is infinite: rounding the temperature leaves a masked logit masked.
 
-        JAX's own is infinite there, and NaN once a probability of 0 is multiplied by it, for all of the row.
+        JAX's own tangent is infinite there, and becomes NaN for the whole row once it is multiplied by a probability of
+        0.
         """
         xp = self._xp
         if tangent is None:
@@ -193,11 +194,11 @@ class TracedProgram:
         return xp.where(is_infinite, 0.0, tangent)
 
     def _size(self, value: Any, name: str) -> Any:
-        """The number whose rounding the operation's error is: its result, or 1 where libraries cancel."""
+        """The number that the operation rounds: its result, or 1 if libraries cancel there."""
         return self._xp.maximum(value, 1.0) if name in AS_LARGE_AS_ONE else value
 
     def _with_error(self, size: Any, tangent: Any, tangent_errors: Any, number: int) -> Any:
-        """The tangent with an error of that size; infinities have none."""
+        """The tangent plus an error of that size; infinite values get none."""
         xp = self._xp
         errors = self._errors_of(tangent_errors, size.size, number)
         finite = xp.where(xp.isfinite(size), size, 0.0)
@@ -205,13 +206,13 @@ class TracedProgram:
         return error if tangent is None else tangent + error
 
     def _off_by(self, value: Any, size: Any, value_errors: Any, number: int) -> Any:
-        """The value with a real error."""
+        """The value with an actual error."""
         relative = self._errors_of(value_errors[None], value.size, number).reshape(value.shape)
         off = value * (1.0 + relative) if size is value else value + size * relative
         return off.astype(value.dtype)
 
     def _errors_of(self, errors: Any, size: int, number: int) -> Any:
-        """`size` errors of each row, read from another place in the pool for each operation."""
+        """`size` errors of each row, read from a different place in the pool for each operation."""
         start = number * STRIDE % (POOL // 2)
         read = errors[:, start : start + size]
         if read.shape[1] < size:
@@ -220,7 +221,7 @@ class TracedProgram:
 
 
 def nested_program(closed: Any, has_tangent: Sequence[bool], rule_of: Callable[[Any], Rule], xp: Any) -> TracedProgram:
-    """Of a function inside an operation, which rounds once as a whole."""
+    """The program of a function inside an operation, which rounds once as a whole."""
     return TracedProgram(Trace(closed, rounded=False), has_tangent, rule_of, xp)
 
 
@@ -229,18 +230,18 @@ def evaluator(
 ) -> Callable[..., Any]:
     """(inputs, tangents, tangent_errors, value_errors) -> (values, tangents) of a traced function.
 
-    Operations that are not `rounded` make no errors, and no tangent where no input has one.
+    Operations that are not `rounded` make no errors, and have no tangent if no input has one.
     """
     trace = Trace(closed, rounded)
     if trace.elements <= LARGE * len(trace.operations):
-        # A parameter that another version of JAX names differently is one that NumPy has no rule for.
+        # If another version of JAX renames a parameter, NumPy has no rule for it.
         with suppress(NoRule, KeyError, AttributeError):
             return by_numpy(trace, has_tangent)
     return by_xla(trace, has_tangent, compiler_options)
 
 
 def by_numpy(trace: Trace, has_tangent: Sequence[bool]) -> TracedProgram:
-    """Errors: NoRule, of the first operation for which NumPy has none."""
+    """The program under NumPy's rules. Errors: NoRule, for the first operation without one."""
     return TracedProgram(trace, has_tangent, numpy_rule, np)
 
 

@@ -1,8 +1,8 @@
-"""The three oracles besides the values: protocol, cost, hygiene.
+"""The three oracles besides values: protocol, cost and hygiene.
 
-The ranks' collectives fit together; calls and bytes are as declared; no input was modified, replicas are equal to the
-bit, the random state did not move, and inside a larger world the default group was not used. Each returns what is wrong
-as sentences; an empty tuple is a pass.
+The ranks' collectives fit together; calls and bytes are as declared; no input was modified, replicas are bitwise equal,
+the random state is unchanged, and inside a larger world the default group was not used. Each oracle returns its
+findings as sentences; an empty tuple is a pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNEQUAL_REPLICAS = " differs between replicas"
 def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[Finding, ...]:
     """Ranks of a group issue the same sequence: op, dtype, shape, reduce op, root, splits; gloo and NCCL accept it.
 
-    What only gloo rejects is no finding where the scheme is not declared for gloo.
+    A call that only gloo rejects is not a finding if the scheme is not declared for gloo.
     """
     difference = disagreement(ledger)
     accepted = (None,) if "gloo" in engines else (None, UNEVEN)
@@ -45,12 +45,12 @@ def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[Finding,
 
 
 def costs_of_ranks(scheme: Declared, case: CaseSpec, program: Program) -> list[Cost]:
-    """The declared cost of each rank of the case; inside a larger world, that of its place in the scheme's mesh.
+    """The declared cost of each rank of the case; inside a larger world, of its place in the scheme's mesh.
 
-    Errors: DeclarationFailure where the declared cost raises.
+    Errors: DeclarationFailure if the declared cost raises.
     """
     assert scheme.cost is not None
-    # A cost that depends on values, such as offsets, has the unsharded inputs that its signature names.
+    # A cost that depends on values, such as offsets, takes unsharded inputs by name.
     names = list(inspect.signature(scheme.cost).parameters)[1:]
     try:
         declared = scheme.cost(case, **{a.name: program.full_array(a, case) for a in scheme.inputs if a.name in names})
@@ -62,7 +62,7 @@ def costs_of_ranks(scheme: Declared, case: CaseSpec, program: Program) -> list[C
 
 
 def _place(scheme: Declared, case: CaseSpec, rank: int) -> int:
-    """The rank on the scheme's own mesh, which may be a part of the world."""
+    """The rank on the scheme's own mesh, which may be part of a larger world."""
     coordinates, place = inputs.coordinates(case.mesh)[rank], 0
     for axis in scheme.mesh:
         place = place * case.mesh[axis] + coordinates[axis]
@@ -70,9 +70,9 @@ def _place(scheme: Declared, case: CaseSpec, rank: int) -> int:
 
 
 def declared_costs(scheme: Declared, case: CaseSpec, program: Program) -> tuple[Cost, ...]:
-    """The declared cost of each rank; none under calling conditions that change it, or where none is declared.
+    """The declared cost of each rank; empty if none is declared, or under calling conditions that change it.
 
-    Errors: DeclarationFailure where the declared cost raises.
+    Errors: DeclarationFailure if the declared cost raises.
     """
     if scheme.cost is None or set(OF_ANOTHER_COST) & set(case.conditions):
         return ()
@@ -85,7 +85,7 @@ def cost(case: CaseSpec, ledger: Ledger, declared: Sequence[Cost]) -> tuple[str,
     for phase, short in PHASES.items():
         for rank, of_rank in enumerate(declared):
             sentences += _differences(phase, of_rank.totals(phase), ledger.cost(rank, short), rank)
-            # Where each axis is declared, each of its groups sends its own share of the total.
+            # If each axis is declared, each of its groups sends its own share of the total.
             measured: Sums = {}
             for row in (row for row in ledger.of(rank) if row.phase == short):
                 key = f"{row.op} over ranks {','.join(map(str, row.group))}"
@@ -110,7 +110,7 @@ def _differences(phase: str, expected: Sums, measured: Sums, rank: int) -> list[
 
 
 def _by_group(declared: Cost, phase: str, case: CaseSpec, rank: int) -> dict[str, Sums]:
-    """Calls and bytes of one rank in each of its groups, of the ops that are declared with their axes.
+    """Calls and bytes of one rank in each of its groups, for ops that are declared with axes.
 
     Errors: ValueError for an axis that the mesh lacks.
     """
@@ -136,9 +136,9 @@ def _by_group(declared: Cost, phase: str, case: CaseSpec, rank: int) -> dict[str
 def hygiene(
     scheme: Declared, case: CaseSpec, results: Sequence[RankResult], tensors: Iterable[TensorComparison], ledger: Ledger
 ) -> tuple[str, ...]:
-    """Inputs and cotangents untouched, replicas bit-equal, one dtype, the default group not used inside a larger world.
+    """Inputs and cotangents unmodified, replicas bitwise equal, one dtype, the default group unused in a larger world.
 
-    Other groups that are none of the mesh's, as of `dist.new_group`, are not looked for.
+    Other groups outside the mesh, such as those from `dist.new_group`, are not checked.
     """
     sentences = [f"rank {rank}: {text}" for rank, result in enumerate(results) for text in result.hygiene]
     sentences += _unlike_dtypes(results)
@@ -168,12 +168,12 @@ def _replicas(tensor: TensorComparison) -> list[str]:
 
 
 def unequal_replicas(hygiene: Sequence[str]) -> set[str]:
-    """The tensors whose replicas differ, by what the hygiene oracle said."""
+    """The tensors whose replicas differ, according to the hygiene oracle's sentences."""
     return {sentence.partition(UNEQUAL_REPLICAS)[0] for sentence in hygiene if UNEQUAL_REPLICAS in sentence}
 
 
 def _default_group(case: CaseSpec, ledger: Ledger) -> list[str]:
-    """Rows over the full world where the scheme's own mesh is a part of it."""
+    """A finding if a collective used the full world although the scheme's own mesh is only a part of it."""
     if SPARE not in case.mesh or case.mesh[SPARE] == 1:
         return []
     everyone = tuple(range(case.world))

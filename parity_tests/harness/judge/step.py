@@ -1,10 +1,10 @@
-"""One step of a traced program: values of an operation's results, and their tangents in all directions at once.
+"""One step of a traced program: an operation's values, and their tangents in all directions at once.
 
-A rule is bound to an equation once for a signature: `rule(equation, has_tangent, nested)` reads the equation's
-parameters, and which operands have a tangent; it returns a step and, for each result, whether it has one. The step
-computes `(results, tangents)` from the operands' values and tangents; a tangent is None or has a leading axis of
-DIRECTIONS. `nested(closed_jaxpr, has_tangent)` makes a program of a function inside the equation. JAX's own rule, for
-any primitive, is `by_jax`.
+A rule is bound to an equation once per signature: `rule(equation, has_tangent, nested)` reads the equation's parameters
+and which operands have a tangent; it returns a step and, for each result, whether it has a tangent. The step computes
+`(results, tangents)` from the operands' values and tangents; a tangent is None or has a leading axis of DIRECTIONS.
+`nested(closed_jaxpr, has_tangent)` builds the program of a function inside the equation. `by_jax` is JAX's own rule,
+for any primitive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_floating(aval: Any) -> bool:
 
 
 def constant(build: Callable[..., Callable[..., Any]]) -> Rule:
-    """The rule of an operation that is constant in small changes: `build(equation)` is a function of the operands."""
+    """The rule of an operation that small changes leave constant: `build(equation)` is its function."""
 
     def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         function = build(equation)
@@ -43,9 +43,9 @@ def constant(build: Callable[..., Callable[..., Any]]) -> Rule:
 
 
 def linear(build: Callable[..., Callable[..., Any]]) -> Rule:
-    """The rule of an operation that is linear in its floating operands together; integer ones are indices or choices.
+    """The rule of an operation that is jointly linear in its floating operands; integers are indices or choices.
 
-    `build(equation, lead)` is a function of operands whose floating ones have these leading dims besides their own.
+    `build(equation, lead)` is a function of operands; the floating ones have the leading dims `lead`.
     """
 
     def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
@@ -58,7 +58,7 @@ def linear(build: Callable[..., Callable[..., Any]]) -> Rule:
             return lambda values, tangents: (of_values(*values), no_tangents), (False,) * outputs
         of_tangents = build(equation, (DIRECTIONS,))
         of_tangents = of_tangents if several else _in_a_tuple(of_tangents)
-        # Of an operand without a tangent: zeros, or its value where it is an index or a choice.
+        # The tangent of an operand without one: zeros, or its value if it is an index or a choice.
         zeros = [
             None if has or not is_floating(var.aval) else _zeros(var.aval)
             for var, has in zip(equation.invars, has_tangent, strict=True)
@@ -77,12 +77,15 @@ def linear(build: Callable[..., Callable[..., Any]]) -> Rule:
 
 
 def elementwise(function: Callable[..., Any], *derivatives: Callable[..., Any]) -> Rule:
-    """The rule of `z = function(*operands)`: `derivative(t, z, *operands)` is what a tangent t of that operand adds."""
+    """The rule of `z = function(*operands)`.
+
+    `derivative(t, z, *operands)` is the contribution of that operand's tangent t.
+    """
 
     def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         if not any(has_tangent):
             return lambda values, tangents: ((function(*values),), (None,)), (False,)
-        # A scalar goes with an array of any rank; its tangents then need the dims that its value can lack.
+        # A scalar broadcasts with an array of any rank; its tangents then need dims that its value may lack.
         out = equation.outvars[0].aval
         terms = [
             (index, derivative, None if var.aval.ndim == out.ndim else out.shape)
@@ -104,7 +107,7 @@ def elementwise(function: Callable[..., Any], *derivatives: Callable[..., Any]) 
 
 
 def derived(without_tangents: Rule) -> Rule:
-    """The rule of an operation whose derivative JAX traces and NumPy evaluates; it has another one without tangents."""
+    """The rule of an operation whose derivative JAX traces and NumPy evaluates; without tangents, another rule."""
 
     def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         if not any(has_tangent):
@@ -134,11 +137,11 @@ def derived(without_tangents: Rule) -> Rule:
 
 
 def by_jax(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """JAX's own derivative of a primitive, for JAX's arrays, traced ones too."""
+    """JAX's own derivative of a primitive, for JAX arrays, including traced ones."""
     import jax
 
     bound = equation.primitive.get_bind_params(equation.params)
-    functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # a pair until jax 0.9
+    functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # before jax 0.9 it was a pair
     result_has_tangent = [any(has_tangent) and is_floating(var.aval) for var in equation.outvars]
 
     def results_of(*operands: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Budgets on examples computed by hand; what is not finite; what is missing; what must be caught and what must not."""
+"""Budgets on examples computed by hand; non-finite and missing values; errors to catch and errors to accept."""
 
 import math
 
@@ -98,7 +98,7 @@ def test_infinite_references_have_a_finite_budget():
         (math.nan, math.inf, math.inf),
         (math.nan, math.nan, 0.0),
         (0.0, -0.0, 0.0),
-        # What overflows the dtype may be infinite, of the same sign.
+        # A value that overflows the dtype may be infinite, with the same sign.
         (math.inf, 1e39, 0.0),
         (-math.inf, -1e39, 0.0),
         (-math.inf, 1e39, math.inf),
@@ -106,7 +106,7 @@ def test_infinite_references_have_a_finite_budget():
         (math.nan, 1e39, math.inf),
     ],
 )
-def test_errors_of_what_is_not_finite(got, want, error):
+def test_errors_at_non_finite_values(got, want, error):
     assert compare.errors(np.array([got]), np.array([want]), "float32").tolist() == [error]
 
 
@@ -116,7 +116,7 @@ def test_overflow_depends_on_the_dtype():
     assert compare.errors(got, want, "bfloat16").tolist() == [np.inf]
 
 
-# All tensors, from what ranks returned
+# All tensors, from the ranks' results
 
 
 @scheme(
@@ -185,7 +185,7 @@ def test_one_number_that_is_not_finite_is_caught(value, rank):
     assert tensor.ratio == np.inf and tensor.where == (2, 2 * rank + 1)
 
 
-def test_an_error_beyond_all_measure_is_an_infinite_number_of_budgets():
+def test_an_overflowing_error_is_infinite_in_budgets():
     def spoil(results):
         results[0].outputs["out[0]"][0, 0] = 1e305
 

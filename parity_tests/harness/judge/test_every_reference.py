@@ -20,7 +20,7 @@ EXAMPLES = 40
 
 @pytest.fixture
 def traced(monkeypatch):
-    """What `evaluate` traces, and the arrays of the call."""
+    """The program that `evaluate` traces, and the arrays of the call."""
     calls = []
     chosen = reference.evaluator
 

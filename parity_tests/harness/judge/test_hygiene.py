@@ -37,7 +37,7 @@ def test_an_input_that_is_modified():
 
 @pytest.mark.parametrize(("name", "count"), [("neg_", 2), ("exp_", 2), ("zero_", 0)])
 def test_zeros_that_are_modified(name, count):
-    """Also where the new bits are equal in value, as -0 is to 0; what leaves all bits as they were is no change."""
+    """This includes new bits of equal value, as -0 for 0; writing the same bits is not a change."""
 
     def doubled(mesh, x):
         y = x * 2
@@ -48,7 +48,7 @@ def test_zeros_that_are_modified(name, count):
 
 
 class InItsOutput(torch.autograd.Function):
-    """2 x, whose gradient is written where the output is."""
+    """2 x, with a gradient that is written into the output's memory."""
 
     @staticmethod
     def forward(ctx, x):
@@ -61,7 +61,7 @@ class InItsOutput(torch.autograd.Function):
 
 
 def test_an_output_that_the_backward_overwrites():
-    """The forward is right: it is no error of a value."""
+    """The forward is right, so values are right."""
     report = findings(lambda mesh, x: InItsOutput.apply(x))
     assert report.verdict == "hygiene"
     assert report.hygiene == tuple(
@@ -176,7 +176,7 @@ def test_random_numbers():
     assert findings(doubled, random=True).hygiene == ()
 
 
-def test_ranks_of_unlike_dtype():
+def test_ranks_with_different_dtypes():
     def doubled(mesh, x):
         return (x * 2).double() if mesh.rank("tp") == 1 else x * 2
 
@@ -204,7 +204,7 @@ def test_the_default_group_inside_a_sub_group():
 
 
 def test_global_ranks_inside_a_sub_group():
-    """A root that is a rank of the group, taken for one of the world: right in one half, rejected in the other."""
+    """A group rank taken for a global rank as the root: right in one half of the world, rejected in the other."""
 
     def shared(mesh, x):
         y = x.detach() * 1

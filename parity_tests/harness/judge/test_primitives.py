@@ -18,7 +18,7 @@ bridge.start()
 
 random = np.random.default_rng(0)
 ANY = np.array([0.5, -2.0, 3.0, 100.0, 0.0, -0.0, 2.5, -1.5, np.inf, -np.inf, np.nan, 1.0, -1.0])
-POSITIVE = np.array([0.5, 2.0, 3.0, 100.0, 1e-290, 1.0, np.inf])  # XLA flushes what is below 1e-308 to zero
+POSITIVE = np.array([0.5, 2.0, 3.0, 100.0, 1e-290, 1.0, np.inf])  # XLA flushes numbers below 1e-308 to zero
 INSIDE = np.array([-0.9, -0.5, 0.0, 0.3, 0.99])
 INTEGERS = np.array([0, 1, -1, 7, -8, 2**31 - 1, -(2**31), 3])
 TIES = np.array(
@@ -36,7 +36,7 @@ def long_way(x):
 
 
 def running(x, y):
-    """Constants, a carry that starts still, elements taken forward and backward, and what each turn leaves."""
+    """Constants, a carry that starts without a tangent, elements in both directions, and a result of each turn."""
     start = jnp.zeros(x.shape[1:])
     forward = lax.scan(lambda c, e: (c * y + e, (c * e, 2)), start, x)
     return forward, lax.scan(lambda c, e: (c + jnp.sin(e), c), start, x, reverse=True)
@@ -237,7 +237,7 @@ def places(draw):
     updated = draw(st.sampled_from([None, lax.scatter_add, lax.scatter_mul, lax.scatter]))
     if (
         mode == "promise_in_bounds" or updated is lax.scatter
-    ):  # what a broken promise gives, or the last of two, is open
+    ):  # the result of a broken promise, or of two writes to one place, is open
         starts = np.stack([np.arange(count) % (operand_shape[d] - windows[d] + 1) for d in dims], 1).astype(np.int32)
         starts = starts[: min(operand_shape[d] - windows[d] + 1 for d in dims) if updated else count]
     offsets = tuple(range(1, 1 + len(operand_shape)))
@@ -254,7 +254,7 @@ def places(draw):
 
 @st.composite
 def batched_places(draw):
-    """What vmap makes of x[i] and of its gradient."""
+    """vmap of x[i] and of its gradient."""
     b, n, k, d = draw(size) + 1, draw(size) + 1, draw(size), draw(size) + 1
     indices = np.random.default_rng(draw(size)).integers(-n, n, size=(b, k))
     function = jax.vmap(lambda x, i: x[i])
@@ -286,7 +286,7 @@ def sorts(draw):
 
 @st.composite
 def loops(draw):
-    """A scan whose body branches, inside a loop of a drawn number of turns."""
+    """A scan with a branching body, inside a loop with a drawn number of turns."""
     length, turns, reverse = draw(size), draw(size), draw(st.booleans())
 
     def body(c, e):

@@ -1,4 +1,4 @@
-"""The reference: gradients against those derived by hand, spreads against those computed by hand."""
+"""The reference's gradients and spreads, compared with derivations by hand."""
 
 import re
 
@@ -68,12 +68,12 @@ def signs(case, name, shape):
 
 
 def within_rounding(got, want):
-    """Equal but for the order in which float64 was summed."""
+    """Equal except for the order of float64 sums."""
     return bool((np.abs(got - want) <= 64 * 2.0**-53 * np.abs(want).max()).all())
 
 
 def is_spread(got, want):
-    """Equal but for what the operations themselves add, where inputs are bfloat16."""
+    """Equal except for the operations' own errors, for bfloat16 inputs."""
     return bool((np.abs(got - want) <= BESIDE * want.max()).all())
 
 
@@ -110,7 +110,7 @@ def test_gradient_of_a_log_softmax():
 
 
 def test_spread_of_a_linear_map():
-    """F(x) = a x is linear: D is a u |x|, whatever the signs; and that of the gradient is a u |c|."""
+    """F(x) = a x is linear: D is a u |x|, whatever the signs, and the gradient's is a u |c|."""
     case = times.case(tp=1, b=7, scale=2.5, dtype="bfloat16")
     evaluation, x = evaluated(times, case), drawn(times, case)["x"]
     c = inputs.cotangent(times.outputs[0], case)
@@ -214,8 +214,8 @@ def test_one_compilation_for_each_shape_and_option():
     assert reference.CLOCK.seconds > 0
 
 
-def test_what_is_compiled_does_not_pile_up(monkeypatch):
-    """Linux counts a process's memory maps, of which every compilation takes some dozens."""
+def test_compiled_programs_do_not_pile_up(monkeypatch):
+    """Linux counts a process's memory maps, and every compilation takes some dozens."""
     monkeypatch.setattr(reference, "MAX_PROGRAMS", 3)
     cases = [matmul.case(tp=1, b=b, d=2, f=2) for b in range(1, 9)]
     before = reference.CLOCK.count
@@ -269,13 +269,13 @@ def test_a_reference_that_mixes_dtypes_is_rejected_with_the_conversion_to_write(
 
 
 @pytest.mark.parametrize("doubled", [lambda x: torch.cat([x, x]), lambda x: np.asarray(x) * 2], ids=["torch", "numpy"])
-def test_a_reference_in_torch_or_numpy_is_rejected_with_what_to_write(doubled):
+def test_a_torch_or_numpy_reference_is_rejected_with_a_remedy(doubled):
     declaration = scheme(reference=doubled, mesh={"tp": (1,)}, inputs={"x": "b/tp"}, outputs="b/tp")(lambda mesh, x: x)
     with pytest.raises(ReferenceFailure, match="JAX traces a reference: write jnp and jax there, not torch or numpy"):
         evaluated(declaration, declaration.case(b=4))
 
 
-def test_a_reference_that_branches_on_a_value_is_rejected_with_what_to_write():
+def test_a_reference_that_branches_on_a_value_is_rejected_with_a_remedy():
     def branching(x):
         return x if x[0] > 0 else -x
 

@@ -1,4 +1,4 @@
-"""Each operation adds an error of its own, and it travels by the chain rule: against derivations by hand."""
+"""Each operation adds its own error, which the chain rule propagates: compared with derivations by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def started():
 
 @pytest.fixture(params=EVALUATIONS)
 def rounding_errors(request):
-    """The derivative along nothing, so that what is left is the errors of the operations; in the first direction."""
+    """The derivative in the zero direction, which leaves the operations' errors; the first of DIRECTIONS."""
 
     def derivative(function, *arguments, unit=1.0, tangents=None, seed=0):
         signs = 2.0 * np.random.default_rng(seed).integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0
@@ -60,7 +60,7 @@ def test_one_operation_errs_by_its_result(rounding_errors):
         lambda x: x.max(-1),
     ],
 )
-def test_what_permutes_or_chooses_numbers_is_exact(rounding_errors, function):
+def test_permutations_and_selections_are_exact(rounding_errors, function):
     assert not rounding_errors(function, X).any()
 
 
@@ -80,7 +80,7 @@ def test_errors_are_added_to_the_tangent(rounding_errors):
 
 
 def test_a_difference_of_equals_keeps_the_errors_of_both(rounding_errors):
-    """What rounding the inputs alone cannot see: 3x - 3x is zero, and so is its derivative."""
+    """Rounding only the inputs cannot show this: 3x - 3x is zero, and so is its derivative."""
     errors = rounding_errors(lambda x: 3.0 * x - (x + x + x), X)
     assert (np.abs(errors) > 0).any()
     assert np.abs(errors).max() <= 3 * 3.0 * np.abs(X).max()
@@ -114,7 +114,7 @@ def test_an_output_that_depends_on_no_input(rounding_errors):
     assert rounding_errors(lambda x: jnp.zeros(3), X).tolist() == [0.0] * 3
 
 
-def test_what_numpy_has_no_rule_for_is_compiled(monkeypatch):
+def test_an_operation_without_a_numpy_rule_is_compiled(monkeypatch):
     """A primitive, a parameter or a dtype; so is a program of large arrays."""
 
     def chosen(function, *arguments):

@@ -10,7 +10,7 @@ from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import Cost, integers
 
-# What a real backend rejects
+# Calls that a real backend rejects
 
 
 def sum_of_columns(mesh, x):
@@ -212,7 +212,7 @@ def test_a_row_left_over():
     assert "#1" in message
 
 
-# What a report makes of them
+# Reports on them
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The ledger rows that a report blames: those at the call sites that its notes and findings carry."""
+"""The ledger rows that a report blames: rows at the call sites in its notes and findings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def blamed_rows(report: Report, by: Report | None = None) -> list[LedgerRow]:
-    """The rows of a report's ledger that it blames, or that are blamed `by` another report of the same scheme.
+    """The rows that a report blames in its own ledger, or that another report of the same scheme (`by`) blames.
 
-    Of a failed rank it is the last row of that rank at the line of the failure. Otherwise these are the rows at the
-    call sites of the notes and of the protocol's findings, and those of an op whose calls or bytes are not as declared.
+    For a failed rank, that is its last row at the line of the failure. Otherwise they are the rows at the call sites of
+    the notes and the protocol's findings, and the rows of ops whose calls or bytes are not as declared.
     """
     by = by or report
     failure = by.failure
@@ -33,7 +33,7 @@ def blamed_rows(report: Report, by: Report | None = None) -> list[LedgerRow]:
 
 
 def _miscounted(report: Report) -> Iterator[tuple[int, str, str]]:
-    """Rank, phase and op where the calls or bytes of the ledger are not as declared."""
+    """Rank, phase and op for which the ledger's calls or bytes are not as declared."""
     for rank, declared in enumerate(report.declared_costs):
         for phase, short in PHASES.items():
             wanted, issued = declared.totals(phase), report.ledger.cost(rank, short)

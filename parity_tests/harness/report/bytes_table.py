@@ -1,4 +1,4 @@
-"""Calls and bytes of a ledger as a table, beside those that its scheme declares."""
+"""Calls and bytes of a ledger as a table, next to the scheme's declared cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sums = tuple[int, int]  # calls and bytes
 
 
 def bytes_table(report: Report) -> Element:
-    """A line for each phase and operation and for the ranks that issue as much of it, each its own calls and bytes."""
+    """One line per phase, operation and set of ranks with equal sums; calls and bytes are per rank."""
     lines = list(_lines(report))
     if not lines:
         return tag("p", "Nothing is sent.", class_="quiet")
@@ -40,7 +40,7 @@ def bytes_table(report: Report) -> Element:
 
 
 def _lines(report: Report) -> Iterator[tuple[str, str, list[int], Sums, Sums | None]]:
-    """Phase, operation, ranks alike, what each of them issued, and what was declared of them if anything was."""
+    """Phase, operation, ranks with equal sums, the calls and bytes of each, and the declared ones if there are any."""
     ranks = sorted({row.rank for row in report.ledger.rows} | set(range(len(report.declared_costs))))
     for phase, short in PHASES.items():
         issued = {rank: report.ledger.cost(rank, short) for rank in ranks}
@@ -69,7 +69,7 @@ def _declared(report: Report, issued: Sums, declared: Sums | None) -> Element:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`0-3, 6` of 0, 1, 2, 3, 6."""
+    """`0-3, 6` for 0, 1, 2, 3, 6."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

@@ -1,6 +1,7 @@
-"""The colours of every figure: one for each rank, wherever it is drawn; and matrices of ranks as coloured cells.
+"""Colours of all figures: one for each rank, wherever it is drawn; and matrices of ranks as coloured cells.
 
-A rank has its colour on any ground. Lines, greys and text follow matplotlib's `axes.facecolor` and `text.color`.
+A rank has the same colour on every background. Lines, greys and text follow matplotlib's `axes.facecolor` and
+`text.color`.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-# Okabe and Ito's colours, a grey for their black, in an order in which neighbouring ranks differ most.
+# Okabe and Ito's colours, with grey for their black, ordered so that neighbouring ranks differ most.
 RANKS = ("#D55E00", "#56B4E9", "#F0E442", "#0072B2", "#E69F00", "#009E73", "#444444", "#CC79A7")
-# Of Paul Tol's, for lines and marks on white.
+# From Paul Tol, for lines and marks on white.
 LINES = ("#332288", "#EE3377", "#33BBEE", "#DDAA33", "#661100")
-LINES_ON_DARK = ("#904DFF", *LINES[1:4], "#FAF2EB")  # the two that are dark themselves made light
+LINES_ON_DARK = ("#904DFF", *LINES[1:4], "#FAF2EB")  # lighter versions of the two dark colours
 MARKS = ("o", "s", "^", "D", "v")
 STYLES = ("-", "--", "-.", ":")
 RIGHT, WRONG = LINES[0], LINES[1]
-# Of an error by its size, from none on: blue within the budget, red beyond it.
+# Colours of an error by its size, from none upwards: blue within the budget, red beyond it.
 ERRORS = ("#EEF1F4", "#D7E6F4", "#B3D1EC", "#7FB2DD", "#F6A9C1", "#EC5F94", "#B3124E")
-DARKEST_WITH_BLACK = 0.18  # relative luminance: on darker ground white has more contrast
+DARKEST_WITH_BLACK = 0.18  # relative luminance: on anything darker, white has more contrast
 
 
 def of_rank(rank: int) -> str:
@@ -45,12 +46,12 @@ def rank_map(world: int) -> dict[str, Any]:
 
 
 def lines() -> tuple[str, ...]:
-    """The colours of lines and marks on the ground of the figure that is drawn now."""
+    """The colours of lines and marks on the current figure's background."""
     return LINES_ON_DARK if ink(ground()) == "white" else LINES
 
 
 def line(number: int) -> dict[str, Any]:
-    """Keywords for `plot` of the line of a number: its colour, its mark and its dashes."""
+    """Keywords for `plot` for line `number`: its colour, marker and dashes."""
     return {
         "color": lines()[number % len(LINES)],
         "marker": MARKS[number % len(MARKS)],
@@ -60,7 +61,7 @@ def line(number: int) -> dict[str, Any]:
 
 
 def ground() -> str:
-    """What panels are drawn on, as `#rrggbb`."""
+    """The background of panels as `#rrggbb`."""
     from matplotlib import rcParams
     from matplotlib.colors import to_hex
 
@@ -68,7 +69,7 @@ def ground() -> str:
 
 
 def shade(share: float) -> tuple[float, ...]:
-    """A colour between that of text (0) and the ground (1): on white, matplotlib's grey of that number."""
+    """A colour between the text (0) and the background (1): on white, matplotlib's grey with that number."""
     from matplotlib import rcParams
     from matplotlib.colors import to_rgb
 
@@ -77,7 +78,7 @@ def shade(share: float) -> tuple[float, ...]:
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever can be read on a colour."""
+    """Black or white, whichever is readable on a colour."""
     return "black" if luminance(colour) > DARKEST_WITH_BLACK else "white"
 
 
@@ -87,16 +88,16 @@ def luminance(colour: str) -> float:
 
 
 def linear(colour: str) -> tuple[float, ...]:
-    """Red, green and blue of `#RRGGBB` as amounts of light."""
+    """Red, green and blue of `#RRGGBB` as linear light."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     return tuple(x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
 
 
-MAX_CELLS_WITH_TEXT = 512  # in more the numbers could not be read
+MAX_CELLS_WITH_TEXT = 512  # beyond that the numbers would be unreadable
 
 
 def tiles(panel: Any, owners: Any, world: int, text: Any = None, **labels: Any) -> None:
-    """Colour each cell of `owners` by the rank in it, -1 or nan white; `text` is written into the cells.
+    """Colour each cell of `owners` by its rank, with -1 and nan white; `text` is written into the cells.
 
     `labels` are keywords of `Axes.set`: title, xlabel, ylabel.
     """
@@ -114,7 +115,7 @@ def tiles(panel: Any, owners: Any, world: int, text: Any = None, **labels: Any) 
 
 
 def whole_numbers(panel: Any) -> None:
-    """Ticks at integers only, which is what positions are."""
+    """Ticks at integers only, because positions are integers."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in (panel.xaxis, panel.yaxis):

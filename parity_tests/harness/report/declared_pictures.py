@@ -1,6 +1,6 @@
-"""The case that shows how a scheme is sharded, and the pictures on the declared meshes, which are stored.
+"""A case that shows how a scheme is sharded, and stored pictures on the declared meshes.
 
-A case that is drawn for a verdict may have one rank, or a rank without a position: edges worth a test, and no picture.
+A case drawn for a verdict may have one rank, or a rank without positions: good edge cases, but poor pictures.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.draw.size_choices import meshes
 from parity_tests.harness.report.picture import scheme_picture, scheme_strips
 
-MOST_MESHES = 12  # of a scheme
-SEEDS = 6  # cases of one mesh, among which the most telling is chosen
-ENOUGH = 2  # positions of a dim that a rank has
+MOST_MESHES = 12  # per scheme
+SEEDS = 6  # cases tried per mesh, to choose the one with most positions per rank
+ENOUGH = 2  # positions of a dim per rank
 
 
 def pictured_case(scheme: Declared, sizes: Mapping[str, Any]) -> CaseSpec:
-    """A case with these sizes on the smallest mesh that has several ranks on the most axes, each rank with positions.
+    """A case of these sizes on the smallest mesh with several ranks on most axes, in which each rank has positions.
 
-    Errors: ValueError as of draw_case.
+    Errors: ValueError as in draw_case.
     """
     for mesh in _meshes_with(scheme, {axis: size for axis, size in sizes.items() if axis in scheme.mesh}):
         if (case := _telling_case(scheme, {**mesh, **sizes})) is not None:
@@ -45,10 +45,10 @@ def _meshes_with(scheme: Declared, given: Mapping[str, int]) -> list[dict[str, i
 
 
 def _telling_case(scheme: Declared, sizes: Mapping[str, Any]) -> CaseSpec | None:
-    """Of a few cases of these sizes, the one whose poorest rank has the most positions; None if there is no case."""
+    """Of a few cases with these sizes, the one whose poorest rank has the most positions; None if there is no case."""
     best, most = None, -1
     for seed in range(SEEDS):
-        with suppress(ValueError):  # no shape goes with this mesh, or with these sizes
+        with suppress(ValueError):  # no shape fits this mesh or these sizes
             case = one_case(scheme, seed=seed, **sizes)
             if (positions := _fewest_positions(scheme, case)) > most:
                 best, most = case, positions
@@ -58,7 +58,7 @@ def _telling_case(scheme: Declared, sizes: Mapping[str, Any]) -> CaseSpec | None
 
 
 def _fewest_positions(scheme: Declared, case: CaseSpec) -> int:
-    """Of the rank that has the fewest of a sharded dim, at most `ENOUGH`."""
+    """The smallest number of positions that a rank has of any sharded dim, at most `ENOUGH`."""
     fewest = ENOUGH
     for _, spec, strips in scheme_strips(scheme, case):
         shardings = [sharding for dim in spec.dims for sharding in dim.shardings]
@@ -69,7 +69,7 @@ def _fewest_positions(scheme: Declared, case: CaseSpec) -> int:
 
 
 def declared_pictures(scheme: Declared) -> Mapping[str, str]:
-    """The picture for each part of each declared mesh, as sizes may be given for some of its axes; by `sizes_key`."""
+    """The picture for each subset of each declared mesh, because users may give only some axes; by `sizes_key`."""
 
     @functools.cache
     def picture_on(*mesh: tuple[str, int]) -> str | None:

@@ -1,4 +1,4 @@
-"""Run a command: its outcome is a status, and a user's mistake one sentence on standard error, never a traceback."""
+"""Run a command: returns an exit status, and reports a user's mistake in one sentence without a traceback."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from parity_tests.harness.run.exit_status import EQUAL, INTERRUPTED, NOTHING, RA
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Python drops a KeyboardInterrupt that is raised in a callback; here it is raised again in the main thread.
+    """Python drops a KeyboardInterrupt raised in a callback; inside this block it is raised again in the main thread.
 
-    That is at the next call or return. If this is in a callback too, it is dropped and raised once more.
+    It is raised at the next call or return. If that is inside a callback too, it is dropped and raised once more.
     """
     previous_hook = sys.unraisablehook
 
@@ -27,8 +27,8 @@ def delayed_interrupts() -> Iterator[None]:
             previous_hook(lost)
 
     def again(frame: FrameType, event: str, arg: Any) -> None:
-        if frame.f_code is not hook.__code__:  # out of the hook it would be dropped for good
-            raise KeyboardInterrupt  # Python takes the profiler away that raises
+        if frame.f_code is not hook.__code__:  # raised inside the hook it would be lost
+            raise KeyboardInterrupt  # Python removes a profiler that raises
 
     sys.unraisablehook = hook
     try:
@@ -38,16 +38,16 @@ def delayed_interrupts() -> Iterator[None]:
 
 
 def guarded(call: Callable[[], Any]) -> int:
-    """The status that a call returns; each said in a sentence: 2 a user's mistake, 3 lost processes, 4 what is absent.
+    """The status of a call, with one sentence for: 2 a user's mistake, 3 lost processes, 4 a missing requirement.
 
-    141 where the reader of standard output has closed it, as `| head` does; nothing is printed then.
+    141 if the reader of standard output has closed it, as `| head` does; then nothing is printed.
     """
     try:
         with delayed_interrupts(), _while_it_is_read():
             return call() or EQUAL
     except _Unread:
         return UNREAD
-    except (KeyboardInterrupt, SystemExit) as stop:  # typer makes an exit of the first
+    except (KeyboardInterrupt, SystemExit) as stop:  # typer turns the first into an exit
         if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
             raise
         _complain("interrupted; what was not printed was not judged")
@@ -62,7 +62,7 @@ def guarded(call: Callable[[], Any]) -> int:
 
 
 def _sentence(error: Exception) -> tuple[int, str] | None:
-    """The status and the sentence of a user's mistake; None for any other exception, which is a bug of ours."""
+    """The status and sentence for a user's mistake; None for any other exception, which is this project's bug."""
     if isinstance(error, OSError):
         return USAGE, f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
     if isinstance(error, MemoryError):
@@ -91,11 +91,14 @@ def _complain(sentence: str) -> None:
 
 
 class _Unread(BaseException):
-    """Standard output has lost its reader. No OSError, of which typer and rich make a status of their own."""
+    """The reader of standard output has closed it.
+
+    This is not an OSError, because typer and rich would turn that into their own status.
+    """
 
 
 class _Reader:
-    """A stream whose reader may leave; all but writing is the stream's own."""
+    """A stream whose reader may close it; everything except writing is passed to the stream."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -118,9 +121,9 @@ class _Reader:
 
 @contextmanager
 def _while_it_is_read() -> Iterator[None]:
-    """Standard output that says when its reader is gone; what is left unwritten then goes nowhere."""
+    """Standard output that raises once its reader is gone; unwritten text is then discarded."""
     stream = sys.stdout
-    if stream is None:  # closed by who started this
+    if stream is None:  # closed by the process that started this one
         yield
         return
     sys.stdout = _Reader(stream)

@@ -1,7 +1,8 @@
-"""A verdict as a page: one file that needs no network, and the same in a notebook.
+"""A verdict as a page: one file that needs no network, also shown in notebooks.
 
-What is wrong comes first, then the case that shows it best, drawn: what the ranks hand to each other, and each tensor
-with its owners and errors. Then the smallest case, how to run it again, and the report as the terminal has it.
+First come the findings, then drawings of the case that shows the mistake best: the transfers between ranks, and each
+tensor with its owners and errors. Then the smallest case, the command to run it again, and the report as printed in a
+terminal.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from parity_tests.harness.run.ledger import LedgerRow
 
 
 def page(reports: Sequence[Report], closing: str = "", without_report: Sequence[str] = ()) -> str:
-    """A full page of the verdicts of one scheme or of several; of several, those that are equal are folded.
+    """A full page with the verdicts of one or several schemes; among several, equal ones are folded.
 
-    `without_report` has a sentence for each scheme that was not run or not judged.
+    `without_report` has one sentence for each scheme that was not run or not judged.
     """
     others = [tag("p", sentence, class_="quiet") for sentence in without_report]
     if len(reports) == 1:
@@ -49,7 +50,7 @@ def page(reports: Sequence[Report], closing: str = "", without_report: Sequence[
 
 
 def fragment(report: Report) -> str:
-    """What a notebook shows: the text first, which is there even where pictures are left out."""
+    """A report in a notebook: the text first, which remains where pictures are removed."""
     text = tag("pre", str(report))
     return in_notebook(text, tag("details", tag("summary", "the case, drawn"), *_pictures(report), open=""))
 
@@ -77,7 +78,7 @@ def _table(reports: Sequence[Report]) -> Element:
 
 
 def _folded(report: Report) -> Element:
-    """A scheme among several: in full where it is not equal, else only its ledger, folded."""
+    """One of several schemes: in full unless it is equal, else only its ledger, folded."""
     if not report.ok:
         return tag("section", _section(report))
     summary = tag("summary", _name(report), " ", _verdict(report))
@@ -101,13 +102,13 @@ def _section(report: Report) -> Element:
 
 
 def _verdict(report: Report) -> Element:
-    """The verdict in a word, with a sign besides the colour."""
+    """The verdict in one word, with a sign in addition to the colour."""
     sign, kind = ("\N{CHECK MARK}", "right") if report.ok else ("\N{BALLOT X}", "wrong")
     return tag("span", f"{sign} {report.verdict}", class_=f"verdict {kind}")
 
 
 def _headline(report: Report) -> str:
-    """The sentence that says most: of the first wrong tensor, of the failure, or of a side check."""
+    """The most telling sentence: about the first wrong tensor, the failure, or a side check."""
     if report.failure is not None:
         return str(report.failure).splitlines()[0]
     wrong = [f"{label}: {notes[0]}" for label, notes in report.notes.items() if notes]
@@ -125,14 +126,14 @@ def _headline(report: Report) -> str:
 
 
 def _blamed(report: Report) -> Element | None:
-    """The lines that the report blames, of the clearest case."""
+    """The lines that the report blames, in its clearest case."""
     rows = blamed_rows(report.clearer_report or report, report)
     lines = list(dict.fromkeys(f"{row.op} at {row.source}" for row in rows))
     return tag("p", tag("span", "blamed", class_="badge"), " ", tag("code", ", ".join(lines))) if lines else None
 
 
 def _facts(report: Report) -> Element:
-    """What was tried, in one line, and what else was seen."""
+    """The tested examples, meshes and dtypes in one line, and further observations."""
     count = counted(report.examples, "example")
     meshes = " ".join(report.meshes) or mesh_text(report.case.mesh)
     dtypes = " ".join(report.dtypes or (report.case.dtype,))
@@ -144,7 +145,7 @@ def _facts(report: Report) -> Element:
 
 
 def _notes(report: Report) -> list[Element]:
-    """Every sentence on what is wrong, by tensor."""
+    """All sentences about mistakes, by tensor."""
     items = [tag("li", tag("b", label), ": ", note) for label, notes in report.notes.items() for note in notes]
     side_findings = (*report.protocol, *report.cost, *report.hygiene)
     items += [tag("li", sentence) for sentence in side_findings]
@@ -154,7 +155,7 @@ def _notes(report: Report) -> list[Element]:
 
 
 def _pictures(report: Report) -> list[Element]:
-    """The clearest case, in full; where it is not the smallest, that one too."""
+    """The clearest case in full; also the smallest case if that is another."""
     example = report.clearer_report or report
     blamed = blamed_rows(example, report)
     what = "The clearest case" if report.clearer_report else _kind(report)
@@ -178,7 +179,7 @@ def _case(report: Report) -> str:
 
 
 def _exchanges(report: Report, blamed: Sequence[LedgerRow] = ()) -> list[Element]:
-    """What is sent: drawn, and counted."""
+    """The transfers, drawn and counted."""
     return [
         tag("h3", "What the ranks hand to each other"),
         movement(report.ledger, blamed, report.case.world),
@@ -188,7 +189,7 @@ def _exchanges(report: Report, blamed: Sequence[LedgerRow] = ()) -> list[Element
 
 
 def _replay(report: Report) -> list[Element]:
-    """How to run the case again: of a failure its file, of any other the lines for a notebook."""
+    """How to run the case again: a failure's replay file, else lines for a notebook."""
     parts = [tag("h2", "Run it again")]
     if report.replay:
         parts.append(tag("pre", f"python {report.replay}\nshardproof replay {report.replay} --engine gloo"))

@@ -1,4 +1,4 @@
-"""Layouts side by side: one strip for each, and beside it how much of a causal mask's work each rank has."""
+"""Layouts side by side: one strip for each, and next to it each rank's share of a causal mask's work."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Positions = Sequence[Sequence[int] | np.ndarray]  # the positions of each rank
 
 
 def figure(layouts: Mapping[str, Positions], sequences: Mapping[str, Sequence[int]] | None = None) -> Any:
-    """For each layout, by name, the positions of each rank; `sequences` are the borders of a packed one.
+    """Draw the positions of each rank for each layout, by name; `sequences` are the borders of a packed one.
 
-    Errors: ValueError if a layout is no partition of its positions.
+    Errors: ValueError if a layout is not a partition of its positions.
     """
     from matplotlib.figure import Figure
 
@@ -43,7 +43,7 @@ def figure(layouts: Mapping[str, Positions], sequences: Mapping[str, Sequence[in
 
 
 def causal_work(by_rank: Positions, borders: Sequence[int]) -> np.ndarray:
-    """Each rank's share of the (query, key) pairs, where a position sees those of its sequence up to itself."""
+    """Each rank's share of the (query, key) pairs; a query sees the keys of its own sequence up to itself."""
     starts = np.asarray(borders[:-1])
     pairs = [
         sum(position - starts[np.searchsorted(starts, position, side="right") - 1] + 1 for position in positions)

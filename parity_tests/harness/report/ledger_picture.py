@@ -8,13 +8,13 @@ from parity_tests.harness.report import colours
 from parity_tests.harness.run.ledger import Ledger, LedgerRow
 
 INCHES_PER_RANK, WIDEST = 0.34, 11.0
-MAX_WIDE_COLUMNS = 5  # columns, whose names have room beside each other
+MAX_WIDE_COLUMNS = 5  # up to so many columns, their names fit next to each other
 
 
 def figure(ledger: Ledger, title: str = "") -> Any:
-    """A box for each rank that takes part, in its colour; above it what, how much, and where; backward is grey.
+    """A box in the colour of each rank that takes part; above it the operation, size and line; backward is grey.
 
-    Of messages between two ranks, the k-th that each rank sends make a column, and the k-th that each receives.
+    For messages between two ranks, every rank's k-th send is one column, and every rank's k-th receive another.
     """
     from matplotlib.figure import Figure
 
@@ -43,7 +43,7 @@ def figure(ledger: Ledger, title: str = "") -> Any:
 
 
 def _columns(ledger: Ledger) -> list[list[LedgerRow]]:
-    """The rows of each collective: of one group, with one number in it. Messages are numbered by kind."""
+    """The rows of each collective: one group, one sequence number. Sends and receives are numbered separately."""
     columns: dict[tuple[object, ...], list[LedgerRow]] = {}
     for row in ledger.rows:
         key = (row.group, row.group_name, row.seq, row.op if row.peer is not None else "")

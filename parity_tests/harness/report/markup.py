@@ -1,4 +1,4 @@
-"""HTML and SVG as trees of elements, so that all text in them is escaped and each element is closed."""
+"""HTML and SVG as trees of elements, so that text is always escaped and elements are always closed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_IN_A_PAGE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 def tag(name: str, /, *children: Child, **attributes: object) -> Element:
-    """An element with its children, of which a None is left out, and with the attributes that are not None.
+    """An element with its children and attributes; None is skipped in both.
 
     `class_` is the attribute class, `stroke_width` stroke-width.
 
@@ -27,7 +27,7 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Element:
 
 
 def add(element: Element, children: Iterable[Child]) -> Element:
-    """The element with further children."""
+    """Add children to an element and return it."""
     for child in children:
         if isinstance(child, str):
             if len(element):
@@ -40,7 +40,7 @@ def add(element: Element, children: Iterable[Child]) -> Element:
 
 
 def svg(width: float, height: float, *children: Child, label: str, **attributes: object) -> Element:
-    """A drawing, with a name for those who cannot see it."""
+    """A drawing with a text label for screen readers."""
     sizes = {"viewBox": f"0 0 {_clean(width)} {_clean(height)}", "width": width, "height": height}
     return tag("svg", *children, role="img", aria_label=label, **sizes, **attributes)
 
@@ -50,7 +50,7 @@ def as_text(element: Element) -> str:
 
 
 def _clean(value: object) -> str:
-    """A number in a tenth at most; text without the characters that no page may hold, as those of colours."""
+    """Numbers to one decimal; text without characters that a page may not contain, such as ANSI colours."""
     if isinstance(value, float):
         return f"{value:.1f}".removesuffix(".0")
     return NOT_IN_A_PAGE.sub("\N{REPLACEMENT CHARACTER}", str(value))

@@ -1,8 +1,8 @@
-"""A drawing of a ledger: ranks are columns, a step of collectives or messages is a row, time runs down.
+"""A drawing of a ledger: ranks are columns, steps of collectives or messages are rows, time runs down.
 
-Above each step are the blocks that the ranks hand in, below it what they have then; lines between them are as wide as
-their bytes and have the colour of the rank that they come from. Steps of the backward have another ground, and those
-that a report blames are marked.
+Above each step are the blocks that the ranks hand in, below it the blocks that they receive; lines between them are as
+wide as their bytes and have the colour of the source rank. Steps of the backward have a different background, and
+blamed steps are marked.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from parity_tests.harness.run.ledger import Ledger, LedgerRow
 from parity_tests.harness.run.movement import Step, Transfer, steps
 
 MAX_STEPS = 80
-MAX_FANNED = 8  # ranks of a group whose blocks are drawn one by one; those of a larger one meet in the middle
-COLUMN, NARROW, FEW = 88.0, 64.0, 4  # the width of a column, of more than a few
+MAX_FANNED = 8  # largest group whose blocks are drawn one by one; lines of a larger one meet in the middle
+COLUMN, NARROW, FEW = 88.0, 64.0, 4  # width of a column with up to FEW ranks, and with more
 LEAST_SCALE = 0.7  # of a drawing on a narrow page
-BOX, HEAD, GAP = 20.0, 24.0, 66.0  # heights of a box, of the row of rank names, of the space that lines cross
+BOX, HEAD, GAP = 20.0, 24.0, 66.0  # heights: of a box, of the row of rank names, of the space that lines cross
 THINNEST, WIDEST = 1.5, 11.0
-IN_BLOCKS = ("all_to_all", "reduce_scatter")  # what is handed in has a block for each rank
+IN_BLOCKS = ("all_to_all", "reduce_scatter")  # their input has one block for each rank
 FROM_THE_ROOT = ("broadcast", "scatter")
 SUMS = {"all_reduce", "reduce_scatter", "reduce"}
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The columns of the ranks, and how many bytes the widest line is."""
+    """The columns of the ranks, and the bytes of the widest line."""
 
     ranks: tuple[int, ...]
     largest: int
@@ -44,7 +44,7 @@ class Grid:
 
     @property
     def style(self) -> str:
-        """A phone scales a drawing of up to 8 ranks to its width, and scrolls larger ones, whose text stays legible."""
+        """A phone scales a drawing of up to 8 ranks to its width and scrolls larger ones, to keep text legible."""
         return f"min-width: {LEAST_SCALE * self.width:.0f}px"
 
     def x(self, rank: int) -> float:
@@ -55,7 +55,7 @@ class Grid:
 
 
 def movement(ledger: Ledger, blamed: Collection[LedgerRow] = (), world: int = 0) -> Element:
-    """The drawing of a ledger of `world` ranks, or of those that are in it; `blamed` rows are marked."""
+    """Draw a ledger of `world` ranks, or of the ranks in it; `blamed` rows are marked."""
     all_steps = steps(ledger)
     if not all_steps:
         return tag("p", "No collectives and no messages.", class_="quiet")
@@ -111,7 +111,7 @@ def _step(step: Step, grid: Grid, marked: Collection[int]) -> Element:
 
 
 def _label(step: Step, is_marked: bool) -> Element:
-    """What is done, with how much, and on which line of the user's."""
+    """The operation of a step, its size, and the user's line."""
     badge = tag("span", "blamed", class_="badge") if is_marked else None
     lines = [tag("code", text) for text in _texts(step)]
     sizes = sorted({row.payload for row in _issued(step)})
@@ -124,7 +124,7 @@ def _label(step: Step, is_marked: bool) -> Element:
 
 
 def short(size: int) -> str:
-    """Bytes in so few letters that they fit into a box: `24 B`, `1.5 MB`."""
+    """Bytes as a text short enough for a box: `24 B`, `1.5 MB`."""
     if size < 10_000:
         return f"{size} B"
     unit, letter = next((unit, letter) for unit, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")) if size >= unit)
@@ -132,7 +132,7 @@ def short(size: int) -> str:
 
 
 def _texts(step: Step) -> list[str]:
-    """`all_reduce SUM float32[4] over tp, my_scheme.py:28`, once for each that differs in more than its rank."""
+    """`all_reduce SUM float32[4] over tp, my_scheme.py:28`, one line per set of rows that differ only in rank."""
     rows = _issued(step)
     texts: dict[str, list[int]] = {}
     shapes = {(row.op, row.source): row for row in rows}
@@ -147,13 +147,13 @@ def _texts(step: Step) -> list[str]:
 
 
 def _issued(step: Step) -> list[LedgerRow]:
-    """The rows that hand something in; of a receive that nobody sent for, the receive."""
+    """The rows that hand in data; if nobody sent to a receive, the receive itself."""
     takers = [row for row in step.rows if row.op == "recv" or (row.op in FROM_THE_ROOT and row.rank != row.root)]
     return [row for row in step.rows if row not in takers] or takers
 
 
 def _hubs(step: Step, grid: Grid) -> dict[tuple[int, ...], int]:
-    """The groups whose lines meet in the middle, for a sum or for being many, with the level of each."""
+    """The groups whose lines meet in the middle, because of a sum or the group's size, with each one's level."""
     groups = {
         move.group: None
         for move in step.transfers
@@ -195,7 +195,7 @@ def _reduction(step: Step) -> str:
 
 
 def _line(move: Transfer, step: Step, grid: Grid, hubs: Mapping[tuple[int, ...], int], gap: float) -> list[Child]:
-    """The path of one transfer, on a darker one, since some ranks' colours are pale."""
+    """The path of one transfer, drawn over a darker one because some ranks' colours are pale."""
     top, bottom = 8.0 + BOX, 8.0 + BOX + gap
     start = None if move.source is None else (_block_x(move, step, grid, is_target=False), top)
     end = None if move.target is None else (_block_x(move, step, grid, is_target=True), bottom)
@@ -219,7 +219,7 @@ def _line(move: Transfer, step: Step, grid: Grid, hubs: Mapping[tuple[int, ...],
 
 
 def _block_x(move: Transfer, step: Step, grid: Grid, *, is_target: bool) -> float:
-    """Where a line begins or ends: at its block in the box of its rank."""
+    """The x of a line's end: at its block in its rank's box."""
     rank, other = (move.target, move.source) if is_target else (move.source, move.target)
     assert rank is not None
     row = next((row for row in step.rows if row.rank == rank and row.op != "recv"), None)
@@ -232,13 +232,13 @@ def _block_x(move: Transfer, step: Step, grid: Grid, *, is_target: bool) -> floa
 
 
 def _handed_in(row: LedgerRow) -> list[int | None]:
-    """The blocks of what a rank hands in, by the ranks that they are for; itself where it is one block."""
+    """The blocks that a rank hands in, by target rank; the rank itself if it hands in a single block."""
     is_in_blocks = row.op in IN_BLOCKS or (row.op == "scatter" and row.root == row.rank)
     return list(row.group) if is_in_blocks and len(row.group) <= MAX_FANNED else [row.rank]
 
 
 def _received(step: Step, rank: int) -> list[int | None]:
-    """The blocks that a rank has then, by the ranks that they come from; None is a sum of all."""
+    """The blocks that a rank receives, by source rank; None is the sum of all."""
     moves = [move for move in step.transfers if move.target == rank]
     if step.rows[0].op in SUMS:
         return [None]
@@ -252,7 +252,7 @@ def _frame(rank: int, grid: Grid, y: float) -> dict[str, float]:
 
 
 def _box(row: LedgerRow, grid: Grid, y: float, blocks: list[int | None], marked: Collection[int]) -> list[Child]:
-    """What a rank hands in: in its colour, with the number of the rank that each block is for."""
+    """A rank's input in its colour, with the number of each block's target rank."""
     paint = row.rank % len(colours.RANKS)
     parts: list[Child] = []
     frame = _frame(row.rank, grid, y)
@@ -268,7 +268,7 @@ def _box(row: LedgerRow, grid: Grid, y: float, blocks: list[int | None], marked:
 
 
 def _cells(rank: int, grid: Grid, y: float, blocks: list[int | None]) -> list[Child]:
-    """What a rank has then: a block for each rank that one came from, or a sum."""
+    """A rank's blocks after the step: one for each source rank, or a sum."""
     frame = _frame(rank, grid, y)
     wide = frame["width"] / len(blocks)
     parts: list[Child] = []

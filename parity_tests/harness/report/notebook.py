@@ -1,4 +1,4 @@
-"""How schemes, cases and ledgers draw themselves in a notebook. Ranks load this too, and no JAX with it."""
+"""Schemes, cases and ledgers as drawings in a notebook. Ranks load this too, so it loads no JAX."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from parity_tests.harness.run.ledger import Ledger
 
 WIDE, HIGH = 480.0, 20.0  # of a strip
-MAX_RUNS = 256  # bars of a strip; of one with more, each is the owner of every so many positions
+MAX_RUNS = 256  # most bars of a strip; a strip with more shows the owner of every n-th position
 
 
 def of_ledger(ledger: Ledger) -> str:
-    """What the ranks of a run hand to each other."""
+    """The transfers between the ranks of a run."""
     return in_notebook(movement(ledger))
 
 
 def of_scheme(scheme: Declared) -> str:
-    """The specs of a scheme with the strips of one case, on the largest mesh that has one."""
+    """The specs of a scheme with the strips of one case, on the largest mesh that has a case."""
     from parity_tests.harness.report.declared_pictures import pictured_case
 
     largest: dict[str, Any] = {axis: max(sizes) for axis, sizes in scheme.mesh.items()}
     try:
         case = pictured_case(scheme, largest)
-    except ValueError:  # its dims, or `assume`, do not go with that mesh
+    except ValueError:  # its dims or its `assume` reject that mesh
         case = pictured_case(scheme, {})
     sizes = ", ".join(f"{axis} {' '.join(map(str, tried))}" for axis, tried in scheme.mesh.items())
     head = tag("p", tag("b", scheme.name), f" over {sizes}; below, {_sizes(case.mesh)} with {_sizes(case.dims)}")
@@ -44,7 +44,7 @@ def of_scheme(scheme: Declared) -> str:
 
 
 def of_case(case: CaseSpec) -> str:
-    """What decides a case, and the strips of its scheme where that is loaded."""
+    """The choices that define a case, and the strips of its scheme if that is loaded."""
     from parity_tests.harness.declare.discover import TABLE
 
     rows = {
@@ -62,7 +62,7 @@ def of_case(case: CaseSpec) -> str:
 
 
 def strip(owners: np.ndarray) -> Element:
-    """A bar for each run of positions with one owner, in its colour and with its number where there is room."""
+    """One bar for each run of positions with one owner, in its colour and with its number if there is room."""
     runs = 1 + int(np.count_nonzero(np.diff(owners)))
     sampled = owners[:: -(-len(owners) // MAX_RUNS)] if runs > MAX_RUNS else owners
     step, left = WIDE / max(len(sampled), 1), 0.0
@@ -77,7 +77,7 @@ def strip(owners: np.ndarray) -> Element:
 
 
 def _tensors(scheme: Declared, case: CaseSpec) -> Iterator[Element]:
-    """Each input and output with its spec, its strips, and in words what its other axes promise."""
+    """Each input and output with its spec, its strips, and the types of its other axes in words."""
     for name, spec, strips in picture.scheme_strips(scheme, case):
         lines = [
             tag("tr", tag("td", tag("code", each.label)), tag("td", tag("div", strip(each.owners), class_="wide")))

@@ -1,4 +1,4 @@
-"""Files that a command writes: paths that cannot be written are rejected before any work."""
+"""Files that a command writes: unwritable paths are rejected before any work."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ENDINGS = (".png", ".svg", ".pdf")  # of a figure
-ALWAYS_FILES = ("figure", "csv")  # where `-` is not standard output
+ALWAYS_FILES = ("figure", "csv")  # a path `-` is a file and not standard output
 
 
 def check_writable(**paths: str | None) -> None:
-    """Each option with its path: `json="out.json"`; None and `-`, which is standard output, are never rejected.
+    """Check each option's path, as in `json="out.json"`; None and `-` (standard output) are never rejected.
 
-    Errors: ValueError for a folder that does not exist, for a path that is a folder or may not be written, and for
-    standard output more than once.
+    Errors: ValueError for a missing folder, for a path that is a folder or not writable, and for more than one `-`.
     """
     to_stdout = [f"--{option} -" for option, path in paths.items() if path == "-" and option not in ALWAYS_FILES]
     if len(to_stdout) > 1:
@@ -40,9 +39,9 @@ def check_writable(**paths: str | None) -> None:
 
 
 def check_folder(**paths: str | None) -> None:
-    """Each option with the folder that it names, which need not be there yet.
+    """Check each option's folder, which may not exist yet.
 
-    Errors: ValueError for a file, for a folder below one, and where nothing may be written or made.
+    Errors: ValueError for a file, for a folder below a file, and if nothing can be written or created there.
     """
     for option, path in paths.items():
         if path is None:
@@ -70,7 +69,7 @@ def write_text(path: str, text: str) -> None:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Adds the path to an OSError raised inside: that of a full disk has none."""
+    """Add the path to an OSError raised inside; the error of a full disk has none."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A tensor as a matrix of its last dim by all others, each element in the colour of the rank that holds it."""
+"""A tensor as a matrix of its last dim by all others, each element in the colour of its rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDE, LARGEST, SMALLEST = 300.0, 30.0, 6.0  # of a map, and of its cells
 
 
 def owner_map(ranks: np.ndarray, caption: str) -> Element:
-    """A rectangle for each run of elements of one rank in a line, with its number where there is room."""
+    """A rectangle for each run of elements of one rank in a row, with the rank's number if there is room."""
     cells, step = reduced(ranks, first=True)
     wide, high = cell_size(cells)
     parts: list[Child] = []
@@ -33,7 +33,7 @@ def owner_map(ranks: np.ndarray, caption: str) -> Element:
 
 
 def reduced(array: np.ndarray, *, first: bool) -> tuple[np.ndarray, int]:
-    """A matrix of at most so many cells, and how many elements each shows: by its first, or by its worst."""
+    """The array as a matrix of at most 40 by 48 cells, and the elements per cell: it shows the first or the worst."""
     matrix = array.reshape(-1, array.shape[-1] if array.ndim else 1)
     down, across = (-(-size // most) for size, most in zip(matrix.shape, (MAX_ROWS, MAX_COLUMNS), strict=True))
     if down * across == 1:

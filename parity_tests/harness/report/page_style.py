@@ -1,11 +1,11 @@
-"""How pages look: colours by name for light and dark, and a layout that is one column where there is room for one."""
+"""Style of pages: named colours for light and dark, and a one-column layout on narrow screens."""
 
 from __future__ import annotations
 
 from parity_tests.harness.report import colours
 from parity_tests.harness.report.markup import Child, as_text, tag
 
-# Every rule is below `.shardproof`, so that a notebook around it stays as it is.
+# Every rule is below `.shardproof`, so that a notebook around it is unaffected.
 _STYLE = """
 .shardproof {
   --ground: #ffffff; --ink: #1c1e21; --quiet: #59616a; --line: #cfd4da; --panel: #f4f5f7;
@@ -91,5 +91,5 @@ def style() -> str:
 
 
 def in_notebook(*parts: Child) -> str:
-    """Parts of a page with the style that they need."""
+    """Parts of a page together with their style."""
     return as_text(tag("div", tag("style", style()), *parts, class_="shardproof"))

@@ -1,7 +1,7 @@
-"""Pictures of specs: who owns each position of a sharded dim, and what the other axes promise.
+"""Pictures of specs: the owner of each position of a sharded dim, and the types of the other axes.
 
-The same strips as text, for terminals and errors, and as a figure. A rank has the same digit and the same colour
-wherever it stands, on whatever axis.
+The same strips serve as text, for terminals and errors, and as a figure. A rank has the same digit and colour
+everywhere, on any axis.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PROMISES = {
     "P": "values add up, same gradient",
 }
 FULL = "whole on every rank"
-WIDEST = 96  # positions written one by one; beyond, runs are counted
+WIDEST = 96  # positions written one by one; longer strips count runs
 MAX_RUNS = 24
-STRIPS = (0.32, 0.66)  # where the strips of a figure begin, and how wide they are
+STRIPS = (0.32, 0.66)  # left edge and width of the strips in a figure
 
 Layouts = Mapping[str, Callable[[int, int], Sequence[np.ndarray]]]
 
 
 @dataclass(frozen=True)
 class Strip:
-    """One sharding: how it is written, and the rank of its axis that owns each position of the dim."""
+    """One sharding: its text, and for each position of the dim the owning rank of its axis."""
 
     label: str
     owners: np.ndarray
@@ -54,9 +54,9 @@ def digit(rank: int) -> str:
 
 
 def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], layouts: Layouts) -> list[Strip]:
-    """One strip for each sharding, outermost first. `layouts` by name, or by `dim/axis` for the sharding of one dim.
+    """One strip for each sharding, outermost first; `layouts` by name, or by `dim/axis` for the sharding of one dim.
 
-    Errors: ValueError if a dim cannot be sharded or a custom layout is no partition.
+    Errors: ValueError if a dim cannot be sharded or a custom layout is not a partition.
     """
     strips = []
     for dim in spec.dims:
@@ -75,7 +75,7 @@ def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], 
                 by_rank = list(layout(len(piece), world))
                 check_partition(sharding.layout, by_rank, len(piece))
                 for rank, positions in enumerate(by_rank):
-                    local_ids = piece[np.asarray(positions, dtype=np.int64)]  # an empty list is float64 to NumPy
+                    local_ids = piece[np.asarray(positions, dtype=np.int64)]  # NumPy makes an empty list float64
                     owners[local_ids] = rank
                     parts.append(local_ids)
             strips.append(Strip(label, owners))
@@ -105,7 +105,7 @@ def figure(
 ) -> Any:
     """A matplotlib figure: for each tensor its strips, coloured and labelled by owner, and its types in words.
 
-    `layouts` gives those of a tensor by its name.
+    `layouts` maps a tensor's name to its layouts.
     """
     from matplotlib.figure import Figure
 
@@ -133,7 +133,7 @@ def figure(
 
 
 def draw_strip(panel: Any, owners: np.ndarray, height: float, left: float = 0.0, width: float = 1.0) -> None:
-    """One bar for each run of positions with one owner, from `left` on, its digit inside where there is room."""
+    """One bar for each run of positions with one owner, from `left` on, with its digit inside if there is room."""
     step = width / max(len(owners), 1)
     for rank, run in groupby(owners.tolist()):
         length, paint = len(list(run)) * step, colours.of_rank(rank)
@@ -163,7 +163,7 @@ def scheme_strips(scheme: Declared, case: CaseSpec) -> list[tuple[str, Spec, lis
 
 
 def scheme_figure(scheme: Declared, case: CaseSpec) -> Any:
-    """The same as a matplotlib figure."""
+    """The strips of `scheme_picture` as a matplotlib figure."""
     tensors = _tensors(scheme)
     return figure(tensors, case.dims, case.mesh, lambda name: _bound(scheme, case, tensors[name]))
 
@@ -174,7 +174,7 @@ def _tensors(scheme: Declared) -> dict[str, Spec]:
 
 
 def _bound(scheme: Declared, case: CaseSpec, spec: Spec) -> Layouts:
-    """The layout of each sharding of a spec with the lengths of this case bound, by `dim/axis`."""
+    """The layout of each sharding of a spec, with this case's lengths bound, by `dim/axis`."""
     from parity_tests.harness.draw.inputs import layout_function, shard_lengths
 
     return {

@@ -1,12 +1,12 @@
-"""The report: one record of what was checked and found, printed in a terminal and drawn in a notebook."""
+"""The report: one record of checks and findings, printed in a terminal and drawn in a notebook."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -25,10 +25,9 @@ from parity_tests.harness.run.failure import RankFailure, Shared
 from parity_tests.harness.run.ledger import Finding, Ledger
 
 PLAIN_WIDTH = 132
-EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds in which numbers repeat
+EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds with repeated numbers
 MOST_NAMED = 4  # pairs that no example had
-MAX_UNDECIDED_SHARE = 0.25  # of the examples of a scheme that passes
-# Fields that a report of one case takes over from that of all examples.
+# Fields that a report on one case copies from the report on all examples.
 OF_ALL_EXAMPLES = (
     "examples",
     "shrinking_steps",
@@ -54,7 +53,7 @@ class GradientMismatch(VerdictError):
 
 
 class Undecided(VerdictError):
-    """The reference jumps where the tensors differ: nothing can be said."""
+    """The reference is discontinuous where the tensors differ, so no verdict is possible."""
 
 
 class ProtocolMismatch(VerdictError):
@@ -66,14 +65,14 @@ class CostMismatch(VerdictError):
 
 
 class HygieneViolation(VerdictError):
-    """A tensor was modified, replicas or their dtypes differ, the random state moved, or the wrong group was used.
+    """A tensor was modified, replicas or their dtypes differ, the random state changed, or the wrong group was used.
 
-    The wrong group is the default one, in a function that runs inside a larger world.
+    The wrong group is the default group in a function that runs inside a larger world.
     """
 
 
 class EnginesDisagree(VerdictError):
-    """The case fails in this process, and passes on gloo in fresh ones."""
+    """The case fails in this process but passes on gloo in fresh processes."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,36 +89,36 @@ class Report:
     ledger: Ledger = field(default_factory=Ledger)
     failure: RankFailure | None = None
     cost_declared: bool = False
-    declared_costs: tuple[Cost, ...] = ()  # of each rank, where the case is one that the declared form is of
+    declared_costs: tuple[Cost, ...] = ()  # of each rank, if the declared cost applies to this case
     seconds: float = 0.0
     examples: int = 1
-    shrinking_steps: int = 0  # runs after the first failure: for a smaller case, and of the smallest again
+    shrinking_steps: int = 0  # runs after the first failure: for a smaller case, and repeats of the smallest
     dtypes: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)  # meshes that cannot shard the sizes given: the reason
-    not_drawn: tuple[str, ...] = ()  # pairs that no example had, as "g=2 on cp=4"; of a report that is equal
+    left_out: Mapping[str, str] = field(default_factory=dict)  # meshes that cannot shard the given sizes: the reason
+    not_drawn: tuple[str, ...] = ()  # pairs that no example had, as "g=2 on cp=4"; only if the scheme is equal
     case_of_tensor: Mapping[str, CaseSpec] = field(default_factory=dict)
     trace_seconds: float = 0.0
     is_undecided: bool = False  # neither equal nor a mismatch
-    undecided_reason: str | None = None  # of the last undecided example, also where the scheme is equal
+    undecided_reason: str | None = None  # of the last undecided example, also if the scheme is equal
     undecided_examples: int = 0
-    smallest: bool = False  # with any one size but those of `as_given` one step smaller, it no longer fails so
-    as_given: tuple[str, ...] = ()  # axes and dims whose size the caller gave, so that no smaller one was tried
-    conditions_needed: bool = False  # without any one of its calling conditions the case does not fail so
-    values_to_avoid: tuple[str, ...] = ()  # inputs whose equal numbers, as zeros, cause the failure
-    state_between_calls: str | None = None  # where fresh processes show that the function has one
+    smallest: bool = False  # with any size but `as_given` one step smaller, it no longer fails this way
+    as_given: tuple[str, ...] = ()  # axes and dims with a size given by the caller, so no smaller one was tried
+    conditions_needed: bool = False  # without any one of its calling conditions the case does not fail this way
+    values_to_avoid: tuple[str, ...] = ()  # inputs whose repeated values, such as zeros, cause the failure
+    state_between_calls: str | None = None  # if fresh processes show that the function keeps state
     replay: str | None = None
-    replaced_replays: tuple[str, ...] = ()  # older replay files of the scheme, which are gone
+    replaced_replays: tuple[str, ...] = ()  # older replay files of the scheme, now deleted
     replay_error: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine on which the case has the same verdict
-    not_repeated: str | None = None  # why a failure was not tried in fresh processes of gloo, or says nothing there
+    not_repeated: str | None = None  # why it was not repeated in fresh processes of gloo, or proves nothing there
     engines_disagree: str | None = None  # why it fails here and passes on gloo in fresh processes
     shards: str | None = None  # the shard of each input on the rank that raised
     scalars: Mapping[str, float] = field(default_factory=dict)  # the value of each input without dims
-    excluded_conditions: tuple[str, ...] = ()  # those that the scheme declares, or its place does
+    excluded_conditions: tuple[str, ...] = ()  # excluded by the scheme or its place
     implementation: Implementation | None = None  # whose functions were judged, if not ours
     source: str = ""  # file:line of the function
-    clearer_report: Report | None = None  # of a larger case that fails alike, which shows more of the mistake
+    clearer_report: Report | None = None  # a larger case with the same failure, which shows more of the mistake
 
     @property
     def ok(self) -> bool:
@@ -128,12 +127,12 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Not equal, and not undecided either: a mismatch or a failed rank."""
+        """Neither equal nor undecided: a mismatch or a failed rank."""
         return not self.ok and not self.is_undecided
 
     @property
     def verdict(self) -> str:
-        """In a word or two: equal, or the first thing that is wrong."""
+        """In a word or two: equal, or the first finding."""
         if self.engines_disagree is not None:
             return "engines disagree"
         if self.failure is not None:
@@ -147,7 +146,10 @@ class Report:
 
     @property
     def confirmation(self) -> str | None:
-        """`confirmed on gloo, in fresh processes`, without the engine where it is the case's own; or why it is not."""
+        """`confirmed on gloo, in fresh processes`, or the reason why not.
+
+        The engine is left out if it is the case's own.
+        """
         if self.confirmed_on is None:
             on_gloo = "" if self.case.engine == "gloo" else " on gloo"
             return self.not_repeated and f"not confirmed{on_gloo}: {self.not_repeated}"
@@ -156,7 +158,7 @@ class Report:
 
     @property
     def kind_of_case(self) -> str:
-        """Of a failure: `smallest case`, `smallest case with tp as given`, or `failing case` if no size was tried."""
+        """For a failure: `smallest case`, `smallest case with tp as given`, or `failing case` if no size was tried."""
         given = f" with {', '.join(self.as_given)} as given" if self.as_given else ""
         return f"smallest case{given}" if self.smallest else "failing case"
 
@@ -167,15 +169,15 @@ class Report:
         return f"{sizes(self.case)}, {scalars}" if scalars else sizes(self.case)
 
     def worst(self, role: str) -> TensorComparison | None:
-        """The tensor nearest to or furthest over its budget among outputs or gradients."""
+        """The output or gradient with the largest ratio of error to budget."""
         return max(
             (tensor for tensor in self.tensors if tensor.role == role), key=lambda tensor: tensor.ratio, default=None
         )
 
     def raise_if_failed(self) -> None:
-        """Raise unless `ok`, one exception type for each cause; also for an undecided report, whose `failed` is false.
+        """Raise unless `ok`, with one exception type per cause; an undecided report raises too, although not `failed`.
 
-        The message is the full report; of a failed rank it is the cause, and what the other ranks were doing.
+        The message is the full report; for a failed rank, the cause and the state of the other ranks.
         """
         if self.ok:
             return
@@ -197,11 +199,11 @@ class Report:
         raise next(kind for fails, kind in failing_oracles if fails)("\n" + str(self))
 
     def ledger_text(self) -> str:
-        """The ledger as text: every collective of every rank in order of issue."""
+        """The ledger as text: every collective of every rank, in order of issue."""
         return "\n".join(f"rank {row.rank}: {row}" for row in self.ledger.rows)
 
     def omissions(self) -> list[str]:
-        """The meshes that were left out, those of one reason together: `tp=2 tp=4: v=7 cannot be sharded ...`."""
+        """The meshes that were left out, grouped by reason: `tp=2 tp=4: v=7 cannot be sharded ...`."""
         of = self.left_out
         meshes_of = {reason: [mesh for mesh in of if of[mesh] == reason] for reason in of.values()}
         omissions = [f"{' '.join(meshes)}: {reason}" for reason, meshes in meshes_of.items()]
@@ -209,7 +211,7 @@ class Report:
         return omissions + [f"all meshes but {mesh}, which shards nothing" for mesh in only]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: what `--json` writes."""
+        """The JSON record that `--json` writes."""
         return {
             "scheme": self.scheme,
             "verdict": self.verdict,
@@ -217,7 +219,7 @@ class Report:
             "examples": self.examples,
             "shrinking_steps": self.shrinking_steps,
             "engine": self.case.engine,
-            "case": {"conditions": {}, **json.loads(self.case.json)},  # conditions too where the case has none
+            "case": {"conditions": {}, **json.loads(self.case.json)},  # present even if the case has none
             "tensors": [
                 {
                     "tensor": r.label,
@@ -258,7 +260,7 @@ class Report:
         return f"<report {self.scheme.rpartition(':')[2]}: {self.verdict}, {sizes(self.case)}>"
 
     def _case_and_replay(self) -> list[str]:
-        """The case and the command that replays it, on one line if that is no longer than LINE."""
+        """The case and the command to replay it, on one line if that is at most LINE columns."""
         case = f"{self.kind_of_case}: {self.case_text}"
         if not self.replay:
             return [case]
@@ -276,7 +278,7 @@ class Report:
             disagreement.append(Sentence(f"  engines disagree: {self.engines_disagree}", style="yellow"))
         if self.failure is not None:
             failure = Sentence("\n".join("  " + line for line in str(self.failure).splitlines()), style="red")
-            # What ranks share is why the engines disagree, so it comes first.
+            # Ranks that share state are the reason why engines disagree, so this comes first.
             parts += [failure, *disagreement] if isinstance(self.failure, Shared) else [*disagreement, failure]
             if self.shards is not None:
                 parts.append(Sentence(f"  {self.shards}"))
@@ -320,18 +322,18 @@ class Report:
 
     @property
     def _ends_by_itself(self) -> bool:
-        """Whether a rank ended or hung: of that, the way of calling is seldom the cause."""
+        """Whether a rank died or stalled: calling conditions are rarely the cause."""
         return self.failure is not None and self.failure.cause in ("died", "stalled")
 
     def _hints(self) -> list[str]:
-        """What the failing case shows by itself: that it needs no sharding, or which special values it has."""
+        """Hints from the failing case itself: it needs no sharding, or it has special values."""
         hints = []
         is_read_too_early = any(READ_TOO_EARLY in note for notes in self.notes.values() for note in notes)
         if self.case.world == 1 and not all(tensor.ok for tensor in self.tensors) and not is_read_too_early:
             so = "so called, " if self.conditions_needed and self.case.conditions else ""
             differ = "the function and its reference differ before anything is sharded"
             hints.append(f"one rank is enough for it: {so}{differ}")
-        # Values do not let a rank hang or end its process; what a function raises may depend on them.
+        # Values do not make a rank hang or die; but an exception may depend on them.
         extreme = drawn_kinds(self.case, EXTREME) if self.failure is None or self.failure.cause == "raised" else {}
         if self.values_to_avoid:
             kind_by_name = drawn_kinds(self.case, EQUAL_NUMBERS)
@@ -364,7 +366,7 @@ class Report:
         return table
 
     def _cells(self, tensor: TensorComparison) -> tuple[str, ...]:
-        """The text of each of COLUMNS; the verdict is first, so that a narrow terminal cannot wrap it away."""
+        """The text of each of COLUMNS; the verdict comes first, so that a narrow terminal cannot wrap it away."""
         case = self.case_of_tensor.get(tensor.label, self.case)
         where = f"{index_text(tensor.where)} {case.dtype}"
         if not tensor.ok:
@@ -391,7 +393,7 @@ class Report:
         return "undecided" if self.is_undecided else "MISMATCH"
 
     def _side_check_lines(self) -> str:
-        """Protocol, cost and hygiene: on one line where all are in order."""
+        """Protocol, cost and hygiene: on one line if all are in order."""
         cost = "cost as declared, forward and backward" if self.cost_declared else "cost not declared"
         lines = [
             "protocol ok" if not self.protocol else f"protocol: {self.protocol[0]}",
@@ -401,37 +403,8 @@ class Report:
         return ("\n  " if self.protocol or self.cost or self.hygiene else "   ").join(lines)
 
 
-def merge_reports(reports: Sequence[Report]) -> Report:
-    """One report of many examples of a scheme, with the worst comparison of each tensor; if one failed, its own."""
-    failed = [report for report in reports if report.failed]
-    undecided = [report for report in reports if report.is_undecided]
-    equal = [report for report in reports if report.ok]
-    is_undecided = not failed and len(undecided) > MAX_UNDECIDED_SHARE * len(reports)
-    shown = failed or (undecided if is_undecided else [r for r in equal if SPARE not in r.case.mesh] or equal)
-    # The last one, or where all are equal the last on the largest mesh: a single rank has no collectives to show.
-    example = shown[-1] if failed or is_undecided else max(reversed(shown), key=lambda report: report.case.world)
-    meshes = [example.case.mesh] if failed else [report.case.scheme_mesh for report in reports]
-    worst: dict[str, tuple[TensorComparison, CaseSpec]] = {}
-    for report in [example] if failed else undecided if is_undecided else equal:
-        for tensor in report.tensors:
-            if tensor.label not in worst or tensor.ratio >= worst[tensor.label][0].ratio:
-                worst[tensor.label] = tensor, report.case
-    return replace(
-        example,
-        tensors=tuple(tensor for tensor, _ in worst.values()),
-        case_of_tensor={label: case for label, (_, case) in worst.items()},
-        examples=len(reports),
-        dtypes=tuple(dict.fromkeys(report.case.dtype for report in reports)),
-        meshes=tuple(sorted(set(map(mesh_text, meshes)))),
-        seconds=sum(report.seconds for report in reports),
-        is_undecided=is_undecided,
-        undecided_reason=undecided[-1].undecided_reason if undecided else None,
-        undecided_examples=len(undecided),
-    )
-
-
 def drawn_kinds(case: CaseSpec, kinds: Iterable[str]) -> dict[str, str]:
-    """What was drawn for each input that has values of these kinds, throughout or at the border of a shard."""
+    """The kind drawn for each input with values of these kinds, in all elements or at the border of a shard."""
     kind_by_name = {name: value["kind"] for name, value in case.values.items() if value.get("kind") in kinds}
     borders = {name: value["border"][0] for name, value in case.values.items() if "border" in value}
     return kind_by_name | {name: f"{kind} at the border of a shard" for name, kind in borders.items() if kind in kinds}
@@ -447,10 +420,10 @@ def sizes(case: CaseSpec) -> str:
 
 
 def _short(value: float) -> str:
-    """Two digits, `8.9e5` for 8.9e+05."""
+    """Two digits, as `8.9e5` for 8.9e+05."""
     return f"{value:.2g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
 
 
 def number(value: float) -> float | str:
-    """As JSON has it: infinities and what is no number as text."""
+    """A number for JSON: infinities and NaN become text."""
     return value if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""A line of words: on a terminal it is broken between words at LINE columns, and goes on below its beginning."""
+"""A line of words: a terminal breaks it between words at LINE columns and indents the rest like its start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINE = 80  # columns
 
 @dataclass(frozen=True)
 class Sentence:
-    """One line or several, each with its own indentation; in a file, which is searched, none is broken here."""
+    """One or several lines, each with its own indentation; not broken in a file, so that it can be searched."""
 
     text: str
     style: str = ""
@@ -33,7 +33,7 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def print_report(report: RenderableType, stream: TextIO) -> None:
-    """On a terminal as wide as it is; to anything else as text."""
+    """On a terminal, as wide as that is; elsewhere as plain text."""
     if stream.isatty():
         Console(file=stream).print(report, highlight=False)
     else:

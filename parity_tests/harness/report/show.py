@@ -1,4 +1,4 @@
-"""`show(x)`: how a DTensor is sharded, without a message to any rank: its placements say all."""
+"""`show(x)`: how a DTensor is sharded; sends no message, because its placements are known everywhere."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from parity_tests.harness.report.picture import FULL, Strip
 
 @dataclass(frozen=True)
 class Sharding:
-    """Who holds what of a tensor: a line for each axis of its mesh, the strips of its dims, a map of its elements."""
+    """Who holds which element: a line for each axis of the mesh, the strips of the dims, a map of the elements."""
 
     title: str
     lines: tuple[tuple[str, str | Strip], ...]
-    ranks: np.ndarray  # the rank that holds each of the elements drawn, a matrix; of copies and addends the first
+    ranks: np.ndarray  # the rank of each drawn element, as a matrix; for copies and addends, the first rank
     is_sampled: bool
 
     def __str__(self) -> str:
@@ -46,9 +46,9 @@ class Sharding:
 def show(tensor: Any) -> Sharding:
     """How a DTensor is sharded, drawn in a notebook and as text elsewhere: `show(model.weight)`.
 
-    Ranks are those of the mesh. Any rank can ask, and no rank is asked.
+    Ranks are the mesh's global ranks. Any rank can call this alone.
 
-    Errors: TypeError for a tensor that is no DTensor.
+    Errors: TypeError if `tensor` is not a DTensor.
     """
     if not isinstance(tensor, DTensor):
         kind = f"a {type(tensor).__name__}"
@@ -70,7 +70,7 @@ def show(tensor: Any) -> Sharding:
 
 
 def _coordinates(tensor: DTensor, sizes: Sequence[int]) -> dict[int, tuple[int, np.ndarray]]:
-    """For each axis that shards a dim: the dim, and the coordinate on the axis that holds each of its positions."""
+    """For each axis that shards a dim: the dim, and for each of its positions the coordinate that holds it."""
     pieces = {dim: [torch.arange(size)] for dim, size in enumerate(tensor.shape)}
     coordinates: dict[int, tuple[int, np.ndarray]] = {}
     for axis, placement in enumerate(tensor.placements):
@@ -79,7 +79,7 @@ def _coordinates(tensor: DTensor, sizes: Sequence[int]) -> dict[int, tuple[int, 
         dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
         owners, parts = np.zeros(tensor.shape[dim], dtype=np.int64), []
         for piece in pieces[dim]:
-            # On one-dimensional positions the placement's own rule shards dim 0.
+            # The placement's own rule shards dim 0 of one-dimensional positions.
             shards = _like(placement)._split_tensor(piece, sizes[axis], with_padding=False, contiguous=False)[0]
             for coordinate, shard in enumerate(shards):
                 owners[shard.numpy()] = coordinate
@@ -89,7 +89,7 @@ def _coordinates(tensor: DTensor, sizes: Sequence[int]) -> dict[int, tuple[int, 
 
 
 def _like(placement: Any) -> Any:
-    """The placement of the same kind for dim 0."""
+    """The same kind of placement for dim 0."""
     strided = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
     return type(placement)(0, **strided)
 
@@ -97,7 +97,7 @@ def _like(placement: Any) -> Any:
 def _ranks(
     tensor: DTensor, coordinates: Mapping[int, tuple[int, np.ndarray]], sizes: Sequence[int]
 ) -> tuple[np.ndarray, bool]:
-    """The ranks of so many elements as a map has room for, a matrix of the last dim by the others."""
+    """The ranks of as many elements as fit into a map, as a matrix of the last dim by the others."""
     shape = tuple(tensor.shape) or (1,)
     if 0 in shape:
         return np.zeros((0, 0), dtype=np.int64), False

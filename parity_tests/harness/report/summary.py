@@ -1,4 +1,4 @@
-"""The end of a run of many schemes: what became of each, as one table, JSON and JUnit."""
+"""The end of a run of many schemes: every outcome in one table, JSON and JUnit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from parity_tests.harness.run.exit_status import EQUAL, MISMATCH, NOTHING, RANK_
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """The arguments of the command line."""
+    """Arguments of the command line."""
 
     engine: str = "lockstep"
     examples: int | None = None
     profile: str = "dev"
     seed: int = 0
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # mesh axes, dims and options that are not drawn
-    mesh_names: tuple[str, ...] = ()  # which of them came by --mesh
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # mesh axes, dims and options with a given value
+    mesh_names: tuple[str, ...] = ()  # the names given by --mesh
     dim_names: tuple[str, ...] = ()  # and by --dim
     dtype: str | None = None
     inside_subgroup: bool | None = None
@@ -42,18 +42,18 @@ class VerifyOptions:
     quiet: bool = False
     verbose: bool = False
     traceback: bool = False
-    implementation: str | None = None  # a module's name or a file, whose functions are judged
+    implementation: str | None = None  # name or file of the module whose functions are judged
     expected_failures: str | None = None
 
     @property
     def files(self) -> dict[str, str | None]:
-        """Where the outcome is written besides the terminal, by option; `-` is standard output."""
+        """Files for the outcome, by option; `-` is standard output."""
         return {"html": self.html, "json": self.json, "junit": self.junit}
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A failure that is expected of a scheme: its verdict, and why."""
+    """The verdict of an expected failure, and its reason."""
 
     verdict: str
     reason: str = ""
@@ -61,18 +61,18 @@ class Expected:
 
 @dataclass
 class Outcome:
-    """The report of each scheme that was verified, and the others with the reason."""
+    """The report of each verified scheme, and the reason for each of the others."""
 
     reports: list[Report] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # by the clock of the process that verified the scheme
     processes: int = 1  # that verified schemes side by side
     places: dict[str, tuple[str, int]] = field(default_factory=dict)  # the file and line of each scheme
-    not_offered: dict[str, str] = field(default_factory=dict)  # schemes that another implementation lacks
+    not_offered: dict[str, str] = field(default_factory=dict)  # schemes that another implementation does not offer
     expected: dict[str, Expected] = field(default_factory=dict)
     not_judged: dict[str, str] = field(
         default_factory=dict
-    )  # schemes of which nothing can be judged as they are declared, with the sentence on it
+    )  # schemes that cannot be judged as declared, with a sentence for each
 
     @property
     def status(self) -> int:
@@ -87,11 +87,11 @@ class Outcome:
 
     @property
     def is_one_unusable_scheme(self) -> bool:
-        """Whether a single scheme was to be verified and is unusable, of which one sentence says all."""
+        """Whether the only scheme is unusable: its one sentence is all there is to print."""
         return len(self.not_judged) == 1 and not (self.reports or self.not_run or self.not_offered)
 
     def is_expected(self, report: Report) -> bool:
-        """Whether it is a failure, and the one that is expected of its scheme."""
+        """Whether the report is the failure that its scheme is expected to have."""
         expected = self.expected.get(name_of(report))
         return not report.ok and expected is not None and expected.verdict == report.verdict
 
@@ -111,11 +111,11 @@ MAX_REASONS = 5
 
 
 def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
-    """Print reports and closing lines: the full report of a single scheme or of a failure, else the table."""
+    """Print reports and closing lines: full reports for a single scheme and for failures, else the table."""
     single = len(outcome.reports) == 1
     if len(outcome.reports) > 1 and not options.quiet:
         console.print(table(outcome, console.width), crop=False)
-    one_line = not console.is_terminal  # a terminal's lines are broken between words, a file's are searched
+    one_line = not console.is_terminal  # a terminal breaks lines between words, a file keeps them whole for searching
     for report in outcome.reports:
         is_shown = not report.ok and not outcome.is_expected(report)
         if is_shown or options.verbose or (single and not options.quiet):
@@ -140,20 +140,20 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
 
 
 def without_report(outcome: Outcome) -> list[str]:
-    """A sentence for each scheme that was not run or not judged."""
+    """One sentence for each scheme that was not run or not judged."""
     not_run = [f"not run: {name}: {reason}" for name, reason in outcome.not_run.items()]
     return not_run + [f"not judged: {reason}" for reason in outcome.not_judged.values()]
 
 
 def _not_offered(reasons: Mapping[str, str]) -> list[str]:
-    """Each with its reason, where these are few enough to be read."""
+    """Each with its reason, if they are few."""
     if len(reasons) > MAX_REASONS:
         return [f"not offered: {', '.join(reasons)}"]
     return [f"not offered: {name}: {reason}" for name, reason in reasons.items()]
 
 
 def _expectations(outcome: Outcome) -> list[str]:
-    """A line for each failure that was expected, and for each expectation that another outcome contradicts."""
+    """One line for each expected failure, and for each expectation that did not come true."""
     lines = []
     for report in outcome.reports:
         expected = outcome.expected.get(name_of(report))
@@ -168,17 +168,17 @@ def _expectations(outcome: Outcome) -> list[str]:
     return lines
 
 
-# Columns that are left out, the first one first, where there is no room; before that meshes are abbreviated.
+# Columns dropped for lack of room, in this order; before that, meshes are abbreviated.
 OPTIONAL_COLUMNS = ("mesh", "gradient error", "forward error", "bytes/rank", "examples", "error/budget")
 TEXTS = ("verdict", "scheme", "mesh")
-LEAST_MESH = 12  # columns of a mesh that is cut
-GAP = 2  # columns between columns
+LEAST_MESH = 12  # columns for a shortened mesh
+GAP = 2  # between columns
 
 
 def table(outcome: Outcome, width: int) -> Table:
-    """One line for each scheme, its verdict first: error over budget, examples, bytes, errors and mesh.
+    """One line per scheme, verdict first: error over budget, examples, bytes, errors and mesh.
 
-    It has the columns that `width` has room for: of a terminal its own, of a file COLUMNS or 80.
+    It has the columns that fit into `width`: a terminal's own width; for a file, COLUMNS or 80.
     """
     rows = [_row(report) for report in outcome.reports]
     names = rows[0] if rows else ()
@@ -216,7 +216,7 @@ def _row(report: Report) -> dict[str, str]:
 
 
 def closing(outcome: Outcome) -> str:
-    """The last line: all schemes, those without a report too, and how many of each kind."""
+    """The last line: the number of schemes of each kind, including those without a report."""
     judged = len(outcome.reports)
     unexpected = [report for report in outcome.reports if not outcome.is_expected(report)]
     clear = [report for report in unexpected if report.failed and report.engines_disagree is None]
@@ -242,7 +242,7 @@ def closing(outcome: Outcome) -> str:
 
 
 def timing(outcome: Outcome) -> str:
-    """How many examples in which time, what part of it references and ranks take, and the slowest schemes."""
+    """The number of examples, the total time, its share in references and ranks, and the slowest schemes."""
     total = sum(outcome.seconds.values())
     tracing, running = (
         sum(getattr(report, name) for report in outcome.reports) for name in ("trace_seconds", "seconds")
@@ -258,7 +258,10 @@ def timing(outcome: Outcome) -> str:
 
 
 def as_json(outcome: Outcome, **fields: Any) -> str:
-    """Status, reports, what was not run or not offered; `fields` are added, or replace those of the same name."""
+    """Status, reports, and schemes that were not run or not offered.
+
+    `fields` are added, or replace fields of the same name.
+    """
     record = {
         "status": outcome.status,
         "reports": [_as_dict(report, outcome) for report in outcome.reports],
@@ -275,7 +278,7 @@ def _as_dict(report: Report, outcome: Outcome) -> dict[str, Any]:
 
 
 def as_junit(outcome: Outcome) -> str:
-    """JUnit XML: a test case for each scheme, its notes as the failure's text."""
+    """JUnit XML: one test case per scheme; the notes are the failure's text."""
     skipped = {**outcome.not_run, **{name: f"not offered: {reason}" for name, reason in outcome.not_offered.items()}}
     skipped |= {
         name_of(report): f"expected {report.verdict}" for report in outcome.reports if outcome.is_expected(report)
@@ -317,7 +320,7 @@ def as_junit(outcome: Outcome) -> str:
 
 
 def _testcase(suite: ElementTree.Element, outcome: Outcome, name: str) -> ElementTree.Element:
-    """The test case of a scheme: its own time, and the file that declares it, from here if it lies below."""
+    """The test case of a scheme: its own time, and the file that declares it, relative to here if it lies below."""
     place = {}
     if name in outcome.places:
         file, line = outcome.places[name]
@@ -334,7 +337,7 @@ def _testcase(suite: ElementTree.Element, outcome: Outcome, name: str) -> Elemen
 
 
 def _meshes(meshes: Sequence[str]) -> str:
-    """The sizes of each axis that were tried: `cp=1,2 tp=1,2,4`."""
+    """The tested sizes of each axis: `cp=1,2 tp=1,2,4`."""
     sizes: dict[str, set[int]] = {}
     for axis, _, size in (part.partition("=") for mesh in meshes for part in mesh.split(",") if part):
         sizes.setdefault(axis, set()).add(int(size))
@@ -346,6 +349,6 @@ def _error(tensor: TensorComparison | None) -> str:
 
 
 def _bytes(report: Report) -> int:
-    """Bytes that the busiest rank handed to collectives in the case of the report."""
+    """Bytes that the busiest rank hands to collectives in the report's case."""
     ranks = {row.rank for row in report.ledger.rows}
     return max((sum(row.payload for row in report.ledger.of(rank)) for rank in ranks), default=0)

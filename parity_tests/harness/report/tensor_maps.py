@@ -1,6 +1,6 @@
-"""Each tensor twice, side by side: which rank holds each element, and how far it is off.
+"""Each tensor twice, side by side: the rank of each element, and its error.
 
-Of a large tensor each cell shows several elements: its owner is that of the first, its error the worst.
+For a large tensor each cell shows several elements: the owner of the first and the worst error.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from parity_tests.harness.report.owner_map import cell_size, figure, owner_map, 
 if TYPE_CHECKING:
     from parity_tests.harness.report.report import Report
 
-MAX_TITLED = 256  # cells that say their numbers where the pointer is
-# The errors, in budgets, below which each of colours.ERRORS is used; the last has whatever is beyond.
+MAX_TITLED = 256  # most cells that show their numbers under the pointer
+# Upper bounds, in budgets, for the colours in colours.ERRORS; the last colour is for larger errors.
 LEVELS = (0.0, 1e-2, 1e-1, 1.0, 1e1, 1e3)
 LEGEND = ("exact", "below 0.01 budgets", "below 0.1", "up to 1", "up to 10: wrong", "up to 1000", "more, or not finite")
 
 
 def ratios(tensor: TensorComparison) -> np.ndarray:
-    """Error over budget of each element of the worst copy."""
+    """Error over budget of each element in the worst copy."""
     wrong = errors(tensor.got, tensor.want, tensor.dtype if "float" in tensor.dtype else "float64")
     with np.errstate(over="ignore", invalid="ignore"):
         error_ratios = np.where(np.isinf(tensor.element_budgets), 0.0, wrong / tensor.element_budgets)
@@ -38,7 +38,7 @@ def ratios(tensor: TensorComparison) -> np.ndarray:
 
 
 def holders(tensor: TensorComparison, mesh: Mapping[str, int]) -> np.ndarray:
-    """The global rank that holds each element of the worst copy; of a sum over ranks, the first of them."""
+    """The global rank of each element in the worst copy; for a sum over ranks, the first rank."""
     copy = tensor.stitched.coordinates[tensor.copy]
     ranks = np.zeros(tensor.want.shape, dtype=np.int64)
     for axis, size in mesh.items():
@@ -47,12 +47,12 @@ def holders(tensor: TensorComparison, mesh: Mapping[str, int]) -> np.ndarray:
 
 
 def level(ratio: float) -> int:
-    """The number of the colour of an error."""
+    """The index of an error's colour."""
     return next((number for number, bound in enumerate(LEVELS) if ratio <= bound), len(LEVELS))
 
 
 def maps(report: Report) -> Element:
-    """The two maps of each tensor of a report that has elements, and what the colours of errors mean."""
+    """The two maps of each non-empty tensor in a report, and a legend for the errors' colours."""
     visible_tensors = [tensor for tensor in report.tensors if tensor.want.size]
     if not visible_tensors:
         return tag("p", "No tensor was compared.", class_="quiet")
@@ -78,7 +78,7 @@ def _tensor(report: Report, tensor: TensorComparison) -> Element:
 
 
 def _error_map(tensor: TensorComparison, caption: str) -> Element:
-    """A rectangle for each run of errors of one size, and a cross on each element that is wrong."""
+    """A rectangle for each run of errors of the same size, and a cross on each wrong element."""
     error_ratios = ratios(tensor)
     cells, step = reduced(error_ratios, first=False)
     wide, high = cell_size(cells)

@@ -67,7 +67,7 @@ def test_a_finding_travels_with_its_sites():
         assert (type(again), again, again.sites) == (type(each), each, each.sites)
 
 
-def test_a_failure_blames_what_its_rank_did_last_there():
+def test_a_failure_blames_its_ranks_last_row_there():
     assert blamed(failure=Deadlock("no rank can run", rank=1, op="reduce", source="my.py:28")) == [7]
     assert blamed(failure=Deadlock("no rank can run", rank=1)) == []
 

@@ -61,7 +61,7 @@ def report_by_hand(**fields):
     return Report("m:by_hand", case, ledger=Ledger(rows), **fields)
 
 
-def test_the_verdict_comes_first_and_then_what_is_wrong(wrong):
+def test_the_verdict_comes_first_and_then_the_findings(wrong):
     body = read(page([wrong])).all("body")[0]
     assert body.text.startswith("gathered_twice \N{BALLOT X} mismatch" + "out: off by the constant factor 4 (= tp)")
     headings = [heading.text for heading in body.all("h2")]
@@ -129,7 +129,7 @@ def test_lines_are_as_wide_as_their_bytes(wrong):
     assert min(widths[2 * BYTES]) < min(widths[8 * BYTES])
 
 
-def test_the_bytes_are_those_of_the_ledger(wrong, equal):
+def test_the_bytes_equal_the_ledgers(wrong, equal):
     for report in (wrong, equal):
         table = read(page([report])).all("table")[-1]
         lines = [[cell.text for cell in line.all("td")] for line in table.all("tr")[1:]]

@@ -18,7 +18,7 @@ LONG_S = 20.0
 
 
 class Referred:
-    """What a weak reference may point to."""
+    """An object that a weak reference can point to."""
 
 
 def in_a_gc_callback(times: int) -> None:
@@ -51,7 +51,7 @@ def in_a_finalizer(times: int) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """What a shell starts with & ignores SIGINT, and so does all that it starts."""
+    """A command that a shell starts with & ignores SIGINT, and so do its children."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

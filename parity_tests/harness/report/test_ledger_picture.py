@@ -1,4 +1,4 @@
-"""The figure of a ledger and the matrix of ranks: what they draw is what they are given."""
+"""The figure of a ledger and the matrix of ranks draw exactly their inputs."""
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ def test_backward_stands_on_grey():
     assert grey == [2]  # of two forward and one backward
 
 
-def test_what_all_ranks_send_at_once_is_one_column():
+def test_a_common_collective_is_one_column():
     canvas = figure(run(shifted, CaseSpec("shifted", {"cp": 2})).ledger)
     labels = [label.get_text().split(",")[0] for label in canvas.axes[0].get_xticklabels()]
     assert sorted(labels) == ["recv", "send"]

@@ -38,7 +38,7 @@ def test_a_scheme_that_cannot_have_its_largest_mesh_has_another():
     assert tree.all("svg") and "cp=4" not in tree.text
 
 
-def test_a_case_has_what_decides_it_and_its_strips():
+def test_a_case_shows_its_choices_and_its_strips():
     case = declared().case(cp=2, b=1, s=4, dtype="float32")
     tree = read(case._repr_html_())
     facts = {line.all("th")[0].text: line.all("td")[0].text for line in tree.all("table")[0].all("tr")}

@@ -1,4 +1,4 @@
-"""A folder that a command is to write into is rejected before any work, with its option and what is wrong."""
+"""An unusable output folder is rejected before any work, with its option and the reason."""
 
 import os
 import re

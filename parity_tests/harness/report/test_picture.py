@@ -74,7 +74,7 @@ def test_a_rank_of_a_custom_layout_may_hold_nothing():
     assert picture("s/tp:mine/cp:mine", {"s": 4}, **options) == "s/tp:mine          0000\ns/tp:mine/cp:mine  0000"
 
 
-def test_what_cannot_be_sharded_is_reported_by_its_names():
+def test_an_unshardable_dim_is_reported_by_name():
     with pytest.raises(ValueError) as caught:
         picture("s/cp:dual_chunk_swap", {"s": 30})
     assert str(caught.value) == "s=30 cannot be sharded by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"

@@ -1,4 +1,4 @@
-"""`show(x)`: the owners that it draws are the ranks whose local tensors have the elements."""
+"""`show(x)` draws as owners the ranks whose local tensors have the elements."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ MESH = {"dp": 2, "tp": 3}
 
 
 def on_ranks(placements, shape):
-    """What each rank shows of a tensor of all different numbers, and the numbers that it has."""
+    """Each rank's picture of a tensor with distinct numbers, and its local numbers."""
 
     def of_rank(mesh, case):
         x = distribute_tensor(torch.arange(int(np.prod(shape))).reshape(shape), mesh.device_mesh, placements)
@@ -71,7 +71,7 @@ def test_a_large_weight_is_sampled():
     assert drawn.is_sampled and drawn.ranks.size <= MAX_ROWS * MAX_COLUMNS and set(drawn.ranks.ravel()) == {0, 3}
 
 
-def test_what_is_no_dtensor():
+def test_only_dtensors_can_be_shown():
     with pytest.raises(TypeError) as caught:
         show(torch.ones(2))
     assert str(caught.value) == "show: tensor is a Tensor, which says nothing of other ranks; pass a DTensor"

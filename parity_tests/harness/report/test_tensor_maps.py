@@ -45,7 +45,7 @@ def test_owners_are_ranks_of_the_world():
     assert [cell.classes[1] for cell in owners.all("rect")] == ["r0", "r1", "r2", "r3"]
 
 
-def test_of_copies_the_worst_is_drawn():
+def test_the_worst_copy_is_drawn():
     report = report_of(lambda mesh, x: x + mesh.rank("tp"), {"tp": 2, "cp": 2}, "b s/cp tp=I", b=1, s=4)
     assert holders(report.tensors[0], report.case.mesh).tolist() == [[2, 2, 3, 3]]
 

@@ -1,4 +1,4 @@
-"""How a rank is called: what its tensors' storage looks like, and what shares storage with what."""
+"""How a rank is called: the strides of its tensors, and which of them share storage."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.conditions import COTANGENT
 from parity_tests.harness.run.failure import message_of
 
-# Torch's words where a graph was not retained, and where the first backward wrote into what it had saved.
+# Torch's messages for a graph that was not retained, and for a first backward that wrote into a saved tensor.
 ONCE = ("backward through the graph a second time", "modified by an inplace operation")
 
 
 def stored(tensor: torch.Tensor, label: str, case: CaseSpec) -> torch.Tensor:
-    """The same numbers as the view that the case asks for."""
+    """The same numbers, in a view of the kind that the case asks for."""
     kind = case.conditions.get("strided", {}).get(label)
     if kind is not None and tensor.ndim:
         return _transposed(tensor) if kind == "transposed" and tensor.ndim > 1 else _stepped(tensor)
@@ -32,7 +32,7 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stepped(tensor: torch.Tensor) -> torch.Tensor:
-    """Every other element of a buffer; what lies between is NaN, or 0 of integers."""
+    """Every other element of a buffer; the elements between are NaN, or 0 for integers."""
     gap = float("nan") if tensor.is_floating_point() else 0
     buffer = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), gap)
     view = buffer[..., ::2]
@@ -41,13 +41,13 @@ def _stepped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _expanded(tensor: torch.Tensor, *, every_dim: bool) -> torch.Tensor:
-    """A view of stride 0 where values are equal; values that were given by hand may not be."""
+    """A view of stride 0 if the values are equal; values that the user passes may not be."""
     one = tensor[(slice(0, 1),) * (tensor.ndim if every_dim else 1)]
     return one.clone().expand(tensor.shape) if bool((tensor == one).all()) else tensor
 
 
 def in_one_storage(leaves: Mapping[str, torch.Tensor], case: CaseSpec) -> dict[str, torch.Tensor]:
-    """The leaves, as slices of one buffer or two of them as one tensor where the case asks for that."""
+    """The leaves: slices of one buffer, or two of them as one tensor, if the case asks for that."""
     shared = dict(leaves)
     floating = {name: leaf for name, leaf in leaves.items() if leaf.is_floating_point()}
     if case.conditions.get("one_storage") and floating:
@@ -62,7 +62,7 @@ def in_one_storage(leaves: Mapping[str, torch.Tensor], case: CaseSpec) -> dict[s
 
 
 def grad_mode(case: CaseSpec) -> AbstractContextManager[Any]:
-    """The context of a forward without gradients."""
+    """The context for a forward without gradients."""
     if case.conditions.get("inference_mode"):
         return torch.inference_mode()
     return torch.no_grad() if case.conditions.get("no_grad") else nullcontext()
@@ -71,10 +71,10 @@ def grad_mode(case: CaseSpec) -> AbstractContextManager[Any]:
 def gradients(
     outputs: list[torch.Tensor], variables: list[torch.Tensor], cotangents: list[torch.Tensor], case: CaseSpec
 ) -> tuple[torch.Tensor | None, ...]:
-    """Those of one backward or, of a graph that is retained, of the second.
+    """The gradients of one backward, or of the second backward on a retained graph.
 
-    Where the function does not allow a second backward and torch says so, those of the first: that it cannot be called
-    twice is known to its user, a wrong gradient of the second call is not.
+    If torch reports that the function does not allow a second backward, the gradients of the first: users know that
+    such a function cannot be called twice, but not that its second backward is wrong.
     """
     again = bool(case.conditions.get("second_backward"))
     first = torch.autograd.grad(outputs, variables, cotangents, retain_graph=again, allow_unused=True)
@@ -90,7 +90,10 @@ def gradients(
 
 
 def wait_for(results: Iterable[torch.Tensor | None]) -> None:
-    """Wait for those that torch waits for at their first use; dropped unused, they are work that nobody waits for."""
+    """Wait for asynchronous results, which torch waits for at their first use.
+
+    One that nobody uses is never waited for.
+    """
     for tensor in results:
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor.wait()
@@ -99,7 +102,7 @@ def wait_for(results: Iterable[torch.Tensor | None]) -> None:
 def shared_with_inputs(
     outputs: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor], case: CaseSpec
 ) -> list[str]:
-    """Sentences on outputs in the storage of an input, where the case says that the caller overwrites its inputs."""
+    """One sentence for each output in the storage of an input, if this case's caller overwrites its inputs."""
     if not case.conditions.get("overwritten"):
         return []
     inputs_at = {leaf.untyped_storage().data_ptr(): name for name, leaf in leaves.items() if leaf.numel()}
@@ -111,6 +114,6 @@ def shared_with_inputs(
 
 
 def _home(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory is; that of one that is waited for at its first use, once it is there."""
+    """The address of a tensor's memory; waits for an asynchronous result first."""
     arrived = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
     return arrived.untyped_storage().data_ptr()

@@ -1,7 +1,7 @@
 """Python's collector of reference cycles, in processes that run many small cases.
 
-To trace, shard and judge a case takes some 100,000 containers, nearly all of which are freed by their count. By default
-the collector looks for cycles at every 700 of them, which takes a tenth of the CPU time.
+Tracing, sharding and judging a case creates some 100,000 containers, and reference counts free nearly all of them. By
+default the collector runs after every 700 new ones, which takes a tenth of the CPU time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ THRESHOLDS = 50_000, 10, 10
 
 
 def collect_rarely() -> None:
-    """Look for cycles in new containers, in those that have survived once, and in all, each this rarely."""
+    """Make all three generations of the collector run this rarely."""
     gc.set_threshold(*THRESHOLDS)
 
 
 def freeze_heap() -> None:
-    """Collect now, never look through what is there again, and collect rarely from now on.
+    """Collect now, exempt all objects that exist from later collections, and collect rarely from now on.
 
-    Forks share the pages of what is there, which a collector that looks at them would copy.
+    Forks share the memory pages of these objects; a collector that visits them would copy the pages.
     """
     gc.collect()
     gc.freeze()

@@ -1,6 +1,6 @@
-"""Whether a thread is inside torch.compile or Triton's compiler, which may take a minute at first and is no stall.
+"""Whether a thread is inside torch.compile or Triton's compiler: its first call may take a minute and is not a stall.
 
-So may the choice of a kernel's settings, for each of which Triton compiles and times it.
+Neither is Triton's autotuning, which compiles and times a kernel for each of its settings.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import sys
 
 from parity_tests.harness.run.ledger import is_plumbing
 
-LIMIT_S = 600.0  # for a compilation, after which the rank is stalled all the same
+LIMIT_S = 600.0  # for one compilation; after that the rank counts as stalled
 COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/compiler/", "/triton/runtime/build.py")
-TUNER = ("/triton/runtime/autotuner.py", "_bench")  # its other functions are on the way to each launch
+TUNER = ("/triton/runtime/autotuner.py", "_bench")  # its other functions are also on the stack of a plain launch
 
 
 def is_compiling(thread: int | None) -> bool:
-    """Whether the innermost frame that is no library's has called the compiler.
+    """Whether the innermost frame outside libraries has called the compiler.
 
-    A frame of the user inside one of the compiler's is code that has been compiled, and runs.
+    A user's frame inside one of the compiler's is compiled code, which is running.
     """
     frame = sys._current_frames().get(thread or 0)
     while frame is not None:

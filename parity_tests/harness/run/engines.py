@@ -20,9 +20,9 @@ def run(
 ) -> RunResult:
     """Run `fn(mesh, case)` on every rank of `case.mesh`; `mesh` is a torch_impl.collectives.MeshView.
 
-    A result must be picklable and hold no tensor (NumPy arrays travel as bytes). `quiet_s` is how long a rank
-    may compute without reaching a collective: by default 10 s in processes, 30 s on lockstep, which needs a
-    clock for nothing but an endless loop.
+    A result must be picklable and hold no tensor (NumPy arrays travel as bytes). `quiet_s` is how long a rank may
+    compute without reaching a collective: by default 10 s in processes and 30 s on lockstep, where only an endless loop
+    needs a limit.
 
     Errors: ValueError for an unknown engine or a world above the limit; RankFailure, one subclass per cause.
     """
@@ -46,10 +46,10 @@ def run(
 
 
 def engine_text(case: CaseSpec, meshes: Iterable[str]) -> str:
-    """The engine as a report names it; of nccl the GPUs too, if ranks of a mesh share them: `nccl on 1 GPU`."""
+    """The engine as a report names it, with the number of GPUs if NCCL ranks share them: `nccl on 1 GPU`."""
     if case.engine != "nccl":
         return case.engine
-    import torch  # here: what lists schemes has no need of it
+    import torch  # here: listing schemes needs no torch
 
     gpus = torch.cuda.device_count()
     worlds = [math.prod(map(int, re.findall(r"=(\d+)", mesh))) for mesh in meshes]

@@ -1,4 +1,4 @@
-"""The ledger: one row for every collective and message of a rank, in the order of issue, with the user's line."""
+"""The ledger: one row for every collective and message of a rank, in order of issue, with the line that called it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _COLLECTIVES = str(Path(__file__).parents[3] / "torch_impl" / "collectives")
 
 @cache
 def is_plumbing(name: str) -> bool:
-    """Whether a source file is torch's, Python's or the harness's own, as are the checks of arguments and the mesh.
+    """Whether a source file belongs to torch, Python, the harness, the argument checks or the mesh.
 
-    The harness's tests are users of it.
+    The harness's tests do not: they are its users.
     """
     if name.startswith((_TORCH, _HARNESS, _MESH_VIEW, _CONTRACT, "<frozen", "<string", "<__array")):
         return not base(name).startswith("test_")
@@ -34,35 +34,35 @@ def is_plumbing(name: str) -> bool:
 
 
 def base(name: str) -> str:
-    """A source file's name without its folder; `cell` for a notebook's."""
+    """A source file's name without its folder; `cell` for a notebook cell."""
     return "cell" if "ipykernel" in name or name.startswith("<ipython") else name.rpartition("/")[2]
 
 
 def raised_at(error: BaseException) -> str | None:
-    """file:line of the innermost frame that is the user's, and no library's if there is such a frame."""
+    """file:line of the innermost frame of user code, outside libraries if possible."""
     return innermost([(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)])
 
 
 def innermost(frames: Sequence[tuple[str, int]]) -> str | None:
-    """file:line of the last of these files and lines that is the user's, and no library's if there is such a frame."""
+    """file:line of the last of these frames in user code, outside libraries if possible."""
     user = [(name, line) for name, line in frames if not is_plumbing(name)]
     frames_of_file = [(name, line) for name, line in user if "site-packages" not in name] or user
     return f"{base(frames_of_file[-1][0])}:{frames_of_file[-1][1]}" if frames_of_file else None
 
 
 def at_users_line(error: BaseException) -> str:
-    """` at file:line` of `raised_at`, to follow what was raised; nothing where no frame is the user's."""
+    """` at file:line` of `raised_at`, to append to a message; empty if no frame is user code."""
     at = raised_at(error)
     return f" at {at}" if at else ""
 
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """What one rank issued.
+    """One collective or message that a rank issued.
 
-    `op` is one name per family: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce,
-    scatter, gather, barrier, send, recv. `group` is the sorted global ranks; `shapes` and `dtypes` are those of the
-    tensors handed in (for recv: the buffer). Bytes are this rank's logical payload, before any algorithm.
+    `op` is one name per family: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, scatter, gather,
+    barrier, send, recv. `group` is the sorted global ranks; `shapes` and `dtypes` describe the tensors handed in (for
+    recv: the buffer). Bytes are this rank's logical payload, before any algorithm.
     """
 
     rank: int
@@ -82,12 +82,12 @@ class LedgerRow:
     is_async: bool = False
     phase: str = "fwd"
     source: str = "?"
-    module: str = field(default="", compare=False)  # of watched code: where it was called, as Model.layers.0
-    rejected: str | None = field(default=None, compare=False)  # lockstep: why a real backend would not carry it out
+    module: str = field(default="", compare=False)  # of watched code: the calling module, as Model.layers.0
+    rejected: str | None = field(default=None, compare=False)  # lockstep: why a real backend would reject it
 
     @property
     def payload(self) -> int:
-        """Bytes that a declared cost counts: what this rank hands in; for recv, what it receives."""
+        """Bytes that a declared cost counts: the input of this rank; for recv, its output."""
         return self.bytes_out if self.op == "recv" else self.bytes_in
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class CallSite:
-    """A line that issues one op in one phase; with `seq`, `group` or `rank`, only the ledger rows that have these."""
+    """A line that issues one op in one phase; `seq`, `group` and `rank` narrow it to the ledger rows that have them."""
 
     op: str
     source: str
@@ -117,7 +117,7 @@ class CallSite:
 
     @classmethod
     def of(cls, row: LedgerRow) -> CallSite:
-        """The site that has this row and no other."""
+        """The site of this row alone."""
         return cls(row.op, row.source, row.phase, row.seq, row.group, row.rank)
 
     def has(self, row: LedgerRow) -> bool:
@@ -134,7 +134,7 @@ class CallSite:
 
 
 class Finding(str):
-    """A sentence on what is wrong in a run, with the call sites that it blames."""
+    """A sentence about an error in a run, with the call sites that it blames."""
 
     sites: tuple[CallSite, ...]
 
@@ -154,7 +154,7 @@ class Ledger:
     rows: list[LedgerRow] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """The table of what each module sends, of the first rank that is there."""
+        """The table of collectives and bytes by module, for the first rank in the ledger."""
         from parity_tests.harness.run.ledger_table import table
 
         return table(self)
@@ -185,8 +185,8 @@ def phase() -> str:
 def call_site() -> str:
     """file:line of the first frame outside torch, Python's library, the harness, the collectives and their contracts.
 
-    The backward of a collective, ours or torch's, is called by autograd and not by a line of the user's; its node
-    remembers the line that called the forward.
+    Autograd calls the backward of a collective (ours or torch's), so no user line is on the stack; its node remembers
+    the line that called the forward.
     """
     inner, node = "?", None
     frame = sys._getframe(1)
@@ -207,10 +207,10 @@ def call_site() -> str:
 
 
 def line_of_thread(thread: int | None) -> str | None:
-    """file:line where a thread is: of the innermost frame that is the user's, and no library's if there is one.
+    """file:line where a thread is now: its innermost frame of user code, outside libraries if possible.
 
-    The mesh and the collectives are a library here. Of a thread that imports it is the line with the import: what a
-    module executes meanwhile, as its own imports, is no step of the function.
+    Here the mesh and the collectives count as libraries. While the thread imports a module, the line is the import
+    statement: code that runs during the import is not a step of the function.
     """
     frame, users, of_library = sys._current_frames().get(thread or 0), None, None
     while frame is not None:
@@ -228,9 +228,9 @@ def line_of_thread(thread: int | None) -> str | None:
 
 
 def group_label(description: str, ranks: Sequence[int], axes: Mapping[str, int]) -> str:
-    """How a group is called: its mesh axis, `world` for the default group, else its ranks.
+    """The name of a group: its mesh axis, `world` for the default group, else its ranks.
 
-    DeviceMesh takes the default group for an axis that spans all ranks; others it describes as `mesh_<axis>`.
+    DeviceMesh takes the default group for an axis that spans all ranks, and describes other groups as `mesh_<axis>`.
     """
     if description == "default_pg":
         return next((axis for axis, size in axes.items() if size == len(ranks)), "world")

@@ -1,4 +1,4 @@
-"""A ledger summed by module: what each part of a model sends, forward and backward."""
+"""A ledger summed by module: the collectives and bytes of each part of a model, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Sums = dict[Key, tuple[int, int]]
 def by_module(rows: Iterable[LedgerRow]) -> dict[str, Sums]:
     """{module: {(phase, op, group): (calls, bytes)}} in the order of first issue; a module includes its parts.
 
-    What is issued outside of any module stands under the empty name.
+    Collectives issued outside any module are under the empty name.
     """
     sums: dict[str, Sums] = {}
     for row in rows:
@@ -27,10 +27,10 @@ def by_module(rows: Iterable[LedgerRow]) -> dict[str, Sums]:
 
 
 def table(ledger: Ledger, rank: int | None = None) -> str:
-    """Collectives and bytes by module, phase and group, as text; bytes are what one rank hands in.
+    """Collectives and bytes by module, phase and group, as text; bytes count the input of one rank.
 
-    A module's numbers include those of its parts, which are indented below it. `rank` chooses of a ledger of several
-    ranks; without it, the first that is there.
+    A module's numbers include its parts, which are indented below it. `rank` selects one rank of the ledger; the
+    default is the first in it.
     """
     ranks = sorted({row.rank for row in ledger.rows})
     if not ranks:

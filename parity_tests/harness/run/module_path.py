@@ -1,8 +1,8 @@
-"""In which module of a model this rank is, forward and backward, of models that run as they are.
+"""The module of a model that this rank is executing, forward and backward; the model itself is unchanged.
 
-While a path is open, `nn.Module.__call__` is replaced by one that brackets everything a call does: hooks too, in which
-tensor parallelism and FSDP communicate. Backward, a module begins where the gradient of its output arrives, and ends
-where those of its inputs have left.
+While a path is open, `nn.Module.__call__` is replaced by a version that brackets the whole call, including the hooks in
+which tensor parallelism and FSDP communicate. In backward, a module begins when the gradient of its output arrives and
+ends when the gradients of its inputs have left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 class ModulePath:
-    """The modules that the rank which makes this is inside of; the outermost is called by its class."""
+    """The modules that the rank which created this is inside; the outermost is named by its class."""
 
     def __init__(self) -> None:
         self._rank = world.current()
@@ -39,9 +39,9 @@ class ModulePath:
         self._handles: list[Any] = []  # of hooks on tensors that outlive the pass
 
     def here(self) -> str:
-        """The innermost module, `Model.layers.0.up`; nothing outside of any.
+        """The innermost module, `Model.layers.0.up`; empty outside every module.
 
-        For FSDP2, which prefetches, that whose parameters it gathers or whose gradients it reduces.
+        FSDP2 prefetches: during its collectives, the module whose parameters it gathers or whose gradients it reduces.
         """
         of_fsdp = _sharded_by_fsdp()
         if of_fsdp is not None and of_fsdp in self._names:
@@ -52,7 +52,7 @@ class ModulePath:
         return next((name for of, name in reversed(self._backward) if of == task != -1), "")
 
     def is_of_this_rank(self) -> bool:
-        """Whether the calling thread is of the rank that made this: ranks of lockstep share the process."""
+        """Whether the calling thread belongs to the rank that created this: ranks of lockstep share the process."""
         return self._rank is world.current()
 
     def call(self, run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class ModulePath:
     def _enter(self, name: str) -> None:
         task = torch._C._current_graph_task_id()
         self._backward = [entry for entry in self._backward if entry[0] == task]
-        # Where a module returns its part's own output, the part's hook came first; it is the inner one all the same.
+        # If a module returns its part's own output, the part's hook came first, although the part is the inner module.
         parts = (i for i, (_, inner) in enumerate(self._backward) if inner.startswith(f"{name}."))
         self._backward.insert(next(parts, len(self._backward)), (task, name))
 
@@ -100,7 +100,7 @@ class ModulePath:
 
 
 def _sharded_by_fsdp() -> nn.Module | None:
-    """The module whose parameters FSDP2 communicates in one of the calling frames."""
+    """The module whose parameters FSDP2 is communicating in one of the calling frames."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith(FSDP_GROUP):
@@ -128,7 +128,7 @@ def opened() -> Iterator[ModulePath]:
 
 
 def _call_with_path(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What stands for `nn.Module.__call__`. Compiled code is one module: it is called, and its parts are not."""
+    """Replaces `nn.Module.__call__`. Compiled code counts as one module, because its parts are not called."""
     run: Callable[..., Any] = _ORIGINAL
     if not torch.compiler.is_compiling():
         for path in list(_open):

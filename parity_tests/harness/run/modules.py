@@ -1,4 +1,4 @@
-"""A module as the thing judged: parameters go in and gradients come out by name, through DDP, FSDP2 and compilation."""
+"""Judge a module: parameters go in and gradients come out by name, through DDP, FSDP2 and compilation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from parity_tests.harness.declare.declared import flat
 
-# What wrappers put before or between the names of a module's parameters.
+# Prefixes that wrappers insert into the names of a module's parameters.
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def load_parameters(module: nn.Module, parameters: Mapping[str, Any]) -> nn.Module:
-    """Copy a tree of tensors into a module's parameters of the same names, a rank's shards into DTensors; returns it.
+    """Copy a tree of tensors into a module's parameters of the same names, shards into DTensors; returns the module.
 
     Each tensor has the shape of the parameter, or of the local shard of a parameter that is a DTensor. On the meta
     device a parameter has no storage; call `module.to_empty(device=...)` first.
@@ -38,7 +38,7 @@ def load_parameters(module: nn.Module, parameters: Mapping[str, Any]) -> nn.Modu
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's parameters by the names that they have without any wrapper."""
+    """A module's parameters by their names without wrappers."""
     for name, parameter in module.named_parameters():
         for wrapper in WRAPPERS:
             name = name.replace(wrapper, "")
@@ -51,7 +51,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gradients(module: nn.Module, tree: str, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """The gradient of every input as it was accumulated: of those of `tree` in the module, of others in the input.
+    """The accumulated gradient of every input: for inputs of `tree` the parameter's, for others their own.
 
     Errors: KeyError for a parameter of the tree that the module lacks.
     """

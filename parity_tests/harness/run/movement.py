@@ -1,7 +1,8 @@
-"""Who hands which block to whom: the rows of a ledger as steps, each with the transfers between its ranks.
+"""Which rank hands which block to which: the rows of a ledger as steps, each with the transfers between its ranks.
 
-What is meant is the operation, before an algorithm carries it out: in an all-gather each rank hands its block to each,
-whether by a ring or by a tree. A reduction hands all blocks to a sum, and the sum to those who have it.
+A step shows the operation and not the algorithm: in an all-gather each rank hands its block to every other, whether
+over a ring or a tree. In a reduction all ranks hand their blocks to a sum, and the sum goes to the ranks that receive
+it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ MESSAGES = ("send", "recv")
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that a rank hands to a rank, itself included; `None` stands for the sum of the group.
+    """Bytes that one rank hands to another or to itself; `None` is the sum over the group.
 
-    A block that a reduce-scatter or a reduce hands over is added up where it arrives.
+    In a reduce-scatter and a reduce, blocks are summed at their target.
     """
 
     source: int | None
@@ -30,7 +31,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Step:
-    """One collective, the same one of groups side by side, or messages that are sent at once."""
+    """One collective of one group, the same collective of parallel groups, or messages sent at the same time."""
 
     rows: tuple[LedgerRow, ...]
     transfers: tuple[Transfer, ...]
@@ -48,7 +49,7 @@ class Step:
 
 
 def steps(ledger: Ledger) -> list[Step]:
-    """The steps in an order that each rank agrees with, as far as the ranks agree at all."""
+    """The steps in an order that matches every rank's order, if the ranks agree on one."""
     by_key: dict[object, list[LedgerRow]] = {}
     keys = _keys(ledger.rows)
     for row in ledger.rows:
@@ -59,7 +60,7 @@ def steps(ledger: Ledger) -> list[Step]:
 
 
 def _keys(rows: Sequence[LedgerRow]) -> dict[int, object]:
-    """What each row, by its id, has in common with the others of its step."""
+    """The key of the step that each row (by its id) belongs to."""
     by_collective: dict[tuple[object, ...], list[LedgerRow]] = defaultdict(list)
     for row in rows:
         if row.op not in MESSAGES:
@@ -67,7 +68,7 @@ def _keys(rows: Sequence[LedgerRow]) -> dict[int, object]:
     keys: dict[int, object] = {}
     for collective, of_one in by_collective.items():
         common = {(row.phase, row.op, row.source, row.group_name, row.seq) for row in of_one}
-        # The groups of one axis stand side by side, unless the ranks of one differ among themselves.
+        # The groups of one axis are one step, unless the ranks of one group disagree.
         keys |= {id(row): common.copy().pop() if len(common) == 1 else collective for row in of_one}
     return keys | _message_keys(rows)
 
@@ -95,7 +96,7 @@ def _message_keys(rows: Sequence[LedgerRow]) -> dict[int, object]:
 
 
 def _order(rows: Iterable[LedgerRow], number_of: Mapping[int, int]) -> Iterator[int]:
-    """Steps one by one, each when all its ranks have come to it; where none is, as in a deadlock, the first issued."""
+    """Yield each step once all its ranks have reached it; in a deadlock, where none qualifies, the first issued."""
     waiting: dict[int, list[int]] = defaultdict(list)
     for row in rows:
         waiting[row.rank].append(number_of[id(row)])
@@ -111,7 +112,7 @@ def _order(rows: Iterable[LedgerRow], number_of: Mapping[int, int]) -> Iterator[
 
 
 def _transfers(rows: Sequence[LedgerRow]) -> Iterator[Transfer]:
-    """What ranks hand to each other; nothing in a collective that some rank did not issue, or that they disagree on."""
+    """The transfers between ranks; none for a collective that some rank did not issue or that the ranks disagree on."""
     groups: dict[tuple[int, ...], list[LedgerRow]] = defaultdict(list)
     for row in rows:
         groups[row.group].append(row)
@@ -124,12 +125,12 @@ def _transfers(rows: Sequence[LedgerRow]) -> Iterator[Transfer]:
 
 
 def _what(row: LedgerRow) -> tuple[object, ...]:
-    """What the rows of a collective that is carried out have in common; blocks of a gather may differ in length."""
+    """Properties that all rows of a valid collective share; blocks of a gather may differ in length."""
     return row.op, row.dtypes, row.reduce_op, row.root, row.shapes if row.op == "all_reduce" else None
 
 
 def _handed(row: LedgerRow, rows: Mapping[int, LedgerRow]) -> Iterator[Transfer]:
-    """What one rank hands to those that take part, or takes from the sum of all."""
+    """Transfers of one rank to the participants, or from the sum."""
     size, group = row.payload, row.group
     if row.op == "all_reduce":
         yield Transfer(row.rank, None, size, group)

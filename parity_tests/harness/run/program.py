@@ -1,7 +1,7 @@
 """Program: the part of a scheme that is sent to the ranks: shapes, specs and the function, without JAX.
 
-Calling a program on a rank builds that rank's shards from the case, runs the function forward and backward as the
-case's calling conditions say, and returns plain NumPy arrays with what the hygiene oracle noticed.
+Calling a program on a rank builds that rank's shards from the case, runs the function forward and backward under the
+case's calling conditions, and returns plain NumPy arrays with the findings of the hygiene oracle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch_impl.collectives.mesh import MeshView
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank returns: outputs and gradients by name, and the sentences of the hygiene oracle."""
+    """The result of one rank: outputs and gradients by name, and the sentences of the hygiene oracle."""
 
     outputs: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray | None]
@@ -55,7 +55,7 @@ class Program:
     around: Callable[[Any], AbstractContextManager[Any]] | None = None
     isolate: tuple[str, ...] = ()
     module: str | None = None
-    arrays: Mapping[str, np.ndarray] | None = None  # full inputs in place of drawn ones
+    arrays: Mapping[str, np.ndarray] | None = None  # full inputs in place of the drawn ones
     cotangents: Mapping[str, np.ndarray] | None = None
 
     @classmethod
@@ -86,7 +86,10 @@ class Program:
 
     @property
     def setup_key(self) -> tuple[str, Callable[[Any], Any]] | None:
-        """Ranks on which `setup` has run serve programs of this key alone; None without `setup`: any ranks serve it."""
+        """The key of programs that ranks serve after `setup`, and no others.
+
+        None without `setup`: any ranks serve the program.
+        """
         return None if self.setup is None else (self.name, self.setup)
 
     def prepare(self, mesh: Any, case: CaseSpec) -> None:
@@ -116,7 +119,7 @@ class Program:
             if finish is not None:
                 finish()
         sentences += call.hygiene()
-        draws = self.random or self.module is not None  # a module draws its first weights
+        draws = self.random or self.module is not None  # a module draws its initial weights
         if not draws and not torch.equal(generator, torch.get_rng_state()):
             sentences.append("the random state moved; declare random=True if the scheme draws")
         return RankResult(
@@ -127,31 +130,31 @@ class Program:
         )
 
     def _complete_call(self, mesh: Any, case: CaseSpec) -> None:
-        """A call whose results are not compared; it only must not raise."""
+        """A call whose results are not compared: it must only not raise."""
         call = ProgramCall(self._without_arrays(), mesh, case)
         with self._surroundings(call.view):
             call.forward()
             call.finish()
 
     def _begun_call(self, mesh: Any, case: CaseSpec) -> Callable[[], Any]:
-        """The same, forward alone; returns its backward, which leaves no work behind."""
+        """The forward of such a call; returns its backward, which waits for all pending work."""
         call = ProgramCall(self._without_arrays(), mesh, case)
         call.forward()
         return call.finish
 
     def _without_arrays(self) -> Program:
-        """The program of another case than that of the arrays that were given by hand."""
+        """The program for a case other than the one that `arrays` belong to."""
         return replace(self, arrays=None, cotangents=None)
 
     def full_array(self, arg: Argument, case: CaseSpec) -> np.ndarray:
-        """An input as given by hand, or as drawn, which is not written to."""
+        """An input as the user gave it or as drawn; read-only."""
         if self.arrays:
             return self.arrays[arg.name]
         draw = self.draws[arg.name]
         return inputs.once_for_case(case, ("input", arg.name), draw, partial(inputs.full_array, arg, draw, case))
 
     def full_cotangent(self, arg: Argument, case: CaseSpec) -> np.ndarray:
-        """That of an output, likewise."""
+        """The cotangent of an output, given or drawn; read-only."""
         if self.cotangents and arg.name in self.cotangents:
             return self.cotangents[arg.name]
         return inputs.once_for_case(case, ("cotangent", arg.name), arg, partial(inputs.cotangent, arg, case))
@@ -176,7 +179,7 @@ class Program:
         return self._scheme_mesh(mesh).bind(shardings)
 
     def _scheme_mesh(self, mesh: Any) -> Any:
-        return mesh if mesh.axes == self.mesh_axes else MeshView(mesh.device_mesh[self.mesh_axes])  # inside a sub-group
+        return mesh if mesh.axes == self.mesh_axes else MeshView(mesh.device_mesh[self.mesh_axes])  # inside a subgroup
 
     def _surroundings(self, view: Any) -> AbstractContextManager[Any]:
         """What `around` returns for this rank, which must be a context manager."""
@@ -201,13 +204,13 @@ class Program:
         return leaf.requires_grad_(arg.differentiable and arg.name not in case.conditions.get("frozen", ()))
 
     def _cotangent(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], like: torch.Tensor) -> torch.Tensor:
-        """One of the dtype of the output and on its device."""
+        """A cotangent with the dtype and on the device of the output."""
         addend = inputs.addend_of_rank(arg, self.addends(arg, case, "cotangent"), case, coords, role="cotangent")
         local = inputs.piece(arg, addend, case, coords, self.layouts)
         return calling.stored(torch.from_numpy(local.copy()).to(like), conditions.COTANGENT + arg.name, case)
 
     def _module_of(self, returned: Any) -> tuple[torch.nn.Module | None, Any]:
-        """The module that has the gradients, and the outputs before it; None where the harness runs the backward."""
+        """The module with the gradients, and the outputs before it; None if the harness runs the backward itself."""
         if self.module is None:
             return None, returned
         who = f"scheme '{self.name}': rank {torch.distributed.get_rank()}"
@@ -225,7 +228,7 @@ class Program:
     def _checked_outputs(
         self, returned: Any, case: CaseSpec, view: Any, coords: Mapping[str, int]
     ) -> dict[str, torch.Tensor]:
-        """Outputs by name, their number, kind and local shape checked."""
+        """Outputs by name, after checks of their number, type and local shape."""
         rank = int(torch.distributed.get_rank())
         outputs = [arg for arg in self.outputs if not arg.modified]
         try:
@@ -309,7 +312,7 @@ class ProgramCall:
         }
         self.cotangents_before = {name: cotangent.clone() for name, cotangent in self.cotangents.items()}
         variables = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
-        # An input that is returned as it is requires grad, whatever it was called under.
+        # An input that the function returns unchanged requires grad even under no_grad.
         if not variables or not differentiable or set(conditions.WITHOUT_GRADIENTS) & set(self.case.conditions):
             return dict.fromkeys(variables)
         outputs = [self.outputs[name] for name in self.cotangents]
@@ -317,7 +320,7 @@ class ProgramCall:
         return dict(zip(variables, results, strict=True))
 
     def finish(self) -> None:
-        """The backward of a call whose results are not compared; like a caller, it waits for all of them."""
+        """The backward of a call whose results are not compared; like any caller, it waits for all results."""
         calling.wait_for(self.outputs.values())
         calling.wait_for(self.backward().values())
 
@@ -331,7 +334,7 @@ class ProgramCall:
 
 
 def _sizes(arg: Argument, case: CaseSpec) -> str:
-    """` with s=8, cp=4`: the sizes that a local shape follows from."""
+    """` with s=8, cp=4`: the sizes that determine a local shape."""
     named_dims = [dim for dim in arg.spec.dims if not dim.name.isdigit()]
     sharding = {dim.name: dim.size(case.dims) for dim in named_dims if dim.shardings}
     sizes = {dim.name: dim.size(case.dims) for dim in named_dims}
@@ -352,7 +355,7 @@ def _modified(
     for name, old in before.items():
         new = after[name].detach()
         different = new != old
-        if new.is_floating_point():  # bit by bit, but for the kinds of NaN
+        if new.is_floating_point():  # bit by bit, except that any NaN equals any other
             different = (different & ~(new.isnan() & old.isnan())) | (new.signbit() != old.signbit())
         if bool(different.any()):
             first = tuple(int(i) for i in different.nonzero()[0])

@@ -1,7 +1,7 @@
 """The protocol check: do the ranks' ledgers fit together, row by row?
 
-A pure function of the ledger, so it serves every engine, also where all ranks succeeded: gloo gives wrong numbers
-without an error for other dtypes, other reduce ops, or other shapes of the same size.
+It reads only the ledger, so it serves every engine, also when all ranks succeed: gloo returns wrong numbers without an
+error if dtypes, reduce ops, or shapes of the same size differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _P2P = ("send", "recv")
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Rows that do not fit together: the `row` that differs, and a sentence for each other rank that is involved."""
+    """Rows that do not fit together: the `row` that differs, and one sentence for each other rank involved."""
 
     what: str
     row: LedgerRow
@@ -50,8 +50,8 @@ class Disagreement:
 def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | None:
     """The first rows that do not fit together, or None.
 
-    `complete=False` is for ranks that were stopped before their end: that a rank has not issued a row is then
-    accepted, and only rows that all sides have issued are compared.
+    `complete=False` is for ranks that were stopped early: missing rows are accepted, and only rows that all
+    participants have issued are compared.
     """
     place = {id(row): index for rank in {r.rank for r in ledger.rows} for index, row in enumerate(ledger.of(rank))}
     differences = [*_collectives(ledger, complete), *_messages(ledger, complete)]
@@ -59,7 +59,7 @@ def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | Non
 
 
 def crossed(waiting: Mapping[int, LedgerRow], ledger: Ledger) -> Disagreement | None:
-    """Two waiting ranks, each in a collective of a group that has both, which the other has not issued."""
+    """Two waiting ranks, each in a collective that the other should have joined and has not issued."""
     issued = Counter((row.rank, row.group, row.group_name) for row in ledger.rows if row.op not in _P2P)
 
     def lacks(rank: int, row: LedgerRow) -> bool:
@@ -90,9 +90,9 @@ def _collectives(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
 
 
 def _difference(issued: Mapping[int, LedgerRow]) -> Disagreement | None:
-    """The first property in which rows of one place in one group differ."""
+    """The first property in which the rows at one place of a group differ."""
     rows = list(issued.values())
-    # Where one hands in more tensors than another, the shapes show it.
+    # If one rank passes more tensors than another, the shapes show it.
     fewest = 1 if rows[0].op == "all_to_all" else min((len(row.dtypes) for row in rows if row.dtypes), default=0)
     properties = {
         "op": [row.op for row in rows],
@@ -111,14 +111,14 @@ def _difference(issued: Mapping[int, LedgerRow]) -> Disagreement | None:
 
 
 def _common_shapes(row: LedgerRow) -> object:
-    """What must be alike on all ranks; of a tensor that is split into rows for each, the shape of a row."""
+    """The shape that must be equal on all ranks; for a tensor that is split by rows, the shape of one row."""
     if row.splits or row.op == "all_to_all":
         return row.shapes[0][1:] if len(row.shapes) == 1 and math.prod(row.shapes[0]) else None
     return None if row.op == "scatter" else row.shapes
 
 
 def _splits(rows: Sequence[LedgerRow]) -> Disagreement | None:
-    """All pairs: what i sends to j is what j expects of i."""
+    """For every pair of ranks, i sends j as many rows as j expects from i."""
     for a in rows:
         for b in rows:
             if a.splits is None or b.splits is None:
@@ -132,7 +132,7 @@ def _splits(rows: Sequence[LedgerRow]) -> Disagreement | None:
 
 
 def _pieces(rows: Sequence[LedgerRow]) -> Disagreement | None:
-    """A scatter's receivers must expect as many bytes as the root has for each."""
+    """Every receiver of a scatter must expect as many bytes as the root sends it."""
     root = next((row for row in rows if row.rank == row.root), None)
     for row in rows:
         if root is not None and row.bytes_out != root.bytes_out:
@@ -156,13 +156,13 @@ def _missing_ranks(
 
 
 def _messages(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
-    """The k-th send from one rank to another, with one tag, belongs to the k-th recv."""
+    """The k-th send between two ranks with one tag matches the k-th recv."""
     pairs: dict[tuple, tuple[list[LedgerRow], list[LedgerRow]]] = defaultdict(lambda: ([], []))
     anyone = {(row.group_name, row.rank) for row in ledger.rows if row.op == "recv" and row.peer is None}
     for row in ledger.rows:
         if row.op in _P2P and row.peer is not None:
             source, target = (row.rank, row.peer) if row.op == "send" else (row.peer, row.rank)
-            if (row.group_name, target) not in anyone:  # who receives from anyone has no fixed partner
+            if (row.group_name, target) not in anyone:  # a receive from any rank has no fixed partner
                 pairs[row.group, row.group_name, source, target, row.tag][row.op == "recv"].append(row)
     for (*_, source, target, _), (sends, recvs) in pairs.items():
         for send, recv in zip(sends, recvs, strict=False):
@@ -188,7 +188,10 @@ def _sentence(row: LedgerRow) -> str:
 
 
 def of_returned(rank: int, rows: Sequence[LedgerRow], awaited: LedgerRow | None = None) -> str:
-    """`rank 1 returned without this all_reduce; its last was ...`: `awaited` is a call in which another rank waits."""
+    """`rank 1 returned without this all_reduce; its last was ...`.
+
+    `awaited` is the call in which another rank waits.
+    """
     without = ""
     if awaited is not None and awaited.peer is None and rank in awaited.group:
         places = [(row.group, row.group_name, row.seq) for row in rows if row.peer is None]

@@ -1,4 +1,4 @@
-"""Run a scheme on full arrays that the caller gives and stitch what the ranks return; nothing is compared."""
+"""Run a scheme on full arrays from the caller and stitch the ranks' results; nothing is compared."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def _full_cotangents(scheme: Declared, grad: Any, case: CaseSpec) -> dict[str, n
 def _packed_lengths(
     scheme: Declared, full: Mapping[str, np.ndarray], case: CaseSpec
 ) -> dict[str, dict[str, list[int]]]:
-    """Lengths of the packed sequences that were given; where only real or only padded ones were, these are both."""
+    """Lengths of the packed sequences in the arguments.
+
+    If only real or only padded lengths are given, both are equal.
+    """
     lengths: dict[str, dict[str, list[int]]] = {dim: dict(drawn_record) for dim, drawn_record in case.lengths.items()}
     for dim, record in lengths.items():
         from_inputs = {}

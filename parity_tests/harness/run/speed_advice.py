@@ -1,6 +1,6 @@
-"""Silences advice on speed, which would interrupt the output of a command: what is verified is drawn, and small.
+"""Silence torch's advice on speed in a command's output: the cases are drawn and small, so it does not apply.
 
-Torch logs how DTensor gathers over two axes, a pipeline schedule that micro-batches are fewer than stages.
+DTensor logs how it gathers over two axes; a pipeline schedule logs that there are fewer micro-batches than stages.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ LOGGERS = ("torch.distributed.tensor._redistribute", "torch_impl.pipelining.sche
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Silent inside, errors excepted: mesh and micro-batches are drawn, and the ledger shows what is gathered.
+    """Log errors only inside the block.
 
-    Ranks that are threads enter and leave in any order: each has a filter of its own, and none restores a level.
+    Ranks that are threads enter and leave in any order: each adds and removes its own filter, and no level is changed.
     """
     errors_only = _Errors()
     for name in LOGGERS:
@@ -29,7 +29,7 @@ def without_advice() -> Iterator[None]:
 
 
 class _Errors(logging.Filter):
-    """Lets errors through."""
+    """Passes errors only."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR

@@ -1,4 +1,4 @@
-"""Stitch what the ranks returned into global arrays, by the layouts of the reference."""
+"""Stitch the ranks' results into global arrays, by the layouts of the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUMMED = {"output": "P", "gradient": "R"}
 
 @dataclass(frozen=True)
 class Stitched:
-    """Global arrays put together from the ranks' shards, a copy for each coordinate on the axes that replicate them."""
+    """Global arrays assembled from the ranks' shards, one copy for each coordinate on the axes that replicate them."""
 
     copies: np.ndarray  # [repeats, *global shape]
     coordinates: tuple[dict[str, int], ...]  # of each copy, on the repeating axes
@@ -28,9 +28,9 @@ class Stitched:
 
     @property
     def size_of_terms(self) -> np.ndarray | float:
-        """[*global shape]: the sum of |rank's term|, the largest of all copies; 0 where no ranks are summed.
+        """[*global shape]: the largest sum of |rank's term| over all copies; 0 if no ranks are summed.
 
-        Each rank rounds its own term to the dtype that it returns, so that terms which cancel leave their roundings.
+        Each rank rounds its own term to the dtype that it returns, so terms that cancel leave their rounding errors.
         """
         if self.summed_ranks == 1:
             return 0.0
@@ -39,7 +39,7 @@ class Stitched:
         return np.where(np.isfinite(sizes), sizes, 0.0)
 
     def by_rank(self, axis: str, at: Mapping[str, int]) -> np.ndarray:
-        """[ranks of the axis, *global shape]: what each of its ranks has, the other repeating axes at `at`."""
+        """[ranks of the axis, *global shape]: the array of each rank on the axis, the other repeating axes at `at`."""
         parts, names = self.parts, list(self.part_axes)
         for name in self.part_axes:
             if name != axis:
@@ -66,7 +66,7 @@ def stitch(arg: Argument, shards: Sequence[np.ndarray], case: CaseSpec, custom: 
     sizes = tuple(case.mesh[axis] for axis in names)
     parts = np.zeros((*sizes, *arg.shape(case)), dtype=np.asarray(shards[0]).dtype)
     for at, local in zip(_ranks(case), shards, strict=True):
-        target = parts[(*(at[axis] for axis in names), ...)]  # a view, of a scalar too
+        target = parts[(*(at[axis] for axis in names), ...)]  # a view even of a scalar
         local_positions = inputs.positions(arg, case, at, custom)
         target[np.ix_(*local_positions) if local_positions else ...] = local
     keys = list(np.ndindex(*sizes[: len(repeating)]))
@@ -78,7 +78,7 @@ def stitch(arg: Argument, shards: Sequence[np.ndarray], case: CaseSpec, custom: 
 
 
 def owners(arg: Argument, case: CaseSpec, custom: inputs.Layouts) -> dict[str, np.ndarray]:
-    """For each axis that shards a tensor: which of its coordinates holds each element."""
+    """For each axis that shards a tensor: the coordinate on it that holds each element."""
     by_axis = {axis: np.zeros(arg.shape(case), dtype=np.int64) for axis in arg.spec.axes}
     for at in _ranks(case):
         local_positions = inputs.positions(arg, case, at, custom)

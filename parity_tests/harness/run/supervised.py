@@ -1,8 +1,8 @@
-"""A command in a process of its own, so that somebody is left to say which rank ended it.
+"""Run a command in its own process, so that the parent can report which rank killed it.
 
-On lockstep the ranks are threads of the command, and a rank that is killed or crashes in native code ends it without a
-word. The parent, which has loaded nothing, waits; it reads what the ranks wrote into shared memory (see
-lockstep/last_seen.py), and the stack that Python's fault handler wrote.
+On lockstep the ranks are threads of the command, and a rank that is killed or crashes in native code ends the whole
+process without a message. The parent, which has loaded nothing, waits; it reads the ranks' last state from shared
+memory (see lockstep/last_seen.py) and the stack that Python's fault handler wrote.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from parity_tests.harness.run.processes.status_table import COMPUTING, StatusTab
 MOST_RANKS = 64
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-UNDER_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "RANK")  # which ends processes by their numbers itself
+UNDER_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "RANK")  # which kills processes by their ids itself
 SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
-table: StatusTable | None = None  # of the command that runs here, shared with its parent
+table: StatusTable | None = None  # of the command in this process, shared with its parent
 
 
 def supervised(call: Callable[[], int | None]) -> int:
-    """The status of `call`, run in a forked process; 3, and a sentence, where a fatal signal ends that.
+    """The status of `call`, run in a forked process; 3, and a sentence on stderr, if a fatal signal ends it.
 
-    Signals that are sent to this process alone are passed on, and a child whose parent is killed ends with it. The
-    forked process never returns from here. `call` runs here under a launcher such as torchrun, and where a fork is not
-    safe: once JAX is loaded, or another thread runs.
+    Signals sent to this process alone are forwarded, and the child ends when its parent is killed. The forked process
+    never returns from here. `call` runs in this process under a launcher such as torchrun, and if a fork is not safe:
+    JAX is loaded, or another thread runs.
     """
     is_launched = any(name in os.environ for name in UNDER_A_LAUNCHER)
     if is_launched or not sys.platform.startswith("linux") or "jax" in sys.modules or threading.active_count() > 1:
@@ -56,7 +56,7 @@ def supervised(call: Callable[[], int | None]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         if status >= 0:
             return status
-        if -status not in FATAL:  # ends this process too, as if there were no other
+        if -status not in FATAL:  # end this process the same way
             signal.signal(-status, signal.SIG_DFL)
             os.kill(parent, -status)
         print(f"shardproof: {_sentence(status, shared, stack)}", file=sys.stderr)
@@ -64,12 +64,12 @@ def supervised(call: Callable[[], int | None]) -> int:
 
 
 def _run(call: Callable[[], int | None], shared: StatusTable, stack: IO[str], parent: int) -> NoReturn:
-    """In the forked process: run the command and leave, as a process does that has run its last line."""
+    """In the forked process: run the command and exit as a process does after its last line."""
     global table
     status = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:  # else it was killed before that was in force
+        if os.getppid() == parent:  # else it was killed before prctl took effect
             faulthandler.enable(stack, all_threads=False)
             table = shared
             status = call() or 0
@@ -88,13 +88,13 @@ def _run(call: Callable[[], int | None], shared: StatusTable, stack: IO[str], pa
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # closed by who started this
+        if stream is not None:  # closed by the process that started this one
             with contextlib.suppress(OSError):  # or its reader has left
                 stream.flush()
 
 
 def _exit_code(child: int, watched: tuple[signal.Signals, ...]) -> int:
-    """Wait for the child, and pass on what other processes send; of a child that a signal ends, minus its number."""
+    """Wait for the child and forward signals from other processes; returns minus N if signal N ended the child."""
     while True:
         received = signal.sigwaitinfo(watched)
         if received.si_signo == signal.SIGCHLD:
@@ -106,8 +106,8 @@ def _exit_code(child: int, watched: tuple[signal.Signals, ...]) -> int:
 
 
 def _sentence(exit_code: int, shared: StatusTable, stack: IO[str]) -> str:
-    """Which rank ran when the process ended, where, and what the others did."""
-    # Imported only now: the parent of a command that ends well loads no torch.
+    """A sentence: which rank ran when the process ended, where, and the state of the others."""
+    # Imported only now: the parent of a command that ends normally loads no torch.
     from parity_tests.harness.run.failure import Died
     from parity_tests.harness.run.processes import crash
     from parity_tests.harness.run.processes.root_cause import DIED, RUNNING, Outcome

@@ -119,7 +119,7 @@ def asynchronous(mesh: Any, case: CaseSpec) -> Pairs:
 
 
 def beyond_gloo(mesh: Any, case: CaseSpec) -> Pairs:
-    """What NCCL has and gloo rejects."""
+    """Calls that NCCL has and gloo rejects."""
     group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
     stacked = torch.empty(size, 2, 3)
     all_gather(stacked, initial_tensor(rank), group=group)
@@ -169,5 +169,5 @@ def test_world_of_one_takes_the_same_path(body):
 
 
 @pytest.mark.parametrize("world", (1, 2, 4))
-def test_lockstep_has_what_gloo_rejects(world):
+def test_lockstep_carries_out_calls_that_gloo_rejects(world):
     verify(beyond_gloo, "lockstep", {"tp": world})

@@ -1,4 +1,4 @@
-"""What torch builds on collectives: DTensor, FSDP2, DDP and pipeline schedules, on lockstep and on gloo.
+"""torch's own users of collectives: DTensor, FSDP2, DDP and pipeline schedules, on lockstep and on gloo.
 
 Weights and data are small integers and learning rates powers of two, so every sum is exact and equality is bitwise.
 """

@@ -82,7 +82,7 @@ def other_size_in_backward(mesh: Any, case: Any) -> None:
     Sum.apply(torch.ones(3, requires_grad=True)).sum().backward()
 
 
-# body, causes allowed, what the verdict must say besides each rank's name
+# body, causes allowed, words that the verdict must have besides each rank's name
 ROWS = [
     (kinds.raises, {"raised"}, ["KeyError: 'no such weight' at", "waits in all_reduce float32[3] SUM (group tp, #0)"]),
     (kinds.is_killed, {"died"}, ["rank 1 was killed by SIGKILL", "all_reduce float32[3] SUM (group tp, #0)"]),
@@ -156,7 +156,7 @@ def in_a_stage(mesh: Any, case: Any) -> None:
         raise RuntimeError("[Stage 1] failed to run forward:") from error
 
 
-def test_the_exception_of_a_stage_is_reported_and_not_that_of_torch_around_it() -> None:
+def test_a_stages_own_exception_is_reported() -> None:
     with pytest.raises(RankFailure, match=r"^raised: rank 1 raised KeyError: 'no such weight' at ") as caught:
         pool.run(in_a_stage, case(2))
     assert "failed to run forward" not in str(caught.value) and "failed to run" in "".join(caught.value.__notes__)
@@ -173,7 +173,7 @@ def test_an_exception_without_words_ends_in_no_colon() -> None:
 
 
 @pytest.mark.parametrize("engine", (lockstep.run, pool.run), ids=("lockstep", "gloo"))
-def test_an_attribute_that_a_group_has_not_is_answered_with_what_has_it(engine: Any) -> None:
+def test_a_missing_group_attribute_names_its_owner(engine: Any) -> None:
     def asks_the_group(mesh: Any, case: Any) -> None:
         dist.all_reduce(torch.ones(3), group=mesh["tp"].get_group())
 

@@ -181,7 +181,7 @@ class Summed(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Mistake:
-    """A body, what must be said of it, the ops and ranks that must be named, each with its line."""
+    """A body, the words, ops and ranks that the failure must name, and each rank's line."""
 
     body: Callable
     cause: type[failure.RankFailure]

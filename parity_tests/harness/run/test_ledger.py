@@ -1,4 +1,4 @@
-"""Where the ledger says that a collective was called."""
+"""The line that the ledger gives for a collective."""
 
 import inspect
 
@@ -19,7 +19,7 @@ def summed_twice(mesh, case):
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_a_backward_is_named_by_the_line_of_its_forward(engine):
+def test_a_backward_has_its_forwards_line(engine):
     ranks = run(summed_twice, CaseSpec("none", {"tp": 2}, {}), engine)
     assert ranks.results == (2.0, 2.0)
     lines, first = inspect.getsourcelines(summed_twice)

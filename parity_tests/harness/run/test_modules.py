@@ -37,7 +37,7 @@ def declared(function, up, down, **more):
 
 
 def accumulated(mesh, model, x, synchronise):
-    """The loss of a rank's share, over its micro-batches; `synchronise(is_last)` is what the wrapper needs."""
+    """The loss of a rank's share, over its micro-batches; the wrapper needs `synchronise(is_last)`."""
     total = x.new_zeros(())
     for index, batch in enumerate(x):
         synchronise(index == len(x) - 1)

@@ -1,4 +1,4 @@
-"""Transfers of ledgers that were typed by hand: who hands what to whom, and in which order the steps stand."""
+"""Transfers of hand-written ledgers: which rank hands which block to which, and the order of steps."""
 
 from parity_tests.harness.run.ledger import Ledger, LedgerRow
 from parity_tests.harness.run.movement import Transfer, steps
@@ -33,7 +33,7 @@ def test_a_gather_hands_each_block_to_each():
     assert moves(on_all("gather", root=2)) == {(0, 2, 12), (1, 2, 12), (2, 2, 12)}
 
 
-def test_an_exchange_hands_a_block_of_its_own_to_each():
+def test_an_exchange_hands_each_rank_its_own_block():
     splits = [((1, 2, 0), (1, 0, 2)), ((0, 3, 0), (2, 3, 0)), ((2, 0, 1), (0, 0, 1))]
     rows = [row(rank, "all_to_all", splits=splits[rank]) for rank in WORLD]
     assert moves(rows) >= {(0, 0, 4), (0, 1, 8), (0, 2, 0), (1, 1, 12), (2, 0, 8), (2, 2, 4)}
@@ -84,7 +84,7 @@ def test_ranks_that_disagree_stand_in_one_step_without_transfers():
 
 
 def test_steps_stand_in_the_order_of_each_rank():
-    """The rows of processes come rank by rank: what ranks 0 and 1 do first must not stand below what all do."""
+    """Rows from processes come rank by rank: the first steps of ranks 0 and 1 must not come after a step of all."""
     first = [row(r, "all_gather", group=(1, 2), name="cp") for r in (1, 2)]
     rows = [row(0, "all_reduce"), first[0], row(1, "all_reduce"), first[1], row(2, "all_reduce")]
     assert [step.rows[0].op for step in steps(Ledger(rows))] == ["all_gather", "all_reduce"]

@@ -1,4 +1,4 @@
-"""What a rank returns, prints to or raises, that the engines could trip over."""
+"""Results, output and exceptions of a rank that could break the engines."""
 
 import contextlib
 import io

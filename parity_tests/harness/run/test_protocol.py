@@ -1,4 +1,4 @@
-"""The protocol check by hand-written ledgers: what fits, what does not, and what is not known yet."""
+"""The protocol check on hand-written ledgers: rows that fit, rows that do not, and rows that are still missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scheme.run: full arrays in, full arrays out, by the layouts and lengths that were given."""
+"""Scheme.run: full arrays in, full arrays out, by the given layouts and lengths."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,7 @@ def linear(mesh, params, x):
     draw={"cu": offsets("t", padded=True)},
 )
 def first_of_each_rank(mesh, x, cu):
-    """What a rank holds is marked by its number."""
+    """Each rank marks its part with its number."""
     return x * 0 + mesh.rank("cp")
 
 
@@ -45,7 +45,7 @@ def test_outputs_and_gradients(convert):
     assert gradients["params.w"].tolist() == (X.T @ np.ones((2, 4))).tolist()
 
 
-def test_the_dtype_is_that_of_the_inputs():
+def test_the_dtype_follows_the_inputs():
     seen = []
 
     def noted(mesh, x):
@@ -89,7 +89,7 @@ def rejection(declaration, *arrays, **more):
     return str(caught.value)
 
 
-def test_what_does_not_fit():
+def test_unusable_arrays_are_rejected():
     params = {"w": W}
     assert rejection(linear, params) == "scheme 'linear': takes (params, x), got 1 arrays"
     assert rejection(linear, params, X[0]) == "scheme 'linear': 'x' is (3,), its spec is 'b d tp=R'"

@@ -1,4 +1,4 @@
-"""What surrounds a scheme's function on each rank: `setup`, once per mesh, and `around`, for forward and backward."""
+"""`setup` runs on each rank once per mesh, and `around` surrounds forward and backward."""
 
 import inspect
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_setup_runs_once_per_rank_and_mesh_and_its_groups_stay(engine):
     for size in (2, 4, 2):
         report = scheme.verify(engine, examples=3, tp=size, inside_subgroup=False)  # a larger world is another mesh
         assert report.ok, report
-        assert {row.op for row in report.ledger.rows} == {"all_reduce"}  # the barrier of the setup is no cost
+        assert {row.op for row in report.ledger.rows} == {"all_reduce"}  # the setup's barrier does not count as cost
 
 
 def test_a_line_whose_group_is_made_by_setup_is_named():
@@ -130,7 +130,7 @@ def generator(mesh):
         ({"around": generator}, "around is a generator function; decorate it with contextlib.contextmanager"),
     ],
 )
-def test_what_is_rejected_at_declaration(change, sentence):
+def test_rejections_at_declaration(change, sentence):
     with pytest.raises(ValueError) as caught:
         declared(lambda mesh, x: x * 2, **change)
     assert str(caught.value) == f"scheme '<lambda>': {sentence}"

@@ -39,7 +39,7 @@ def ending(body, **environment):
     ("body", "status"),
     [("print('done'); return 0", 0), ("print('done'); return 4", 4), ("print('done'); sys.exit(130)", 130)],
 )
-def test_status_and_output_are_those_of_the_call(body, status):
+def test_status_and_output_equal_the_calls(body, status):
     assert ending(body) == (status, "done\n", "")
 
 

@@ -1,4 +1,4 @@
-"""What `watch` writes down of code as it runs: torch's CommDebugMode counts the same, and bytes are in closed form."""
+"""`watch` records running code: torch's CommDebugMode counts the same, and bytes equal a closed form."""
 
 import re
 from collections import Counter
@@ -205,7 +205,7 @@ class Outer(nn.Module):
         return self.part(Shared.apply(x, self.group))
 
 
-def test_what_a_module_does_before_its_part_is_its_own_in_the_backward():
+def test_a_modules_own_work_before_its_part_is_its_own_in_backward():
     def job(mesh, case):
         with watch(mesh) as ledger:
             step(Outer(mesh["tp"]))
@@ -215,7 +215,7 @@ def test_what_a_module_does_before_its_part_is_its_own_in_the_backward():
 
 
 class Returning(nn.Module):
-    """Returns what its part returns."""
+    """Returns its part's result."""
 
     def __init__(self, group):
         super().__init__()
@@ -254,7 +254,7 @@ def test_fsdp2_by_module_phase_and_bytes():
 # The block
 
 
-def test_recomputed_modules_are_in_the_backward_of_their_own():
+def test_recomputed_modules_belong_to_their_own_backward():
     def job(mesh, case):
         model = tensor_parallel(mesh)
         with watch(mesh) as ledger:

@@ -1,4 +1,4 @@
-"""Watch code as it runs, whoever started it: the ledger of the calling rank, with the module of each collective."""
+"""Watch any running code: the ledger of the calling rank, with the module of each collective."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from parity_tests.harness.run.processes.recorder import Recorder, issue
 
 @contextmanager
 def watch(mesh: Any = None) -> Iterator[Ledger]:
-    """Write down every collective and message that this rank issues inside the block: `with watch(mesh) as ledger:`.
+    """Record every collective and message that this rank issues inside the block: `with watch(mesh) as ledger:`.
 
-    Code is run as it is: torch.distributed, DTensor, FSDP2 or DDP, forward and backward, on gloo, NCCL or any other
+    The code runs unchanged: torch.distributed, DTensor, FSDP2 or DDP, forward and backward, on gloo, NCCL or any other
     backend, and inside a rank of `shardproof.run`. The ledger fills while the block runs and stays afterwards. Each row
-    has the operation, its group, shapes, dtypes, bytes, `phase` (fwd or bwd), the line that called it and the module
-    that it was called in, as `Model.layers.0.up`. It is the ledger of one rank, issues nothing itself, and needs
-    neither JAX nor what else judges a scheme. `ledger_table(ledger)` sums it by module; `ledger_figure(ledger)`
-    draws it.
+    has the operation, its group, shapes, dtypes, bytes, `phase` (fwd or bwd), the line that called it and the calling
+    module, as `Model.layers.0.up`. The ledger covers one rank; watching issues no collective, and needs neither JAX nor
+    the rest of the harness. `ledger_table(ledger)` sums it by module; `ledger_figure(ledger)` draws it.
 
     `mesh`, a DeviceMesh, gives the default group the name of the axis that spans it; other groups of a mesh have the
-    names of their axes. An operation that the ledger does not know is run, and named in a warning.
+    names of their axes. An operation that the ledger does not know still runs, with a warning that names it.
 
-    Errors: TypeError for a mesh that is none.
+    Errors: TypeError if `mesh` is not a mesh.
     """
     axes, ledger = _axes(mesh), Ledger()
     rank = world.current()
@@ -52,7 +51,7 @@ def watch(mesh: Any = None) -> Iterator[Ledger]:
 
 
 def _axes(mesh: Any) -> dict[str, int]:
-    device_mesh = getattr(mesh, "device_mesh", mesh)  # a rank of shardproof.run has a view of one
+    device_mesh = getattr(mesh, "device_mesh", mesh)  # a rank of shardproof.run has a view of a mesh
     if device_mesh is None:
         return {}
     if not isinstance(device_mesh, DeviceMesh):
@@ -61,7 +60,7 @@ def _axes(mesh: Any) -> dict[str, int]:
 
 
 class _Watch(Recorder):
-    """A recorder of code that nobody waits for: it keeps no handle and no tensor alive."""
+    """A recorder that keeps no handle and no tensor of the watched code alive."""
 
     supports_higher_order_operators = True
 

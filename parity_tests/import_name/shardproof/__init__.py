@@ -1,6 +1,6 @@
-"""Verify sharded PyTorch against single-device JAX. These are the names that a user's file imports.
+"""Verify sharded PyTorch against single-device JAX. These are the names for users' files.
 
-Nothing is loaded before it is used: ranks in other processes import this package and must not load JAX.
+Each name is loaded on first use: ranks in other processes import this package and must not load JAX.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from parity_tests.tracing.pair import Pair as Pair
     from parity_tests.tracing.pair import trace_pair as trace  # noqa: F401
 
-# Where each name is: `module:attribute`, or `module` for a module. A test compares this with the imports above.
+# Home of each name: `module:attribute`, or `module` for a module. A test compares this with the imports above.
 _HOMES = {
     # declare
     "scheme": "parity_tests.harness.scheme:scheme",
@@ -107,7 +107,7 @@ _HOMES = {
     "watch": "parity_tests.harness.run.watched:watch",
     "Pair": "parity_tests.tracing.pair:Pair",
     "LivePeak": "parity_tests.benchmarks.live_peak:LivePeak",
-    # exceptions: a verdict that is not equal
+    # exceptions: a verdict other than equal
     "VerdictError": "parity_tests.harness.report.report:VerdictError",
     "ValueMismatch": "parity_tests.harness.report.report:ValueMismatch",
     "GradientMismatch": "parity_tests.harness.report.report:GradientMismatch",
@@ -115,7 +115,7 @@ _HOMES = {
     "CostMismatch": "parity_tests.harness.report.report:CostMismatch",
     "HygieneViolation": "parity_tests.harness.report.report:HygieneViolation",
     "EnginesDisagree": "parity_tests.harness.report.report:EnginesDisagree",
-    # exceptions: a run that did not end
+    # exceptions: a run that did not finish
     "RankFailure": "parity_tests.harness.run.failure:RankFailure",
     "Raised": "parity_tests.harness.run.failure:Raised",
     "Died": "parity_tests.harness.run.failure:Died",
@@ -142,17 +142,17 @@ _HOMES = {
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
-_RUN_RANKS = ("verify", "replay", "tour")  # verbs that run a user's function in the process of the command
-# What the extra `verify` installs, by import name: `torch_impl` needs none of it.
+_RUN_RANKS = ("verify", "replay", "tour")  # commands that run a user's function in their own process
+# Packages of the extra `verify`, by import name: `torch_impl` needs none of them.
 _OF_VERIFY = ("jax", "flax", "optax", "hypothesis", "pytest", "cloudpickle", "typer", "rich", "matplotlib")
 _INSTALL = "pip install -e '.[verify]' in the clone"
 
 
 class _SameName:
-    """Finds `parity_tests.x` in every folder `parity_tests` on the path.
+    """Finds `parity_tests.x` in every folder named `parity_tests` on the path.
 
-    A user may have a folder of that name too. Whichever of the two Python has imported, modules of the other are
-    found here, where the usual search has not found them.
+    A user may also have a folder of that name. Whichever of the two Python has imported, this finds modules of the
+    other after the usual search has failed.
     """
 
     @staticmethod
@@ -171,7 +171,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shardproof' has no attribute {name!r}; it has {', '.join(__all__)}")
     module, _, attribute = _HOMES[name].partition(":")
     try:
-        # A user's file parity_tests.py is no package, and Python would search for no module below it.
+        # A user's file parity_tests.py is not a package, and Python would not search for modules in it.
         vars(import_module("parity_tests")).setdefault("__path__", [])
         home = import_module(module)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`python -m shardproof` is the command, under a name that torchrun can start."""
+"""`python -m shardproof` runs the command, under a name that torchrun can start."""
 
 from shardproof import main
 

@@ -1,7 +1,7 @@
-"""The pytest plugin: the schemes of a file are its tests, and a traceback ends at the user's own lines.
+"""The pytest plugin: a file's schemes are tests, and tracebacks end at the user's own lines.
 
-pytest loads it wherever Shardproof is installed, also beside a user's own folder `parity_tests`: it stands here, and
-imports nothing of ours, neither torch nor JAX, before a scheme is collected.
+pytest loads this wherever Shardproof is installed, even next to a user's own folder `parity_tests`; so it lies in this
+package and, before a scheme is collected, imports nothing else of Shardproof, neither torch nor JAX.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-FILES = ("scheme_*.py", "*_scheme.py")  # besides the files that are named on the command line
+FILES = ("scheme_*.py", "*_scheme.py")  # besides files named on the command line
 ENGINES = ("lockstep", "gloo", "nccl")
 
 
@@ -32,12 +32,12 @@ def _positive(text: str) -> int:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """The schemes of a file of such a name, or of one that is named on the command line and is none of tests."""
+    """The schemes of a file with such a name, or of a file on the command line that is not a test file."""
     return SchemeFile.from_parent(parent, path=file_path) if _has_schemes(file_path, parent) else None
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """The functions of such a file that are tests, also beside a declaration that is wrong."""
+    """The test functions of such a file, even if one of its declarations fails."""
     return ModuleOfSchemes.from_parent(parent, path=module_path) if _has_schemes(module_path, parent) else None
 
 
@@ -50,12 +50,12 @@ def _has_schemes(file: Path, parent: pytest.Collector) -> bool:
 
 
 class ModuleOfSchemes(pytest.Module):
-    """The module of a file that declares schemes; `SchemeFile` has those whose declaration fails."""
+    """The module of a file with schemes; `SchemeFile` reports those with a failed declaration."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         import shardproof
 
-        _ = shardproof.schemes_of_file  # first: it makes our modules importable beside a user's
+        _ = shardproof.schemes_of_file  # first: it makes our modules importable next to a user's
         from parity_tests.harness.declare.failed_declaration import collected
 
         with collected(self.path.stem):
@@ -68,7 +68,7 @@ class SchemeFile(pytest.File):
     def collect(self) -> Iterator[SchemeTest]:
         import shardproof
 
-        _ = shardproof.schemes_of_file  # first: it makes our modules importable beside a user's
+        _ = shardproof.schemes_of_file  # first: it makes our modules importable next to a user's
         from parity_tests.harness.declare.discover import UnusableTarget, declarations_of_file
 
         try:
@@ -103,7 +103,7 @@ class SchemeTest(pytest.Item):
         self.report.raise_if_failed()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The report alone: what a scheme lacks is no line of the test's."""
+        """The report without a traceback: no line of the test is to blame for a scheme."""
         from parity_tests.harness.declare.declaration_failure import DeclarationFailure
         from parity_tests.harness.judge.reference import ReferenceFailure
         from parity_tests.harness.report.report import VerdictError
@@ -112,7 +112,7 @@ class SchemeTest(pytest.Item):
 
         of_the_scheme = (VerdictError, RankFailure, ReferenceFailure, DeclarationFailure, NothingCompared)
         if isinstance(excinfo.value, RankFailure) and self.report is not None:
-            return str(self.report)  # with the case and its replay, which the exception lacks
+            return str(self.report)  # with the case and its replay, which the exception does not have
         if isinstance(excinfo.value, of_the_scheme):
             return str(excinfo.value).lstrip("\n")
         return super().repr_failure(excinfo)
@@ -123,7 +123,7 @@ class SchemeTest(pytest.Item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
-    """Mark the harness's frames of what a test raised, which pytest then leaves out unless --full-trace is given."""
+    """Mark the harness's frames in a test's exception, which pytest then hides unless --full-trace is given."""
     error = None if call.excinfo is None else call.excinfo.value
     harness = getattr(sys.modules.get("parity_tests.harness"), "__path__", None)
     if harness is None:  # no scheme has run

@@ -1,4 +1,4 @@
-"""Where a model first differs from its reference: the parts of `trace`, and a model with a bug in it."""
+"""Find where a model first differs from its reference: the parts of `trace`, and a model with a bug."""
 
 from parity_tests.tracing import buggy_model as buggy_model
 from parity_tests.tracing.buggy_model import TP as TP

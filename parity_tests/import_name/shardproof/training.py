@@ -1,4 +1,4 @@
-"""The run of `shardproof train` step by step, and the bugs that can be injected into its model."""
+"""The run of `shardproof train` step by step, and bugs to inject into its model."""
 
 from parity_tests.injected_bugs.catalogue.models import BUGS as BUGS
 from parity_tests.injected_bugs.patched_modules import PatchedModules as PatchedModules

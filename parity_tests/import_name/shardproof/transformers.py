@@ -1,4 +1,4 @@
-"""Small models of the library transformers trained on a mesh, and the decoder in JAX that they are compared with."""
+"""Small transformers models trained on a mesh, and the JAX decoder that they are compared with."""
 
 from parity_tests.parallelizer.families import Chosen as Chosen
 from parity_tests.parallelizer.families import empty as empty

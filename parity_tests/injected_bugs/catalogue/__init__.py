@@ -37,7 +37,6 @@ from parity_tests.injected_bugs.catalogue import (
     vocab_parallel_published,
     vocab_parallel_sampling,
     vocab_parallel_sequences,
-    vocab_parallel_small,
     vocab_parallel_topk,
 )
 from parity_tests.injected_bugs.injected_bug import KINDS
@@ -77,7 +76,6 @@ CATALOGUE = (
     *vocab_parallel_published.BUGS,
     *vocab_parallel_sampling.BUGS,
     *vocab_parallel_sequences.BUGS,
-    *vocab_parallel_small.BUGS,
     *vocab_parallel_topk.BUGS,
     *calls_storage.BUGS,
     *calls_backward.BUGS,

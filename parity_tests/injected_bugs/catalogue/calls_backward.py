@@ -322,8 +322,8 @@ SECOND_BACKWARD = (
         name="normaliser overwritten by its exponential",
         kind="call",
         at="vocab_parallel:_dense_gradient",
-        old="normaliser.log_row_sum.exp().mul_(temperature)",
-        new="normaliser.log_row_sum.exp_().mul_(temperature)",
+        old="normaliser.log_row_sum.exp().mul_(-temperature)",
+        new="normaliser.log_row_sum.exp_().mul_(-temperature)",
         expect="raised: ",
     ),
     InjectedBug(

@@ -294,7 +294,7 @@ BUGS = (
     InjectedBug(
         name="ragged positions that do not know the lengths",
         kind="border",
-        at="layouts:ragged_positions",
+        at="layouts:ragged",
         old="bounds = _ragged_bounds(size, world, lengths)",
         new="bounds = _ragged_bounds(size, world, None)",
         expect="raised: ",

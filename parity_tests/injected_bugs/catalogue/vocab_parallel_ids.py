@@ -112,8 +112,8 @@ BUGS = (
         name="one slot too far in the message",
         kind="border",
         at="vocab_parallel:by_name",
-        old="stack[:, 2 : 2 + id_count]",
-        new="stack[:, 1 : 1 + id_count]",
+        old="stack.narrow(1, 2, id_count)",
+        new="stack.narrow(1, 1, id_count)",
         expect="value: ",
     ),
     InjectedBug(

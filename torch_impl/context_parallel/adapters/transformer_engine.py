@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from types import ModuleType
-from typing import Any
 
 from jaxtyping import Int, Int64
 from torch import Tensor
@@ -40,35 +39,6 @@ def partitioned_indices(
             "transformer-engine needs CUDA; use TokenLayout.local_index"
         )
     return extension.thd_get_partitioned_indices(cu_seqlens_padded.int(), total, cp_size, cp_rank).long()
-
-
-def attention_kwargs(batch: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of Transformer Engine's attention for a batch of one chunk from `make_cp_batch_for_te`.
-
-    Under cp the padded offsets also replace the real ones: no release is known to handle real lengths correctly
-    (NVIDIA/TransformerEngine #1929, #1930, #3331, #3487), and causal attention never sees padding on the right.
-
-    Cost:   one host read of max_seqlen.
-    Errors: ValueError for a batch of several chunks, or with sequences that continue others.
-    """
-    if "prefix_of" in batch:
-        cannot = "batch has 'prefix_of', for which these offsets have no mask"
-        raise ValueError(f"context_parallel.te: {cannot}; use context_parallel_attention with the batch's layout")
-    if batch["cu_seqlens_padded"].ndim != 1:
-        chunks = len(batch["cu_seqlens_padded"])
-        raise ValueError(f"context_parallel.te: batch holds {chunks} chunks; pass one of them")
-    padded, longest = batch["cu_seqlens_padded"], int(batch["max_seqlen"])
-    # The kernel needs max_seqlen as an int: read it on the host.
-    real = padded if batch["cp_size"] > 1 else batch["cu_seqlens"]
-    return {
-        "qkv_format": "thd",
-        "cu_seqlens_q": real,
-        "cu_seqlens_kv": real,
-        "cu_seqlens_q_padded": padded,
-        "cu_seqlens_kv_padded": padded,
-        "max_seqlen_q": longest,
-        "max_seqlen_kv": longest,
-    }
 
 
 def _extension() -> ModuleType:

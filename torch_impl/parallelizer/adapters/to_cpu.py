@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_impl.contract import contract
+from torch_impl.contract import Rejected, contract
 from torch_impl.parallelizer.tp_styles import is_shard_of_parts, sharded_dim
 
 DEVICES = ("cuda", "cpu")
@@ -33,15 +33,13 @@ def to_cpu(v: Any, *, local: bool = False) -> Any:
         return v.cpu()
     if v.device.type not in DEVICES:
         reason = ", which has no values" if v.device.type == "meta" else f"; only {' and '.join(DEVICES)} are supported"
-        raise ValueError(f"parallelizer.to_cpu: v is a DTensor on {v.device.type!r}{reason}")
+        raise Rejected(f"v is a DTensor on {v.device.type!r}{reason}")
     if not local:
         with torch.no_grad():
             # Detach the result, so that no backward has to communicate.
             return _with_full_halves(v).full_tensor().cpu()
     if any(placement.is_partial() for placement in v.placements):
-        raise ValueError(
-            f"parallelizer.to_cpu: v is {v.placements}, so that a rank has a partial sum and no shard; drop local=True"
-        )
+        raise Rejected(f"v is {v.placements}, so that a rank has a partial sum and no shard; drop local=True")
     with torch.no_grad():
         return v.to_local().cpu()
 

@@ -1,7 +1,7 @@
-"""One collective or message as one rank issues it: its row, copies of what it hands in, where results go.
+"""One collective or message that one rank issues: its row, copies of its input, and the tensors for its results.
 
-Also the two traps of asynchronous communication: an output holds poison until its wait, and what is handed in
-must be the same at the wait as it was at the issue.
+Also the two traps of asynchronous communication: an output holds poison until its wait, and the input must be unchanged
+at the wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parity_tests.harness.run.ledger import LedgerRow
 
 @dataclass(slots=True, eq=False)
 class CommunicationCall:
-    """`pieces` are what the operation combines, slices of the copies; `results` what it gives this rank."""
+    """`pieces` are slices of the copies, which the operation combines; `results` are this rank's part of the answer."""
 
     row: LedgerRow
     place: int  # the rank's position in the group
@@ -27,23 +27,23 @@ class CommunicationCall:
     outputs: Sequence[Tensor]
     copies: list[Tensor] = field(default_factory=list)
     pieces: list[Tensor] = field(default_factory=list)
-    expected: Sequence[Tensor] = ()  # all_to_all: what comes from each rank
+    expected: Sequence[Tensor] = ()  # all_to_all: the buffer for each rank's message
     results: list[Tensor] = field(default_factory=list)
     done: bool = False
     waited: bool = False
     tracked: bool = False
     order: int = 0  # among all calls of the run
-    origin: int = -1  # of a receive: the place of its sender
+    origin: int = -1  # of a receive: the sender's place
 
-    storages: set[int] = field(default_factory=set)  # of all tensors that are handed in
-    writes: set[int] = field(default_factory=set)  # those of the outputs
+    storages: set[int] = field(default_factory=set)  # of all input tensors
+    writes: set[int] = field(default_factory=set)  # of the outputs
 
     def __post_init__(self) -> None:
         self.writes = _storages(self.outputs)
         self.storages = self.writes | _storages(self.sources)
 
     def take(self, split: Callable[[list[Tensor]], list[Tensor]] | None) -> None:
-        """Copy what is handed in; then, for work that is waited for later, fill the outputs with poison."""
+        """Copy the input; if the work is waited for later, fill the outputs with poison."""
         self.copies = [source.data.clone(memory_format=torch.contiguous_format) for source in self.sources]
         self.pieces = split(self.copies) if split else self.copies
         if self.tracked:
@@ -61,7 +61,7 @@ class CommunicationCall:
             output.data.copy_(gathered.reshape(output.shape))
 
     def disturbed(self) -> str | None:
-        """What was written between issue and wait, if anything was."""
+        """A sentence about a tensor that was written between issue and wait, or None."""
         for index, output in enumerate(self.outputs):
             poison = _poison(output.dtype)
             spoiled = output.data.isnan() if poison != poison else output.data == poison
@@ -79,7 +79,7 @@ class CommunicationCall:
 
 
 def _storages(tensors: Sequence[Tensor]) -> set[int]:
-    """Where the tensors' memory is; tensors of a memory estimate, which are fake, have none."""
+    """Addresses of the tensors' memory; the fake tensors of a memory estimate have none."""
     homes = (
         tensor.untyped_storage()
         for tensor in tensors
@@ -95,7 +95,7 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    # One element is contiguous whatever its stride, and is no bytes until that is 1.
+    # A single element is contiguous at any stride, but can be viewed as bytes only at stride 1.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

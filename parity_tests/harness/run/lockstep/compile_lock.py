@@ -1,7 +1,7 @@
 """torch's lock around compilation, for ranks that are threads.
 
-A rank that compiles may wait for a collective, since the compiler waits for a tensor that is still on its way. Another
-rank that blocked at the lock would keep its turn, and nobody could run.
+A rank that compiles may wait for a collective, because the compiler waits for asynchronous tensors. If another rank
+blocked at the lock, it would keep its turn and nobody could run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULE, NAME = "torch._dynamo.convert_frame", "compile_lock"
 
 
 class TurnLock:
-    """A lock at which a rank of lockstep lets the others run until it is free."""
+    """A lock that passes the turn to other ranks of lockstep until it is free."""
 
     def __init__(self, lock: Any) -> None:
         self.lock = lock
@@ -36,13 +36,13 @@ class TurnLock:
             self.lock.release()
 
     def _entries(self) -> list[bool]:
-        """Of this thread's blocks that are open, outermost first: whether it acquired the lock."""
+        """For each open block of this thread, outermost first: whether it acquired the lock."""
         if not hasattr(self._by_thread, "entries"):
             self._by_thread.entries = []
         return self._by_thread.entries
 
     def _acquire(self) -> bool:
-        """False if this rank alone can run, as if it were a process: the one that compiles waits for it."""
+        """False if no other rank can run: the compiling rank waits for this one, which goes on without the lock."""
         rank_world = world.current()
         if rank_world is None:
             return self.lock.acquire()
@@ -56,7 +56,7 @@ class TurnLock:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """The lock is one of turns, from the first compilation on; as before on leaving."""
+    """Replace the compiler's lock by a `TurnLock` at the first compilation; restore everything on leaving."""
     compile_of_torch = torch.compile
 
     @functools.wraps(compile_of_torch)
@@ -78,6 +78,6 @@ def installed() -> Iterator[None]:
 
 def _install() -> None:
     module = importlib.import_module(MODULE)
-    lock = getattr(module, NAME, None)  # a torch without it compiles without a lock
+    lock = getattr(module, NAME, None)  # older versions of torch compile without a lock
     if lock is not None and not isinstance(lock, TurnLock):
         setattr(module, NAME, TurnLock(lock))

@@ -1,6 +1,6 @@
-"""The exchange of a session: every call of every rank, matched, written to the ledger, judged.
+"""The exchange of a session: matches the calls of all ranks, writes them to the ledger and checks them.
 
-Stands between the process groups, which know how torch calls them, and the scheduler, which knows who may run.
+It sits between the process groups, which torch calls, and the scheduler, which decides which rank runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ THREADS = (
     "ranks of lockstep are threads, which share what a library's module, a class or a closure keeps: "
     "bind it in setup=, name its module in isolate=, or run with --engine gloo"
 )
-# What torch says of a group that the calling rank lacks.
+# Torch's messages for a group that the calling rank does not have.
 UNREGISTERED = ("is not registered, please create group", "Could not resolve the process group")
 
 
@@ -54,7 +54,7 @@ class Exchange:
 
     def reset(self, case: CaseSpec | None) -> None:
         self.case, self.ledger = case, Ledger()
-        self.repair: Repair | None = None  # what is done otherwise in this example, to test one line
+        self.repair: Repair | None = None  # changes one line's calls in this example, to test that line
         self._count: dict[object, int] = defaultdict(int)
         self._rendezvous: dict[tuple[GroupKey, int], Rendezvous] = {}
         self._queues: dict[GroupKey, MessageQueues] = defaultdict(MessageQueues)
@@ -72,7 +72,7 @@ class Exchange:
         self._issue(call)
         spot = (key, call.row.seq)
         rendezvous = self._rendezvous.setdefault(spot, Rendezvous(len(key[1])))
-        # 2. Compare it with the calls that came before: a mismatch fails the run here, with both sides named.
+        # 2. Compare it with the earlier calls: a mismatch fails the run here and names both sides.
         try:
             complete = rendezvous.arrive(call)
         except CallsDiffer as error:
@@ -87,7 +87,7 @@ class Exchange:
         self.scheduler.maybe_yield(call.row.rank)
 
     def post(self, key: GroupKey, call: CommunicationCall, peer: int | None) -> None:
-        """Issue a send or a receive; `peer` is the other's place, None for a message of any rank."""
+        """Issue a send or a receive; `peer` is the other rank's place, None to receive from any rank."""
         self._issue(call)
         queues = self._queues[key]
         try:
@@ -100,7 +100,7 @@ class Exchange:
         self.scheduler.maybe_yield(call.row.rank)
 
     def wait(self, call: CommunicationCall) -> None:
-        """Block until the call is complete, then write its results; a second wait does nothing."""
+        """Block until the call is complete, then write its results; waiting again does nothing."""
         rank = call.row.rank
         self.scheduler.wait(rank, call)
         if call.waited:
@@ -115,11 +115,11 @@ class Exchange:
         self._in_flight.pop(call, None)
 
     def drop(self, rank: int) -> None:
-        """After a failure: take what this rank never waited for out of torch's registry of functional work."""
+        """After a failure: remove this rank's unfinished work from torch's registry of functional work."""
         for call in list(self._tracked[rank]):
             for tensor in (*call.outputs, *call.sources):
                 with suppress(Halt):
-                    plain = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which has no rule for a wait
+                    plain = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which has no rule for wait_tensor
                     torch.ops._c10d_functional.wait_tensor(plain)
 
     def _issue(self, call: CommunicationCall) -> None:
@@ -139,24 +139,24 @@ class Exchange:
         call.done = True
         self.scheduler.wake(call.row.rank, call)
 
-    # What goes wrong, and what is said then.
+    # Failures and their messages.
 
     def foreign_group(self, op: str, owner: int, label: str) -> NoReturn:
-        """The rank that runs has called another rank's end of a group."""
+        """The running rank called another rank's handle of a group."""
         rank, source = self.scheduler.running, call_site()
         what = f"rank {rank} calls {op} at {source} on the process group {label} of rank {owner}"
         self.scheduler.fail(self._failure(Shared, f"{what}; {THREADS}", rank, op, source))
 
     def unwaited(self, rank: int) -> None:
-        """Fail if this rank, which returns now, has left work behind."""
+        """Fail if this rank returns with work that it never waited for."""
         call = next(iter(self._tracked[rank]), None)
         if call is not None:
             self._fail(Unwaited, f"rank {rank} returned and never waited for {call.row}", call.row)
 
     def raised(self, rank: int, error: BaseException) -> None:
-        """A rank's own exception; the frames shown are the user's. A verdict reached on the rank stays one."""
+        """A rank's own exception, with the user's frames only; a verdict of the harness is raised unchanged."""
         error, last = raised_by_function(error), next(reversed(self.ledger.of(rank)), None)
-        # Without columns: marks below a line that a narrow terminal breaks would point at nothing.
+        # Without columns: in a narrow terminal the marks below a wrapped line would point at nothing.
         frames = [
             traceback.FrameSummary(frame.filename, frame.lineno, frame.name)
             for frame in traceback.extract_tb(error.__traceback__)
@@ -166,7 +166,7 @@ class Exchange:
         message = "".join([f"rank {rank} raised {summary}\n", *traceback.format_list(frames)]).rstrip()
         if any(phrase in message_of(error) for phrase in UNREGISTERED):
             message += f"\nif it is the process group of another rank: {THREADS}"
-        if isinstance(error, RankFault):  # the harness's own sentence, with the rank in it
+        if isinstance(error, RankFault):  # the harness's own message, which names the rank
             message = str(error)
         failure = self._failure(Raised, message, rank, last.op if last else None, raised_at(error))
         failure.__cause__ = error
@@ -185,7 +185,7 @@ class Exchange:
         return self._failure(Deadlock, f"{self._state(rank)}{note}", rank, row.op, row.source, awaited=row)
 
     def stalled(self, stack: str, seconds: float) -> RankFailure:
-        """The running rank does not come back."""
+        """The running rank has not come back in time."""
         rank = self.scheduler.running
         last = next(reversed(self.ledger.of(rank)), None)
         before = f"last {last}" if last else "it has called none"
@@ -219,9 +219,9 @@ class Exchange:
         return f"rank {rank} was stopped before its next collective; its last was {last}"
 
     def _call_from_two_lines(self) -> str:
-        """Names the first call that two ranks came to from different lines: a rank that left a call out is one ahead.
+        """Name the first call that two ranks issued from different lines: a rank that skipped a call is one ahead.
 
-        Where shapes are alike, its next call answers the others' earlier one, and they wait only at the last.
+        If shapes agree, its next call matches the others' earlier one, and the ranks wait only at the last call.
         """
         first: dict[tuple[tuple[int, ...], str, int], LedgerRow] = {}
         for row in self.ledger.rows:
@@ -237,7 +237,7 @@ class Exchange:
         return ""
 
     def _default_group_note(self, *rows: LedgerRow) -> str:
-        """Says so where ranks meet, or wait, in the default group of a mesh that has smaller ones."""
+        """A note for ranks that meet or wait in the default group of a mesh with smaller groups."""
         if not any(row.group_name == "world" for row in rows):
             return ""
         return f"; group world is the default group, all {self.scheduler.world} ranks must come to it"

@@ -1,7 +1,7 @@
-"""What each rank of this process does, in memory that a parent reads after a fatal signal has ended the process.
+"""The last state of each rank in shared memory, for the parent to read after a fatal signal.
 
-Ranks of lockstep are threads: one that is killed, or crashes in native code, takes the whole process with it. Where
-`run.supervised` runs the command, the scheduler and the exchange write here; else nothing is written.
+Ranks of lockstep are threads: one that is killed or crashes in native code ends the whole process. Under
+`run.supervised`, the scheduler and the exchange write their state here; otherwise nothing is written.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from parity_tests.harness.run import supervised
 from parity_tests.harness.run.ledger import LedgerRow
 from parity_tests.harness.run.processes.status_table import COMPUTING, FINISHED, STARTING, WAITING, Slot
 
-_slots: list[Slot] = []  # of the ranks of the run that goes on
+_slots: list[Slot] = []  # of the current run
 _turn_of: Slot | None = None
 
 
 def begin(world: int) -> None:
-    """A run of so many ranks begins; with none, it is over. What an earlier one issued is forgotten."""
+    """Begin a run of `world` ranks; 0 ends it. Forgets the last run."""
     global _turn_of
     for slot in _slots:
         slot.clear()
@@ -27,7 +27,7 @@ def begin(world: int) -> None:
 
 
 def turn(rank: int, *, has_returned: bool) -> None:
-    """The turn goes to a rank; `has_returned` says whether the one that had it has left."""
+    """A rank gets the turn; `has_returned` says whether the previous rank has finished."""
     global _turn_of
     if rank < len(_slots):
         if _turn_of is not None:
@@ -37,6 +37,6 @@ def turn(rank: int, *, has_returned: bool) -> None:
 
 
 def issued(row: LedgerRow) -> None:
-    """The rank that runs issues a collective."""
+    """The running rank issues a collective."""
     if row.rank < len(_slots):
         _slots[row.rank].issue_as_text(row, COMPUTING)

@@ -4,8 +4,9 @@ A session holds the threads, groups and meshes of one mesh and serves example af
 discarded. Threads cannot be killed: a rank in an endless loop is reported and interrupted at its next Python
 instruction; a thread inside a C call is abandoned.
 
-Ranks of a scheme have the globals of its modules each for itself (see rank_globals.py). Blind spot: they share those of
-libraries, and the generators of Python and NumPy (torch's are each rank's own). Processes share nothing.
+Each rank has its own copy of the globals of the scheme's modules (see rank_globals.py). Blind spot: ranks share the
+globals of libraries and the generators of Python and NumPy (each rank has its own generator of torch). In the process
+engines ranks share nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ THREAD_NAME = "lockstep-rank-"
 def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> RunResult:
     """Run `fn(mesh, case)` on each rank of `case.mesh`; `quiet_s` bounds the seconds between two collectives.
 
-    Errors: RuntimeError if another run is going on in this process; RankFailure, one subclass per cause.
+    Errors: RuntimeError if another run is active in this process; RankFailure, one subclass per cause.
     """
     if not _one_run.acquire(blocking=False):
         raise RuntimeError("lockstep.run: another run is going on in this process; use engine='gloo'")
@@ -59,7 +60,7 @@ def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> RunResult:
 
 
 def _shared_propagation() -> AbstractContextManager[None]:
-    """DTensor's propagation shared by ranks, where anything has imported DTensor: that takes a second."""
+    """Share DTensor's propagation between ranks if DTensor has been imported; importing it would take a second."""
     if "torch.distributed.tensor" not in sys.modules:
         return nullcontext()
     from parity_tests.harness.run.lockstep import propagation
@@ -69,9 +70,9 @@ def _shared_propagation() -> AbstractContextManager[None]:
 
 @contextmanager
 def _raised_exits() -> Iterator[None]:
-    """Let `os._exit` of a rank end that rank, as it would end a process of its own, and not this process.
+    """Let `os._exit` on a rank end that rank, as in a process of its own, instead of this process.
 
-    This process would end without a verdict, with the status that the rank chose. A process that a rank forks leaves.
+    This process would end without a verdict, with the rank's status. A process that a rank forks still exits.
     """
     leave, process = os._exit, os.getpid()
 
@@ -88,7 +89,7 @@ def _raised_exits() -> Iterator[None]:
 
 
 def _session(fn: Job, case: CaseSpec, quiet_s: float) -> Session:
-    """The session of this mesh; a job with a `setup` of its own has one that serves it alone."""
+    """The session of this mesh; a job with its own `setup` has a session to itself."""
     key = tuple(case.mesh.items()), getattr(fn, "setup_key", None)
     session = _sessions.pop(key, None)
     if session is None:
@@ -129,7 +130,7 @@ class Session:
             raise
 
     def close(self) -> None:
-        """End the threads, but for one that runs and does not come back."""
+        """End the threads, except one that is stuck."""
         self._scheduler.dismiss()
         for rank, thread in enumerate(self._threads):
             if self._scheduler.finished[rank] or rank != self._scheduler.running:
@@ -138,14 +139,14 @@ class Session:
     def _all_ranks(
         self, fn: Job, case: CaseSpec, quiet_s: float, namespaces: dict[str, Namespace] | None = None
     ) -> RunResult:
-        # 1. Lay out the example where the rank threads, which sleep in `Scheduler.enter`, will find it.
+        # 1. Lay out the example for the rank threads, which sleep in `Scheduler.enter`.
         started = time.perf_counter()
         output = sys.stdout, sys.stderr
         self._job, self._case = fn, case
         self._results: list[Any] = [None] * self._scheduler.world
         self._exchange.reset(case)
         self._scheduler.globals.begin(namespaces or {})
-        # 2. Give the first turn; from here on one rank thread runs at a time.
+        # 2. Give the first turn; from now on one rank thread runs at a time.
         seeds = [rank_seed(case, rank) for rank in range(case.world)]
         self._scheduler.begin(case.schedule, seeds, self._exchange.stuck)
         # 3. Sleep until all ranks have left. A failure ends the session: its threads cannot be used again.
@@ -158,14 +159,14 @@ class Session:
             raise
         finally:
             self._scheduler.globals.end()
-            # Ranks that redirect the output take turns, and the last to restore it may restore that of another.
+            # Ranks redirect the output in turns, and the last one to restore it may restore another rank's stream.
             sys.stdout, sys.stderr = output
         return RunResult(tuple(self._results), self._exchange.ledger, time.perf_counter() - started)
 
     def _await(self, quiet_s: float) -> None:
         """Wait until all ranks have left. If a rank makes no progress for `quiet_s`, the run fails as stalled.
 
-        Inside torch.compile it may take longer.
+        A rank inside torch.compile may take longer.
         """
         moves, moved, since, is_compiling = -1, 0.0, 0.0, False
         while not self._scheduler.over(min(quiet_s, 0.25)):
@@ -178,15 +179,15 @@ class Session:
             thread = self._threads[self._scheduler.running].ident or 0
             is_compiling = now - moved < compiling.LIMIT_S and compiling.is_compiling(thread)
             if is_compiling:
-                since = now  # what comes after the compiler counts
-            elif now - since >= quiet_s and self._scheduler.moves == moves:  # it may have left before it was asked
+                since = now  # the limit starts after the compiler
+            elif now - since >= quiet_s and self._scheduler.moves == moves:  # it may have left meanwhile
                 stalled = self._exchange.stalled(_users_stack(thread), quiet_s)
                 self._scheduler.failure = self._scheduler.failure or stalled
                 # Takes effect at the thread's next Python instruction; one inside a C call is left behind.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Halt))
                 return
 
-    # What follows runs in the ranks' threads.
+    # The methods below run in the ranks' threads.
 
     def _serve(self, rank: int) -> None:
         world.enter(self._worlds[rank])
@@ -196,7 +197,7 @@ class Session:
         while self._example(rank):
             pass
         try:
-            if world.is_installed():  # else this rank comes back too late, and the names are the process's own
+            if world.is_installed():  # else this rank comes back after the run, and c10d's names are the process's own
                 self._exchange.drop(rank)
                 c_api._unregister_all_process_groups()
         finally:
@@ -228,13 +229,13 @@ class Session:
         self._worlds[rank].mark()
 
     def _set_up(self, fn: Any, mesh: MeshView, case: CaseSpec) -> None:
-        """The second job, of a session with a `setup`: what groups it makes are the session's, as the mesh's are."""
+        """The second job of a session with a `setup`: groups that it makes belong to the session, like the mesh's."""
         fn.prepare(mesh, case)
         world.here().mark()
 
 
 def _users_stack(thread: int) -> str:
-    """The stack of a thread from the user's first line on."""
+    """The stack of a thread from its first user frame on."""
     frames = traceback.extract_stack(sys._current_frames().get(thread))
     first = next((i for i, frame in enumerate(frames) if not is_plumbing(frame.filename)), 0)
     return "".join(traceback.format_list(frames[first:])).rstrip()

@@ -1,14 +1,13 @@
 """DTensor's sharding propagation, computed once for all ranks of lockstep.
 
-Before its first call of an operation DTensor runs it on fake tensors of the full sizes, for the shape and dtype of the
-result, and compares the ways to shard it: 3 to 8 ms of CPU time. It caches the answer by thread and by mesh. Ranks of
-lockstep are threads, each with a mesh of its own, so that 8 ranks would compute the same answer 8 times, and those of
-the next mesh again. Here a rank gets the answer of the first rank that asked, with its own mesh in it.
+Before the first call of an operation, DTensor runs it on fake tensors of full size for the shape and dtype of the
+result, and compares the ways to shard it: 3 to 8 ms of CPU time. It caches the answer by thread and mesh. Ranks of
+lockstep are threads and each has its own mesh, so 8 ranks would compute the same answer 8 times, and again for the next
+mesh. Here a rank gets the answer of the first rank that asked, with its own mesh filled in.
 
-Which ranks get the same: the answer depends on the operation, its arguments, the size of the mesh and the strategies
-that are registered, and on the rank only through the sizes of its shards. So nothing is shared where a dim does not
-divide evenly. Nor is it where a placement has a state, as the mask of a vocabulary-parallel embedding has; there the
-shape and dtype of the result alone are.
+The answer depends on the operation, its arguments, the size of the mesh and the registered strategies; it depends on
+the rank only through the sizes of its shards. So answers are not shared if a dim does not divide evenly. A placement
+with state, such as the mask of a vocabulary-parallel embedding, shares only the shape and dtype of the result.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ _metadata: dict[Hashable, Any] = {}
 
 
 class NotShared(Exception):
-    """An operation whose answer may be another on another rank, or that no key describes."""
+    """An operation whose answer may differ between ranks, or that no key describes."""
 
 
 @contextmanager
 def shared() -> Iterator[None]:
-    """As above, for all threads; torch's own on leaving."""
+    """Share answers between all threads; restores torch's own functions on leaving."""
     if not (hasattr(ShardingPropagator, PROPAGATION) and hasattr(ShardingPropagator, METADATA)):
-        yield  # a torch that names them differently: each rank computes for itself
+        yield  # these names are missing in this torch: each rank computes for itself
         return
     originals = {name: getattr(ShardingPropagator, name) for name in (PROPAGATION, METADATA)}
 
@@ -70,11 +69,11 @@ def _propagated(propagator: Any, schema: OpSchema, compute: Callable[[OpSchema],
         return compute(schema)
     strategies = [getattr(propagator, name, {}).get(schema.op) for name in STRATEGIES]
     known, answer = _answers.get(key, ((), None))
-    if known and all(map(operator.is_, known, strategies)):  # else one was registered since
+    if known and all(map(operator.is_, known, strategies)):  # else a strategy was registered since
         return _on_mesh(answer, mesh)
     answer = compute(schema)
     if _is_same_on_all_ranks(answer):
-        _store(_answers, key, (strategies, _on_mesh(answer, None)))  # a copy: torch goes on to write into the answer
+        _store(_answers, key, (strategies, _on_mesh(answer, None)))  # a copy: torch writes into the answer later
     return answer
 
 
@@ -95,8 +94,8 @@ def _store(table: dict[Hashable, Any], key: Hashable, value: Any) -> None:
 
 
 def _key(schema: OpSchema, part_of_spec: Callable[[DTensorSpec], Hashable]) -> Hashable:
-    """What the answer depends on. Errors: NotShared."""
-    # A user's operation may be declared again, and a mode or autocast may change what an operation does.
+    """The key of everything that the answer depends on. Errors: NotShared."""
+    # User operations may be redeclared, and a mode or autocast may change an operation.
     if schema.op.namespace != "aten" or torch._C._len_torch_function_stack() or _len_torch_dispatch_stack():
         raise NotShared
     if torch.is_autocast_enabled("cpu"):
@@ -133,7 +132,7 @@ def _placed(spec: DTensorSpec) -> Hashable:
 
 
 def _is_even(spec: DTensorSpec) -> bool:
-    """Whether every rank has a shard of the same size, by placements without a state."""
+    """Whether every rank has a shard of the same size, under placements without state."""
     left = list(spec.tensor_meta.shape if spec.tensor_meta else ())
     for placement, size in zip(spec.placements, spec.mesh.shape, strict=True):
         if type(placement) not in (Shard, Replicate, Partial):
@@ -146,7 +145,7 @@ def _is_even(spec: DTensorSpec) -> bool:
 
 
 def _mesh(schema: OpSchema) -> Any:
-    """The one mesh of the operation's tensors. Errors: NotShared where there are several."""
+    """The one mesh of the operation's tensors. Errors: NotShared if there are several."""
     meshes = [spec.mesh for spec in _specs((schema.args_schema, schema.kwargs_schema))]
     if not meshes or any(mesh is not meshes[0] and mesh != meshes[0] for mesh in meshes):
         raise NotShared
@@ -172,7 +171,7 @@ def _specs(value: Any) -> Iterator[DTensorSpec]:
 
 
 def _on_mesh(value: Any, mesh: Any) -> Any:
-    """A copy of an answer, or of a part of one, for another mesh; of a mesh None, for no mesh."""
+    """A copy of an answer, or of a part of one, with another mesh in it; `mesh=None` removes the mesh."""
     if isinstance(value, DTensorSpec):
         return replace(value, mesh=mesh)
     if isinstance(value, OutputSharding):

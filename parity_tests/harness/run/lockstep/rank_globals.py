@@ -1,13 +1,14 @@
-"""The module globals of each rank of lockstep: ranks are threads, and would share what each process has for itself.
+"""Module globals for each rank of lockstep: ranks are threads and would otherwise share them.
 
-One rank runs at a time, so at each change of turn the namespaces of some modules are exchanged: what the rank that
-stops has bound is put aside, and what the rank that goes on had bound comes back. Containers, tensors, caches of
-functions and objects of the user's classes that stand in a global are copied for each rank before its first turn.
+One rank runs at a time, so each change of turn swaps the namespaces of some modules: the values of the last rank are
+saved, and the values of the next rank are restored. Before its first turn each rank gets its own copies of containers,
+tensors, cached functions and objects of user classes that globals refer to.
 
-What torch.compile binds in a module is every rank's, since compiled code is: it belongs to a function's code object.
+Names that torch.compile binds in a module are shared by all ranks: they belong to compiled code, which is attached to a
+function's code object.
 
-Limits: an object of a library's class, a class attribute, a default argument and a variable of a closure are shared as
-before, and so is every module that is not on the list.
+Limits: objects of library classes, class attributes, default arguments and closure variables are still shared, and so
+is every module outside the list.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ INSTALLED = ("site-packages", "dist-packages")
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"]).resolve()
 MAPPINGS, SEQUENCES = (dict, OrderedDict, defaultdict), (list, deque)
 TENSORS = (torch.Tensor, torch.nn.Parameter)
-# `__import_torch`, `__compiled_fn_1_<uuid>`, `__resume_at_12_3`, `_139873_c0/0`: the names of torch._dynamo's globals.
+# Names that torch._dynamo binds: `__import_torch`, `__compiled_fn_1_<uuid>`, `__resume_at_12_3`, `_139873_c0/0`.
 OF_COMPILER = re.compile(r"__import_\w+|__\w+_\d+(_[0-9a-f_]{36})?|\w*_\d+_c\d+/\S+")
-# What torch's own context managers patch for the whole process: context_parallel these, loss_parallel the handlers.
+# Modules that torch's own context managers patch for the whole process; loss_parallel patches DTensor's handlers.
 PATCHED_BY_TORCH = (
     "torch.nn.functional",
     "torch.distributed.tensor.experimental._attention",
@@ -52,11 +53,11 @@ PATCHED_BY_TORCH = (
 
 
 def namespaces_of(job: Any) -> dict[str, Namespace]:
-    """The namespaces that each rank has for itself while it runs a scheme's program; none for any other job.
+    """The namespaces that are separate for each rank of a scheme's program; empty for any other job.
 
-    They are those of the scheme's module and of what it imports that is no installed library, of `isolate`, and where
-    the scheme has an `around` or a `setup` those that torch's context managers change. Errors: ValueError for a name
-    in `isolate` that is no module.
+    They are the scheme's module, the user modules that it imports, the modules in `isolate`, and for a scheme with
+    `around` or `setup` the modules that torch's context managers patch. Errors: ValueError for a name in `isolate` that
+    is not a module.
     """
     if not isinstance(job, Program):
         return {}
@@ -69,7 +70,7 @@ def namespaces_of(job: Any) -> dict[str, Namespace]:
                 "installed, such as 'megatron.core'"
             ) from None
     names = {*_imported_by(job.fn.__module__), *(name for name in travel.IMPORTED_WITH_SCHEMES if name in sys.modules)}
-    if job.isolate:  # of several thousand modules
+    if job.isolate:  # several thousand modules
         names |= {name for name in sys.modules for root in job.isolate if f"{name}.".startswith(f"{root}.")}
     namespaces = {name: vars(sys.modules[name]) for name in names if isinstance(sys.modules[name], ModuleType)}
     if job.around is not None or job.setup is not None:
@@ -80,18 +81,18 @@ def namespaces_of(job: Any) -> dict[str, Namespace]:
 
 
 def import_ahead(job: Any) -> None:
-    """Import the modules of torch that the user's modules import inside their functions, before there are ranks.
+    """Import the torch modules that user functions import in their bodies, before the ranks start.
 
-    Some take the default group as the default of an argument when they are imported: within a rank, that rank's.
+    Some of them bind the default group as a default argument at import: inside a rank, that rank's group.
     """
     for imported in imports_of(job):
         if imported.startswith("torch."):
-            with suppress(ImportError):  # as the function will say itself, or what is imported is no module
+            with suppress(ImportError):  # the function itself will raise this, or the name is not a module
                 importlib.import_module(imported)
 
 
 def imports_of(job: Any) -> list[str]:
-    """Names that the job's module, and the user's modules that it imports, import anywhere in their source."""
+    """All names that the job's module and its user modules import anywhere in their source."""
     home = job.fn.__module__ if isinstance(job, Program) else getattr(job, "__module__", "")
     return [imported for name in _imported_by(home) for imported in _imports(name)]
 
@@ -100,7 +101,7 @@ def imports_of(job: Any) -> list[str]:
 def _imports(name: str) -> tuple[str, ...]:
     try:
         tree = ast.parse(inspect.getsource(sys.modules[name]))
-    except (OSError, TypeError, SyntaxError):  # no source, as of a notebook's cells
+    except (OSError, TypeError, SyntaxError):  # no source, as in a notebook
         return ()
     names: list[str] = []
     for node in ast.walk(tree):
@@ -112,7 +113,7 @@ def _imports(name: str) -> tuple[str, ...]:
 
 
 def _imported_by(module: str) -> set[str]:
-    """This module and what it imports, and what that imports, as far as it is no installed library."""
+    """This module and its imports, recursively, without installed libraries."""
     names, modules = set(), [module]
     while modules:
         name = modules.pop()
@@ -135,18 +136,18 @@ def _is_users(name: str) -> bool:
 
 
 class RankGlobals:
-    """What each rank of a session has bound in the namespaces of the current run; `rank` is whose values they hold."""
+    """The module globals of each rank of a session; `rank` is the rank whose values are bound now."""
 
     def __init__(self, world: int) -> None:
         self._namespaces: dict[str, Namespace] = {}
         self._values: list[dict[str, Namespace]] = [{} for _ in range(world)]
         self._copies: list[dict[int, tuple[Any, Any]]] = [{} for _ in range(world)]
-        self._parents: dict[str, Namespace] = {}  # the values of the process, which come back after the run
+        self._parents: dict[str, Namespace] = {}  # the process's own values, restored after the run
         self._previous: dict[str, dict[str, tuple[Any, Values]]] = {}
         self.rank: int | None = None
 
     def begin(self, namespaces: dict[str, Namespace]) -> None:
-        """Before a run: give each rank its values of namespaces that are new, and what the process has bound since."""
+        """Before a run: give each rank copies of new namespaces, and of values that the process has changed since."""
         self._namespaces = namespaces
         self._parents = {name: namespace.copy() for name, namespace in namespaces.items()}
         for name, parents in self._parents.items():
@@ -164,7 +165,7 @@ class RankGlobals:
             self._previous[name] = now
 
     def enter(self, rank: int) -> None:
-        """The turn is this rank's: put aside what the last one has bound."""
+        """Give the turn to this rank: save the last rank's values and bind this rank's."""
         if rank == self.rank or not self._namespaces:
             return
         self._save_values()
@@ -172,7 +173,7 @@ class RankGlobals:
         self._bind(self._values[rank])
 
     def end(self) -> None:
-        """After a run: the process has its own values again."""
+        """After a run: restore the process's own values."""
         if self.rank is not None:
             self._save_values()
             self._bind(self._parents)
@@ -185,13 +186,13 @@ class RankGlobals:
     def _bind(self, values: dict[str, Namespace]) -> None:
         for name, namespace in self._namespaces.items():
             namespace.update(values[name])
-            if len(namespace) > len(values[name]):  # another rank has bound more; a module that it imported stays
+            if len(namespace) > len(values[name]):  # another rank has bound more names; modules that it imported stay
                 for key in [key for key in namespace if key not in values[name]]:
                     if not (isinstance(namespace[key], ModuleType) or _is_special(key)):
                         del namespace[key]
 
     def _copy_for_rank(self, value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
-        """A rank's own copy of what can be written in place; of one object, one copy for all who refer to it."""
+        """A rank's own copy of a mutable value; all references to one object get the same copy."""
         if id(value) in copies:
             return copies[id(value)][1]
         new = self._shallow(value)
@@ -225,7 +226,7 @@ class RankGlobals:
         return value
 
     def _contents(self, value: Any) -> Values:
-        """What stands directly in a container or object, to see that the process has changed it."""
+        """The direct members of a container or object, to detect changes by the process."""
         if self._is_of_users_class(value):
             value = vars(value)
         if isinstance(value, MAPPINGS):
@@ -238,7 +239,7 @@ class RankGlobals:
 
 
 def _is_special(key: object) -> bool:
-    """The names that Python itself sets in a module, such as `__builtins__`, and those that torch.compile does."""
+    """Whether Python or torch.compile sets this name in a module, as `__builtins__`."""
     if not isinstance(key, str):
         return False
     return (key.startswith("__") and key.endswith("__")) or OF_COMPILER.fullmatch(key) is not None

@@ -1,4 +1,4 @@
-"""Where calls meet: the n-th collective of a group, and messages between two of its ranks."""
+"""Matches calls: the n-th collective of a group, and messages between two of its ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parity_tests.harness.run.lockstep.operations import combined, described
 
 
 class CallsDiffer(Exception):
-    """Two calls of one rendezvous do not fit together."""
+    """Two calls of one rendezvous that do not fit together."""
 
     def __init__(self, what: str, first: LedgerRow, second: LedgerRow) -> None:
         super().__init__(f"{what}: rank {first.rank} in {first}; rank {second.rank} in {second}")
@@ -21,16 +21,17 @@ class CallsDiffer(Exception):
 
 
 class Rendezvous:
-    """The calls of one sequence number of one group."""
+    """The calls with one sequence number in one group."""
 
     def __init__(self, size: int) -> None:
         self._calls: list[CommunicationCall | None] = [None] * size
         self._missing = size
 
     def arrive(self, call: CommunicationCall) -> list[CommunicationCall]:
-        """Add one rank's call; when it was the last, all calls, their results known; else none."""
+        """Add one rank's call; the last to arrive gets all calls with their results, the others an empty list."""
         arrived = [other for other in self._calls if other is not None]
-        # Splits are held against everybody's, one's own too; all else is equality, so one other is enough.
+        # Splits are checked against every rank, including this one; other properties must be equal, so one rank is
+        # enough.
         for other in [*arrived, call] if call.row.splits else arrived[:1]:
             _agree(other, call)
         self._calls[call.place] = call
@@ -85,7 +86,7 @@ def _pair(sender: CommunicationCall, receiver: CommunicationCall) -> None:
 
 
 def _results(calls: Sequence[CommunicationCall]) -> list[list[Tensor]]:
-    """For each place in the group, the tensors that its outputs become."""
+    """For each place in the group, the tensors to write into its outputs."""
     row, size = calls[0].row, len(calls)
     if row.op == "barrier":
         return [[] for _ in calls]
@@ -115,16 +116,16 @@ def _shapes(row: LedgerRow) -> str:
 class MessageQueues:
     """The unmatched messages of one group, in order of posting; places are positions in the group.
 
-    A send is complete when its receive is posted, as NCCL's is.
+    As in NCCL, a send is complete when its receive is posted.
     """
 
     def __init__(self) -> None:
         self._sends: dict[tuple[int, int], deque[CommunicationCall]] = defaultdict(deque)
         self._receives: dict[tuple[int, int], deque[CommunicationCall]] = defaultdict(deque)
-        self._open: dict[int, deque[CommunicationCall]] = defaultdict(deque)  # receives from anybody
+        self._open: dict[int, deque[CommunicationCall]] = defaultdict(deque)  # receives from any rank
 
     def send(self, call: CommunicationCall, target: int) -> CommunicationCall | None:
-        """Post a send; the receive that it meets, if one is there."""
+        """Post a send; returns the matching receive if it is already posted."""
         waiting = self._receives[call.place, target] or self._open[target]
         if waiting:
             return _deliver(call, waiting.popleft())
@@ -132,7 +133,7 @@ class MessageQueues:
         return None
 
     def receive(self, call: CommunicationCall, origin: int | None) -> CommunicationCall | None:
-        """Post a receive, `origin` None for any rank's; the send that it meets, if one is there."""
+        """Post a receive (`origin` None: from any rank); returns the matching send if it is already posted."""
         if origin is None:
             lines = [line for (_, target), line in self._sends.items() if target == call.place and line]
             waiting = min(lines, key=lambda line: line[0].order, default=None)

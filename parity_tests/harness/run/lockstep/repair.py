@@ -1,8 +1,8 @@
-"""A repair: the calls of one line, or one of them, are carried out in another way, to see whether the line is to blame.
+"""A repair runs one line's calls, or one of them, differently, to test whether that line is to blame.
 
-Where the result is right with a collective left out of the backward, that collective was one too many; where it is
-right once the gradient is summed over the group first, the backward lacked the sum; where a NaN is gone once a buffer
-holds no poison until its wait, the buffer was read too early.
+If the result is right without a collective of the backward, that collective was superfluous; if it is right once the
+gradient is summed over the group, the backward lacked the sum; if a NaN disappears once a buffer holds no poison, the
+buffer was read before its wait.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from parity_tests.harness.run.lockstep.call import CommunicationCall
 from parity_tests.harness.run.lockstep.operations import combined
 from parity_tests.harness.run.program import Program, RankResult
 
-OMIT = "omit"  # each rank gets what it handed in
-SWAP_SUM_AND_MEAN = "swap sum and mean"  # of the ranks' addends
-SUM_GRADIENT = "sum gradient"  # of what a forward collective returns, over its group, before its backward
+OMIT = "omit"  # each rank gets its own input back
+SWAP_SUM_AND_MEAN = "swap sum and mean"  # over the ranks' inputs
+SUM_GRADIENT = "sum gradient"  # the gradient of a forward collective's result, over its group, before its backward
 NO_POISON = "no poison"  # in the output of an asynchronous collective, until its wait
 OF_THE_BACKWARD = {"all_reduce": (OMIT, SWAP_SUM_AND_MEAN), "reduce_scatter": (OMIT, SWAP_SUM_AND_MEAN)}
 SWAPPED = {"SUM": "AVG", "AVG": "SUM"}
@@ -32,9 +32,9 @@ SWAPPED = {"SUM": "AVG", "AVG": "SUM"}
 
 @dataclass(frozen=True)
 class Repair:
-    """`action` at the calls of `op` that the line `source` issues in `phase`: all of them, or that with number `seq`.
+    """`action` applies to the calls of `op` that line `source` issues in `phase`: all, or only number `seq`.
 
-    A line of a function that many call issues many collectives, of which one is wrong.
+    A line in a shared function issues many collectives, and one of them may be wrong.
     """
 
     op: str
@@ -52,7 +52,7 @@ class Repair:
         return self.action == action and self.site.has(row)
 
     def mend_results(self, calls: Sequence[CommunicationCall]) -> None:
-        """Give the calls of one rendezvous other results."""
+        """Replace the results of the calls of one rendezvous."""
         row = calls[0].row
         if self.concerns(row, OMIT):
             for call in calls:
@@ -64,7 +64,7 @@ class Repair:
                 call.results = [combined(other, each) for each in addends]
 
     def mend_gradient(self, row: LedgerRow, tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> None:
-        """Have the gradient of what this call returns replaced by its total over the group."""
+        """Replace the gradient of this call's result by its total over the group."""
         if not self.concerns(row, SUM_GRADIENT):
             return
         node = _autograd_function()
@@ -77,7 +77,7 @@ class Repair:
 
 @dataclass(frozen=True)
 class RepairedProgram(Program):
-    """A program in whose runs the exchange carries out a repair, with the same setup and globals of its own."""
+    """A program that runs under a repair in the exchange, with the same setup and its own globals."""
 
     repair: Repair | None = None
 
@@ -87,7 +87,7 @@ class RepairedProgram(Program):
 
 
 def under(repair: Repair) -> Callable[[Program], RepairedProgram]:
-    """What `verify_case` wraps a program with, so that its run is repaired."""
+    """A wrapper for `verify_case`, which makes a program run under this repair."""
 
     def repaired(program: Program) -> RepairedProgram:
         return RepairedProgram(**{each.name: getattr(program, each.name) for each in fields(program)}, repair=repair)
@@ -96,7 +96,7 @@ def under(repair: Repair) -> Callable[[Program], RepairedProgram]:
 
 
 def _of_place(call: CommunicationCall, place: int, size: int) -> list[Tensor]:
-    """What one rank hands in for another: all of it, or its blocks."""
+    """One rank's input for another rank: all of it, or the blocks of a reduce-scatter."""
     if call.row.op != "reduce_scatter":
         return call.pieces
     return [call.pieces[block + place] for block in range(0, len(call.pieces), size)]

@@ -1,7 +1,7 @@
 """The scheduler: one rank runs at a time, and the rank that stops chooses the next.
 
-It holds which rank runs, what each rank waits for, the ranks' random streams and module globals, and the first failure
-of a run. It is independent of collectives: what a rank waits for is any object with a `done` flag.
+It knows which rank runs, the call that each waiting rank waits for, the ranks' random streams and module globals, and
+the first failure of a run. It does not depend on collectives: a rank waits for any object with a `done` flag.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parity_tests.harness.run.lockstep.rank_globals import RankGlobals
 
 
 class Halt(BaseException):
-    """Unwinds a rank of a run that has failed; never a cause itself."""
+    """Unwinds a rank after the run has failed; never itself the cause."""
 
 
 class Pending(Protocol):
@@ -27,7 +27,10 @@ class Pending(Protocol):
 
 
 class Scheduler:
-    """Hands the turn from rank to rank. All but `begin`, `over` and `dismiss` is for the rank that runs."""
+    """Passes the turn from rank to rank.
+
+    All methods except `begin`, `over` and `dismiss` are for the rank that runs.
+    """
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -44,7 +47,7 @@ class Scheduler:
             lock.acquire()
 
     def begin(self, schedule: int, seeds: list[int], stuck: Callable[[], RankFailure]) -> None:
-        """Give the first turn. `stuck` makes the failure when no rank can run; schedule 0 is round robin."""
+        """Give the first turn. `stuck` creates the failure if no rank can run; schedule 0 is round robin."""
         self._random = random.Random(schedule) if schedule else None
         self._stuck = stuck
         self.failure, self.moves = None, 0
@@ -55,11 +58,11 @@ class Scheduler:
         self._give(self._next_rank(self._runnable(self.world - 1)))
 
     def over(self, seconds: float) -> bool:
-        """Wait until every rank has left; False after that many seconds."""
+        """Wait until every rank has left; False after `seconds`."""
         return self._over.acquire(timeout=seconds)
 
     def enter(self, rank: int) -> None:
-        """Wait for the first turn of a run, or for the next after a hand-over."""
+        """Wait for the first turn of a run, or for the next after passing it on."""
         self._turns[rank].acquire()
         self.globals.enter(rank)
         if self.failure is not None or self.dismissed:
@@ -84,14 +87,14 @@ class Scheduler:
             self._pass(rank)
 
     def let_others_run(self, rank: int) -> None:
-        """Let the next rank that can run go first, if there is one: a poll must not starve the others."""
+        """Let the next runnable rank go first, if there is one: a polling rank must not starve the others."""
         self.check()
         moves = self.moves - 1
         if not self._pass(rank):
-            self.moves = moves  # a poll that no rank can answer is no progress
+            self.moves = moves  # polling that no rank can answer is not progress
 
     def can_others_run(self, rank: int) -> bool:
-        """Whether another rank waits for nothing but its turn."""
+        """Whether another rank waits only for its turn."""
         return any(other != rank for other in self._runnable(rank))
 
     def wake(self, rank: int, pending: Pending) -> None:
@@ -105,7 +108,7 @@ class Scheduler:
         raise Halt
 
     def leave(self, rank: int) -> None:
-        """This rank has returned or raised; the turn goes to the next, at last to whoever waits in `over`."""
+        """This rank has returned or raised: pass the turn on, or after the last rank wake the caller of `over`."""
         self.finished[rank] = True
         self.waits[rank] = None
         if self.dismissed:
@@ -115,30 +118,33 @@ class Scheduler:
             self._over.release()
             return
         runnable = self._runnable(rank)
-        if not runnable:  # all others wait for a rank that has left: after the failure they can run, to unwind
+        if not runnable:  # all others wait for a rank that has left: the failure makes them runnable, to unwind
             self.failure = self._stuck()
             runnable = self._runnable(rank)
         self._give(self._next_rank(runnable))
 
     def dismiss(self) -> None:
-        """From outside, at the end: every rank that is not running leaves by itself; there are no more turns."""
+        """End the session from outside.
+
+        Every rank that is not running leaves by itself, and there are no more turns.
+        """
         self.dismissed = True
         for rank, lock in enumerate(self._turns):
             if (rank != self.running or self.finished[rank]) and lock.locked():
                 lock.release()
 
     def _pass(self, rank: int) -> bool:
-        """Give the turn away and get it back; False if no other rank could take it."""
-        # 1. Who can run now? None: every rank waits for another, a deadlock.
+        """Pass the turn on and wait to get it back; False if no other rank can take it."""
+        # 1. Which ranks can run? None: every rank waits for another, which is a deadlock.
         runnable = self._runnable(rank)
         if not runnable:
             self.failure = self._stuck()
             raise Halt
-        # 2. Choose the next rank: in order, or by the seeded dice.
+        # 2. Choose the next rank: in order, or at random from the seed.
         next_rank = self._next_rank(runnable)
         if next_rank == rank:
             return False
-        # 3. Keep this rank's random stream, wake the other thread, and sleep until the turn comes back.
+        # 3. Save this rank's random stream, wake the other thread, and sleep until the turn comes back.
         self._streams[rank] = torch.default_generator.get_state()
         self._give(next_rank)
         self.enter(rank)
@@ -151,7 +157,10 @@ class Scheduler:
         self._turns[rank].release()
 
     def _runnable(self, rank: int) -> list[int]:
-        """Who can run, from the next rank on: after a failure all who must still unwind, else who waits for nothing."""
+        """Runnable ranks, from the next on.
+
+        After a failure these are all unfinished ranks, else all ranks that are not waiting.
+        """
         order = [(rank + step) % self.world for step in range(1, self.world + 1)]
         failed = self.failure is not None
         return [r for r in order if not self.finished[r] and (failed or self.waits[r] is None)]

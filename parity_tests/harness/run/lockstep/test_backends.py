@@ -1,4 +1,4 @@
-"""What lockstep reports that a real backend would reject, beside what gloo does."""
+"""Calls that a real backend would reject, as lockstep reports them and as gloo behaves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_strides_are_reported(op, strides):
     assert rejection(op, [CONTIGUOUS], [x]).startswith("its output has strides (")
 
 
-def test_a_buffer_of_a_receive_is_not_to_be_copied():
+def test_a_receive_buffer_is_not_copied():
     sentence = rejection("recv", [STRIDED["transposed"]], [])
     assert sentence.startswith("its buffer has strides (1, 6), which gloo rejects")
     assert sentence.endswith("; receive into a contiguous one and copy from it")
@@ -45,7 +45,7 @@ def test_a_buffer_of_a_receive_is_not_to_be_copied():
         torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ],
 )
-def test_what_every_backend_takes_is_not(x):
+def test_a_call_that_every_backend_accepts_is_not_reported(x):
     assert rejection("all_reduce", [x], [x]) is None
 
 
@@ -112,7 +112,7 @@ def test_gloo_rejects_the_list_of_an_all_gather():
 
 
 @pytest.mark.parametrize(("engines", "verdict"), [(("lockstep", "gloo"), "protocol"), (("lockstep", "nccl"), "equal")])
-def test_what_gloo_alone_rejects_is_a_finding_where_the_scheme_is_declared_for_it(engines, verdict):
+def test_a_call_that_only_gloo_rejects_is_a_finding_for_gloo_schemes(engines, verdict):
     def uneven(mesh, x):
         gathered_unevenly(mesh, None)
         return x * 2
@@ -125,7 +125,7 @@ def test_what_gloo_alone_rejects_is_a_finding_where_the_scheme_is_declared_for_i
             report.raise_if_failed()
 
 
-def test_gloo_does_what_is_said_of_it():
+def test_gloo_behaves_as_described():
     case = CaseSpec("gloo", {"tp": 2})
     assert run(exchanged, case, "gloo").results == ("Tensors must be contiguous",) * 2
     assert run(scattered, case, "gloo").results == (False, False)

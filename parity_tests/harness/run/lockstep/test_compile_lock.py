@@ -1,4 +1,4 @@
-"""Ranks that compile while tensors are on their way: none keeps its turn at the compiler's lock."""
+"""Ranks that compile while tensors are in flight: none keeps its turn at the compiler's lock."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_the_lock_is_torchs_own_afterwards():
     before.release()
 
 
-def test_an_error_of_the_compiler_leaves_the_lock_free():
+def test_a_compiler_error_frees_the_lock():
     def broken(mesh, case):
         return torch.compile(lambda x: 2 * x, backend=lambda graph, inputs: 1 / 0)(torch.ones(2))
 

@@ -53,7 +53,7 @@ def test_gathering_in_place_is_no_modification():
     assert lockstep.run(body, CASE).results == ([1.0, 2.0],) * 2
 
 
-def test_one_element_of_any_stride_may_be_sent():
+def test_one_element_with_any_stride_can_be_sent():
     """It is contiguous, whatever its stride; a neighbour's number lies beside it."""
 
     def body(mesh: Any, case: CaseSpec) -> list[float]:

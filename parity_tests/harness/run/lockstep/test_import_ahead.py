@@ -1,4 +1,4 @@
-"""What lockstep imports of torch: what the user's code imports, before there are ranks, and no more."""
+"""lockstep imports the torch modules that user code imports, before there are ranks, and no others."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def test_a_plain_function_loads_no_dtensor(tmp_path):
     assert printed(tmp_path, "user_plain", "body") == ["[]"]
 
 
-def test_what_a_function_imports_is_there_before_its_rank_has_a_default_group(tmp_path):
+def test_a_functions_imports_precede_the_default_group(tmp_path):
     (tmp_path / "user_deferred.py").write_text(DEFERRED)
     (tmp_path / "user_layers.py").write_text(LAYERS)
     loaded, default_group = printed(tmp_path, "user_deferred", "body")

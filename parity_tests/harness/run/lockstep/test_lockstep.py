@@ -1,4 +1,4 @@
-"""The lockstep engine by itself: repeatable, isolated, and leaving the process as it found it."""
+"""The lockstep engine itself: repeatable, isolated, and leaves the process unchanged."""
 
 import os
 import subprocess
@@ -115,12 +115,12 @@ def test_grad_mode_and_autocast_are_separate_for_each_rank():
         torch.set_grad_enabled(False)
         return (begins, *inside)
 
-    for _ in range(2):  # what an example leaves behind, the next does not find
+    for _ in range(2):  # the next example does not find this one's leftovers
         assert lockstep.run(body, case(2)).results == ((True, False, True), (True, True, False))
     assert torch.is_grad_enabled()
 
 
-def test_a_group_of_a_named_backend_is_one_of_lockstep():
+def test_a_named_backend_still_gives_a_lockstep_group():
     """A library may name gloo beside NCCL; gloo's constructor would wait for ranks that have no turn."""
 
     def body(mesh: Any, case: CaseSpec) -> float:
@@ -184,7 +184,7 @@ def in_a_stage(mesh: Any, case: CaseSpec) -> None:
         raise RuntimeError("[Stage 1] failed to run forward:") from error
 
 
-def test_the_exception_of_a_stage_is_reported_and_not_that_of_torch_around_it():
+def test_a_stages_own_exception_is_reported():
     with pytest.raises(failure.Raised, match=r"^raised: rank 0 raised KeyError: 'no such weight'") as caught:
         lockstep.run(in_a_stage, case(1))
     assert repr(caught.value.__cause__) == "KeyError('no such weight')" and "failed to run" not in str(caught.value)
@@ -252,11 +252,11 @@ def test_many_meshes_do_not_keep_their_threads():
     assert len(ranks) <= 16 * 20
 
 
-def test_what_an_example_costs_beside_its_arithmetic(capsys):
-    """At most 10 times what its ranks compute, without collectives, one after the other.
+def test_overhead_of_an_example(capsys):
+    """At most 10 times its ranks' computation, run one after the other without collectives.
 
-    That is what the 250, 150 and 80 examples a second of docs/benchmarks.md, at world 2, 4 and 8, were on two cores of
-    the machine of that page; seconds alone would say more of the machine than of lockstep.
+    This corresponds to the 250, 150 and 80 examples a second of docs/benchmarks.md, at world 2, 4 and 8, on two cores
+    of that page's machine; a limit in seconds would depend on the machine more than on lockstep.
     """
     for world in (2, 4, 8):
         alone = partial(toy_logprob, Alone(world), case(world), lambda x, *_: x)

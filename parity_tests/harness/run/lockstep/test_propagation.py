@@ -1,4 +1,4 @@
-"""Ranks of lockstep share what DTensor computes before an operation, and each has a copy of its own."""
+"""Ranks of lockstep share DTensor's results of sharding propagation, and each has its own copy."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from parity_tests.harness.run.lockstep import lockstep, propagation
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch):
-    """New tables, and no session whose threads have cached anything."""
+    """New tables, and no session with threads that have cached anything."""
     monkeypatch.setattr(propagation, "_answers", {})
     monkeypatch.setattr(propagation, "_metadata", {})
     for session in list(lockstep._sessions.values()):
@@ -119,7 +119,7 @@ def test_a_strategy_that_was_registered_since_is_used(monkeypatch):
 
 
 def test_answers_are_each_ranks_own():
-    """torch writes into what it was answered: nothing of one rank reaches another."""
+    """torch writes into an answer that it got: one rank's writes must not reach another."""
 
     def job(mesh, case):
         x = sharded(mesh, 8)

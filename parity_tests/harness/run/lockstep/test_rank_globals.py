@@ -1,4 +1,4 @@
-"""Each rank of lockstep has the globals of a scheme's modules for itself, as a process has."""
+"""Each rank of lockstep has its own globals for a scheme's modules, like a process."""
 
 import sys
 from pathlib import Path
@@ -116,12 +116,12 @@ def test_ranks_do_not_share(what, tmp_path):
     assert state.TENSOR.tolist() == [0.0] and not state.MEMORY.buffer and not hasattr(state, "NEW")
 
 
-def test_what_a_rank_has_bound_stays_for_the_next_case(tmp_path):
+def test_a_ranks_globals_stay_for_the_next_case(tmp_path):
     scheme = declared(tmp_path, "counted", "S.RANK += 1; return x * 2 + S.RANK")
     assert [scheme.run([1.0, 1.0], tp=2).tolist() for _ in range(3)] == [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]
 
 
-def test_what_the_process_binds_between_two_runs_is_every_ranks(tmp_path):
+def test_new_globals_of_the_process_reach_every_rank(tmp_path):
     scheme = declared(
         tmp_path, "rebound", "S.RANK += 1; return x * 2 + S.RANK + S.BUFFERS.get('more', 0) + S.MEMORY.more"
     )
@@ -184,7 +184,7 @@ def loss_of_a_sharded_vocabulary(mesh, logits, target):
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_what_loss_parallel_patches_is_each_ranks(engine, tmp_path):
+def test_loss_parallel_patches_each_rank_separately(engine, tmp_path):
     (tmp_path / "loss.py").write_text(LOSS_PARALLEL)
     (scheme,) = schemes_of_file(str(tmp_path / "loss.py"))
     report = scheme.verify(engine, examples=3, tp=4)

@@ -1,4 +1,4 @@
-"""What two ranks of lockstep share although processes would not: a process group, a storage."""
+"""Objects that two ranks of lockstep share although processes would not: a process group, a storage."""
 
 import time
 

@@ -1,7 +1,7 @@
 """One process group world for each rank's thread, in a process that has only one.
 
-c10d keeps the default group and the maps of groups in one module-level object. During a run a proxy replaces it, which
-gives each rank's thread its own object and any other thread that of the process.
+c10d keeps the default group and the maps of groups in one module-level object. During a run a proxy replaces it: each
+rank's thread sees its own object, any other thread the process's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch._C import _distributed_c10d as c_api
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-if TYPE_CHECKING:  # this file needs torch alone: code is watched where nothing else is installed
+if TYPE_CHECKING:  # this file needs only torch: `watch` works without the other packages
     from parity_tests.harness.run.ledger import LedgerRow
     from parity_tests.harness.run.lockstep.exchange import Exchange
 
-# DeviceMesh makes itself distinct by thread on a backend of this name, which keeps DTensor's caches apart.
+# On a backend with this name DeviceMesh is distinct for each thread, which keeps DTensor's caches apart.
 BACKEND = "threaded"
 _GLOBALS = ("_world", "_backend", "_default_pg_init_method", "_new_process_group_helper")
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
@@ -50,7 +50,7 @@ class RankWorld:
         self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
         self.pg_coalesce_state: dict[dist.ProcessGroup, Any] = {}
         self.comms: list[Any] = []
-        self.listeners: list[Callable[[LedgerRow], None]] = []  # what watches this rank from inside
+        self.listeners: list[Callable[[LedgerRow], None]] = []  # called with each row of this rank
 
     def mark(self) -> None:
         """Remember the groups that exist now."""
@@ -59,9 +59,9 @@ class RankWorld:
         self._marked_rest = self.default_pg, self.group_count
 
     def restore(self, mesh: DeviceMesh | None = None) -> None:
-        """Groups and names as they were at `mark`, so that the next example finds the same.
+        """Restore the groups and names of `mark`, so that the next example finds the same.
 
-        What an example flattened of the mesh that serves all of them stays: mesh and DTensor's caches go on naming it.
+        Axes that an example flattened on the shared mesh stay, because the mesh and DTensor's caches still name them.
         """
         self.pg_coalesce_state.clear()
         if mesh is not None and self.default_pg is self._marked_rest[0]:
@@ -83,7 +83,7 @@ class RankWorld:
         self.default_pg, self.group_count = self._marked_rest
 
     def _keep(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Mark these as well; their names are not given again."""
+        """Mark these as well; their names are not given to new groups."""
         new = [group for group in groups if group not in self._marked["pg_names"]]
         if not new:
             return
@@ -96,7 +96,7 @@ class RankWorld:
 
 
 class _Switchboard:
-    """Reads and writes the world of the calling thread."""
+    """Reads and writes the calling thread's world."""
 
     def __init__(self, process_world: Any) -> None:
         object.__setattr__(self, "_process_world", process_world)
@@ -112,7 +112,10 @@ class _Switchboard:
 
 
 class _Identities:
-    """Replaces `threading` where a DeviceMesh asks which thread made it: Python reuses the numbers of threads."""
+    """Replaces `threading` in DeviceMesh, which compares thread ids.
+
+    Python reuses the ids of threads that have ended.
+    """
 
     def get_ident(self) -> int:
         world = current()
@@ -123,12 +126,12 @@ class _Identities:
 
 
 def flattened(mesh: DeviceMesh) -> set[dist.ProcessGroup]:
-    """Groups of the axes that somebody flattened of a root mesh."""
+    """Groups of the flattened axes of a root mesh."""
     return {flat.get_group() for flat in getattr(mesh, "_flatten_mapping", {}).values()}
 
 
 def enter(world: RankWorld) -> None:
-    """From here on the calling thread is this rank."""
+    """Make the calling thread this rank."""
     _here.world = world
 
 
@@ -138,26 +141,26 @@ def here() -> RankWorld:
 
 
 def current() -> RankWorld | None:
-    """The calling thread's world, None where it is no rank of lockstep."""
+    """The calling thread's world, or None outside lockstep."""
     return getattr(_here, "world", None)
 
 
 def is_installed() -> bool:
-    """Whether a run is going on."""
+    """Whether a run is active."""
     return isinstance(c10d._world, _Switchboard)
 
 
 def _on_lockstep(new_group: Callable[..., Any]) -> Callable[..., Any]:
-    """c10d's maker of groups; on a rank's thread it ignores which backend is named.
+    """Wrap c10d's group constructor; on a rank's thread it ignores the named backend.
 
-    A group of gloo waits in its constructor for its peers, whose threads wait for their turn.
+    A gloo group waits in its constructor for its peers, whose threads wait for their turn.
     """
 
     @functools.wraps(new_group)
     def on_lockstep(size: int, rank: int, ranks: Any, backend: Any, *rest: Any, **options: Any) -> Any:
         if current() is not None:
             backend = dist.Backend(BACKEND)
-            options["backend_options"] = None  # those of the named backend
+            options["backend_options"] = None  # options of the named backend
         return new_group(size, rank, ranks, backend, *rest, **options)
 
     return on_lockstep
@@ -165,7 +168,7 @@ def _on_lockstep(new_group: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
-    """Worlds by thread, and `make_group` as the backend; everything as before on leaving."""
+    """Worlds by thread, and `make_group` as the backend; restores everything on leaving."""
     originals = {name: getattr(c10d, name) for name in _GLOBALS}
     plugin = dist.Backend._plugins.get(BACKEND.upper())
     hook, stream = sys.excepthook, torch.default_generator.get_state()

@@ -1,7 +1,7 @@
-"""Where a rank crashed: Python's fault handler writes the stack of the thread that received a fatal signal.
+"""The place of a crash: Python's fault handler writes the stack of the thread that received a fatal signal.
 
-A segmentation fault or an abort in a C++ extension leaves no exception. The stack is in a file of the rank, which only
-its parent reads, and only once the rank has ended.
+A segmentation fault or an abort in a C++ extension raises no exception. Each rank writes its stack to its own file,
+which the parent reads after the rank has ended.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
 
 
 def path(folder: str | Path, rank: int) -> Path:
-    """The file of a rank."""
+    """The crash file of a rank."""
     return Path(folder) / f"crash_{rank}"
 
 
 def record(file: Path) -> None:
-    """Once per process: a fatal signal writes this process's stack, and then ends it as it would have."""
+    """Once per process: on a fatal signal, write this process's stack before it ends."""
     faulthandler.enable(file.open("w"), all_threads=False)  # the handler keeps the file open
 
 
 def stack(file: Path) -> str:
-    """What a rank that has ended wrote; empty for one that wrote nothing."""
+    """The text that an ended rank wrote, or an empty string."""
     try:
         return file.read_text(errors="replace")
     except OSError:
@@ -34,6 +34,6 @@ def stack(file: Path) -> str:
 
 
 def line(written: str) -> str | None:
-    """file:line of the innermost frame of a stack that is the user's, and no library's if there is such a frame."""
+    """file:line of the stack's innermost frame of user code, outside libraries if possible."""
     frames = [(name, int(number)) for name, number in _FRAME.findall(written)]
-    return innermost(frames[::-1])  # the fault handler writes the innermost first
+    return innermost(frames[::-1])  # the fault handler writes the innermost frame first

@@ -1,4 +1,4 @@
-"""The parent's side of the fork server: start it, request ranks, learn when they end, have them killed."""
+"""The parent's side of the fork server: start it, request ranks, learn of their ends, have them killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = Path(__file__).resolve().parents[4]
 GONE = "engines.pool: the process that forks the ranks has ended, and the ranks with it; run again"
 
 
-# Packages that a function may need on its ranks, that take long to import, and that start no thread then.
+# Packages that ranks may need, that are slow to import and start no thread when imported.
 SHARED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -33,16 +33,16 @@ SHARED = (
     "torch_impl",
     "transformers",
 )
-READ_BY_JAX = ("JAX_", "TF_CPP_", "TPU_", "XLA_")  # variables of the environment
-JAX = ("jax", "jax.numpy")  # which start threads at their first use, and none before
+READ_BY_JAX = ("JAX_", "TF_CPP_", "TPU_", "XLA_")  # environment variables
+JAX = ("jax", "jax.numpy")  # which start no thread before their first use
 
 
 class ServerGone(RuntimeError):
-    """The fork server has ended: it was killed from outside, or for lack of memory."""
+    """The fork server has ended: it was killed from outside, or the machine ran out of memory."""
 
 
 class ForkServer:
-    """A fork server, which imports torch first. It makes `folder` for the pools, and removes it at its end."""
+    """A fork server, which imports torch first. It creates `folder` for the pools and removes it at its end."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -57,10 +57,11 @@ class ForkServer:
             ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt at the terminal is the parent's to handle
+            start_new_session=True,  # the parent handles an interrupt at the terminal
             env=self.environment,
         )
-        # A server that imports torch reads nothing. Meanwhile the kernel ends it by SIGIO once this process has ended.
+        # The server reads nothing while it imports torch. Until then the kernel ends it with SIGIO when this process
+        # ends.
         fcntl.fcntl(theirs, fcntl.F_SETOWN, self._process.pid)
         fcntl.fcntl(theirs, fcntl.F_SETFL, fcntl.fcntl(theirs, fcntl.F_GETFL) | os.O_ASYNC)
         theirs.close()
@@ -70,7 +71,7 @@ class ForkServer:
 
     @functools.cached_property
     def folder(self) -> str:
-        """Where pools keep their files; the first answer of a server that is up."""
+        """The folder of the pools' files; waits until the server is up."""
         return self._await("up", START_S)["folder"]
 
     @property
@@ -85,7 +86,7 @@ class ForkServer:
         return self._socket.fileno()
 
     def fork(self, **place: Any) -> tuple[int, Connection, Connection]:
-        """A new rank: pid, and this side's ends of its work and control sockets."""
+        """Fork a new rank: its pid, and this side's ends of its work and control sockets."""
         pairs = [socket.socketpair() for _ in range(2)]
         try:
             theirs = [theirs.fileno() for _, theirs in pairs]
@@ -99,8 +100,8 @@ class ForkServer:
         return pid, work, control
 
     def import_ahead(self, packages: frozenset[str]) -> None:
-        """Import these `shared_packages` in the server: ranks that it forks from now on have them too."""
-        # Of a package of SHARED all modules that this process has; torch._dynamo has its own imported, as JAX has.
+        """Import these `shared_packages` in the server, so that ranks forked later have them."""
+        # Import the modules of each package that this process has; torch._dynamo and JAX import theirs themselves.
         inside = tuple(f"{package}." for package in packages - {"torch._dynamo", *JAX})
         names = [name for name in list(sys.modules) if name.startswith(inside)]
         names = [name for name in dict.fromkeys([*packages, *names]) if name not in self._imported]
@@ -112,11 +113,11 @@ class ForkServer:
             self._imported.update(names)
 
     def takes(self, environment: Mapping[str, str]) -> bool:
-        """Set what is other in this environment, if JAX alone reads it: this process has set some, too."""
+        """Update the server's environment to this one if only JAX reads the differences; False if it cannot."""
         names = {name for name, _ in environment.items() ^ self.environment.items()}
         if not all(name.startswith(READ_BY_JAX) for name in names):
             return False
-        _ = self.folder  # a server that still imports torch would be ended by what is sent to it
+        _ = self.folder  # the signal would end a server that still imports torch
         with _ends_as_gone():
             self._socket.sendall(_line({"environment": {name: environment.get(name) for name in names}}))
         self.environment = dict(environment)
@@ -137,12 +138,12 @@ class ForkServer:
             for pid in alive:
                 self.exit_code(pid, KILL_S)
         except (OSError, ServerGone):
-            pass  # without a server the ranks end by themselves when their sockets close
+            pass  # without a server the ranks end when their sockets close
         for pid in pids:
             self._ended.pop(pid, None)
 
     def suspend(self, pids: Collection[int]) -> None:
-        """Stop these ranks where they are, until they are resumed or killed."""
+        """Stop these ranks until they are resumed or killed."""
         self._request("suspend", pids)
 
     def resume(self, pids: Collection[int]) -> None:
@@ -150,11 +151,11 @@ class ForkServer:
         self._request("resume", pids)
 
     def _request(self, what: str, pids: Collection[int]) -> None:
-        with contextlib.suppress(OSError):  # the server has ended, as whoever needs the ranks next will see
+        with contextlib.suppress(OSError):  # the server has ended; the next user of the ranks will see it
             self._socket.sendall(_line({what: list(pids)}))
 
     def close(self) -> None:
-        """End the server, which takes all ranks and the folder with it."""
+        """End the server, all its ranks and the folder."""
         self._socket.close()
         try:
             self._process.wait(KILL_S)
@@ -176,7 +177,7 @@ class ForkServer:
         raise ServerGone(f"engines.pool: the fork server did not answer within {timeout:.0f} s")
 
     def read(self, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """Messages that have come in; ends of ranks are noted on the way."""
+        """Pending messages; notes the ends of ranks on the way."""
         if not select.select([self._socket], [], [], timeout)[0]:
             return []
         data = self._socket.recv(65536)
@@ -199,10 +200,10 @@ def start_ahead() -> None:
 
 
 def server() -> ForkServer:
-    """A server that is up: the one that was started ahead, or a new one.
+    """A running server: the one started ahead, or a new one.
 
-    A file may set variables of the environment, which packages read as they are imported: the server has read those of
-    torch when it was started, and none of JAX's.
+    A user's file may set environment variables, which packages read at import: the server has read torch's when it
+    started, and none of JAX's.
     """
     global _ahead
     taken, _ahead = _ahead, None
@@ -226,9 +227,7 @@ os.register_at_fork(after_in_child=functools.partial(_drop_ahead, ForkServer.for
 
 
 def shared_packages(imports: Collection[str] = ()) -> frozenset[str]:
-    """The packages of `SHARED` that this process has, what the first call of a DTensor imports, and JAX if ranks import
-    a file of the user's with these `imports`, among which it is.
-    """
+    """Packages of `SHARED` in this process, imports of a DTensor's first call, and JAX if `imports` names it."""
     packages = {name for name in SHARED if sys.modules.get(name) is not None}
     if "torch.distributed.tensor" in packages:
         packages.add("torch._dynamo")
@@ -254,13 +253,16 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with this package importable, one thread, and gloo on the loopback device: no port is open to others."""
+    """This process's environment, with this package importable, one thread, and gloo on loopback.
+
+    On loopback no port is open to other hosts.
+    """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     path = os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     devices = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
-    # Files that ranks import may make arrays of JAX, which are float64 in the parent. Packages that look for a GPU when
-    # they are imported must not initialize CUDA, which no fork could use any more.
+    # Files that ranks import may create JAX arrays, which are float64 in the parent. Packages that look for a GPU at
+    # import must not initialize CUDA, because no forked process could use it.
     own = {"PYTHONPATH": path, "JAX_ENABLE_X64": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     defaults = {"JAX_PLATFORMS": "cpu", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     return defaults | os.environ | own | threads | devices

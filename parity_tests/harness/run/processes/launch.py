@@ -10,10 +10,10 @@ How a command uses it, on every rank alike:
     ranks = launch.run(fn, case)            # as often as there are cases
     launch.finish(status)                   # sends the others home; where this rank hangs, it does not return
 
-Cases, outcomes and ledgers travel over the rendezvous store, one message each. After a failure the ranks meet in
-new groups; if one of them still hangs, all further runs are NotRun. A rank that dies is torchrun's to notice: it
-ends the others of that host, and each says where it was. A host that is gone is noticed by what it leaves unanswered,
-and if it held the store, by that: every rank then leaves with a sentence.
+Cases, outcomes and ledgers travel over the rendezvous store, one message each. After a failure the ranks form new
+groups; if a rank still hangs, all later runs raise NotRun. torchrun notices a dead rank: it ends the others on that
+host, and each reports where it was. A dead host is noticed by its missing answers or, if it held the store, by the lost
+store: every rank then exits with a message.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from parity_tests.harness.run.ledger import Ledger, RunResult
 from parity_tests.harness.run.processes.member import Follower, Leader, Member, place
 from parity_tests.harness.run.processes.root_cause import find_root_cause
 
-LOOK_S = 0.5  # between two looks
+LOOK_S = 0.5  # between two polls
 _watching: list[threading.Thread] = []
 
 
 def leave_with_agent() -> None:
-    """From the first call on, end this process soon after the torchrun agent that started it, if one did.
+    """From the first call on, end this process soon after its torchrun agent, if it has one.
 
-    A host whose agent is killed leaves nothing behind.
+    So a host whose agent is killed has no process left.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and not _watching:
         _watching.append(threading.Thread(target=_watch, args=(os.getppid(),), name="agent", daemon=True))
@@ -62,13 +62,13 @@ def _watch(agent: int) -> None:
 
 
 def _terminated(*_: object) -> NoReturn:
-    """torchrun ends the ranks of a host of which one has died: each says where it is."""
+    """torchrun ends the ranks of a host after one has died: each reports where it is."""
     member = Member.current
     leave("torchrun ends this job" if member is None else member.last_words())
 
 
 def leave(reason: str) -> NoReturn:
-    """At once, whatever hangs in native code."""
+    """Exit at once, even if native code hangs."""
     sys.stderr.write(f"shardproof: rank {os.environ.get('RANK', '?')}: {reason}\n")
     sys.stderr.flush()
     os._exit(RANK_FAILED)
@@ -81,7 +81,7 @@ _failed: tuple[str, str, RankFailure] | None = None
 
 
 def is_rank_zero() -> bool:
-    """Whether this process leads. From here on it leaves when its agent does.
+    """Whether this process leads. From now on it ends when its agent ends.
 
     Errors: ValueError if this process was not started by torchrun.
     """
@@ -101,7 +101,7 @@ def world_size() -> int:
 def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.0) -> RunResult:
     """On rank 0: run `fn(mesh, case)` on every rank of the job.
 
-    Errors: RankFailure, one subclass per cause; ValueError if the mesh has another number of ranks than the job;
+    Errors: RankFailure, one subclass per cause; ValueError if the mesh and the job have different numbers of ranks;
     NotRun if a rank still hangs in an earlier run.
     """
     global _leader, _failed
@@ -122,7 +122,7 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
             _sent.clear()
     except NotRun:
         if _failed is not None and _failed[:2] == (key, case.json):
-            raise _failed[2] from None  # asked again for what made a rank hang: the answer is known
+            raise _failed[2] from None  # the same case hung before: repeat its failure
         raise
     path = [entry or os.getcwd() for entry in sys.path]
     job = (key, None if key in _sent else function, file, path, case.json)
@@ -139,27 +139,27 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
 
 
 def serve() -> int:
-    """On the other ranks: take part in every run until rank 0 finishes; returns the status to leave with."""
+    """On the other ranks: take part in every run until rank 0 finishes; returns the exit status."""
     return _with_store(lambda: Follower(*place()).follow())
 
 
 def finish(status: int) -> None:
-    """On rank 0: send the others home with this status; only the first call does."""
+    """On rank 0: end the other ranks with this status; only the first call has an effect."""
     global _leader
     if _leader is None and world_size() > 1:
-        _leader = _with_store(partial(Leader, world_size()))  # nothing was run, and the others wait all the same
+        _leader = _with_store(partial(Leader, world_size()))  # nothing has run, and the others still wait
     if _leader is not None:
         _with_store(partial(_leader.finish, status))
 
 
 def _send_home() -> None:
-    """Where rank 0 leaves before it has led anybody, as for a wrong argument, the others wait all the same."""
+    """End the other ranks if rank 0 exits before its first run, as for a wrong argument."""
     if _leader is None:
         finish(USAGE)
 
 
 def _with_store(call: Callable[[], T]) -> T:
-    """What a call returns; where the store is gone there is no rank to lead and nothing to wait for, so it leaves."""
+    """Call, and exit if the store is gone: there is no rank left to lead and no message to wait for."""
     try:
         return call()
     except dist.DistError as error:

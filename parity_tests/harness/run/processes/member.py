@@ -1,7 +1,7 @@
 """One rank of a torchrun job: it leads or follows, and runs each job in a thread of its own.
 
-So the main thread of a rank that hangs in a collective still answers, and leaves when it is ordered to. Orders are
-numbered alike on all ranks: rank 0 writes `do/n` and, when a job is over, `over/n`; the others write `done/n/rank`.
+So while a rank hangs in a collective, its main thread still answers and can exit on order. All ranks number orders
+alike: rank 0 writes `do/n` and, when a job is over, `over/n`; the others write `done/n/rank`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from parity_tests.harness.run.processes.status_table import WAITING, StatusTable
 
 PIECE = 4 << 20
 ATTEMPT_S = 60.0
-LOOK_S = 1.0  # of one wait for a message, in which no signal is answered
+LOOK_S = 1.0  # for one wait for a message, during which signals are not handled
 
 
 def place() -> tuple[int, int]:
-    """(rank, world) as torchrun has set them. Errors: ValueError where it has not."""
+    """(rank, world) as torchrun has set them. Errors: ValueError if it has not."""
     try:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except KeyError as missing:
@@ -44,7 +44,7 @@ def place() -> tuple[int, int]:
 
 
 def connect() -> tuple[dist.Store, Channel]:
-    """The store for process groups, and a channel on a connection of its own."""
+    """The store for process groups, and a channel on its own connection."""
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(iter(rendezvous("env://")))
@@ -55,9 +55,9 @@ def connect() -> tuple[dist.Store, Channel]:
 
 
 class Channel:
-    """Named messages between the ranks over the rendezvous store: they arrive where groups are broken.
+    """Named messages between the ranks over the rendezvous store: they arrive even if groups are broken.
 
-    A name is used once; who reads for all removes it. A message is written in pieces, for the store takes a few MB at
+    A name is used once; the last reader removes it. Messages are written in pieces, because the store takes a few MB at
     a time.
     """
 
@@ -82,7 +82,7 @@ class Channel:
         return self.add(name, 0)
 
     def get(self, name: str, *, remove: bool = False) -> Any:
-        """Wait for a message, however long, and read it."""
+        """Wait for a message without a limit, and read it."""
         while True:
             try:
                 self._store.wait([name], timedelta(seconds=LOOK_S))
@@ -99,15 +99,15 @@ class Channel:
 
 
 TICK_S = 0.01
-SHOW_S = 0.2  # between two signs of life
+SHOW_S = 0.2  # between two signs of progress
 COLLECT_S = 0.5  # for the others, after the first failure
-ANSWER_S = 3.0  # for a rank that was ordered to stop, and for one that hangs to come free
+ANSWER_S = 3.0  # for a rank that was ordered to stop, and for a hanging rank to come free
 
 
 class Member:
-    """What both kinds of rank are: a channel, groups, and the thread that runs a job."""
+    """Base of both kinds of rank: a channel, groups, and the thread that runs a job."""
 
-    current: Member | None = None  # that of this process
+    current: Member | None = None  # the instance of this process
 
     def __init__(self, rank: int, world: int) -> None:
         server.warm()
@@ -115,7 +115,7 @@ class Member:
         self.store, self.channel = connect()
         self._table = StatusTable(None, 1)
         self._shown: tuple[float, tuple[int, ...]] = (0.0, ())
-        self._moved = 0.0  # when the status table was seen to change
+        self._moved = 0.0  # when the status table last changed
         self._runner: Rank | None = None
         self._thread = threading.Thread()
         self.outcome: Outcome | None = None
@@ -123,7 +123,7 @@ class Member:
         observe()
 
     def start(self, generation: int, job: Job) -> None:
-        """Run the job in a thread. The first of a generation makes its groups."""
+        """Run the job in a thread. The first job of a generation creates its groups."""
         number, self.outcome = self.number, None
         gpus, gpu = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", self.rank))
         backend = "nccl" if 0 < int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) <= gpus else "gloo"
@@ -138,7 +138,7 @@ class Member:
         self._thread.start()
 
     def tick(self) -> None:
-        """Wait a moment for the job, and show that this rank is getting on: its table has changed, or it compiles."""
+        """Wait a moment for the job, and report progress if the status table has changed or the job compiles."""
         self._thread.join(TICK_S)
         now, (when, writes) = time.monotonic(), self._shown
         if now < when + SHOW_S:
@@ -150,7 +150,7 @@ class Member:
             self.channel.add("moves")
 
     def seen(self) -> Outcome:
-        """The outcome, or where the job is."""
+        """The outcome, or the current place of the job."""
         status = self._table.status(0)
         is_waiting = status.state == WAITING
         line = None if is_waiting else line_of_thread(self._thread.ident)
@@ -160,7 +160,7 @@ class Member:
         return self.outcome or where
 
     def last_words(self) -> str:
-        """Where this rank is when torchrun ends the job, as it does once a rank of its host has died."""
+        """A sentence on this rank's place when torchrun ends the job, as it does after a rank of its host has died."""
         reason = "torchrun ends this job"
         with contextlib.suppress(dist.DistError):
             self.channel.add(f"ending/{self.rank}")
@@ -172,7 +172,10 @@ class Member:
         return f"{reason}; {self.seen()}" if has_failed or self._thread.is_alive() else reason
 
     def leave_groups(self, seconds: float = 0.0) -> bool:
-        """Close this rank's groups, which frees ranks that wait for it; False if the job hangs for so long."""
+        """Close this rank's groups, which frees ranks that wait for it.
+
+        False if the job still hangs after `seconds`.
+        """
         if self._thread.ident is not None:
             self._thread.join(seconds)
         if self._thread.is_alive():
@@ -180,11 +183,11 @@ class Member:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._runner = None
-        gc.collect()  # meshes hold groups in cycles, and a group holds its sockets to its end
+        gc.collect()  # meshes hold groups in reference cycles, and a group keeps its sockets until it is freed
         return True
 
     def leave_if_hung(self, status: int) -> None:
-        """A thread that hangs in native code would keep the interpreter from its end."""
+        """Exit at once if a thread hangs in native code, because the interpreter would wait for it."""
         if not self.leave_groups():
             os._exit(status)
 
@@ -198,7 +201,7 @@ class Leader(Member):
         self._is_broken = self._is_lost = self._is_over = False
 
     def run(self, job: Job, quiet_s: float) -> tuple[list[Outcome], float | None]:
-        """A job on all ranks: every outcome, and the seconds without a move if that is why they were stopped."""
+        """Run a job on all ranks: every outcome, and the quiet seconds if lack of progress stopped them."""
         self._order("job", (self.generation, job))
         self.start(self.generation, job)
         quiet = self._wait(quiet_s)
@@ -211,7 +214,7 @@ class Leader(Member):
         return outcomes, quiet
 
     def regroup(self) -> bool:
-        """After a failure: True if everybody is back, and the next job has new groups. Errors: NotRun."""
+        """After a failure: True if all ranks are back, and the next job gets new groups. Errors: NotRun."""
         if not self._is_broken:
             return False
         if not self._is_lost:
@@ -225,10 +228,10 @@ class Leader(Member):
         return True
 
     def finish(self, status: int) -> None:
-        """Send the others home, once. Where this rank hangs, leave at once."""
+        """End the other ranks, once. If this rank hangs, exit at once."""
         if not self._is_over:
             self._is_over = True
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun may end ranks that are about to leave
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun may send signals to ranks that are about to exit
             self._order("finish", status)
             self._answers(ANSWER_S)
             self.leave_if_hung(status)
@@ -238,7 +241,7 @@ class Leader(Member):
         self.channel.put(f"do/{self.number}", (kind, content))
 
     def _wait(self, quiet_s: float) -> float | None:
-        """Until all are done, or some time after the first failure, or until nothing has moved for too long."""
+        """Wait until all ranks are done, a failure is COLLECT_S old, or nothing has moved for too long."""
         n, moves, moved, deadline = self.number, -1, time.monotonic(), None
         while self.outcome is None or self.channel.count(f"done/{n}") < self.world - 1:
             self.tick()
@@ -255,7 +258,7 @@ class Leader(Member):
         return None
 
     def _answers(self, seconds: float) -> dict[int, Any]:
-        """What the others say to this order, as far as they do in time."""
+        """The other ranks' answers to this order that arrive in time."""
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
         for rank in range(1, self.world):
@@ -271,7 +274,7 @@ class Follower(Member):
     """Any other rank."""
 
     def follow(self) -> int:
-        """Do what rank 0 says until it says finish; the status to leave with."""
+        """Execute orders of rank 0 until `finish`; returns the exit status."""
         while True:
             self.number += 1
             kind, content = self.channel.get(f"do/{self.number}")
@@ -299,6 +302,6 @@ class Follower(Member):
             self.leave_groups()
 
     def _answer(self, content: Any) -> None:
-        # The message last: rank 0, which holds the store, may leave once it has the answer to its finish.
+        # Write the message last: rank 0, which holds the store, may exit once it has the answer to its finish.
         self.channel.add(f"done/{self.number}")
         self.channel.put(f"done/{self.number}/{self.rank}", content)

@@ -1,8 +1,8 @@
-"""The process engines gloo and nccl: a persistent pool of ranks per world size, forked from a server that has torch.
+"""The process engines gloo and nccl: a persistent pool of ranks per world size, forked from a server with torch.
 
-The server and the pools start at the first run that needs them and stay. A pool in which anything went wrong is
-killed and forked anew at its next run, never repaired. Nothing of this outlives the parent, however it ends. A pool of
-gloo that is idle is suspended: each of its groups would look for messages 200 times a second, and a rank has dozens.
+The first run that needs the server or a pool starts it, and it stays. A pool with any failure is killed and forked anew
+for its next run, never repaired. All of these processes end with the parent, however it ends. An idle gloo pool is
+suspended: each of its groups would poll for messages 200 times a second, and a rank has dozens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from parity_tests.harness.run.processes.root_cause import find_root_cause
 from parity_tests.harness.run.processes.status_table import StatusTable
 from parity_tests.harness.run.processes.watch import RankHandle, Watch
 
-IDLE_S = 0.5  # without a run, before the ranks are suspended
+IDLE_S = 0.5  # without a run, after which the ranks are suspended
 
 _lock = threading.Lock()
 _suspender: threading.Thread | None = None
@@ -45,11 +45,11 @@ _pools: dict[tuple[int, str], Pool] = {}
 def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo", quiet_s: float = 10.0) -> RunResult:
     """Run `fn(mesh, case)` on each rank of `case.mesh`, in processes.
 
-    `fn` travels by value, once per pool; results come back pickled. Nothing may move for `quiet_s` while a rank
-    computes, for 1.5 s while all ranks wait.
+    `fn` travels by value, once per pool; results come back pickled. `quiet_s` is the longest time without progress
+    while a rank computes; while all ranks wait it is 1.5 s.
 
-    Errors: RankFailure, one subclass per cause; NotRun if backend is nccl and there is no GPU; TypeError for a
-    function that cannot travel.
+    Errors: RankFailure, one subclass per cause; NotRun if backend is nccl and there is no GPU; TypeError for a function
+    that cannot be pickled.
     """
     if backend == "nccl" and not torch.cuda.device_count():
         raise NotRun("nccl needs a GPU, none is here")
@@ -65,20 +65,20 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo
 
 
 def setup_key_of(fn: Callable[..., Any], case: CaseSpec) -> object:
-    """What ranks with a `setup` serve alone, a function and a mesh; None for a function that shares them."""
+    """The key of ranks with a `setup`: they serve one function and one mesh; None for a function without one."""
     setup_key = getattr(fn, "setup_key", None)
     return None if setup_key is None else (setup_key, tuple(case.mesh.items()))
 
 
 def renew(world: int, backend: str = "gloo") -> None:
-    """End the ranks of this size, whatever they hold; the next run forks fresh ones."""
+    """End the ranks of this size and all their state; the next run forks new ones."""
     with _lock:
         if (world, backend) in _pools:
             _pools[world, backend].kill()
 
 
 def start_ahead() -> None:
-    """Start the server, if there is none, while this process does something else before its first run."""
+    """Start the server early, while this process does other work before its first run."""
     if _server is None:
         forks.start_ahead()
 
@@ -116,7 +116,7 @@ def _suspend_when_idle() -> None:
 
 
 def _suspend_idle_pools() -> None:
-    """Look at the pools now and then, until all are suspended."""
+    """Check the pools periodically until all are suspended."""
     global _suspender
     running = True
     while running:
@@ -131,7 +131,7 @@ def _suspend_idle_pools() -> None:
 
 
 def _forget() -> None:
-    """In a forked child of this process: the pools are not its own."""
+    """In a forked child of this process: forget the pools, which belong to the parent."""
     global _server, _lock, _suspender
     _lock, _suspender = threading.Lock(), None
     server, _server = _server, None
@@ -175,9 +175,9 @@ class Pool:
         packages: frozenset[str],
         setup_key: object = None,
     ) -> RunResult:
-        """One job; `function` is pickled, with the file to import before it. Its ranks may need the packages."""
+        """Run one job; `function` is pickled, with the file to import before it. Its ranks may need the packages."""
         has_ended = any(self._server.exit_code(pid) is not None for pid in self.pids)
-        # Ranks without a state are forked anew where each would have to import what the server can import once.
+        # Ranks without state are forked anew if each would have to import a package that the server can import once.
         lacks_packages = setup_key is None and not packages <= self._packages
         if setup_key != self._setup_key or has_ended or lacks_packages:
             self.kill()
@@ -199,7 +199,7 @@ class Pool:
         return RunResult(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
 
     def suspend(self, idle_s: float = 0.0) -> None:
-        """Take no processor time until the next run, if the last one ended `idle_s` ago. NCCL's watchdog forbids it."""
+        """Use no CPU time until the next run if the last ended `idle_s` ago; gloo only, NCCL's watchdog forbids it."""
         if self.is_running and time.monotonic() - self._last_run >= idle_s:
             self._server.suspend(self.pids)
             self._is_suspended = True
@@ -214,7 +214,7 @@ class Pool:
         self.drop()
 
     def drop(self) -> None:
-        """Close the connections to the ranks, which ends those that the server has not ended."""
+        """Close the connections to the ranks, which ends any rank that is still alive."""
         for handle in self._handles:
             handle.close()
         if self._table is not None:
@@ -240,5 +240,5 @@ class Pool:
         self._sent_keys.add(key)
         path = [entry or os.getcwd() for entry in sys.path]
         for handle in self._handles:
-            with contextlib.suppress(OSError):  # it has just died; the watch will see it
+            with contextlib.suppress(OSError):  # the rank has just died; the watch will notice
                 handle.work.send((key, pickled if fresh else None, file, path, case.json))

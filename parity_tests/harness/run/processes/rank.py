@@ -1,4 +1,4 @@
-"""A rank in a process of its own: its groups, its meshes, the functions it has been given, and one run of one."""
+"""A rank in its own process: its groups, its meshes, its functions, and one run of a function."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from parity_tests.harness.run.processes.recorder import Recorder, observe_waits
 from parity_tests.harness.run.processes.root_cause import DONE, RAISED, Outcome
 from torch_impl.collectives import MeshView
 
-BACKEND_TIMEOUT_S = 30  # a last resort, far longer than any of the harness's own limits
-MANY_GROUPS = 16  # of a function's own, each with sockets
+BACKEND_TIMEOUT_S = 30  # a last resort, far longer than any limit of the harness
+MANY_GROUPS = 16  # created by a function, each with sockets
 
 # key, function if new, the file to import before it, sys.path, case
 Job = tuple[str, bytes | None, str | None, Sequence[str], str]
@@ -40,7 +40,10 @@ _current: Recorder | None = None
 
 
 class Rank:
-    """One member of the default group. Functions are kept by key, meshes by shape; a job's own groups are not."""
+    """One member of the default group.
+
+    Functions are kept by key and meshes by shape; groups that a job creates are not kept.
+    """
 
     def __init__(
         self, slot: status_table.Slot, backend: str, store: dist.Store, rank: int, world: int, gpu: int
@@ -57,13 +60,13 @@ class Rank:
         self._setup_key: object = None
 
     def run(self, job: Job, ready: Callable[[], object]) -> Outcome:
-        """One job; `ready` is called when function and mesh are there, so that a slow import counts for no rank."""
+        """Run one job; `ready` is called once function and mesh exist, so that a slow import is not a stall."""
         key, function, file, path, text = job
         self._settle()
         try:
             if function is not None:
                 sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
-                with rank_warnings.not_shown():  # the parent has imported the same
+                with rank_warnings.not_shown():  # the parent has shown the warnings of this import
                     if file is not None:
                         discover.import_on_rank(file)
                     self._functions[key] = cloudpickle.loads(function)
@@ -80,9 +83,9 @@ class Rank:
         return outcome
 
     def _set_up(self, function: Any, mesh: MeshView, case: CaseSpec) -> Outcome | None:
-        """Run the `setup` of a function that has one, where this rank was last set up for another or on another mesh.
+        """Run the function's `setup`, unless this rank was last set up for the same function and mesh.
 
-        A pool's rank serves one setup key and does so once; one of torchrun cannot be started anew.
+        A pool's rank serves one setup key, so it does this once; a rank of torchrun cannot be restarted.
         """
         setup_key = getattr(function, "setup_key", None)
         key = setup_key and (setup_key[0], getattr(setup_key[1], "__code__", setup_key[1]), tuple(case.mesh.items()))
@@ -95,16 +98,16 @@ class Rank:
         return outcome
 
     def _settle(self) -> None:
-        """What holds for a thread and not for the process."""
+        """Apply settings that torch keeps per thread."""
         torch.set_num_threads(1)
         torch.autograd.set_multithreading_enabled(False)
         if self._device == "cuda":
             torch.cuda.set_device(self._gpu)
 
     def _mesh(self, case: CaseSpec) -> MeshView:
-        # Axes that a job flattened are their mesh's, which serves other jobs.
+        # Axes that a job flattened belong to their mesh, which serves other jobs.
         self._permanent_groups |= {group for view in self._meshes.values() for group in flattened(view.device_mesh)}
-        # The last jobs' groups hold sockets, and only now has everybody left them.
+        # The last jobs' groups hold sockets; only now has every rank left them.
         for group in _abandoned(list(_groups() - self._permanent_groups)):
             dist.destroy_process_group(group)
         shape = tuple(case.mesh.items())
@@ -116,7 +119,7 @@ class Rank:
 
 
 def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slot | None = None) -> Outcome:
-    """Call `fn(mesh, case)` under a recorder; whatever happens comes back as an outcome."""
+    """Call `fn(mesh, case)` under a recorder; returns an outcome in every case."""
     global _current
     rank = dist.get_rank()
     torch.manual_seed(case.seed + rank)
@@ -125,7 +128,7 @@ def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slo
         try:
             returned = fn(mesh, case)
             if mesh.device_mesh.device_type == "cuda":
-                torch.cuda.synchronize()  # a kernel that fails, and a collective that never ends, are this function's
+                torch.cuda.synchronize()  # failing kernels and endless collectives belong to this function
             result = cloudpickle.dumps(returned)
         except BaseException as error:
             return _raised(rank, recorder, error)
@@ -138,7 +141,7 @@ def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slo
 
 
 def observe() -> None:
-    """Once per process: waits are seen by whoever records."""
+    """Once per process: report waits to the current recorder."""
     observe_waits(lambda: _current)
 
 
@@ -152,17 +155,18 @@ def _groups() -> set[dist.ProcessGroup]:
 
 
 def _abandoned(groups: list[Any]) -> list[dist.ProcessGroup]:
-    """Those that nobody can use any more: a function may keep a group in a global, as training code does.
+    """Groups that nobody can use any more: a function may keep a group in a global, as training code does.
 
-    No object outside torch's own tables refers to them, and no DeviceMesh, which has the names of its groups, does.
+    An abandoned group has no reference outside torch's own tables, and no DeviceMesh, which stores its groups' names,
+    lists it.
     """
     if not groups:
         return []
-    if len(groups) > MANY_GROUPS:  # what is kept by garbage in cycles
+    if len(groups) > MANY_GROUPS:  # free groups in reference cycles
         gc.collect()
     tables = [table for table in vars(dist.distributed_c10d).values() if isinstance(table, dict)]
     named = {name for each in gc.get_objects() if type(each) is DeviceMesh for name in _names_in(each)}
-    compared = [*groups, object()]  # the last is referred to by nothing but this list
+    compared = [*groups, object()]  # the last is a probe: only this list refers to it
     groups.clear()
     references = [sys.getrefcount(compared[i]) - _count_in(tables, compared[i]) for i in range(len(compared))]
     return [
@@ -186,7 +190,7 @@ def _names_in(mesh: DeviceMesh) -> Sequence[str]:
 def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
     error = raised_by_function(raised)
     is_of_group = isinstance(error, AttributeError) and isinstance(error.obj, dist.ProcessGroup)
-    hint = f"; {GROUP_HINT}" if is_of_group else ""  # a group of lockstep raises it with the sentence
+    hint = f"; {GROUP_HINT}" if is_of_group else ""  # a group of lockstep raises it with this sentence included
     return Outcome(
         rank,
         RAISED,
@@ -203,15 +207,15 @@ def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
 
 
 def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, folder: str) -> None:
-    """The main loop of a pool's rank; two sockets lead to the parent.
+    """The main loop of a rank in a pool, with two sockets to the parent.
 
-    Jobs and outcomes travel on the first. On the second a thread of its own answers what has been issued so far, also
-    while the main thread hangs, and ends the process when the parent is gone.
+    The first carries jobs and outcomes. On the second a separate thread reports the rows issued so far, even while the
+    main thread hangs, and ends the process when the parent is gone.
     """
     work = Connection(work_fd)
     threading.Thread(target=_answer, args=(Connection(control_fd),), daemon=True).start()
     observe()
-    rank_warnings.show_once(str(Path(folder).parent))  # of all pools: a failing case is run again in new ones
+    rank_warnings.show_once(str(Path(folder).parent))  # of all pools: a failing case runs again in new pools
     crash.record(crash.path(folder, rank))
     slot = status_table.StatusTable(Path(folder) / "status", world).slot(rank)
     store = dist.FileStore(str(Path(folder) / "store"), world)
@@ -220,14 +224,14 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
         while True:
             work.send(member.run(work.recv(), ready=lambda: work.send("ready")))
     except (EOFError, ConnectionError):
-        _end()  # the parent has let go
+        _end()  # the parent has closed the connection
 
 
 def gpu_of(rank: int, world: int) -> int:
-    """A GPU of this rank's own or, where there are fewer than ranks, one that several share.
+    """This rank's own GPU or, if there are fewer GPUs than ranks, a shared one.
 
-    NCCL rejects two ranks of one host on a GPU. With a host's name for each rank it takes them for ranks of as many
-    hosts, whose messages go over the loopback device; their kernels take turns on the GPU.
+    NCCL rejects two ranks of one host on one GPU. With a different host name for each rank it treats them as ranks of
+    different hosts: messages go over the loopback device, and kernels take turns on the GPU.
     """
     count = max(1, torch.cuda.device_count())
     if world > count:
@@ -236,9 +240,9 @@ def gpu_of(rank: int, world: int) -> int:
 
 
 def _answer(control: Connection) -> None:
-    """Answer each question: the rows issued so far, the main thread's line, and whether it is inside torch.compile.
+    """Answer each question with the rows issued so far, the main thread's line, and whether it is inside torch.compile.
 
-    When the parent ends, this process does so silently.
+    When the parent ends, this process ends without a message.
     """
     thread = threading.main_thread().ident
     while True:
@@ -250,7 +254,7 @@ def _answer(control: Connection) -> None:
 
 
 def _end() -> NoReturn:
-    """At once, and with this rank the processes that it forked: the fork server made it the leader of their group."""
+    """End this rank and the processes that it forked at once: the fork server made it the leader of their group."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(0)

@@ -1,7 +1,7 @@
-"""Warnings of ranks: what the parent has shown at an import is not shown again, any other warning once for all ranks.
+"""Warnings on ranks: the parent's import warnings are dropped, and any other warning is shown once for all ranks.
 
-Filters are left alone, since what a library sets on import must hold afterwards: only where warnings are written is
-another function put.
+Filters stay unchanged, because a library's own filters must hold afterwards: only the function that writes warnings is
+replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def not_shown() -> Iterator[None]:
-    """Write no warning inside, unless what is imported there writes its own."""
+    """Write no warning inside the block, except from libraries that write their own."""
     before = warnings.showwarning
     warnings.showwarning = _nothing
     try:
@@ -30,7 +30,7 @@ def not_shown() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_repeats() -> Iterator[None]:
-    """Write each warning once inside, though ranks that are threads raise it in each example and each rank."""
+    """Write each warning once inside the block, although every rank's thread raises it in every example."""
     before, shown = warnings.showwarning, set[str]()
 
     def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
@@ -48,14 +48,14 @@ def without_repeats() -> Iterator[None]:
 
 
 def show_once(folder: str) -> None:
-    """From here on, write a warning only if no process has written it that was given this folder."""
+    """From now on, write each warning only once among all processes with this folder."""
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
         text = warnings.formatwarning(message, category, filename, lineno, line)
         name = f"warning_{hashlib.sha256(text.encode()).hexdigest()}"
-        with contextlib.suppress(FileExistsError):  # it is there: another rank was first
+        with contextlib.suppress(FileExistsError):  # another rank was first
             os.close(os.open(Path(folder) / name, os.O_CREAT | os.O_EXCL))
             print(text, file=file or sys.stderr, end="", flush=True)
 
@@ -63,4 +63,4 @@ def show_once(folder: str) -> None:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Written nowhere."""
+    """Discard the warning."""

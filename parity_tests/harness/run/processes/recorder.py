@@ -1,7 +1,7 @@
-"""The recorder: a dispatch mode that writes the ledger and the status table of the rank it runs in.
+"""The recorder: a dispatch mode that writes the ledger and the status table of its rank.
 
-It sees every collective and message of this rank, in place or functional, forward or backward, called by the
-scheme or by DTensor, FSDP or DDP underneath, because all of them go through the dispatcher's c10d operators.
+It sees every collective and message of this rank, in place or functional, forward or backward, called by the scheme or
+by DTensor, FSDP or DDP, because all of them go through the dispatcher's c10d operators.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parity_tests.harness.run.ledger import LedgerRow, call_site, group_label, p
 from parity_tests.harness.run.lockstep.operations import uneven_splits
 from parity_tests.harness.run.processes import status_table
 
-# operator -> (family, argument handed in, argument written; None: a new tensor)
+# operator -> (family, input argument, output argument; None: a new tensor)
 _Table = Mapping[str, tuple[str, str, str | None]]
 IN_PLACE: _Table = {
     "allreduce_": ("all_reduce", "tensors", "tensors"),
@@ -73,7 +73,7 @@ MISSING = {"batch_p2p_ops": "it mixes sends and receives in one call, for compil
 
 @dataclass(frozen=True)
 class Issue:
-    """One call, in the ledger's terms; ranks are global."""
+    """One call as the ledger describes it; ranks are global."""
 
     op: str
     group: dist.ProcessGroup
@@ -89,7 +89,7 @@ class Issue:
 
 
 def issue(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Issue:
-    """What this call issues."""
+    """The collective or message of this call."""
     name = func._schema.name.partition("::")[2]
     table = OPERATORS[func.namespace]
     if name not in table:
@@ -109,7 +109,7 @@ def issue(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Issue:
     root = call.get("root_rank", call.get("src") if op == "broadcast" else None)
     root = None if root is None else ranks[root]
     if (op == "reduce" and root != dist.get_rank()) or (op == "broadcast" and root == dist.get_rank()):
-        size_out = 0  # nothing is written here
+        size_out = 0  # this rank receives nothing
     peer = call.get("dst", call.get("src")) if op in ("send", "recv") else None
     return Issue(
         op=op,
@@ -186,7 +186,7 @@ class _Nowhere:
 
 
 class Recorder(TorchDispatchMode):
-    """Rows of one run of one rank. `axes` are the mesh's, by which groups are called."""
+    """Rows of one run of one rank. `axes` are the mesh's axes, which name the groups."""
 
     def __init__(self, slot: status_table.Slot | None = None, axes: Mapping[str, int] | None = None) -> None:
         super().__init__()
@@ -201,16 +201,16 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import its compiler, which takes a second, for the first operation of every process."""
+        """False: else torch would import its compiler, which takes a second, at the first operation of each process."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: otherwise torch would compile nothing while ranks are recorded, and say nothing about it."""
+        """True: otherwise torch would silently compile nothing while a rank is recorded."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        # Where the compiler is there all the same, it compiles what runs between operations, and not this function.
+        # If the compiler is loaded anyway, it must compile the code between operations, but not this function.
         disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
         if disable is None:
             return self._dispatch(func, types, args, kwargs or {})
@@ -219,7 +219,7 @@ class Recorder(TorchDispatchMode):
 
     def _dispatch(self, func: Any, types: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # a DTensor runs first and comes back here with its collectives
+            return NotImplemented  # a DTensor's own rule runs first, and its collectives come back here
         if func.namespace not in OPERATORS:
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
@@ -242,7 +242,7 @@ class Recorder(TorchDispatchMode):
                 self._unwaited[_storage(x)] = (x, row)
         elif what.is_async or what.peer is not None:
             work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-            self._works[id(work)] = (work, row)  # the caller's handle is this very object, while we hold it
+            self._works[id(work)] = (work, row)  # while we hold it, the caller's handle is this very object
         return result
 
     def _row(self, what: Issue) -> LedgerRow:
@@ -273,7 +273,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _blocked(self, row: LedgerRow | None = None) -> Iterator[None]:
-        """Inside the backend: the status table says so, and an exception from here is the backend's."""
+        """A block inside the backend: the status table shows it, and exceptions in it belong to the backend."""
         if row is None:
             self._slot.enter(status_table.WAITING)
         else:
@@ -287,15 +287,15 @@ class Recorder(TorchDispatchMode):
             self._slot.enter(status_table.COMPUTING)
 
     def wait(self, work: dist.Work) -> contextlib.AbstractContextManager[None]:
-        """The caller waits for this work."""
+        """A block in which the caller waits for this work."""
         return self._blocked(self._works.pop(id(work), (None, None))[1])
 
     def unwaited(self) -> list[LedgerRow]:
-        """Functional collectives whose result was never waited for. (An in-place one is waited for out of sight.)"""
+        """Functional collectives whose result was never waited for. (Waits of in-place ones cannot be seen here.)"""
         return list(dict.fromkeys(row for _, row in self._unwaited.values()))
 
     def is_backends(self, error: BaseException | None) -> bool:
-        """True if the error, or one that led to it, came out of a collective."""
+        """True if the error, or an error that caused it, was raised inside a collective."""
         while error is not None:
             if any(error is backend_error for backend_error in self.backend_errors):
                 return True
@@ -304,9 +304,9 @@ class Recorder(TorchDispatchMode):
 
 
 def observe_waits(current: Callable[[], Recorder | None]) -> None:
-    """Make this process's `Work.wait` notify the current recorder; for rank processes only, once, at their start.
+    """Make this process's `Work.wait` notify the current recorder; call once at the start of a rank's process.
 
-    Waiting does not go through the dispatcher, so without this a rank blocked in a wait looks like one computing.
+    Waiting bypasses the dispatcher, so without this a rank blocked in a wait would look as if it computed.
     """
     original = dist.Work.wait
 

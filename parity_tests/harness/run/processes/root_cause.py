@@ -1,7 +1,7 @@
-"""The cause of a failed run: of all ranks that failed, which one is the cause and which only follow from it (victims).
+"""The cause of a failed run: which failed rank is the cause, and which only follow from it (victims).
 
-In order of precedence: an exception of the function, a process that died, ledgers that do not fit, an error from inside
-a collective, a stall. A rank that failed because its peers were gone is a victim and never shown first.
+In order of precedence: an exception of the function, a process that died, ledgers that do not fit together, an error
+from inside a collective, a stall. A rank that failed because its peers were gone is a victim and never named first.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended, or where it was when it was stopped."""
+    """How one rank ended, or its place when it was stopped."""
 
     rank: int
     kind: str
     rows: tuple[LedgerRow, ...] = ()
     result: bytes = b""
     error: str = ""  # "ValueError: boom"
-    is_sentence: bool = False  # the error is the harness's own and names the rank
+    is_sentence: bool = False  # the error is a message of the harness that names the rank
     cause: str = "raised"
     source: str | None = None
     trace: str = ""
@@ -54,7 +54,7 @@ class Outcome:
         return self.sentence()
 
     def sentence(self, awaited: LedgerRow | None = None) -> str:
-        """How it ended, in words; `awaited` is a call in which another rank waits."""
+        """How the rank ended, in words; `awaited` is a call in which another rank waits."""
         if self.kind == DONE:
             return of_returned(self.rank, self.rows, awaited)
         last = f" in {self.last}" if self.last else ""
@@ -81,7 +81,7 @@ def find_root_cause(
 ) -> failure.RankFailure | None:
     """The failure to raise, or None if all ranks are done and their ledgers agree.
 
-    `quiet` is given when the ranks were stopped because nothing had moved for so many seconds.
+    `quiet` is the number of seconds without progress, if the ranks were stopped for that.
     """
     ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
     raised = [o for o in outcomes if o.kind == RAISED]
@@ -112,9 +112,9 @@ def find_root_cause(
 
 
 def _abort_of_gloo(outcomes: Sequence[Outcome]) -> Disagreement | None:
-    """The rows at which gloo aborted a process, as it does where a peer's message has more bytes than are expected.
+    """The rows at which gloo aborted a process; it does so if a peer's message has more bytes than expected.
 
-    Of a process that died its last row alone is known, so it is compared with the rows in the same place.
+    Only the last row of a dead process is known, so it is compared with the other ranks' rows in the same place.
     """
     for dead in outcomes:
         if dead.exit_code == -signal.SIGABRT and dead.last is not None:
@@ -126,7 +126,7 @@ def _abort_of_gloo(outcomes: Sequence[Outcome]) -> Disagreement | None:
 
 
 def _in_place_of(row: LedgerRow, other: Outcome) -> LedgerRow | None:
-    """What another rank issued at the place of this row: its share of a collective, or the message's other half."""
+    """The row of another rank that matches this row: its part of the collective, or the other end of the message."""
     if row.peer is not None:
         last = other.last
         if last is None or {row.op, last.op} != {"send", "recv"}:

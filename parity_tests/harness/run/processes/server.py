@@ -1,8 +1,8 @@
 """The fork server: a small process that has imported torch, forks one rank per request and reaps it.
 
-It holds one socket to the parent: a line of JSON per message, and with each fork request the rank's two sockets.
-It reports each rank's end, suspends, resumes and kills on request, and when the parent's end of the socket closes,
-however the parent ended, it kills every rank, removes the pool's folder and leaves.
+It holds one socket to the parent: one line of JSON per message, and with each fork request the rank's two sockets. It
+reports the end of each rank, and suspends, resumes and kills ranks on request; when the parent's end of the socket
+closes, for any reason, it kills every rank, removes the pools' folder and exits.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def main(parent: socket.socket) -> NoReturn:
     for pid in ranks:
         os.waitpid(pid, 0)
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)  # the interpreter's own end takes a third of a second
+    os._exit(0)  # a normal exit of the interpreter takes a third of a second
 
 
 def _serve(parent: socket.socket, ranks: set[int], wake_fds: tuple[int, int]) -> bool:
-    """Answer what the parent has sent; False at its end."""
+    """Answer the parent's requests; False once it has ended."""
     try:
         data, fds, _, _ = socket.recv_fds(parent, 65536, 2)
         while data and not data.endswith(b"\n"):
@@ -95,16 +95,16 @@ def _serve(parent: socket.socket, ranks: set[int], wake_fds: tuple[int, int]) ->
             _kill_group(pid)
         for what, number in SIGNALS.items():
             for pid in ranks.intersection(request.get(what, ())):
-                os.kill(pid, number)  # a child that has not been reaped: the number is no other process's
+                os.kill(pid, number)  # not reaped yet, so no other process has its number
     return bool(data)
 
 
 def _import(names: Sequence[str], origins: Mapping[str, str | None]) -> None:
-    """Import modules that the parent has, of a package that is found here in the same file."""
+    """Import modules of the parent, if their package resolves to the same file here."""
     packages = {package for package, origin in origins.items() if origin and _origin(package) == origin}
     for name in names:
         if name.partition(".")[0] in packages and name not in sys.modules:
-            with contextlib.suppress(Exception), not_shown():  # made by the parent itself, or not importable without it
+            with contextlib.suppress(Exception), not_shown():  # created by the parent, or not importable alone
                 importlib.import_module(name)
 
 
@@ -117,13 +117,13 @@ def _origin(package: str) -> str | None:
 
 
 def _become_rank(place: dict, fds: list[int], parent: socket.socket, wake_fds: tuple[int, int]) -> NoReturn:
-    """In the child: drop the server's belongings and run the rank to its end."""
+    """In the child: drop the server's resources and run the rank to its end."""
     code = 1
     try:
-        os.setpgid(0, 0)  # of a group of its own, which ends with it
+        os.setpgid(0, 0)  # the leader of its own process group, which is killed with it
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ends it if the server is killed, under nohup too
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # end it if the server is killed, under nohup too
         parent.close()
         for fd in wake_fds:
             os.close(fd)
@@ -143,40 +143,40 @@ def _reap(parent: socket.socket, ranks: set[int]) -> None:
     for pid in list(ranks):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             continue
-        _kill_group(pid)  # before its number is free for others
+        _kill_group(pid)  # before its number can be reused
         _, status = os.waitpid(pid, 0)
         ranks.discard(pid)
         _tell(parent, {"ended": pid, "status": os.waitstatus_to_exitcode(status)})
 
 
 def _kill_group(rank: int) -> None:
-    """Kill a rank, if it is alive, and what it forked."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # where what is left are zombies alone
+    """Kill a rank, if it is alive, and the processes that it forked."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # if only zombies are left
         os.killpg(rank, signal.SIGKILL)
 
 
 def _tell(parent: socket.socket, message: dict) -> None:
-    with contextlib.suppress(ConnectionError):  # the parent has gone; the next read says so
+    with contextlib.suppress(ConnectionError):  # the parent has gone; the next read reports it
         parent.sendall(json.dumps(message).encode() + b"\n")
 
 
-# What every rank needs, imported once here so that a rank is a copy and not a start; what functions need besides comes
-# with `import_ahead`. No thread is started and CUDA is not initialized: a fork would inherit either in a state of no
-# use. So nothing is differentiated here, since torch's autograd counts the GPUs at its first call, which initializes
-# CUDA. That torch has one thread is set in the server's environment, before torch is loaded.
+# Modules that every rank needs, imported once here so that a rank is a fork and not a fresh start; further packages
+# come with `import_ahead`. Start no thread and do not initialize CUDA: a forked process could use neither. So
+# differentiate nothing here, because torch's autograd counts the GPUs at its first call, which initializes CUDA. The
+# server's environment limits torch to one thread before torch is loaded.
 NEEDED = (
     "parity_tests.harness.run.processes.rank",
     "parity_tests.harness.run.program",
     "shardproof",
     "torch.distributed.nn.functional",
-    "torch.fx.experimental.symbolic_shapes",  # for a given cotangent
+    "torch.fx.experimental.symbolic_shapes",  # for cotangents that the user passes
     "torch.utils.checkpoint",
     "torch_impl.collectives",
 )
 
 
 def warm() -> None:
-    """Import, and pay for first uses."""
+    """Import the modules and run first uses that are slow."""
     with not_shown():
         for name in NEEDED:
             importlib.import_module(name)

@@ -1,7 +1,7 @@
-"""The status table: 4 KiB of shared memory per rank that say what it is doing.
+"""The status table: 4 KiB of shared memory per rank with its current state.
 
-Each rank writes its own slot before and after every collective; the parent reads all slots without asking, so
-a rank that hangs in native code or is killed has already recorded where it was, and its last row of the ledger.
+Each rank writes its own slot before and after every collective; the parent reads all slots without asking, so even a
+rank that hangs in native code or is killed has recorded its place and its last row of the ledger.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SLOT = 4096
-TEXT = 512  # the head and the text; the rest is for the row
+TEXT = 512  # for head and text; the rest holds the row
 _HEAD = struct.Struct("=QBHH")
 
 STARTING, COMPUTING, WAITING, FINISHED = range(4)
@@ -28,7 +28,7 @@ _PHRASES = {
 
 @dataclass(frozen=True)
 class Status:
-    """One slot: how often it was written, the state, and the last collective issued."""
+    """One slot: the number of writes, the state, and the last collective issued."""
 
     writes: int
     state: int
@@ -38,13 +38,13 @@ class Status:
         return self.sentence()
 
     def sentence(self, line: str | None = None) -> str:
-        """What the rank does; `line` is the file:line that it computes at, where that is known."""
+        """A sentence on the rank's state; `line` is the file:line where it computes, if known."""
         bare, full = _PHRASES[self.state]
         return (full if self.text else bare).format(self.text, at=f" at {line}" if line else "")
 
 
 class StatusTable:
-    """The slots of all ranks in one shared file; without a path, in memory of this process alone."""
+    """The slots of all ranks in one shared file; without a path, in this process's own memory."""
 
     def __init__(self, path: Path | str | None, world: int) -> None:
         self.world = world
@@ -66,11 +66,11 @@ class StatusTable:
         start = rank * SLOT + TEXT
         try:
             return pickle.loads(self._memory[start : start + length]) if length else None
-        except Exception:  # whatever half a pickle is
+        except Exception:  # a half-written pickle may raise anything
             return None
 
     def writes(self) -> tuple[int, ...]:
-        """Write counters of all ranks: unchanged means that nothing has moved."""
+        """Write counters of all ranks: unchanged counters mean no progress."""
         return tuple(_HEAD.unpack_from(self._memory, rank * SLOT)[0] for rank in range(self.world))
 
     def slot(self, rank: int) -> Slot:
@@ -88,17 +88,17 @@ class Slot:
         self._writes = self._text_length = self._row_length = 0
 
     def enter(self, state: int) -> None:
-        """A new state, the same last collective."""
+        """Set a new state and keep the last collective."""
         self._writes += 1
         _HEAD.pack_into(self._memory, self._start, self._writes, state, self._text_length, self._row_length)
 
     def clear(self) -> None:
-        """As if the rank had never written."""
+        """Reset the slot, as if the rank had never written."""
         self._writes = self._text_length = self._row_length = 0
         _HEAD.pack_into(self._memory, self._start, 0, STARTING, 0, 0)
 
     def issue(self, row: object, state: int = WAITING) -> None:
-        """A new last collective; None: none yet. A row that is too long for the slot is there as text alone."""
+        """Set a new last collective; None: none yet. A row that is too long for the slot is stored as text only."""
         data = b"" if row is None else pickle.dumps(row)
         data = data if len(data) <= SLOT - TEXT else b""
         self._memory[self._start + TEXT : self._start + TEXT + len(data)] = data

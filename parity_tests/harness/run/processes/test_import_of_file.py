@@ -1,4 +1,4 @@
-"""A process rank imports the file of a scheme before it loads the function: its patches and shims are in force."""
+"""A rank's process imports a scheme's file before it loads the function, so the file's patches apply."""
 
 import os
 from pathlib import Path
@@ -40,7 +40,7 @@ def written(folder: Path, name: str, **parts: str) -> str:
 
 @pytest.fixture(autouse=True)
 def without_the_patch(monkeypatch):
-    """Whatever a test's file does to torch.Tensor in this process ends with it."""
+    """Undo, at the end of a test, its file's changes to torch.Tensor in this process."""
     import torch
 
     yield
@@ -50,7 +50,7 @@ def without_the_patch(monkeypatch):
 
 
 @pytest.mark.parametrize("imports", ["import a_shim", SHIM])
-def test_what_a_file_patches_is_patched_on_every_rank(tmp_path, imports):
+def test_a_files_patches_apply_on_every_rank(tmp_path, imports):
     (tmp_path / "a_shim.py").write_text(SHIM)
     (scheme,) = schemes_of_file(written(tmp_path, "shimmed.py", imports=imports, body="x.twice()"))
     assert scheme.verify("gloo", examples=2, tp=2).ok

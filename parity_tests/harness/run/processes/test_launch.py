@@ -187,7 +187,7 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
     assert "1 scheme, 0 mismatches, 0 not run" in done.stdout
 
 
-def test_a_rank_that_is_killed_in_one_of_several_runs_is_named(script: Path) -> None:
+def test_a_rank_killed_in_a_later_run_is_named(script: Path) -> None:
     done = torchrun(str(script), "healthy", "dies", "healthy")
     assert done.returncode == 1 and done.stdout == "healthy 2 3 3\n"
     assert re.search(
@@ -198,7 +198,7 @@ def test_a_rank_that_is_killed_in_one_of_several_runs_is_named(script: Path) -> 
     )
 
 
-def test_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     from parity_tests.harness.run.processes import launch
 
     monkeypatch.delenv("RANK", raising=False)
@@ -210,7 +210,7 @@ def test_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_wrong_argument_of_rank_zero_sends_the_others_home(tmp_path: Path) -> None:
+def test_a_wrong_argument_on_rank_zero_ends_the_others(tmp_path: Path) -> None:
     verify = ("-m", "shardproof", "verify", "absent.py", "--engine", "torchrun")
     (lead, printed), (follow, _) = two_ranks(tmp_path, *verify, imported=TORCH_AND_JAX)
     assert (lead, follow) == (2, 2)

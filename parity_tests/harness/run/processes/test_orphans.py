@@ -1,4 +1,4 @@
-"""Whatever becomes of the parent, no rank outlives it."""
+"""No rank outlives the parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GONE_S = 0.5
 START_S = 120.0
 LOADED = 2.0  # how much slower a machine may be that runs other work beside these tests
 
-# A user's script: no guard around what runs, functions in __main__.
+# A user's script: no main guard, functions in __main__.
 SCRIPT = """
     import os, signal, sys, time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal; what a shell starts with & ignores it
@@ -92,7 +92,7 @@ def test_parent_is_killed(start: Callable[..., Parent], what: str) -> None:
 
 
 def test_suspended_ranks_end_with_their_server(start: Callable[..., Parent]) -> None:
-    """The kernel resumes and hangs up on stopped processes whose parent, in a session of its own, has ended."""
+    """The kernel resumes stopped processes and hangs up on them once their parent, in its own session, has ended."""
     parent = start("without_a_server", alive=False)
     deadline = time.monotonic() + GONE_S * LOADED
     while any(map(_runs, parent.pids)) and time.monotonic() < deadline:
@@ -100,7 +100,7 @@ def test_suspended_ranks_end_with_their_server(start: Callable[..., Parent]) -> 
     assert [pid for pid in parent.pids if _runs(pid)] == []
 
 
-def test_what_a_rank_forked_ends_with_it(start: Callable[..., Parent]) -> None:
+def test_a_ranks_forked_processes_end_with_it(start: Callable[..., Parent]) -> None:
     parent = start("with_a_child")
     while len(children := parent.marker.read_text().split()) < 2:
         time.sleep(0.01)

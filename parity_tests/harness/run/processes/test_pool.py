@@ -1,4 +1,4 @@
-"""The standing pool: what comes back, what stays between runs, what never does, and how fast it starts."""
+"""The persistent pool: its results, its state between runs, and its speed at the start."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def has_modules(mesh: Any, case: CaseSpec) -> list[bool]:
     return [name in sys.modules for name in LARGE]
 
 
-def test_ranks_are_forked_with_what_the_parent_has_of_large_packages() -> None:
-    """The server stays a process of one thread: a fork has one of several."""
+def test_ranks_are_forked_with_the_parents_large_packages() -> None:
+    """The server keeps a single thread, because a fork of several would lose the others."""
     for name in LARGE:
         importlib.import_module(name)
     pool.renew(1)
@@ -109,12 +109,12 @@ def test_an_idle_pool_takes_no_processor_time_and_runs_again() -> None:
 KEPT: dict[str, Any] = {}
 
 
-def test_what_a_function_keeps_of_its_groups_serves_the_next_case() -> None:
+def test_a_kept_group_serves_the_next_case() -> None:
     def keeping(mesh: Any, case: CaseSpec) -> tuple[float, float, int]:
         if not KEPT:
             KEPT["group"] = dist.new_group([0, 1])
             KEPT["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=("mine",))
-        dist.new_group([0, 1])  # what nobody keeps holds sockets, and is gone before the next case
+        dist.new_group([0, 1])  # unused groups hold sockets, and are gone before the next case
         x, y = torch.ones(1), torch.ones(1)
         dist.all_reduce(x, group=KEPT["group"])
         dist.all_reduce(y, group=KEPT["mesh"].get_group())
@@ -125,7 +125,7 @@ def test_what_a_function_keeps_of_its_groups_serves_the_next_case() -> None:
     assert first == second == third and first[0][:2] == (2.0, 2.0)
 
 
-def test_groups_of_a_mesh_are_those_of_its_axes() -> None:
+def test_a_mesh_has_one_group_per_axis() -> None:
     def both(mesh: Any, case: CaseSpec) -> list[float]:
         x, y = torch.ones(1) * dist.get_rank(), torch.ones(1) * dist.get_rank()
         dist.all_reduce(x, group=mesh["dp"])
@@ -141,7 +141,7 @@ def test_a_rank_has_one_thread_for_torch_and_no_jax() -> None:
     def inside(mesh: Any, case: CaseSpec) -> tuple:
         return "jax" in sys.modules, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
-    pool.close()  # new ranks, to which no other test has brought its modules
+    pool.close()  # new ranks, without modules from other tests
     assert pool.run(inside, case(2)).results == ((False, 1, "1"),) * 2
     assert len(list(Path(f"/proc/{pool.pids()[0]}/task").iterdir())) == 1
 
@@ -170,7 +170,7 @@ def test_a_function_travels_once() -> None:
     assert [pool.run(counts, case(2)).results for _ in range(3)] == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_what_a_function_closes_over_travels_as_it_is_now() -> None:
+def test_closure_variables_are_sent_with_current_values() -> None:
     factor = 2
 
     def scaled(mesh: Any, case: CaseSpec) -> int:
@@ -288,10 +288,10 @@ def test_a_server_started_ahead_is_taken_while_it_is_alive(is_killed: bool) -> N
 
 
 @pytest.mark.parametrize(("name", "is_taken"), [("JAX_NUMPY_RANK_PROMOTION", True), ("TORCH_COMPILE_DISABLE", False)])
-def test_ranks_of_a_server_started_ahead_have_the_environment_of_now(
+def test_ranks_of_an_early_server_have_the_current_environment(
     name: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What torch reads as it is imported is too late for that server, what JAX reads is not."""
+    """Variables that torch reads at import come too late for that server, variables that JAX reads do not."""
 
     def value(mesh: Any, case: CaseSpec) -> str | None:
         return os.environ.get(name)

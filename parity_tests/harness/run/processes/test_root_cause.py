@@ -1,4 +1,4 @@
-"""Which of several failed ranks is the cause, of outcomes made by hand."""
+"""The cause among several failed ranks, from hand-written outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fork server's side of its socket: what it does at the parent's end."""
+"""The fork server's side of its socket when the parent ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parity_tests.harness.run.processes.server import _import, _serve, warm
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("sent", [b"", b'{"kill": [1'])
-def test_a_parent_that_ends_in_the_middle_of_a_line_has_ended(sent: bytes) -> None:
+def test_a_parent_that_ends_within_a_line_has_ended(sent: bytes) -> None:
     parent, served = socket.socketpair()
     with parent, served:
         parent.sendall(sent)
@@ -44,7 +44,7 @@ def test_nothing_is_differentiated_before_a_fork(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("is_the_same", [True, False])
-def test_a_package_of_another_place_is_not_imported_ahead(is_the_same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_from_another_place_is_not_imported_ahead(is_the_same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent may have a copy of its own, which the server would not find."""
     module = "wsgiref.headers"
     monkeypatch.delitem(sys.modules, module, raising=False)

@@ -1,4 +1,4 @@
-"""When nothing moves: the status table and the processor time of ranks."""
+"""No progress: the status table and the processor time of ranks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_change_on_the_board_starts_the_clock_anew() -> None:
     assert (still.seconds, still.idle_seconds) == (0.0, 0.0)
     still.step(1.0, [])
     still.step(1.0, [])
-    assert (still.seconds, still.idle_seconds) == (2.0, 1.0)  # what the first one saw is what the next compares with
+    assert (still.seconds, still.idle_seconds) == (2.0, 1.0)  # the next step compares with the first one's values
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 2])
@@ -144,7 +144,7 @@ def test_a_row_that_was_not_written_to_its_end_is_none() -> None:
     assert table.row(0) is None
 
 
-def test_the_line_of_a_thread_is_the_users() -> None:
+def test_a_threads_line_is_the_users() -> None:
     entered, stop = threading.Event(), threading.Event()
 
     def waits() -> None:
@@ -161,8 +161,8 @@ def test_the_line_of_a_thread_is_the_users() -> None:
     assert line_of_thread(None) is None
 
 
-def test_the_line_of_a_thread_that_imports_is_that_of_the_import(tmp_path, monkeypatch) -> None:
-    """And not one of the package's own imports; without a line of the user's there is none."""
+def test_an_importing_threads_line_is_the_import(tmp_path, monkeypatch) -> None:
+    """It is not a line of the package's own imports; without a user's line there is none."""
     events = SimpleNamespace(entered=threading.Event(), stop=threading.Event())
     monkeypatch.setitem(sys.modules, "import_events", events)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""One run, watched by the parent: messages, ended processes, and a status table that no longer changes."""
+"""The parent watches one run: messages, ended processes, and a status table that stops changing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from parity_tests.harness.run.processes.root_cause import DIED, DONE, RUNNING, O
 from parity_tests.harness.run.processes.status_table import COMPUTING, STARTING, WAITING, StatusTable
 
 TICK_S = 0.05
-STALL_S = 1.25  # all ranks wait or are done, and nothing moves
-WINDOW_S = 0.25  # over which what ranks demand of the processor is compared
-AT_WORK = 0.25  # of it, for the busiest thread: more than one takes that only looks for messages
+STALL_S = 1.25  # all ranks wait or are done, and there is no progress
+WINDOW_S = 0.25  # over which the processor time of threads is compared
+AT_WORK = 0.25  # of that time, for the busiest thread: more than a polling thread uses
 START_S = 120.0  # ranks are up and the function is loaded
-PROBE_S = 0.3  # after which their ledgers are compared
+PROBE_S = 0.3  # after which the waiting ranks' ledgers are compared
 COLLECT_S = 0.25  # for the others, after the first failure
-ANSWER_S = 0.1  # for a control thread to say what was issued
+ANSWER_S = 0.1  # for a control thread to report its rows
 BUSY_ANSWER_S = 0.5  # beside a thread that computes
-COMPILER_ANSWER_S = 2.0  # beside a thread that traces a function and leaves the interpreter seldom
-REAP_S = 0.1  # between a closed socket and word of how the process ended
+COMPILER_ANSWER_S = 2.0  # beside a thread that traces a function and rarely releases the interpreter
+REAP_S = 0.1  # between a closed socket and the report of how the process ended
 
 
 class RankHandle:
@@ -40,7 +40,7 @@ class RankHandle:
         self._questions = 0
 
     def seen(self, seconds: float) -> tuple[tuple[LedgerRow, ...], str | None]:
-        """What the rank has issued and its line, also while it hangs; nothing if it does not answer in time."""
+        """The rank's rows so far and its line, even while it hangs; nothing if it does not answer in time."""
         return self._answer(seconds)[:2]
 
     def is_compiling(self) -> bool:
@@ -53,10 +53,10 @@ class RankHandle:
             self.control.send(self._questions)
             while self.control.poll(seconds):
                 question, rows, line, is_compiling = self.control.recv()
-                if question == self._questions:  # an answer that came too late for an earlier one is passed over
+                if question == self._questions:  # a late answer to an earlier question is dropped
                     return rows, line, is_compiling
         except (EOFError, OSError):
-            pass  # it died just now; the status table has its last row
+            pass  # it has just died; the status table has its last row
         return (), None, False
 
     def close(self) -> None:
@@ -65,11 +65,11 @@ class RankHandle:
 
 
 class _Stillness:
-    """For how long the status table has not changed, and for how long the ranks have not been at work either.
+    """Seconds since the status table last changed, and seconds in which the ranks have done no work either.
 
-    Ranks that move a large tensor all wait, and the status table says no more; but at any time one of their threads
-    runs, or would if the machine had a processor for it. A rank that only waits has a thread for each of its groups
-    that looks for messages 200 times a second, all of them together a good part of a core, but each of them little.
+    Ranks that move a large tensor all wait, and the status table shows no progress; but one of their threads always
+    runs, or is ready to. A waiting rank has one thread per group that polls for messages 200 times a second: together
+    they use a good part of a core, but each uses little.
     """
 
     def __init__(self, table: StatusTable) -> None:
@@ -96,7 +96,7 @@ class _Stillness:
             self._window = 0.0
 
     def restart(self) -> None:
-        """A rank is in the compiler: what comes after counts, although the table has not changed."""
+        """Restart the clocks while a rank compiles: it makes no progress in the table until the compiler is done."""
         self.seconds = self.idle_seconds = 0.0
 
     def has_ended(self) -> bool:
@@ -105,7 +105,7 @@ class _Stillness:
 
 
 def _demands(handles: Sequence[RankHandle]) -> dict[str, float]:
-    """Processor time in seconds that each thread of the ranks has had, or has been ready for; empty if unknown here."""
+    """Processor seconds that each thread of the ranks has used or been ready for; empty if unknown here."""
     seconds = {}
     for handle in handles:
         folder = f"/proc/{handle.pid}/task"
@@ -118,7 +118,7 @@ def _demands(handles: Sequence[RankHandle]) -> dict[str, float]:
 
 
 class Watch:
-    """Follows a job that has just been sent to all handles."""
+    """Follows a job that was just sent to all handles."""
 
     def __init__(self, handles: Sequence[RankHandle], server: ForkServer, table: StatusTable) -> None:
         self._handles, self._server, self._table = handles, server, table
@@ -126,13 +126,13 @@ class Watch:
             handle.is_ready, handle.outcome = False, None
 
     def outcomes(self, quiet_s: float) -> tuple[list[Outcome], float | None]:
-        """Every rank's outcome, and the seconds without a move if that is why they were stopped."""
+        """Every rank's outcome, and the quiet seconds if the ranks were stopped for lack of progress."""
         start = last = time.monotonic()
         still, deadline, is_compiling = _Stillness(self._table), None, False
         while self._pending():
             self._receive(TICK_S)
             now = time.monotonic()
-            step, last = min(now - last, 2 * TICK_S), now  # a parent that was held up has seen no quiet
+            step, last = min(now - last, 2 * TICK_S), now  # time in which the parent itself was delayed does not count
             if deadline is None and self._has_failed():
                 deadline = now + COLLECT_S
             if deadline is not None and now >= deadline:
@@ -156,7 +156,7 @@ class Watch:
                 is_compiling = in_time and any(handle.is_compiling() for handle in self._pending())
                 if is_compiling:
                     still.restart()
-                elif still.seconds >= limit and not still.has_ended():  # a rank may have left before it was asked
+                elif still.seconds >= limit and not still.has_ended():  # the rank may have left meanwhile
                     return self._collected(), still.seconds
         return self._collected(), None
 
@@ -175,7 +175,7 @@ class Watch:
         return any(self._table.status(handle.rank).state in (COMPUTING, STARTING) for handle in self._pending())
 
     def _disagree(self) -> bool:
-        """All wait, and what they have issued so far does not fit together: no need to wait for a stall."""
+        """All ranks wait and their ledgers so far do not fit together, so there is no need to wait for a stall."""
         return find_root_cause(self._collected(), None) is not None
 
     def _receive(self, timeout: float) -> None:
