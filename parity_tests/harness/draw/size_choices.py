@@ -146,7 +146,12 @@ def _pair_shapes(
             for size in sizes:
                 if features(scheme, {name: size}, mesh) <= covered:
                     continue
-                shape = _new_shape(scheme, {**fixed, name: size}, unit, mesh, options, covered)
+                # A turn that has the size by itself leaves the other sizes as they come; else the size is fixed.
+                wanted = features(scheme, {name: size}, mesh)
+                turns = [fixed] if not declared else []
+                shape = None
+                for given in (*turns, {**fixed, name: size}):
+                    shape = shape or _new_shape(scheme, given, unit, mesh, options, covered, wanted, len(added))
                 if shape is not None:
                     added.append(shape)
                     covered |= features(scheme, shape, mesh)
@@ -160,9 +165,14 @@ def _new_shape(
     mesh: Mapping[str, int],
     options: Mapping[str, Any],
     covered: Collection[tuple[str, str]],
+    wanted: set[tuple[str, str]],
+    start: int,
 ) -> dict[str, int] | None:
-    """Of the shapes of all turns that suit the mesh, the one with the most features that are not covered; or None."""
-    turns = [shape for turn in range(1, TURNS) if (shape := _shape(scheme, fixed, unit, turn)) is not None]
+    """Of the shapes of all turns that suit the mesh and have the wanted feature, the one with the most features that
+    are not covered; or None. The turns begin at another one for each shape, so that other sizes vary."""
+    order = (1 + (start + turn) % (TURNS - 1) for turn in range(TURNS - 1))
+    turns = [shape for turn in order if (shape := _shape(scheme, fixed, unit, turn)) is not None]
+    turns = [shape for shape in turns if wanted <= features(scheme, shape, mesh)]
     distinct = list({tuple(shape.items()): shape for shape in turns}.values())
     distinct.sort(
         key=lambda shape: -len(features(scheme, shape, mesh).difference(covered))
