@@ -35,7 +35,8 @@ from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.declare.draws import Chooser, has_infinities
 from parity_tests.harness.declare.keywords import rejects_unknown_keywords
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.draw.choosers import RecordingChooser, even_chooser, seeded_chooser
+from parity_tests.harness.draw.choosers import Choice, RecordingChooser, even_chooser, seeded_chooser
+from parity_tests.harness.draw.coverage import pairs_not_drawn, plan
 from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out
 from parity_tests.harness.draw.profiles import EXAMPLES, SHAPES, few, profile
 from parity_tests.harness.experiments.notes import check_notes, from_one_case
@@ -45,7 +46,8 @@ from parity_tests.harness.experiments.special_values import name_values_to_avoid
 from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.judge.reference import CLOCK
 from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merge_reports, mesh_text, sizes
+from parity_tests.harness.report.merging import merge_reports
+from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
 from parity_tests.harness.run.processes import pool
 from parity_tests.harness.second_opinion import VERIFIED, second_opinion
@@ -55,6 +57,7 @@ FAILS = "fails; shrinking"
 
 
 VALUE_EXAMPLES = 8  # if all sizes are given
+MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
 
 
 class NothingCompared(ValueError):
@@ -102,13 +105,17 @@ def verify(
     VERIFIED.add(scheme.key)
     draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     trace_seconds_before = CLOCK.seconds
-    # 1. The cases that need no search.
+    # 1. The cases that need no search, and the length of a search: enough for each pair of a size and a mesh.
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
+    choices = {"dtype": dtype, "world": world, "limit": SHAPES[profile()]}
+    first_choices = plan(scheme, fixed, examples or MOST_PLANNED, seed, **choices)
+    if examples is None and total > len(first_cases):
+        total = max(total, len(first_cases) + len(first_choices))
     reports = _until_one_fails(scheme, first_cases)
     # 2. The rest is drawn, and a failure is reduced to the simplest case.
     search = Search(reports, as_drawn=next((report.case for report in reports if report.failed), None))
     if total > len(reports) and search.as_drawn is None:
-        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress)
+        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, first_choices)
         reports += search.reports
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok]
@@ -120,7 +127,8 @@ def verify(
         merge_reports(reports), left_out=left_out, trace_seconds=trace_seconds, shrinking_steps=search.shrinking_steps
     )
     if report.ok:
-        return report
+        not_drawn = pairs_not_drawn(scheme, fixed, [report.case for report in reports], **choices)
+        return replace(report, not_drawn=tuple(not_drawn))
     if report.is_undecided:
         return _with_replay_file(scheme, name_values_to_avoid(scheme, report), replay_folder)
     smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, fixed))
@@ -232,8 +240,9 @@ def _search(
     seed: int,
     total: int,
     progress: Progress | None,
+    first_choices: Sequence[Sequence[Choice]],
 ) -> Search:
-    """Verify drawn cases until one fails, and simplify that one."""
+    """Verify drawn cases until one fails, and simplify that one; `first_choices` are given for the first cases."""
 
     def draw(choose: Chooser) -> CaseSpec:
         options = {**draw_options, "limit": SHAPES[profile()], "with_conditions": True}
@@ -241,7 +250,8 @@ def _search(
 
     reports: list[Report] = []
     for number in range(total):
-        chooser = RecordingChooser(even_chooser(number, seed))
+        planned = first_choices[number] if number < len(first_choices) else ()
+        chooser = RecordingChooser(even_chooser(number, seed), planned)
         reports.append(verify_or_undecided(scheme, draw(chooser)))
         if progress:
             progress(len(reports), total, FAILS if reports[-1].failed else "")
