@@ -1,28 +1,34 @@
 # The two commands are `make verify` and `make test`. They need a Python from 3.11 to 3.13 with pip, and nothing else.
-# PYTHON chooses the interpreter of the virtual environment: `make verify PYTHON=python3.12`.
+# PYTHON chooses the interpreter of the virtual environment: `make verify PYTHON=python3.12`. CONSTRAINTS names another
+# file of versions; `make verify CONSTRAINTS=` takes the newest of each.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+CONSTRAINTS ?= constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(addprefix -c ,$(CONSTRAINTS))
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=80 --durations-min=4
 
 export OMP_NUM_THREADS := 1
 
 # What is installed is remembered in $(VENV)/with-<extra>, which is older than these two once they change.
-NEEDS := pyproject.toml constraints.txt
+NEEDS := pyproject.toml $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help verify test oracles lint types imports notebooks docs sizes browser bench bugs mutants alarms failures peers clean
+.PHONY: help verify test test-all oracles lint types imports two-notebooks notebooks pages docs sizes browser bench bugs mutants tiers alarms failures peers clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
 
 verify: $(VENV)/with-verify $(VENV)/with-hf ## verify the schemes of public functions on this CPU, real text and three injected bugs
 	$(BIN)/shardproof tour
 
-test: $(VENV)/with-test $(VENV)/with-oracles ## run the tests on two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile=ci --durations=80 --durations-min=4 --junitxml=build/tests.xml
+test: $(VENV)/with-test $(VENV)/with-oracles ## run the fast tests on two processes
+	$(TESTS) -m "not slow" --hypothesis-profile=fast --junitxml=build/tests.xml
+
+test-all: $(VENV)/with-test $(VENV)/with-oracles ## run all tests, with more examples
+	$(TESTS) --hypothesis-profile=ci --junitxml=build/all-tests.xml
 
 oracles: $(VENV)/with-oracles ## install what some tests compare with, built without CUDA
 
@@ -36,11 +42,18 @@ types: $(VENV)/with-test ## basedpyright
 imports: $(VENV)/with-test ## the contracts between packages
 	$(BIN)/lint-imports
 
-notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute the notebooks and compare them with what is committed
+two-notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute two notebooks and compare them with what is committed
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" parity_tests/test_notebooks.py
+
+notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute all notebooks and compare them with what is committed
 	$(BIN)/python -m pytest -n 2 --dist worksteal parity_tests/test_notebooks.py
 
+pages: $(VENV)/with-docs ## build the pages into docs/_build without executing their cells
+	$(BIN)/python docs/images.py $(PICTURES)
+	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html -D nb_execution_mode=off -D suppress_warnings=myst-nb.lexer docs docs/_build/html
+
 docs: $(VENV)/with-docs ## build the pages into docs/_build, their cells and pictures anew
-	$(BIN)/python docs/images.py
+	$(BIN)/python docs/images.py $(PICTURES)
 	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html docs docs/_build/html
 
 sizes: $(VENV)/with-test $(VENV)/with-notebooks $(VENV)/with-docs ## count the installed packages of each extra and write them into docs/how-to/install.md
@@ -59,18 +72,21 @@ mutants: $(VENV)/with-test $(VENV)/with-oracles ## judge 1,120 sampled mutants a
 	$(BIN)/python -m parity_tests.mutants --page docs/mutants.md
 	$(BIN)/python -m parity_tests.mutants.equivalents --page docs/mutants.md
 
+tiers: $(VENV)/with-test $(VENV)/with-oracles ## count the bugs that `make test` catches of those that `make test-all` catches
+	$(BIN)/python -m parity_tests.mutants.tiers --page docs/tiers.md
+
 alarms: $(VENV)/with-test ## judge 100,000 drawn examples of what is right and write docs/false-alarms.md; it goes on where it was stopped
 	$(BIN)/python -m parity_tests.false_alarms --page docs/false-alarms.md
 
 failures: $(VENV)/with-test ## run every kind of failure on every engine and write docs/failures.md
-	$(BIN)/python -m parity_tests.failures --page docs/failures.md
+	$(BIN)/python -m parity_tests.failures --page docs/failures.md --table build/failures.md
 
 peers: $(VENV)/with-test $(VENV)/with-peers ## judge other projects' functions and write docs/findings.md
 	$(BIN)/python -m parity_tests.peers
 
 clean: ## remove what the other targets made, the virtual environment included
 	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/gallery.md docs/images/gallery docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache
-	rm -f replay_*.py replay_*.pkl shardproof_verify.png
+	rm -f replay_*.py replay_*.pkl shardproof_verify.png $(foreach name,spec schedule crossovers tour,docs/images/$(name).svg docs/images/$(name)-dark.svg)
 	find torch_impl jax_ref parity_tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

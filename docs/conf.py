@@ -76,8 +76,7 @@ def as_sentences(app, what, name, of, options, lines):
     if what == "module" and not name.startswith("jax_ref."):
         del lines[:2]
     specs = spec_line(of) if what in ("function", "class", "method") else ""
-    has_specs = any(line.startswith("    ") and '"' in line and "->" in line for line in lines)
-    if specs and not has_specs:  # a contract's specs stand in the signature; here they follow the first sentence
+    if specs:  # a contract's specs stand in the signature; here they follow the first sentence
         lines[1:1] = ["", f"    {specs}"]
     lines[:] = as_rst(lines, arguments(of))
 

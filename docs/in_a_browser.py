@@ -126,7 +126,7 @@ def main() -> int:
     start = time.perf_counter()
     missing = [page for page in PAGES if not (BUILT / page).exists()]
     if missing:
-        print(f"pages in a browser: {', '.join(missing)} not built; run make docs")
+        print(f"pages in a browser: {', '.join(missing)} not built; run make pages")
         return 1
     views = {"pages": [*PAGES, REPORT, PLANTED], "widths": WIDTHS}
     extra = {name: (ADDED / name).read_text() for name in (PLANTED, MEASURE)}

@@ -1,5 +1,7 @@
 """`python -m parity_tests.annotated_run`: schemes run while beartype holds production to its annotations.
 
+`python -m parity_tests.annotated_run 8` runs one scheme of eight.
+
 In a process of its own, since a function is wrapped when its module is first imported; and not in the full suite,
 where the wrapper's complaint would come before our own sentence for a user's mistake. No reference is evaluated: what
 is tested is what goes into production's functions and comes out, not whether it is right.
@@ -16,8 +18,8 @@ SHAPES = 2
 WRONG_ON_PURPOSE = ("rejected_plans",)  # hands over what no annotation admits
 
 
-def main() -> int:
-    """Run some examples of every built-in scheme; prints which ranks failed."""
+def main(step: int = 1) -> int:
+    """Run some examples of the built-in schemes, one of `step`; prints which ranks failed."""
     with install_import_hook("torch_impl", "beartype.beartype"):
         from parity_tests.harness.declare import discover
         from parity_tests.harness.draw.choosers import seeded_chooser
@@ -26,7 +28,7 @@ def main() -> int:
         from parity_tests.harness.run.failure import RankFailure
         from parity_tests.harness.run.program import Program
 
-        schemes = [scheme for scheme in discover.built_in() if scheme.name not in WRONG_ON_PURPOSE]
+        schemes = [scheme for scheme in discover.built_in() if scheme.name not in WRONG_ON_PURPOSE][::step]
         failures = []
         for scheme in schemes:
             for seed in range(EXAMPLES):
@@ -43,4 +45,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(int, sys.argv[1:])))

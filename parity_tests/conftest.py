@@ -1,5 +1,6 @@
 """What every test of the suite shares: Hypothesis profiles, a folder of its own, the command, what the header says."""
 
+import functools
 import itertools
 import os
 import sys
@@ -7,15 +8,20 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
 import pytest
 from hypothesis import settings
 
+from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import profiles
 from parity_tests.harness.draw.reproducible import make_draws_reproducible
+from parity_tests.harness.report import tested_versions
 from parity_tests.harness.run.collector import collect_rarely, freeze_heap
+from parity_tests.harness.verify import check_cases
+from shardproof.pytest_plugin import pytest_configure as pytest_configure  # our own mark is known
 
 collect_rarely()
 make_draws_reproducible()
@@ -52,6 +58,34 @@ LONG_FILES = (
 )
 
 
+def pytest_pycollect_makeitem(collector: pytest.Module, name: str, obj: Any) -> list[pytest.Item] | None:
+    """One test for each `@pytest.mark.cases` below a `@scheme`; it passes its arguments to `check_cases`."""
+    if isinstance(obj, pytest.MarkDecorator) and obj.name == "cases":
+        raise collector.CollectError(f"{name}: @pytest.mark.cases stands above @scheme; move it below")
+    if not isinstance(obj, Declared) or obj.fn.__module__ != collector.obj.__name__:  # the latter was imported
+        return None
+    marks = [mark for mark in getattr(obj.fn, "pytestmark", ()) if mark.name == "cases"]
+    return [SchemeTest.of(collector, obj, mark) for mark in marks]
+
+
+class SchemeTest(pytest.Function):
+    """Drawn cases of a scheme as a test, named `file::scheme` or `file::scheme[engine=gloo]`."""
+
+    scheme: Declared
+
+    @classmethod
+    def of(cls, module: pytest.Module, scheme: Declared, mark: pytest.Mark) -> pytest.Item:
+        fixed = "-".join(f"{name}={value}" for name, value in mark.kwargs.items())
+        body = functools.partial(check_cases, scheme, *mark.args, **mark.kwargs)
+        test = cls.from_parent(module, name=f"{scheme.name}[{fixed}]" if fixed else scheme.name, callobj=body)
+        test.scheme = scheme
+        test.own_markers += scheme.fn.pytestmark  # with other marks of the function
+        return test
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, self.scheme.line - 1, self.name
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, then those of most tests, so that processes that share the files end together."""
@@ -84,6 +118,12 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, own_folders: Iterator[Path]) -> 
     folder = next(own_folders)
     folder.mkdir()
     monkeypatch.chdir(folder)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports read alike on every torch; the line about newer versions has tests of its own."""
+    monkeypatch.setattr(tested_versions, "TESTED", {})
 
 
 @pytest.fixture

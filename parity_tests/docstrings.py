@@ -63,6 +63,24 @@ def missing(public: Any) -> list[str]:
     )
 
 
+def repeats_specs(public: Any) -> bool:
+    """Whether the docstring of a contracted function says the specs again that the manual prints from its signature."""
+    specs = spec_line(public)
+    lines = (inspect.getdoc(public) or "").splitlines()
+    return bool(specs) and any(line.startswith("    ") and SPEC.search(line) and "->" in line for line in lines)
+
+
+def contracted(home: str) -> dict[str, Any]:
+    """What a package exports that states a contract: functions, classes, and the contracted methods of classes."""
+    stated = {}
+    for name, public in exported(home).items():
+        methods = vars(public).items() if inspect.isclass(public) else ()
+        parts = {f"{name}.{method}": getattr(each, "__func__", each) for method, each in methods if method[0] != "_"}
+        parts = {key: each for key, each in parts.items() if not key.endswith(".forward")}  # said by the class
+        stated |= {key: each for key, each in {name: public, **parts}.items() if contract_of(each) is not None}
+    return stated
+
+
 def _methods(public: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name, value in vars(public).items():
         method = getattr(value, "__func__", getattr(value, "fget", value))

@@ -12,9 +12,10 @@ from parity_tests.harness.declare import discover
 
 
 @pytest.mark.timeout(600)
-def test_schemes_keep_to_the_annotations():
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 8], ids=["all", "one of eight"])
+def test_schemes_keep_to_the_annotations(step):
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "parity_tests.annotated_run"],
+        [sys.executable, "-W", "ignore", "-m", "parity_tests.annotated_run", str(step)],
         cwd=discover.PACKAGE.parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from parity_tests import docstrings
 from parity_tests.docstrings import HOMES, exported
 from torch_impl.collectives import all_reduce
+from torch_impl.contract import Sharded, contract
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -20,6 +21,48 @@ def test_a_public_docstring_is_complete(home):
     missing = {name: docstrings.missing(of) for name, of in exported(home).items() if isroutine(of) or isclass(of)}
     assert missing
     assert {name: wanting for name, wanting in missing.items() if wanting} == {}
+
+
+# Docstrings that still say their specs beside the signature. The list may only become shorter.
+REPEATED = frozenset(
+    {
+        "context_parallel.BatchLayout.gather",
+        "context_parallel.BatchLayout.shard",
+        "mamba.Mamba2Mixer",
+        "mamba.MambaContextParallel.post_conv_ssm",
+        "mamba.MambaContextParallel.pre_conv_ssm",
+        "mamba._AllToAll",
+        "mamba._all_to_all_cp2hp",
+        "mamba._all_to_all_hp2cp",
+        "models.valid_count",
+        "vocab_parallel.get_next_token_logprobs_from_logits",
+    }
+)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_docstring_does_not_repeat_its_contract(home):
+    """The manual prints the specs of the signature, so that nobody has to compare two of them."""
+    before = home.removeprefix("torch_impl.")
+    repeated = {f"{before}.{name}" for name, of in docstrings.contracted(home).items() if docstrings.repeats_specs(of)}
+    assert repeated == {name for name in REPEATED if name.startswith(f"{before}.")}
+
+
+@contract
+def doubled(x: Sharded[Tensor, "... n/tp"]) -> Sharded[Tensor, "... n/tp"]:
+    """Twice x.
+
+        x  "b n/tp"   ->   "b n/tp"
+
+    Errors: TypeError unless x is a Tensor.
+    """
+    return x * 2
+
+
+def test_a_repeated_contract_is_seen(monkeypatch):
+    assert docstrings.repeats_specs(doubled)
+    monkeypatch.setattr(doubled, "__doc__", doubled.__doc__.replace("->", ""))
+    assert not docstrings.repeats_specs(doubled)
 
 
 # The rule itself: each of these omits one thing.

@@ -3,20 +3,23 @@
 The same cases are judged everywhere, so that each is traced and evaluated on one device once.
 """
 
+import itertools
 from functools import lru_cache
 
 import pytest
 
 from parity_tests.harness.declare.case import SPARE
 from parity_tests.harness.declare.discover import built_in
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.experiments.undecided import mark_undecided
 from parity_tests.harness.judge.reference import evaluate
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.injected_bugs.trials import drawn_cases
+from parity_tests.slow import slow_unless
 
 SCHEMES = {scheme.key: scheme for scheme in built_in()}
-ON_GLOO, INSIDE = 4, 3  # cases
+ON_GLOO, INSIDE = few(4), few(3)  # cases
 
 
 # A module that a scheme builds in its call has inference tensors for parameters, which DTensor and FSDP do not take;
@@ -69,8 +72,12 @@ EVERYWHERE = [(key, where) for key in SCHEMES for where in WHERE]
 EVERYWHERE = [pair for pair in EVERYWHERE if pair[1] != "in_inference_mode" or not is_of_a_module(pair[0])]
 
 
+# Of each scheme `make test` keeps one place, and of each place a third of the schemes.
+KEPT = set(zip(SCHEMES, itertools.cycle(WHERE)))
+
+
 # One scheme after the other, so that its cases are there.
-@pytest.mark.parametrize(("key", "where"), EVERYWHERE)
+@pytest.mark.parametrize(("key", "where"), slow_unless(KEPT.__contains__, EVERYWHERE))
 def test_a_scheme(key, where):
     WHERE[where](key)
 

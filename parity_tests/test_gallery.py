@@ -2,15 +2,23 @@
 
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 
+from parity_tests.harness.report import themes
 from parity_tests.pages import ROOT
 
-spec = importlib.util.spec_from_file_location("gallery", ROOT / "docs" / "gallery.py")
-assert spec is not None and spec.loader is not None
-gallery = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gallery)
+
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gallery, images = loaded("gallery"), loaded("images")
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 
@@ -27,6 +35,23 @@ def test_every_figure_is_written_and_shown(tmp_path):
 
 
 def test_every_picture_of_the_pages_is_in_it():
-    pictures = {path.name for path in (ROOT / "docs" / "images").iterdir() if path.suffix in (".png", ".svg")}
-    shown = re.findall(r"(?:\]\(|\{image\} )images/([\w.-]+)\)?\n", gallery.page())
-    assert sorted(shown) == sorted(pictures)
+    committed = {path.name for path in (ROOT / "docs" / "images").iterdir() if path.suffix in (".png", ".svg")}
+    drawn = {path.name for name in images.ALL for path in twins(f"{name}.svg")}
+    listed = [
+        path.name for name, *_ in gallery.PICTURES for path in (twins(name) if name.endswith(".svg") else [Path(name)])
+    ]
+    assert sorted(listed) == sorted(committed | drawn)
+
+
+def twins(name):
+    return [themes.path_of(Path(name), theme) for theme in themes.THEMES]
+
+
+def test_a_picture_is_shown_if_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(gallery, "ROOT", tmp_path)
+    assert "images/" not in gallery.shown("tour.svg", "caption")
+    (tmp_path / "docs" / "images").mkdir(parents=True)
+    (tmp_path / "docs" / "images" / "tour.svg").touch()
+    assert re.findall(r"images/(\S+)", gallery.shown("tour.svg", "caption")) == [
+        path.name for path in twins("tour.svg")
+    ]

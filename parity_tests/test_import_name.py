@@ -11,6 +11,7 @@ import pytest
 
 import shardproof
 from parity_tests import warm_python
+from parity_tests.slow import slow_but
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORT_NAME = ROOT / "parity_tests" / "import_name"
@@ -180,7 +181,7 @@ def test_equal_on_processes():
 )
 
 
-@pytest.fixture(params=["package", "folder", "package with a harness"])
+@pytest.fixture(params=slow_but(["package with a harness"], ["package", "folder", "package with a harness"]))
 def project(request, tmp_path):
     """A project with a folder `parity_tests` of its own, which Python finds before ours."""
     folder = tmp_path / "parity_tests"
@@ -204,7 +205,7 @@ def test_a_script_beside_it(project):
     assert done.stdout == "lockstep equal\ngloo equal\n", done.stderr
 
 
-@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+@pytest.mark.parametrize("mode", slow_but(["prepend"], ["prepend", "importlib"]))
 def test_pytest_in_it(project, mode):
     """Two tests, and the scheme of a file, which the plugin collects, loaded here whether or not it is installed."""
     plugin = ["-p", "no:shardproof", "-p", "shardproof.pytest_plugin"]
@@ -213,7 +214,7 @@ def test_pytest_in_it(project, mode):
     assert "3 passed" in done.stdout
 
 
-@pytest.mark.parametrize("file", ["my_scheme.py", "parity_tests/test_doubled.py"])
+@pytest.mark.parametrize("file", slow_but(["my_scheme.py"], ["my_scheme.py", "parity_tests/test_doubled.py"]))
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_the_command_beside_it(project, file, engine):
     verify = ["verify", file, "--engine", engine, "--examples", "1", "--mesh", "tp=2"]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from parity_tests.slow import slow_unless
+
 pytest.importorskip("nbclient", reason="needs pip install -e '.[notebooks]' in the clone")
 nbformat = pytest.importorskip("nbformat", reason="needs pip install -e '.[notebooks]' in the clone")
 jupytext = pytest.importorskip("jupytext", reason="needs pip install -e '.[notebooks]' in the clone")
@@ -44,7 +46,12 @@ def kinds(notebook):
     return [[kind for kind, _ in groupby(cell)] for cell in cells]
 
 
-@pytest.mark.parametrize("script", execute.SCRIPTS, ids=lambda script: script.stem)
+FAST = ("01_layouts_by_eye", "08_write_your_own_scheme")  # `make two-notebooks` and `make test` execute these
+
+
+@pytest.mark.parametrize(
+    "script", slow_unless(lambda script: script.stem in FAST, execute.SCRIPTS), ids=lambda script: script.stem
+)
 def test_a_notebook_runs_and_is_committed_as_it_runs(script):
     start = cpu_seconds()
     fresh = execute.executed(script)
@@ -67,6 +74,7 @@ def test_what_is_committed_has_no_warning_in_it(script):
 SLIDERS = [(script, index) for script in execute.SCRIPTS for index in execute.sliders(jupytext.read(script))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "index"), SLIDERS, ids=lambda value: getattr(value, "stem", value))
 def test_a_slider_draws_each_of_its_values_where_a_reader_runs_it(script, index, tmp_path):
     """What is committed has no output of it: a widget is drawn by a running kernel, and its ids differ each time."""

@@ -52,8 +52,16 @@ def test_every_figure_has_a_twin_and_no_twin_is_without():
     assert FIGURES and {dark(path).name for path in FIGURES} == DARK
 
 
-@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
-def test_both_say_the_same_and_differ_in_colours_only(path):
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """The pictures that take seconds, as they are drawn now."""
+    folder = tmp_path_factory.mktemp("images")
+    return {name: themes.write(draw, folder / f"{name}.svg") for name, draw in images.QUICK.items()}
+
+
+@pytest.mark.parametrize("name", dict.fromkeys([*images.QUICK, *(path.stem for path in FIGURES)]))
+def test_both_say_the_same_and_differ_in_colours_only(name, drawn):
+    path = drawn.get(name, IMAGES / f"{name}.svg")
     light, twin = path.read_text(), dark(path).read_text()
     assert texts(path) == texts(dark(path)) != []
     assert light != twin and without_colours(light) == without_colours(twin)
@@ -74,9 +82,8 @@ def test_the_same_figure_has_the_same_bytes(tmp_path):
     assert "<metadata" not in first.read_text()
 
 
-@pytest.mark.parametrize("name", images.QUICK)
-def test_what_is_committed_says_what_is_drawn_now(name, tmp_path):
-    assert texts(themes.write(images.QUICK[name], tmp_path / "now.svg")) == texts(IMAGES / f"{name}.svg")
+def test_the_committed_picture_says_what_is_drawn_now(drawn):
+    assert texts(drawn["layouts"]) == texts(IMAGES / "layouts.svg")
 
 
 @pytest.mark.parametrize("theme", themes.THEMES)
@@ -95,5 +102,12 @@ def contrast(*pair):
 
 def test_a_page_shows_both_or_none():
     shown = [(page, link.rpartition("/")[2]) for page in pages() for link in links(page) if "images/" in link]
-    light = {(page, dark(IMAGES / name).name) for page, name in shown if name.endswith(".svg") and name not in DARK}
-    assert light == {(page, name) for page, name in shown if name in DARK} != set()
+    on_dark = {(page, name) for page, name in shown if name.endswith("-dark.svg")}
+    on_light = {(page, name) for page, name in shown if name.endswith(".svg")} - on_dark
+    assert {(page, dark(IMAGES / name).name) for page, name in on_light} == on_dark != set()
+
+
+def test_a_page_shows_pictures_that_are_committed_or_drawn_with_the_pages():
+    shown = {link.rpartition("/")[2] for page in pages() for link in links(page) if "images/" in link}
+    drawn_with_the_pages = {f"{name}.svg" for name in images.QUICK}
+    assert {name.replace("-dark", "") for name in shown} <= drawn_with_the_pages | {path.name for path in FIGURES}

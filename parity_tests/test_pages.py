@@ -88,7 +88,7 @@ def test_cells_are_executed_where_pages_are_built():
     settings = (ROOT / "docs" / "conf.py").read_text()
     assert 'nb_execution_mode = "force"' in settings and "nb_execution_raise_on_error = True" in settings
     assert re.search(r"^\t\$\(BIN\)/python -m sphinx -W", MAKEFILE, re.MULTILINE)
-    assert "make docs" in (ROOT / ".ci" / "run").read_text()
+    assert "make docs" in (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
 
 
 # Commands: programs, verbs, options and files that exist

@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from parity_tests.pages import ROOT, blocks
 
 PAGE = "docs/how-to/watch-existing-code.md"
 EXAMPLE = ROOT / "docs" / "examples" / "my_watch.py"
 
 
+@pytest.mark.slow
 def test_the_example_prints_what_the_page_shows():
     (shown,) = (block for block in blocks(PAGE) if block.language == "text")
     path = os.pathsep.join([str(ROOT), str(ROOT / "parity_tests" / "import_name")])

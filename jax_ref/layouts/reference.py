@@ -263,6 +263,37 @@ def reorder_chunks(x: np.ndarray, order: Sequence[int], cu_seqlens: Offsets | No
     return np.concatenate(rows)
 
 
+def undo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offsets) -> np.ndarray:
+    """Each sequence's rows in original order, from rows in the order of DualChunkSwap shards."""
+    out = np.empty_like(x)
+    for start, stop in pairwise(cu_seqlens):
+        out[start:stop][np.concatenate(dual_chunk_swap(stop - start, cp_size))] = x[start:stop]
+    return out
+
+
+def redo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offsets) -> np.ndarray:
+    """Each sequence's rows in the order of DualChunkSwap shards, from rows in original order."""
+    rows = [x[:0]]
+    for start, stop in pairwise(cu_seqlens):
+        rows += [x[start:stop][share] for share in dual_chunk_swap(stop - start, cp_size)]
+    return np.concatenate(rows)
+
+
+def deinterleave_packed_seqs(x: np.ndarray, cu_seqlens: Offsets, cp_size: int) -> np.ndarray:
+    """For each sequence, the shards of rank 0, of rank 1, ...; the offsets refer to one rank's stream."""
+    ranks = np.split(x, cp_size)
+    return np.concatenate([x[:0], *(rank[start:stop] for start, stop in pairwise(cu_seqlens) for rank in ranks)])
+
+
+def reinterleave_packed_seqs(x: np.ndarray, cu_seqlens: Offsets, cp_size: int) -> np.ndarray:
+    """For each rank, its shards of sequence 0, of sequence 1, ..."""
+    ranks = [[x[:0]] for _ in range(cp_size)]
+    for start, stop in pairwise(cu_seqlens):
+        for shares, share in zip(ranks, np.split(x[cp_size * start : cp_size * stop], cp_size), strict=True):
+            shares.append(share)
+    return np.concatenate([share for shares in ranks for share in shares])
+
+
 # Tables of a packed stream: sequence j is cu_padded[j]:cu_padded[j + 1], and its first
 # cu_real[j + 1] - cu_real[j] tokens are real.
 

@@ -6,6 +6,7 @@ import torch
 from parity_tests.benchmarks import attention
 
 
+@pytest.mark.slow
 def test_a_figure_of_few_tokens():
     figure = attention.figure_of((1, 2, 16, 8), 2, 1, True)
     assert figure.name == "ring attention over 2 ranks, s=16, CPU time of all"

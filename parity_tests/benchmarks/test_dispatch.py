@@ -10,6 +10,7 @@ from parity_tests.benchmarks.peer_arms import missing
 FEW = Sizes(tokens=16, d=8, experts=4, k=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps_pages", [True, False])
 def test_figures_of_few_tokens(keeps_pages):
     over_wire, over_megatron = dispatch.figures_of(FEW, "float32", 2, 1, keeps_pages)

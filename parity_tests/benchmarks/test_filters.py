@@ -8,6 +8,7 @@ from parity_tests.benchmarks.accuracy import error_ratio
 from parity_tests.benchmarks.filters import Filter, is_kept
 
 
+@pytest.mark.slow
 def test_figures_of_few_columns():
     rows = list(filters.figures(tokens=4, vocabulary=12000, rounds=1))
     assert [figure.name for figure in rows] == [f"{name} over full rows" for name in filters.FILTERS]

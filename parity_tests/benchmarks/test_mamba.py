@@ -6,6 +6,7 @@ import torch
 from parity_tests.benchmarks import mamba
 
 
+@pytest.mark.slow
 def test_figures_of_few_tokens():
     rows = list(mamba.figures(tokens=64, sequences=(1, 16), rounds=1))
     assert [figure.name.removeprefix("Mamba2 in and out, ") for figure in rows] == [

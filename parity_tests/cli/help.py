@@ -1,4 +1,4 @@
-"""What --help shows under a verb's options: examples, and what the exit status means."""
+"""The text under a verb's options in --help: examples, and the meaning of each exit status."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ FIRST = (
 )
 STATUS = {
     0: "all equal",
-    1: "a mismatch: value, gradient, protocol, cost or hygiene",
+    1: "a mismatch: value, gradient, protocol, cost or hygiene; or no verdict: undecided, engines disagree",
     2: "usage: a target, option or declaration that cannot be used",
     3: "a rank failed: raised, died, deadlock, stalled; or a user's code exited or ended the process",
-    4: "nothing ran",
+    4: "nothing ran, as nccl without a GPU",
     70: "an internal error, which is a bug of this command",
     130: "interrupted",
     141: "nobody reads the output any more",
@@ -77,7 +77,7 @@ JUDGING = ("verify", "replay", "train", "trace", "tour")
 
 
 def epilog(verb: str | None) -> str:
-    """Examples of a verb, or of the command; and statuses, which a verb that judges has all of."""
+    """Examples of a verb, or of the command, and its exit statuses; a verb that judges can end with any of them."""
     lines = ["\b", "Examples:", *(f"  {line}" for line in (EXAMPLES[verb] if verb else FIRST))]
     lines += ["", "\b", "Exit status:"]
     statuses = (
@@ -87,9 +87,11 @@ def epilog(verb: str | None) -> str:
 
 
 def versions() -> str:
-    """`shardproof 0.1.0 (Python 3.11.7, torch 2.13.0, jax 0.10.2)`."""
+    """`shardproof 0.1.0 (Python 3.11.7, torch 2.13.0, jax 0.10.2)`, and a line for each that is newer than tested."""
     import platform
     from importlib.metadata import version
 
+    from parity_tests.harness.report.tested_versions import newer
+
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax"))
-    return f"shardproof {version('shardproof')} (Python {platform.python_version()}, {packages})"
+    return "\n".join([f"shardproof {version('shardproof')} (Python {platform.python_version()}, {packages})", *newer()])

@@ -30,8 +30,10 @@ completed are verbs, options, names of schemes and schedules, engines, profiles,
 |---|---|
 {statuses}
 
-Of several outcomes the worst wins: 3, then 1, then 2 for a scheme whose reference cannot be used. Under torchrun the
-command's status stands in the agent's report, and the agent leaves with 1.
+Of several outcomes the worst wins: 70, then 3, then 1, then 2 for a scheme whose reference cannot be used. A command
+runs in a process whose parent watches it. The parent returns a status only if the command has come to its end. Code
+that exits, crashes or holds the interpreter is reported with its line, costs the verdict of its own scheme, and the
+other schemes are judged. Under torchrun the command's status stands in the agent's report, and the agent leaves with 1.
 
 - **What is printed.** Verdicts and tables go to standard output; progress bars, and one sentence for what cannot be
   done, to standard error. Bars and colours are for terminals only; `NO_COLOR=1` turns colours off there too.

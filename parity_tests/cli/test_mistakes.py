@@ -164,7 +164,7 @@ SIZES = "scheme 'right': "
         (("--option", "scale"), "--option 'scale' is not NAME=VALUE, such as temperature=2.0"),
         (("--option", "scale=2"), SIZES + "'scale' is no mesh axis, dim or option (tp, b)"),
         (("--engine", "mpi"), "--engine 'mpi' is not one of lockstep, gloo, nccl, torchrun"),
-        (("--profile", "long"), "--profile 'long' is not one of quick, dev, ci, nightly"),
+        (("--profile", "long"), "--profile 'long' is not one of quick, fast, dev, ci, nightly"),
         (("--dtype", "float8"), "--dtype 'float8' is not one of float64, float32, bfloat16, float16"),
         (("--json", "no/such/out.json"), "--json no/such/out.json: there is no folder no/such"),
         (("--json", "out"), "--json out: a file of JSON ends in .json; without a path it is standard output"),

@@ -85,6 +85,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_training_run(tmp_path, interruptible):
     """At a terminal it goes to the ranks as well; they say nothing of it."""
     mark = Mark()

@@ -4,6 +4,7 @@ import pickle
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from parity_tests.cli import several
 from parity_tests.harness.declare.case import CaseSpec
@@ -17,6 +18,7 @@ from shardproof import scheme, values, verify_case
 SCHEMES = [projection_without_backward_sum, gather_that_keeps_the_layout]
 
 
+@pytest.mark.slow
 def test_outcomes_come_in_the_order_of_the_schemes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a failing scheme leaves a replay file
     outcome = several.verified(SCHEMES, 2)

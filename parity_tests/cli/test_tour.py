@@ -44,6 +44,7 @@ def test_schemes_of_parts_that_are_not_public_are_verified_with_all(monkeypatch,
         assert ("1 scheme of parts that are not public: shardproof tour --all" in printed) is not everything
 
 
+@pytest.mark.slow
 def test_the_tables_fit_a_terminal_of_80_columns(one_scheme):
     """Each row is one line, no heading is broken."""
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
@@ -67,7 +68,7 @@ def test_a_scheme_that_is_wrong_is_not_passed_over(tmp_path, capsys, monkeypatch
     wrong = wrong_schemes.projection_without_backward_sum
     monkeypatch.setattr(discover, "built_in", lambda: [reader(), wrong])
     monkeypatch.chdir(tmp_path)  # a failing scheme leaves a replay file
-    assert tour.run(str(tmp_path / "figure.png"), examples=1) == 1
+    assert tour.run(str(tmp_path / "figure.png"), examples=1, everything=True) == 1
     assert f"{wrong.name} is not equal (mismatch)" in capsys.readouterr().out.replace("\n", " ")
 
 

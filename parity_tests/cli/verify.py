@@ -45,7 +45,7 @@ def verify(
     profile: Annotated[
         str,
         typer.Option(
-            help="quick (8 cases of one shape), dev (20), ci (60) or nightly (2000).",
+            help="quick (8 cases of one shape), fast (16), dev (20), ci (60) or nightly (2000).",
             autocompletion=complete.profiles,
         ),
     ] = "dev",

@@ -85,8 +85,8 @@ def numbered_in_sequences(mesh, x, offsets):
 @scheme(
     reference=meanings.identity,
     mesh=RANKS,
+    contract=all_gather,
     inputs={"x": "s/cp:dual_chunk_swap d"},
-    outputs="s d cp=R",
     cost=gathered_cost,
 )
 def gathered_in_order(mesh, x):
@@ -98,8 +98,8 @@ def gathered_in_order(mesh, x):
 @scheme(
     reference=meanings.identity,
     mesh=RANKS,
+    contract=all_gather,
     inputs={"x": "s/cp:striped d"},
-    outputs="s d cp=R",
     cost=gathered_cost,
 )
 def gathered_from_stripes(mesh, x):
@@ -109,6 +109,7 @@ def gathered_from_stripes(mesh, x):
 
 @scheme(
     reference=meanings.identity_of_sequences,
+    contract=reduce_scatter,
     inputs={"x": "s d cp=P", "offsets": "n"},
     outputs="s/cp:packed d",
     cost=scattered_cost,

@@ -83,7 +83,13 @@ def shift_cost(case):
     return Cost(forward=once, backward=once)
 
 
-@scheme(reference=meanings.identity, mesh=WORLDS, inputs={"x": "a b tp=P"}, outputs="a b tp=R", cost=sum_cost(True))
+@scheme(
+    reference=meanings.identity,
+    mesh=WORLDS,
+    contract=c.all_reduce,
+    inputs={"x": "a b tp=P"},
+    cost=sum_cost(True),
+)
 def sum_to_replicated(mesh, x):
     return c.all_reduce(x, mesh["tp"], out="R")
 
@@ -91,6 +97,7 @@ def sum_to_replicated(mesh, x):
 @scheme(
     reference=meanings.identity,
     mesh=WORLDS,
+    contract=c.all_reduce,
     inputs={"x": "a b tp=P"},
     outputs="a b tp=I",
     rank_options={"out": (None, "I")},
@@ -115,6 +122,7 @@ def maximum(mesh, x):
 @scheme(
     reference=meanings.identity,
     mesh=WORLDS,
+    contract=c.all_gather,
     inputs={"x": "a b/tp"},
     outputs="a b tp=R",
     cost=gather_cost(True, even_piece),
@@ -126,6 +134,7 @@ def gather_to_replicated(mesh, x):
 @scheme(
     reference=meanings.identity_beside,
     mesh=WORLDS,
+    contract=c.all_gather,
     inputs={"x": "a b/tp:uneven", "beside": "b"},
     outputs="a b tp=R",
     cost=gather_cost(True, longest_piece),
@@ -138,6 +147,7 @@ def uneven_gather_to_replicated(mesh, x, beside):
 @scheme(
     reference=meanings.identity_beside,
     mesh=WORLDS,
+    contract=c.all_gather,
     inputs={"x": "b/tp:uneven a", "beside": "b"},
     outputs="b a tp=I",
     cost=gather_cost(False, longest_piece),
@@ -150,8 +160,8 @@ def uneven_gather_to_invariant(mesh, x, beside):
 @scheme(
     reference=meanings.identity,
     mesh=WORLDS,
+    contract=c.reduce_scatter,
     inputs={"x": "b a tp=P"},
-    outputs="b/tp a",
     cost=scatter_cost(even_piece),
 )
 def scatter(mesh, x):
@@ -161,6 +171,7 @@ def scatter(mesh, x):
 @scheme(
     reference=meanings.identity,
     mesh=WORLDS,
+    contract=c.reduce_scatter,
     inputs={"x": "a b tp=P"},
     outputs="a b/tp:uneven",
     layouts={"uneven": uneven},
@@ -240,8 +251,8 @@ def broadcast_to_invariant(mesh, x, src):
 @scheme(
     reference=meanings.rolled,
     mesh=WORLDS,
+    contract=c.ring_shift,
     inputs={"x": "n/tp a"},
-    outputs="n/tp a",
     options={"shift": (1, -1)},
     cost=shift_cost,
 )
@@ -267,8 +278,8 @@ SHIFTS = {"shift": (None, 1, -1, 2, -3, 4)}
 @scheme(
     reference=meanings.rolled_by_shards,
     mesh=WORLDS,
+    contract=c.ring_shift,
     inputs={"x": "n/tp a"},
-    outputs="n/tp a",
     options=SHIFTS,
     cost=shards_cost,
 )

@@ -9,12 +9,14 @@ from torch_impl import collectives as c
 MESH = {"tp": (1, 2, 3), "dp": (1, 2)}  # tp is the outer axis: its groups are strided
 
 
-@scheme(reference=meanings.identity, mesh=MESH, inputs={"x": "a/dp b/tp"}, outputs="a/dp b tp=I")
+@scheme(reference=meanings.identity, mesh=MESH, contract=c.all_gather, inputs={"x": "a/dp b/tp"}, outputs="a/dp b tp=I")
 def gather_of_a_strided_group(mesh, x):
     return c.all_gather(x, mesh["tp"], out="I", dim=1)
 
 
-@scheme(reference=meanings.identity, mesh=MESH, inputs={"x": "a/dp b tp=P"}, outputs="a/dp b/tp")
+@scheme(
+    reference=meanings.identity, mesh=MESH, contract=c.reduce_scatter, inputs={"x": "a/dp b tp=P"}, outputs="a/dp b/tp"
+)
 def scatter_to_a_strided_group(mesh, x):
     return c.reduce_scatter(x, mesh["tp"], dim=1)
 

@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
 
 from jax_ref.context_parallel import attention, dense_attention, seen_pairs
 from jax_ref.layouts import contiguous, ragged
@@ -19,7 +18,7 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
-from shardproof import check, check_cases, every_case, scheme
+from shardproof import check_cases, scheme
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 
@@ -45,14 +44,17 @@ def specs(cut):
 DENSE = dict(mesh={"cp": (1, 2, 3, 4)}, dims=SIZES, rank_options={"exchange": EXCHANGES}, **DECLARED)
 
 
-@scheme(**specs("s/cp:dual_chunk_swap"), cost=dense_cost("dual_chunk_swap"), **DENSE)
+@scheme(
+    contract=context_parallel_attention, **specs("s/cp:dual_chunk_swap"), cost=dense_cost("dual_chunk_swap"), **DENSE
+)
+@pytest.mark.cases(8, inside_subgroup=True)
 def attention_in_dual_chunk_swap(mesh, q, k, v, causal, window, exchange):
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="dual_chunk_swap", exchange=exchange, **rules(causal, window)
     )
 
 
-@scheme(**specs("s/cp:striped"), cost=dense_cost("striped"), **DENSE)
+@scheme(contract=context_parallel_attention, **specs("s/cp:striped"), cost=dense_cost("striped"), **DENSE)
 def attention_in_stripes(mesh, q, k, v, causal, window, exchange):
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="striped", exchange=exchange, **rules(causal, window)
@@ -78,14 +80,24 @@ IN_ORDER = dict(
 )
 
 
-@scheme(options={"causal": (True, False), "window": (None, 3, 8)}, rank_options={"exchange": EXCHANGES}, **IN_ORDER)
+@scheme(
+    contract=context_parallel_attention,
+    options={"causal": (True, False), "window": (None, 3, 8)},
+    rank_options={"exchange": EXCHANGES},
+    **IN_ORDER,
+)
 def attention_in_order(mesh, q, k, v, causal, window, exchange):
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="contiguous", exchange=exchange, causal=causal, window=window
     )
 
 
-@scheme(options={"causal": (True,), "window": (8, 3)}, rank_options={"exchange": ("ring",)}, **IN_ORDER)
+@scheme(
+    contract=context_parallel_attention,
+    options={"causal": (True,), "window": (8, 3)},
+    rank_options={"exchange": ("ring",)},
+    **IN_ORDER,
+)
 def attention_to_a_halo(mesh, q, k, v, causal, window, exchange):
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="contiguous", exchange=exchange, causal=causal, window=window
@@ -102,6 +114,7 @@ def uneven(size, world):
 
 
 @scheme(
+    contract=context_parallel_attention,
     **specs("s/cp:uneven"),
     mesh={"cp": (1, 2, 3, 4)},
     layouts={"uneven": uneven},
@@ -119,6 +132,7 @@ def attention_of_uneven_shares(mesh, q, k, v, causal, window, exchange):
 
 
 @scheme(
+    contract=context_parallel_attention,
     **specs("s/ring:dual_chunk_swap/heads:dual_chunk_swap"),
     mesh={"ring": (1, 2), "heads": (1, 2)},
     dims=SIZES,
@@ -135,18 +149,18 @@ def attention_over_two_axes(mesh, q, k, v, causal, window):
 LONG = {**IN_ORDER, "mesh": {"cp": (2,)}, "dims": {**IN_ORDER["dims"], "b": (1,), "h": (1,), "g": (1,), "s": (642,)}}
 
 
-@scheme(options={"causal": (True, False), "window": (20, 300, None)}, rank_options={"exchange": ("ring",)}, **LONG)
+@scheme(
+    contract=context_parallel_attention,
+    options={"causal": (True, False), "window": (20, 300, None)},
+    rank_options={"exchange": ("ring",)},
+    **LONG,
+)
+@pytest.mark.cases(6)
 def attention_of_runs_of_queries(mesh, q, k, v, causal, window, exchange):
     """More rows of a rank than a window takes together, or one triangle has."""
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="contiguous", exchange=exchange, causal=causal, window=window
     )
-
-
-@settings(max_examples=6)
-@given(every_case(attention_of_runs_of_queries))
-def test_parity_of_runs_of_queries(case):
-    check(case)
 
 
 SCHEMES = (
@@ -167,9 +181,3 @@ def test_parity(declared):
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity_on_processes(declared):
     check_cases(declared, 5, engine="gloo")
-
-
-@settings(max_examples=8)
-@given(every_case(attention_in_dual_chunk_swap, inside_subgroup=True))
-def test_parity_inside_a_subgroup(case):
-    check(case)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
 from torch_impl.context_parallel import adapt_model_to_context, create_context_parallel_ctx
@@ -65,7 +66,7 @@ def is_dropped_by_rule(seen, window, shape):
 REJECTION = "context_parallel.adapt_model_to_context: own: attention_mask ["
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(
     SEEDS,
     st.tuples(st.sampled_from((2, 3)), st.sampled_from((4, 8))),
@@ -159,7 +160,7 @@ def verdict_on(size, call):
     return ACCEPTED
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(SEEDS, st.booleans())
 def test_calls_of_attention(rng, fused):
     """The rule that a call in a context breaks; after it none does; torch's fused kernels are off inside.

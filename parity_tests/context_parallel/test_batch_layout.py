@@ -13,6 +13,7 @@ from torch import Tensor
 from jax_ref.context_parallel import shard_and_squares
 from parity_tests.context_parallel.drawn_rows import FILL, batch_of, drawn_rows
 from parity_tests.context_parallel.test_batch_te import Mesh
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check_cases, lengths, scheme
@@ -104,7 +105,7 @@ def test_parity(declared, engine):
     check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
 
 
-@settings(max_examples=8)
+@settings(max_examples=few(8))
 @given(drawn_rows(), st.sampled_from([1, 2, 3]))
 def test_the_layout_shards_as_each_batch_function_does(rows, n):
     batch, m = batch_of(rows, n), rows.chunks

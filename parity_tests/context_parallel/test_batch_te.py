@@ -293,7 +293,7 @@ REJECTED = [
     ),
     (
         lambda m: make(m, num_chunks=2),
-        "context_parallel.thd: num_chunks=2 does not divide the batch of 1 rows; drop or add a row",
+        "context_parallel.te: num_chunks=2 does not divide the batch of 1 rows; drop or add a row",
     ),
     (lambda m: shard(STREAM, m, "sbhd"), "context_parallel.te: qkv_format='sbhd' is not supported; pass 'thd'"),
     (

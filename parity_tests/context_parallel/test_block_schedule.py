@@ -70,22 +70,22 @@ def attended(mesh, q, k, v, padded, real, causal, window, exchange, kind):
     )
 
 
-@scheme(**declared("packed", (1, 2, 3, 4), ("ring", "all_gather")))
+@scheme(contract=context_parallel_attention, **declared("packed", (1, 2, 3, 4), ("ring", "all_gather")))
 def packed_attention_by_keys(mesh, q, k, v, padded, real, causal, window, exchange):
     return attended(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
 
 
-@scheme(**declared("packed", (1, 2, 4), ("ulysses",)))
+@scheme(contract=context_parallel_attention, **declared("packed", (1, 2, 4), ("ulysses",)))
 def packed_attention_by_heads(mesh, q, k, v, padded, real, causal, window, exchange):
     return attended(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
 
 
-@scheme(**declared("striped", (1, 2, 4), ("ring", "all_gather", "ulysses")))
+@scheme(contract=context_parallel_attention, **declared("striped", (1, 2, 4), ("ring", "all_gather", "ulysses")))
 def packed_attention_in_stripes(mesh, q, k, v, padded, real, causal, window, exchange):
     return attended(mesh, q, k, v, padded, real, causal, window, exchange, "striped")
 
 
-@scheme(**declared("contiguous", (1, 2, 4), ("ring", "all_gather", "ulysses")))
+@scheme(contract=context_parallel_attention, **declared("contiguous", (1, 2, 4), ("ring", "all_gather", "ulysses")))
 def packed_attention_in_order(mesh, q, k, v, padded, real, causal, window, exchange):
     return attended(mesh, q, k, v, padded, real, causal, window, exchange, "contiguous")
 
@@ -107,7 +107,7 @@ def by_name():
     return {**fields, "reference": without_padding, "inputs": inputs, "draw": draws, "cost": cost_by_name}
 
 
-@scheme(**by_name())
+@scheme(contract=context_parallel_attention, **by_name())
 def packed_attention_by_name(mesh, q, k, v, padded, causal, window, exchange):
     """Offsets and the name of an order in place of a layout."""
     return context_parallel_attention(
@@ -125,7 +125,7 @@ def packed_attention_by_name(mesh, q, k, v, padded, causal, window, exchange):
 MANY = declared("packed", (1, 2), ("ring", "ulysses"), h=(2,), g=(1,), s=(160,), n=(15,))
 
 
-@scheme(**MANY)
+@scheme(contract=context_parallel_attention, **MANY)
 def packed_attention_of_many_lengths(mesh, q, k, v, padded, real, causal, window, exchange):
     return attended(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
 
@@ -147,6 +147,7 @@ def of_documents(q, k, v, causal, window):
     reference=of_documents,
     mesh={"ring": (1, 2), "heads": (1, 2)},
     layouts={"documents": documents},
+    contract=context_parallel_attention,
     inputs={
         **{
             name: f"b {heads} s/ring:documents/heads:documents p"

@@ -5,7 +5,7 @@ import pytest
 from parity_tests.context_parallel.cuda_kernels import CudaKernels
 from parity_tests.context_parallel.one_block import RULES, OneBlock, two_keys_or_more
 from parity_tests.context_parallel.test_plain_attention import of_one_block
-from shardproof import check_cases, scheme, values
+from shardproof import scheme, values
 
 
 class _OnCuda(OneBlock):
@@ -37,11 +37,8 @@ class _OnCuda(OneBlock):
     reduction=("j", "p", "i"),
     roundings=3,
 )
+@pytest.mark.cases(3, engine="gloo")
+@pytest.mark.cases(25)
 def attention_by_kernels_of_cuda(mesh, q, k, v, seen, rule):
     masks = {"keys": seen[:, None, :1] > 0, "pairs": seen[:, None] > 0}
     return _OnCuda.apply(q, k, v, masks.get(rule), rule == "causal")
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_parity(engine):
-    check_cases(attention_by_kernels_of_cuda, 25 if engine == "lockstep" else 3, engine=engine)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from shardproof import Cost, check_cases, integers, scheme
+from shardproof import Cost, integers, scheme
 from torch_impl import context_parallel as cp
 from torch_impl.context_parallel.batch_ctx import restarts
 
@@ -54,6 +54,8 @@ def batch_by_hand(ids, steps, less, positions, mask):
     options={"less": (3, 1, 0), "positions": POSITIONS, "mask": ("padding", "none", "ones")},
     cost=lambda c: Cost(),
 )
+@pytest.mark.cases(3, engine="gloo")
+@pytest.mark.cases(20)
 def entries_of_a_dense_batch(mesh, ids, steps, less, positions, mask) -> Entries:
     """Ids, the batch's loss mask and the caller's, positions and padding; the loss mask after; a restart, a warning."""
     rows, real = len(ids), ids.shape[1] - less
@@ -75,8 +77,3 @@ def entries_of_a_dense_batch(mesh, ids, steps, less, positions, mask) -> Entries
         inside = tuple(each.clone() for each in inside)
     after = torch.nn.functional.pad(loss_mask, (0, less))
     return *inside, after.clone(), torch.tensor([restarts(given), warned]).to(ids)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_parity(engine):
-    check_cases(entries_of_a_dense_batch, 20 if engine == "lockstep" else 3, engine=engine)

@@ -4,14 +4,16 @@ import re
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Int
 from torch import Tensor
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check_cases, integers, scheme
+from shardproof import CaseSpec, Cost, integers, scheme
 from torch_impl import context_parallel as cp
 
 FUNCTION = "context_parallel.batch: "
@@ -71,7 +73,7 @@ def batch_or_sentence(mesh, batch, **settings):
         return str(error).removeprefix(FUNCTION)
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(SEEDS, st.tuples(st.sampled_from((3, 2)), st.sampled_from((8, 4))), st.sampled_from(tuple(SHAPES)))
 def test_masks_of_a_dense_batch(rng, sizes, shape):
     """The rule that each mask breaks and in which row; the padding of those that are taken."""
@@ -127,7 +129,7 @@ def rule_of_entries(wrong, embedded, dims, first, second):
     return rf"{ENTRIES[wrong]} is .*; pass a Tensor$" if wrong < BY_TOKEN else ACCEPTED
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(SEEDS, st.booleans())
 def test_entries_that_a_dense_batch_takes(rng, is_list):
     """The entry that is no tensor is named; so is how many dims the tokens should have."""
@@ -171,6 +173,7 @@ Buffers = tuple[Int[Tensor, "k b l"], Int[Tensor, "k b l"], Int[Tensor, "b s"], 
     rank_options={"negative": (False, True)},
     cost=lambda c: Cost(),
 )
+@pytest.mark.cases(20)
 def buffers_of_a_context(mesh, ids, others, stays, refilled, negative) -> Buffers:
     """A context entered twice, of a buffer that is restored and one that may stay a shard, filled anew in between."""
     restored, kept = ids.clone(), ids.clone()
@@ -187,7 +190,3 @@ def buffers_of_a_context(mesh, ids, others, stays, refilled, negative) -> Buffer
     after = kept if stays else entered.layout.shard(kept, 1)
     (first, second), (third, fourth) = seen[0], seen[1]
     return torch.stack([first, third]), torch.stack([second, fourth]), restored, after
-
-
-def test_parity_of_buffers():
-    check_cases(buffers_of_a_context, 20)

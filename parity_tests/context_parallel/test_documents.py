@@ -21,6 +21,7 @@ from parity_tests.context_parallel.key_costs import (
     needed_keys,
     visible_pairs,
 )
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check_cases, scheme
 from torch_impl.context_parallel import context_parallel_attention, key_routes, key_traffic
@@ -46,7 +47,7 @@ def documents(draw):
     return kind, padded, real, draw(st.booleans()), draw(st.sampled_from([None, 1, 2, 3, 7, 20]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=few(60))
 @given(documents())
 def test_needed_rows_are_those_of_the_pairs_that_meet(drawn):
     kind, padded, real, causal, window = drawn
@@ -83,6 +84,7 @@ def halo_cost(c):
 @scheme(
     reference=of_documents,
     mesh={"cp": (4,)},
+    contract=context_parallel_attention,
     inputs={"q": "b h s/cp p", "k": "b g s/cp p", "v": "b g s/cp p"},
     outputs="b h s/cp p",
     dims={"b": (1,), "h": (4,), "g": (2,), "s": (32,), "p": (4,)},

@@ -8,11 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
 from torch_impl import context_parallel as cp
 
 FUNCTION = "context_parallel.thd: "
+FOR_TE = "context_parallel.te: "  # the caller's function, whichever inner one finds the problem
 RULES = (
     "both or neither are",
     "lengths are 0 or more",
@@ -107,7 +109,7 @@ def sentence_of(call, kind=ValueError):
 SIZES = st.tuples(st.sampled_from((2, 4)), st.sampled_from((8, 1, 12)), st.sampled_from((3, 2)))
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(SEEDS, st.sampled_from((1, 2)), SIZES, st.sampled_from((-1000, -3)), st.sampled_from((1, 2)))
 def test_tables_of_lengths(rng, ranks, sizes, fill, num_chunks):
     """The rule that each table breaks and where; positions and padding of the stream where it is taken."""
@@ -118,7 +120,7 @@ def test_tables_of_lengths(rng, ranks, sizes, fill, num_chunks):
     def outcome(mesh, real, padded):
         batch = {"input_ids": ids, "seq_lens": real, "seq_lens_padded": padded}
         sentence = sentence_of(lambda: cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, **settings))
-        if sentence.startswith(FUNCTION):
+        if sentence.startswith(FOR_TE):
             return sentence, None
         out = cp.split_batch_into_thd_chunks(batch, **settings)
         return sentence, {name: out[name].view(b, s).tolist() for name in ("position_ids", "padding_mask")}
@@ -134,7 +136,7 @@ def test_tables_of_lengths(rng, ranks, sizes, fill, num_chunks):
             slot = slot_that_cannot_be_halved(real, padded, s, fill, ranks)
             if broken is not None:
                 rule, row, entry = broken
-                assert sentence.startswith(FUNCTION) and rule in sentence, (real, padded)
+                assert sentence.startswith(FOR_TE) and rule in sentence, (real, padded)
                 assert [*numbers_in(sentence), 0][:2] == [row, entry], (real, padded)
                 continue
             if slot is not None:
@@ -209,7 +211,7 @@ def batch_of_shapes(of):
     }
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(SEEDS)
 def test_shapes_of_a_packed_batch(rng):
     for row in drawn_sizes(rng, 40).tolist():
@@ -248,7 +250,7 @@ def expected_prefixes(is_slot, prefix_of):
     return None, stream
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(SEEDS, st.sampled_from((1, 2)), st.tuples(st.sampled_from((2, 3)), st.sampled_from((4, 3))), st.booleans())
 def test_prefixes_of_sequences(rng, ranks, sizes, sharded):
     """Where a prefix is no earlier sequence of its row; else those of the stream, without fill."""

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.context_parallel import attention, seen_pairs
 from jax_ref.layouts import contiguous
@@ -20,7 +19,7 @@ from parity_tests.context_parallel.attention_schemes import (
     usp_cost,
 )
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check, check_cases, every_case, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 
@@ -78,6 +77,7 @@ def cost_of_documents(c, causal, window):
 
 
 @scheme(
+    contract=context_parallel_attention,
     reference=of_documents,
     mesh={"cp": (1, 2, 4)},
     **specs("s/cp", "cp=I"),
@@ -86,6 +86,7 @@ def cost_of_documents(c, causal, window):
     cost=cost_of_documents,
     **DRAWN,
 )
+@pytest.mark.cases(5, engine="gloo")
 def attention_with_sinks(mesh, q, k, v, sinks, causal, window, softcap, exchange):
     rank = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"), kind="contiguous")
     layout = TokenLayout.packed(DOCUMENTS.tolist(), WRITTEN.tolist(), **rank)
@@ -94,6 +95,7 @@ def attention_with_sinks(mesh, q, k, v, sinks, causal, window, softcap, exchange
 
 
 @scheme(
+    contract=context_parallel_attention,
     reference=of_one_sequence,
     mesh={"ring": (1, 2), "heads": (1, 2)},
     **specs("s/ring:dual_chunk_swap/heads:dual_chunk_swap", "ring=I heads=I"),
@@ -112,12 +114,6 @@ SCHEMES = (attention_with_sinks, attention_with_sinks_over_two_axes)
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared):
     check_cases(declared, 30)
-
-
-@settings(max_examples=5)
-@given(every_case(attention_with_sinks, engine="gloo"))
-def test_parity_on_processes(case):
-    check(case)
 
 
 def alone(body):

@@ -5,7 +5,7 @@ import pytest
 
 from jax_ref.context_parallel import attention
 from parity_tests.context_parallel.one_block import RULES, SCALE, OneBlock, two_keys_or_more
-from shardproof import check_cases, scheme, values
+from shardproof import scheme, values
 from torch_impl.context_parallel.block_kernels import ROWS
 
 
@@ -34,11 +34,8 @@ def of_one_block(q, k, v, seen, rule):
     reduction=("j", "p", "i"),
     roundings=3,  # the output, and its product with the cotangent, from which a gradient is computed
 )
+@pytest.mark.cases(3, engine="gloo")
+@pytest.mark.cases(25)
 def attention_by_plain_operations(mesh, q, k, v, seen, rule):
     masks = {"keys": seen[:, None, :1] > 0, "pairs": seen[:, None] > 0}
     return OneBlock.apply(q, k, v, masks.get(rule), rule == "causal")
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_parity(engine):
-    check_cases(attention_by_plain_operations, 25 if engine == "lockstep" else 3, engine=engine)

@@ -23,6 +23,7 @@ from parity_tests.context_parallel.attention_schemes import (
 )
 from parity_tests.context_parallel.key_costs import needed_keys, visible_pairs
 from parity_tests.context_parallel.seen_pairs import times_seen
+from parity_tests.harness.draw.profiles import few
 from shardproof import check_cases, integers, scheme
 from torch_impl import context_parallel as cp
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
@@ -55,7 +56,7 @@ def positions_of(kind, offsets):
     return [row.numpy() for row in layout.index]
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(trees())
 def test_each_pair_that_meets_does_so_once_and_its_key_is_sent(tree):
     kind, offsets, sums, prefix_of, causal, window = tree
@@ -116,6 +117,7 @@ def layout_of(tree, kind, cp_size, cp_rank):
 
 
 @scheme(
+    contract=context_parallel_attention,
     **specs("s/cp:turned"),
     mesh={"cp": (1, 2, 4)},
     layouts={"turned": turned},
@@ -123,13 +125,21 @@ def layout_of(tree, kind, cp_size, cp_rank):
     cost=cost_of(turned),
     **DECLARED,
 )
+@pytest.mark.cases(3, engine="gloo")
 def attention_over_shared_prefixes(mesh, q, k, v, tree, causal, window, exchange):
     layout = layout_of(tree, "packed", mesh.size("cp"), mesh.rank("cp"))
     call = dict(exchange=exchange, causal=causal, window=window)
     return context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout, **call)
 
 
-@scheme(**specs("s/cp"), mesh={"cp": (1, 2, 4)}, rank_options=EXCHANGES, cost=cost_of(contiguous), **DECLARED)
+@scheme(
+    contract=context_parallel_attention,
+    **specs("s/cp"),
+    mesh={"cp": (1, 2, 4)},
+    rank_options=EXCHANGES,
+    cost=cost_of(contiguous),
+    **DECLARED,
+)
 def attention_over_shared_prefixes_in_order(mesh, q, k, v, tree, causal, window, exchange):
     layout = layout_of(tree, "contiguous", mesh.size("cp"), mesh.rank("cp"))
     call = dict(exchange=exchange, causal=causal, window=window)
@@ -141,7 +151,13 @@ def usp_cost(c):
     return cost_over_two_axes(c, contiguous(c.s, c.ring), visible)
 
 
-@scheme(**specs("s/ring/heads"), mesh={"ring": (1, 2), "heads": (1, 2)}, cost=usp_cost, **DECLARED)
+@scheme(
+    contract=context_parallel_attention,
+    **specs("s/ring/heads"),
+    mesh={"ring": (1, 2), "heads": (1, 2)},
+    cost=usp_cost,
+    **DECLARED,
+)
 def attention_over_shared_prefixes_on_two_axes(mesh, q, k, v, tree, causal, window):
     a, rank = mesh.size("heads"), mesh.rank("ring") * mesh.size("heads") + mesh.rank("heads")
     layout = layout_of(tree, "contiguous", mesh.size("ring") * a, rank)
@@ -211,10 +227,6 @@ SCHEMES = (
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared):
     check_cases(declared, 15)
-
-
-def test_parity_on_processes():
-    check_cases(attention_over_shared_prefixes, 3, engine="gloo")
 
 
 def test_positions_count_on_from_the_prefix():

@@ -10,7 +10,7 @@ from torch.distributed.tensor.experimental._context_parallel._attention import _
 from jax_ref.context_parallel import dense_attention
 from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof import CaseSpec, scheme, values
 from torch_impl.context_parallel import create_context_parallel_ctx, make_cp_batch_and_ctx
 
 BOUND = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)  # before any context is entered
@@ -32,15 +32,12 @@ def attended(q, k, v, causal):
     reduction=("s", "p"),
     dtypes=("float32", "float64"),
 )
+@pytest.mark.cases(3, engine="gloo")
+@pytest.mark.cases(15)
 def attention_inside(mesh, q, k, v, causal, rotate):
     buffer = torch.zeros(q.shape[2] * mesh.size("cp"), device=q.device)
     with create_context_parallel_ctx(mesh.device_mesh["cp"], [buffer], [0], set(), rotate):
         return BOUND(q, k, v, is_causal=causal)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_parity(engine):
-    check_cases(attention_inside, 15 if engine == "lockstep" else 3, engine=engine)
 
 
 def on_ranks(n, body):

@@ -1,13 +1,13 @@
 """Parity of packed rows as one stream and in chunks, with every kind of entry."""
 
 import jax.numpy as jnp
+import pytest
 import torch
-from hypothesis import given, settings
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jax_ref.context_parallel import tables
-from shardproof import Cost, check, every_case, integers, lengths, scheme
+from shardproof import Cost, integers, lengths, scheme
 from torch_impl import context_parallel as cp
 
 KINDS, DEFAULT_FILL = 2, -1000
@@ -85,6 +85,7 @@ def offsets_of(table, m, fill):
     dtypes=("float32", "float64"),
     cost=lambda c: Cost(),
 )
+@pytest.mark.cases(20)
 def streams_of_rows(
     mesh, x, ids, kinds, scores, padded, real, num_chunks, positions, tail, fill, return_layout
 ) -> Streams:
@@ -118,9 +119,3 @@ def streams_of_rows(
     scores = out["scores"].flatten(0, 1) if m > 1 else out["scores"]
     tokens = rows_of(out["features"]), rows_of(out["input_ids"]), places, rows_of(out["padding_mask"])
     return tuple(each.clone() for each in (*tokens, scores, lengths_, slots, *by_row))  # the stream is of views
-
-
-@settings(max_examples=20)
-@given(every_case(streams_of_rows))
-def test_parity(case):
-    check(case)

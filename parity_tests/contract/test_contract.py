@@ -33,9 +33,11 @@ from torch_impl.contract import (
     ShardedBool,
     ShardedIds,
     ShardedInt,
+    TypeProblem,
     contract,
     contract_of,
     is_integer,
+    of_argument,
     read_contract,
     spec_line,
     type_name,
@@ -167,6 +169,12 @@ def test_a_default_name_is_the_component_and_the_function(args, message):
     assert str(caught.value) == f"contract.over_ranks: {message}"
 
 
+def test_a_problem_is_put_after_the_argument_and_keeps_its_type():
+    assert of_argument("k", None) is None
+    assert of_argument("k", "=9 is above e=8") == "k=9 is above e=8"
+    assert isinstance(of_argument("names", TypeProblem("[1] is an int")), TypeProblem)
+
+
 def test_what_is_in_range_is_accepted():
     options = dict(temperature=2, margin=0, chunk_size=1, skip=0, backend="eager", with_entropy=True, label="x")
     assert score(LOGITS, IDS, torch.zeros(7, 4), rows=0, anything=object(), **options).shape == (2, 3)
@@ -296,10 +304,10 @@ def test_lists_functions_and_dtypes(error, kwargs, message):
 
 def test_a_list_that_must_not_be_empty():
     stages = ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors", if_empty="pass one for each rank")
-    with pytest.raises(ValueError, match=r"^f: x is empty; pass one for each rank$"):
-        stages.validate("f", "x", [], {})
-    with pytest.raises(TypeError, match=r"^f: x\[0\] is an int; pass a Tensor$"):
-        stages.validate("f", "x", [1], {})
+    assert stages.problem([LOGITS]) is None
+    assert stages.problem([]) == " is empty; pass one for each rank"
+    problem = stages.problem([LOGITS, 1])
+    assert problem == "[1] is an int; pass a Tensor" and isinstance(problem, TypeProblem)
 
 
 @pytest.mark.parametrize(

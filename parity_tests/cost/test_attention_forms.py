@@ -1,4 +1,4 @@
-"""The closed forms of attention equal what its schemes declare, message by message from pairs of queries and keys."""
+"""Attention's closed forms equal its schemes' declared costs, counted message by message from query and key pairs."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What `shardproof cost` prints on a small mesh equals what the ranks issue there, to the byte, for every scheme."""
+"""For every scheme, `shardproof cost` on a small mesh equals the ledger of the ranks, to the byte."""
 
 import inspect
 from collections import Counter
@@ -30,7 +30,7 @@ def priced(scheme, seed):
 
 
 def declared_by_rank(scheme, candidate):
-    """For each rank what it hands in to each of its groups: calls and bytes by phase, op and ranks."""
+    """The calls and bytes that each rank gives to each of its groups, by phase, op and ranks."""
     calls, sizes = Counter(), Counter()
     case, costs = candidate.case, costs_of_ranks(scheme, candidate.case)
     for rank, cost in enumerate(costs * case.world if len(costs) == 1 else costs):

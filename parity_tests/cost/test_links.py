@@ -59,7 +59,7 @@ def hops_of_a_ring(op, n):
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_bytes_of_a_ring_are_those_of_its_hops(op, n):
-    """A block is what is handed in for a gather, and an n-th of it for the others."""
+    """A block is the whole input for a gather, and an n-th of the input for other ops."""
     size = 840
     block = Fraction(size) if op == "all_gather" else Fraction(size, n)
     moved = price(op, 1, size, Placement(n, 1, n), links())
@@ -78,7 +78,7 @@ def test_bytes_of_an_all_to_all_are_those_to_each_peer():
 
 
 def test_a_ring_over_hosts_crosses_with_all_adapters():
-    """Eight ranks on two hosts of four: a quarter of what a rank sends crosses, over its own adapter."""
+    """Eight ranks on two hosts of four: a quarter of a rank's bytes crosses, over its own adapter."""
     moved = price("all_gather", 1, 100, Placement(8, 2, 4), links(inside=10.0, between=1.0))
     assert (moved.inside, moved.between) == (525.0, 175.0)
     assert moved.seconds == 700 / 4  # four adapters together are slower than the links inside

@@ -1,4 +1,4 @@
-"""What is fitted to messages is what they take, and the table has a ratio for each op and size."""
+"""A sheet fitted to measured messages predicts their times, and the table has a ratio for each op and size."""
 
 from parity_tests.cost import measured
 

@@ -1,4 +1,4 @@
-"""What docs/reference/cost.md shows is what the program prints, and its table of sheets what they say."""
+"""docs/reference/cost.md repeats the program's output, and its table of sheets the sheets' numbers."""
 
 import pytest
 

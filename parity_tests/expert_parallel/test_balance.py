@@ -11,6 +11,7 @@ from torch import Tensor
 from jax_ref import expert_parallel as reference
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.expert_parallel.expert_module import over_all
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from torch_impl import expert_parallel
@@ -27,8 +28,8 @@ DECLARED = dict(
 @scheme(
     reference=reference.balance_loss,
     mesh={"dp": (1, 2), "cp": (1, 2), "ep": (1, 2, 3)},
+    contract=expert_parallel.global_balance_loss,
     inputs={"probabilities": "t/dp/cp/ep e", "experts": "t/dp/cp/ep k"},
-    outputs="dp=P cp=P ep=P",
     reduction=("t", "e"),
     **DECLARED,
 )
@@ -40,8 +41,8 @@ def balance_over_three_axes(mesh, probabilities, experts: Int[Tensor, "t k"]):
 @scheme(
     reference=reference.balance_loss,
     mesh={"data": (1, 2, 3, 4, 5, 7)},
+    contract=expert_parallel.global_balance_loss,
     inputs={"probabilities": "t/data:ragged e", "experts": "t/data:ragged k"},
-    outputs="data=P",
     reduction=("t", "e"),
     cost=lambda c: Cost(forward={"all_reduce": (1, INT64 * (c.e + 1))}),
     **DECLARED,
@@ -53,8 +54,8 @@ def balance_of_all_tokens(mesh, probabilities, experts: Int[Tensor, "t k"]):
 @scheme(
     reference=reference.sequence_balance_loss,
     mesh={"dp": (1, 2), "cp": (1, 2, 3, 4)},
+    contract=expert_parallel.sequence_balance_loss,
     inputs={"probabilities": "b/dp s/cp:dual_chunk_swap e", "experts": "b/dp s/cp:dual_chunk_swap k"},
-    outputs="b/dp cp=P",
     reduction=("s", "e"),
     cost=lambda c: Cost(forward={"all_reduce/cp": (1, INT64 * c.b // c.dp * (c.e + 1))}),
     **DECLARED,
@@ -84,7 +85,7 @@ def balance_of_each_rank(mesh, probabilities, experts: Int[Tensor, "t k"]):
 
 OF_LOGITS = dict(
     mesh={"data": (1, 2, 3, 4, 5, 7)},
-    outputs="data=P",
+    contract=expert_parallel.z_loss,
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "e"),
 )
@@ -122,8 +123,8 @@ def loads(experts, logits):
 @scheme(
     reference=loads,
     mesh={"data": (1, 2, 4, 5, 7)},
+    contract=expert_parallel.load_counts,
     inputs={"experts": "b s/data:ragged k", "logits": "e data=R"},
-    outputs="e",
     draw={"experts": chosen_experts()},
     dims=SIZES,
     nograd=("logits",),
@@ -236,7 +237,7 @@ def tokens_and_padding(draw):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@settings(max_examples=25)
+@settings(max_examples=few(25))
 @given(tokens_and_padding(), st.integers(0, 4), st.booleans())
 def test_padding_changes_nothing_and_has_no_gradient(loss, drawn, place, on_a_rank_of_its_own):
     """Neither its number nor its values nor its place: before, between or behind the tokens, or alone on a rank."""

@@ -47,6 +47,7 @@ def sent(c, axis, longest):
 @scheme(
     reference=of_all,
     mesh={"ranks": RANKS},
+    contract=kept_choices,
     inputs={"experts": "t/ranks:ragged k", "gates": "t/ranks:ragged k", "logits": "e ranks=R"},
     outputs="t/ranks:ragged k",
     options={"capacity": CAPACITIES, "by": ("position", "probability")},
@@ -66,8 +67,8 @@ def of_each_rank(experts, gates, logits, capacity, by, mesh):
 @scheme(
     reference=of_each_rank,
     mesh={"ranks": (1, 2, 3), "one": (1,)},
+    contract=kept_choices,
     inputs={"experts": "t/ranks k", "gates": "t/ranks k one=R", "logits": "e ranks=R one=R"},
-    outputs="t/ranks k",
     options={"capacity": CAPACITIES, "by": ("position", "probability")},
     cost=lambda c: sent(c, "one", c.t // c.ranks),
     **DECLARED,
@@ -84,6 +85,7 @@ def mixture_of_kept(x, gates, experts, gate_up, down, factor, by):
 @scheme(
     reference=mixture_of_kept,
     mesh={"ep": RANKS},
+    contract=routed_experts,
     inputs={
         "x": "t/ep:ragged d",
         "gates": "t/ep:ragged k",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, check, every_case, integers, scheme, values
+from shardproof import CaseSpec, integers, scheme, values
 from torch_impl.expert_parallel import fewest_exchange_bytes, routed_experts
 
 COUNT, EXPERT = 8, 4  # bytes of a number of rows, and of the number of an expert
@@ -49,6 +49,7 @@ def bytes_by_pairs(experts, logits, each, width, element_size, rows_known, mesh)
     dtypes=("float32",),
     nograd=("logits",),
 )
+@pytest.mark.cases
 def fewest_bytes_of_experts(
     mesh, experts: Int[Tensor, "t k"], logits, each, width, element_size, rows_known
 ) -> Int[Tensor, " c"]:
@@ -65,11 +66,6 @@ def fewest_bytes_of_experts(
 def rows_to_others(experts, home, ep, local):
     """One for each token and each rank, other than its home, that has any of its experts."""
     return sum(int(((experts // local == rank).any(1) & (home != rank)).sum()) for rank in range(ep))
-
-
-@given(every_case(fewest_bytes_of_experts))
-def test_parity(case):
-    check(case)
 
 
 def sent_to_others(row):

@@ -56,6 +56,7 @@ def flat(gate_up):
 @scheme(
     reference=by_kept,
     mesh={"ep": RANKS},
+    contract=routed_experts,
     inputs=RAGGED,
     outputs="t/ep:ragged d",
     cost=lambda c: cost_by_all_to_all(routed_over_ep, c),
@@ -69,6 +70,7 @@ def routed_over_ep(mesh, x, gates, experts: Int[Tensor, "t k"], kept: Bool[Tenso
 @scheme(
     reference=by_kept,
     mesh={"ep": RANKS},
+    contract=routed_experts,
     inputs=RAGGED,
     outputs="t/ep:ragged d",
     cost=lambda c: cost_by_all_gather(routed_by_all_gather, c),
@@ -93,8 +95,8 @@ def tokens_of_each(axes, replicated):
 @scheme(
     reference=mixture,
     mesh={"ep": (1, 2), "tp": (1, 2, 4)},
+    contract=routed_experts,
     inputs=tokens_of_each(("ep", "tp"), ()),
-    outputs="t/ep/tp d",
     cost=lambda c: cost_by_all_to_all(routed_over_ep_and_tp, c),
     **{**DECLARED, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
 )
@@ -105,8 +107,8 @@ def routed_over_ep_and_tp(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, 
 @scheme(
     reference=mixture,
     mesh={"ep": (1, 2), "tp": (1, 2)},
+    contract=routed_experts,
     inputs=tokens_of_each(("ep", "tp"), ()),
-    outputs="t/ep/tp d",
     cost=lambda c: cost_by_all_gather(gathered_over_ep_and_tp, c),
     **{**DECLARED, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
 )
@@ -121,8 +123,8 @@ OF_THREE = {**SIZES, "e": (3, 6), "f": (6, 12)}
 @scheme(
     reference=mixture,
     mesh={"ep": (1, 3), "tp": (1, 2, 3)},
+    contract=routed_experts,
     inputs=tokens_of_each(("ep", "tp"), ()),
-    outputs="t/ep/tp d",
     cost=lambda c: cost_by_all_to_all(routed_over_threes, c),
     **{**DECLARED, "dims": OF_THREE, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
 )
@@ -134,8 +136,8 @@ def routed_over_threes(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, dow
 @scheme(
     reference=mixture,
     mesh={"dp": (1, 2), "cp": (1, 2), "ep": (1, 2), "tp": (1, 2)},
+    contract=routed_experts,
     inputs=tokens_of_each(("dp", "cp", "ep", "tp"), ("dp", "cp")),
-    outputs="t/dp/cp/ep/tp d",
     **{**DECLARED, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
 )
 def routed_with_replicated_experts(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, backend):
@@ -146,8 +148,8 @@ def routed_with_replicated_experts(mesh, x, gates, experts: Int[Tensor, "t k"], 
 @scheme(
     reference=swiglu,
     mesh={"dp": (1, 2), "tp": (1, 2, 3)},
+    contract=shared_experts,
     inputs={"x": "t/dp/tp d", "gate_up": "d two f/tp dp=R", "down": "f/tp d dp=R"},
-    outputs="t/dp/tp d",
     dims={"d": (4, 3), "f": (6, 12), "two": (2,)},
     draw=dict.fromkeys(("x", "gate_up", "down"), NUMBERS),
     dtypes=("float32", "bfloat16", "float64"),

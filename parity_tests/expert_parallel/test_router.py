@@ -29,6 +29,7 @@ def by_softmax(logits, each, norm_topk_prob):
 
 @scheme(
     reference=by_softmax,
+    contract=expert_parallel.softmax_top_k,
     inputs={"logits": "t/ep e", "each": "k"},
     draw={"logits": LOGITS, "each": integers(0, 0)},
     dims=SIZES,
@@ -46,6 +47,7 @@ def by_top_k(logits, each):
 
 @scheme(
     reference=by_top_k,
+    contract=expert_parallel.top_k_softmax,
     inputs={"logits": "t/ep e", "each": "k"},
     draw={"logits": LOGITS, "each": integers(0, 0)},
     dims=SIZES,
@@ -74,6 +76,7 @@ def by_sigmoid(logits, bias, each, searched, norm_topk_prob, routed_scaling_fact
 
 @scheme(
     reference=by_sigmoid,
+    contract=expert_parallel.sigmoid_top_k,
     inputs={"logits": "t/ep e", "bias": "e ep=R", "each": "k"},
     draw={
         "logits": values("normal", "ties", "zeros", "normal"),
@@ -97,6 +100,7 @@ def routed_by_sigmoid(
 @scheme(
     reference=reference.balanced_bias,
     mesh={"ep": (1, 2)},
+    contract=expert_parallel.balanced_bias,
     inputs={"bias": "e ep=R", "counts": "e"},
     outputs="e ep=R",
     draw={"bias": values("normal", "zeros"), "counts": integers(0, 6)},

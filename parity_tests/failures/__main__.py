@@ -1,4 +1,4 @@
-"""`python -m parity_tests.failures`: run the failure matrix and print it; `make failures` writes the page."""
+"""`python -m parity_tests.failures`: run the failure matrix and print it; `make failures` writes files."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def main(
     ranks: Annotated[list[int] | None, typer.Option(min=2, help="2 or 4; again for a further number.")] = None,
     kind: Annotated[list[str] | None, typer.Option(help="This kind alone; again for a further one.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Write every sentence into this file, as Markdown.")] = None,
 ) -> None:
     """Run every kind of failure on every engine; status 1 if a sentence lacks the rank, the operation or the line."""
     for flag, chosen, valid_names in (("engine", engine, ENGINES), ("kind", kind, tuple(bodies()))):
@@ -35,7 +36,10 @@ def main(
         for world in ranks or (2, 4)
     }
     if page is not None:
-        page.write_text(pages.text(matrix))
+        page.write_text(pages.summary(matrix))
+    if table is not None:
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.write_text(pages.sentences(matrix))
     lacking = 0
     for (name, world), row in matrix.items():
         for cell in row:

@@ -13,8 +13,9 @@ ROOT = f"{Path(__file__).resolve().parents[2]}/"
 Matrix = Mapping[tuple[str, int], Sequence[Cell]]
 HEAD = """# What a failure says
 
-Kinds of failure on the engines of the columns, with the sentence that is printed: `make failures` runs them and writes
-this page. [Read a failure](how-to/read-a-failure.md) explains the sentences.
+Kinds of failure on the engines of the columns: `make failures` runs them and writes this page. It also writes the code
+of each kind and every sentence that is printed into `build/failures.md`. [Read a failure](how-to/read-a-failure.md)
+explains the sentences.
 
 A cell is the cause that the sentence begins with. *done*: nothing failed there. *ended*: the process of
 the command ended before it could answer; under torchrun a rank that is left says why. After the cause stands what the
@@ -26,20 +27,21 @@ there is to name.
 """
 
 
-def text(matrix: Matrix) -> str:
-    """Markdown of a matrix: cells by engine and number of ranks, all of the same kinds."""
-    columns = list(matrix)
+def summary(matrix: Matrix) -> str:
+    """The page, as Markdown: the cause of each cell. The cells by engine and number of ranks are of the same kinds."""
     lines = [HEAD]
-    lines += [f"| kind | {' | '.join(f'{engine}, {world} ranks' for engine, world in columns)} |"]
-    lines += [f"|---{'|---' * len(columns)}|"]
-    rows = list(zip(*matrix.values(), strict=True))
-    lines += [
-        f"| [{_title(row[0].kind)}](#{row[0].kind.replace('_', '-')}) | {' | '.join(map(_brief, row))} |"
-        for row in rows
-    ]
-    for row in rows:
+    lines += [f"| kind | {' | '.join(f'{engine}, {world} ranks' for engine, world in matrix)} |"]
+    lines += [f"|---{'|---' * len(matrix)}|"]
+    lines += [f"| {_title(row[0].kind)} | {' | '.join(map(_brief, row))} |" for row in _rows(matrix)]
+    return "\n".join(lines) + "\n"
+
+
+def sentences(matrix: Matrix) -> str:
+    """What each cell printed, below the code of its kind, as Markdown."""
+    lines = ["# What each failure says"]
+    for row in _rows(matrix):
         lines += ["", f"## {_title(row[0].kind)}", "", *_code(row[0].kind)]
-        for (engine, world), cell in zip(columns, row, strict=True):
+        for (engine, world), cell in zip(matrix, row, strict=True):
             lines += [
                 "",
                 f"{engine}, {world} ranks, after {cell.seconds:.1f} s:",
@@ -49,6 +51,10 @@ def text(matrix: Matrix) -> str:
                 "```",
             ]
     return "\n".join(lines) + "\n"
+
+
+def _rows(matrix: Matrix) -> list[tuple[Cell, ...]]:
+    return list(zip(*matrix.values(), strict=True))
 
 
 def _title(kind: str) -> str:

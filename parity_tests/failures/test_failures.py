@@ -27,6 +27,7 @@ def test_a_wrong_return_value_needs_the_rank_alone() -> None:
     assert Cell("raises", "raised", "rank 1 raised KeyError at a.py:3", 0.1).lacks == ["operation"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_under_torchrun() -> None:
     raised, dead = cells_of_torchrun = cells("torchrun", 2, ["raises", "is_killed"])
     assert [cell.lacks for cell in cells_of_torchrun] == [[], []]
@@ -45,11 +46,13 @@ def test_a_command_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_page() -> None:
     row = [Cell("raises", "raised", f"rank 1 raised KeyError at {page.ROOT}a.py:3", 0.25)]
-    lines = page.text({("gloo", 2): row, ("lockstep", 4): row}).splitlines()
-    assert "| kind | gloo, 2 ranks | lockstep, 4 ranks |" in lines
-    assert "| [raises](#raises) | raised; no operation | raised; no operation |" in lines
-    assert "rank 1 raised KeyError at a.py:3" in lines
-    assert '        raise KeyError("no such weight")' in lines
+    matrix = {("gloo", 2): row, ("lockstep", 4): row}
+    lines = page.summary(matrix).splitlines()
+    assert lines[-3] == "| kind | gloo, 2 ranks | lockstep, 4 ranks |"
+    assert lines[-1] == "| raises | raised; no operation | raised; no operation |"
+    printed = page.sentences(matrix).splitlines()
+    assert printed.count("rank 1 raised KeyError at a.py:3") == 2
+    assert '        raise KeyError("no such weight")' in printed
 
 
 def test_there_are_thirty_kinds() -> None:

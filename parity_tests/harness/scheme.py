@@ -110,6 +110,8 @@ def scheme(
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     reduction: tuple[str, ...] | None = None,
     roundings: int = 1,
+    sums: str | None = None,
+    inside: str | None = None,
     cost: Callable[..., Cost | Sequence[Cost]] | None = None,
     engines: tuple[str, ...] = ("lockstep", "gloo", "nccl", "torchrun"),
     replicas: str = "bitwise",
@@ -131,11 +133,15 @@ def scheme(
     `reference` is a JAX function of unsharded arrays. `mesh` lists the sizes to try for each axis. A nested dict in
     `inputs` is a tree of parameters. Missing `inputs` or `outputs` come from `contract`, a public function whose
     annotations state specs for arguments of the same names, or else from the decorated function's own annotations.
+    Specs that are given together with `contract` must be an instance of its specs.
     `dims` restricts a dim to some sizes or ties it to dims and axes ("2*g", "3*ep"); `assume(case)` decides which sizes
     are drawn together: `lambda case: case.b * case.s % case.tp == 0`. A reference with an argument `mesh` gets the
     sizes of the axes. `options` go to both sides, `rank_options` only to the ranks. `reduction` names the dims that are
     summed over; `roundings` counts how often a value is stored in the tested dtype on its way: 1 if sums and
     intermediates are in float32 or wider, more if a softmax, a product or a norm is stored in bfloat16 and used again.
+    `sums="float32"` promises that only inputs and results are rounded to a narrower tested dtype: a sum that is kept in
+    bfloat16 is then a mismatch, which the default budget allows. `inside="bfloat16"` says that intermediates have a
+    narrower dtype than the tested one, as in an iteration that always runs in it.
     `modifies` names inputs that the function overwrites; the reference returns their new values after the outputs.
     `module` names the tree of parameters of a module; the function runs its backward itself and returns the module
     last. `random=True` says that the function draws random numbers. `setup(mesh)` runs once per rank and mesh before
@@ -155,7 +161,7 @@ def scheme(
         signature = validation.function_names(fn, errors)
         validation.check_mesh(mesh, errors)
         custom, choices = dict(layouts or {}), (dict(options or {}), dict(rank_options or {}))
-        in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, errors)
+        in_specs, out_specs = from_contract.specs(fn, signature, tuple(mesh), contract, inputs, outputs, errors)
         # 2. Each tensor, and the other arguments.
         user_draws = validation.user_draws(fn, draw or {}, errors)
         leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, user_draws, nograd, errors)
@@ -173,6 +179,7 @@ def scheme(
             errors.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)
         reduced = reduction if all_read else ()
         validation.check_choices(dtypes, engines, replicas, reduced, roundings, leaves, results, errors)
+        errors.of(validation.check_precision, sums, inside, roundings)
         errors.raise_all()
         return Scheme(
             name=name,
@@ -190,6 +197,8 @@ def scheme(
             dtypes=tuple(dtypes),
             reduction=reduction,
             roundings=roundings,
+            sums=sums,
+            inside=inside,
             cost=cost,
             engines=tuple(engines),
             replicas=replicas,

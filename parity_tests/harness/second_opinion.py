@@ -1,12 +1,12 @@
-"""A failing case is verified once more before it is reported: in fresh processes, which share nothing with this one.
+"""Verifies a failing case again before it is reported, in fresh processes, which share nothing with this one.
 
-Ranks of lockstep are threads of one process, so state that a library keeps for its process is shared by ranks, and by
-the schemes of one run. A failing case is run on gloo; where it passes there, the failure may not be the function's,
-and the report says what else it may come from.
+Ranks of lockstep are threads of one process, so the ranks, and all schemes of a run, share state that a library keeps
+per process. A failing case is run again on gloo. If it passes there, the function may be right, and the report names
+other possible causes.
 
-One cause is in the function: state that it keeps from an earlier call. This process has made many calls, so a case can
-fail here even with no calling condition drawn. It is verified again in fresh processes after a call with other values
-or other sizes; where that fails, the report and its replay have the case with this call before it.
+One possible cause is in the function: state that it keeps from an earlier call. This process has made many calls, so a
+case can fail here even if no calling condition was drawn. It is verified again in fresh processes after a call with
+other values or other sizes. If that fails, the report and the replay contain the case and the call before it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from parity_tests.harness.run.protocol import disagreement
 from parity_tests.harness.verify_one_case import verify_case
 
 MAX_RANKS = 16
-FRESH_PROCESS_TIMEOUT_S = 180.0  # for a fresh interpreter, which imports torch and JAX and traces the reference
+FRESH_PROCESS_TIMEOUT_S = 180.0  # a fresh interpreter imports torch and JAX and traces the reference
 REMEDY = "bind it in setup=, name its module in isolate=, or verify with --engine gloo"
 PASSES_ON_GLOO = (
     "gloo passes this case in fresh processes, so lockstep's result is no verdict on the function. Ranks of lockstep "
     f"are threads, which share what a library keeps for its process: {REMEDY}. Or a buffer is used before its wait, "
     "which gloo does not see"
 )
-LIMIT = "it passes there: this is a limit of lockstep, and no verdict on the function; verify with --engine gloo"
-SHARES_NOTHING = "gloo passes this case in fresh processes, which share nothing"  # after a failure that says what to do
+LIMIT = "it passes there: this is a limit of lockstep, not a verdict on the function"  # the failure names the remedy
+SHARES_NOTHING = "gloo passes this case in fresh processes, which share nothing"  # the failure itself names the remedy
 PROCESS_CHANGED = (
     "the case passes in a fresh process where no other scheme is verified: one that was imported or verified before "
     "has left something changed in this process (a handler, a patched function, a default)"
@@ -60,14 +60,14 @@ PASSES_FRESH = (
     "buffer, a counter)"
 )
 CARRIED_OUT = "it carries out what other backends reject"
-VERIFIED: set[str] = set()  # keys of the schemes of which this process has drawn cases
+VERIFIED: set[str] = set()  # keys of schemes for which this process has drawn cases
 
 
 def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = None) -> Report:
     """The report of a failing case, with the verdict of fresh processes if they can be started.
 
-    `earlier` is the case that it was shrunk from, whose other call may be the one that it needs. Processes of gloo
-    serve one case after another, so that a case which fails in them is verified in fresh ones too.
+    `earlier` is the case before shrinking; the failure may need its other call. Gloo's processes run one case after
+    another, so a case that fails in them is verified in fresh processes too.
     """
     files = {other.file for other in TABLE.values()}
     has_other_schemes = bool(VERIFIED - {scheme.key} or files - {scheme.file})
@@ -97,14 +97,14 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
         return _without_verdict(report, SHARES_NOTHING)
     if engine == "lockstep" and not _passes_in_fresh_process(scheme, report):
         return _without_verdict(report, PASSES_ON_GLOO)
-    # It is no matter of the engine: something before this case has changed what it gives.
+    # The engine is not the cause: something before this case has changed its result.
     if has_other_schemes:
         return _without_verdict(report, PROCESS_CHANGED)
     return replace(report, not_repeated=PASSES_FRESH)
 
 
 def _fails_otherwise(scheme: Declared, report: Report, on_gloo: Report, earlier: CaseSpec | None) -> Report | None:
-    """What fails in fresh processes, which pass the case: that after another call, or what it was shrunk from."""
+    """A failing report of a related case, if the case itself passes: after another call, or before shrinking."""
     first_calls: dict[CaseSpec, Report | None] = {report.case: on_gloo}
     for case in _after_another_call(scheme, report.case, earlier):
         after = _on_fresh_gloo(scheme, case)
@@ -127,12 +127,12 @@ def _without_verdict(report: Report, reason: str) -> Report:
 
 
 def _not_repeated(report: Report, reason: str) -> Report:
-    """A report of lockstep with the reason why gloo says nothing of it; one of gloo is of real processes already."""
+    """Add the reason why gloo confirms nothing to a lockstep report; a gloo report is from real processes already."""
     return replace(report, not_repeated=reason) if report.case.engine == "lockstep" else report
 
 
 def _unseen_by_gloo(scheme: Declared, report: Report) -> str | None:
-    """Why gloo could not run the case, or not see what is wrong; None where it can."""
+    """Why gloo cannot run the case or cannot see the failure; None if it can."""
     if "gloo" not in scheme.engines:
         return f"the scheme is declared for {', '.join(scheme.engines)} only"
     if report.case.world > MAX_RANKS:
@@ -151,21 +151,21 @@ def _unseen_by_gloo(scheme: Declared, report: Report) -> str | None:
 
 
 def _is_rejection_only(report: Report) -> bool:
-    """Whether all that is wrong is a call which backends reject."""
+    """Whether the only failure is a call that real backends reject."""
     if report.failure is not None or report.cost or report.hygiene or not all(tensor.ok for tensor in report.tensors):
         return False
     return bool(report.protocol) and disagreement(report.ledger) is None
 
 
 def _is_of_gloo_too(report: Report, on_gloo: Report) -> bool:
-    """Whether gloo shows the same failure by another verdict: it raises what it rejects, and an exit is a death."""
+    """Whether gloo shows the same failure as another verdict: a rejected call raises, and a rank that exits died."""
     if on_gloo.verdict == "raised":
         return _is_rejection_only(report)
     return on_gloo.verdict == "died" and isinstance(getattr(report.failure, "__cause__", None), SystemExit)
 
 
 def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:
-    """The report of fresh gloo processes; None where they cannot be started or the function cannot be pickled."""
+    """The report of fresh gloo processes; None if they cannot be started or the function cannot be pickled."""
     from parity_tests.harness.run.processes import pool
     from parity_tests.harness.run.processes.forks import ServerGone
 
@@ -177,7 +177,7 @@ def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:
 
 
 def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | None) -> Iterator[CaseSpec]:
-    """Cases after another call: that of the case which `case` was shrunk from, if it has one; then one of each kind."""
+    """Cases after another call: first the other calls of the case before shrinking, then one call of each kind."""
     if scheme.module is not None:
         return
     first_calls = [without_other_calls(case)]
@@ -189,13 +189,13 @@ def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | No
             yield earlier
         if earlier.mesh == case.mesh:
             yield from (_after(first_calls[0], record) for record in calls.values())
-    # What is kept may be equal by chance, as a count of few elements is: other values are drawn more than once.
+    # Kept state may be right by chance, like a count of few elements, so other values are drawn more than once.
     for attempt, is_of_the_same_shapes in ((1, True), (2, False), (3, True), (4, True)):
         for first in dict.fromkeys(first_calls):
             choose = seeded_chooser(first.seed + attempt)
             other = another(scheme, first, first.scheme_mesh, choose, same_shapes=is_of_the_same_shapes)
             yield _after(first, record_of(other))
-    # What is kept as long as it is large enough shows itself after a larger call, of the same size otherwise.
+    # A buffer that is reused if it is large enough fails only after a larger call, so one dim is made larger.
     for dim in size_choices.free_dims(scheme):
         larger = _of_larger(scheme, first_calls[0], dim)
         if larger is not None:
@@ -203,12 +203,12 @@ def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | No
 
 
 def _of_larger(scheme: Declared, case: CaseSpec, dim: str) -> CaseSpec | None:
-    """A case on the same mesh that has twice the size of one dim, or the next one that is declared; None for none."""
+    """A case on the same mesh with one dim twice as large, or of the next declared size; None if there is none."""
     size, declared = case.dims[dim], scheme.dims.get(dim)
     sizes = (2 * size,) if declared is None else sorted(n for n in declared if isinstance(n, int) and n > size)
     fixed = {**case.scheme_mesh, **{name: case.dims[name] for name in size_choices.free_dims(scheme)}, **case.options}
     for other in sizes[:1]:
-        with suppress(ValueError):  # a size that follows from it, or `assume`, does not allow it
+        with suppress(ValueError):  # a dependent size or `assume` does not allow it
             return draw_case(scheme, seeded_chooser(case.seed), {**fixed, dim: other}, dtype=case.dtype)
     return None
 
@@ -218,7 +218,7 @@ def _after(case: CaseSpec, record: Any) -> CaseSpec:
 
 
 def _with_state_between_calls(scheme: Declared, report: Report, after: Report, engine: str) -> Report:
-    """What the failing case of fresh processes shows, of the engine that was verified."""
+    """The report of a case that fails in fresh processes, replayed on the engine that was verified."""
     if "call_before" in scheme.excluded_conditions:
         return _without_verdict(report, f"{STATE_BETWEEN_CALLS}, which the scheme excludes")
     shown = _of_another_case(report, after, after.case.replace(engine=engine))
@@ -226,7 +226,7 @@ def _with_state_between_calls(scheme: Declared, report: Report, after: Report, e
 
 
 def _of_another_case(report: Report, failing: Report, case: CaseSpec) -> Report:
-    """The report of a case that fails in fresh processes in place of one that passes there."""
+    """The report of a case that fails in fresh processes, instead of the case that passes there."""
     of_all_examples = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
     return replace(
         failing,
@@ -243,7 +243,7 @@ def _passes_in_fresh_process(scheme: Declared, report: Report) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         file, _ = write_replay(scheme, report, folder)
         path = os.pathsep.join(str(Path(entry or ".").resolve()) for entry in sys.path)
-        outcome = Path(folder, "outcome.json")  # the scheme's file may print what it likes
+        outcome = Path(folder, "outcome.json")  # the scheme's file may print anything
         command = [sys.executable, "-m", "parity_tests.cli.app", "replay", file, "--quiet", "--json", str(outcome)]
         environment = os.environ | {"PYTHONPATH": path}
         try:

@@ -15,8 +15,10 @@ from parity_tests import warm_python
 from parity_tests.harness import second_opinion
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.harness.run.failure import Raised, Stalled
+from parity_tests.harness.run.lockstep.group import LockstepGroup, reject_missing
 from parity_tests.harness.run.processes import pool
 from parity_tests.harness.verify_one_case import verify_case
+from parity_tests.slow import slow_but
 from parity_tests.specimens.small_scheme import declared
 from parity_tests.specimens.user_files import HEAD, RIGHT, WRONG, written
 from shardproof import EnginesDisagree, ValueMismatch, check
@@ -77,6 +79,22 @@ def test_shared_objects_are_reported_before_disagreeing_engines(first, monkeypat
     lines = str(second_opinion.second_opinion(scheme, report)).splitlines()
     assert re.match(r"  shared: rank \d calls all_reduce at groups.py:", lines[1]), lines
     assert lines.index(f"  engines disagree: {second_opinion.SHARES_NOTHING}") > 1
+
+
+def test_a_limit_of_lockstep_names_its_remedy_once(monkeypatch):
+    monkeypatch.delattr(LockstepGroup, "broadcast")  # undone by setting it again
+    reject_missing()
+
+    def broadcasting(mesh, x):
+        dist.broadcast(x.detach().clone(), 0, group=mesh["tp"])
+        return x * 2
+
+    scheme = declared(broadcasting)
+    before = verify_case(scheme, scheme.case(tp=2))
+    monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda *_: replace(before, failure=None))
+    text = str(second_opinion.second_opinion(scheme, before))
+    assert f"not confirmed on gloo: {second_opinion.LIMIT}" in " ".join(text.split())
+    assert text.count("verify with --engine gloo") == 1
 
 
 def test_fresh_processes_that_stall_confirm_nothing(monkeypatch):
@@ -169,7 +187,7 @@ def counting(mesh, x):
 """
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_but([0], range(4)))
 def test_state_that_is_equal_for_many_values_is_named_too(seed, first):
     """A count of ones among zeros: the other call of the smallest case may have as many."""
     more = "reference=lambda x: x * jnp.clip(jax.lax.stop_gradient(x), 0, 1).sum(), dtypes=('float32',)"
@@ -207,6 +225,7 @@ def test_a_scheme_may_exclude_that_it_is_called_before(first):
     assert report.engines_disagree == f"{second_opinion.STATE_BETWEEN_CALLS}, which the scheme excludes"
 
 
+@pytest.mark.slow
 def test_a_state_that_another_file_left_is_no_verdict_on_this_one(tmp_path):
     (tmp_path / "patching.py").write_text("import torch\ntorch.Tensor.half_of = lambda x: x / 3\n" + HEAD + RIGHT)
     shim = "\nimport torch\nif not hasattr(torch.Tensor, 'half_of'): torch.Tensor.half_of = lambda x: x / 2\n"

@@ -35,9 +35,10 @@ from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.declare.draws import Chooser, has_infinities
 from parity_tests.harness.declare.keywords import rejects_unknown_keywords
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.draw.choosers import RecordingChooser, even_chooser, seeded_chooser
+from parity_tests.harness.draw.choosers import Choice, RecordingChooser, even_chooser, seeded_chooser
+from parity_tests.harness.draw.coverage import pairs_not_drawn, plan
 from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out
-from parity_tests.harness.draw.profiles import EXAMPLES, SHAPES, profile
+from parity_tests.harness.draw.profiles import EXAMPLES, SHAPES, few, profile
 from parity_tests.harness.experiments.notes import check_notes, from_one_case
 from parity_tests.harness.experiments.simplest_choices import SimplestCase
 from parity_tests.harness.experiments.smallest import shrink
@@ -46,7 +47,8 @@ from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.judge.reference import CLOCK
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.guard import sentence_of
-from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merge_reports, mesh_text, sizes
+from parity_tests.harness.report.merging import merge_reports
+from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
 from parity_tests.harness.run.processes import pool
 from parity_tests.harness.run.raised import RAISED
@@ -57,6 +59,7 @@ FAILS = "fails; shrinking"
 
 
 VALUE_EXAMPLES = 8  # if all sizes are given
+MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
 
 
 class NothingCompared(ValueError):
@@ -107,15 +110,19 @@ def verify(
     VERIFIED.add(scheme.key)
     draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     trace_seconds_before = CLOCK.seconds
-    # 1. The cases that need no search.
+    # 1. The cases that need no search, and the length of a search: enough for each pair of a size and a mesh.
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
+    choices = {"dtype": dtype, "world": world, "limit": SHAPES[profile()]}
+    first_choices = plan(scheme, fixed, examples or MOST_PLANNED, seed, **choices)
+    if examples is None and total > len(first_cases):
+        total = max(total, len(first_cases) + len(first_choices))
     reports = _until_one_fails(scheme, first_cases)
     # 2. The rest is drawn, and a failure is reduced to the simplest case.
     search = Search(reports, as_drawn=next((report.case for report in reports if report.failed), None))
     if found and search.as_drawn is not None:
         found(merge_reports(reports))
     if total > len(reports) and search.as_drawn is None:
-        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, found)
+        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, found, first_choices)
         reports += search.reports
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok]
@@ -127,7 +134,8 @@ def verify(
         merge_reports(reports), left_out=left_out, trace_seconds=trace_seconds, shrinking_steps=search.shrinking_steps
     )
     if report.ok:
-        return report
+        not_drawn = pairs_not_drawn(scheme, fixed, [report.case for report in reports], **choices)
+        return replace(report, not_drawn=tuple(not_drawn))
     # 4. More is tried on other cases; if a step raises, the report stays as it is.
     if not report.is_undecided:
         report = _kept(report, lambda found: _with_smallest_case(scheme, found, fixed))
@@ -251,8 +259,9 @@ def _search(
     total: int,
     progress: Progress | None,
     found: Callable[[Report], object] | None,
+    first_choices: Sequence[Sequence[Choice]],
 ) -> Search:
-    """Verify drawn cases until one fails, and simplify that one."""
+    """Verify drawn cases until one fails, and simplify that one; `first_choices` are given for the first cases."""
 
     def draw(choose: Chooser) -> CaseSpec:
         options = {**draw_options, "limit": SHAPES[profile()], "with_conditions": True}
@@ -260,7 +269,8 @@ def _search(
 
     reports: list[Report] = []
     for number in range(total):
-        chooser = RecordingChooser(even_chooser(number, seed))
+        planned = first_choices[number] if number < len(first_choices) else ()
+        chooser = RecordingChooser(even_chooser(number, seed), planned)
         reports.append(verify_or_undecided(scheme, draw(chooser)))
         if progress:
             progress(len(reports), total, FAILS if reports[-1].failed else "")
@@ -300,8 +310,8 @@ def check(case: CaseSpec) -> Report:
 def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = "lockstep", **fixed: Any) -> None:
     """Draw cases of a scheme and `check` each: the body of a parity test for several schemes or engines.
 
-    `examples` is their number, by default the active Hypothesis profile's; `fixed` gives mesh axes, dims and options.
-    Raises like `check`, for the smallest failing case.
+    `examples` is their number, by default the active Hypothesis profile's; the profile `fast` draws a third of a given
+    number. `fixed` gives mesh axes, dims and options. Raises like `check`, for the smallest failing case.
     """
 
     from hypothesis import given, settings
@@ -309,7 +319,7 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
     from parity_tests.harness.draw.strategy import every_case
 
     # No deadline: the first case of a shape traces the reference.
-    @settings(max_examples=examples or settings().max_examples, deadline=None)
+    @settings(max_examples=few(examples) if examples else settings().max_examples, deadline=None)
     @given(every_case(scheme, engine=engine, **fixed))
     def each(case: CaseSpec) -> None:
         check(case)

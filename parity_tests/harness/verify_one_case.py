@@ -147,7 +147,7 @@ def _notes(
 def _budgets_by_roundings(
     scheme: Declared, program: Program, case: CaseSpec, results: Sequence[RankResult]
 ) -> dict[int, dict[str, np.ndarray]]:
-    """{roundings: {tensor: budgets}} for larger declared numbers of roundings, if the dtype is narrow."""
+    """Error budgets if more roundings were declared, {roundings: {tensor: budgets}}; only for narrow dtypes."""
     if case.dtype not in NARROW:
         return {}
     by_count = {}

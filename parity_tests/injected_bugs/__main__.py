@@ -48,8 +48,7 @@ def main(
     runs nothing and takes a second.
     """
     from parity_tests.harness.declare import discover
-    from parity_tests.injected_bugs.catalogue import CATALOGUE
-    from parity_tests.injected_bugs.catalogue.kernels import BUGS as IN_KERNELS
+    from parity_tests.injected_bugs.catalogue import CATALOGUE, IN_KERNELS
     from parity_tests.injected_bugs.injected_bug import stale_bugs
 
     bugs = (*CATALOGUE, *IN_KERNELS) if stale else CATALOGUE  # those in kernels have a test of their own

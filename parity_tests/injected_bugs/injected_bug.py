@@ -1,8 +1,8 @@
 """An injected bug: a text of one symbol of production that another text replaces, and how it must be caught.
 
-`at="collectives:_AllReduce.forward"` names a method of one of the files under torch_impl/collectives. A file can be
+`collectives:_AllReduce.forward` names a method of one of the files under torch_impl/collectives. A file can be
 moved, renamed or merged into another, and the catalogue stays as it is. Where two files of a component have equal text
-in symbols of one name, the part before the colon says more of the path: `at="collectives/all_reduce:summed"`.
+in symbols of one name, the part before the colon says more of the path: `collectives/all_reduce:summed`.
 """
 
 from __future__ import annotations
@@ -188,13 +188,13 @@ def _why_stale(bug: InjectedBug, occurrences: Sequence[Symbol]) -> str:
     folder, _, name = bug.at.partition(":")
     if occurrences:
         files = sorted({symbol.file for symbol in occurrences})
-        more = f"; say which with at='{folder}/...:{name}'" if len(files) > 1 else ""
+        more = f"; say which with '@@ {folder}/...:{name}'" if len(files) > 1 else ""
         return f"{begin}its old text occurs {len(occurrences)} times in {bug.at} ({', '.join(files)}), not once{more}"
     everywhere = symbols(bug.component)
     with_text = [symbol for symbol in everywhere if source(symbol).count(bug.old) == 1]
     if with_text:
         smallest = min(with_text, key=lambda symbol: symbol.end - symbol.start)
-        return f"{begin}its old text is not in {bug.at}, but in at='{bug.component}:{smallest.name}' ({smallest.file})"
+        return f"{begin}its old text is not in {bug.at}, but in '@@ {bug.component}:{smallest.name}' ({smallest.file})"
     if named(bug):
         return f"{begin}its old text does not occur in {bug.at} ({named(bug)[0].file}): {bug.old!r}"
     similar = get_close_matches(name, dict.fromkeys(symbol.name for symbol in everywhere), n=1, cutoff=0.0)

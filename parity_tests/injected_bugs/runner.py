@@ -23,7 +23,7 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.speed_advice import without_advice
 from parity_tests.injected_bugs.injected_bug import ROOT, InjectedBug, PatchedFile, patched_text
 from parity_tests.injected_bugs.patched_modules import PatchedModules
-from parity_tests.injected_bugs.trials import TRACED, SchemeTrials, Trial
+from parity_tests.injected_bugs.trials import QUIET_S, TRACED, SchemeTrials, Trial
 
 EXAMPLES = 40
 NEAREST, FARTHEST = 5, 15  # of the affected schemes: how many are tried first, and how many at all
@@ -152,7 +152,8 @@ class BugRunner:
         return catches, judged
 
     def _catch(self, trial: Trial, patched: dict[str, Declared], modules: PatchedModules, example: int) -> list[Catch]:
-        report = trial.on(patched[trial.scheme.key], modules.wrap_program if self.engine != "lockstep" else None)
+        wrap_program = modules.wrap_program if self.engine != "lockstep" else None
+        report = trial.on(patched[trial.scheme.key], wrap_program, QUIET_S)  # no bug of the catalogue runs for ever
         if report.ok:
             return []
         with modules.suspended():

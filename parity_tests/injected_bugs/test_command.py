@@ -55,6 +55,7 @@ def test_it_prints_progress_and_no_warning_of_a_schedule(command_line, caplog, t
     assert [record.message for record in caplog.records if "micro-batches are fewer" in record.message] == []
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_bugs_and_their_outcomes_keep_the_order(tmp_path):
     outcomes = tmp_path / "outcomes.json"
     arguments = ["largest term", "--jobs", "2", "--scheme", "vocab_parallel_logprob", "--examples", "1"]

@@ -110,7 +110,7 @@ def message(bug):
 
 def test_a_stale_bug_names_the_symbol_that_has_its_text_now():
     text = "return total.to(x.dtype)"
-    place = "at='collectives:all_reduce_sum' (torch_impl/collectives/plain.py)"
+    place = "'@@ collectives:all_reduce_sum' (torch_impl/collectives/plain.py)"
     ending = f"its old text is not in collectives:{{}}, but in {place}"
     for elsewhere in ("gathered", "no_such_name"):
         assert message(bug(f"collectives:{elsewhere}", text)).endswith(ending.format(elsewhere))

@@ -39,8 +39,8 @@ def one_exchange(numbers):
 
 
 @scheme(
+    contract=vocab_parallel_logprob,
     reference=logprob,
-    outputs="b s tp=I",
     dtypes=("float32", "float64", "bfloat16", "float16"),
     cost=one_exchange(3),
     **DECLARED,
@@ -50,6 +50,7 @@ def triton_logprob(mesh, logits, target, temperature):
 
 
 @scheme(
+    contract=vocab_parallel_logprob,
     reference=logprob_and_negative_entropy,
     outputs=("b s tp=I", "b s tp=I"),
     dtypes=("float32", "bfloat16"),

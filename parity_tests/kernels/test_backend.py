@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torch_impl.contract import contract
 from torch_impl.kernels import backend, checked_backend
 
 pytest.importorskip("triton", reason="not run: needs triton; pip install -e '.[triton]' in the clone")
@@ -33,24 +34,29 @@ class OnCuda:
     ],
 )
 def test_the_device_decides_without_a_backend(backend, x, chosen):
-    assert checked_backend("f", backend, "x", x) == chosen
+    assert checked_backend(backend, "x", x) == chosen
 
 
 @pytest.mark.parametrize(
     ("backend", "text"),
     [
-        ("cuda", "f: backend='cuda' is not one of auto, eager, compile, triton"),
+        ("cuda", "backend='cuda' is not one of auto, eager, compile, triton"),
         (
             "triton",
-            "f: backend='triton' runs on CUDA but x is on cpu; use 'auto', 'eager' or 'compile', or set "
+            "backend='triton' runs on CUDA but x is on cpu; use 'auto', 'eager' or 'compile', or set "
             "TRITON_INTERPRET=1 before triton is first imported",
         ),
     ],
 )
 def test_rejections(backend, text):
     with pytest.raises(ValueError) as caught:
-        checked_backend("f", backend, "x", ON_CPU)
+        checked_backend(backend, "x", ON_CPU)
     assert str(caught.value) == text
+
+
+@contract("vocab_parallel.logprob")
+def logprob(backend, x):
+    return checked_backend(backend, "vocab_parallel_logits", x)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_rejections(backend, text):
 def test_without_triton_the_extra_is_named(backend, x, which, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ImportError) as caught:
-        checked_backend("vocab_parallel.logprob", backend, "vocab_parallel_logits", x)
+        logprob(backend, x)
     assert str(caught.value) == (
         f"vocab_parallel.logprob: {which}; pip install -e '.[triton]' in the clone, or use 'eager' or 'compile'"
     )

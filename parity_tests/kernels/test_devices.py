@@ -29,19 +29,24 @@ pytestmark = [
 ]
 
 
-def in_a_process_of_its_own(interpret):
+def in_a_process_of_its_own(interpret, marks):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUIET]
-    command += [f"--hypothesis-profile={profiles.profile()}", *(str(FOLDER / file) for file in ON_A_DEVICE)]
+    command += [
+        f"--hypothesis-profile={profiles.profile()}",
+        "-m",
+        marks,
+        *(str(FOLDER / file) for file in ON_A_DEVICE),
+    ]
     environment = {**os.environ, "TRITON_INTERPRET": interpret}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-20000:] + run.stderr[-2000:]
 
 
-def test_in_the_interpreter():
-    in_a_process_of_its_own("1")
+def test_in_the_interpreter(pytestconfig):
+    in_a_process_of_its_own("1", pytestconfig.option.markexpr)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: needs CUDA")
-def test_on_cuda():
+def test_on_cuda(pytestconfig):
     """Without the files whose ranks are on the CPU, which skip themselves."""
-    in_a_process_of_its_own("0")
+    in_a_process_of_its_own("0", pytestconfig.option.markexpr)

@@ -3,7 +3,7 @@
 import pytest
 
 from parity_tests.injected_bugs import report
-from parity_tests.injected_bugs.catalogue.kernels import BUGS
+from parity_tests.injected_bugs.catalogue import IN_KERNELS
 from parity_tests.injected_bugs.runner import EXAMPLES, BugRunner, run_bugs
 from parity_tests.kernels import schemes
 from parity_tests.kernels.device import INTERPRETED
@@ -14,10 +14,11 @@ CAUGHT_BY_HAND = "one minus exp where it cancels"
 SCHEMES = (schemes.logprob_in_steps, schemes.triton_gather_logprob)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")
 @pytest.mark.timeout(900)
 def test_drawn_examples_catch_the_bugs():
-    outcomes = run_bugs(BUGS, BugRunner(EXAMPLES, schemes=SCHEMES, with_baseline=False, until_caught=True))
+    outcomes = run_bugs(IN_KERNELS, BugRunner(EXAMPLES, schemes=SCHEMES, with_baseline=False, until_caught=True))
     text = "\n".join(report.closing(outcomes, EXAMPLES))
     survivors = {outcome.bug.name for outcome in outcomes if not outcome.caught}
     assert survivors <= {CAUGHT_BY_HAND}, text

@@ -42,8 +42,8 @@ def gather_cost(of):
 
 @scheme(
     reference=identity,
+    contract=all_gather,
     inputs={"x": "t/cp:packed d", "padded": "n"},
-    outputs="t d cp=R",
     cost=gather_cost(lambda c: c.t * c.d),
     **PACKED,
 )
@@ -68,6 +68,7 @@ def sharded_in_rank_order(mesh, x, padded):
 
 @scheme(
     reference=lambda x: x,
+    contract=all_gather,
     inputs={"x": "b s/cp:dual_chunk_swap d"},
     outputs="b s d cp=R",
     cost=gather_cost(lambda c: c.b * c.s * c.d),
@@ -166,14 +167,19 @@ def test_balancing_and_interleaving_are_the_reference_and_each_other_undone(coun
     offsets = [0, *accumulate(2 * n * count for count in counts)]
     local = [offset // n for offset in offsets]
     x, full_offsets, local_offsets = rows(offsets[-1]), torch.tensor(offsets), torch.tensor(local)
-    pairs = [
-        (_undo_attention_load_balancing, _redo_attention_load_balancing, (n, full_offsets), (n, offsets)),
-        (_deinterleave_packed_seqs, _reinterleave_packed_seqs, (local_offsets, n), (local, n)),
-    ]
-    for there, back, args, plain in pairs:
-        for function in (there, back):
-            stated = getattr(reference, function.__name__.removeprefix("_"))(x.numpy(), *plain)
-            assert flat(function(x, *args)) == flat(stated)
+    balancing = {
+        _undo_attention_load_balancing: reference.undo_attention_load_balancing,
+        _redo_attention_load_balancing: reference.redo_attention_load_balancing,
+    }
+    interleaving = {
+        _deinterleave_packed_seqs: reference.deinterleave_packed_seqs,
+        _reinterleave_packed_seqs: reference.reinterleave_packed_seqs,
+    }
+    pairs = [(balancing, (n, full_offsets), (n, offsets)), (interleaving, (local_offsets, n), (local, n))]
+    for references, args, plain in pairs:
+        for function, stated in references.items():
+            assert flat(function(x, *args)) == flat(stated(x.numpy(), *plain))
+        there, back = references
         assert torch.equal(back(there(x, *args), *args), x)
         assert torch.equal(there(back(x, *args), *args), x)
     layout = TokenLayout.packed(full_offsets, cp_size=n, cp_rank=0)

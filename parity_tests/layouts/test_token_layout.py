@@ -134,6 +134,7 @@ def first(x, padded):
 
 @scheme(
     reference=first,
+    contract=TokenLayout.shard,
     inputs={"x": "b t d cp=R", "padded": "n"},
     outputs="b t/cp:packed d",
     dtypes=DTYPES,
@@ -155,8 +156,8 @@ def gather_cost(gradient):
 
 @scheme(
     reference=first,
+    contract=TokenLayout.unshard,
     inputs={"x": "b t/cp:packed d", "padded": "n"},
-    outputs="b t d cp=R",
     dtypes=DTYPES,
     cost=gather_cost("R"),
     **{**PACKED, "draw": {"padded": offsets("t", padded=True)}},
@@ -167,6 +168,7 @@ def gathered_by_layout(mesh, x, padded):
 
 @scheme(
     reference=first,
+    contract=TokenLayout.unshard,
     inputs={"x": "b t/cp:packed d", "padded": "n"},
     outputs="b t d cp=I",
     dtypes=DTYPES,

@@ -19,6 +19,7 @@ def cost(elements):
 @scheme(
     reference=lambda x: x,
     mesh={"cp": (1, 2, 4)},
+    contract=mamba._all_to_all_cp2hp,
     inputs={"x": "b s/cp w"},
     outputs="b s w/cp",
     cost=cost(lambda c: c.b * c.s * c.w),
@@ -30,6 +31,7 @@ def columns_for_tokens(mesh, x):
 @scheme(
     reference=lambda x: x,
     mesh={"cp": (1, 2, 4)},
+    contract=mamba._all_to_all_hp2cp,
     inputs={"x": "t w/cp"},
     outputs="t/cp w",
     cost=cost(lambda c: c.t * c.w),

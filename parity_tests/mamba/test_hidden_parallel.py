@@ -12,7 +12,7 @@ from parity_tests.mamba.over_ranks import WAYS, check_what_a_token_changes, on_r
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from shardproof import CaseSpec, Cost, check_cases, scheme
 from torch_impl.layouts import TokenLayout
-from torch_impl.mamba import MambaContextParallel
+from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
 from torch_impl.mamba.mix import mix_columns
 
 # Groups: 2 are fewer than four ranks and as many as two; 8 are more.
@@ -55,6 +55,7 @@ def in_some_way(mesh, u, parameters, groups, cu=None, way="by name", **chosen):
 
 
 DECLARED = dict(
+    contract=Mamba2Mixer,
     mesh={"cp": (1, 2, 4)},
     assume=can_share_heads,
     rank_options={"fused": (True, False), "way": (*WAYS, "in parts")},

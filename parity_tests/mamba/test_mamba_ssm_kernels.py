@@ -160,6 +160,7 @@ def test_a_kernel_gets_the_dtypes_and_strides_that_it_takes():
     assert torch.equal(rows, X.bfloat16())
 
 
+@pytest.mark.slow
 @on_the_packages
 @pytest.mark.timeout(600)
 def test_the_kernels_of_the_scan_equal_the_reference():

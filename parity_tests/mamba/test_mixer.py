@@ -4,14 +4,13 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from parity_tests.harness.declare.declared import flat
 from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.parameters import DRAW, SIZES, SPECS, settings_of
-from shardproof import check, every_case, offsets, scheme, values
+from shardproof import offsets, scheme, values
 from torch_impl.mamba import Mamba2Mixer
 from torch_impl.mamba.mix import gate
 
@@ -35,6 +34,7 @@ class InParts(Mamba2Mixer):
 @scheme(
     reference=reference,
     mesh={"cp": (1,)},
+    contract=Mamba2Mixer,
     inputs={"u": "b s d cp=R", "parameters": SPECS, "groups": "g", "cu": "q"},
     outputs="b s d cp=R",
     dims={**SIZES, "b": (1,), "s": (9,), "q": (4,)},
@@ -45,16 +45,11 @@ class InParts(Mamba2Mixer):
     reduction=("s", "i"),
     roundings=ROUNDINGS,
 )
+@pytest.mark.cases(20)
 def mamba2(mesh, u, parameters, groups, cu, variant, chunk_size, in_parts):
     chosen = {**settings_of(parameters, groups), **variant, "chunk_size": chunk_size}
     module = (InParts if in_parts else Mamba2Mixer)(**chosen, device="meta", dtype=u.dtype)
     return functional_call(module, flat(parameters), (u, cu), strict=True)
-
-
-@settings(max_examples=20)
-@given(every_case(mamba2))
-def test_parity(case):
-    check(case)
 
 
 GIVEN = {"d_model": 5, "num_heads": 4, "head_dim": 3, "n_groups": 2, "d_state": 2}

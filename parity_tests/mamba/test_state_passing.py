@@ -15,7 +15,7 @@ from parity_tests.mamba.over_ranks import (
 )
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from shardproof import Cost, check_cases, scheme
-from torch_impl.mamba import MambaStatePassing, mamba_cp_bytes
+from torch_impl.mamba import Mamba2Mixer, MambaStatePassing, mamba_cp_bytes
 
 # 3 heads and 1 group, which two and four ranks cannot share, and 6 and 2, which two can; segments shorter than the
 # convolution's reach.
@@ -35,6 +35,7 @@ def cost(segments):
 
 
 DECLARED = dict(
+    contract=Mamba2Mixer,
     mesh={"cp": (1, 2, 3, 4)},
     rank_options={"way": WAYS},
     dtypes=("float32", "bfloat16", "float64"),

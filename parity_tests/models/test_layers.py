@@ -3,14 +3,13 @@
 import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from jax_ref.expert_parallel import mixture, sequence_balance_loss, softmax_top_k, z_loss
 from jax_ref.models import rotated as reference
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, check, check_cases, every_case, integers, scheme, values
+from shardproof import CaseSpec, integers, scheme, values
 from torch_impl.expert_parallel import sum_gradients
 from torch_impl.models import HybridConfig, Placement
 from torch_impl.models.layers import Experts, Moe, rotated
@@ -30,14 +29,9 @@ def at_base(x, places, base):
     options={"base": (10000.0, 10.0)},
     dtypes=("float32", "bfloat16", "float64"),
 )
+@pytest.mark.cases(20)
 def rotary(mesh, x, places, base):
     return rotated(x, places, base)
-
-
-@settings(max_examples=20)
-@given(every_case(rotary))
-def test_parity(case):
-    check(case)
 
 
 def all_experts(x, router, gate_up, down, k):
@@ -58,6 +52,7 @@ def all_experts(x, router, gate_up, down, k):
     roundings=8,
     reduction=("s", "d", "f"),
 )
+@pytest.mark.cases(30)
 def layer_of_experts(mesh, x, router, gate_up, down, k):
     e, d, f = down.shape
     config = HybridConfig(hidden_size=d, num_experts=e, num_experts_per_tok=k, moe_intermediate_size=f)
@@ -80,10 +75,6 @@ def test_a_number_of_no_expert_counts_as_zero(dtype):
     (alone,) = experts(x[:1], chosen[:1, :1], gates[:1, :1])
     assert torch.equal(first, alone)
     assert torch.equal(second, torch.zeros_like(second)) and first.abs().sum() > 0
-
-
-def test_parity_of_experts():
-    check_cases(layer_of_experts, 30)
 
 
 def step_of_layer(x, parameters, k, balance, z):
@@ -121,6 +112,7 @@ OF_LAYER = {
     roundings=8,
     reduction=("b", "s", "d", "f"),
 )
+@pytest.mark.cases(20)
 def step_with_router_losses(mesh, x, parameters, k, balance, z):
     e, d, f = parameters["experts"]["down_proj"].shape
     config = HybridConfig(
@@ -137,10 +129,6 @@ def step_with_router_losses(mesh, x, parameters, k, balance, z):
         total = total + loss.detach()
     sum_gradients(list(layer.parameters()), [mesh["dp"], mesh["cp"]])
     return total + sum(layer.end_step()), layer
-
-
-def test_parity_of_a_step():
-    check_cases(step_with_router_losses, 20)
 
 
 def test_router_losses_are_added_in_a_step_alone_and_once():

@@ -42,8 +42,8 @@ class TestRuns:
 
     __test__ = False  # pytest collects no class of this name
 
-    def __init__(self, workers: Workers) -> None:
-        self.workers = workers
+    def __init__(self, workers: Workers, options: Sequence[str] = ()) -> None:
+        self.workers, self.options = workers, options  # of pytest
         self._healthy: dict[str, bool] = {}
         self._lock = threading.Lock()
 
@@ -67,7 +67,7 @@ class TestRuns:
             chosen.write_text(json.dumps([(test.name, max(SLOWER * test.seconds, AT_LEAST_S)) for test in tests]))
             environment = {"TESTS_FROM": str(chosen), "TESTS_TO": str(begun)}
             files = dict.fromkeys(test.name.partition("::")[0] for test in tests)
-            status = pytest_process.status(tree, [*PLUGIN, *files], environment, limit, self.workers)
+            status = pytest_process.status(tree, [*PLUGIN, *self.options, *files], environment, limit, self.workers)
             names = [json.loads(line) for line in begun.read_text().splitlines()] if begun.is_file() else []
         if status is None:
             return Failure(None, capped=True)

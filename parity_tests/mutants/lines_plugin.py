@@ -78,7 +78,8 @@ class Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         empty_caches()
         self._starts, start = False, time.monotonic()
-        self._tests[item.nodeid] = {"passed": False, "starts": False}
+        is_slow = item.get_closest_marker("slow") is not None
+        self._tests[item.nodeid] = {"passed": False, "starts": False, "slow": is_slow}
         self._switch(item.nodeid)
         try:
             return (yield)

@@ -56,6 +56,7 @@ class TestReach:
     seconds: float
     name: str
     collected: Lines
+    slow: bool = False  # left out of `make test`
 
     __test__ = False  # pytest collects no class of this name
 
@@ -185,6 +186,7 @@ def _of_file(found: dict[str, Any], file: str) -> dict[str, Any]:
         {
             "name": name,
             "seconds": round(test["seconds"], 2),
+            "slow": test["slow"],
             "lines": _united([wide, all_of_file if test["starts"] else lines.get(name, {})]),
         }
         for name, test in of_file.items()

@@ -115,6 +115,7 @@ def test_mutants_of_equal_bytecode_are_none():
     assert not places.changes_bytecode(mutant_of(RETURNED, "return total.to("))
 
 
+@pytest.mark.slow
 def test_a_sample_repeats_and_has_each_component():
     sample = places.sampled(24, 3)
     assert [mutant.key for mutant in sample] == [mutant.key for mutant in places.sampled(24, 3)]
@@ -292,7 +293,7 @@ def test_a_test_has_the_lines_that_its_ranks_run():
 def test_what_a_test_reaches_besides_its_own_lines():
     """Wide fixtures of its file; all lines of the file where it starts processes. What fails tells nothing."""
     tests = {
-        f"{SUM_FILE}::{name}": {"passed": name != "fails", "seconds": 1.0, "starts": name == "starts"}
+        f"{SUM_FILE}::{name}": {"passed": name != "fails", "seconds": 1.0, "starts": name == "starts", "slow": False}
         for name in ("plain", "starts", "fails")
     }
     found = {
@@ -383,6 +384,7 @@ def test_mutants_that_meet_are_not_taken_for_one_that_a_test_sees():
     assert wrong == {} and [mutant.start for mutant in met] in ([1], [4])
 
 
+@pytest.mark.slow
 def test_what_fails_on_a_tree_of_mutants_is_named():
     test = f"{SUM_FILE}::test_narrow_dtypes_are_summed_in_float32"
     assert equivalents.failing([mutant_of(RETURNED, "return (total / 2).to(x.dtype)")], [test]) == [test]

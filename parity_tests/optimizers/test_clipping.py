@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from jax_ref.optimizers import clipped
 from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import distributed, local, parameter
-from shardproof import CaseSpec, Cost, check, check_cases, every_case, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from torch_impl.optimizers import clip_grad_norm_, clipping, gradient_norm
 
 # None: left out, so that the default counts
@@ -96,6 +95,7 @@ def clipped_over_fsdp_and_tp(mesh, gradients, max_norm, norm_type, error_if_nonf
         {"a": (8,), "e": (4,), "f": (3,), "g": (2,)},
     )
 )
+@pytest.mark.cases(6, engine="gloo")
 def clipped_with_experts(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
     meshes = {
         "dense": (mesh.device_mesh, (Shard(0), Shard(0))),
@@ -155,12 +155,6 @@ SCHEMES = (clipped_over_fsdp_and_tp, clipped_with_experts, clipped_over_stages, 
 @pytest.mark.parametrize("declared_scheme", SCHEMES, ids=lambda each: each.name)
 def test_parity(declared_scheme):
     check_cases(declared_scheme, 25)
-
-
-@settings(max_examples=6)
-@given(every_case(clipped_with_experts, engine="gloo"))
-def test_parity_on_processes(case):
-    check(case)
 
 
 # The ranks of a body have the same sharded parameters; 1-norms of integers are exact in any order.

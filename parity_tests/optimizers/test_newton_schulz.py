@@ -23,8 +23,8 @@ def by_default(x, steps):
 @scheme(
     reference=by_default,
     mesh={"dp": (1,)},
+    contract=newton_schulz,
     inputs={"x": "b m n"},
-    outputs="b m n",
     dims={"b": (1, 3), "m": (1, 2, 5), "n": (1, 3)},
     draw={"x": values("normal", "zeros", "ties", "tiny")},
     nograd=("x",),

@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
-from hypothesis import given, settings
 from torch.distributed.tensor import Replicate, Shard
 
 from jax_ref.optimizers import adamw, sgd
 from parity_tests.optimizers.parameters import full, fully_sharded, local, placed, shard_of, stepped, weight
-from shardproof import Cost, check, check_cases, every_case, scheme, values
+from shardproof import Cost, check_cases, scheme, values
 
 # A layer over FSDP and tensor parallelism: three matrices, and a norm's vector that is not decayed.
 LAYER = {"both": (Shard(0), Shard(1)), "rows": (Shard(0), Replicate()), "columns": (Replicate(), Shard(1)),
@@ -177,6 +176,7 @@ FULL_DIMS = {"a": (1, 3, 5), "b": (2,), "f": (1, 4)}
     reference=reference_adamw,
     **declared(FULL, FULL_DIMS, ("means", "mean_squares"), ADAMW, mesh={"dp": (1, 2, 4, 5, 7)}),
 )
+@pytest.mark.cases(3, engine="gloo")
 def adamw_over_fsdp2(mesh, weights, gradients, means, mean_squares, t, lr, weight_decay, betas):
     parameters = fully_sharded(mesh.device_mesh, weights, gradients)
     means, mean_squares = (
@@ -197,9 +197,3 @@ SCHEMES = (
 @pytest.mark.parametrize("declared_scheme", SCHEMES, ids=lambda each: each.name)
 def test_parity(declared_scheme):
     check_cases(declared_scheme, 12)
-
-
-@settings(max_examples=3)
-@given(every_case(adamw_over_fsdp2, engine="gloo"))
-def test_parity_on_processes(case):
-    check(case)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import OWN, Chosen, batch, model_of
 from parity_tests.parallelizer.nested_modules import Layer
@@ -96,7 +97,7 @@ ORDERS = {
 }
 
 
-@settings(max_examples=25)
+@settings(max_examples=few(25))
 @given(ranks=st.sampled_from((1, 2)), **ORDERS)
 def test_units_that_are_gathered_ahead(ranks, count, tie, entry, forward, backward):
     """Which blocks are in units, and in which order a unit gathers others ahead, in forward and in backward."""

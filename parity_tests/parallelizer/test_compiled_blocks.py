@@ -13,7 +13,7 @@ from parity_tests.parallelizer import small_net
 from parity_tests.parallelizer.steps import reduced_loss
 from parity_tests.parallelizer.styled import EPS, Norm, linear_layer
 from parity_tests.specimens.engine_agreement import named
-from shardproof import CaseSpec, check_cases, scheme, token_below, values
+from shardproof import CaseSpec, scheme, token_below, values
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, translate_to_torch_parallel_style
 from torch_impl.parallelizer._torch_compat import waited
 from torch_impl.parallelizer.blocks import checkpoint_blocks, compile_blocks, save_products
@@ -79,6 +79,8 @@ def loss_of_blocks(token, table, norm, up, down):
     reduction=("b", "s", "d", "f"),
     roundings=10,
 )
+@pytest.mark.cases(1, engine="gloo")
+@pytest.mark.cases(4)
 def step_of_compiled_blocks(mesh, token, table, norm, up, down, recomputed, in_sequence_shards):
     leaves = dict(zip(LEAVES, (norm, up, down), strict=True))
     named = {"embedding.weight": table.contiguous()} | {
@@ -99,11 +101,6 @@ def step_of_compiled_blocks(mesh, token, table, norm, up, down, recomputed, in_s
         return model, [(model(token) ** 3).sum()]
 
     return reduced_loss(mesh_axes(mesh.device_mesh), named, local_loss)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_parity(engine):
-    check_cases(step_of_compiled_blocks, 4 if engine == "lockstep" else 1, engine=engine)
 
 
 @pytest.mark.parametrize("policy", [None, save_products], ids=["full", "by op"])

@@ -19,7 +19,7 @@ from parity_tests.parallelizer.expert_net import BALANCE, ExpertNet, Z, plan
 from parity_tests.parallelizer.families import empty
 from parity_tests.parallelizer.steps import reduced_loss
 from parity_tests.parallelizer.training import broken_steps, full_arrays, parallelized
-from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof import CaseSpec, scheme, values
 from torch_impl.parallelizer import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.expert_sharding import validate_experts
 from torch_impl.parallelizer.mesh_axes import mesh_axes
@@ -71,6 +71,8 @@ def sequences_can_be_sharded(case):
     roundings=6,
     reduction=("t", "d", "e", "f"),
 )
+@pytest.mark.cases(2, engine="gloo")
+@pytest.mark.cases(10)
 def step_of_sharded_experts(mesh, x, parameters, k, recomputed, resharded, in_sequence_shards):
     axes = mesh_axes(mesh.device_mesh)
     p = {**parameters, "gate_up": parameters["gate_up"].flatten(1, 2)}
@@ -87,11 +89,6 @@ def step_of_sharded_experts(mesh, x, parameters, k, recomputed, resharded, in_se
         return model, [model.loss(batch, mesh.total("t"), axes.loss_mesh.get_group()) for batch in x]
 
     return reduced_loss(axes, named, local_loss)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_parity(engine):
-    check_cases(step_of_sharded_experts, 10 if engine == "lockstep" else 2, engine=engine)
 
 
 MESHES = [

@@ -231,7 +231,11 @@ def test_so_many_blocks_ahead_are_gathered():
     assert run(body, CaseSpec("ahead", {"dp_shard": 2}, dtype="float64")).results == (ahead,) * 2
 
 
-@pytest.mark.parametrize(("mesh", "family"), [({"dp_shard": 2}, "llama"), ({"tp": 2}, "qwen3")], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "family"),
+    [({"dp_shard": 2}, "llama"), pytest.param({"tp": 2}, "qwen3", marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_compiled_blocks_on_processes(mesh, family):
     """Traced and differentiated by the compiler, run by torch's operations: a machine may lack a C compiler."""
     chosen, recomputed = configuration(family), "tp" not in mesh

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, plan
 from parity_tests.parallelizer.styled import linear_layer
@@ -145,7 +146,7 @@ def reports_of_arguments(strategy, first, second):
     return sorted(warned), None
 
 
-@settings(max_examples=25)
+@settings(max_examples=few(25))
 @given(st.sampled_from((1, 2)), st.sampled_from(STRATEGY_NAMES), st.sampled_from(CHANGED), st.sampled_from(CHANGED))
 def test_arguments_that_are_reported(ranks, strategy, first, second):
     """Two of them are not at their defaults; the rest have no warning."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, empty
 from parity_tests.parallelizer.small_net import BLOCK, Net, full_tensors, plan
@@ -64,7 +65,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=few(25))
 @given(st.sampled_from(MESHES), OPTIONS, st.booleans())
 def test_values_of_a_meta_model_are_those_of_one_process(mesh, options, inside):
     mesh = {"outer": 2, **mesh} if inside else mesh

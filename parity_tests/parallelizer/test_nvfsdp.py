@@ -14,7 +14,7 @@ from parity_tests.parallelizer.families import Chosen
 from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, PLAN, Block, Net, full_tensors, net_of, plan
 from parity_tests.parallelizer.training import Training, on_mesh, verdict
-from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof import CaseSpec, scheme, values
 from torch_impl.parallelizer import get_hf_tp_shard_plan, megatron_fsdp_strategy_parallelize
 from torch_impl.parallelizer.adapters.megatron import ALIASES, CUDA_ONLY, STRATEGIES
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
@@ -80,6 +80,7 @@ def descent(net):
     roundings=6,
     excluded_conditions=("strided",),  # FSDP takes contiguous parameters alone
 )
+@pytest.mark.cases(30)
 def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, has_units, switch, recomputes, entry):
     """Microbatches of one row, reduced after the last; a step of plain gradient descent, each group at its rate."""
     net = net_of(dict(zip(NAMES, (up_0, down_0, up_1, down_1, head), strict=True)))
@@ -114,10 +115,6 @@ def is_over_tp(parameter):
         return False
     by_axis = dict(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
     return "tp" in by_axis and not by_axis["tp"].is_replicate()
-
-
-def test_parity():
-    check_cases(strategies, 30)
 
 
 MESHES = ({"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 3})

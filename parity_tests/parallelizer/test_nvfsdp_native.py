@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan
 from shardproof import CaseSpec
@@ -75,7 +76,7 @@ def check_all_raise(mesh, options, engine="lockstep"):
     assert sentences and other == []
 
 
-@settings(max_examples=25)
+@settings(max_examples=few(25))
 @given(st.sampled_from(MESHES), OPTIONS, st.booleans())
 def test_every_rank_raises_whichever_has_the_bad_number(mesh, options, inside):
     """And whether it spreads or not."""

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
 from torch_impl.parallelizer import fsdp2_strategy_parallelize
@@ -146,7 +147,7 @@ OPTIONS = st.tuples(
 )
 
 
-@settings(max_examples=20)
+@settings(max_examples=few(20))
 @given(st.sampled_from((1, 2)), OPTIONS)
 def test_work_of_blocks(ranks, options):
     """Scope, whether layers share keys, and how far is gathered ahead in forward and in backward."""

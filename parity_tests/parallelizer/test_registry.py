@@ -13,7 +13,7 @@ from parity_tests.parallelizer.families import Chosen, empty
 from parity_tests.parallelizer.small_net import BLOCK, Net, plan
 from parity_tests.parallelizer.styled import linear_layer
 from parity_tests.parallelizer.training import broken, full_arrays
-from shardproof import CaseSpec, check_cases, scheme
+from shardproof import CaseSpec, scheme
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
@@ -108,6 +108,7 @@ def full_inside(weight, entry):
     dtypes=("float64", "float32"),
     excluded_conditions=("strided",),  # FSDP takes contiguous parameters alone
 )
+@pytest.mark.cases(20)
 def gathered_for_a_while(mesh, weight, entry, fails):
     """Parameters inside the context. They are shards again behind it, also where something was raised."""
     model = nn.Sequential(nn.ModuleList(linear_layer(each) for each in weight))
@@ -133,10 +134,6 @@ def gathered_for_a_while(mesh, weight, entry, fails):
 def local(parameter):
     """What this rank has of a parameter, as a copy."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().clone()
-
-
-def test_parity():
-    check_cases(gathered_for_a_while, 20)
 
 
 def test_parameters_are_full_inside_and_sharded_behind():

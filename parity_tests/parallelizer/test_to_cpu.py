@@ -3,13 +3,12 @@
 import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, check, every_case, scheme
+from shardproof import CaseSpec, scheme
 from torch_impl.parallelizer import to_cpu
 from torch_impl.parallelizer.tp_styles import shard_of_halves, shard_of_parts
 
@@ -44,6 +43,7 @@ def has_two_halves(case):
     assume=has_two_halves,
     excluded_conditions=("inference_mode", "overwritten"),  # what is full and on the CPU already is returned as it is
 )
+@pytest.mark.cases
 def full_value_on_the_cpu(mesh, x, over_a, over_b):
     """Uneven and empty shards, and shards of halves; of addends one rank has the value and the others have nothing."""
     placements = [PLACEMENTS[over_a], PLACEMENTS[over_b]]
@@ -66,6 +66,7 @@ def full_value_on_the_cpu(mesh, x, over_a, over_b):
     dtypes=("float32", "float64"),
     excluded_conditions=("inference_mode", "overwritten"),  # what is full and on the CPU already is returned as it is
 )
+@pytest.mark.cases(12)
 def full_stack_on_the_cpu(mesh, x, dim_over_dp):
     """Experts sharded over ep and halves of their rows over tp, and over dp what FSDP shards: behind ep, or columns."""
     over_dp = shard_of_parts(0, mesh.size("ep")) if dim_over_dp == 0 else Shard(2)
@@ -88,6 +89,7 @@ def shard_unless_summed(x, addends):
     dtypes=("float32", "float64"),
     excluded_conditions=("inference_mode", "overwritten"),  # a shard on the CPU is returned as it is
 )
+@pytest.mark.cases
 def shard_on_the_cpu(mesh, x, addends):
     """The shard of a rank, and zeros where an axis has addends and a rank therefore no shard."""
     placements = [Partial() if axis in addends else Shard(dim) for dim, axis in enumerate("ab")]
@@ -98,22 +100,6 @@ def shard_on_the_cpu(mesh, x, addends):
         if not str(error).startswith("parallelizer.to_cpu: v is "):
             raise
         return torch.zeros_like(x)
-
-
-@given(every_case(full_value_on_the_cpu))
-def test_parity(case):
-    check(case)
-
-
-@settings(max_examples=12)
-@given(every_case(full_stack_on_the_cpu))
-def test_parity_of_stacks(case):
-    check(case)
-
-
-@given(every_case(shard_on_the_cpu))
-def test_parity_of_shards(case):
-    check(case)
 
 
 def on_ranks(body, tp=2):

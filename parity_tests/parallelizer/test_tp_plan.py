@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import plain_modules as plain
 from parity_tests.parallelizer.families import IGNORED, OWN, Chosen, Float64Throughout, batch, empty, model_of
@@ -21,7 +22,7 @@ from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import NAMES, Net
 from parity_tests.parallelizer.styled import accumulated, styled
 from parity_tests.parallelizer.training import PROMISED, broken_on_ranks, deviation, summed_loss
-from shardproof import CaseSpec, check_cases, scheme, token_below, values
+from shardproof import CaseSpec, scheme, token_below, values
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
@@ -87,15 +88,12 @@ def test_every_gradient_is_that_of_the_full_model(chosen, tp):
     dtypes=("float64", "float32"),
     roundings=4,
 )
+@pytest.mark.cases(30)
 def tied_embedding(mesh, weight, ids, cotangent, weights, times):
     """One gradient for the lookup and the head, and one parameter under two names."""
     module = styled(mesh, Tied(weight), {"table": "embedding_rowwise", "head": "colwise_gather_output"})
     y, _, outcome = accumulated(module, (ids,), cotangent, weights, times)
     return y, outcome["head.weight"]
-
-
-def test_parity():
-    check_cases(tied_embedding, 30)
 
 
 def on_ranks(body, tp=2, **options):
@@ -113,7 +111,7 @@ def test_a_plan_is_rejected_on_every_rank_before_anything_is_sent(name, tp):
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=few(40))
 def test_an_edited_key_matches_or_is_rejected(data):
     """A key with a letter taken out, put in or changed is a module's, or an error that names the key."""
     key = data.draw(st.sampled_from(["model.layers.*.mlp.up_proj", "model.norm", "lm_head"]))

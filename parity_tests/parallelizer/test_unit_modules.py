@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
 
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.nested_modules import Enclosing, Inner, Nested
 from parity_tests.parallelizer.styled import Norm
@@ -76,7 +77,7 @@ UNITS = {
 }
 
 
-@settings(max_examples=25)
+@settings(max_examples=few(25))
 @given(ranks=st.sampled_from((1, 2)), **UNITS)
 def test_units_of_nested_classes(ranks, first, second, apart, strategy):
     """Which modules are units where two classes are passed, or each module with parameters is to be one."""

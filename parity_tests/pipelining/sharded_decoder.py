@@ -194,7 +194,8 @@ def sharded_loss(mesh, token, target, weights, name, source, names, shape, reduc
             schedule.step(*([token[:, :length]] if has_first else []), **last)
             loss = sum(losses, loss).detach()
             has_shapes = has_seq_len or length < token.shape[1]
-            astray.extend((stage._inference_mode.name == "STATIC") != has_shapes for stage in stages)
+            modes = [stage._inference_mode.name for stage in stages if hasattr(stage, "_inference_mode")]  # not in 2.11
+            astray.extend((mode == "STATIC") != has_shapes for mode in modes)
         astray.append(is_astray)
         gradients = {
             leaf.removeprefix("part."): to_cpu(parameter.grad).to(token.device)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
 
 from jax_ref.pipelining import reference
 from parity_tests.pipelining.residual import stepped
-from shardproof import check, every_case, scheme, values
+from shardproof import scheme, values
 from torch_impl.pipelining import Timeline, Times, schedule_order, simulate, stage_to_rank
 from torch_impl.pipelining.named_schedules import RULES
 
@@ -43,15 +43,12 @@ def accumulated(x, target, w1, w2):
     dtypes=("float64", "float32"),
     reduction=("m", "b", "l", "d", "e"),
     roundings=ROUNDINGS,
+    # torch 2.11 compares the strides of a stage's inputs, and rejects those of a view.
+    excluded_conditions=("strided",) if torch.__version__.startswith("2.11.") else (),
 )
+@pytest.mark.cases(30)
 def pipelined(mesh, x, target, w1, w2, name, source):
     return stepped(mesh, x, target, w1, w2, name, source)
-
-
-@settings(max_examples=30)
-@given(every_case(pipelined))
-def test_parity(case):
-    check(case)
 
 
 @pytest.mark.parametrize("order", [range(4), (3, 1, 0, 2)])

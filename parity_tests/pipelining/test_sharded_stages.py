@@ -1,9 +1,10 @@
 """Parity of pipelines whose stages FSDP shards: every way to a schedule, to stages and to their shapes."""
 
 import jax.numpy as jnp
+import pytest
 
 from parity_tests.pipelining.sharded_decoder import sharded_loss
-from shardproof import check_cases, scheme, token_below, values
+from shardproof import scheme, token_below, values
 from torch_impl.pipelining.named_schedules import RULES
 
 LAYERS = 5
@@ -41,12 +42,9 @@ def of_both_lengths(token, target, embedding, layers, norm, head):
     reduction=("b", "s", "v", "d", "e"),
     roundings=40,
 )
+@pytest.mark.cases(8)
 def sharded_stages(
     mesh, token, target, embedding, layers, norm, head, name, source, names, shape, reduction, has_seq_len
 ):
     weights = (embedding, *layers.unbind(), norm, head)
     return sharded_loss(mesh, token, target, weights, name, source, names, shape, reduction, has_seq_len)
-
-
-def test_parity():
-    check_cases(sharded_stages, 8)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.unsplit_models import LAYERS, accumulated, chosen, stepped, tokens
 from torch_impl.pipelining.named_schedules import RULES
@@ -49,7 +50,7 @@ def counts(draw):
     return [stop - start for start, stop in zip([0, *sorted(edges)], [*sorted(edges), ROW], strict=True)]
 
 
-@settings(max_examples=10)
+@settings(max_examples=few(10))
 @given(st.sampled_from(FAMILIES), st.booleans(), counts(), st.sampled_from([torch.float32, torch.float64]))
 def test_stages_in_a_row_are_the_model(tmp_path_factory, family, tied, cut, dtype):
     path = tmp_path_factory.mktemp("split") / "s.csv"
@@ -102,7 +103,7 @@ def test_every_schedule_is_accumulation_bit_by_bit(name, p):
     check_steps(p, family, tied=p in (2, 3), name=name, n=n, dtype=dtype, steps=2 if p < 3 else 1)
 
 
-@settings(max_examples=6)
+@settings(max_examples=few(6))
 @given(
     st.sampled_from(sorted(RULES)),
     st.integers(2, 4),

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 
 from jax_ref.parallelizer import from_state_dict, mean_loss
 from parity_tests.harness.declare.declared import flat
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, model_of
 from parity_tests.parallelizer.steps import dims, specs
@@ -64,7 +65,7 @@ def model_in_stages(mesh, parameters, token, target, schedule, has_seq_len):
 
 @pytest.mark.parametrize("of", [tied_model_in_stages, model_in_stages], ids=lambda of: of.name)
 def test_parity(of):
-    @settings(max_examples=4)
+    @settings(max_examples=few(4))
     @given(every_case(of))
     def checked(case):
         check(case)

@@ -66,7 +66,7 @@ class Block(nn.Module):
         self.norm = Norm(weights[f"{name}.norm.weight"])
         self.gate = Rows(weights[f"{name}.gate.weight"], rank, group)
         self.up = Rows(weights[f"{name}.up.weight"], rank, group)
-        # The head, which follows the last block, is sharded: what comes back from it is an addend on each rank.
+        # The head after the last block is sharded, so each rank's gradient from it is an addend.
         self.down = Columns(weights[f"{name}.down.weight"], rank, group, out="R" if is_last else "I")
 
     def forward(self, x):

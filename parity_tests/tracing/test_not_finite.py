@@ -14,7 +14,7 @@ X = torch.tensor([[1.0, 3.0], [2.0, -1.0]], dtype=torch.float64)  # of their pro
 
 
 class Rooted(nn.Module):
-    """A linear map, and a function of what it gives."""
+    """A linear map, followed by a function."""
 
     def __init__(self, function):
         super().__init__()

@@ -1,4 +1,4 @@
-"""shardproof trace of a sharded model and its twin: right ones pass, and what is wrong is named first."""
+"""shardproof trace of a sharded model and its twin: right models pass; in wrong models the first error is named."""
 
 import json
 from pathlib import Path

@@ -80,6 +80,7 @@ def same(one, other):
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_run_continues(tmp_path, moment, uninterrupted):
     killed(tmp_path / "run", MOMENTS[moment])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parity_tests.injected_bugs.catalogue.models import BUGS
+from parity_tests.injected_bugs.catalogue import CATALOGUE
 from parity_tests.tracing.lines import first
 from parity_tests.training import located, session
 from parity_tests.training.follow import ReferenceSteps
@@ -41,7 +41,7 @@ CAUGHT = ("attention over padding", "several ranks' inconsistent constants", "a 
 
 @pytest.mark.parametrize("name", CAUGHT)
 def test_a_bug_is_located_in_its_module(reference_trace, monkeypatch, name):
-    (bug,) = [bug for bug in BUGS if bug.name == name]
+    (bug,) = [bug for bug in CATALOGUE if bug.name == name]
     monkeypatch.setattr(located, "SMALL", {name: SMALL[name] for name in ("streams", "length", "sizes")})
     assert located.located(bug, reference_trace, located.runs("bfloat16")).is_right
 

@@ -66,6 +66,7 @@ def ended(process, mark, limit=LIMIT_S):
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_one_training_run_on_two_hosts(hosts):
     status, out, err = ended(hosts("train", "--mesh", "dp=2", "--engine", "torchrun", "--steps", "2"), hosts.mark)
     assert status == 0, err
@@ -87,6 +88,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", SAID)
 def test_a_host_that_is_gone_ends_the_other(hosts, tmp_path, killed):
     command = ("train", "--mesh", "dp=2", "--engine", "torchrun", "--steps", "100000")

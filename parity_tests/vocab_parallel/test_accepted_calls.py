@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
 from torch_impl import vocab_parallel as vp
@@ -65,7 +66,7 @@ SAMPLING = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=few(60))
 @given(tp=st.sampled_from((1, 2)), **SAMPLING)
 def test_sampling_params_that_are_accepted(tp, top_k, top_p, temperature, with_entropy):
     params = SimpleNamespace(top_k=top_k, top_p=top_p, temperature=temperature)
@@ -118,7 +119,7 @@ PLACEMENTS = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=few(60))
 @given(cp=st.sampled_from((1, 2)), tp=st.sampled_from((1, 2)), **PLACEMENTS)
 def test_placements_that_are_accepted(cp, tp, logits_over_cp, ids, order, flaw):
     """DTensor logits go with ids and a stored order that cp shards as it shards them."""
@@ -162,7 +163,7 @@ def rule_of_offsets(cp, padded, real):
 SEQUENCES = st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 1)), min_size=1, max_size=3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=few(60))
 @given(cp=st.sampled_from((1, 2)), tp=st.sampled_from((1, 2)), unit=st.sampled_from((4, 1, 2)), sequences=SEQUENCES)
 def test_offsets_that_are_accepted(cp, tp, unit, sequences):
     padded = [unit * length for length, _ in sequences]

@@ -43,6 +43,7 @@ LOG_SOFTMAX = dict(
 
 
 @scheme(
+    contract=vp.vocab_parallel_log_softmax,
     outputs="b s v/tp:ragged",
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 2 * c.b * c.s)), backward=sums_over_tp(c)),
     **LOG_SOFTMAX,
@@ -67,7 +68,7 @@ def target_of_log_softmax(mesh, logits, target):
     return torch.where(is_target, vp.vocab_parallel_log_softmax(logits, mesh["tp"]), 0.0).sum(-1)
 
 
-@scheme(outputs="b s v tp=I", cost=full_rows_cost, **LOG_SOFTMAX)
+@scheme(contract=vp.vocab_parallel_full_log_softmax, cost=full_rows_cost, **LOG_SOFTMAX)
 def full_log_softmax(mesh, logits):
     return vp.vocab_parallel_full_log_softmax(logits, mesh["tp"])
 
@@ -75,8 +76,8 @@ def full_log_softmax(mesh, logits):
 @scheme(
     reference=columns,
     mesh=RANKS,
+    contract=vp.vocab_parallel_gather_columns,
     inputs={"x": "b s v/tp:ragged", "ids": "k"},
-    outputs="b s k tp=I",
     draw={"ids": ids("v", ignore=-100)},
     dims={"k": (1, 2, 3, 8, 0)},
     rank_options={"counted": (False, True)},
@@ -96,8 +97,8 @@ def gathered_columns(mesh, x, ids, counted):
 @scheme(
     reference=argmax,
     mesh=RANKS,
+    contract=vp.vocab_parallel_argmax,
     inputs={"logits": "b s v/tp:ragged"},
-    outputs="b s",
     draw={"logits": values("normal", "ties", "neg_inf_mask", "zeros", "iota", "huge", "ties")},
     nograd=("logits",),
     rank_options={"counted": (False, True)},
@@ -114,8 +115,8 @@ def largest_id(mesh, logits, counted) -> Int[Tensor, "b s"]:
 @scheme(
     reference=sequence,
     mesh=RANKS,
+    contract=vp.group_all_reduce_sum,
     inputs={"x": "b s tp=P"},
-    outputs="b s tp=I",
     dtypes=DTYPES,
     cost=lambda c: Cost(forward={"all_reduce": (1, c.b * c.s * c.accumulator_itemsize)}),
 )

@@ -34,13 +34,24 @@ def shift_cost(case):
     return Cost(forward=once, backward=once)
 
 
-@scheme(reference=sequence, inputs={"x": "b s/cp:dual_chunk_swap d"}, cost=exchange_cost, **DECLARED)
+@scheme(
+    reference=sequence,
+    contract=vp.cp_load_balanced_to_contiguous,
+    inputs={"x": "b s/cp:dual_chunk_swap d"},
+    cost=exchange_cost,
+    **DECLARED,
+)
 def contiguous_blocks(mesh, x, seq_dim):
     return vp.cp_load_balanced_to_contiguous(x.movedim(1, seq_dim), mesh["cp"], seq_dim).movedim(seq_dim, 1)
 
 
 @scheme(
-    reference=next_positions, inputs={"x": "b s/cp d"}, options={"fill": (0, -100, 0.5)}, cost=shift_cost, **DECLARED
+    reference=next_positions,
+    contract=vp.cp_shift_next,
+    inputs={"x": "b s/cp d"},
+    options={"fill": (0, -100, 0.5)},
+    cost=shift_cost,
+    **DECLARED,
 )
 def next_position(mesh, x, fill, seq_dim):
     return vp.cp_shift_next(x.movedim(1, seq_dim), mesh["cp"], seq_dim, fill).movedim(seq_dim, 1)

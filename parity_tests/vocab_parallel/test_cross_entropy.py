@@ -4,13 +4,12 @@ import jax
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import cross_entropy
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
-from shardproof import CaseSpec, Cost, check, every_case, scheme, values
+from shardproof import CaseSpec, Cost, scheme, values
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(
@@ -28,11 +27,14 @@ OFTEN_SPREAD = values("large", "normal", "large", "neg_inf_mask", "large", "peak
 
 @scheme(
     reference=cross_entropy,
+    contract=vp.DistributedCrossEntropy,
     inputs={"student_logits": "b s v/tp:ragged", "target_logits": "b s v/tp:ragged"},
     draw={"student_logits": OFTEN_MASKED, "target_logits": OFTEN_SPREAD},
     nograd=("target_logits",),
     **DECLARED,
 )
+@pytest.mark.cases(5, engine="gloo")
+@pytest.mark.cases
 def distributed_cross_entropy(mesh, student_logits, target_logits):
     return vp.DistributedCrossEntropy.apply(student_logits, target_logits, mesh["tp"])
 
@@ -42,25 +44,10 @@ def cross_entropy_with_a_sharper_self(logits):
 
 
 @scheme(reference=cross_entropy_with_a_sharper_self, inputs={"logits": "b s v/tp:ragged"}, **DECLARED)
+@pytest.mark.cases
 def cross_entropy_near_its_end(mesh, logits):
     """A student that has learnt its target all but for the temperature: both are certain of the same, both masked."""
     return vp.DistributedCrossEntropy.apply(logits, 2 * logits.detach(), mesh["tp"])
-
-
-@given(every_case(distributed_cross_entropy))
-def test_parity(case):
-    check(case)
-
-
-@given(every_case(cross_entropy_near_its_end))
-def test_parity_near_its_end(case):
-    check(case)
-
-
-@given(every_case(distributed_cross_entropy, engine="gloo"))
-@settings(max_examples=5)
-def test_parity_on_gloo(case):
-    check(case)
 
 
 def normal(*shape, key=13):

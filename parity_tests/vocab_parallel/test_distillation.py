@@ -70,28 +70,47 @@ def specs(student, types):
 OVER_CP = "b f/cp:dual_chunk_swap"
 
 
-@scheme(mesh={"tp": (1,)}, **specs("b f v tp=I", "tp=I"), cost=cost(False, False, False), **DECLARED)
+@scheme(
+    mesh={"tp": (1,)},
+    **specs("b f v tp=I", "tp=I"),
+    cost=cost(False, False, False),
+    **DECLARED,
+)
 def distillation_alone(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
     return three(student, teacher, ids, zero_outside_topk, calculate_entropy)
 
 
-@scheme(mesh={"tp": (1, 2, 3, 4)}, **specs("b f v/tp:ragged", "tp=I"), cost=cost(True, False, True), **DECLARED)
+@scheme(
+    contract=vp.get_distillation_topk_logprobs_from_logits,
+    mesh={"tp": (1, 2, 3, 4)},
+    **specs("b f v/tp:ragged", "tp=I"),
+    cost=cost(True, False, True),
+    **DECLARED,
+)
 def distillation_over_tp(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
     groups = mesh.rank("tp"), mesh["tp"]
     return three(student, teacher, ids, zero_outside_topk, calculate_entropy, *groups)
 
 
-@scheme(mesh={"cp": (1, 2, 4)}, **specs(f"{OVER_CP} v", "cp=R"), cost=cost(False, True, False), **DECLARED)
+@scheme(
+    contract=vp.get_distillation_topk_logprobs_from_logits,
+    mesh={"cp": (1, 2, 4)},
+    **specs(f"{OVER_CP} v", "cp=R"),
+    cost=cost(False, True, False),
+    **DECLARED,
+)
 def distillation_over_cp(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
     return three(student, teacher, ids, zero_outside_topk, calculate_entropy, None, None, mesh["cp"])
 
 
 @scheme(
+    contract=vp.get_distillation_topk_logprobs_from_logits,
     mesh={"cp": (1, 2), "tp": (1, 2, 4)},
     **specs(f"{OVER_CP} v/tp:ragged", "tp=I cp=R"),
     cost=cost(True, True, True),
     **DECLARED,
 )
+@pytest.mark.cases(5, engine="gloo")
 def distillation_over_tp_and_cp(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
     groups = mesh.rank("tp"), mesh["tp"], mesh["cp"]
     return three(student, teacher, ids, zero_outside_topk, calculate_entropy, *groups)
@@ -107,6 +126,7 @@ def as_dtensor(mesh, local, v):
 
 
 @scheme(
+    contract=vp.get_distillation_topk_logprobs_from_logits,
     mesh={"cp": (1, 2), "tp": (1, 2, 4)},
     **specs(f"{OVER_CP} v/tp", "tp=I cp=R"),
     cost=cost(True, True, False),
@@ -147,12 +167,6 @@ def test_every_combination(route, zero_outside_topk, calculate_entropy):
         verify_case(
             route, route.case(seed=e, dtype=dtype, b=2, s=8 - e, e=e, v=12, k=3, **sizes, **options)
         ).raise_if_failed()
-
-
-@given(every_case(distillation_over_tp_and_cp, engine="gloo"))
-@settings(max_examples=5)
-def test_parity_on_gloo(case):
-    check(case)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

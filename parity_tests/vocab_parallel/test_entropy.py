@@ -6,38 +6,30 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import negative_entropy
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
-from shardproof import CaseSpec, Cost, check, every_case, scheme
+from shardproof import CaseSpec, Cost, every_case, scheme
 from torch_impl import vocab_parallel as vp
 
 
 @scheme(
     reference=negative_entropy,
     mesh={"tp": (1, 2, 3, 4)},
+    contract=vp.ChunkedDistributedEntropy,
     inputs={"logits": "b s v/tp:ragged"},
-    outputs="b s tp=I",
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
     roundings=3,  # log total, mean shifted logit, gradient
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 3 * c.b * c.s))),
 )
+@pytest.mark.cases(5, engine="gloo")
+@pytest.mark.cases
 def chunked_distributed_entropy(mesh, logits, chunk_size):
     own_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedEntropy.apply(logits, own_size, mesh["tp"])
-
-
-@given(every_case(chunked_distributed_entropy))
-def test_parity(case):
-    check(case)
-
-
-@given(every_case(chunked_distributed_entropy, engine="gloo"))
-@settings(max_examples=5)
-def test_parity_on_gloo(case):
-    check(case)
 
 
 def normal(*shape):
@@ -98,7 +90,7 @@ def test_equal_logits_have_the_largest_entropy_and_no_slope(tp):
 
 
 @given(every_case(chunked_distributed_entropy, dtype="float32"))
-@settings(max_examples=15)
+@settings(max_examples=few(15))
 def test_lies_between_minus_log_v_and_zero(case):
     report = verify_case(chunked_distributed_entropy, case)
     (tensor,) = (tensor for tensor in report.tensors if tensor.role == "output")

@@ -67,7 +67,7 @@ GROUPS = dict(
 )
 
 
-@scheme(cost=lambda c: over_cp(c, c.b * c.s), **GROUPS, **COMMON)
+@scheme(contract=vp.from_parallel_logits_to_logprobs, cost=lambda c: over_cp(c, c.b * c.s), **GROUPS, **COMMON)
 def entropy_of_groups(mesh, logits, target, temperature, chunk_size):
     return vp.from_parallel_logits_to_logprobs(
         logits,
@@ -81,7 +81,9 @@ def entropy_of_groups(mesh, logits, target, temperature, chunk_size):
     )
 
 
-@scheme(cost=lambda c: over_cp(c, c.b * c.s, widths=1), **GROUPS, **COMMON)
+@scheme(
+    contract=vp.get_next_token_logprobs_from_logits, cost=lambda c: over_cp(c, c.b * c.s, widths=1), **GROUPS, **COMMON
+)
 def entropy_by_rank(mesh, logits, target, temperature, chunk_size):
     return vp.get_next_token_logprobs_from_logits(
         target,
@@ -103,6 +105,7 @@ def of_stored(logits, target, keys, columns, temperature):
 @scheme(
     reference=of_stored,
     mesh={"cp": (1, 2, 3), "tp": (1, 2)},
+    contract=vp.get_logprobs_from_vocab_parallel_logits,
     inputs={"logits": "b s/cp v/tp:ceil", "target": "b s/cp", "keys": "s", "columns": "v"},
     outputs=("b u tp=I cp=I", "b u tp=I cp=I"),
     layouts={"ceil": ceil},
@@ -135,6 +138,7 @@ def of_packed(logits, target, padded, real, columns, temperature):
 @scheme(
     reference=of_packed,
     mesh={"cp": (1, 2), "tp": (1, 2)},
+    contract=vp.from_parallel_logits_to_logprobs_packed_sequences,
     inputs={"logits": "1 t/cp:packed v/tp:ragged", "target": "1 t", "padded": "n", "real": "n", "columns": "u"},
     outputs=OVER_CP,
     dims={"b": "n-1", "n": (4, 6, 3), "t": (24, 40, 16), "u": (5, 9, 2), "v": (8, 5, 13)},
@@ -169,6 +173,7 @@ def of_hidden(hidden, weight, target, temperature):
 @scheme(
     reference=of_hidden,
     mesh={"cp": (1, 2), "tp": (1, 2, 4)},
+    contract=vp.from_parallel_hidden_states_to_logprobs,
     inputs={"hidden": "s/cp:dual_chunk_swap b d tp=I", "weight": "v/tp:ragged d cp=R", "target": "b s"},
     outputs=OVER_CP,
     dims={"v": (8, 5, 13), "d": (3, 5), "u": "s-1"},

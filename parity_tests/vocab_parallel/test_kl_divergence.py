@@ -34,6 +34,7 @@ def from_student(student_logits, teacher_logits, temperature):
 
 @scheme(
     reference=from_teacher,
+    contract=vp.vocab_parallel_kl,
     inputs=BOTH,
     draw={"student_logits": OFTEN_MASKED, "teacher_logits": OFTEN_MASKED},
     nograd=("teacher_logits",),
@@ -48,6 +49,7 @@ def forward_kl(mesh, student_logits, teacher_logits, temperature, chunk_size):
 
 @scheme(
     reference=from_student,
+    contract=vp.vocab_parallel_kl,
     inputs=BOTH,
     draw={"student_logits": OFTEN_MASKED, "teacher_logits": NEVER_MASKED},  # else +inf, and no gradient to compare
     nograd=("teacher_logits",),

@@ -86,19 +86,28 @@ def next_scored(mesh, hidden, weight, target, chunk_size, tied=False, **options)
     )
 
 
-@scheme(inputs={"hidden": "s b d tp=I", "weight": "v/tp:ragged d", "target": "b s"}, cost=replicated_cost, **SHIFTED)
+@scheme(
+    contract=vp.ChunkedDistributedHiddenStatesToLogprobs,
+    inputs={"hidden": "s b d tp=I", "weight": "v/tp:ragged d", "target": "b s"},
+    cost=replicated_cost,
+    **SHIFTED,
+)
 def linear_logprobs(mesh, hidden, weight, target, chunk_size):
     return scored(mesh, hidden, weight, target, chunk_size)
 
 
 @scheme(
-    inputs={"hidden": "s/tp b d", "weight": "v/tp:ragged d", "target": "b s"}, cost=sequence_parallel_cost, **SHIFTED
+    contract=vp.ChunkedDistributedHiddenStatesToLogprobs,
+    inputs={"hidden": "s/tp b d", "weight": "v/tp:ragged d", "target": "b s"},
+    cost=sequence_parallel_cost,
+    **SHIFTED,
 )
 def linear_logprobs_of_sharded_states(mesh, hidden, weight, target, chunk_size):
     return scored(mesh, hidden, weight, target, chunk_size)
 
 
 @scheme(
+    contract=vp.from_parallel_hidden_states_to_logprobs,
     inputs={"hidden": "s/cp:dual_chunk_swap b d tp=I", "weight": "v/tp:ragged d cp=R", "target": "b s"},
     cost=lambda c: replicated_cost(c, over_cp=True),
     **NEXT,
@@ -108,6 +117,7 @@ def linear_next_tokens(mesh, hidden, weight, target, chunk_size):
 
 
 @scheme(
+    contract=vp.from_parallel_hidden_states_to_logprobs,
     inputs={"hidden": "s/cp:dual_chunk_swap/tp b d", "weight": "v/tp:ragged d cp=R", "target": "b s"},
     cost=lambda c: sequence_parallel_cost(c, over_cp=True),
     **NEXT,

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
+from parity_tests.slow import slow_but
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, values
+from shardproof import CaseSpec, Cost, ids, scheme, values
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(
@@ -33,12 +33,14 @@ def one_exchange(numbers):
 
 
 @scheme(
+    contract=vp.vocab_parallel_logprob,
     reference=logprob,
-    outputs="b s tp=I",
     rank_options={"chunk_size": (None, 1, 2, 5)},
     cost=one_exchange(3),
     **DECLARED,
 )
+@pytest.mark.cases(8, engine="gloo")
+@pytest.mark.cases
 def vocab_parallel_logprob(mesh, logits, target, temperature, chunk_size):
     start, end = owned_range(mesh)
     return vp.vocab_parallel_logprob(
@@ -53,6 +55,7 @@ def vocab_parallel_logprob(mesh, logits, target, temperature, chunk_size):
 
 
 @scheme(
+    contract=vp.vocab_parallel_logprob,
     reference=logprob_and_negative_entropy,
     outputs=("b s tp=I", "b s tp=I"),
     rank_options={"chunk_size": (None, 1, 2, 5)},
@@ -60,6 +63,7 @@ def vocab_parallel_logprob(mesh, logits, target, temperature, chunk_size):
     roundings=3,  # log total, mean shifted logit, gradient
     **{**DECLARED, "dtypes": ("float32", "bfloat16")},  # the reference's own slope is no better than float64
 )
+@pytest.mark.cases
 def logprob_with_entropy(mesh, logits, target, temperature, chunk_size):
     start, end = owned_range(mesh)
     return vp.vocab_parallel_logprob(
@@ -74,18 +78,20 @@ def logprob_with_entropy(mesh, logits, target, temperature, chunk_size):
     )
 
 
-@scheme(reference=logprob, outputs="b s tp=I", cost=one_exchange(3), **DECLARED)
+@scheme(contract=vp.DistributedLogprob, reference=logprob, cost=one_exchange(3), **DECLARED)
+@pytest.mark.cases
 def distributed_logprob(mesh, logits, target, temperature):
     return vp.DistributedLogprob.apply(logits, target, *owned_range(mesh), mesh["tp"], False, temperature)
 
 
 @scheme(
+    contract=vp.ChunkedDistributedLogprob,
     reference=logprob,
-    outputs="b s tp=I",
     rank_options={"chunk_size": (1, 2, 5)},
     cost=one_exchange(3),
     **DECLARED,
 )
+@pytest.mark.cases
 def chunked_distributed_logprob(mesh, logits, target, temperature, chunk_size):
     own_size = chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedLogprob.apply(
@@ -94,8 +100,8 @@ def chunked_distributed_logprob(mesh, logits, target, temperature, chunk_size):
 
 
 @scheme(
+    contract=vp.DistributedLogprob,
     reference=logprob,
-    outputs="b s tp=I",
     nograd=("logits",),
     **{
         **DECLARED,
@@ -103,6 +109,7 @@ def chunked_distributed_logprob(mesh, logits, target, temperature, chunk_size):
         "dtypes": ("float32",),
     },
 )
+@pytest.mark.cases
 def logprob_of_bfloat16_logits(mesh, logits, target, temperature):
     """Held to the budget of float32: only the logits are bfloat16, not the arithmetic."""
     return vp.DistributedLogprob.apply(logits.bfloat16(), target, *owned_range(mesh), mesh["tp"], False, temperature)
@@ -123,6 +130,7 @@ def laid_out(logits, layout):
 
 
 @scheme(
+    contract=vp.vocab_parallel_logprob,
     reference=logprob_and_negative_entropy,
     outputs=("b s tp=I", "b s tp=I"),
     dims={"b": (1, 2), "s": (3, 1, 0, 5)},
@@ -131,6 +139,7 @@ def laid_out(logits, layout):
     roundings=3,  # log total, mean shifted logit, gradient
     **{**DECLARED, "dtypes": ("float32", "bfloat16")},
 )
+@pytest.mark.cases
 def logprob_over_its_logits(mesh, logits, target, temperature, layout):
     """The gradient replaces the logits, unless these share memory: then a copy's."""
     start, end = owned_range(mesh)
@@ -144,42 +153,6 @@ def logprob_over_its_logits(mesh, logits, target, temperature, layout):
             raise
         scores = vp.vocab_parallel_logprob(z.contiguous(), ids, mesh["tp"], inplace_gradient=True, **options)
     return tuple(x[0] if z.ndim > logits.ndim else x for x in scores)
-
-
-@given(every_case(logprob_over_its_logits))
-def test_parity_of_the_gradient_in_place(case):
-    check(case)
-
-
-@given(every_case(vocab_parallel_logprob))
-def test_parity(case):
-    check(case)
-
-
-@given(every_case(logprob_with_entropy))
-def test_parity_with_entropy(case):
-    check(case)
-
-
-@given(every_case(distributed_logprob))
-def test_parity_of_the_function(case):
-    check(case)
-
-
-@given(every_case(chunked_distributed_logprob))
-def test_parity_of_the_chunked_function(case):
-    check(case)
-
-
-@given(every_case(logprob_of_bfloat16_logits))
-def test_bfloat16_logits_are_computed_with_in_float32(case):
-    check(case)
-
-
-@given(every_case(vocab_parallel_logprob, engine="gloo"))
-@settings(max_examples=8)
-def test_parity_on_gloo(case):
-    check(case)
 
 
 def judged(logits, target, tp, scheme=logprob_with_entropy, **options):
@@ -324,8 +297,16 @@ def test_a_range_is_of_integers(name):
     assert run(body, CaseSpec(scheme="logprob", mesh={"tp": 1})).results == (True,)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_parity_of_the_compiled_backend():
+COMPILED = [
+    {"tp": 2, "b": 2, "s": 3, "v": 12},
+    {"tp": 3, "b": 1, "s": 5, "v": 20},
+    {"tp": 2, "b": 1, "s": 3, "v": 10000},
+]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("sizes", slow_but(COMPILED[:1], COMPILED), ids=str)
+def test_parity_of_the_compiled_backend(sizes):
     """Declared here, so that no other run compiles it."""
 
     @scheme(reference=logprob_and_negative_entropy, outputs=("b s tp=I", "b s tp=I"), cost=one_exchange(4), **DECLARED)
@@ -335,10 +316,8 @@ def test_parity_of_the_compiled_backend():
         options = dict(temperature=temperature, with_entropy=True, backend="compile")
         return vp.vocab_parallel_logprob(logits, target, mesh["tp"], **owned, **options)
 
-    short = {"tp": 2, "b": 2, "s": 3, "v": 12}, {"tp": 3, "b": 1, "s": 5, "v": 20}
-    for seed, sizes in enumerate([*short, {"tp": 2, "b": 1, "s": 3, "v": 10000}]):
-        case = compiled_logprob.case(seed=seed, dtype="float32", temperature=0.7, **sizes)
-        verify_case(compiled_logprob, case, quiet_s=240.0).raise_if_failed()
+    case = compiled_logprob.case(dtype="float32", temperature=0.7, **sizes)
+    verify_case(compiled_logprob, case, quiet_s=240.0).raise_if_failed()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 
 from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
+from shardproof import CaseSpec, Cost, ids, scheme
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel import long_rows
 
@@ -40,13 +40,14 @@ SPECIAL = ("ties", "maximum last", "-inf", "one finite", "+inf", "nan")
 
 
 @scheme(
+    contract=vp.vocab_parallel_logprob,
     reference=logprob,
-    outputs="b s tp=I",
     dtypes=("float32", "float64", "bfloat16"),
     rank_options={"chunk_size": (None, 1)},
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 3 * c.b * c.s))),
     **LONG,
 )
+@pytest.mark.cases(settings().max_examples // 4)
 def logprob_of_long_rows(mesh, logits, target, temperature, chunk_size):
     start, end = owned_range(mesh)
     options = dict(vocab_start_index=start, vocab_end_index=end, temperature=temperature, chunk_size=chunk_size)
@@ -54,6 +55,7 @@ def logprob_of_long_rows(mesh, logits, target, temperature, chunk_size):
 
 
 @scheme(
+    contract=vp.vocab_parallel_logprob,
     reference=logprob_and_negative_entropy,
     outputs=("b s tp=I", "b s tp=I"),
     dtypes=("float32", "bfloat16"),
@@ -61,22 +63,11 @@ def logprob_of_long_rows(mesh, logits, target, temperature, chunk_size):
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 4 * c.b * c.s))),
     **LONG,
 )
+@pytest.mark.cases(settings().max_examples // 4)
 def logprob_with_entropy_of_long_rows(mesh, logits, target, temperature):
     start, end = owned_range(mesh)
     options = dict(vocab_start_index=start, vocab_end_index=end, temperature=temperature, with_entropy=True)
     return vp.vocab_parallel_logprob(logits, target, mesh["tp"], **options)
-
-
-@given(every_case(logprob_of_long_rows))
-@settings(max_examples=settings().max_examples // 4)
-def test_parity(case):
-    check(case)
-
-
-@given(every_case(logprob_with_entropy_of_long_rows))
-@settings(max_examples=settings().max_examples // 4)
-def test_parity_with_entropy(case):
-    check(case)
 
 
 def drawn_rows(width, dtype):

@@ -28,8 +28,8 @@ def cost(c):
 @scheme(
     reference=sampled_logprob,
     mesh={"tp": (1, 2, 3, 4)},
+    contract=vp.DistributedLogprobWithSampling,
     inputs={"logits": "b s v/tp:ragged", "target": "b s"},
-    outputs="b s tp=I",
     draw={"logits": decided_rows(), "target": ids("v", ignore=-100)},
     dims={"b": (1, 2), "s": (3,), "v": (2, 7, 24)},
     options={"top_k": (5, None), "top_p": (1.0, 0.9), "temperature": (1.0, 0.5), "min_p": (0.2, 0.05)},
@@ -47,8 +47,8 @@ def logprob_with_min_p(mesh, logits, target, top_k, top_p, temperature, min_p):
 @scheme(
     reference=sampled_logprob,
     mesh={"tp": (1, 2)},
+    contract=vp.DistributedLogprobWithSampling,
     inputs={"logits": "b s v/tp:ragged", "target": "b s"},
-    outputs="b s tp=I",
     draw={"logits": decided_rows(), "target": ids("v", ignore=-100)},
     dims={"b": (1,), "s": (2,), "v": (1030, 2100)},
     options={"top_k": (1025, 1028), "top_p": (1.0, 0.9), "temperature": (1.0, 8.0), "min_p": (0.01, 1e-9)},

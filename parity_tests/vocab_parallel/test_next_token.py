@@ -61,7 +61,7 @@ def of_groups(mesh, logits, target, chunk_size, **params):
     )
 
 
-@scheme(reference=next_token_logprob, cost=over_cp, **CUT)
+@scheme(contract=vp.from_parallel_logits_to_logprobs, reference=next_token_logprob, cost=over_cp, **CUT)
 def next_tokens(mesh, logits, target, temperature, chunk_size):
     return of_groups(mesh, logits, target, chunk_size, temperature=temperature)
 
@@ -69,17 +69,19 @@ def next_tokens(mesh, logits, target, temperature, chunk_size):
 PADDED = {**CUT, "inputs": {**CUT["inputs"], "target": "b n"}, "dims": {**CUT["dims"], "n": "s-3", "u": "n-1"}}
 
 
-@scheme(reference=next_token_logprob, cost=over_cp, **PADDED)
+@scheme(contract=vp.from_parallel_logits_to_logprobs, reference=next_token_logprob, cost=over_cp, **PADDED)
 def next_tokens_with_padding(mesh, logits, target, temperature, chunk_size):
     return of_groups(mesh, logits, target, chunk_size, temperature=temperature)
 
 
-@scheme(reference=next_token_logprob, **FILTERED)  # what a filter costs is declared with the filter
+@scheme(
+    contract=vp.from_parallel_logits_to_logprobs, reference=next_token_logprob, **FILTERED
+)  # what a filter costs is declared with the filter
 def next_tokens_as_sampled(mesh, logits, target, top_k, top_p, temperature, chunk_size):
     return of_groups(mesh, logits, target, chunk_size, top_k=top_k, top_p=top_p, temperature=temperature)
 
 
-@scheme(reference=next_token_logprob, cost=over_cp_by_width, **CUT)
+@scheme(contract=vp.get_next_token_logprobs_from_logits, reference=next_token_logprob, cost=over_cp_by_width, **CUT)
 def next_tokens_by_rank(mesh, logits, target, temperature, chunk_size):
     return vp.get_next_token_logprobs_from_logits(
         target,
@@ -106,7 +108,7 @@ def over_cp_alone(c):
     return Cost(forward={"all_gather": (1, size // c.cp)}, backward={"reduce_scatter": (1, size)})
 
 
-@scheme(reference=next_token_logprob, cost=over_cp_alone, **WHOLE)
+@scheme(contract=vp.get_next_token_logprobs_from_logits, reference=next_token_logprob, cost=over_cp_alone, **WHOLE)
 def next_tokens_of_full_rows(mesh, logits, target, top_k, top_p, temperature, chunk_size):
     return vp.get_next_token_logprobs_from_logits(
         target,

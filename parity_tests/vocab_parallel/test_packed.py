@@ -72,12 +72,12 @@ def by_real(logits, target, padded, real, columns, temperature):
     )
 
 
-@scheme(reference=by_padded, inputs=INPUTS, **DECLARED)
+@scheme(reference=by_padded, contract=vp.from_parallel_logits_to_logprobs_packed_sequences, inputs=INPUTS, **DECLARED)
 def packed_next_tokens(mesh, logits, target, padded, real, columns, temperature, chunk_size):
     return scored(mesh, logits, target, padded, columns, temperature, chunk_size)
 
 
-@scheme(reference=by_real, inputs=INPUTS, **DECLARED)
+@scheme(reference=by_real, contract=vp.from_parallel_logits_to_logprobs_packed_sequences, inputs=INPUTS, **DECLARED)
 def packed_next_tokens_of_real_lengths(mesh, logits, target, padded, real, columns, temperature, chunk_size):
     return scored(mesh, logits, target, padded, columns, temperature, chunk_size, cu_seqlens=real)
 
@@ -91,7 +91,7 @@ def rolled_and_sharded(target, padded, cp, rank):
     return torch.cat(pieces, dim=1)
 
 
-@scheme(reference=by_padded, inputs=INPUTS, **DECLARED)
+@scheme(reference=by_padded, contract=vp.from_parallel_logits_to_logprobs_packed_sequences, inputs=INPUTS, **DECLARED)
 def packed_next_tokens_rolled_before(mesh, logits, target, padded, real, columns, temperature, chunk_size):
     rolled = rolled_and_sharded(target, padded, mesh.size("cp"), mesh.rank("cp"))
     return scored(mesh, logits, rolled, padded, columns, temperature, chunk_size, target_is_pre_rolled=True)

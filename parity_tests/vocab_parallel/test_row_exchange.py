@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import same
 from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, Cost, check, every_case, scheme
+from shardproof import CaseSpec, Cost, scheme
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(
@@ -22,30 +21,17 @@ def one_exchange(c):
     return Cost(forward={"all_to_all": (1, shard)}, backward={"all_to_all": (1, shard)})
 
 
-@scheme(inputs={"matrix": "t v/tp"}, outputs="t/tp v", cost=one_exchange, **DECLARED)
+@scheme(contract=vp.all_to_all_vp2sq, inputs={"matrix": "t v/tp"}, cost=one_exchange, **DECLARED)
+@pytest.mark.cases(5, engine="gloo")
+@pytest.mark.cases
 def columns_to_rows(mesh, matrix):
     return vp.all_to_all_vp2sq(matrix, mesh["tp"])
 
 
-@scheme(inputs={"matrix": "t/tp v"}, outputs="t v/tp", cost=one_exchange, **DECLARED)
+@scheme(contract=vp.all_to_all_sq2vp, inputs={"matrix": "t/tp v"}, cost=one_exchange, **DECLARED)
+@pytest.mark.cases
 def rows_to_columns(mesh, matrix):
     return vp.all_to_all_sq2vp(matrix, mesh["tp"])
-
-
-@given(every_case(columns_to_rows))
-def test_parity_to_rows(case):
-    check(case)
-
-
-@given(every_case(rows_to_columns))
-def test_parity_to_columns(case):
-    check(case)
-
-
-@given(every_case(columns_to_rows, engine="gloo"))
-@settings(max_examples=5)
-def test_parity_on_gloo(case):
-    check(case)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.bfloat16, torch.float32])

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import sampled_logprob
 from parity_tests.harness.run.engines import run
@@ -11,7 +10,7 @@ from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
+from shardproof import CaseSpec, Cost, ids, scheme
 from torch_impl import vocab_parallel as vp
 
 INTEGER = 8  # bytes of a width
@@ -46,22 +45,27 @@ def filter_cost(c, known_range):
 
 
 @scheme(
+    contract=vp.DistributedLogprobWithSampling,
     options={"top_k": (None, 1, 5), "top_p": (1.0, 0.5, 0.9), "temperature": (1.0, 0.5)},
     cost=lambda c: filter_cost(c, known_range=False),
     **SMALL,
     **DECLARED,
 )
+@pytest.mark.cases(8, engine="gloo")
+@pytest.mark.cases
 def logprob_with_sampling(mesh, logits, target, top_k, top_p, temperature):
     return vp.DistributedLogprobWithSampling.apply(logits, target, mesh["tp"], top_k, top_p, False, temperature)
 
 
 @scheme(
+    contract=vp.ChunkedDistributedLogprobWithSampling,
     options={"top_k": (None, 3), "top_p": (0.3, 1.0, 0.99), "temperature": (2.0,)},
     rank_options={"chunk_size": (None, 1, 2, 5)},
     cost=lambda c: filter_cost(c, known_range=True),
     **SMALL,
     **DECLARED,
 )
+@pytest.mark.cases
 def chunked_logprob_with_sampling(mesh, logits, target, top_k, top_p, temperature, chunk_size):
     own_size = None if chunk_size is None else chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedLogprobWithSampling.apply(
@@ -70,12 +74,14 @@ def chunked_logprob_with_sampling(mesh, logits, target, top_k, top_p, temperatur
 
 
 @scheme(
+    contract=vp.DistributedLogprobWithSampling,
     mesh={"tp": (1, 2, 4)},
     dims={"b": (1,), "s": (2,), "v": (1030, 2100)},
     options={"top_k": (1025, None, 2000), "top_p": (1.0, 0.9, 0.5), "temperature": (1.0, 0.7)},
     cost=lambda c: filter_cost(c, known_range=True),
     **DECLARED,
 )
+@pytest.mark.cases(12)
 def logprob_with_wide_sampling(mesh, logits, target, top_k, top_p, temperature):
     return vp.DistributedLogprobWithSampling.apply(
         logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
@@ -83,6 +89,7 @@ def logprob_with_wide_sampling(mesh, logits, target, top_k, top_p, temperature):
 
 
 @scheme(
+    contract=vp.DistributedLogprobWithSampling,
     mesh={"tp": (1, 2)},
     dims={"b": (1,), "s": (1, 2), "v": (8450, 12800)},
     options={"top_k": (1025, None, 3000), "top_p": (1.0, 0.5), "temperature": (1.0, 0.7)},
@@ -90,6 +97,7 @@ def logprob_with_wide_sampling(mesh, logits, target, top_k, top_p, temperature):
     # Of equal logits top-p keeps half, exactly; of large ones it keeps few.
     **{**DECLARED, "draw": {**DECLARED["draw"], "logits": decided_rows("large", "zeros", "ones")}},
 )
+@pytest.mark.cases(12)
 def sampling_of_long_rows(mesh, logits, target, top_k, top_p, temperature):
     return vp.DistributedLogprobWithSampling.apply(
         logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
@@ -104,12 +112,14 @@ def one_peaked_row(generator, shape):
 
 
 @scheme(
+    contract=vp.DistributedLogprobWithSampling,
     mesh={"tp": (1, 2, 3)},
     dims={"b": (1, 2), "s": (3,), "v": (300, 2100, 8450)},
     options={"top_k": (None, 1025), "top_p": (0.3, 0.9), "temperature": (1.0, 0.7)},
     cost=lambda c: filter_cost(c, known_range=True),
     **{**DECLARED, "draw": {**DECLARED["draw"], "logits": one_peaked_row}, "dtypes": ("float32", "float64")},
 )
+@pytest.mark.cases(20)
 def sampling_beside_a_peaked_row(mesh, logits, target, top_k, top_p, temperature):
     return vp.DistributedLogprobWithSampling.apply(
         logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
@@ -117,57 +127,19 @@ def sampling_beside_a_peaked_row(mesh, logits, target, top_k, top_p, temperature
 
 
 @scheme(
+    contract=vp.DistributedLogprobWithSampling,
     mesh={"tp": (1, 2)},
     dims={"b": (1,), "s": (2, 3), "v": (12800, 16896)},
     options={"top_k": (None, 9000), "top_p": (0.5, 0.9), "temperature": (1.0, 0.25)},
     cost=lambda c: filter_cost(c, known_range=True),
     **{**DECLARED, "draw": {**DECLARED["draw"], "logits": decided_rows("normal")}, "dtypes": ("float64",)},
 )
+@pytest.mark.cases(12)
 def sampling_of_flat_and_peaked_rows(mesh, logits, target, top_k, top_p, temperature):
     """So long that of flat rows top-p keeps tokens of less than (1 - p) / TAIL."""
     return vp.DistributedLogprobWithSampling.apply(
         logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
     )
-
-
-@given(every_case(sampling_of_flat_and_peaked_rows))
-@settings(max_examples=12)
-def test_parity_of_flat_and_peaked_rows(case):
-    check(case)
-
-
-@given(every_case(logprob_with_sampling))
-def test_parity(case):
-    check(case)
-
-
-@given(every_case(sampling_beside_a_peaked_row))
-@settings(max_examples=20)
-def test_parity_beside_a_peaked_row(case):
-    check(case)
-
-
-@given(every_case(chunked_logprob_with_sampling))
-def test_parity_in_chunks(case):
-    check(case)
-
-
-@given(every_case(logprob_with_wide_sampling))
-@settings(max_examples=12)
-def test_parity_of_a_wide_vocabulary(case):
-    check(case)
-
-
-@given(every_case(sampling_of_long_rows))
-@settings(max_examples=12)
-def test_parity_of_long_rows(case):
-    check(case)
-
-
-@given(every_case(logprob_with_sampling, engine="gloo"))
-@settings(max_examples=8)
-def test_parity_on_gloo(case):
-    check(case)
 
 
 def test_no_chunk_size_changes_the_ledger():

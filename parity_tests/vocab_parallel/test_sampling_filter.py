@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from jax_ref.vocab_parallel import sampling_mask
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
-from shardproof import CaseSpec, check, every_case, scheme
+from shardproof import CaseSpec, scheme
 from torch_impl.vocab_parallel.filter_bounds import keep_first, limits_of
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions
 from torch_impl.vocab_parallel.sampling import sampling_filter
@@ -53,6 +52,7 @@ DECLARED = dict(
     options={"top_k": (2, 5, 30), "top_p": (1.0, 0.5, 0.9), "temperature": (1.0, 0.7)},
     **DECLARED,
 )
+@pytest.mark.cases
 def filtered_by_lists(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
     return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature)
 
@@ -63,6 +63,7 @@ def filtered_by_lists(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "
     options={"top_k": (None,), "top_p": (0.5, 0.9, 0.0), "temperature": (1.0, 2.0)},
     **DECLARED,
 )
+@pytest.mark.cases
 def filtered_by_mass(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
     return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature)
 
@@ -77,6 +78,7 @@ def filtered_by_mass(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b
         "draw": {"logits": decided_rows("normal", "ties", "peaked", "ties", "neg_inf_mask", "ties", "huge")},
     },
 )
+@pytest.mark.cases
 def filtered_by_listed_columns(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
     """Ranks of more columns than top-k leaves, and of fewer."""
     return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature)
@@ -88,6 +90,7 @@ def filtered_by_listed_columns(mesh, logits, top_k, top_p, temperature) -> Bool[
     options={"top_k": (1025, 2000, 2100), "top_p": (1.0, 0.5, 0.9), "temperature": (1.0, 0.7)},
     **{**DECLARED, "draw": {"logits": decided_rows("normal", "ties", "large", "ties", "neg_inf_mask", "tiny")}},
 )
+@pytest.mark.cases(10)
 def filtered_by_count(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
     return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature)
 
@@ -104,6 +107,7 @@ def mask_with_and_without_nan(logits, top_k, top_p, temperature):
     options={"top_k": (1, 2, 5), "top_p": (1.0,), "temperature": (1.0,)},
     **{**DECLARED, "reference": mask_with_and_without_nan, "outputs": ("b s v/tp:ragged",) * 2},
 )
+@pytest.mark.cases
 def filtered_by_radix(mesh, logits, top_k, top_p, temperature) -> tuple[Bool[Tensor, "b s v"], Bool[Tensor, "b s v"]]:
     """A short top-k by the route of a long one, so that a rank has many columns for each; beside rows with NaN."""
     rows = torch.cat([logits, logits])
@@ -115,32 +119,6 @@ def filtered_by_radix(mesh, logits, top_k, top_p, temperature) -> tuple[Bool[Ten
     is_kept = (rows >= threshold.view(*rows.shape[:-1], 1)) & (rows > -math.inf)
     kept, beside_nan = is_kept.split(len(logits))
     return kept, beside_nan & ~is_first
-
-
-@given(every_case(filtered_by_radix))
-def test_a_short_top_k_by_radix(case):
-    check(case)
-
-
-@given(every_case(filtered_by_lists))
-def test_a_short_top_k(case):
-    check(case)
-
-
-@given(every_case(filtered_by_mass))
-def test_top_p_alone(case):
-    check(case)
-
-
-@given(every_case(filtered_by_listed_columns))
-def test_columns_in_lists(case):
-    check(case)
-
-
-@given(every_case(filtered_by_count))
-@settings(max_examples=10)
-def test_a_long_top_k(case):
-    check(case)
 
 
 @pytest.mark.parametrize(("top_k", "width"), [(1024, "list"), (1025, "rounds")])

@@ -27,6 +27,7 @@ def gather_cost(case):
 @scheme(
     reference=sequence,
     mesh=RANKS,
+    contract=vp.allgather_cp_sharded_tensor,
     inputs={"x": "b s/cp:dual_chunk_swap d"},
     outputs="b s d cp=R",
     rank_options={**SEQ_DIMS, "applies": (False, True)},
@@ -42,6 +43,7 @@ def gathered_sequence(mesh, x, seq_dim, applies):
 @scheme(
     reference=sequence,
     mesh=RANKS,
+    contract=vp._get_tokens_on_this_cp_rank,
     inputs={"x": "b s d cp=R"},
     outputs="b s/cp:dual_chunk_swap d",
     rank_options=SEQ_DIMS,

@@ -1,13 +1,13 @@
 """Parity of vocab_parallel.softmax."""
 
 import numpy as np
+import pytest
 import torch
-from hypothesis import given
 
 from jax_ref.vocab_parallel import log_softmax, softmax
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
-from shardproof import CaseSpec, Cost, check, every_case, scheme
+from shardproof import CaseSpec, Cost, scheme
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(
@@ -21,24 +21,16 @@ DECLARED = dict(
 )
 
 
-@scheme(reference=log_softmax, **DECLARED)
+@scheme(contract=vp._compute_distributed_log_softmax, reference=log_softmax, **DECLARED)
+@pytest.mark.cases
 def vocab_parallel_log_softmax(mesh, logits):
     return vp._compute_distributed_log_softmax(logits, mesh["tp"])
 
 
-@scheme(reference=softmax, **DECLARED)
+@scheme(contract=vp._compute_distributed_softmax, reference=softmax, **DECLARED)
+@pytest.mark.cases
 def vocab_parallel_softmax(mesh, logits):
     return vp._compute_distributed_softmax(logits, mesh["tp"])
-
-
-@given(every_case(vocab_parallel_log_softmax))
-def test_parity_of_log_softmax(case):
-    check(case)
-
-
-@given(every_case(vocab_parallel_softmax))
-def test_parity_of_softmax(case):
-    check(case)
 
 
 def on_two_ranks(body):

@@ -46,6 +46,7 @@ def of_keys(logits, target, keys, columns, temperature):
 
 @scheme(
     reference=of_keys,
+    contract=vp.dtensor_from_parallel_logits_to_logprobs,
     inputs={"logits": "b s/cp v/tp:ragged", "target": "b s/cp", "keys": "s", "columns": "v"},
     cost=in_stored_order,
     **STORED,
@@ -64,6 +65,7 @@ def stored_next_tokens(mesh, logits, target, keys, columns, temperature, chunk_s
 
 @scheme(
     reference=of_keys,
+    contract=vp.get_logprobs_from_vocab_parallel_logits,
     inputs={"logits": "b s/cp v/tp:ceil", "target": "b s/cp", "keys": "s", "columns": "v"},
     layouts={"ceil": ceil},
     cost=in_stored_order,

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parity_tests.harness.draw.profiles import few
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check_cases, scheme
 from torch_impl.collectives import accumulator
@@ -159,7 +160,7 @@ ROW_SIZE = 20_000
     temperature=st.sampled_from([1.0, 0.5]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-@settings(max_examples=40)
+@settings(max_examples=few(40))
 def test_top_p_keeps_what_it_keeps_where_every_column_is_listed(seed, spreads, top_p, temperature, dtype):
     rng = np.random.Generator(np.random.Philox(key=[seed, 3]))
     z = rng.standard_normal((3, ROW_SIZE)) * np.array(spreads)[:, None]

@@ -3,13 +3,13 @@
 from unittest.mock import patch
 
 import jax
+import pytest
 import torch
-from hypothesis import given
 
 from jax_ref.vocab_parallel import logprob_and_negative_entropy
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import Cost, check, every_case, ids, scheme, values
+from shardproof import Cost, ids, scheme, values
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.fused_logprob import EntropyCotangent, id_cotangents, write_gradient
 
@@ -42,6 +42,7 @@ def scores_and_gradient(logits, target, g_logprob, g_entropy, temperature):
     roundings=4,  # log total, mean shifted logit, log-probability, gradient
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 4 * c.t))),
 )
+@pytest.mark.cases
 def logprob_of_traced_blocks(mesh, logits, target, g_logprob, g_entropy, temperature):
     column = st.local_column(target.unsqueeze(-1), *owned_range(mesh))
     local = traced(st.local_statistics, logits, column, temperature, True)
@@ -53,8 +54,3 @@ def logprob_of_traced_blocks(mesh, logits, target, g_logprob, g_entropy, tempera
     gradient = torch.empty_like(logits)
     traced(write_gradient, gradient, logits, normaliser, at_target, entropy, temperature, True)
     return st.logprob_of(z_t, normaliser, temperature), shifted_mean - normaliser.log_row_sum, gradient
-
-
-@given(every_case(logprob_of_traced_blocks))
-def test_parity(case):
-    check(case)

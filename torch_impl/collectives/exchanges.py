@@ -43,15 +43,20 @@ def all_to_all(
     Errors: TypeError if group is not a ProcessGroup; ValueError for a dim that x lacks, for lengths that do not fit the
             group or x, or without split_lengths for a size that the group's size does not divide.
     """
-    name = "collectives.all_to_all"
-    split_dim = dim_from_front(name, "split_dim", split_dim, x)
-    concat_dim = dim_from_front(name, "concat_dim", concat_dim, x)
-    sent = lengths_to_scatter(name, "split_lengths", split_lengths, x, split_dim, group)
+    split_dim = dim_from_front("split_dim", split_dim, x)
+    concat_dim = dim_from_front("concat_dim", concat_dim, x)
+    sent = lengths_to_scatter("split_lengths", split_lengths, x, split_dim, group)
     if split_dim != concat_dim:
-        received = lengths_to_gather(name, "concat_lengths", concat_lengths, x, concat_dim, group)
+        received = lengths_to_gather("concat_lengths", concat_lengths, x, concat_dim, group)
     else:  # along one dim, a rank may receive a different length than it has
-        received = sent if concat_lengths is None else lengths_of_ranks(name, "concat_lengths", concat_lengths, group)
+        received = sent if concat_lengths is None else lengths_of_ranks("concat_lengths", concat_lengths, group)
     return _AllToAll.apply(x, group, split_dim, concat_dim, sent, received)
+
+
+# Gradient types: V -> V.
+def exchange_rows(x: Tensor, group: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+    """`all_to_all` of rows, for code behind a contract: sent[j] of them to rank j, received[i] from rank i."""
+    return _AllToAll.apply(x, group, 0, 0, sent, received)
 
 
 class _AllToAll(torch.autograd.Function):

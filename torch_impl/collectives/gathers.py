@@ -17,13 +17,13 @@ from torch_impl.contract import GradientType, Group, ShardedAny, contract
 # all_gather: V -> R | I
 @contract
 def all_gather(
-    x: ShardedAny[Tensor, "a/axis ..."],
+    x: ShardedAny[Tensor, "... a/axis ..."],
     group: Group[ProcessGroup, "axis"],
     *,
     out: GradientType,
     dim: int = 0,
     lengths: Sequence[int] | None = None,
-) -> ShardedAny[Tensor, "a ... axis=R"] | ShardedAny[Tensor, "a ... axis=I"]:
+) -> ShardedAny[Tensor, "... a ... axis=R"] | ShardedAny[Tensor, "... a ... axis=I"]:
     """The shards of all ranks, concatenated along `dim` in rank order.
 
         A0            [A0, A1, A2]
@@ -40,20 +40,20 @@ def all_gather(
     Errors: TypeError if group is not a ProcessGroup; ValueError for another `out`, a dim that x lacks,
             or lengths that do not fit the group or x.
     """
-    dim = dim_from_front("collectives.all_gather", "dim", dim, x)
-    lengths = lengths_to_gather("collectives.all_gather", "lengths", lengths, x, dim, group)
+    dim = dim_from_front("dim", dim, x)
+    lengths = lengths_to_gather("lengths", lengths, x, dim, group)
     return AllGather.apply(x, group, out, dim, lengths)
 
 
 # reduce_scatter: P -> V
 @contract
 def reduce_scatter(
-    x: ShardedAny[Tensor, "a ... axis=P"],
+    x: ShardedAny[Tensor, "... a ... axis=P"],
     group: Group[ProcessGroup, "axis"],
     *,
     dim: int = 0,
     lengths: Sequence[int] | None = None,
-) -> ShardedAny[Tensor, "a/axis ..."]:
+) -> ShardedAny[Tensor, "... a/axis ..."]:
     """Sum over the ranks of a group; rank r gets shard r of the sum along `dim`.
 
         +[A0, A1, A2]        A0 + B0 + C0
@@ -69,9 +69,24 @@ def reduce_scatter(
     Errors: TypeError if group is not a ProcessGroup; ValueError for a dim that x lacks, for lengths that do not fit the
             group or x, or without lengths for a size that the group's size does not divide.
     """
-    dim = dim_from_front("collectives.reduce_scatter", "dim", dim, x)
-    lengths = lengths_to_scatter("collectives.reduce_scatter", "lengths", lengths, x, dim, group)
+    dim = dim_from_front("dim", dim, x)
+    lengths = lengths_to_scatter("lengths", lengths, x, dim, group)
     return ReduceScatter.apply(x, group, dim, lengths)
+
+
+# The cores of the public functions, for code behind a contract: along dim 0, of lengths that are known to fit.
+
+
+# Gradient types: V -> R | I.
+def gather_rows(x: Tensor, group: ProcessGroup, lengths: list[int], out: str) -> Tensor:
+    """`all_gather` of the ranks' rows, of which rank r has lengths[r]."""
+    return AllGather.apply(x, group, out, 0, lengths)
+
+
+# Gradient types: P -> V.
+def reduce_scatter_rows(x: Tensor, group: ProcessGroup, lengths: list[int]) -> Tensor:
+    """`reduce_scatter` of rows, of which rank r receives lengths[r]."""
+    return ReduceScatter.apply(x, group, 0, lengths)
 
 
 # Gradient types: I -> V.

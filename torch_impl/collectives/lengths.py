@@ -7,50 +7,46 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torch_impl.contract import Rejected
 
-def dim_from_front(function: str, name: str, dim: int, x: Tensor) -> int:
+
+def dim_from_front(name: str, dim: int, x: Tensor) -> int:
     """`dim` counted from the front. Errors: ValueError if x has no such dim."""
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{function}: {name}={dim} is outside a tensor of {x.ndim} dims")
+        raise Rejected(f"{name}={dim} is outside a tensor of {x.ndim} dims")
     return dim % x.ndim
 
 
-def lengths_of_ranks(function: str, name: str, lengths: Sequence[int], group: ProcessGroup) -> list[int]:
+def lengths_of_ranks(name: str, lengths: Sequence[int], group: ProcessGroup) -> list[int]:
     """`lengths` as a list. Errors: ValueError unless there is one length, 0 or more, for each rank."""
     if len(lengths) != group.size():
-        raise ValueError(f"{function}: {name}={list(lengths)} has {len(lengths)} entries for {group.size()} ranks")
+        raise Rejected(f"{name}={list(lengths)} has {len(lengths)} entries for {group.size()} ranks")
     if min(lengths) < 0:
-        raise ValueError(f"{function}: {name}={list(lengths)} has a negative entry")
+        raise Rejected(f"{name}={list(lengths)} has a negative entry")
     return list(lengths)
 
 
-def lengths_to_gather(
-    function: str, name: str, lengths: Sequence[int] | None, x: Tensor, dim: int, group: ProcessGroup
-) -> list[int]:
+def lengths_to_gather(name: str, lengths: Sequence[int] | None, x: Tensor, dim: int, group: ProcessGroup) -> list[int]:
     """The length of each rank's shard along `dim`; x is this rank's shard, and None means equal shards."""
     size, rank = x.shape[dim], group.rank()
     if lengths is None:
         return [size] * group.size()
     # A rank can compare only its own entry with a tensor; comparing the others would take a collective.
-    lengths = lengths_of_ranks(function, name, lengths, group)
+    lengths = lengths_of_ranks(name, lengths, group)
     if lengths[rank] != size:
-        raise ValueError(f"{function}: {name}[{rank}]={lengths[rank]} but x has {size} positions along dim {dim}")
+        raise Rejected(f"{name}[{rank}]={lengths[rank]} but x has {size} positions along dim {dim}")
     return lengths
 
 
-def lengths_to_scatter(
-    function: str, name: str, lengths: Sequence[int] | None, x: Tensor, dim: int, group: ProcessGroup
-) -> list[int]:
+def lengths_to_scatter(name: str, lengths: Sequence[int] | None, x: Tensor, dim: int, group: ProcessGroup) -> list[int]:
     """The length of the shard of x along `dim` for each rank; None means equal shards."""
     size, world = x.shape[dim], group.size()
     if lengths is None:
         if size % world:
-            raise ValueError(
-                f"{function}: dim {dim} has {size} positions, which {world} ranks cannot share equally; pass {name}"
-            )
+            raise Rejected(f"dim {dim} has {size} positions, which {world} ranks cannot share equally; pass {name}")
         return [size // world] * world
     # x contains the shards of all ranks, so their lengths must add up to its size.
-    lengths = lengths_of_ranks(function, name, lengths, group)
+    lengths = lengths_of_ranks(name, lengths, group)
     if sum(lengths) != size:
-        raise ValueError(f"{function}: {name}={lengths} add up to {sum(lengths)} but dim {dim} has {size} positions")
+        raise Rejected(f"{name}={lengths} add up to {sum(lengths)} but dim {dim} has {size} positions")
     return lengths

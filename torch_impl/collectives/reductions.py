@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.plain import all_reduce_sum, wide_copy
-from torch_impl.contract import GradientType, Group, ShardedAny, contract
+from torch_impl.contract import GradientType, Group, Rejected, ShardedAny, contract
 
 
 # all_reduce: P -> R | I
@@ -79,7 +79,7 @@ def broadcast(
     Errors: TypeError if group is not a ProcessGroup; ValueError for another `out` or a src outside the group.
     """
     if not 0 <= src < group.size():
-        raise ValueError(f"collectives.broadcast: src={src} is outside a group of {group.size()} ranks")
+        raise Rejected(f"src={src} is outside a group of {group.size()} ranks")
     return _Broadcast.apply(x, group, src, out)
 
 

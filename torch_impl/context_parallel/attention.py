@@ -22,16 +22,15 @@ from torch_impl.context_parallel.key_routes import key_transfer
 from torch_impl.context_parallel.kinds import ORDERS, ExchangeName, Layout, Scale, Window
 from torch_impl.context_parallel.kv_transport import AllGather, KVTransport, transport_of
 from torch_impl.context_parallel.ulysses import head_parallel_attention
-from torch_impl.contract import Group, Mesh, Positive, Sharded, contract, dtype_name
+from torch_impl.contract import Group, Mesh, Positive, Rejected, Sharded, contract, dtype_name
 from torch_impl.layouts.divisibility import host_offsets, offsets_of, without_fill
 from torch_impl.layouts.token_layout import TokenLayout, dense_layout
 
-FUNCTION = "context_parallel.context_parallel_attention"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 # Gradient types: V -> V.
-@contract(FUNCTION)
+@contract
 def context_parallel_attention(
     q: Sharded[Tensor, "b h s/cp:LAYOUT p"],
     k: Sharded[Tensor, "b hk s/cp:LAYOUT p"],
@@ -97,7 +96,7 @@ def context_parallel_attention(
     _check_tensors(q, k, v, sinks)
     token_layout = _layout_of(layout, cu_seqlens, groups, q)
     if problem := _layout_problem(token_layout, groups, q) or _exchange_problem(exchange, groups, token_layout, q, k):
-        raise ValueError(f"{FUNCTION}: {problem}")
+        raise Rejected(problem)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # 2. Exchange heads, and keys over the remaining ring; or exchange keys only.
     options = SoftmaxOptions(factor, softcap, None if sinks is None else _addend_gradients(sinks, groups))
@@ -122,9 +121,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Non
     """Errors: TypeError for dtypes, ValueError for heads or devices that do not fit together."""
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
         dtypes, supported = ", ".join(map(dtype_name, (q, k, v))), "float16, bfloat16, float32, float64"
-        raise TypeError(f"{FUNCTION}: q, k, v are {dtypes}; pass one dtype of {supported}")
+        raise Rejected(f"q, k, v are {dtypes}; pass one dtype of {supported}", TypeError)
     if problem := _head_problem(q, k, v, sinks):
-        raise ValueError(f"{FUNCTION}: {problem}")
+        raise Rejected(problem)
 
 
 @dataclass(frozen=True)
@@ -145,14 +144,14 @@ def _groups(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) 
     dims = 2 if exchange == "usp" else 1
     if mesh is None and group is not None:
         if dims == 2:
-            raise ValueError(f"{FUNCTION}: exchange='usp' needs a mesh of 2 dims, ring and heads; pass mesh")
+            raise Rejected("exchange='usp' needs a mesh of 2 dims, ring and heads; pass mesh")
         return CpGroups(group, group, group.size(), group.rank())
     if mesh is None or group is not None:
         both = "neither" if mesh is None else "both"
-        raise ValueError(f"{FUNCTION}: mesh and group are {both} given; pass one of them")
+        raise Rejected(f"mesh and group are {both} given; pass one of them")
     if mesh.ndim != dims:
         needed = f"mesh has {mesh.ndim} dims, exchange={exchange!r} needs {dims}"
-        raise ValueError(f"{FUNCTION}: {needed}; pass a mesh of that many")
+        raise Rejected(f"{needed}; pass a mesh of that many")
     ring, heads = mesh.get_group(0), mesh.get_group(dims - 1)
     if dims == 1:
         return CpGroups(ring, heads, ring.size(), ring.rank())
@@ -227,12 +226,12 @@ def _layout_of_name(
 ) -> TokenLayout:
     """The layout with this name. Dense layouts are cached by shape, so that all layers share one block schedule."""
     if cu_seqlens is not None:
-        offsets_of(f"{FUNCTION}: cu_seqlens", cu_seqlens)
+        offsets_of("cu_seqlens", cu_seqlens)
         kind = "packed" if order == "dual_chunk_swap" else order
         return TokenLayout.packed(cu_seqlens, cp_size=groups.size, cp_rank=groups.rank, kind=kind, total=total)
     if order not in ORDERS:
         packed = "; pass cu_seqlens" if order == "packed" else ""
-        raise ValueError(f"{FUNCTION}: layout={order!r} is not one of {', '.join(ORDERS)}, or a TokenLayout{packed}")
+        raise Rejected(f"layout={order!r} is not one of {', '.join(ORDERS)}, or a TokenLayout{packed}")
     return dense_layout(order, total, groups.size, groups.rank, device)
 
 
@@ -245,7 +244,6 @@ def _check_same_offsets(layout: TokenLayout, cu_seqlens: Tensor | Sequence[int] 
     if cu_seqlens is None or cu_seqlens is layout.cu_padded:
         return
     # Compare offsets in another tensor by value, on the host.
-    name = f"{FUNCTION}: cu_seqlens"
-    offsets = host_offsets(without_fill(offsets_of(name, cu_seqlens)), name)
+    offsets = host_offsets(without_fill(offsets_of("cu_seqlens", cu_seqlens)), "cu_seqlens", Rejected)
     if not torch.equal(offsets, layout.cu_padded.cpu().long()):
-        raise ValueError(f"{FUNCTION}: cu_seqlens differ from the layout's; pass one of them")
+        raise Rejected("cu_seqlens differ from the layout's; pass one of them")

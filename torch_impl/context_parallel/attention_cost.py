@@ -14,11 +14,10 @@ import torch
 
 from torch_impl.context_parallel.key_routes import KeyTraffic, key_traffic
 from torch_impl.context_parallel.kinds import Window
-from torch_impl.contract import PositiveInt, contract
+from torch_impl.contract import PositiveInt, Rejected, contract
 from torch_impl.layouts.divisibility import indivisible
 from torch_impl.layouts.token_layout import dense_layout
 
-FUNCTION = "context_parallel.attention_bytes"
 LayoutName = Literal["contiguous", "dual_chunk_swap", "packed", "ragged", "striped"]
 RULE_OF = {"packed": "dual_chunk_swap"}  # packed shards each sequence by this rule, so their total obeys it too
 
@@ -41,7 +40,7 @@ class Traffic:
         return self.forward + self.backward
 
 
-@contract(FUNCTION)
+@contract
 def attention_bytes(
     *,
     b: PositiveInt,
@@ -121,10 +120,10 @@ def _check_shapes(sizes: dict[str, int], layout: str) -> None:
     """ValueError unless the KV heads divide the query heads and the layout can shard the length."""
     if sizes["h"] % sizes["hk"]:
         heads, kv_heads = sizes["h"], sizes["hk"]
-        raise ValueError(f"{FUNCTION}: h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)")
+        raise Rejected(f"h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)")
     s, n = sizes["s"], sizes["cp_size"]
     if n > 1 and (reason := indivisible("s", s, "cp", n, RULE_OF.get(layout, layout))):
-        raise ValueError(f"{FUNCTION}: {reason}")
+        raise Rejected(reason)
 
 
 def fewest_bytes(**shapes: Any) -> Traffic:

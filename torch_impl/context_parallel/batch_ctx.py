@@ -27,7 +27,7 @@ from torch_impl.context_parallel.batch_te import te_batch
 from torch_impl.context_parallel.kinds import Batch, NamedMesh, OneTensor, SeqDims, require_tensor
 from torch_impl.context_parallel.thd import PREFIXES, require_layout, slots_of_lengths
 from torch_impl.context_parallel.train_context import SequenceContext
-from torch_impl.contract import contract
+from torch_impl.contract import Rejected, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import first, multiple_of
 
@@ -124,12 +124,12 @@ def make_cp_batch_and_ctx(
     factory: Factory = nullcontext
     if use_te:
         if seq_dims:
-            raise ValueError(f"{FUNCTION}: extra_seq_buffers are for dense rows; with use_te=True put them [b, s, ...]")
+            raise Rejected("extra_seq_buffers are for dense rows; with use_te=True put them [b, s, ...]")
         packed = batch if loss_mask is None else {**batch, "loss_mask": loss_mask}
         result, layout = te_batch(cp_mesh, packed, num_chunks, seq_lens_padding_value)
-        require_layout(FUNCTION, batch, return_layout)
+        require_layout(batch, return_layout)
     elif PREFIXES in batch:
-        raise ValueError(f"{FUNCTION}: batch has {PREFIXES!r}, and a dense row is one sequence; pass use_te=True")
+        raise Rejected(f"batch has {PREFIXES!r}, and a dense row is one sequence; pass use_te=True")
     elif cp_mesh is None or cp_mesh.size() == 1:
         if seq_dims:  # a wrong name or dim is rejected on one rank already
             _extra_dims(batch, seq_dims, _shape(batch)[1])
@@ -162,7 +162,7 @@ def with_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict
         return batch
     rows, size = _shape(batch)
     if "seq_lens_padded" in batch:
-        padded = require_tensor(FUNCTION, "seq_lens_padded", batch["seq_lens_padded"])
+        padded = require_tensor("seq_lens_padded", batch["seq_lens_padded"])
         padded = torch.where(padded < 0, NONE, padded)
         slots = slots_of_lengths(padded, padded, rows, size, NONE)
         layout = TokenLayout.packed(torch.from_numpy(slots.sums[0]), cp_size=1, cp_rank=0)
@@ -227,12 +227,12 @@ def _extra_dims(batch: dict[str, Any], seq_dims: dict[str, int], size: int) -> d
     dims = {}
     for name, dim in seq_dims.items():
         if name not in batch:
-            raise ValueError(f"{FUNCTION}: extra_seq_buffers names {name!r}; the batch has {', '.join(batch)}")
-        x = require_tensor(FUNCTION, name, batch[name])
-        dims[name] = dim_from_front(FUNCTION, f"extra_seq_buffers[{name!r}]", dim, x)
+            raise Rejected(f"extra_seq_buffers names {name!r}; the batch has {', '.join(batch)}")
+        x = require_tensor(name, batch[name])
+        dims[name] = dim_from_front(f"extra_seq_buffers[{name!r}]", dim, x)
         if x.shape[dims[name]] != size:
             length = f"{name} has {x.shape[dims[name]]} positions along dim {dim}, the rows have {size}"
-            raise ValueError(f"{FUNCTION}: {length}; name the dim of its sequence")
+            raise Rejected(f"{length}; name the dim of its sequence")
     return dims
 
 
@@ -244,16 +244,16 @@ def _full_batch(
     full = {name: x for name, x in batch.items() if name != "attention_mask" and x is not None}
     if loss_mask is not None:
         if full.get("loss_mask", loss_mask) is not loss_mask:
-            raise ValueError(f"{FUNCTION}: loss_mask is given and another is in the batch; leave one out")
+            raise Rejected("loss_mask is given and another is in the batch; leave one out")
         full["loss_mask"] = loss_mask
     for name in BY_TOKEN:
-        if name in full and _dim(name, require_tensor(FUNCTION, name, full[name]), shape) is None:
+        if name in full and _dim(name, require_tensor(name, full[name]), shape) is None:
             tokens = f"the batch has {list(shape)} tokens"
-            raise ValueError(f"{FUNCTION}: {name} is {list(full[name].shape)}, {tokens}; give one for each")
+            raise Rejected(f"{name} is {list(full[name].shape)}, {tokens}; give one for each")
     # 2. Read the mask, and add positions. Positions that restart without a mask mean packed rows, which this path
     #    cannot keep apart; they are legal, so it only warns. Positions that are added here do not restart.
     mask = batch.get("attention_mask")
-    padding_mask = None if mask is None else padding_of(require_tensor(FUNCTION, "attention_mask", mask), shape)
+    padding_mask = None if mask is None else padding_of(require_tensor("attention_mask", mask), shape)
     has_positions = "position_ids" in full or "seq_lens_padded" in full
     with_position_ids(full, device)
     if mask is None and has_positions and restarts(full["position_ids"]):
@@ -299,13 +299,13 @@ def _shape(batch: dict[str, Any]) -> tuple[int, int]:
     """The number of rows, and the number of tokens in a row."""
     for name, min_dims in (("input_ids", 2), ("inputs_embeds", 3)):
         if batch.get(name) is not None:
-            shape = require_tensor(FUNCTION, name, batch[name]).shape
+            shape = require_tensor(name, batch[name]).shape
             if len(shape) < min_dims:
                 dims = "[b, s, d]" if min_dims > 2 else "[b, s]"
-                raise ValueError(f"{FUNCTION}: {name} is {list(shape)}; it is {dims}, one row for each sequence")
+                raise Rejected(f"{name} is {list(shape)}; it is {dims}, one row for each sequence")
             return shape[0], shape[1]
     present = ", ".join(batch) or "nothing"
-    raise ValueError(f"{FUNCTION}: batch has neither input_ids nor inputs_embeds; it has {present}")
+    raise Rejected(f"batch has neither input_ids nor inputs_embeds; it has {present}")
 
 
 def _device(batch: dict[str, Any]) -> torch.device:
@@ -316,8 +316,8 @@ def _device(batch: dict[str, Any]) -> torch.device:
 def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The submesh of the dim named cp, or None if there is none. Errors: ValueError for several ranks without names."""
     if device_mesh is not None and not device_mesh.mesh_dim_names and device_mesh.size() > 1:
-        raise ValueError(
-            f"{FUNCTION}: the mesh of {device_mesh.size()} ranks has no names, so that none of its dims shards the "
+        raise Rejected(
+            f"the mesh of {device_mesh.size()} ranks has no names, so that none of its dims shards the "
             'sequence; pass one with mesh_dim_names=("cp",)'
         )
     has_cp = device_mesh is not None and "cp" in (device_mesh.mesh_dim_names or ())
@@ -335,7 +335,7 @@ def padding_of(attention_mask: Shaped[Tensor, "*a"], shape: tuple[int, int]) -> 
         rule = f"the batch has {list(shape)} tokens; give one for each"
         if attention_mask.ndim != 2:
             rule = "under cp it is [b, s]; packed sequences go with use_te=True, where cu_seqlens keep them apart"
-        raise ValueError(f"{FUNCTION}: attention_mask is {list(attention_mask.shape)}, {rule}")
+        raise Rejected(f"attention_mask is {list(attention_mask.shape)}, {rule}")
     # 1. Compute facts about each row, on the device.
     zeros = attention_mask == 0
     entries = attention_mask.double()
@@ -349,7 +349,7 @@ def padding_of(attention_mask: Shaped[Tensor, "*a"], shape: tuple[int, int]) -> 
     # 3. Copy all facts to the host at once, and report the first wrong row.
     facts = torch.stack([real, leading, is_odd, smallest < 0, largest.long(), is_fraction]).cpu()
     for problem in _mask_problems(facts, zeros.shape[1]):
-        raise ValueError(f"{FUNCTION}: attention_mask: {problem}")
+        raise Rejected(f"attention_mask: {problem}")
     return is_padding if bool((facts[0] < zeros.shape[1]).any()) else None
 
 

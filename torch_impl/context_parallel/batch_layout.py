@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import large_tensors
 from torch_impl.collectives.lengths import dim_from_front
-from torch_impl.contract import GradientType, ShardedAny, contract
+from torch_impl.contract import GradientType, Rejected, ShardedAny, contract
 from torch_impl.layouts import TokenLayout
 
 
@@ -53,7 +53,7 @@ class BatchLayout:
 
             x  "b s cp=R"   ->   "b s/cp" of rows, "t/cp" of a stream, "m t/cp" of chunks,   t = b s / m
 
-        The shard keeps the dtype, which may be any. Differentiable.
+        Any dtype; the shard has the same dtype. Differentiable.
 
         Cost:   no collective; one copy of the shard, and one of x if it is padded.
         Errors: ValueError if x does not have `shape` at `dim`.
@@ -93,10 +93,9 @@ class BatchLayout:
         return x if self.group is None else self.tokens.unshard(x, dim, self.group, gradient=gradient)
 
     def _place(self, name: str, x: Tensor, dim: int, shape: tuple[int, ...]) -> int:
-        """`dim` counted from the front; ValueError unless x has `shape` from there on."""
-        function = f"BatchLayout.{name}"
-        dim = dim_from_front(function, "dim", dim, x)
+        """`dim`, counted from the front. Errors: ValueError unless x has `shape` from there on."""
+        dim = dim_from_front("dim", dim, x)
         if tuple(x.shape[dim : dim + len(shape)]) != shape:
             where = f"x is {list(x.shape)}, the batch is {list(shape)} {'here' if name == 'gather' else 'in full'}"
-            raise ValueError(f"{function}: {where}; pass a tensor that has these dims from dim={dim} on")
+            raise Rejected(f"{where}; pass a tensor that has these dims from dim={dim} on")
         return dim

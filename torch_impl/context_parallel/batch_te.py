@@ -18,7 +18,7 @@ from torch_impl.context_parallel.adapters.transformer_engine import local_index
 from torch_impl.context_parallel.batch_layout import BatchLayout
 from torch_impl.context_parallel.kinds import Batch, CpMesh, require_tensor
 from torch_impl.context_parallel.thd import PREFIXES, TABLES, by_chunk, require_layout, stream
-from torch_impl.contract import contract
+from torch_impl.contract import Rejected, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import multiple_of, offsets_of, validate_offsets, without_fill
 
@@ -82,7 +82,7 @@ def make_cp_batch_for_te(
     """
     _check_format(qkv_format)
     result, layout = te_batch(cp_mesh, batch, num_chunks, seq_lens_padding_value)
-    require_layout("context_parallel.te", batch, return_layout)
+    require_layout(batch, return_layout)
     parts: list[Any] = [result]
     if return_local_indices:
         parts.append(layout.tokens.local_index.view(layout.local_shape))
@@ -156,11 +156,11 @@ def _shard_thd_chunk_for_te(
     _check_format(qkv_format)
     for name in ("cu_seqlens", "input_ids"):
         if name not in batch:
-            raise ValueError(f"context_parallel.te: batch has no {name!r}; pass a result of process_input_for_thd")
+            raise Rejected(f"batch has no {name!r}; pass a result of process_input_for_thd")
     for name in ("input_ids", "max_seqlen"):
         if name in batch:
-            require_tensor("context_parallel.te", name, batch[name])
-    require_layout("context_parallel.te", batch, return_layout)
+            require_tensor(name, batch[name])
+    require_layout(batch, return_layout)
     # 2. Build the layout from the offsets, validated on the host, and move its arrays to the tokens' device.
     cp_size, cp_rank = _place(cp_mesh)
     real = _offsets_without_fill(batch, "cu_seqlens")
@@ -201,7 +201,7 @@ def _shard_tokens(tokens: Mapping[str, Tensor], layout: TokenLayout) -> dict[str
 
 
 def _offsets_without_fill(batch: Mapping[str, Any], name: str) -> Tensor:
-    return without_fill(offsets_of(f"context_parallel.te: {name}", batch[name]))
+    return without_fill(offsets_of(name, batch[name]))
 
 
 def _layout_fields(layout: TokenLayout) -> dict[str, Any]:
@@ -226,4 +226,4 @@ def _multiple(cp_size: int) -> int:
 
 def _check_format(qkv_format: str) -> None:
     if qkv_format != "thd":
-        raise ValueError(f"context_parallel.te: qkv_format={qkv_format!r} is not supported; pass 'thd'")
+        raise Rejected(f"qkv_format={qkv_format!r} is not supported; pass 'thd'")

@@ -25,7 +25,6 @@ from torch_impl.context_parallel.needed_keys import needed_rows
 from torch_impl.contract import Instance, contract
 from torch_impl.layouts.token_layout import TokenLayout
 
-FUNCTION = "context_parallel.key_traffic"
 MAX_HALO_SHARE = 0.75  # fraction of the ring's peak; a halo with a higher peak is not used
 BuiltLayout = Annotated[TokenLayout, Instance(TokenLayout, "pass a TokenLayout", shows_value=False)]
 
@@ -44,7 +43,7 @@ class KeyTraffic:
         return max(self.keys) + max(self.gradients)
 
 
-@contract(FUNCTION)
+@contract
 def key_traffic(layout: BuiltLayout, *, causal: bool = True, window: Window | None = None) -> list[KeyTraffic]:
     """The rows that each rank sends around a ring and as a halo; the route that `exchange="ring"` takes comes first.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.contract import Instance, Number, OneOf, type_name
+from torch_impl.contract import Instance, Number, OneOf, Rejected, TypeProblem, type_name
 from torch_impl.layouts.token_layout import TokenLayout
 
 # Messages list them in this order.
@@ -21,58 +21,61 @@ ORDERS = ("contiguous", "dual_chunk_swap", "striped")
 class _Batch:
     """A dict of tensors by name."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+    def problem(self, value: Any) -> str | None:
         # Check the method and not the class: BatchEncoding and TensorDict are mappings of tensors, but not dicts.
-        if not hasattr(value, "items"):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a dict of tensors by name")
+        if hasattr(value, "items"):
+            return None
+        return TypeProblem(f" is {type_name(value)}; pass a dict of tensors by name")
 
 
 class _SeqDims:
     """A dict from names of entries to dims."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+    def problem(self, value: Any) -> str | None:
         is_dims = isinstance(value, dict) and all(isinstance(dim, int) for dim in value.values())
-        if not is_dims or any(isinstance(dim, bool) for dim in value.values()):
-            raise TypeError(f"{function}: {name}={value!r}; pass a dict of the sequence's dim by name of an entry")
+        if is_dims and not any(isinstance(dim, bool) for dim in value.values()):
+            return None
+        return TypeProblem(f"={value!r}; pass a dict of the sequence's dim by name of an entry")
 
 
 class _CpMesh:
     """The 1-D mesh of cp, or an object with its group."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+    def problem(self, value: Any) -> str | None:
         # Check the method and not the class: any object with `size` and `get_group` is accepted.
         remedy = "pass the DeviceMesh that shards the sequence, mesh['cp']"
         if isinstance(value, DeviceMesh) and value.ndim != 1:
-            raise ValueError(f"{function}: {name} has {value.ndim} dims; {remedy}")
-        if not hasattr(value, "get_group"):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; {remedy}")
+            return f" has {value.ndim} dims; {remedy}"
+        return None if hasattr(value, "get_group") else TypeProblem(f" is {type_name(value)}; {remedy}")
 
 
 class _NamedMesh:
     """A mesh; its dims may have names."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
-        if not hasattr(value, "mesh_dim_names"):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a DeviceMesh with a dim named cp, or None")
+    def problem(self, value: Any) -> str | None:
+        if hasattr(value, "mesh_dim_names"):
+            return None
+        return TypeProblem(f" is {type_name(value)}; pass a DeviceMesh with a dim named cp, or None")
 
 
 class _Scale:
     """A positive and finite factor of the scores."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+    def problem(self, value: Any) -> str | None:
         if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a float, or None for p ** -0.5")
+            return TypeProblem(f" is {type_name(value)}; pass a float, or None for p ** -0.5")
         if not 0 < float(value) < math.inf:
-            raise ValueError(f"{function}: {name}={value} must be positive and finite; scale q to turn signs round")
+            return f"={value} must be positive and finite; scale q to turn signs round"
+        return None
 
 
 class _Layout:
     """A TokenLayout, or the name of an order."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
-        if not isinstance(value, TokenLayout | str):
-            orders = ", ".join(ORDERS)
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a TokenLayout, or one of {orders}")
+    def problem(self, value: Any) -> str | None:
+        if isinstance(value, TokenLayout | str):
+            return None
+        return TypeProblem(f" is {type_name(value)}; pass a TokenLayout, or one of {', '.join(ORDERS)}")
 
 
 Batch = Annotated[dict[str, Any], _Batch()]
@@ -87,8 +90,8 @@ Layout = Annotated[TokenLayout | str, _Layout()]
 ExchangeName = Annotated[str, OneOf(EXCHANGES)]
 
 
-def require_tensor(function: str, name: str, x: Any) -> Tensor:
-    """Return `x`, an entry of a batch; TypeError unless it is a Tensor."""
+def require_tensor(name: str, x: Any) -> Tensor:
+    """Return `x`, an entry of a batch; rejected unless it is a Tensor."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{function}: {name} is {type_name(x)}; pass a Tensor")
+        raise Rejected(f"{name} is {type_name(x)}; pass a Tensor", TypeError)
     return x

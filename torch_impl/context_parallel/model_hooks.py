@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_impl.collectives import large_tensors
 from torch_impl.context_parallel.sdpa_mode import close_scope, layout_inside, open_scope
-from torch_impl.contract import Module, Names, contract
+from torch_impl.contract import Module, Names, Rejected, contract
 from torch_impl.layouts import TokenLayout
 
 FUNCTION = "context_parallel.adapt_model_to_context"
@@ -48,7 +48,7 @@ class ModelHooks:
             handle.remove()
 
 
-@contract(FUNCTION)
+@contract
 def adapt_model_to_context(model: Module, *, local: Names | None = None, sharded: Names | None = None) -> ModelHooks:
     """Add hooks to `model` so that it runs unmodified inside a context; outside a context they do nothing.
 
@@ -79,7 +79,7 @@ def adapt_model_to_context(model: Module, *, local: Names | None = None, sharded
     attentions = {name: module for name, module in is_causal.items() if id(module) not in scopes}
     for name, module in attentions.items():
         if problem := _attention_problem(module):
-            raise ValueError(f"{FUNCTION}: {name} {problem}")
+            raise Rejected(f"{name} {problem}")
     handles: list[RemovableHandle] = []
     # Each module inside a scope enters it separately, because a checkpoint may recompute any one of them.
     for module in scopes.values():
@@ -99,7 +99,7 @@ def _matches(modules: dict[str, nn.Module], argument: str, patterns: list[str] |
         named = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
         if not named:
             nearest = get_close_matches(pattern, modules, n=1, cutoff=0.0)
-            raise ValueError(f"{FUNCTION}: {argument}: {pattern!r} matches no module; nearest is {nearest[0]!r}")
+            raise Rejected(f"{argument}: {pattern!r} matches no module; nearest is {nearest[0]!r}")
         chosen |= named
     return chosen
 

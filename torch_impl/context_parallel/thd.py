@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.context_parallel.batch_layout import BatchLayout
 from torch_impl.context_parallel.kinds import Batch, require_tensor
-from torch_impl.contract import contract, dtype_name, is_integer
+from torch_impl.contract import Rejected, contract, dtype_name, is_integer
 from torch_impl.layouts import TokenLayout
 
 FUNCTION = "context_parallel.thd"
@@ -77,7 +77,7 @@ def process_input_for_thd(
             not integers, ids, labels, positions or lengths that are not Tensors, or a batch that is not a dict.
     """
     rows = stream(batch, 1, seq_lens_padding_value)
-    require_layout(FUNCTION, batch, return_layout)
+    require_layout(batch, return_layout)
     return (rows.processed(), rows.batch_layout()) if return_layout else rows.processed()
 
 
@@ -117,7 +117,7 @@ def split_batch_into_thd_chunks(
     """
     # Rows are split evenly, so the chunks of the whole stream are the streams of the blocks.
     all_rows = stream(batch, num_chunks, seq_lens_padding_value)
-    require_layout(FUNCTION, batch, return_layout)
+    require_layout(batch, return_layout)
     result = all_rows.processed()
     if all_rows.chunks > 1:
         result = {name: all_rows.stacked(name, value) for name, value in result.items()}
@@ -177,7 +177,7 @@ class Stream:
         rows = self.slots.rows
         if not value.ndim or len(value) != rows:
             lacks = f"has no dim of {rows} rows to split into num_chunks={self.chunks}"
-            raise ValueError(f"{FUNCTION}: {name} is {list(value.shape)}, which {lacks}; take it out of the batch")
+            raise Rejected(f"{name} is {list(value.shape)}, which {lacks}; take it out of the batch")
         return value.unflatten(0, (self.chunks, rows // self.chunks))
 
 
@@ -194,15 +194,15 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
     # 1. Check the keys and the shape of the tokens.
     for name in ("input_ids", "seq_lens", "seq_lens_padded"):
         if name not in batch:
-            raise KeyError(f"{FUNCTION}: batch has no {name!r}; it has {', '.join(batch) or 'nothing'}")
-        require_tensor(FUNCTION, name, batch[name])
+            raise Rejected(f"batch has no {name!r}; it has {', '.join(batch) or 'nothing'}", KeyError)
+        require_tensor(name, batch[name])
     ids, chunks = batch["input_ids"], max(index(chunks), 1)
     if ids.ndim not in (2, 3):
-        raise ValueError(f"{FUNCTION}: input_ids is {list(ids.shape)}; it is [b, s] or [b, s, d]")
+        raise Rejected(f"input_ids is {list(ids.shape)}; it is [b, s] or [b, s, d]")
     rows, size = ids.shape[:2]
     if rows % chunks:
         batch_of = f"num_chunks={chunks} does not divide the batch of {rows} rows"
-        raise ValueError(f"{FUNCTION}: {batch_of}; drop or add a row")
+        raise Rejected(f"{batch_of}; drop or add a row")
     # 2. Read the slots, with one copy of the lengths to the host.
     slots = slots_of_lengths(batch["seq_lens"], batch["seq_lens_padded"], rows, size, fill)
     if PREFIXES in batch:
@@ -222,7 +222,7 @@ def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:
     # Reject such labels and positions: passed on, they would no longer belong to the tokens.
     if not isinstance(value, Tensor):
         if name in ("labels", "position_ids") and value is not None:
-            require_tensor(FUNCTION, name, value)
+            require_tensor(name, value)
         return False
     if name == "position_ids" and value.ndim == 3 and value.shape[1:] == (rows, size):
         return True
@@ -230,7 +230,7 @@ def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:
         return True
     if name in ("labels", "position_ids"):
         tokens = f"input_ids has [{rows}, {size}] tokens"
-        raise ValueError(f"{FUNCTION}: {name} is {list(value.shape)}, {tokens}; give one for each")
+        raise Rejected(f"{name} is {list(value.shape)}, {tokens}; give one for each")
     return False
 
 
@@ -310,9 +310,9 @@ def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size:
     # 1. Copy both tables to the host at once, as int64. Fill cannot be a length, so an entry is one or the other.
     for name, lengths in (("seq_lens", seq_lens), ("seq_lens_padded", seq_lens_padded)):
         if not is_integer(lengths):
-            raise TypeError(f"{FUNCTION}: {name} is {dtype_name(lengths)}; lengths are integers")
+            raise Rejected(f"{name} is {dtype_name(lengths)}; lengths are integers", TypeError)
     if problem := _table_problem(seq_lens, seq_lens_padded, rows, fill):
-        raise ValueError(f"{FUNCTION}: {problem}")
+        raise Rejected(problem)
     real, padded = _on_host(seq_lens, seq_lens_padded)
     # 2. Find the slots, and the tail of each row after its slots.
     is_slot = real != fill
@@ -326,7 +326,7 @@ def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size:
     has_slots = is_slot.any(1) if np.count_nonzero(tail) else None  # None where the slots fill every row
     if not fits or (has_slots is not None and ((tail < 0) | ((tail > 0) & ~has_slots)).any()):
         problem = next(_length_problems(real, padded, is_slot, tail, fill, size))
-        raise ValueError(f"{FUNCTION}: {problem}")
+        raise Rejected(problem)
     # 3. Extend the last slot of each row by the tail.
     if has_slots is not None:
         last, added = is_slot.sum(1).cumsum()[has_slots] - 1, tail[has_slots]  # a row without slots has no tail
@@ -343,11 +343,11 @@ def _on_host(a: Tensor, b: Tensor) -> tuple[Int64[np.ndarray, "b q"], Int64[np.n
     return on_host[0], on_host[1]
 
 
-def require_layout(function: str, batch: Mapping[str, Any], is_returned: bool) -> None:
+def require_layout(batch: Mapping[str, Any], is_returned: bool) -> None:
     """ValueError for prefixes without `return_layout`: offsets alone make each continuation a separate sequence."""
     if PREFIXES in batch and not is_returned:
         cannot = f"batch has {PREFIXES!r}, which offsets cannot say"
-        raise ValueError(f"{function}: {cannot}; pass return_layout=True and give attention the layout's tokens")
+        raise Rejected(f"{cannot}; pass return_layout=True and give attention the layout's tokens")
 
 
 def _prefixes_of_stream(prefix_of: Any, seq_lens: Tensor, fill: int) -> Int64[np.ndarray, " q"]:
@@ -356,12 +356,12 @@ def _prefixes_of_stream(prefix_of: Any, seq_lens: Tensor, fill: int) -> Int64[np
     Errors: TypeError unless prefix_of is a Tensor of integers; ValueError if its shape differs from the lengths', or
             for a prefix that is not an earlier sequence of its row.
     """
-    require_tensor(FUNCTION, PREFIXES, prefix_of)
+    require_tensor(PREFIXES, prefix_of)
     if not is_integer(prefix_of):
-        raise TypeError(f"{FUNCTION}: {PREFIXES} is {dtype_name(prefix_of)}; it has numbers of sequences, or -1")
+        raise Rejected(f"{PREFIXES} is {dtype_name(prefix_of)}; it has numbers of sequences, or -1", TypeError)
     if prefix_of.shape != seq_lens.shape:
         shapes = f"{PREFIXES} is {list(prefix_of.shape)}, seq_lens is {list(seq_lens.shape)}"
-        raise ValueError(f"{FUNCTION}: {shapes}; give one for each sequence, -1 for none")
+        raise Rejected(f"{shapes}; give one for each sequence, -1 for none")
     real, parents = _on_host(seq_lens, prefix_of)
     # Fill may stand between sequences: `number` counts the sequences before an entry, and a prefix is not fill.
     is_slot = real != fill
@@ -372,7 +372,7 @@ def _prefixes_of_stream(prefix_of: Any, seq_lens: Tensor, fill: int) -> Int64[np
     is_continued = is_earlier & is_slot[rows, parent_entries]
     for b, j in np.argwhere(is_slot & ~is_continued & (parents != -1))[:1].tolist():
         what = f"row {b}: sequence {j} continues {int(parents[b, j])}"
-        raise ValueError(f"{FUNCTION}: {PREFIXES}: {what}; pass an earlier sequence of the row, or -1 for none")
+        raise Rejected(f"{PREFIXES}: {what}; pass an earlier sequence of the row, or -1 for none")
     return np.where(is_continued, number[rows, parent_entries], -1)[is_slot]
 
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_impl.collectives.lengths import dim_from_front
 from torch_impl.context_parallel.kinds import CpMesh
 from torch_impl.context_parallel.sdpa_mode import SequenceAttention
-from torch_impl.contract import Instance, ListOf, OneOf, contract
+from torch_impl.contract import Instance, ListOf, OneOf, Rejected, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import sharding_problem
 
@@ -35,7 +35,6 @@ Buffers = Annotated[
     list[Tensor],
     ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors", if_empty="pass the tensors to shard"),
 ]
-CREATE = "context_parallel.create_context_parallel_ctx"
 
 
 @contract
@@ -121,7 +120,7 @@ class Entries:
         return None if current is None else current.__exit__(*raised)
 
 
-@contract(CREATE)
+@contract
 def create_context_parallel_ctx(
     cp_mesh: CpMesh,
     cp_buffers: Buffers,
@@ -153,7 +152,7 @@ def create_context_parallel_ctx(
     # Compare by identity in any collection: `in` a list compares tensors by value.
     unrestored = {id(buffer) for buffer in cp_no_restore_buffers}
     for problem in _buffer_problems(cp_buffers, cp_seq_dims, unrestored, cp_mesh.size()):
-        raise ValueError(f"{CREATE}: {problem}")
+        raise Rejected(problem)
     layout = TokenLayout.dense(
         "dual_chunk_swap",
         cp_buffers[0].shape[cp_seq_dims[0]],
@@ -245,7 +244,7 @@ def _buffer_problems(
         if reason := _unfit(buffer):
             yield f"cp_buffers[{i}] {reason}; shard it with layout.shard instead"
     # 3. All buffers must have one length, which the layout can shard.
-    lengths = [x.shape[dim_from_front(CREATE, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
+    lengths = [x.shape[dim_from_front(f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
     for i, length in enumerate(lengths):
         if length != lengths[0]:
             this_buffer = f"cp_buffers[{i}] has {length} positions along dim {dims[i]}"

@@ -12,7 +12,8 @@ The signature states the shape, the sharding, the kind of number, the range and 
 Three things are derived from it: the validation with its messages, the manual's spec line (`spec_line`), and the
 declaration of a scheme (`contract_of`). For a type checker `Sharded[Tensor, "..."]` is a Tensor and `Positive` a float.
 
-Code behind a contract does not validate again: internal functions receive validated arguments.
+Code behind a contract does not validate again: internal functions receive validated arguments. A check that only the
+body can make raises `Rejected` with the sentence alone; the contract adds the function's name.
 """
 
 from importlib import import_module
@@ -36,7 +37,13 @@ from torch_impl.contract.kinds import Number as Number
 from torch_impl.contract.kinds import OneOf as OneOf
 from torch_impl.contract.kinds import Positive as Positive
 from torch_impl.contract.kinds import PositiveInt as PositiveInt
+from torch_impl.contract.kinds import RelatedKind as RelatedKind
+from torch_impl.contract.kinds import Sizes as Sizes
+from torch_impl.contract.kinds import check as check
 from torch_impl.contract.kinds import type_name as type_name
+from torch_impl.contract.rejected import Rejected as Rejected
+from torch_impl.contract.rejected import TypeProblem as TypeProblem
+from torch_impl.contract.rejected import of_argument as of_argument
 
 if TYPE_CHECKING:
     from torch_impl.contract.tensor_kinds import Device as Device

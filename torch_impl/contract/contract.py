@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, overload
 
-from torch_impl.contract.kinds import BUILTIN, Kind, OneOf, Sizes
+from torch_impl.contract.kinds import BUILTIN, Kind, OneOf, RelatedKind, Sizes
+from torch_impl.contract.rejected import Rejected, of_argument, rejection
 
 P = ParamSpec("P")
+
+_OF_CLASS = ("__init__", "__post_init__", "__call__", "forward")  # methods that messages name by their class
 R = TypeVar("R")
 
 
@@ -22,7 +25,9 @@ class Argument:
 
     name: str
     position: int  # a keyword-only argument has a position beyond all positional ones
-    kind: Kind
+    kind: Any  # a Kind or a RelatedKind
+    is_related: bool
+    is_required: bool  # has no default
     takes_none: bool
     other_types: tuple[Any, ...]
 
@@ -45,8 +50,30 @@ class Contract:
         specs = {each.name: _spec(each.kind) for each in self.arguments}
         return {name: spec for name, spec in specs.items() if spec is not None}
 
+    @property
+    def routes(self) -> dict[str, tuple[str, ...]]:
+        """The spec strings of each tensor argument, one for each route; of most there is one."""
+        return {name: (spec, *self._kinds[name].other_specs) for name, spec in self.inputs.items()}
+
+    @property
+    def axes(self) -> set[str]:
+        """The axes that the specs name: of shardings and of gradient types."""
+        specs = [spec for group in (*self.routes.values(), *self.outputs) for spec in group]
+        words = [word for spec in specs for word in spec.split()]
+        shardings = {each.partition(":")[0] for word in words for each in word.split("/")[1:]}
+        return shardings | {word.partition("=")[0] for word in words if "=" in word}
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The arguments that a contract validates and that a call must pass, not even None."""
+        return tuple(each.name for each in self.arguments if each.is_required and not each.takes_none)
+
+    @property
+    def _kinds(self) -> dict[str, Any]:
+        return {each.name: each.kind for each in self.arguments}
+
     def validate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Validate the `args` and `kwargs` of a call, in the order of the signature. Errors: TypeError, ValueError."""
+        """Validate the `args` and `kwargs` of a call, in the order of the signature. Errors: Rejected."""
         sizes: Sizes = {}
         # By position or name, without `Signature.bind`, which costs more than the validation.
         for each in self.arguments:
@@ -60,7 +87,13 @@ class Contract:
                 continue
             if each.other_types and _is_one_of(value, each.other_types):
                 continue
-            each.kind.validate(self.function, each.name, value, sizes)
+            if each.is_related:
+                if (sentence := each.kind.problem_beside(each.name, value, sizes)) is not None:
+                    raise rejection(sentence)
+                continue
+            problem: str | None = each.kind.problem(value)
+            if problem is not None:
+                raise rejection(of_argument(each.name, problem))
 
 
 @overload
@@ -75,7 +108,8 @@ def contract(function: Callable[P, R] | str, /) -> Any:
     `@staticmethod`.
 
     Cost:   about a microsecond per argument in eager mode; nothing in a compiled graph.
-    Errors: the decorated function raises TypeError for an argument of a wrong type, ValueError for a wrong value.
+    Errors: the decorated function raises TypeError for an argument of a wrong type, ValueError for a wrong value. The
+            contract puts the function's name before the sentence of each `Rejected` that the body raises.
     """
     if isinstance(function, str):
         return lambda body: _with_contract(body, function)
@@ -84,9 +118,9 @@ def contract(function: Callable[P, R] | str, /) -> Any:
 
 def contract_of(public: Any) -> Contract | None:
     """The contract of a function, an autograd Function or a class's constructor, or None."""
-    # The decorated object is the function itself, the `forward` of an autograd Function, or the `__init__` of a class.
-    for entry in (public, getattr(public, "forward", None), getattr(public, "__init__", None)):
-        stated = getattr(entry, "__contract__", None)
+    # The decorated object is the function itself, the `forward` of an autograd Function, or the constructor of a class.
+    for name in (None, "forward", "__init__", "__post_init__"):
+        stated = getattr(public if name is None else getattr(public, name, None), "__contract__", None)
         if stated is not None:
             return stated
     return None
@@ -105,7 +139,8 @@ def spec_line(public: Any) -> str:
     stated = contract_of(public)
     if stated is None or not (stated.inputs or stated.outputs):
         return ""
-    inputs = "   ".join(f'{name} "{spec}"' for name, spec in stated.inputs.items())
+    routes = {name: " or ".join(f'"{spec}"' for spec in specs) for name, specs in stated.routes.items()}
+    inputs = "   ".join(f"{name} {specs}" for name, specs in routes.items())
     outputs = "  or  ".join(", ".join(f'"{spec}"' for spec in form) for form in stated.outputs)
     return f"{inputs}   ->   {outputs}" if outputs else inputs
 
@@ -115,8 +150,11 @@ def _with_contract(function: Callable[P, R], name: str) -> Callable[P, R]:
 
     @functools.wraps(function)
     def entry(*args: P.args, **kwargs: P.kwargs) -> R:
-        stated.validate(args, kwargs)
-        return function(*args, **kwargs)
+        try:
+            stated.validate(args, kwargs)
+            return function(*args, **kwargs)
+        except Rejected as rejected:
+            raise rejected.named(stated.function) from rejected.__cause__
 
     entry.__contract__ = stated  # pyright: ignore[reportAttributeAccessIssue]
     return entry
@@ -126,7 +164,9 @@ def _default_name(function: Callable[..., Any]) -> str:
     # The module is torch_impl.<component>.<file>; messages name the component and not the file.
     component = function.__module__.split(".")[1] if "." in function.__module__ else function.__module__
     qualified = function.__qualname__.rpartition("<locals>.")[2]
-    return f"{component}.{qualified.removesuffix('.forward').removesuffix('.__init__')}"
+    # Of a class's constructor, and of what runs when its objects are called, the class.
+    owner, _, method = qualified.rpartition(".")
+    return f"{component}.{owner if owner and method in _OF_CLASS else qualified}"
 
 
 def _read(function: Callable[..., Any], name: str) -> Contract:
@@ -142,11 +182,13 @@ def _read(function: Callable[..., Any], name: str) -> Contract:
         if kind is not None:
             # A position beyond all positional arguments makes `validate` look it up by name.
             place = len(signature.parameters) if keyword_only else position
-            arguments.append(Argument(parameter.name, place, kind, takes_none, other_types))
+            is_related = isinstance(kind, RelatedKind)
+            is_required = parameter.default is parameter.empty
+            arguments.append(Argument(parameter.name, place, kind, is_related, is_required, takes_none, other_types))
     return Contract(name, tuple(arguments), tuple(_outputs(_meaning(signature.return_annotation, defined))))
 
 
-def _kind_of(annotation: Any) -> tuple[Kind | None, bool, tuple[Any, ...]]:
+def _kind_of(annotation: Any) -> tuple[Kind | RelatedKind | None, bool, tuple[Any, ...]]:
     """(the kind of an annotation, whether it accepts None, the other types that it accepts)."""
     members = list(_members(annotation))
     takes_none = any(member in (None, NoneType) for member in members)
@@ -158,9 +200,9 @@ def _kind_of(annotation: Any) -> tuple[Kind | None, bool, tuple[Any, ...]]:
     return kinds[0], takes_none, types
 
 
-def _kind_of_member(member: Any) -> Kind | None:
+def _kind_of_member(member: Any) -> Kind | RelatedKind | None:
     if get_origin(member) is Annotated:
-        return next((extra for extra in member.__metadata__ if isinstance(extra, Kind)), None)
+        return next((extra for extra in member.__metadata__ if isinstance(extra, (Kind, RelatedKind))), None)
     if get_origin(member) is Literal:
         return OneOf(get_args(member))
     return BUILTIN.get(member) if isinstance(member, type) else None
@@ -180,7 +222,7 @@ def _outputs(annotation: Any) -> Iterator[tuple[str, ...]]:
     # Each member of a union is one form of the result; each member of a tuple is one tensor.
     for form in _members(annotation):
         parts = get_args(form) if get_origin(form) is tuple else (form,)
-        kinds = [_kind_of_member(part) for part in parts]
+        kinds = [_kind_of(part)[0] for part in parts]  # of a tensor or None, the tensor's
         specs = tuple(spec for spec in map(_spec, kinds) if spec is not None)
         if specs:
             yield specs

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
+from torch_impl.contract.rejected import TypeProblem, of_argument, rejection
+
 # Sizes by dim as written ("s", "v/tp"), each with the name of the argument that set it; the leading dims under "...". A
 # number that a later argument is compared with is stored under its argument's name ("vocab_start_index").
 Sizes = dict[str, tuple[Any, str]]
@@ -23,12 +25,37 @@ Sizes = dict[str, tuple[Any, str]]
 class Kind(Protocol):
     """The validation of one argument."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        """Validate `value`; `sizes` has the dims of earlier arguments, and this argument adds its dims.
+    def problem(self, value: Any) -> str | None:
+        """Why `value` is rejected, as the message goes on after the argument's name (`=0 must be positive`); else None.
 
-        Errors: TypeError for a wrong type, ValueError for a wrong value; `function` and `name` begin the message.
+        A `TypeProblem` is raised as a TypeError, another text as a ValueError.
         """
         ...
+
+
+@runtime_checkable
+class RelatedKind(Protocol):
+    """A kind that compares an argument with the arguments before it."""
+
+    def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
+        """Why `value`, the argument `name`, is rejected, in a whole sentence; None if it is not.
+
+        `sizes` has the dims of the arguments before it, and takes its own. A `TypeProblem` is as in `Kind.problem`.
+        """
+        ...
+
+
+def check(kind: Kind | RelatedKind, name: str, value: Any, sizes: Sizes | None = None) -> None:
+    """Reject a `value` that is no argument, as an entry of a dict, and that `name` names.
+
+    `kind` and `sizes` are as in `Contract.validate`. Errors: Rejected.
+    """
+    if isinstance(kind, RelatedKind):
+        sentence = kind.problem_beside(name, value, {} if sizes is None else sizes)
+    else:
+        sentence = of_argument(name, kind.problem(value))
+    if sentence is not None:
+        raise rejection(sentence)
 
 
 def type_name(value: object) -> str:
@@ -53,22 +80,20 @@ class Number:
     integer: bool = False
     remedy: str = ""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        """Reject a `value` outside the range; `function`, `name` and `sizes` as in `Kind.validate`.
-
-        Errors: TypeError, ValueError.
-        """
+    def problem(self, value: Any) -> str | None:
+        """Why a `value` of another type or outside of the range is rejected; else None."""
         if self.integer:
             if not _is_int(value):
-                raise TypeError(f"{function}: {name}={value!r} is {type_name(value)}; pass an int{self.remedy}")
+                return TypeProblem(f"={value!r} is {type_name(value)}; pass an int{self.remedy}")
         elif not _is_real(value):
-            raise TypeError(f"{function}: {name}={value!r} is {type_name(value)}; pass a number{self.remedy}")
+            return TypeProblem(f"={value!r} is {type_name(value)}; pass a number{self.remedy}")
         # `not` also rejects NaN, which compares as False.
         if not (value > self.low if self.above else value >= self.low):
             rule = "be positive" if self.above and self.low == 0 else f"be at least {self.low:g}"
-            raise ValueError(f"{function}: {name}={value} must {rule}{self.remedy}")
+            return f"={value} must {rule}{self.remedy}"
         if not (self.integer or _is_symbolic(value) or _is_finite(value)):
-            raise ValueError(f"{function}: {name}={value} must be finite{self.remedy}")
+            return f"={value} must be finite{self.remedy}"
+        return None
 
 
 def _is_int(value: Any) -> bool:
@@ -110,25 +135,24 @@ class OneOf:
 
     choices: tuple[Any, ...]
 
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        """Reject a `value` that is not among the choices; `function`, `name` and `sizes` as in `Kind.validate`.
-
-        Errors: ValueError.
-        """
-        if not any(value is choice or value == choice for choice in self.choices):
-            raise ValueError(f"{function}: {name}={value!r} is not one of {', '.join(map(str, self.choices))}")
+    def problem(self, value: Any) -> str | None:
+        """Why a `value` that is not among the choices is rejected; else None."""
+        if any(value is choice or value == choice for choice in self.choices):
+            return None
+        return f"={value!r} is not one of {', '.join(map(str, self.choices))}"
 
 
 @dataclass(frozen=True)
 class GradientTypeKind:
     """The gradient type of a replicated result: "R" or "I"."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        if value != "R" and value != "I":
-            raise ValueError(
-                f"{function}: {name}={value!r} is not the gradient type of a replicated result; "
-                "write 'R' (gradients add up) or 'I' (same gradient)"
-            )
+    def problem(self, value: Any) -> str | None:
+        if value == "R" or value == "I":
+            return None
+        return (
+            f"={value!r} is not the gradient type of a replicated result; "
+            "write 'R' (gradients add up) or 'I' (same gradient)"
+        )
 
 
 @dataclass(frozen=True)
@@ -142,14 +166,12 @@ class Instance:
     advice: str
     shows_value: bool = True
 
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        """Reject a `value` of another type; `function`, `name` and `sizes` as in `Kind.validate`.
-
-        Errors: TypeError.
-        """
-        if not isinstance(value, self.type):
-            label = f"{name}={value!r}" if self.shows_value else name
-            raise TypeError(f"{function}: {label} is {type_name(value)}; {self.advice}")
+    def problem(self, value: Any) -> str | None:
+        """Why a `value` of another type is rejected; else None."""
+        if isinstance(value, self.type):
+            return None
+        shown = f"={value!r}" if self.shows_value else ""
+        return TypeProblem(f"{shown} is {type_name(value)}; {self.advice}")
 
 
 @dataclass(frozen=True)
@@ -168,16 +190,18 @@ class ListOf:
         """Whether messages show the value, as for the elements."""
         return self.element.shows_value
 
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        """Reject a `value` that is not such a list; `function`, `name` and `sizes` as in `Kind.validate`.
-
-        Errors: TypeError; ValueError for an empty list if `if_empty` is set, and as the elements' kind.
-        """
-        Instance((list, tuple), f"pass a list of {self.nouns}", self.shows_value).validate(function, name, value, sizes)
+    def problem(self, value: Any) -> str | None:
+        """Why a `value` that is no such list is rejected; else None."""
+        problem = Instance((list, tuple), f"pass a list of {self.nouns}", self.shows_value).problem(value)
+        if problem is not None:
+            return problem
         if self.if_empty is not None and not value:
-            raise ValueError(f"{function}: {name} is empty; {self.if_empty}")
+            return f" is empty; {self.if_empty}"
         for i, element in enumerate(value):
-            self.element.validate(function, f"{name}[{i}]", element, sizes)
+            problem = self.element.problem(element)
+            if problem is not None:
+                return of_argument(f"[{i}]", problem)
+        return None
 
 
 Positive = Annotated[float, Number(0, above=True)]

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.contract.kinds import Instance, Sizes, type_name
+from torch_impl.contract.rejected import TypeProblem
 
 LEADING = "..."
 
@@ -70,11 +71,14 @@ _DTYPES = {
 class TensorKind:
     """A tensor with a spec string: its dims, the mesh axes that shard them, and gradient types of other axes.
 
-    `...` stands for any dims, at the front or at the end. A dim with the same name in two arguments has the same size.
+    `...` stands for any dims: at the front, at the end, or at both where another argument gives the dim. A dim with the
+    same name in two arguments has the same size. A tensor does not show how its dims are sharded, so a value is
+    compared with the first spec only.
     """
 
     spec: str
     dtypes: str = "floating"
+    other_specs: tuple[str, ...] = ()  # of other routes: as many dims, sharded otherwise
     dims: tuple[str, ...] = field(init=False)
     has_leading: bool = field(init=False)
     has_trailing: bool = field(init=False)
@@ -82,55 +86,56 @@ class TensorKind:
     def __post_init__(self) -> None:
         # `axis=type` states the gradient type on an axis and is not a dim.
         dims = [word for word in self.spec.split() if "=" not in word]
+        if any(len(other.split()) - other.count("=") != len(dims) for other in self.other_specs):
+            raise ValueError(f"contract: {self.spec!r} and {self.other_specs} differ in dims; write as many in each")
         object.__setattr__(self, "has_leading", dims[:1] == [LEADING])
         object.__setattr__(self, "has_trailing", dims[1:] != [] and dims[-1] == LEADING)
         object.__setattr__(self, "dims", tuple(dims[self.has_leading : len(dims) - self.has_trailing]))
 
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
+    def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
         # 1. The type and the dtype.
         if not isinstance(value, Tensor):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a Tensor")
+            return TypeProblem(f"{name} is {type_name(value)}; pass a Tensor")
         if type(value) is not Tensor and _is_dtensor(value):
-            raise TypeError(f"{function}: {name} is a DTensor; pass {name}.to_local()")
+            return TypeProblem(f"{name} is a DTensor; pass {name}.to_local()")
         accepts, rule = _DTYPES[self.dtypes]
         if not accepts(value.dtype):
             subject = "" if rule.startswith("token") else "logits " if "logits" in name else "it "
-            raise TypeError(f"{function}: {name} is {dtype_name(value)}; {subject}{rule}")
+            return TypeProblem(f"{name} is {dtype_name(value)}; {subject}{rule}")
         # 2. The number of dims.
         n_dims = len(self.dims)
         if value.ndim < n_dims or (value.ndim > n_dims and not (self.has_leading or self.has_trailing)):
-            self._reject_ndim(function, name, value, sizes)
+            return self._problem_of_ndim(name, value)
+        if self.has_leading and self.has_trailing:
+            return None
         # 3. The leading dims, then each other dim, must agree with earlier arguments.
         shape, first = value.shape, 0 if self.has_trailing else value.ndim - n_dims
         if self.has_leading:
             # The first argument with leading dims sets them; later arguments are compared with it.
             leading, setter = sizes.setdefault(LEADING, (shape[:first], name))
             if leading != shape[:first]:
-                raise ValueError(
-                    f"{function}: {name} is {list(shape)} but {setter} has leading shape {list(leading)}"
-                    + self._advice_on_own_dims(value, len(leading))
-                )
+                advice = self._advice_on_own_dims(value, len(leading))
+                return f"{name} is {list(shape)} but {setter} has leading shape {list(leading)}{advice}"
         for i, dim in enumerate(self.dims):
             size, setter = sizes.setdefault(dim, (shape[first + i], name))
             if size != shape[first + i] and dim != "1":
-                raise ValueError(
-                    f"{function}: {name} is {list(shape)} but {setter} has {dim}={size}: {dim} differs, "
-                    f"{shape[first + i]} and {size}"
-                )
+                differing = f"{dim} differs, {shape[first + i]} and {size}"
+                return f"{name} is {list(shape)} but {setter} has {dim}={size}: {differing}"
             if dim == "1" and shape[first + i] != 1:
-                raise ValueError(f"{function}: {name} is {list(shape)}; dim {first + i} must have size 1")
+                return f"{name} is {list(shape)}; dim {first + i} must have size 1"
+        return None
 
     def _advice_on_own_dims(self, value: Tensor, leading: int) -> str:
         if self.dims and value.ndim != leading + len(self.dims):
             return f"; it needs {' '.join(self.dims)} after them"
         return ""
 
-    def _reject_ndim(self, function: str, name: str, value: Tensor, sizes: Sizes) -> None:
-        if value.ndim == 0 and self.has_leading:
+    def _problem_of_ndim(self, name: str, value: Tensor) -> str:
+        if value.ndim == 0 and self.has_leading and not self.has_trailing:
             last = "the vocabulary" if self.dims[-1].startswith("v") else self.dims[-1]
-            raise ValueError(f"{function}: {name} has no dims; the last one must be {last}")
+            return f"{name} has no dims; the last one must be {last}"
         dims = " ".join([LEADING] * self.has_leading + list(self.dims) + [LEADING] * self.has_trailing)
-        raise ValueError(f"{function}: {name} is {list(value.shape)}; its dims must be [{dims}]; reshape it to these")
+        return f"{name} is {list(value.shape)}; its dims must be [{dims}]; reshape it to these"
 
 
 _PARALLELISM = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep": "expert"}
@@ -142,21 +147,22 @@ class GroupKind:
 
     axis: str
 
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        if not isinstance(value, ProcessGroup):
-            parallelism = _PARALLELISM.get(self.axis)
-            hint = f" (a group of size 1 for no {parallelism} parallelism)" if parallelism else ""
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a ProcessGroup{hint}")
+    def problem(self, value: Any) -> str | None:
+        if isinstance(value, ProcessGroup):
+            return None
+        parallelism = _PARALLELISM.get(self.axis)
+        hint = f" (a group of size 1 for no {parallelism} parallelism)" if parallelism else ""
+        return TypeProblem(f" is {type_name(value)}; pass a ProcessGroup{hint}")
 
 
 @dataclass(frozen=True)
 class _TensorAnnotation:
-    """Implements the annotation `Sharded[Tensor, "b s v/tp"]` for one class of dtypes."""
+    """Implements `Sharded[Tensor, "b s v/tp"]` for one class of dtypes; several specs are alternative routes."""
 
     dtypes: str
 
-    def __getitem__(self, item: tuple[Any, str]) -> Any:
-        return Annotated[item[0], TensorKind(item[1], self.dtypes)]
+    def __getitem__(self, item: tuple[Any, ...]) -> Any:
+        return Annotated[item[0], TensorKind(item[1], self.dtypes, item[2:])]
 
 
 class _GroupAnnotation:

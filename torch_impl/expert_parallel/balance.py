@@ -35,8 +35,6 @@ def load_counts(
 ) -> ShardedInt[Tensor, "e"]:
     """How many choices each of num_experts experts has on all ranks of `group`: those with other tokens, dp x cp x ep.
 
-        experts "... k"   ->   "e"
-
     A number that is no expert's, such as -1 for padding, is not counted.
 
     Cost:   1 all_reduce of num_experts int64. No gradient.
@@ -51,8 +49,6 @@ def token_count(
 ) -> ShardedInt[Tensor, ""]:
     """How many tokens all ranks of `group` have: rows with at least one expert, and so without padding.
 
-        experts "... k"   ->   ""
-
     Cost:   1 all_reduce of 1 int64. No gradient.
     Errors: TypeError for another type; ValueError for num_experts below 1.
     """
@@ -66,8 +62,6 @@ def global_balance_loss(
     group: Group[ProcessGroup, "data"],
 ) -> Sharded[Tensor, "data=P"]:
     """This rank's addend of the balance loss of the tokens of all ranks of `group`, dp x cp x ep.
-
-        probabilities "t/data e", experts "t/data k"   ->   "data=P"
 
     e * sum_e f_e P_e with f and P of all tokens: the value does not depend on how they are sharded. The addend is
     e * sum_e f_e (sum of this rank's probabilities of e) / t, of the global f and t, so that its gradient is complete
@@ -90,8 +84,6 @@ def sequence_balance_loss(
     cp_group: Group[ProcessGroup, "cp"],
 ) -> Sharded[Tensor, "b cp=P"]:
     """This rank's addend of the balance loss of each sequence, whose tokens are sharded over cp in any order.
-
-        probabilities "b s/cp e", experts "b s/cp k"   ->   "b cp=P"
 
     e * sum_e f_e P_e with f and P of one sequence, whose tokens the ranks of `cp_group` share; 0 for one without
     tokens. Divide the sum over sequences by their number on all ranks of dp. Rows without an expert count nowhere. In
@@ -133,8 +125,6 @@ def z_loss(
 ) -> Sharded[Tensor, "data=P"]:
     """This rank's addend of the mean over the `tokens` of all ranks of (log sum_e exp(logits))^2.
 
-        logits "t/data e", experts "t/data k"   ->   "data=P"
-
     Keeps the logits of a router small. With `experts`, rows without an expert count nowhere, and `tokens` is the number
     of the other rows on all ranks: an int, or the tensor of `token_count`, which is not read. Without `experts` every
     row is a token. In float32 or wider.
@@ -158,8 +148,6 @@ def z_loss(
 @contract
 def with_loss(x: Sharded[Tensor, "..."], loss: Sharded[Tensor, ""]) -> Sharded[Tensor, "..."]:
     """x as it is, with `loss` added to whatever is differentiated through it.
-
-        x "...", loss ""   ->   "..."
 
     A router knows its losses in the middle of a model, whose own loss is elsewhere, in a pipeline on another rank. The
     gradient of a number L that depends on the result is that of L + `loss`, also where L does not depend on all of it:

@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import embedding_bag
 
-from torch_impl.collectives import all_gather, all_to_all, large_tensors, reduce_scatter
+from torch_impl.collectives import large_tensors
+from torch_impl.collectives.exchanges import exchange_rows
+from torch_impl.collectives.gathers import gather_rows, reduce_scatter_rows
 from torch_impl.collectives.plain import all_gather_stack, all_to_all_equal
 
 
@@ -110,18 +112,14 @@ class Messages:
 
     def dispatched(self, rows: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Tensor:
         """Send rows, sorted by destination; returns the rows for this rank's experts, by tp rank, then by ep rank."""
-        received = all_to_all(
-            rows, ep, split_dim=0, concat_dim=0, split_lengths=self.to_ranks, concat_lengths=self.from_ranks
-        )
+        received = exchange_rows(rows, ep, self.to_ranks, self.from_ranks)
         # Each tp rank has some of an expert's columns, so the cotangents of a row are terms of a sum: "R".
-        return received if tp is None else all_gather(received, tp, out="R", lengths=self.of_tp)
+        return received if tp is None else gather_rows(received, tp, self.of_tp, "R")
 
     def returned(self, rows: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Tensor:
         """Sum the dispatched rows' results over tp, and send them back to their ranks, in the order they were sent."""
-        summed = rows if tp is None else reduce_scatter(rows, tp, lengths=self.of_tp)
-        return all_to_all(
-            summed, ep, split_dim=0, concat_dim=0, split_lengths=self.from_ranks, concat_lengths=self.to_ranks
-        )
+        summed = rows if tp is None else reduce_scatter_rows(rows, tp, self.of_tp)
+        return exchange_rows(summed, ep, self.from_ranks, self.to_ranks)
 
 
 def messages_of(counts: Tensor, ep: ProcessGroup, tp: ProcessGroup | None) -> Messages:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Annotated, Literal
 
-from torch_impl.contract import NonNegativeInt, Number, PositiveInt, contract
+from torch_impl.contract import NonNegativeInt, Number, PositiveInt, Rejected, contract
 
 Rows = Annotated[int, Number(0, integer=True, remedy=", or None for equal loads")]
 COUNT, EXPERT = 8, 4  # bytes of a row count, and of an expert id
@@ -55,16 +55,15 @@ def fewest_exchange_bytes(
     Errors: TypeError for a size that is not an integer; ValueError for a size out of range, num_experts that ep_size
             does not divide, k above num_experts, or more rows than the tokens can have.
     """
-    function = "expert_parallel.fewest_exchange_bytes"
     if num_experts % ep_size:
-        raise ValueError(f"{function}: num_experts={num_experts} must be divisible by ep_size={ep_size}")
+        raise Rejected(f"num_experts={num_experts} must be divisible by ep_size={ep_size}")
     if k > num_experts:
-        raise ValueError(f"{function}: k={k} must be at most num_experts={num_experts}")
+        raise Rejected(f"k={k} must be at most num_experts={num_experts}")
     others = ep_size - 1
     most = tokens * min(k, others)
     rows = mean_rows(tokens * others, k, num_experts, ep_size) if rows_sent is None else rows_sent
     if rows > most:
-        raise ValueError(f"{function}: rows_sent={rows} of at most {most}; count a token once for each other rank")
+        raise Rejected(f"rows_sent={rows} of at most {most}; count a token once for each other rank")
     wide = max(element_size, 4)
     routing = k * (wide + EXPERT)
     by_all_to_all = rows * (2 * width * element_size + routing) + others * ep_size * 2 * COUNT

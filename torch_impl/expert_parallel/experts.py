@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from torch_impl.collectives import accumulator, no_autocast
-from torch_impl.contract import OneOf, Sharded, ShardedInt, contract, dtype_name
+from torch_impl.contract import OneOf, Rejected, Sharded, ShardedInt, contract, dtype_name
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.expert_parallel.dispatch import SortedChoices
 
@@ -43,12 +43,11 @@ def grouped_product(
     Errors: TypeError for dtypes that differ; ValueError for shapes that do not fit, a backend that cannot run, or, on a
             CPU, counts that do not add up. On a GPU counts are not checked: a read would wait for the device.
     """
-    function = "expert_parallel.grouped_product"
-    check_alike(function, x=x, weight=weight)
-    _check_some_expert(function, "weight", weight)
+    check_alike(x=x, weight=weight)
+    _check_some_expert("weight", weight)
     if type(counts) is Tensor and counts.is_cpu and not torch.compiler.is_compiling():
-        _check_counts(function, counts.tolist(), len(x))
-    implementation = checked_grouped_backend(function, backend, x, weight)
+        _check_counts(counts.tolist(), len(x))
+    implementation = checked_grouped_backend(backend, x, weight)
     return _GroupedProduct.apply(x, weight, counts, implementation)
 
 
@@ -85,54 +84,54 @@ class ExpertWeights:
         return _GroupedProduct.apply(hidden.to(rows.dtype), self.down, counts, second)
 
 
-def checked_weights(function: str, x: Tensor, gate_up: Tensor, down: Tensor, backend: str) -> ExpertWeights:
+def checked_weights(x: Tensor, gate_up: Tensor, down: Tensor, backend: str) -> ExpertWeights:
     """Check the weights against x, as far as the contracts cannot, and choose the products' implementations.
 
     Errors: TypeError for dtypes that differ; ValueError for different devices, no expert, gate_up without twice as many
             columns as down has rows, or a backend that cannot run.
     """
-    check_alike(function, x=x, gate_up=gate_up, down=down)
-    _check_some_expert(function, "gate_up", gate_up)
+    check_alike(x=x, gate_up=gate_up, down=down)
+    _check_some_expert("gate_up", gate_up)
     columns, rows = gate_up.shape[-1], down.shape[-2]
     if columns != 2 * rows:
         sizes = f"gate_up has {columns} columns, down {rows} rows"
-        raise ValueError(f"{function}: {sizes}; pass gate and up side by side, twice as many columns as rows")
-    first, second = (checked_grouped_backend(function, backend, x, weight) for weight in (gate_up, down))
+        raise Rejected(f"{sizes}; pass gate and up side by side, twice as many columns as rows")
+    first, second = (checked_grouped_backend(backend, x, weight) for weight in (gate_up, down))
     return ExpertWeights(gate_up, down, (first, second))
 
 
-def _check_some_expert(function: str, name: str, weight: Tensor) -> None:
+def _check_some_expert(name: str, weight: Tensor) -> None:
     """Errors: ValueError for a weight without experts."""
     if not len(weight):
-        raise ValueError(f"{function}: {name} is {list(weight.shape)}, of no expert; give each rank one or more")
+        raise Rejected(f"{name} is {list(weight.shape)}, of no expert; give each rank one or more")
 
 
-def _check_counts(function: str, counts: list[int], rows: int) -> None:
+def _check_counts(counts: list[int], rows: int) -> None:
     """Errors: ValueError for a negative count, or counts that do not add up to the number of rows."""
     if min(counts, default=0) < 0 or sum(counts) != rows:
         listed = f"{counts[:8]}{'...' if len(counts) > 8 else ''}"
-        raise ValueError(f"{function}: counts={listed} must be at least 0 and add up to n={rows}, the rows of x")
+        raise Rejected(f"counts={listed} must be at least 0 and add up to n={rows}, the rows of x")
 
 
-def check_alike(function: str, **tensors: Tensor) -> None:
+def check_alike(**tensors: Tensor) -> None:
     """Errors: TypeError unless all tensors have the dtype of the first, ValueError unless they are on its device."""
     (name, first), *other_tensors = tensors.items()
     for other, x in other_tensors:
         if x.dtype != first.dtype:
             differing = f"{other} is {dtype_name(x)} but {name} is {dtype_name(first)}"
-            raise TypeError(f"{function}: {differing}; pass one dtype")
+            raise Rejected(f"{differing}; pass one dtype", TypeError)
         if x.device != first.device:
-            raise ValueError(f"{function}: {other} is on {x.device} but {name} on {first.device}; pass one device")
+            raise Rejected(f"{other} is on {x.device} but {name} on {first.device}; pass one device")
 
 
-def checked_grouped_backend(function: str, backend: str, x: Tensor, weight: Tensor) -> str:
+def checked_grouped_backend(backend: str, x: Tensor, weight: Tensor) -> str:
     """The implementation of `backend` for these operands: 'grouped_mm' or 'eager'.
 
     Errors: ValueError for "grouped_mm" where it does not run.
     """
     problem = _grouped_mm_problem(x, weight)
     if backend == "grouped_mm" and problem:
-        raise ValueError(f"{function}: backend='grouped_mm' {problem}; use 'auto' or 'eager'")
+        raise Rejected(f"backend='grouped_mm' {problem}; use 'auto' or 'eager'")
     return "eager" if backend == "eager" or problem else "grouped_mm"
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import accumulator, all_gather, reduce_scatter
+from torch_impl.collectives import accumulator
+from torch_impl.collectives.gathers import gather_rows, reduce_scatter_rows
 from torch_impl.collectives.plain import all_gather_concat, all_gather_stack
-from torch_impl.contract import Group, OneOf, Sharded, ShardedBool, ShardedInt, contract
+from torch_impl.contract import Group, OneOf, Rejected, Sharded, ShardedBool, ShardedInt, contract
 from torch_impl.expert_parallel.dispatch import SortedChoices, destinations, messages_of, sorted_choices
 from torch_impl.expert_parallel.experts import ExpertWeights, GroupedBackend, checked_weights
 
@@ -62,13 +63,12 @@ def routed_experts(
             gate_up without twice as many columns as down has rows, an unknown exchange, or a backend that cannot run.
     Source: arXiv 2006.16668 (GShard), 2211.15841 (MegaBlocks, dropless).
     """
-    name = "expert_parallel.routed_experts"
-    weights = checked_weights(name, x, gate_up, down, backend)
+    weights = checked_weights(x, gate_up, down, backend)
     if experts.shape[1] == 0:
-        raise ValueError(f"{name}: experts has k=0 choices of a token; pass one or more")
+        raise Rejected("experts has k=0 choices of a token; pass one or more")
     for argument, tensor in (("gates", gates), ("experts", experts), ("kept", kept)):
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name}: {argument} is on {tensor.device} but x on {x.device}; pass one device")
+            raise Rejected(f"{argument} is on {tensor.device} but x on {x.device}; pass one device")
     # Wide, so that a gate's gradient, a sum over ranks, is rounded once.
     gates = gates.to(torch.promote_types(gates.dtype, accumulator(x.dtype)))
     # Expert ids are sent in int32; clamping keeps invalid ids, such as -1, invalid.
@@ -101,13 +101,12 @@ def shared_experts(
             cannot run.
     Source: arXiv 2401.06066 (DeepSeekMoE).
     """
-    name = "expert_parallel.shared_experts"
-    weights = checked_weights(name, x, gate_up[None], down[None], backend)
+    weights = checked_weights(x, gate_up[None], down[None], backend)
     lengths = _lengths(x, tp_group)
-    full = x if tp_group is None else all_gather(x, tp_group, out="R", lengths=lengths)
+    full = x if tp_group is None else gather_rows(x, tp_group, lengths, "R")
     count = torch.tensor([len(full)], device=x.device)
     y = weights.outputs(full, count)
-    return y if tp_group is None else reduce_scatter(y, tp_group, lengths=lengths)
+    return y if tp_group is None else reduce_scatter_rows(y, tp_group, lengths)
 
 
 def _by_all_to_all(
@@ -134,8 +133,8 @@ def _by_all_gather(
     shards, full_x, full_gates = [], x, gates
     for group in axes:
         lengths = _lengths(full_x, group)
-        full_x = all_gather(full_x, group, out="R", lengths=lengths)
-        full_gates = all_gather(full_gates, group, out="R", lengths=lengths)
+        full_x = gather_rows(full_x, group, lengths, "R")
+        full_gates = gather_rows(full_gates, group, lengths, "R")
         chosen = all_gather_concat(chosen, group, 0, lengths)
         shards.append((group, lengths))
     # 2. Run this rank's experts.
@@ -144,7 +143,7 @@ def _by_all_gather(
     y = weights.sums(full_x, full_gates, choices, accumulator(x.dtype))
     # 3. Sum over the ranks onto each token's rank, in the reverse order.
     for group, lengths in reversed(shards):
-        y = reduce_scatter(y, group, lengths=lengths)
+        y = reduce_scatter_rows(y, group, lengths)
     return y.to(x.dtype)
 
 

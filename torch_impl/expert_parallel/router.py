@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
-from torch_impl.contract import Finite, PositiveInt, Sharded, ShardedIds, ShardedInt, contract
+from torch_impl.contract import Finite, PositiveInt, Rejected, Sharded, ShardedIds, ShardedInt, contract
 
 
 @contract
@@ -19,16 +19,16 @@ def softmax_top_k(
 ) -> tuple[Sharded[Tensor, "... k"], ShardedIds[Tensor, "... k"], Sharded[Tensor, "... e"]]:
     """Softmax, then the k largest: (gates, experts, probabilities), as in Switch, GShard and Qwen3-MoE.
 
-    p = softmax(logits),   experts = the k largest of p,   gates = p[experts], over their sum with `norm_topk_prob`
+    p = softmax(logits),   experts = the k largest of p,   gates = p[experts]
 
-    Gates and probabilities are float32 or wider, experts int64. With `norm_topk_prob` the gates equal those from
-    `top_k_softmax`. The probabilities of all experts are for `global_balance_loss`.
+    `norm_topk_prob` divides the gates by their sum; the gates then equal the gates of `top_k_softmax`. Gates and
+    probabilities are float32 or wider, experts int64. The probabilities of all experts are for `global_balance_loss`.
 
     Cost:   no collective; a sort of e numbers for each token.
     Errors: TypeError for logits that are not floating or a k that is not an integer; ValueError for a k outside 1..e.
     Source: arXiv 2101.03961.
     """
-    _check_k("softmax_top_k", k, logits)
+    _check_k(k, logits)
     probabilities = logits.to(accumulator(logits.dtype)).softmax(-1)
     experts = _largest(probabilities, k)
     gates = probabilities.gather(-1, experts)
@@ -49,7 +49,7 @@ def top_k_softmax(
     Errors: as `softmax_top_k`.
     Source: arXiv 2401.04088.
     """
-    _check_k("top_k_softmax", k, logits)
+    _check_k(k, logits)
     scores = logits.to(accumulator(logits.dtype))
     experts = _largest(scores, k)
     return scores.gather(-1, experts).softmax(-1), experts, scores.softmax(-1)
@@ -81,7 +81,7 @@ def sigmoid_top_k(
             than groups, or a k above the number of experts in the chosen groups.
     Source: arXiv 2412.19437.
     """
-    _check_k("sigmoid_top_k", k, logits)
+    _check_k(k, logits)
     _check_groups(logits.shape[-1], k, groups, chosen_groups)
     scores = logits.to(accumulator(logits.dtype)).sigmoid()
     # Biased scores decide the choice and have no gradient; the gates are the scores without the bias.
@@ -102,27 +102,24 @@ def balanced_bias(bias: Sharded[Tensor, "e"], counts: ShardedInt[Tensor, "e"], r
             or a rate that is not finite.
     Source: arXiv 2408.15664.
     """
-    # Compare e * counts with their sum in integers: the mean is not rounded, and a load equal to it moves nothing.
+    # Compare e * counts with their sum in integers: the mean is not rounded, and a load equal to it leaves the bias.
     direction = (counts.sum() - counts.numel() * counts).sign()
     return bias.detach() + rate * direction.to(bias.dtype)
 
 
-def _check_k(function: str, k: int, logits: Tensor) -> None:
+def _check_k(k: int, logits: Tensor) -> None:
     if k > logits.shape[-1]:
-        raise ValueError(f"expert_parallel.{function}: k={k} of e={logits.shape[-1]} experts; choose at most e")
+        raise Rejected(f"k={k} of e={logits.shape[-1]} experts; choose at most e")
 
 
 def _check_groups(experts: int, k: int, groups: int, chosen_groups: int) -> None:
-    function = "expert_parallel.sigmoid_top_k"
     if experts % groups:
-        raise ValueError(f"{function}: groups={groups} must divide e={experts} experts")
+        raise Rejected(f"groups={groups} must divide e={experts} experts")
     if chosen_groups > groups:
-        raise ValueError(f"{function}: chosen_groups={chosen_groups} of groups={groups}; choose at most all")
+        raise Rejected(f"chosen_groups={chosen_groups} of groups={groups}; choose at most all")
     candidates = experts // groups * chosen_groups
     if k > candidates:
-        raise ValueError(
-            f"{function}: k={k} of {candidates} experts in chosen_groups={chosen_groups}; choose more groups"
-        )
+        raise Rejected(f"k={k} of {candidates} experts in chosen_groups={chosen_groups}; choose more groups")
 
 
 def _largest(scores: Tensor, k: int) -> Tensor:
@@ -131,7 +128,7 @@ def _largest(scores: Tensor, k: int) -> Tensor:
 
 
 def _within_groups(biased: Tensor, groups: int, chosen_groups: int) -> Tensor:
-    """Mask with -inf all groups but the chosen ones, whose two largest scores have the largest sums."""
+    """Set all groups to -inf, except the groups with the largest sums of their two largest scores."""
     by_group = biased.unflatten(-1, (groups, biased.shape[-1] // groups))
     pair_sums = by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
     is_chosen = torch.zeros_like(pair_sums, dtype=torch.bool).scatter_(-1, _largest(pair_sums, chosen_groups), True)

@@ -14,42 +14,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_impl.contract import Rejected
+
 BACKENDS = ("auto", "eager", "compile", "triton")
 
 
-def checked_backend(function: str, backend: str, name: str, x: Tensor) -> str:
+def checked_backend(backend: str, name: str, x: Tensor) -> str:
     """The implementation that `backend` selects for the tensor x: 'eager', 'compile' or 'triton'.
 
-    Error messages use `function` and `name`, the name of x.
+    Error messages use `name`, the name of x.
 
     Errors: ValueError for another name, or for Triton with a tensor that is not on CUDA; ImportError without Triton.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"{function}: backend={backend!r} is not one of {', '.join(BACKENDS)}")
+        raise Rejected(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
     # Messages name the backend that the caller passed, even if "auto" resolves to Triton.
     request = f"backend={backend!r}"
     if backend == "auto":
         request += " on CUDA"
         backend = "triton" if x.is_cuda else "eager"
     if backend == "triton":
-        _check_triton(function, request, name, x.device)
+        _check_triton(request, name, x.device)
     return backend
 
 
-def _check_triton(function: str, request: str, name: str, device: torch.device) -> None:
+def _check_triton(request: str, name: str, device: torch.device) -> None:
     try:
         import triton  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ImportError(
-            f"{function}: {request} needs triton; pip install -e '.[triton]' in the clone, or use 'eager' or 'compile'"
+        raise Rejected(
+            f"{request} needs triton; pip install -e '.[triton]' in the clone, or use 'eager' or 'compile'", ImportError
         ) from None
     # Imported after the check above, since a kernel's module imports Triton.
     from torch_impl.kernels.softmax import _statistics
 
     # Triton decides at a kernel's declaration: only under its interpreter the kernel is not a JITFunction.
     if device.type != "cuda" and isinstance(_statistics, triton.JITFunction):
-        raise ValueError(
-            f"{function}: backend='triton' runs on CUDA but {name} is on {device.type}; use 'auto', 'eager' or "
+        raise Rejected(
+            f"backend='triton' runs on CUDA but {name} is on {device.type}; use 'auto', 'eager' or "
             "'compile', or set TRITON_INTERPRET=1 before triton is first imported"
         )
 

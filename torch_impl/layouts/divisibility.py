@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from torch_impl.contract import contract, dtype_name, is_integer, type_name
+from torch_impl.contract import Rejected, contract, dtype_name, is_integer, type_name
 
 # Equal chunks per rank. Layouts not listed take any size; packed has a rule per sequence, in `validate_offsets`.
 CHUNKS_PER_RANK = {"contiguous": 1, "striped": 1, "dual_chunk_swap": 2}
@@ -134,13 +134,18 @@ def too_short(end: int, size: int) -> str:
     return f"cu_seqlens ends at {end} but the stream holds {size} tokens; pass the padded offsets"
 
 
-def host_offsets(values: Tensor | Sequence[int], name: str) -> Int64[Tensor, " offsets"]:
-    """Offsets as int64 on the host, validated: one row of integers that starts at 0 and never decreases."""
+def host_offsets(
+    values: Tensor | Sequence[int], name: str, error: type[ValueError] = ValueError
+) -> Int64[Tensor, " offsets"]:
+    """Offsets as int64 on the host, validated: one row of integers that starts at 0 and never decreases.
+
+    `error` is raised otherwise; `Rejected` where the message begins with the name of the contracted function.
+    """
     # Check dtype and shape first: they are known without the copy, which waits for the device.
     on_device = offsets_of(name, values)
-    check_row(name, on_device)
+    check_row(name, on_device, error)
     offsets = on_device.cpu().long()
-    check_rising(name, offsets)
+    check_rising(name, offsets, error)
     return offsets
 
 
@@ -149,32 +154,32 @@ def offsets_of(name: str, values: Tensor | Sequence[int]) -> Tensor:
     try:
         offsets = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name}={values!r} are no offsets; pass a row of integers") from None
+        raise Rejected(f"{name}={values!r} are no offsets; pass a row of integers", TypeError) from None
     # An empty list becomes a float tensor; leave its error to `check_row`, which complains about the shape.
     if offsets.numel():
         _check_integers(name, offsets)
     return offsets
 
 
-def check_row(name: str, offsets: Tensor) -> None:
+def check_row(name: str, offsets: Tensor, error: type[ValueError] = ValueError) -> None:
     """Validate shape and dtype of offsets, without reading their values: one row of integers."""
     if offsets.dim() != 1 or not len(offsets):
-        raise ValueError(f"{name}: shape is {tuple(offsets.shape)}; offsets are one row of at least [0]")
+        raise error(f"{name}: shape is {tuple(offsets.shape)}; offsets are one row of at least [0]")
     _check_integers(name, offsets)
 
 
 def _check_integers(name: str, offsets: Tensor) -> None:
     if not is_integer(offsets):
-        raise TypeError(f"{name}: dtype is {dtype_name(offsets)}; offsets are integers")
+        raise Rejected(f"{name}: dtype is {dtype_name(offsets)}; offsets are integers", TypeError)
 
 
-def check_rising(name: str, offsets: Int64[Tensor, " offsets"]) -> None:
-    """ValueError unless the offsets, on the host, start at 0 and never decrease."""
+def check_rising(name: str, offsets: Int64[Tensor, " offsets"], error: type[ValueError] = ValueError) -> None:
+    """`error` unless the offsets, on the host, start at 0 and never decrease."""
     if offsets[0] != 0:
-        raise ValueError(f"{name}: starts at {offsets[0]}; offsets start at 0")
+        raise error(f"{name}: starts at {offsets[0]}; offsets start at 0")
     for j in first(offsets.diff() < 0):
         back = f"from {offsets[j]} back to {offsets[j + 1]}"
-        raise ValueError(f"{name}: sequence {j} runs {back}; offsets never decrease")
+        raise error(f"{name}: sequence {j} runs {back}; offsets never decrease")
 
 
 def first(wrong: Tensor) -> list[int]:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
 
-from torch_impl.contract import contract, dtype_name, is_integer
+from torch_impl.contract import Rejected, contract, dtype_name, is_integer
 from torch_impl.layouts.divisibility import check_divisible, first, offsets_of, validate_offsets
 
 _REMEDY = "pass a tensor of positions for each rank"
@@ -111,20 +111,20 @@ def _ragged_bounds(size: int, world: int, lengths: Sequence[int] | None) -> list
     )
     for is_broken, problem in rules:
         if is_broken:
-            raise ValueError(f"ragged: lengths {lengths} {problem}")
+            raise Rejected(f"lengths {lengths} {problem}")
     return bounds
 
 
 def _validate_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Lengths of any integer type, as ints; TypeError for bools and other types."""
+    """Lengths of any integer type, as ints; bools and other types are rejected."""
     try:
         entries = tuple(lengths)
     except TypeError:
-        raise TypeError(f"ragged: lengths={lengths!r} is no sequence; give one int for each rank") from None
+        raise Rejected(f"lengths={lengths!r} is no sequence; give one int for each rank", TypeError) from None
     if not any(isinstance(length, bool) for length in entries):
         with suppress(TypeError):
             return tuple(map(index, entries))
-    raise TypeError(f"ragged: lengths {entries} are not all integers; pass ints")
+    raise Rejected(f"lengths {entries} are not all integers; pass ints", TypeError)
 
 
 @contract("packed")
@@ -138,7 +138,7 @@ def packed_positions(
 ) -> Int64[Tensor, " local"]:
     """Global positions of one rank: its shard of sequence 0, then of sequence 1, ..."""
     check_divisible("packed", size, world, rank)
-    offsets_of("packed: cu_seqlens", cu_seqlens)
+    offsets_of("cu_seqlens", cu_seqlens)
     return packed_rows(validate_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device)), size, world, rank)
 
 
@@ -157,10 +157,10 @@ def packed(
 
     Cost:   one copy of the offsets to the host; the arrays are on the device of `cu_seqlens`, or on `device`.
     Errors: ValueError if the offsets do not run from 0 up to size or a padded length is not a multiple of
-            2 * world; TypeError if they, size or world are not integers.
+            2 * world; TypeError if the offsets, size or world are not integers.
     """
     check_divisible("packed", size, world)
-    offsets_of("packed: cu_seqlens", cu_seqlens)
+    offsets_of("cu_seqlens", cu_seqlens)
     # Validate on the host, then compute the arrays of all ranks at once on the device.
     offsets = validate_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device))
     return list(packed_rows(offsets, size, world, torch.arange(world, device=offsets.device)[:, None]).unbind())
@@ -189,6 +189,7 @@ def _device_of(cu_seqlens: Tensor | Sequence[int], device: torch.device | str | 
     return cu_seqlens.device if device is None and isinstance(cu_seqlens, Tensor) else device
 
 
+@contract
 def inverse(positions: Iterable[Int[Tensor, " _"]]) -> Int64[Tensor, " _"]:
     """The index array that restores sequential order: `sequential = rank_major[inverse]`.
 
@@ -213,7 +214,7 @@ def inverse_permutation(rank_major: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
 
 
 def _check_permutation(rank_major: Int64[Tensor, " n"]) -> None:
-    """ValueError unless it is a permutation; traced, vmapped, fake and meta tensors have no values and are accepted."""
+    """Reject anything but a permutation; accept traced, vmapped, fake and meta tensors, which have no values."""
     if torch.compiler.is_compiling():
         return
     ordered = rank_major.sort().values
@@ -226,24 +227,24 @@ def _check_permutation(rank_major: Int64[Tensor, " n"]) -> None:
         entry = int(ordered[k])
         reason = f"{k} is missing" if entry > k else f"{entry} is {'negative' if entry < 0 else 'there twice'}"
         problem = f"positions are not a permutation of 0..{len(ordered) - 1}: {reason}"
-        raise ValueError(f"layouts.inverse: {problem}; give each position once")
+        raise Rejected(f"{problem}; give each position once")
 
 
 def _validate_shards(positions: Iterable[Tensor]) -> list[Tensor]:
     """The positions as a list, validated: one row of integers for each rank."""
     if not isinstance(positions, Iterable):
-        raise TypeError(f"layouts.inverse: positions={positions!r} is no sequence; {_REMEDY}")
+        raise Rejected(f"positions={positions!r} is no sequence; {_REMEDY}", TypeError)
     shards = list(positions)
     if not shards:
-        raise TypeError(f"layouts.inverse: positions=[] holds no tensor; {_REMEDY}")
+        raise Rejected(f"positions=[] holds no tensor; {_REMEDY}", TypeError)
     for r, shard in enumerate(shards):
-        label = f"layouts.inverse: positions[{r}] is"
+        label = f"positions[{r}] is"
         if not isinstance(shard, Tensor):
-            raise TypeError(f"{label} a {type(shard).__name__}; {_REMEDY}")
+            raise Rejected(f"{label} a {type(shard).__name__}; {_REMEDY}", TypeError)
         if not is_integer(shard):
-            raise TypeError(f"{label} {dtype_name(shard)}; positions are integers")
+            raise Rejected(f"{label} {dtype_name(shard)}; positions are integers", TypeError)
         if shard.ndim != 1:
-            raise ValueError(f"{label} {list(shard.shape)}; positions are one row for each rank")
+            raise Rejected(f"{label} {list(shard.shape)}; positions are one row for each rank")
     return shards
 
 

@@ -14,11 +14,12 @@ from jaxtyping import Int, Int64, Shaped
 from torch import Tensor
 
 from torch_impl.collectives import large_tensors
-from torch_impl.contract import PositiveInt, contract
+from torch_impl.contract import PositiveInt, Rejected, contract
 from torch_impl.layouts.divisibility import first, host_offsets, offsets_of, without_fill
 from torch_impl.layouts.index_arrays import inverse_permutation
 
 
+@contract
 def _reorder_chunks(
     input_: Shaped[Tensor, "*a"], order: list[int], cu_seqlens: Int[Tensor, " offsets"] | None = None
 ) -> Shaped[Tensor, "*a"]:
@@ -35,7 +36,7 @@ def _reorder_chunks(
     Errors: ValueError if `order` is not a permutation, a length is not a multiple of `len(order)`, the offsets do not
             rise from 0 to the number of rows, or input_ has other dims; TypeError for offsets that are not integers.
     """
-    return _chunks("layouts._reorder_chunks", input_, order, cu_seqlens)
+    return _chunks(input_, order, cu_seqlens)
 
 
 @contract
@@ -49,10 +50,9 @@ def _undo_attention_load_balancing(
 
     Errors: as `_reorder_chunks`; ValueError for a cp_size below 1.
     """
-    function = "layouts._undo_attention_load_balancing"
     chunks = range(2 * cp_size)
     # Rank r holds chunks r and 2 n - 1 - r: chunks at even indices ascend, chunks at odd indices descend.
-    return _chunks(function, input_, [*chunks[::2], *chunks[::-2]], cu_seqlens)
+    return _chunks(input_, [*chunks[::2], *chunks[::-2]], cu_seqlens)
 
 
 @contract
@@ -66,10 +66,9 @@ def _redo_attention_load_balancing(
 
     Errors: as `_reorder_chunks`; ValueError for a cp_size below 1.
     """
-    function = "layouts._redo_attention_load_balancing"
     last = 2 * cp_size - 1
     order = [chunk for rank in range(cp_size) for chunk in (rank, last - rank)]
-    return _chunks(function, input_, order, cu_seqlens)
+    return _chunks(input_, order, cu_seqlens)
 
 
 @contract
@@ -85,8 +84,7 @@ def _deinterleave_packed_seqs(
     Errors: ValueError if the offsets do not rise from 0 to rows / cp_size, or input_ is not 2-D; TypeError for offsets
             that are not integers.
     """
-    function = "layouts._deinterleave_packed_seqs"
-    return _permute(input_, _interleaving(function, input_, cu_seqlens, cp_size), 0)
+    return _permute(input_, _interleaving(input_, cu_seqlens, cp_size), 0)
 
 
 @contract
@@ -101,32 +99,31 @@ def _reinterleave_packed_seqs(
     Cost:   as `_reorder_chunks`.
     Errors: as `_deinterleave_packed_seqs`.
     """
-    function = "layouts._reinterleave_packed_seqs"
-    there, back = _interleaving(function, input_, cu_seqlens, cp_size)
+    there, back = _interleaving(input_, cu_seqlens, cp_size)
     return _permute(input_, (back, there), 0)
 
 
 Both = tuple[Int64[Tensor, " rows"], Int64[Tensor, " rows"]]  # an index array and its inverse
 
 
-def _chunks(function: str, x: Tensor, order: list[int], cu_seqlens: Tensor | None) -> Tensor:
+def _chunks(x: Tensor, order: list[int], cu_seqlens: Tensor | None) -> Tensor:
     """Validate the arguments on the host, then permute the chunks."""
     # 1. `order` must be a permutation. Describe the sequences by offsets: [b, s, w] is one sequence of s rows.
     if sorted(order) != list(range(len(order))) or not order:
-        raise ValueError(f"{function}: order={order} is not a permutation of 0..{len(order) - 1}")
-    dim = _token_dim(function, x, cu_seqlens is not None)
+        raise Rejected(f"order={order} is not a permutation of 0..{len(order) - 1}")
+    dim = _token_dim(x, cu_seqlens is not None)
     rows = x.shape[dim]
-    host = torch.tensor([0, rows]) if cu_seqlens is None else _offsets(function, cu_seqlens)
+    host = torch.tensor([0, rows]) if cu_seqlens is None else _offsets(cu_seqlens)
     # 2. The offsets must cover the full stream: local offsets would silently permute rows across sequences.
     if host[-1] != rows:
         ends = f"cu_seqlens ends at {host[-1]} but input_ has {rows} rows"
-        raise ValueError(f"{function}: {ends}; this function takes the padded offsets of the whole stream")
+        raise Rejected(f"{ends}; this function takes the padded offsets of the whole stream")
     # 3. Every sequence must split into equal chunks.
     for j in first(host.diff() % len(order) != 0):
         length = int(host.diff()[j])
         what = f"s={length}" if cu_seqlens is None else f"sequence {j} has length {length}, which"
         padded = length + -length % len(order)
-        raise ValueError(f"{function}: {what} is not a multiple of {len(order)} chunks; pad to {padded}")
+        raise Rejected(f"{what} is not a multiple of {len(order)} chunks; pad to {padded}")
     return _permute(x, _with_inverse(_chunk_rows(host.to(x.device), rows, order)), dim)
 
 
@@ -140,16 +137,16 @@ def _chunk_rows(offsets: Tensor, rows: int, order: list[int]) -> Int64[Tensor, "
     return start + torch.tensor(order, device=offsets.device)[i // chunk] * chunk + i % chunk
 
 
-def _interleaving(function: str, x: Tensor, cu_seqlens: Tensor, cp_size: int) -> Both:
+def _interleaving(x: Tensor, cu_seqlens: Tensor, cp_size: int) -> Both:
     """The rank-major row of each sequence-major row, and the inverse."""
-    rows = x.shape[_token_dim(function, x, True)]
-    host = _offsets(function, cu_seqlens)
+    rows = x.shape[_token_dim(x, True)]
+    host = _offsets(cu_seqlens)
     end = int(host[-1])
     # This takes local offsets, the functions above take global ones; the message names the mix-up.
     if end * cp_size != rows:
         reason = " = the whole stream" if end == rows else f", {end * cp_size} rows over cp={cp_size}, not {rows}"
         local = f"this function takes local offsets (global // {cp_size})"
-        raise ValueError(f"{function}: cu_seqlens ends at {end}{reason}; {local}")
+        raise Rejected(f"cu_seqlens ends at {end}{reason}; {local}")
     return _with_inverse(_sequence_major(host.to(x.device), rows, cp_size))
 
 
@@ -187,14 +184,13 @@ class _Permute(torch.autograd.Function):
         return _Permute.apply(cotangent, back, index, ctx.dim), None, None, None
 
 
-def _offsets(function: str, cu_seqlens: Tensor) -> Int64[Tensor, " offsets"]:
-    name = f"{function}: cu_seqlens"
-    return host_offsets(without_fill(offsets_of(name, cu_seqlens)), name)
+def _offsets(cu_seqlens: Tensor) -> Int64[Tensor, " offsets"]:
+    return host_offsets(without_fill(offsets_of("cu_seqlens", cu_seqlens)), "cu_seqlens", Rejected)
 
 
-def _token_dim(function: str, x: Tensor, is_packed: bool) -> int:
+def _token_dim(x: Tensor, is_packed: bool) -> int:
     """The dim of the tokens: 0 in [t, w] with offsets, 1 in [b, s, w] without."""
     if x.ndim != (2 if is_packed else 3):
         want = "[t, w] goes with cu_seqlens" if is_packed else "[b, s, w] goes without cu_seqlens"
-        raise ValueError(f"{function}: input_ is {list(x.shape)}; {want}")
+        raise Rejected(f"input_ is {list(x.shape)}; {want}")
     return 0 if is_packed else 1

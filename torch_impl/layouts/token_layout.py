@@ -16,14 +16,14 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Bool, Int, Int32, Int64, Shaped
+from jaxtyping import Bool, Int, Int32, Int64
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 
 from torch_impl.collectives import all_gather, large_tensors
 from torch_impl.collectives.lengths import dim_from_front
-from torch_impl.contract import GradientType, Group, OneOf, ShardedAny, contract
+from torch_impl.contract import GradientType, Group, OneOf, Rejected, ShardedAny, contract
 from torch_impl.layouts.cache import Value, cached, cached_tensor, for_training, has_numbers
 from torch_impl.layouts.divisibility import (
     check_row,
@@ -217,33 +217,29 @@ class TokenLayout:
         return torch.arange(self.total, device=self.index.device)
 
     @contract("TokenLayout.shard")
-    def shard(self, x: ShardedAny[Tensor, "..."], dim: int) -> Shaped[Tensor, "*b"]:
+    def shard(self, x: ShardedAny[Tensor, "... t ... cp=R"], dim: int) -> ShardedAny[Tensor, "... t/cp:LAYOUT ..."]:
         """This rank's shard of the full tensor `x` along `dim`.
-
-            x  "t cp=R"   ->   "t/cp:LAYOUT"
 
         Any dtype, which the shard keeps; differentiable.
 
         Cost:   no collective; one copy of the shard.
         Errors: ValueError if x lacks the dim or does not have `total` rows along it.
         """
-        dim = dim_from_front("TokenLayout.shard", "dim", dim, x)
-        self._check_rows("shard", x, dim, self.total, "global")
+        dim = dim_from_front("dim", dim, x)
+        self._check_rows(x, dim, self.total, "global")
         return large_tensors.index_select(x, self.local_index, dim)
 
     @contract("TokenLayout.unshard")
     def unshard(
         self,
-        x: ShardedAny[Tensor, "..."],
+        x: ShardedAny[Tensor, "... t/cp:LAYOUT ..."],
         dim: int,
         group: Group[ProcessGroup, "axis"],
         *,
         trim: bool = False,
         gradient: GradientType = "R",
-    ) -> Shaped[Tensor, "*b"]:
-        """The full tensor in global order along `dim`, gathered over `group`; `trim` drops the padding at its end.
-
-            x  "t/cp:LAYOUT"   ->   "t cp=R"  or, with gradient="I",  "t cp=I"
+    ) -> ShardedAny[Tensor, "... t ... cp=R"] | ShardedAny[Tensor, "... t ... cp=I"]:
+        """Gather the shards `x` over `group` in global order along `dim`; `trim` drops the padding at the end.
 
         With `gradient` R the ranks' cotangents are addends, and a rank gets its rows of their sum over cp. With I the
         cotangents are equal, and a rank takes its rows without a collective.
@@ -253,12 +249,11 @@ class TokenLayout:
         Errors: TypeError if group is not a ProcessGroup; ValueError for another gradient type, a group whose size or
                 rank differs from the layout's, or a number of rows that differs from this rank's.
         """
-        function = "TokenLayout.unshard"
         if (group.size(), group.rank()) != (self.cp_size, self.cp_rank):
             of_layout = f"the layout is for cp={self.cp_size} and rank {self.cp_rank}"
-            raise ValueError(f"{function}: group has cp={group.size()} and rank {group.rank()}, {of_layout}; rebind it")
-        dim = dim_from_front(function, "dim", dim, x)
-        self._check_rows("unshard", x, dim, self.counts[self.cp_rank], "local")
+            raise Rejected(f"group has cp={group.size()} and rank {group.rank()}, {of_layout}; rebind it")
+        dim = dim_from_front("dim", dim, x)
+        self._check_rows(x, dim, self.counts[self.cp_rank], "local")
         # The gather returns rank-major order; the inverse index restores global order.
         rank_major = all_gather(x, group, out=gradient, dim=dim, lengths=self.counts)
         full = large_tensors.index_select(rank_major, self.inverse, dim)
@@ -288,10 +283,10 @@ class TokenLayout:
         layout = rebuild(self.kind, self.total, cp_size, cp_rank, self.cu_padded, self.cu_real)
         return replace(layout, prefix_of=self.prefix_of)
 
-    def _check_rows(self, function: str, x: Tensor, dim: int, rows: int, where: str) -> None:
+    def _check_rows(self, x: Tensor, dim: int, rows: int, where: str) -> None:
         if x.shape[dim] != rows:
             difference = f"x has {x.shape[dim]} rows along dim {dim}, the layout {rows} {where} ones"
-            raise ValueError(f"TokenLayout.{function}: {difference}; pass the tensor it was made for")
+            raise Rejected(f"{difference}; pass the tensor it was made for")
 
 
 @cached(16)
@@ -358,9 +353,9 @@ def build_packed(
     # 1. Checks that do not need the values of the offsets.
     if problem := rank_problem(cp_size, cp_rank):
         raise ValueError(problem)
-    offsets_of("TokenLayout.packed: cu_padded", cu_padded)
+    offsets_of("cu_padded", cu_padded)
     if cu_real is not None:
-        offsets_of("TokenLayout.packed: cu_real", cu_real)
+        offsets_of("cu_real", cu_real)
     # 2. Without validation, tensors need no copy to the host; a list is on the host anyway and is always validated.
     if not validate and total is not None and isinstance(cu_padded, Tensor):
         check_row("cu_seqlens", cu_padded)

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import large_tensors
 from torch_impl.collectives.plain import all_to_all_equal
-from torch_impl.contract import Group, ShardedAny, contract
+from torch_impl.contract import Group, Rejected, ShardedAny, contract
 from torch_impl.layouts import (
     TokenLayout,
     _deinterleave_packed_seqs,
@@ -38,7 +38,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, input_: ShardedAny[Tensor, "..."], group: Group[ProcessGroup, "group"]) -> Tensor:
         if not input_.ndim or len(input_) % group.size():
             shape = list(input_.shape)
-            raise ValueError(f"mamba._AllToAll: input_ is {shape}; cp={group.size()} ranks share dim 0 equally")
+            raise Rejected(f"input_ is {shape}; cp={group.size()} ranks share dim 0 equally")
         ctx.group = group
         return all_to_all_equal(input_, group)
 
@@ -84,7 +84,7 @@ def _all_to_all_cp2hp(
             input's, or a number of columns that cp does not divide.
     """
     if problem := _shape_problem(input_, batch_size) or _sharing_problem(input_.shape[-1], "columns", cp_group):
-        raise ValueError(f"mamba._all_to_all_cp2hp: input_ {problem}")
+        raise Rejected(f"input_ {problem}")
     return _columns_for_tokens(input_, cp_group)
 
 
@@ -100,7 +100,7 @@ def _all_to_all_hp2cp(
     Errors: as `_all_to_all_cp2hp`, for rows instead of columns.
     """
     if problem := _shape_problem(input_, batch_size) or _sharing_problem(input_.shape[-2], "rows", cp_group):
-        raise ValueError(f"mamba._all_to_all_hp2cp: input_ {problem}")
+        raise Rejected(f"input_ {problem}")
     return _tokens_for_columns(input_, cp_group)
 
 

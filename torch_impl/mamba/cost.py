@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torch_impl.contract import PositiveInt, contract
+from torch_impl.contract import PositiveInt, Rejected, contract
 from torch_impl.mamba.mix import mixer_sizes
 
 
@@ -53,9 +53,9 @@ def mamba_cp_bytes(
     Errors: TypeError for a size that is not an integer; ValueError for sizes below 1, tokens that cp_size does not
             divide, num_heads that n_groups does not divide.
     """
-    sizes = mixer_sizes("mamba_cp_bytes", num_heads, head_dim, n_groups, d_state)
+    sizes = mixer_sizes(num_heads, head_dim, n_groups, d_state)
     if tokens % cp_size:
-        raise ValueError(f"mamba.mamba_cp_bytes: tokens={tokens} must be divisible by cp_size={cp_size}; pad them")
+        raise Rejected(f"tokens={tokens} must be divisible by cp_size={cp_size}; pad them")
     # A segment passes on the last taps of x|B|C, and per head its state and log decay, in float32 or wider.
     state = num_heads * (head_dim * d_state + 1) * max(element_size, 4)
     segment = (d_conv - 1) * sizes.channels * element_size + state

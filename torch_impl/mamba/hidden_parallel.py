@@ -44,7 +44,7 @@ class MambaContextParallel(MixerStrategy):
 
     name = "MambaContextParallel"
 
-    @contract("mamba.MambaContextParallel")
+    @contract
     def __init__(
         self,
         cp_group: GroupOrMesh,

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
-from torch_impl.contract import Sharded, ShardedInt, contract
+from torch_impl.contract import Rejected, Sharded, ShardedInt, contract
 from torch_impl.layouts.columns import MambaSizes
 from torch_impl.layouts.divisibility import offsets_of
 from torch_impl.mamba.mamba_ssm_kernels import conv_kernel, kernel_conv
@@ -114,27 +114,27 @@ def gate(y: Tensor, z: Tensor) -> Tensor:
     return (y.to(accumulator(y.dtype)) * F.silu(z.to(accumulator(z.dtype)))).to(y.dtype)
 
 
-def mixer_sizes(function: str, num_heads: int, head_dim: int, n_groups: int, d_state: int) -> MambaSizes:
+def mixer_sizes(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> MambaSizes:
     """The sizes as Python integers. Errors: ValueError if n_groups does not divide num_heads."""
     if num_heads % n_groups:
-        raise ValueError(f"mamba.{function}: num_heads={num_heads} must be divisible by n_groups={n_groups}")
+        raise Rejected(f"num_heads={num_heads} must be divisible by n_groups={n_groups}")
     return MambaSizes(index(num_heads), index(head_dim), index(n_groups), index(d_state))
 
 
-def check_dims(function: str, x: Tensor) -> None:
+def check_dims(x: Tensor) -> None:
     """ValueError unless x is [b, s, w] or [t, w]."""
     if x.ndim not in (2, 3):
-        raise ValueError(f"mamba.{function}: input is {list(x.shape)}; it is [b, s, w], or [t, w] with cu_seqlens")
+        raise Rejected(f"input is {list(x.shape)}; it is [b, s, w], or [t, w] with cu_seqlens")
 
 
-def check_stream(function: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
+def check_stream(x: Tensor, cu_seqlens: Tensor | None) -> None:
     """ValueError unless x is [b, s, w], one sequence per row, or a stream [t, w] or [1, t, w] with `cu_seqlens`."""
-    check_dims(function, x)
+    check_dims(x)
     is_stream = x.ndim == 2 or len(x) == 1
     if (cu_seqlens is None and x.ndim == 2) or (cu_seqlens is not None and not is_stream):
         rule = "without cu_seqlens; pass them, or [b, s, w]"
         if cu_seqlens is not None:
             rule = "with cu_seqlens; one stream is [t, w] or [1, t, w]"
-        raise ValueError(f"mamba.{function}: input is {list(x.shape)} {rule}")
+        raise Rejected(f"input is {list(x.shape)} {rule}")
     if cu_seqlens is not None:
-        offsets_of(f"mamba.{function}: cu_seqlens", cu_seqlens)
+        offsets_of("cu_seqlens", cu_seqlens)

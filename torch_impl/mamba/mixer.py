@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator
-from torch_impl.contract import NonNegative, PositiveInt, Sharded, contract, dtype_name
+from torch_impl.contract import NonNegative, PositiveInt, Rejected, Sharded, contract, dtype_name
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.mix import SsmParameters, check_stream, mix_columns, mixer_sizes
 
@@ -70,7 +70,7 @@ class Mamba2Mixer(nn.Module):
     Source: arXiv 2405.21060; the names follow mamba-ssm's Mamba2.
     """
 
-    @contract("mamba.Mamba2Mixer")
+    @contract
     def __init__(
         self,
         d_model: PositiveInt,
@@ -92,14 +92,12 @@ class Mamba2Mixer(nn.Module):
     ) -> None:
         super().__init__()
         # 1. Checks that involve several arguments.
-        self.sizes = mixer_sizes("Mamba2Mixer", num_heads, head_dim, n_groups, d_state)
+        self.sizes = mixer_sizes(num_heads, head_dim, n_groups, d_state)
         norm_groups = n_groups if norm_groups is None else norm_groups
         if not 0 <= dt_limit[0] <= dt_limit[1]:
-            raise ValueError(f"mamba.Mamba2Mixer: dt_limit={dt_limit} is no range of steps; pass 0 <= low <= high")
+            raise Rejected(f"dt_limit={dt_limit} is no range of steps; pass 0 <= low <= high")
         if self.sizes.inner % norm_groups:
-            raise ValueError(
-                f"mamba.Mamba2Mixer: norm_groups={norm_groups} must divide num_heads * head_dim = {self.sizes.inner}"
-            )
+            raise Rejected(f"norm_groups={norm_groups} must divide num_heads * head_dim = {self.sizes.inner}")
         self.d_model, self.d_conv, self.chunk_size, self.dt_limit = d_model, d_conv, chunk_size, dt_limit
         # 2. Parameters. The recurrence's are wide, since the rounding of a decay is repeated for every token.
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -125,17 +123,17 @@ class Mamba2Mixer(nn.Module):
             self.A_log.uniform_(*DECAYS).log_()
             self.D.fill_(1.0)
 
-    @contract("mamba.Mamba2Mixer")
+    @contract
     def forward(
         self, x: Sharded[Tensor, "... d"], cu_seqlens: Int[Tensor, " offsets"] | None = None
     ) -> Sharded[Tensor, "... d"]:
         """See the class."""
         if x.shape[-1] != self.d_model:
-            raise ValueError(f"mamba.Mamba2Mixer: x is {list(x.shape)}; d_model={self.d_model} is its last dim")
+            raise Rejected(f"x is {list(x.shape)}; d_model={self.d_model} is its last dim")
         strategy = self.context_parallel
         # A strategy with a fixed TokenLayout needs no offsets, and validates its input itself.
         if strategy is None or isinstance(getattr(strategy, "layout", None), str):
-            check_stream("Mamba2Mixer", x, cu_seqlens)
+            check_stream(x, cu_seqlens)
         mix = self._mix if strategy is None else strategy.mix
         return self.out_proj(self.norm(mix(self._project_in(x), cu_seqlens)))
 
@@ -148,7 +146,7 @@ class Mamba2Mixer(nn.Module):
         Errors: ValueError for offsets that do not rise from 0 to t, [t, w] without them, [b, s, w] with them and b > 1;
                 TypeError for another dtype.
         """
-        check_stream("Mamba2Mixer", projected_states, cu_seqlens)
+        check_stream(projected_states, cu_seqlens)
         return self._mix(projected_states, cu_seqlens)
 
     def _mix(self, projected_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -172,9 +170,9 @@ class Mamba2Mixer(nn.Module):
             weight = getattr(self.in_proj, "weight", x)
             if weight.dtype == x.dtype or "dtype" not in str(error):
                 raise
-            raise TypeError(
-                f"mamba.Mamba2Mixer: x is {dtype_name(x)}, in_proj.weight is {dtype_name(weight)}; "
-                "cast one, or use torch.autocast"
+            raise Rejected(
+                f"x is {dtype_name(x)}, in_proj.weight is {dtype_name(weight)}; cast one, or use torch.autocast",
+                TypeError,
             ) from error
 
     def ssm_parameters(self) -> SsmParameters:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_impl.collectives import accumulator, no_autocast
-from torch_impl.contract import PositiveInt, Sharded, ShardedInt, contract
+from torch_impl.contract import PositiveInt, Rejected, Sharded, ShardedInt, contract
 from torch_impl.mamba.mamba_ssm_kernels import kernel_scan, scan_kernel
 
 NEVER = float("-inf")  # the logarithm of a decay to zero: nothing passes
@@ -46,7 +46,7 @@ def chunked_scan(
     Source: arXiv 2405.21060, section 6.
     """
     if not B.shape[2] or x.shape[2] % B.shape[2]:
-        raise ValueError(f"mamba.chunked_scan: num_heads={x.shape[2]} must be divisible by n_groups={B.shape[2]}")
+        raise Rejected(f"num_heads={x.shape[2]} must be divisible by n_groups={B.shape[2]}")
     return scan(x, dt, A, B, C, D, chunk_size, seq_idx, initial_states)
 
 

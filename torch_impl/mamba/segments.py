@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from torch_impl.contract import Rejected
 from torch_impl.layouts import TokenLayout
 
 
@@ -80,9 +81,8 @@ def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch
     Errors: ValueError for a layout that is neither contiguous nor dual_chunk_swap.
     """
     if layout.kind not in ("contiguous", "dual_chunk_swap", "packed"):
-        raise ValueError(
-            f"mamba.MambaStatePassing: layout={layout.kind!r} shards sequences into more than two runs a rank; "
-            "use contiguous or dual_chunk_swap"
+        raise Rejected(
+            f"layout={layout.kind!r} shards sequences into more than two runs a rank; use contiguous or dual_chunk_swap"
         )
     key = "segments", d_conv, chunk_size, device
     return layout.cached(key, lambda: _build(layout.on(device), d_conv, chunk_size))

@@ -47,7 +47,7 @@ class MambaStatePassing(MixerStrategy):
 
     name = "MambaStatePassing"
 
-    @contract("mamba.MambaStatePassing")
+    @contract
     def __init__(
         self,
         cp_group: GroupOrMesh,

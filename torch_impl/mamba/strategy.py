@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.contract import type_name
+from torch_impl.contract import Rejected, TypeProblem, type_name
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes
 from torch_impl.layouts.token_layout import dense_layout, stream_layout
@@ -27,25 +27,24 @@ PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # order -> t
 class _GroupOrMeshKind:
     """A process group, or a mesh with one dim."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+    def problem(self, value: Any) -> str | None:
         if isinstance(value, DeviceMesh):
-            if value.ndim != 1:
-                axes = value.mesh_dim_names or ()
-                raise ValueError(f"{function}: {name} is a mesh of {value.ndim} dims {axes}; pass its cp dim")
-        elif not isinstance(value, ProcessGroup):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a ProcessGroup or a 1-D DeviceMesh")
+            axes = value.mesh_dim_names or ()
+            return None if value.ndim == 1 else f" is a mesh of {value.ndim} dims {axes}; pass its cp dim"
+        if isinstance(value, ProcessGroup):
+            return None
+        return TypeProblem(f" is {type_name(value)}; pass a ProcessGroup or a 1-D DeviceMesh")
 
 
 @dataclass(frozen=True)
 class _OrderKind:
     """The name of a token order, or a TokenLayout for every batch."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+    def problem(self, value: Any) -> str | None:
+        choice = "contiguous, dual_chunk_swap or a TokenLayout"
         if not isinstance(value, (str, TokenLayout)):
-            choice = "contiguous, dual_chunk_swap or a TokenLayout"
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass {choice}")
-        if isinstance(value, str) and value not in PACKED:
-            raise ValueError(f"{function}: {name}={value!r} is not contiguous, dual_chunk_swap or a TokenLayout")
+            return TypeProblem(f" is {type_name(value)}; pass {choice}")
+        return f"={value!r} is not {choice}" if isinstance(value, str) and value not in PACKED else None
 
 
 GroupOrMesh = Annotated[ProcessGroup | DeviceMesh, _GroupOrMeshKind()]
@@ -76,12 +75,12 @@ class MixerStrategy:
     ) -> None:
         self.cp_group = cp_group.get_group() if isinstance(cp_group, DeviceMesh) else cp_group
         self.cp_size, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
-        self.sizes = mixer_sizes(self.name, num_heads, head_dim, n_groups, d_state)
+        self.sizes = mixer_sizes(num_heads, head_dim, n_groups, d_state)
         if reason := self._indivisible():
-            raise ValueError(f"mamba.{self.name}: {reason}")
+            raise Rejected(reason)
         self.mixer, self.layout = mixer, layout
         for problem in _parameter_problems(mixer, self.sizes):
-            raise ValueError(f"mamba.{self.name}: {problem}")
+            raise Rejected(problem)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixerStrategy:
         """Copy the strategy and its mixer (or use the mixer's copy in `memo`); share groups and layouts."""
@@ -148,7 +147,7 @@ class MixerStrategy:
 
     def _check_columns(self, name: str, x: Tensor, columns: int, owner: str) -> None:
         if x.shape[-1] != columns:
-            raise ValueError(f"mamba.{self.name}: {name} is {list(x.shape)}; {owner} {columns} columns")
+            raise Rejected(f"{name} is {list(x.shape)}; {owner} {columns} columns")
 
     def _token_layout(
         self, x: Tensor, cu_seqlens: Tensor | None, ranks: int, layout: str | TokenLayout | None = None
@@ -161,14 +160,14 @@ class MixerStrategy:
         """
         # 1. x is a batch or a stream. A stream needs offsets, unless a TokenLayout has them.
         order = self.layout if layout is None else layout
-        check_dims(self.name, x)
+        check_dims(x)
         if cu_seqlens is not None or isinstance(order, str):
-            check_stream(self.name, x, cu_seqlens)
+            check_stream(x, cu_seqlens)
         # 2. A TokenLayout must match this group and these tokens.
         total = x.shape[-2] * ranks
         if isinstance(order, TokenLayout):
             if problem := self._layout_problem(order, total) or _sequence_problem(order, cu_seqlens):
-                raise ValueError(f"mamba.{self.name}: {problem}")
+                raise Rejected(problem)
             return order
         # 3. With the name of an order: each row is one sequence, or x is a packed stream.
         if cu_seqlens is None:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_impl.contract import NonNegativeInt, PositiveInt, contract
+from torch_impl.contract import NonNegativeInt, PositiveInt, Rejected, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.models.config import Placement
 from torch_impl.models.loss import IGNORED
@@ -43,6 +43,7 @@ class RankStream:
     layout: TokenLayout
 
 
+@contract
 def rank_stream(stream: Stream, cp_size: int, cp_rank: int, order: str = "dual_chunk_swap") -> RankStream:
     """Shift the targets inside each document, then shard the stream: the next token may be on another rank.
 
@@ -55,9 +56,7 @@ def rank_stream(stream: Stream, cp_size: int, cp_rank: int, order: str = "dual_c
     layout = _layout(stream.cu_padded, stream.cu_real, cp_size, cp_rank, order)
     for name, tensor in (("ids", stream.ids), ("keep", stream.keep)):
         if tensor is not None and tensor.shape != (layout.total,):
-            raise ValueError(
-                f"models.rank_stream: {name} is {list(tensor.shape)} but cu_padded ends at {layout.total}; pass [t]"
-            )
+            raise Rejected(f"{name} is {list(tensor.shape)} but cu_padded ends at {layout.total}; pass [t]")
     # 2. The targets of the full stream, then this rank's shards.
     targets = next_ids(stream, layout)
     return RankStream(layout.shard(stream.ids, 0)[None], layout.shard(targets, 0)[None], layout)
@@ -73,6 +72,7 @@ def offsets_of(layouts: Sequence[TokenLayout]) -> Int[Tensor, "m 2 q"]:
     return torch.stack([pad(row, (0, longest - row.shape[1]), value=FILL) for row in rows])
 
 
+@contract
 def layout_of(offsets: Int[Tensor, "1 2 q"], placement: Placement) -> TokenLayout:
     """The layout of one stream, from its row of `offsets_of`, sharded over the placement's cp group in its order.
 
@@ -80,9 +80,9 @@ def layout_of(offsets: Int[Tensor, "1 2 q"], placement: Placement) -> TokenLayou
     Errors: as `TokenLayout.packed`; TypeError unless offsets is a Tensor; ValueError for several streams.
     """
     if not isinstance(offsets, Tensor):
-        raise TypeError(f"models.layout_of: offsets is a {type(offsets).__name__}; pass a TokenLayout or its offsets")
+        raise Rejected(f"offsets is a {type(offsets).__name__}; pass a TokenLayout or its offsets", TypeError)
     if offsets.ndim != 3 or offsets.shape[:2] != (1, 2):
-        raise ValueError(f"models.layout_of: offsets is {list(offsets.shape)}; pass [1, 2, q], those of one stream")
+        raise Rejected(f"offsets is {list(offsets.shape)}; pass [1, 2, q], those of one stream")
     padded, real = offsets[0].unbind()
     return _layout(padded, real, placement.cp.size(), placement.cp.rank(), placement.order)
 
@@ -110,7 +110,5 @@ def streams_of_rank(streams: Sequence[Stream], dp_size: PositiveInt, dp_rank: No
     Errors: ValueError if dp_size does not divide the number of streams.
     """
     if len(streams) % dp_size:
-        raise ValueError(
-            f"models.streams_of_rank: {len(streams)} streams cannot be divided by dp={dp_size}; pass a multiple"
-        )
+        raise Rejected(f"{len(streams)} streams cannot be divided by dp={dp_size}; pass a multiple")
     return list(streams[dp_rank::dp_size])

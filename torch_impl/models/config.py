@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.context_parallel.kinds import EXCHANGES
+from torch_impl.contract import Rejected, check, contract
 from torch_impl.contract.tensor_kinds import GroupKind
 
 KINDS = ("attention", "mamba", "moe")
@@ -50,35 +51,30 @@ class HybridConfig:
     norm_eps: float = 1e-5
     is_tied: bool = False
 
+    @contract
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
             # Every int is a size, except the bool `is_tied`, which Python counts as an int.
             if isinstance(size, int) and not isinstance(size, bool) and size < 1:
-                raise ValueError(f"models.HybridConfig: {name}={size} is not a size; it is 1 or more")
+                raise Rejected(f"{name}={size} is not a size; it is 1 or more")
         for kind in self.layers:
             if kind not in KINDS:
-                raise ValueError(f"models.HybridConfig: layers has {kind!r}; a layer is one of {', '.join(KINDS)}")
+                raise Rejected(f"layers has {kind!r}; a layer is one of {', '.join(KINDS)}")
         if self.head_dim % 2:
-            raise ValueError(
-                f"models.HybridConfig: head_dim={self.head_dim} must be even, since rotation pairs columns"
-            )
+            raise Rejected(f"head_dim={self.head_dim} must be even, since rotation pairs columns")
         self._check_divides("num_attention_heads", "num_key_value_heads")
         self._check_divides("mamba_heads", "mamba_groups")
         if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"models.HybridConfig: num_experts_per_tok={self.num_experts_per_tok} must be at most "
-                f"num_experts={self.num_experts}"
+            raise Rejected(
+                f"num_experts_per_tok={self.num_experts_per_tok} must be at most num_experts={self.num_experts}"
             )
         for name in ("balance_coefficient", "z_coefficient"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"models.HybridConfig: {name}={getattr(self, name)} must be at least 0")
+                raise Rejected(f"{name}={getattr(self, name)} must be at least 0")
 
     def _check_divides(self, heads: str, groups: str) -> None:
         if getattr(self, heads) % getattr(self, groups):
-            raise ValueError(
-                f"models.HybridConfig: {heads}={getattr(self, heads)} must be divisible by "
-                f"{groups}={getattr(self, groups)}"
-            )
+            raise Rejected(f"{heads}={getattr(self, heads)} must be divisible by {groups}={getattr(self, groups)}")
 
 
 @dataclass(frozen=True)
@@ -98,12 +94,11 @@ class Placement:
     order: str = "dual_chunk_swap"
     ring_and_heads: DeviceMesh | None = None
 
+    @contract
     def __post_init__(self) -> None:
         for name in ("cp", "tp"):
-            # A dataclass generates its constructor, so there is no function for `contract` to decorate.
-            GroupKind(name).validate("models.Placement", name, getattr(self, name), {})
+            # A dataclass generates its constructor, so its signature cannot state a contract.
+            check(GroupKind(name), name, getattr(self, name))
         for name, choices in {"exchange": EXCHANGES, "mamba": MAMBA, "order": ORDERS}.items():
             if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"models.Placement: {name}={getattr(self, name)!r} is not known; it is one of {', '.join(choices)}"
-                )
+                raise Rejected(f"{name}={getattr(self, name)!r} is not known; it is one of {', '.join(choices)}")

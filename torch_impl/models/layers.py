@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel import context_parallel_attention
+from torch_impl.contract import Rejected, contract
 from torch_impl.expert_parallel import sequence_balance_loss, softmax_top_k, with_loss, z_loss
 from torch_impl.expert_parallel.dispatch import sorted_choices
 from torch_impl.expert_parallel.experts import checked_weights
@@ -113,11 +114,12 @@ class Experts(nn.Module):
         for stack in (self.gate_up_proj, self.down_proj):
             nn.init.normal_(stack, std=stack.shape[-1] ** -0.5)
 
+    @contract
     def forward(
         self, hidden_states: Float[Tensor, "t d"], top_k_index: Int[Tensor, "t k"], top_k_weights: Float[Tensor, "t k"]
     ) -> Float[Tensor, "t d"]:
         gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
-        weights = checked_weights("models.Experts", hidden_states, gate_up, down, "auto")
+        weights = checked_weights(hidden_states, gate_up, down, "auto")
         choices = sorted_choices(top_k_index, len(down))
         choices = choices.first(int(choices.counts.sum()))  # drop padding ids (-1)
         return weights.sums(hidden_states, top_k_weights, choices, hidden_states.dtype)
@@ -221,6 +223,7 @@ class MambaLayer(nn.Module):
             **factory,
         )
 
+    @contract
     def forward(self, x: Float[Tensor, "b s d"], layout: TokenLayout) -> Float[Tensor, "b s d"]:
         _check_layout(layout, self.order, len(x))
         # Several rows are one sequence each; one row is a packed stream with the layout's documents.
@@ -232,12 +235,10 @@ def _check_layout(layout: TokenLayout, order: str, rows: int) -> None:
     # `packed` is DualChunkSwap inside each document.
     kind = "dual_chunk_swap" if layout.kind == "packed" else layout.kind
     if layout.cp_size > 1 and kind != order:
-        raise ValueError(
-            f"models.MambaLayer: layout is sharded by {kind!r}, the model's Placement has order={order!r}; use one"
-        )
+        raise Rejected(f"layout is sharded by {kind!r}, the model's Placement has order={order!r}; use one")
     if rows > 1 and len(layout.cu_padded) > 2:
-        raise ValueError(
-            f"models.MambaLayer: x has {rows} rows and layout {len(layout.cu_padded) - 1} documents; pass one packed "
+        raise Rejected(
+            f"x has {rows} rows and layout {len(layout.cu_padded) - 1} documents; pass one packed "
             "row, or rows of one sequence each"
         )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
+from torch_impl.contract import Rejected, contract
 from torch_impl.models.batch import RankStream, offsets_of
 from torch_impl.models.layers import Moe
 from torch_impl.models.loss import normalised, token_losses, valid_count
@@ -48,6 +49,7 @@ class StepLoss:
         return normalised(token_losses(logits, targets, self.tp, self.vocab_size), self.count, self.averaged_over)
 
 
+@contract
 def staged_step(
     schedule: Any,
     stages: Sequence[PipelineStage],
@@ -87,11 +89,11 @@ def staged_step(
 
 
 def _check_lengths(streams: Sequence[RankStream], groups: Sequence[ProcessGroup]) -> None:
-    """ValueError unless all streams have one length on every rank; ranks have different streams and must agree."""
+    """Rejected unless all streams have one length on every rank; ranks have different streams and must agree."""
     lengths = sorted({stream.ids.shape[1] for stream in streams})
     differ = torch.tensor(int(len(lengths) > 1), device=streams[0].ids.device)
     for group in groups:
         dist.all_reduce(differ, group=group)
     if differ:
         reason = f"have {lengths} tokens on this rank" if len(lengths) > 1 else "of another rank differ in length"
-        raise ValueError(f"models.staged_step: streams {reason}; pad them to one length")
+        raise Rejected(f"streams {reason}; pad them to one length")

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from torch_impl.collectives import accumulator
-from torch_impl.contract import Group, Sharded, contract
+from torch_impl.contract import Group, Rejected, Sharded, TypeProblem, contract
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_; it keeps a zero gradient zero
 ShardingGroups = Callable[[Tensor], Sequence[ProcessGroup]]
@@ -39,14 +39,14 @@ class _NumberOrInfinity:
     above: bool
     remedy: str
 
-    def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
-        """Errors: TypeError if the value is not a number, ValueError if it is out of range."""
+    def problem(self, value: Any) -> str | None:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{function}: {name}={value!r} is a {type(value).__name__} and no number; {self.remedy}")
+            return TypeProblem(f"={value!r} is a {type(value).__name__} and no number; {self.remedy}")
         number: Any = value  # numbers.Real declares no order
         if not (number > 0 if self.above else number >= 0):
             rule = "be positive" if self.above else "be at least 0"
-            raise ValueError(f"{function}: {name}={value} must {rule}; {self.remedy}")
+            return f"={value} must {rule}; {self.remedy}"
+        return None
 
 
 NormType = Annotated[float, _NumberOrInfinity(above=True, remedy="pass 1.0, 2.0 or math.inf")]
@@ -77,7 +77,7 @@ def gradient_norm(
     Errors: TypeError for an argument that is not a tensor or a group; ValueError for a norm_type that is not positive,
             and for a gradient that is a partial sum, sparse or of integers.
     """
-    shards = _distinct_shards("optimizers.gradient_norm", "parameters", parameters, sharding_groups)
+    shards = _distinct_shards("parameters", parameters, sharding_groups)
     return _norm(shards, float(norm_type), pp)
 
 
@@ -105,15 +105,15 @@ def clip_grad_norm_(
     Errors: as `gradient_norm`; ValueError for a negative max_norm; RuntimeError for a norm that is not finite, with
             `error_if_nonfinite`.
     """
-    function = "optimizers.clip_grad_norm_"
-    shards = _distinct_shards(function, "parameters", parameters, sharding_groups)
+    shards = _distinct_shards("parameters", parameters, sharding_groups)
     counted = {id(shard.parameter) for shard in shards}
-    uncounted_shards = _distinct_shards(function, "uncounted", uncounted, sharding_groups)
+    uncounted_shards = _distinct_shards("uncounted", uncounted, sharding_groups)
     norm = _norm(shards, float(norm_type), pp)
     if error_if_nonfinite and not bool(norm.isfinite()):
-        raise RuntimeError(
-            f"{function}: the norm of order {norm_type} is {norm.item()}, so gradients cannot be "
-            "clipped; skip the step, or pass error_if_nonfinite=False"
+        raise Rejected(
+            f"the norm of order {norm_type} is {norm.item()}, so gradients cannot be "
+            "clipped; skip the step, or pass error_if_nonfinite=False",
+            RuntimeError,
         )
     scale = (max_norm / (norm + EPSILON)).clamp_max(1.0)
     uncounted_shards = [shard for shard in uncounted_shards if id(shard.parameter) not in counted]
@@ -139,24 +139,24 @@ class _Shard:
 
 
 def _distinct_shards(
-    function: str, name: str, tensors: Tensor | Iterable[Tensor], sharding_groups: ShardingGroups | None
+    name: str, tensors: Tensor | Iterable[Tensor], sharding_groups: ShardingGroups | None
 ) -> list[_Shard]:
     """One shard for each parameter, with or without a gradient, so that the ranks of a group reduce the same list."""
-    parameters = _validate_tensors(function, name, tensors)
+    parameters = _validate_tensors(name, tensors)
     if sharding_groups is not None and not callable(sharding_groups):
-        raise TypeError(f"{function}: sharding_groups is no function; pass one from a parameter to a list of groups")
+        raise Rejected("sharding_groups is no function; pass one from a parameter to a list of groups", TypeError)
     shards = []
     for label, parameter in {id(each): (label, each) for label, each in parameters}.values():
         gradient = parameter.grad
         like = parameter if gradient is None else gradient
         if isinstance(like, DTensor):
-            groups = _groups_of_dtensor(function, label, like)
+            groups = _groups_of_dtensor(label, like)
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else None
         else:
-            groups = () if sharding_groups is None else _validate_groups(function, label, sharding_groups(parameter))
+            groups = () if sharding_groups is None else _validate_groups(label, sharding_groups(parameter))
         if gradient is not None and (gradient.layout != torch.strided or not _has_fractions(gradient.dtype)):
             what = f"{gradient.layout}".removeprefix("torch.").replace("strided", f"{gradient.dtype}")
-            raise ValueError(f"{function}: the gradient of {label} is {what}; pass dense floating-point gradients")
+            raise Rejected(f"the gradient of {label} is {what}; pass dense floating-point gradients")
         shards.append(_Shard(parameter, gradient, tuple(group for group in groups if group.size() > 1)))
     return shards
 
@@ -165,35 +165,33 @@ def _has_fractions(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _validate_tensors(function: str, name: str, tensors: Tensor | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+def _validate_tensors(name: str, tensors: Tensor | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
     """The tensors, each labelled by its place in the argument. Errors: TypeError."""
     if isinstance(tensors, Tensor):
         return [(name, tensors)]
     if not isinstance(tensors, Iterable) or isinstance(tensors, str | Mapping):
         remedy = f"a {type(tensors).__name__}; pass tensors, as model.parameters() gives"
-        raise TypeError(f"{function}: {name} is {remedy}")
+        raise Rejected(f"{name} is {remedy}", TypeError)
     labelled = [(f"{name}[{i}]", each) for i, each in enumerate(tensors)]
     for label, each in labelled:
         if not isinstance(each, Tensor):
-            raise TypeError(
-                f"{function}: {label} is a {type(each).__name__}; pass tensors, as model.parameters() gives"
-            )
+            raise Rejected(f"{label} is a {type(each).__name__}; pass tensors, as model.parameters() gives", TypeError)
     return labelled
 
 
-def _validate_groups(function: str, label: str, groups: Any) -> tuple[ProcessGroup, ...]:
+def _validate_groups(label: str, groups: Any) -> tuple[ProcessGroup, ...]:
     """The groups that `sharding_groups` returned for a parameter, as a tuple. Errors: TypeError."""
     if not isinstance(groups, list | tuple) or not all(isinstance(group, ProcessGroup) for group in groups):
         remedy = "return a list of ProcessGroups of which this rank is a member, [] for a replicated parameter"
-        raise TypeError(f"{function}: sharding_groups of {label} returned {groups!r}; {remedy}")
+        raise Rejected(f"sharding_groups of {label} returned {groups!r}; {remedy}", TypeError)
     return tuple(groups)
 
 
-def _groups_of_dtensor(function: str, label: str, x: DTensor) -> tuple[ProcessGroup, ...]:
+def _groups_of_dtensor(label: str, x: DTensor) -> tuple[ProcessGroup, ...]:
     """The groups of the mesh axes that shard a DTensor."""
     if any(placement.is_partial() for placement in x.placements):
-        raise ValueError(
-            f"{function}: the gradient of {label} is {x.placements}, a sum that is not computed yet; reduce it first, "
+        raise Rejected(
+            f"the gradient of {label} is {x.placements}, a sum that is not computed yet; reduce it first, "
             "with parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
         )
     axes = [axis for axis, placement in enumerate(x.placements) if not placement.is_replicate()]

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_impl.collectives import accumulator
-from torch_impl.contract import Dtype, NonNegative, PositiveInt, contract
+from torch_impl.contract import Dtype, NonNegative, PositiveInt, Rejected, contract
 from torch_impl.optimizers.dtensor_shards import chunk_lengths, local_tensor
 from torch_impl.optimizers.newton_schulz import (
     STEPS,
@@ -80,6 +80,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         super().__init__(params, {**defaults, "rows": rows, "steps": steps, "dtype": dtype, "route": route})
 
+    @contract("optimizers.Muon")
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the parameter group `param_group`, as in torch's optimizers. Errors: as for the class."""
         super().add_param_group(param_group)
@@ -87,7 +88,7 @@ class Muon(torch.optim.Optimizer):
         for i, each in enumerate(added["params"]):
             _validate_matrices(f"params[{i}] of group {index}", each, added["rows"])
         if not 0 <= added["momentum"] < 1:
-            raise ValueError(f"optimizers.Muon: momentum={added['momentum']} must be at least 0 and below 1")
+            raise Rejected(f"momentum={added['momentum']} must be at least 0 and below 1")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -247,13 +248,13 @@ def _redistributed(parameter: DTensor, local: Tensor, before: Sequence[Any], aft
 def _validate_matrices(label: str, parameter: Tensor, rows: Sequence[int] | None) -> None:
     """Errors: ValueError."""
     if parameter.ndim < 2:
-        raise ValueError(
-            f"optimizers.Muon: {label} is {list(parameter.shape)} and no matrix; step vectors with torch.optim.AdamW "
+        raise Rejected(
+            f"{label} is {list(parameter.shape)} and no matrix; step vectors with torch.optim.AdamW "
             "(parameter_kinds separates them)"
         )
     if rows is not None and (sum(rows) != parameter.shape[-2] or min(rows) < 1):
-        raise ValueError(
-            f"optimizers.Muon: rows={tuple(rows)} are not those of {label}, which has {parameter.shape[-2]}; "
+        raise Rejected(
+            f"rows={tuple(rows)} are not those of {label}, which has {parameter.shape[-2]}; "
             "pass the height of each matrix"
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_impl.contract import Module, Names, contract
+from torch_impl.contract import Module, Names, Rejected, contract
 
 EMBEDDINGS = ("*embed*", "*lm_head*")
 
@@ -72,8 +72,8 @@ def parameter_kinds(model: Module, embeddings: Names | None = None) -> Parameter
             kinds.matrices[name] = parameter
     unused = [pattern for pattern in embeddings or () if pattern not in used]
     if unused:
-        raise ValueError(
-            f"optimizers.parameter_kinds: {unused[0]!r} matches no parameter of {type(model).__name__}; "
+        raise Rejected(
+            f"{unused[0]!r} matches no parameter of {type(model).__name__}; "
             "pass patterns of parameters' names, as model.named_parameters() gives them"
         )
     return kinds

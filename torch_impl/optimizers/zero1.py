@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_impl.collectives.plain import all_gather_concat, reduce_scatter_sum
-from torch_impl.contract import Dtype, Function, Mesh, contract, type_name
+from torch_impl.contract import Dtype, Function, Mesh, Rejected, contract, type_name
 from torch_impl.optimizers.dtensor_shards import chunk_lengths, local_tensor
 
 
@@ -55,7 +55,7 @@ class Zero1:
     @contract
     def __init__(self, params: Any, optimizer: Function, mesh: Mesh, *, dtype: Dtype | None = None) -> None:
         if mesh.ndim != 1:
-            raise ValueError(f"optimizers.Zero1: mesh has {mesh.ndim} axes; pass one of them, such as mesh['dp']")
+            raise Rejected(f"mesh has {mesh.ndim} axes; pass one of them, such as mesh['dp']")
         groups = _as_groups(params)
         self.mesh = mesh
         self._buckets = [_buckets(each["params"], mesh, dtype) for each in groups]
@@ -126,19 +126,19 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     labelled = [(f"group {i}", each) for i, group in enumerate(groups) for each in group["params"]]
     for label, each in labelled:
         if not isinstance(each, Tensor):
-            raise TypeError(f"optimizers.Zero1: {label} has {type_name(each)}; pass tensors")
+            raise Rejected(f"{label} has {type_name(each)}; pass tensors", TypeError)
         if isinstance(each, DTensor):
-            raise ValueError(
-                f"optimizers.Zero1: {label} has a DTensor; its state is sharded as it is, so step it with torch.optim "
+            raise Rejected(
+                f"{label} has a DTensor; its state is sharded as it is, so step it with torch.optim "
                 "itself, and pass parameters that every rank has in full"
             )
         if not each.dtype.is_floating_point:
-            raise ValueError(f"optimizers.Zero1: {label} has a parameter of {each.dtype}; pass floating ones")
+            raise Rejected(f"{label} has a parameter of {each.dtype}; pass floating ones")
     if len({id(each) for _, each in labelled}) < len(labelled):
-        raise ValueError("optimizers.Zero1: a parameter is passed twice; pass each once, as model.parameters() gives")
+        raise Rejected("a parameter is passed twice; pass each once, as model.parameters() gives")
     groups = [{**group, "params": [each for each in group["params"] if each.requires_grad]} for group in groups]
     if not any(group["params"] for group in groups):
-        raise ValueError("optimizers.Zero1: there are no parameters to step; pass those of a model")
+        raise Rejected("there are no parameters to step; pass those of a model")
     return groups
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Placement, placement_types
+from torch.distributed.tensor import DTensor, Placement, placement_types
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -45,6 +46,21 @@ def has_flattened(mesh: DeviceMesh, name: str) -> bool:
 def strided_shard(dim: int, parts: int) -> Placement:
     """A placement that shards each of a dim's `parts` equal parts separately."""
     return _private_function(placement_types, "_StridedShard")(dim, split_factor=parts)
+
+
+def parts_as_shards(x: DTensor) -> DTensor:
+    """The DTensor, with placements of `strided_shard` that torch can redistribute.
+
+    torch 2.11 reads them as an order of axes and raises where they are none; later versions take them as they are.
+    """
+    if not torch.__version__.startswith("2.11."):
+        return x
+    spec = _private_attribute(x, "_spec")
+    order_of = _private_function(type(spec), "_maybe_convert_StridedShard_to_shard_order")
+    if not spec.use_strided_shard_as_shard_order or order_of(spec.placements, spec.mesh) is not None:
+        return x
+    of_shards = replace(spec, use_strided_shard_as_shard_order=False)
+    return DTensor(_private_attribute(x, "_local_tensor"), of_shards, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
-from torch_impl.contract import Module, PositiveInt, contract, type_name
+from torch_impl.contract import Module, PositiveInt, TypeProblem, contract, type_name
 from torch_impl.parallelizer.communication_counts import (
     CollectiveCount,
     FsdpAxes,
@@ -84,12 +84,13 @@ class DryRun:
 class SizesKind:
     """A mapping of axis names to positive sizes."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+    def problem(self, value: Any) -> str | None:
         if not isinstance(value, Mapping):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a dict of axis name -> size")
+            return TypeProblem(f" is {type_name(value)}; pass a dict of axis name -> size")
         for axis, size in value.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{function}: {name}[{axis!r}]={size!r} is not a size; it is 1 or more")
+                return f"[{axis!r}]={size!r} is not a size; it is 1 or more"
+        return None
 
 
 MeshSizes = Annotated[Mapping[str, int], SizesKind()]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_impl.contract import Mesh, Module, NonNegativeInt, contract, type_name
+from torch_impl.contract import Mesh, Module, NonNegativeInt, TypeProblem, check, contract, type_name
 from torch_impl.contract.kinds import Instance
 from torch_impl.parallelizer._torch_compat import map_tensors
 from torch_impl.parallelizer.blocks import checkpoint_blocks, compile_blocks, prefetch_blocks, save_products, units
@@ -35,58 +35,56 @@ DEFAULT_BACKEND = "inductor"
 class PolicyKind:
     """A MixedPrecisionPolicy whose dtypes are floating."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+    def problem(self, value: Any) -> str | None:
         if not isinstance(value, MixedPrecisionPolicy):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a MixedPrecisionPolicy or None")
+            return TypeProblem(f" is {type_name(value)}; pass a MixedPrecisionPolicy or None")
         for field in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(value, field)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(f"{function}: {name}.{field} is {dtype!r}; pass a floating dtype or None")
+                return TypeProblem(f".{field} is {dtype!r}; pass a floating dtype or None")
+        return None
 
 
 class PlanOrPathKind(PlanKind):
     """A plan, or the import path of one."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
-        if not isinstance(value, str):
-            super().validate(function, name, value, sizes)
+    def problem(self, value: Any) -> str | None:
+        return None if isinstance(value, str) else super().problem(value)
 
 
 class CheckpointingKind:
     """The part of a block that is recomputed: nothing, everything, or a selection."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+    def problem(self, value: Any) -> str | None:
         if isinstance(value, bool) or value in ("full", "selective"):
-            return
-        kind = ValueError if isinstance(value, str) else TypeError
-        raise kind(f"{function}: {name}={value!r} is {type_name(value)}; pass True or False, 'full' or 'selective'")
+            return None
+        problem = f"={value!r} is {type_name(value)}; pass True or False, 'full' or 'selective'"
+        return problem if isinstance(value, str) else TypeProblem(problem)
 
 
 class SelectiveKind:
     """The selection of a selective checkpoint: 'op' for the policy here, n for each n-th block, or another policy."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
-        is_count = isinstance(value, int) and not isinstance(value, bool)
-        if is_count and value < 1:
-            raise ValueError(f"{function}: {name}={value} must be at least 1")
-        if value != "op" and not is_count and not callable(value):
-            raise TypeError(
-                f"{function}: {name}={value!r} is {type_name(value)}; pass 'op', n for each n-th block, or a policy of "
-                "torch.utils.checkpoint"
-            )
+    def problem(self, value: Any) -> str | None:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return None if value >= 1 else f"={value} must be at least 1"
+        if value == "op" or callable(value):
+            return None
+        choices = "'op', n for each n-th block, or a policy of torch.utils.checkpoint"
+        return TypeProblem(f"={value!r} is {type_name(value)}; pass {choices}")
 
 
 class BackendKind:
     """The name of a torch.compile backend."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
-        Instance(str, "pass the name of a backend of torch.compile").validate(function, name, value, sizes)
+    def problem(self, value: Any) -> str | None:
+        if not isinstance(value, str):
+            return Instance(str, "pass the name of a backend of torch.compile").problem(value)
         # Do not look up torch's default: listing the backends loads the compiler.
         if value != DEFAULT_BACKEND and value not in (backends := torch.compiler.list_backends(exclude_tags=())):
             nearest = get_close_matches(value, backends, n=1, cutoff=0.0)
-            raise ValueError(
-                f"{function}: {name}={value!r} is no backend of torch.compile; nearest: {', '.join(map(repr, nearest))}"
-            )
+            return f"={value!r} is no backend of torch.compile; nearest: {', '.join(map(repr, nearest))}"
+        return None
 
 
 PlanOrPath = Annotated[Mapping[str, ParallelStyle] | str, PlanOrPathKind()]
@@ -203,7 +201,7 @@ def _plan_of(model: nn.Module, plan: Mapping[str, ParallelStyle] | str | None) -
     if not isinstance(plan, str):
         return plan
     imported = imported_plan(plan, model)
-    PlanKind().validate("parallelizer.fsdp2_strategy_parallelize", f"tp_shard_plan={plan!r}", imported, {})
+    check(PlanKind(), f"tp_shard_plan={plan!r}", imported)
     return imported
 
 

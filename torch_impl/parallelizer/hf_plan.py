@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from torch_impl.contract import Module, contract, type_name
+from torch_impl.contract import Module, Rejected, contract, type_name
 from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise
 from torch_impl.parallelizer.registry import ModelClass, class_name_of
 from torch_impl.parallelizer.tp_plan import generic, names_of
@@ -123,19 +123,20 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     Errors: TypeError if style is not a string; ValueError for a rejected name, with its replacement, and for an
     unknown name, with the nearest one.
     """
-    _validate_style(f"parallelizer.translate_to_torch_parallel_style: style={style!r}", style)
+    _validate_style(f"style={style!r}", style)
     return STYLES[style]()
 
 
 def _validate_style(begin: str, style: str) -> None:
-    """ValueError, beginning with `begin`, for the name of a rejected or unknown style."""
+    """Rejected, beginning with `begin`, for the name of a rejected or unknown style."""
     if style in REJECTED:
-        raise ValueError(f"{begin} {REJECTED[style]}")
+        raise Rejected(f"{begin} {REJECTED[style]}")
     if style not in STYLES:
         nearest = get_close_matches(style, [*STYLES, *REJECTED], n=1, cutoff=0.0)[0]
-        raise ValueError(f"{begin} is not known; nearest: {nearest!r}")
+        raise Rejected(f"{begin} is not known; nearest: {nearest!r}")
 
 
+@contract
 def register_tp_plan(model_class: ModelClass, plan: PlanEntries) -> None:
     """Register entries of a class's tensor-parallel plan; they override the entries of the model and its config.
 
@@ -146,17 +147,15 @@ def register_tp_plan(model_class: ModelClass, plan: PlanEntries) -> None:
     Errors: TypeError for a class, key or value of a wrong type; ValueError for an unknown or rejected style, as in
     `translate_to_torch_parallel_style`.
     """
-    begin = "parallelizer.register_tp_plan"
-    name = class_name_of("register_tp_plan", "model_class", model_class)
+    name = class_name_of(model_class)
     if not isinstance(plan, Mapping):
-        raise TypeError(f"{begin}: plan is {type_name(plan)}; pass a dict of module name -> style")
+        raise Rejected(f"plan is {type_name(plan)}; pass a dict of module name -> style", TypeError)
     for key, entry in plan.items():
         if not isinstance(key, str) or not (entry is None or isinstance(entry, str) or callable(entry)):
-            raise TypeError(
-                f"{begin}: plan[{key!r}] is {entry!r}; pass the name of a style, a function that makes one, or None"
-            )
+            problem = f"plan[{key!r}] is {entry!r}"
+            raise Rejected(f"{problem}; pass the name of a style, a function that makes one, or None", TypeError)
         if isinstance(entry, str):
-            _validate_style(f"{begin}: plan[{key!r}]={entry!r}", entry)
+            _validate_style(f"plan[{key!r}]={entry!r}", entry)
     TP_PLANS[name] = dict(plan)
 
 
@@ -272,8 +271,8 @@ def _fold_into_owner(plan: dict[str, ParallelStyle], key: str, style: Any) -> No
     owner = plan.get(path) or plan.get(generic(path))
     if not isinstance(owner, Experts):
         has = f"its module has {type(owner).__name__}" if owner else "its module has no entry"
-        raise ValueError(
-            f"parallelizer.get_hf_tp_shard_plan: key {key!r}: style={style!r} shards a bare parameter, and {has}; only "
+        raise Rejected(
+            f"key {key!r}: style={style!r} shards a bare parameter, and {has}; only "
             "stacks of moe_tp_experts can be sharded so"
         )
     owner.stacks[leaf] = style

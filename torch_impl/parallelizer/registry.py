@@ -6,17 +6,28 @@ import importlib
 import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
-from torch_impl.contract import type_name
+from torch_impl.contract import TypeProblem, contract, type_name
 
-ModelClass = type[nn.Module] | str
-NAME = "parallelizer"
 STRATEGIES: dict[str, Callable[..., nn.Module]] = {}
 
 
+class ModelClassKind:
+    """A class of modules, or its name."""
+
+    def problem(self, value: Any) -> str | None:
+        if isinstance(value, str) or (isinstance(value, type) and issubclass(value, nn.Module)):
+            return None
+        return TypeProblem(f"={value!r} is {type_name(value)}; pass a class of torch.nn.Module, or its name")
+
+
+ModelClass = Annotated[type[nn.Module] | str, ModelClassKind()]
+
+
+@contract
 def register_parallel_strategy(name: ModelClass) -> Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]:
     """Decorate a function that parallelizes models of the class `name`, in place of `fsdp2_strategy_parallelize`.
 
@@ -27,12 +38,12 @@ def register_parallel_strategy(name: ModelClass) -> Callable[[Callable[..., nn.M
 
     Errors: TypeError if `name` is not a class of modules or a name, or if the decorated object is not a function.
     """
-    class_name = class_name_of("register_parallel_strategy", "name", name)
+    class_name = class_name_of(name)
 
     def register(strategy: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         if not callable(strategy):
             raise TypeError(
-                f"{NAME}.register_parallel_strategy: strategy={strategy!r} is {type_name(strategy)}; decorate a "
+                f"parallelizer.register_parallel_strategy: strategy={strategy!r} is {type_name(strategy)}; decorate a "
                 "function of a model and a mesh"
             )
         STRATEGIES[class_name] = strategy
@@ -73,13 +84,6 @@ def imported_plan(path: str, model: nn.Module) -> Any:
     return plan(model) if inspect.signature(plan).parameters else plan()
 
 
-def class_name_of(function: str, argument: str, model_class: Any) -> str:
-    """The name of a class of modules, given the class or its name. Errors: TypeError naming function and argument."""
-    if isinstance(model_class, type) and issubclass(model_class, nn.Module):
-        return model_class.__name__
-    if not isinstance(model_class, str):
-        raise TypeError(
-            f"{NAME}.{function}: {argument}={model_class!r} is {type_name(model_class)}; pass a class of "
-            "torch.nn.Module, or its name"
-        )
-    return model_class
+def class_name_of(model_class: type[nn.Module] | str) -> str:
+    """The name of a class of modules, given the class or its name."""
+    return model_class if isinstance(model_class, str) else model_class.__name__

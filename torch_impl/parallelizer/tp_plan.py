@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
-from torch_impl.contract import Mesh, Module, PositiveInt, contract, type_name
+from torch_impl.contract import Mesh, Module, PositiveInt, TypeProblem, contract, type_name
 from torch_impl.parallelizer.head_styles import GROUPS, Conv1DPackedColwise, ReplicatedHeads
 from torch_impl.parallelizer.tp_styles import (
     LocalForward,
@@ -47,17 +47,16 @@ REMOVED = "removed_modules"  # attribute with the names of the modules that a pi
 class PlanKind:
     """A mapping of module names to styles."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+    def problem(self, value: Any) -> str | None:
         if not isinstance(value, Mapping):
-            raise TypeError(
-                f"{function}: {name} is {type_name(value)}; pass a dict of module name -> ParallelStyle, or None"
-            )
+            return TypeProblem(f" is {type_name(value)}; pass a dict of module name -> ParallelStyle, or None")
         for key, style in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{function}: {name} has the key {key!r}, {type_name(key)}; keys are names of modules")
+                return TypeProblem(f" has the key {key!r}, {type_name(key)}; keys are names of modules")
             if not isinstance(style, ParallelStyle):
                 hint = "; translate_to_torch_parallel_style makes one of a name" if isinstance(style, str) else ""
-                raise TypeError(f"{function}: {name}[{key!r}] is {style!r}, not a ParallelStyle{hint}")
+                return TypeProblem(f"[{key!r}] is {style!r}, not a ParallelStyle{hint}")
+        return None
 
 
 Plan = Annotated[Mapping[str, ParallelStyle], PlanKind()]

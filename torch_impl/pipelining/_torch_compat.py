@@ -98,12 +98,13 @@ def _set_metas_of_2_11(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequ
     of_torch(stage, "_outputs_meta")
     stage.inputs_meta, stage._outputs_meta = tuple(inputs), tuple(outputs)
     if not hasattr(stage, "static_key"):
-        stage._validate_fwd_outputs = partial(_without_strides, of_torch(stage, "_validate_fwd_outputs"))
+        for name in ("_validate_fwd_input", "_validate_fwd_outputs"):
+            setattr(stage, name, partial(_without_strides, of_torch(stage, name)))
 
 
-def _without_strides(check: Callable[..., None], outputs: Sequence[torch.Tensor]) -> None:
-    # Empty tensors are contiguous, like the static outputs that torch compares them with.
-    check(tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in outputs))
+def _without_strides(check: Callable[..., None], tensors: Sequence[torch.Tensor], *keywords: Any) -> None:
+    # Empty tensors are contiguous, like the static ones that torch compares them with.
+    check(tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors), *keywords)
 
 
 def _set_metas(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:

@@ -9,12 +9,11 @@ from typing import Annotated
 
 from torch import nn
 
-from torch_impl.contract import Instance, ListOf
+from torch_impl.contract import Instance, ListOf, Rejected
 from torch_impl.pipelining.partition import MULTIMODAL, layer_counts
 
 NAMES = ListOf(Instance(str, "pass a str"), "names")
 StageNames = Annotated[list[list[str]], ListOf(NAMES, "lists of names", if_empty="pass the names of each stage")]
-NAME = "pipelining.split_model_into_stages"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class ModelParts:
         """
         if num_stages > self.count:
             excess = f"{num_stages} stages are more than the {self.count} layers of the model"
-            raise ValueError(f"{NAME}: {excess}; use at most {self.count} stages")
+            raise Rejected(f"{excess}; use at most {self.count} stages")
         stages, start = [], 0
         for count in layer_counts(num_stages, self.count, embed_cost, head_cost):
             stages.append([f"{self.layers}.{layer}" for layer in range(start, start + count)])
@@ -86,7 +85,7 @@ def model_parts(model: nn.Module) -> ModelParts:
         lists = [f"{prefix}{name}" for name, child in module.named_children() if isinstance(child, nn.ModuleList)]
         place = f"{type(model).__name__} has its layers in {' and '.join(map(repr, lists))}"
         supported_models = f"models that have them in {prefix + layers!r}, or a base_model_pp_plan"
-        raise ValueError(f"{NAME}: {place}; what comes before and after them is known of {supported_models}")
+        raise Rejected(f"{place}; what comes before and after them is known of {supported_models}")
     # 2. Find the modules before and after the layers, by the plan or else by name.
     before = planned[: planned.index(layers)] if layers in planned else ["embed_tokens"]
     after = planned[planned.index(layers) + 1 :] if layers in planned else ["norm", "lm_head"]
@@ -123,7 +122,7 @@ def _inner(model: nn.Module) -> str:
         if isinstance(module, nn.ModuleList) and len(module) and not set(name.split(".")) & set(MULTIMODAL)
     ]
     if not candidates:
-        raise ValueError(f"{NAME}: {type(model).__name__} has no nn.ModuleList of layers to be split")
+        raise Rejected(f"{type(model).__name__} has no nn.ModuleList of layers to be split")
     # A list inside a layer, such as its experts, is nested deeper than the list of layers.
     return min(candidates, key=lambda name: len(name.split(".")) if name else 0)
 
@@ -155,7 +154,7 @@ def complete_names(
     modules = {name for name, _ in model.named_modules()}
     stages = [[name for name in names if name in modules] for names in module_names_per_stage]
     for problem in (*_name_problems(parts, modules, module_names_per_stage), *_assignment_problems(parts, stages)):
-        raise ValueError(f"{NAME}: {ARGUMENT}{problem}")
+        raise Rejected(f"{ARGUMENT}{problem}")
     # Modules without parameters need not be named: the first stage gets the ones before the layers, all get the shared.
     needed = [(*parts.parameterless, *parts.shared), *[parts.shared] * (len(stages) - 1)]
     return [

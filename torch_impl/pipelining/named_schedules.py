@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torch_impl.contract import PositiveInt, contract
+from torch_impl.contract import PositiveInt, Rejected, contract
 from torch_impl.pipelining.order import Action, overlap
 from torch_impl.pipelining.partition import Style, stage_ids
 
@@ -58,14 +58,14 @@ RULES = {
 
 
 def rule_of(argument: str, name: str) -> Rule:
-    """The rule of a schedule, by its name in any case. `argument` (component, function, argument) begins the message.
+    """The rule of a schedule, by its name in any case. `argument` is in the message.
 
-    Errors: ValueError with the nearest name for an unknown one.
+    Errors: Rejected with the nearest name for an unknown one.
     """
     rules = {each.lower(): rule for each, rule in RULES.items()}
     if name.lower() not in rules:
         nearest = difflib.get_close_matches(name.lower(), rules, 1, 0.0)
-        raise ValueError(
+        raise Rejected(
             f"{argument}={name!r} is not a schedule; nearest: {rules[nearest[0]].name!r} "
             f"(schedules: {', '.join(RULES)})"
             if nearest
@@ -103,13 +103,13 @@ def schedule_order(
     Source: GPipe arXiv 1811.06965; 1F1B and Interleaved1F1B arXiv 2104.04473; LoopedBFS arXiv 2211.05953; zero
             bubble arXiv 2401.10241; DualPipeV after arXiv 2412.19437.
     """
-    rule = rule_of("pipelining.schedule_order: name", name)
+    rule = rule_of("name", name)
     problem = stages_problem(rule, stages_per_rank)
     if problem:
-        raise ValueError(f"pipelining.schedule_order: stages_per_rank={stages_per_rank}, but {problem}")
+        raise Rejected(f"stages_per_rank={stages_per_rank}, but {problem}")
     problem = microbatches_problem(rule, n_microbatches, pp_size)
     if problem:
-        raise ValueError(f"pipelining.schedule_order: n_microbatches={n_microbatches} {problem}")
+        raise Rejected(f"n_microbatches={n_microbatches} {problem}")
     orders = [
         _WORDS[rule.name](
             rank, pp_size, n_microbatches, stage_ids(rank, pp_size, pp_size * stages_per_rank, rule.style)

@@ -10,7 +10,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Literal
 
-from torch_impl.contract import Names, NonNegative, PositiveInt, contract
+from torch_impl.contract import Names, NonNegative, PositiveInt, Rejected, contract
 
 Style = Literal["loop", "v"]
 Rounding = Literal["up", "down"]
@@ -30,12 +30,9 @@ def stage_ids_this_rank(
             style.
     """
     if not 0 <= pp_rank < pp_size:
-        raise ValueError(
-            f"pipelining.stage_ids_this_rank: pp_rank={pp_rank} is no rank of pp_size={pp_size}; "
-            f"pass 0 to {pp_size - 1}"
-        )
+        raise Rejected(f"pp_rank={pp_rank} is no rank of pp_size={pp_size}; pass 0 to {pp_size - 1}")
     if uneven := _sharing_problem(pp_size, num_stages):
-        raise ValueError(f"pipelining.stage_ids_this_rank: {uneven}")
+        raise Rejected(uneven)
     return stage_ids(pp_rank, pp_size, num_stages, style)
 
 
@@ -54,7 +51,7 @@ def stage_to_rank(pp_size: PositiveInt, num_stages: PositiveInt, style: Style = 
     Errors: TypeError for a wrong type; ValueError for num_stages that pp_size does not divide, or an unknown style.
     """
     if uneven := _sharing_problem(pp_size, num_stages):
-        raise ValueError(f"pipelining.stage_to_rank: {uneven}")
+        raise Rejected(uneven)
     return ranks_of_stages(pp_size, num_stages, style)
 
 
@@ -125,8 +122,8 @@ def calculate_virtual_stages(
     problem = _problem(stages, num_layers, pp_size, is_single_stage_schedule)
     if problem:
         advice = _advice(num_layers, layers_per_stage, pp_size, is_single_stage_schedule, round_to_pp_multiple)
-        raise ValueError(
-            f"pipelining.calculate_virtual_stages: layers_per_stage={layers_per_stage} gives {stages} stages for "
+        raise Rejected(
+            f"layers_per_stage={layers_per_stage} gives {stages} stages for "
             f"num_layers={num_layers} over pp_size={pp_size}, {problem}; {advice}"
         )
     return stages, stages // pp_size
@@ -219,8 +216,8 @@ def generate_hf_model_fqn_per_model_part(
     Errors: ValueError for fewer layers than stages, sizes below 1 or negative costs; TypeError for a wrong type.
     """
     if num_layers < num_stages:
-        raise ValueError(
-            f"pipelining.generate_hf_model_fqn_per_model_part: num_stages={num_stages} exceeds "
+        raise Rejected(
+            f"num_stages={num_stages} exceeds "
             f"num_layers={num_layers}; every stage needs a layer, so use at most {num_layers} stages"
         )
     counts = layer_counts(num_stages, num_layers, embed_cost, head_cost)

@@ -10,15 +10,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from torch_impl.contract import Device, Dtype, Function, Instance, Mesh, Module, PositiveInt, contract, type_name
+from torch_impl.contract import (
+    Device,
+    Dtype,
+    Function,
+    Instance,
+    Mesh,
+    Module,
+    PositiveInt,
+    Rejected,
+    contract,
+    type_name,
+)
 from torch_impl.pipelining._torch_compat import reduce_each_time
 from torch_impl.pipelining.model_parts import StageNames
 from torch_impl.pipelining.partition import Rounding
 from torch_impl.pipelining.schedule import build_schedule, choose_schedule
 from torch_impl.pipelining.shapes import _get_hidden_and_vocab_size, set_shapes
 from torch_impl.pipelining.split import split_model
-
-NAME = "pipelining.pipeline_model"
 
 
 @runtime_checkable
@@ -91,10 +100,10 @@ def pipeline_model(
     # 1. Validate everything that does not need the stages.
     axes = {"dp_axis_names": dp_axis_names, "cp_axis_name": cp_axis_name, "tp_axis_name": tp_axis_name}
     for problem in _axis_problems(world_mesh, pp_axis_name, axes):
-        raise ValueError(f"{NAME}: {problem}")
+        raise Rejected(problem)
     if reduce_grad_per_microbatch and patch_stage_backward_maybe_with_nosync:
         both = "patch_stage_backward_maybe_with_nosync=True, which reduces once per step"
-        raise ValueError(f"{NAME}: reduce_grad_per_microbatch=True and {both}; pass one of them")
+        raise Rejected(f"reduce_grad_per_microbatch=True and {both}; pass one of them")
     choice = choose_schedule(
         pipeline_parallel_schedule_csv,
         pipeline_parallel_schedule,
@@ -104,7 +113,7 @@ def pipeline_model(
     )
     if reduce_grad_per_microbatch and choice.splits_backward:
         problem = "reduce_grad_per_microbatch=True, and the schedule splits backward, whose halves need one gathering"
-        raise ValueError(f"{NAME}: {problem}; pass False, or a schedule with full backwards such as 1F1B")
+        raise Rejected(f"{problem}; pass False, or a schedule with full backwards such as 1F1B")
     # Read the sizes here, so that a config without them is an error before the model is split.
     sizes = None if seq_len is None else _get_hidden_and_vocab_size(getattr(model, "config", None))
     # 2. Split the model, and shard each part.
@@ -134,7 +143,7 @@ def pipeline_model(
             if has_units and not isinstance(part, FSDPModule):
                 problem = f"a part of {type(part).__name__} has FSDP units and is not one"
                 remedy = "fully_shard the part too, or pass False"
-                raise ValueError(f"{NAME}: patch_stage_backward_maybe_with_nosync=True, but {problem}; {remedy}")
+                raise Rejected(f"patch_stage_backward_maybe_with_nosync=True, but {problem}; {remedy}")
     if reduce_grad_per_microbatch:
         for stage in stages:
             reduce_each_time(stage)
@@ -152,7 +161,7 @@ def _parallelize(
     """The part that the function has sharded, or the module that replaces it. Errors: TypeError."""
     returned = parallelize_fn(part, world_mesh, moe_mesh, **names)
     if returned is not None and not isinstance(returned, nn.Module):
-        raise TypeError(f"{NAME}: parallelize_fn returned {type_name(returned)}; return None or a module")
+        raise Rejected(f"parallelize_fn returned {type_name(returned)}; return None or a module", TypeError)
     return part if returned is None else returned
 
 

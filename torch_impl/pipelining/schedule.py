@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from torch_impl.contract import Function, Instance, ListOf, Number, PositiveInt, contract
+from torch_impl.contract import Function, Instance, ListOf, Number, PositiveInt, Rejected, contract
 from torch_impl.pipelining._torch_compat import of_torch, open_in_separate_buffers, schedule_of_order
 from torch_impl.pipelining.csv_schedule import ARGUMENT, CsvSchedule, read_csv
 from torch_impl.pipelining.named_schedules import Rule, microbatches_problem, rule_of, stages_problem
@@ -101,16 +101,16 @@ def choose_schedule(
     """Validate a schedule's name or file before stages exist. Errors: see `build_pipeline_schedule`."""
     n = _n_microbatches(microbatch_size, local_batch_size)
     if path is None and name is None:
-        raise ValueError(f"{NAME}: {ARGUMENT}=None and {BY_NAME}=None; pass one of them")
-    rule = None if name is None else rule_of(f"{NAME}: {BY_NAME}", name)
+        raise Rejected(f"{ARGUMENT}=None and {BY_NAME}=None; pass one of them")
+    rule = None if name is None else rule_of(BY_NAME, name)
     # A file decides even if there is a name, which is compared with the file once the stages are known.
     if path is not None:
         file = read_csv(path, pp_size=pp_size, n_microbatches=n)
         return ScheduleChoice(rule, file, path, n, local_batch_size)
     problem = microbatches_problem(rule, n, pp_size) if rule else None
     if problem and rule:
-        raise ValueError(
-            f"{NAME}: local_batch_size={local_batch_size}, microbatch_size={microbatch_size}: "
+        raise Rejected(
+            f"local_batch_size={local_batch_size}, microbatch_size={microbatch_size}: "
             f"{BY_NAME}={rule.name!r}: n_microbatches={n} {problem}"
         )
     return ScheduleChoice(rule, None, None, n, local_batch_size)
@@ -124,7 +124,7 @@ def build_schedule(
     ranks, count, n = ordered[0].group_size, ordered[0].num_stages, choice.n_microbatches
     # 1. Check the stages and their ranks against the file and the named schedule.
     for problem in _stage_problems(choice, ordered):
-        raise ValueError(f"{NAME}: {problem}")
+        raise Rejected(problem)
     _log(choice, ranks, count, loss_fn, scale_grads)
     # 2. Build torch's schedule, by name or from the file's order.
     if choice.file:
@@ -150,9 +150,8 @@ def _n_microbatches(microbatch_size: int, local_batch_size: int) -> int:
     if local_batch_size % microbatch_size:
         divisors = [str(size) for size in range(1, local_batch_size + 1) if local_batch_size % size == 0]
         choices = f"{', '.join(divisors[:-1])} or {divisors[-1]}" if divisors[1:] else divisors[0]
-        raise ValueError(
-            f"{NAME}: microbatch_size={microbatch_size} does not divide local_batch_size={local_batch_size}; "
-            f"use {choices}"
+        raise Rejected(
+            f"microbatch_size={microbatch_size} does not divide local_batch_size={local_batch_size}; use {choices}"
         )
     return local_batch_size // microbatch_size
 

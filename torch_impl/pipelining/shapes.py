@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from torch_impl.contract import Dtype, Instance, ListOf, PositiveInt, contract
+from torch_impl.contract import Dtype, Instance, ListOf, PositiveInt, Rejected, contract
 from torch_impl.pipelining._torch_compat import forget_shapes, of_torch, output_dtype_of, set_static_shapes, stages_of
 
 Stages = Annotated[
@@ -110,9 +110,7 @@ def reset_pp_stage_shapes(
     Errors: as `_precompute_stage_shapes`; ValueError for stages that are not the schedule's.
     """
     if {id(stage) for stage in stages} != {id(stage) for stage in stages_of(schedule)}:
-        raise ValueError(
-            "pipelining.reset_pp_stage_shapes: stages are not those of the schedule; pass the stages it was built with"
-        )
+        raise Rejected("stages are not those of the schedule; pass the stages it was built with")
     if set_shapes(stages, _get_hidden_and_vocab_size(model_config), microbatch_size, seq_len, tensor_dtype):
         forget_shapes(schedule, stages)
 

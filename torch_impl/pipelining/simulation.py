@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torch_impl.contract import PositiveInt, contract
+from torch_impl.contract import PositiveInt, Rejected, contract
 from torch_impl.pipelining.order import (
     COMPUTED,
     Action,
@@ -48,6 +48,7 @@ class Times:
     w: Time = 1.0
     p2p: Number = 0.0
 
+    @contract
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -56,9 +57,9 @@ class Times:
                 try:
                     is_time = math.isfinite(time) and time >= 0 and not isinstance(time, bool)
                 except TypeError:
-                    raise TypeError(f"pipelining.Times: {field.name}={value!r} is no number; pass one") from None
+                    raise Rejected(f"{field.name}={value!r} is no number; pass one", TypeError) from None
                 if not is_time:
-                    raise ValueError(f"pipelining.Times: {field.name}={value!r} must be finite and at least 0")
+                    raise Rejected(f"{field.name}={value!r} must be finite and at least 0")
 
     def of(self, action: Action) -> Number:
         """The duration of an `action`. Errors: ValueError if a list has no entry for its stage."""

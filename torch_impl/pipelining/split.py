@@ -11,10 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from torch_impl.contract import Device, Mesh, Module, NonNegative, PositiveInt, contract
+from torch_impl.contract import Device, Mesh, Module, NonNegative, PositiveInt, Rejected, contract
 from torch_impl.pipelining.csv_schedule import read_csv
 from torch_impl.pipelining.model_parts import (
-    NAME,
     ModelParts,
     StageNames,
     complete_names,
@@ -60,10 +59,10 @@ def split_model_into_stages(
             stage or on two.
     """
     if pp_axis_name not in (pp_mesh.mesh_dim_names or ()):
-        raise ValueError(f"{NAME}: pp_axis_name={pp_axis_name!r} is no axis of pp_mesh {pp_mesh.mesh_dim_names}")
+        raise Rejected(f"pp_axis_name={pp_axis_name!r} is no axis of pp_mesh {pp_mesh.mesh_dim_names}")
     if pp_schedule is None and pipeline_parallel_schedule_csv is None:
-        raise ValueError(f"{NAME}: pp_schedule=None and pipeline_parallel_schedule_csv=None; pass one")
-    rule = None if pp_schedule is None else rule_of(f"{NAME}: pp_schedule", pp_schedule)
+        raise Rejected("pp_schedule=None and pipeline_parallel_schedule_csv=None; pass one")
+    rule = None if pp_schedule is None else rule_of("pp_schedule", pp_schedule)
     placement = None
     if pipeline_parallel_schedule_csv is not None:
         placement = read_csv(pipeline_parallel_schedule_csv, pp_size=pp_mesh[pp_axis_name].size()).stage_to_rank
@@ -115,7 +114,7 @@ def split_model(
     # 2. Find the rank of each stage, and check the split. From step 3 on no argument can cause an error.
     placement = _placement(placement, count, ranks, rule)
     for problem in split_problems(model, parts, names, patch_inner, patch_outer):
-        raise ValueError(f"{NAME}: {problem}")
+        raise Rejected(problem)
     tied_weights = tied_weights_across(model, names)
     # 3. Build a module for each stage of this rank, with its copies of tied weights and its forward.
     local_stages = [stage for stage, other in enumerate(placement) if other == rank]
@@ -144,16 +143,16 @@ def _placement(placement: list[int] | None, count: int, ranks: int, rule: Rule |
     """The rank of each stage, from the file or from the schedule. Errors: ValueError."""
     if placement:
         if len(placement) != count:
-            raise ValueError(
-                f"{NAME}: module_names_per_stage has {count} stages, pipeline_parallel_schedule_csv "
+            raise Rejected(
+                f"module_names_per_stage has {count} stages, pipeline_parallel_schedule_csv "
                 f"{len(placement)}; pass as many"
             )
         return placement
     if count % ranks:
-        raise ValueError(f"{NAME}: module_names_per_stage has {count} stages, not a multiple of pp_size={ranks}")
+        raise Rejected(f"module_names_per_stage has {count} stages, not a multiple of pp_size={ranks}")
     problem = stages_problem(rule, count // ranks)  # pyright: ignore[reportArgumentType]
     if problem:
-        raise ValueError(f"{NAME}: {count} stages are {count // ranks} on each rank, but {problem}")
+        raise Rejected(f"{count} stages are {count // ranks} on each rank, but {problem}")
     return ranks_of_stages(ranks, count, rule.style)  # pyright: ignore[reportOptionalMemberAccess]
 
 

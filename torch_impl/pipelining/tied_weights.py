@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
+from torch_impl.contract import Rejected
 from torch_impl.pipelining._torch_compat import of_torch
 
 
@@ -34,8 +35,8 @@ def tied_weights_across(model: nn.Module, stages: Sequence[Sequence[str]]) -> tu
     shared = [sorted(names.items()) for names in names_by_stage.values() if len(names) > 1]
     for copies in shared:
         if len(copies) > 2:
-            raise ValueError(
-                f"pipelining.split_model_into_stages: stages {[stage for stage, _ in copies]} share {copies[0][1]!r}; "
+            raise Rejected(
+                f"stages {[stage for stage, _ in copies]} share {copies[0][1]!r}; "
                 "two can, so put its modules on two stages"
             )
     return tuple(TiedWeight(*copies) for copies in shared)

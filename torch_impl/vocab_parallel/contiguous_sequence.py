@@ -15,17 +15,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_to_all, ring_shift
-from torch_impl.contract import Group, ShardedAny, contract, dtype_name, type_name
+from torch_impl.contract import Group, Rejected, ShardedAny, contract, dtype_name, type_name
 from torch_impl.vocab_parallel.sequence_gather import why_not_a_dim, why_not_gathered
 
 
 @contract
 def cp_load_balanced_to_contiguous(
-    tensor: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
-) -> ShardedAny[Tensor, "..."]:
+    tensor: ShardedAny[Tensor, "... s/cp:dual_chunk_swap ..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
+) -> ShardedAny[Tensor, "... s/cp ..."]:
     """This rank's contiguous block of the sequence, from shards in DualChunkSwap order along `seq_dim`.
-
-        tensor  "b s/cp:dual_chunk_swap d"   ->   "b s/cp d"
 
         A0 A3                [A0, A1]
                A1 A2    =>             [A2, A3]
@@ -40,7 +38,7 @@ def cp_load_balanced_to_contiguous(
     cp, rank = cp_group.size(), cp_group.rank()
     reason = why_not_gathered(tensor, seq_dim, cp)
     if reason:
-        raise ValueError(f"vocab_parallel.cp_load_balanced_to_contiguous: {reason}")
+        raise Rejected(reason)
     if cp == 1:  # the identity, but the result must not alias the argument
         return tensor.clone(memory_format=torch.contiguous_format)
     # 1. Send two chunks, chunk c to rank c // 2, and receive two. Chunks ascend, and so do their destination ranks.
@@ -62,14 +60,12 @@ def cp_load_balanced_to_contiguous(
 
 @contract
 def cp_shift_next(
-    tensor: ShardedAny[Tensor, "..."],
+    tensor: ShardedAny[Tensor, "... s/cp ..."],
     cp_group: Group[ProcessGroup, "cp"],
     seq_dim: int = 1,
     fill_value: float | int = 0,
-) -> ShardedAny[Tensor, "..."]:
+) -> ShardedAny[Tensor, "... s/cp ..."]:
     """Shift `tensor` one position towards the front, across ranks; the last position of the sequence gets `fill_value`.
-
-        tensor  "b s/cp d"   ->   "b s/cp d"
 
         [A0, A1]                [A1, A2]
                   [A2, A3]  =>            [A3, fill]
@@ -85,7 +81,7 @@ def cp_shift_next(
     fill = _fill_of(tensor, fill_value)
     reason = why_not_a_dim(tensor, seq_dim)
     if reason:
-        raise ValueError(f"vocab_parallel.cp_shift_next: {reason}")
+        raise Rejected(reason)
     local = tensor.shape[seq_dim]
     if local == 0:
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -101,16 +97,16 @@ def _fill_of(tensor: Tensor, fill_value: float | int) -> float | int:
 
     Errors: TypeError unless it is a real number, ValueError if the dtype cannot represent it.
     """
-    dtype, name = tensor.dtype, "vocab_parallel.cp_shift_next"
+    dtype = tensor.dtype
     if not isinstance(fill_value, numbers.Real) or (isinstance(fill_value, bool) and dtype != torch.bool):
-        raise TypeError(f"{name}: fill_value={fill_value!r} is {type_name(fill_value)}; pass a number")
+        raise Rejected(f"fill_value={fill_value!r} is {type_name(fill_value)}; pass a number", TypeError)
     if dtype.is_floating_point or dtype.is_complex:
         fits = not torch.finfo(dtype).max < abs(fill_value) < math.inf  # infinities and NaN fit
     else:
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
         fits = low <= fill_value <= high and fill_value == int(fill_value)
     if not fits:
-        raise ValueError(f"{name}: fill_value={fill_value} is no value of {dtype_name(tensor)}")
+        raise Rejected(f"fill_value={fill_value} is no value of {dtype_name(tensor)}")
     return float(fill_value) if dtype.is_floating_point or dtype.is_complex else int(fill_value)
 
 

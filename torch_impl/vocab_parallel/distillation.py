@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.contract import Group, Sharded, ShardedIds, contract
+from torch_impl.contract import Group, Rejected, Sharded, ShardedIds, check, contract
 from torch_impl.contract.tensor_kinds import TensorKind
 from torch_impl.vocab_parallel.fused_logprob import FusedLogprob, LogprobOptions
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, rank_and_size, why_not_covered, why_not_over_cp
@@ -29,12 +29,10 @@ from torch_impl.vocab_parallel.vocab_range import (
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-NAME = "vocab_parallel.get_distillation_topk_logprobs_from_logits"
-
 
 @contract
 def get_distillation_topk_logprobs_from_logits(
-    student_logits: Sharded[Tensor, "b l v/tp"] | DTensor,
+    student_logits: Sharded[Tensor, "b l/cp:dual_chunk_swap v/tp"] | DTensor,
     teacher_topk_logits: Sharded[Tensor, "b s k tp=I cp=R"],
     teacher_topk_indices: ShardedIds[Tensor, "b s k"],
     zero_outside_topk: bool,
@@ -79,14 +77,14 @@ def get_distillation_topk_logprobs_from_logits(
         cp_group = _cp_group_of(student_logits, *groups)
         reason = _why_not_distilled(student_logits.to_local(), teacher_topk_indices, cp_group)
         if reason:
-            raise ValueError(f"{NAME}: {reason}")
+            raise Rejected(reason)
         logits, size = student_logits.to_local(), student_logits.shape[-1]
         group, start, end = dtensor_range(student_logits)
     else:
         logits, (group, cp_group) = student_logits, groups
         reason = why_not_rank(vocab_parallel_rank, group) or _why_not_distilled(logits, teacher_topk_indices, cp_group)
         if reason:
-            raise ValueError(f"{NAME}: {reason}")
+            raise Rejected(reason)
         start, end, size = 0, logits.shape[-1], logits.shape[-1]
         if group is not None:
             start, end, size = all_gather_range_and_size(logits.shape[-1], group, logits.device)
@@ -122,10 +120,10 @@ def _log_softmax_over_k(logits: Float[Tensor, "b s k"], in_vocabulary: Bool[Tens
 
 def _cp_group_of(logits: DTensor, group: ProcessGroup | None, cp_group: ProcessGroup | None) -> ProcessGroup | None:
     """The group that shards a DTensor's sequence, or None; ValueError for other placements."""
-    TensorKind("b l v/tp").validate(NAME, "student_logits", logits.to_local(), {})
+    check(TensorKind("b l v/tp"), "student_logits", logits.to_local())
     for name, each in (("vocab_parallel_group", group), ("context_parallel_group", cp_group)):
         if each is not None:
-            raise ValueError(f"{NAME}: student_logits is a DTensor, whose mesh has the groups; drop {name}")
+            raise Rejected(f"student_logits is a DTensor, whose mesh has the groups; drop {name}")
     # A mesh dim `cp` that does not shard the sequence means full sequences on every rank: no group.
     reason = why_not_sharded_over_tp("student_logits", logits)
     axes = logits.device_mesh.mesh_dim_names or ()
@@ -133,7 +131,7 @@ def _cp_group_of(logits: DTensor, group: ProcessGroup | None, cp_group: ProcessG
         cp_group = logits.device_mesh.get_group("cp")
         reason = why_not_over_cp(logits.shape[1], cp_group.size())
     if reason:
-        raise ValueError(f"{NAME}: {reason}")
+        raise Rejected(reason)
     return cp_group
 
 

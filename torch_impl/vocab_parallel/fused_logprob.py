@@ -398,7 +398,7 @@ def backend_of(options: LogprobOptions, logits: Tensor) -> str:
     """The backend to use: eager, compile or triton. `auto` means Triton on CUDA and eager elsewhere."""
     if options.backend != "auto":
         return options.backend
-    return kernels.checked_backend("vocab_parallel", "auto", "logits", logits) if logits.is_cuda else "eager"
+    return kernels.checked_backend("auto", "logits", logits) if logits.is_cuda else "eager"
 
 
 def block_function(f: Callable[..., Any], options: LogprobOptions, logits: Tensor) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import no_autocast
 from torch_impl.collectives.plain import all_gather_concat, all_reduce_sum, reduce_scatter_sum
-from torch_impl.contract import Group, Positive, Sharded, ShardedIds, ShardedInt, contract, dtype_name
+from torch_impl.contract import Group, Positive, Rejected, Sharded, ShardedIds, ShardedInt, contract, dtype_name
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.fused_logprob import (
@@ -71,7 +71,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
     @contract
     def forward(
         ctx: Any,
-        tensor_parallel_hidden_states: Sharded[Tensor, "l b d"],
+        tensor_parallel_hidden_states: Sharded[Tensor, "s/tp b d", "s b d tp=I"],
         target: ShardedIds[Tensor, "b s"],
         output_weight_layer: Sharded[Tensor, "v/tp d"],
         vocab_start_index: VocabStart,
@@ -84,7 +84,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         hidden, weight, tp = tensor_parallel_hidden_states, output_weight_layer, tp_group.size()
         reason = _why_no_product(hidden, weight) or _why_not_positions(len(hidden), target.shape[1], 1, tp)
         if reason:
-            raise ValueError(f"vocab_parallel.ChunkedDistributedHiddenStatesToLogprobs: {reason}")
+            raise Rejected(reason)
         is_sharded = len(hidden) != target.shape[1]
         return _forward(
             ctx,
@@ -108,7 +108,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
 
 @contract
 def from_parallel_hidden_states_to_logprobs(
-    tensor_parallel_hidden_states: Sharded[Tensor, "l b d"],
+    tensor_parallel_hidden_states: Sharded[Tensor, "s/cp:LAYOUT b d tp=I", "s/cp:LAYOUT/tp b d"],
     output_weight_layer: Sharded[Tensor, "v/tp d cp=R"] | None,
     output_weight: Sharded[Tensor, "v/tp d cp=R"] | None,
     runtime_gather_output: bool | None,
@@ -142,12 +142,11 @@ def from_parallel_hidden_states_to_logprobs(
     Errors: as `ChunkedDistributedHiddenStatesToLogprobs`; ValueError if both weights are None or s cannot be sharded
             over cp; offsets as `from_parallel_logits_to_logprobs_packed_sequences`.
     """
-    name = "vocab_parallel.from_parallel_hidden_states_to_logprobs"
     # 1. Checks that a contract cannot state: dtypes of hidden states and weight, lengths over cp and tp, offsets.
     hidden, s, (rank, cp) = tensor_parallel_hidden_states, target.shape[1], rank_and_size(cp_group)
     weight = output_weight if output_weight_layer is None else output_weight_layer
     if weight is None:
-        raise ValueError(f"{name}: {NO_WEIGHT}")
+        raise Rejected(f"{NO_WEIGHT}")
     offsets = None if cu_seqlens_padded is None else offsets_on_host(cu_seqlens_padded, None)[0]
     reason = (
         _why_no_product(hidden, weight)
@@ -156,7 +155,7 @@ def from_parallel_hidden_states_to_logprobs(
         or (None if offsets is None else why_not_offsets(offsets, None, cp, s, "target"))
     )
     if reason:
-        raise ValueError(f"{name}: {reason}")
+        raise Rejected(reason)
     # 2. The id after each position of this rank; in a packed stream, inside the same sequence.
     shifted, slots = _next_ids_of_rank(target.to(weight.device), offsets, rank, cp)
     # 3. Score this rank's positions, then gather over cp.

@@ -16,16 +16,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl import kernels
-from torch_impl.contract import Group, Positive, Sharded, ShardedIds, contract
+from torch_impl.contract import Group, Positive, Rejected, Sharded, ShardedIds, contract
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel.fused_logprob import FusedLogprob, LogprobOptions
 from torch_impl.vocab_parallel.vocab_range import ChunkSize, VocabEnd, VocabStart
 
-NAME = "vocab_parallel.logprob"
 
-
-@contract(NAME)
+@contract("vocab_parallel.logprob")
 def vocab_parallel_logprob(
     vocab_parallel_logits: Sharded[Tensor, "... v/tp"],
     target: ShardedIds[Tensor, "..."],
@@ -65,10 +63,10 @@ def vocab_parallel_logprob(
     """
     # If Triton is requested and cannot run, fail here, before any collective.
     if backend == "triton":
-        kernels.checked_backend(NAME, backend, "vocab_parallel_logits", vocab_parallel_logits)
+        kernels.checked_backend(backend, "vocab_parallel_logits", vocab_parallel_logits)
     if inplace_gradient and may_share_memory(vocab_parallel_logits):
-        raise ValueError(
-            f"{NAME}: inplace_gradient=True writes over vocab_parallel_logits, whose elements may share memory; "
+        raise Rejected(
+            "inplace_gradient=True writes over vocab_parallel_logits, whose elements may share memory; "
             "pass vocab_parallel_logits.contiguous() or inplace_gradient=False"
         )
     options = LogprobOptions(

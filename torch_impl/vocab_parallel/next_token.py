@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather
 from torch_impl.collectives.plain import all_gather_concat
-from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract
+from torch_impl.contract import Group, Rejected, Sharded, ShardedIds, ShardedInt, check, contract
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.contract.tensor_kinds import TensorKind
 from torch_impl.layouts import indivisible
@@ -45,13 +45,11 @@ from torch_impl.vocab_parallel.vocab_range import (
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-NAME = "vocab_parallel.get_next_token_logprobs_from_logits"
-
 
 @contract
 def get_next_token_logprobs_from_logits(
     input_ids: ShardedIds[Tensor, "b s"] | DTensor,
-    next_token_logits: Sharded[Tensor, "b l v/tp"] | DTensor,
+    next_token_logits: Sharded[Tensor, "b l/cp:dual_chunk_swap v/tp"] | DTensor,
     seq_index: ShardedInt[Tensor, "n"] | None = None,
     vocab_parallel_rank: int | None = None,
     vocab_parallel_group: Group[ProcessGroup, "tp"] | None = None,
@@ -59,7 +57,7 @@ def get_next_token_logprobs_from_logits(
     sampling_params: Sampling | None = None,
     chunk_size: ChunkSize | None = None,
     with_entropy: bool = False,
-) -> Sharded[Tensor, "b u tp=I"] | tuple[Sharded[Tensor, "b u tp=I"], Sharded[Tensor, "b u tp=I"]]:
+) -> Sharded[Tensor, "b u tp=I cp=R"] | tuple[Sharded[Tensor, "b u tp=I cp=R"], Sharded[Tensor, "b u tp=I cp=R"]]:
     """Log-probability of each next token; logits are sharded over a group, or a DTensor, or have the full vocabulary.
 
         a group   "b s/cp:dual_chunk_swap v/tp", "b s"   ->   "b u tp=I cp=R",   u = s - 1
@@ -78,7 +76,7 @@ def get_next_token_logprobs_from_logits(
     """
     from torch.distributed.tensor import DTensor
 
-    validate_entropy(NAME, with_entropy, sampling_params)
+    validate_entropy(with_entropy, sampling_params)
     # 1. DTensor logits bring their groups and ranges.
     if isinstance(next_token_logits, DTensor):
         for name, group in (
@@ -86,21 +84,21 @@ def get_next_token_logprobs_from_logits(
             ("context_parallel_group", context_parallel_group),
         ):
             if group is not None:
-                raise ValueError(f"{NAME}: next_token_logits is a DTensor, whose mesh has the groups; drop {name}")
-        validate_shards(NAME, "next_token_logits", next_token_logits.to_local(), "input_ids", input_ids)
+                raise Rejected(f"next_token_logits is a DTensor, whose mesh has the groups; drop {name}")
+        validate_shards("next_token_logits", next_token_logits.to_local(), "input_ids", input_ids)
         reason = why_not_dtensors("next_token_logits", next_token_logits, input_ids, seq_index)
         if reason:
-            raise ValueError(f"{NAME}: {reason}")
+            raise Rejected(reason)
         return score_dtensor(next_token_logits, input_ids, seq_index, chunk_size, sampling_params, with_entropy)
     # 2. Otherwise one all_gather over the group gives the ranges; without a group each rank has the full vocabulary.
-    TensorKind("b s", "ids").validate(NAME, "input_ids", input_ids, {})  # a plain tensor, like the logits
+    check(TensorKind("b s", "ids"), "input_ids", input_ids)  # a plain tensor, like the logits
     cp, local = rank_and_size(context_parallel_group)[1], next_token_logits.shape[1]
     reason = why_not_rank(vocab_parallel_rank, vocab_parallel_group)
     if seq_index is not None:
         reason = "seq_index is given but next_token_logits is no DTensor; drop it or pass a DTensor"
     reason = reason or why_not_covered("input_ids", input_ids.shape[1], "next_token_logits", local, cp)
     if reason:
-        raise ValueError(f"{NAME}: {reason}")
+        raise Rejected(reason)
     start, end = 0, next_token_logits.shape[-1]
     if vocab_parallel_group is not None:
         start, end, _ = all_gather_range_and_size(end, vocab_parallel_group, next_token_logits.device)
@@ -110,11 +108,11 @@ def get_next_token_logprobs_from_logits(
     return score_over_cp(next_token_logits, input_ids, context_parallel_group, options, limits)
 
 
-def validate_entropy(function: str, with_entropy: bool, params: SamplingParams | None) -> None:
+def validate_entropy(with_entropy: bool, params: SamplingParams | None) -> None:
     """Reject an entropy beside a filter, since the entropy covers the full vocabulary. Errors: ValueError."""
     if with_entropy and params is not None and not limits_of(params.top_k, params.top_p, min_p_of(params)).are_off:
-        raise ValueError(
-            f"{function}: with_entropy=True but top_k={params.top_k}, top_p={params.top_p}, min_p={min_p_of(params)} "
+        raise Rejected(
+            f"with_entropy=True but top_k={params.top_k}, top_p={params.top_p}, min_p={min_p_of(params)} "
             "filter the vocabulary; "
             "ask for the entropy in a call without a filter"
         )
@@ -270,11 +268,11 @@ def score_in_stored_order(
     return apart(full, options.with_entropy)
 
 
-def validate_shards(function: str, logits_name: str, logits: Tensor, ids_name: str, ids: Tensor | DTensor) -> None:
+def validate_shards(logits_name: str, logits: Tensor, ids_name: str, ids: Tensor | DTensor) -> None:
     """Validate the local tensors of DTensors: floating logits [b, l, v] and ids [b, s]."""
     sizes: dict[str, Any] = {}
-    TensorKind("b l v/tp").validate(function, logits_name, logits, sizes)
-    TensorKind("b s", "ids").validate(function, ids_name, stored_ids(ids).local, sizes)
+    check(TensorKind("b l v/tp"), logits_name, logits, sizes)
+    check(TensorKind("b s", "ids"), ids_name, stored_ids(ids).local, sizes)
 
 
 def why_not_dtensors(name: str, logits: DTensor, ids: Tensor | DTensor, seq_index: Tensor | None) -> str | None:

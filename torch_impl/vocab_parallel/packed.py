@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather
-from torch_impl.contract import Group, PositiveInt, Sharded, ShardedIds, ShardedInt, contract
+from torch_impl.contract import Group, PositiveInt, Rejected, Sharded, ShardedIds, ShardedInt, contract
 from torch_impl.layouts import contiguous, packed
 from torch_impl.layouts.divisibility import check_rising, first
 from torch_impl.vocab_parallel.next_token import Scores, score, scoring_options, validate_entropy
@@ -25,12 +25,10 @@ from torch_impl.vocab_parallel.sampling import Sampling
 from torch_impl.vocab_parallel.sequence_gather import rank_and_size, why_not_covered
 from torch_impl.vocab_parallel.vocab_range import IGNORED_ID, ChunkSize, VocabEnd, VocabStart
 
-NAME = "vocab_parallel.from_parallel_logits_to_logprobs_packed_sequences"
-
 
 @contract
 def from_parallel_logits_to_logprobs_packed_sequences(
-    vocab_parallel_logits: Sharded[Tensor, "1 l v/tp"],
+    vocab_parallel_logits: Sharded[Tensor, "1 t/cp:packed v/tp"],
     target: ShardedIds[Tensor, "1 t"],
     cu_seqlens_padded: ShardedInt[Tensor, "n"],
     unpacked_seqlen: PositiveInt,
@@ -66,20 +64,18 @@ def from_parallel_logits_to_logprobs_packed_sequences(
             multiple of 2 * cp over two ranks or more, the last offset is past the stream or the ids, a real length
             exceeds its padded one, or unpacked_seqlen is below 1.
     """
-    validate_entropy(NAME, with_entropy, sampling_params)
+    validate_entropy(with_entropy, sampling_params)
     # 1. Checks that a contract cannot state: lengths, and the offsets, which the host reads once.
     rank, cp = rank_and_size(cp_group)
     local, device = vocab_parallel_logits.shape[1], vocab_parallel_logits.device
     size = target.shape[1] * cp if target_is_pre_rolled else target.shape[1]
     if target.shape[1] > local * (1 if target_is_pre_rolled else cp):
         shards = 1 if target_is_pre_rolled else cp
-        raise ValueError(
-            f"{NAME}: {why_not_covered('target', target.shape[1], 'vocab_parallel_logits', local, shards)}"
-        )
+        raise Rejected(f"{why_not_covered('target', target.shape[1], 'vocab_parallel_logits', local, shards)}")
     padded, real = offsets_on_host(cu_seqlens_padded, cu_seqlens)
     reason = why_not_offsets(padded, real, cp, size, "target")
     if reason:
-        raise ValueError(f"{NAME}: {reason}")
+        raise Rejected(reason)
     # 2. The id after each token of this rank in its sequence, and the score.
     slots, u = packed_slots(padded, real, cp, device), unpacked_seqlen - 1
     ids, used = target.to(device), len(slots.sequence)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import large_tensors
-from torch_impl.contract import Group, Number, Positive, Sharded, ShardedIds, contract
+from torch_impl.contract import Group, Number, Positive, Sharded, ShardedIds, Sizes, TypeProblem, contract, of_argument
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import fused_logprob, statistics
 from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, keep_first, limits_of, ordinals
@@ -37,10 +37,10 @@ LONGEST_LIST = 1024
 class _TopKKind:
     """An integer; below 1 the filter is off."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
-        """Errors: TypeError unless the value is an integer."""
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise TypeError(f"{function}: {name}={value!r} must be an integer (None turns it off)")
+    def problem(self, value: Any) -> str | None:
+        if isinstance(value, Integral) and not isinstance(value, bool):
+            return None
+        return TypeProblem(f"={value!r} must be an integer (None turns it off)")
 
 
 @dataclass(frozen=True)
@@ -49,31 +49,27 @@ class _ShareKind:
 
     off: float
 
-    def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
-        """Errors: TypeError unless the value is a number, ValueError outside [0, 1]."""
+    def problem(self, value: Any) -> str | None:
         if not isinstance(value, Real) or isinstance(value, bool):
-            raise TypeError(f"{function}: {name}={value!r} must be a number ({self.off} turns it off)")
-        if not 0 <= float(value) <= 1:
-            raise ValueError(f"{function}: {name}={value} must lie in [0, 1] ({self.off} turns it off)")
+            return TypeProblem(f"={value!r} must be a number ({self.off} turns it off)")
+        return None if 0 <= float(value) <= 1 else f"={value} must lie in [0, 1] ({self.off} turns it off)"
 
 
 @dataclass(frozen=True)
 class _SamplingKind:
     """Any object with the three attributes of `SamplingParams`."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
-        """Errors: TypeError for an attribute that is missing or has another type, ValueError if it is out of range."""
+    def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
         if isinstance(value, TrainingSamplingParams):  # validated by its constructor
-            return
+            return None
         if not isinstance(value, SamplingParams):
-            raise TypeError(f"{function}: {name} needs the attributes top_k, top_p and temperature")
-        if value.top_k is not None:
-            _TopKKind().validate(function, "top_k", value.top_k, sizes)
-        if value.top_p is not None:
-            _ShareKind(1.0).validate(function, "top_p", value.top_p, sizes)
-        if min_p_of(value) is not None:
-            _ShareKind(0.0).validate(function, "min_p", min_p_of(value), sizes)
-        Number(0, above=True).validate(function, "temperature", value.temperature, sizes)
+            return TypeProblem(f"{name} needs the attributes top_k, top_p and temperature")
+        kinds = {"top_k": _TopKKind(), "top_p": _ShareKind(1.0), "min_p": _ShareKind(0.0)}
+        for attribute, kind in kinds.items():
+            setting = getattr(value, attribute, None)
+            if setting is not None and (problem := kind.problem(setting)) is not None:
+                return of_argument(attribute, problem)
+        return of_argument("temperature", Number(0, above=True).problem(value.temperature))
 
 
 @runtime_checkable
@@ -269,7 +265,6 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
         min_p: MinP | None = None,
     ) -> Sharded[Tensor, "... tp=I"]:
         start, end = stated_or_counted_range(
-            "vocab_parallel.DistributedLogprobWithSampling",
             vocab_parallel_logits,
             tp_group,
             vocab_start_index,
@@ -311,7 +306,6 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
         min_p: MinP | None = None,
     ) -> Sharded[Tensor, "... tp=I"]:
         start, end = stated_or_counted_range(
-            "vocab_parallel.ChunkedDistributedLogprobWithSampling",
             vocab_parallel_logits,
             tp_group,
             vocab_start_index,

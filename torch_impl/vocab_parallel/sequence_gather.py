@@ -16,18 +16,16 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import large_tensors
 from torch_impl.collectives.gathers import ReduceScatter
 from torch_impl.collectives.plain import all_gather_concat
-from torch_impl.contract import Group, NonNegativeInt, PositiveInt, ShardedAny, contract
+from torch_impl.contract import Group, NonNegativeInt, PositiveInt, Rejected, ShardedAny, contract
 from torch_impl.layouts import contiguous, dual_chunk_swap, indivisible
 from torch_impl.layouts.index_arrays import inverse_permutation
 
 
 @contract
 def _get_tokens_on_this_cp_rank(
-    input_ids: ShardedAny[Tensor, "... cp=R"], cp_rank: NonNegativeInt, cp_size: PositiveInt, seq_dim: int = 1
-) -> ShardedAny[Tensor, "..."]:
+    input_ids: ShardedAny[Tensor, "... s ... cp=R"], cp_rank: NonNegativeInt, cp_size: PositiveInt, seq_dim: int = 1
+) -> ShardedAny[Tensor, "... s/cp:dual_chunk_swap ..."]:
     """This rank's positions of a full sequence along `seq_dim`, by DualChunkSwap.
-
-        input_ids  "b s cp=R"   ->   "b s/cp:dual_chunk_swap"
 
     Any dtype; differentiable. `cp_size=1` returns the same object.
 
@@ -41,17 +39,15 @@ def _get_tokens_on_this_cp_rank(
     if reason is None:
         reason = why_not_over_cp(input_ids.shape[seq_dim], cp_size)
     if reason:
-        raise ValueError(f"vocab_parallel._get_tokens_on_this_cp_rank: {reason}")
+        raise Rejected(reason)
     return cp_shard(input_ids, cp_rank, cp_size, seq_dim)
 
 
 @contract
 def allgather_cp_sharded_tensor(
-    tensor: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
-) -> ShardedAny[Tensor, "... cp=R"]:
+    tensor: ShardedAny[Tensor, "... s/cp:dual_chunk_swap ..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
+) -> ShardedAny[Tensor, "... s ... cp=R"]:
     """The full sequence from each rank's positions, in order along `seq_dim`.
-
-        tensor  "b s/cp:dual_chunk_swap d"   ->   "b s d cp=R"
 
         A0 A3                [A0, A1, A2, A3]
                A1 A2    =>   [A0, A1, A2, A3]
@@ -67,14 +63,12 @@ def allgather_cp_sharded_tensor(
     """
     reason = why_not_gathered(tensor, seq_dim, cp_group.size())
     if reason:
-        raise ValueError(f"vocab_parallel.allgather_cp_sharded_tensor: {reason}")
+        raise Rejected(reason)
     return GatherOverCp.apply(tensor, cp_group, seq_dim)
 
 
 class AllGatherCPTensor(torch.autograd.Function):
-    """`allgather_cp_sharded_tensor`, for `.apply`: same value and gradient.
-
-        tensor  "b s/cp:dual_chunk_swap d"   ->   "b s d cp=R"
+    """`allgather_cp_sharded_tensor` of `tensor`, for `.apply`: same value and gradient.
 
     Cost:   as `allgather_cp_sharded_tensor`.
     Errors: as `allgather_cp_sharded_tensor`.
@@ -83,11 +77,14 @@ class AllGatherCPTensor(torch.autograd.Function):
     @staticmethod
     @contract
     def forward(
-        ctx: Any, tensor: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
-    ) -> ShardedAny[Tensor, "... cp=R"]:
+        ctx: Any,
+        tensor: ShardedAny[Tensor, "... s/cp:dual_chunk_swap ..."],
+        cp_group: Group[ProcessGroup, "cp"],
+        seq_dim: int = 1,
+    ) -> ShardedAny[Tensor, "... s ... cp=R"]:
         reason = why_not_gathered(tensor, seq_dim, cp_group.size())
         if reason:
-            raise ValueError(f"vocab_parallel.AllGatherCPTensor: {reason}")
+            raise Rejected(reason)
         return GatherOverCp.forward(ctx, tensor, cp_group, seq_dim)
 
     @staticmethod

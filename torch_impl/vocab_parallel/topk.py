@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import accumulator, large_tensors
 from torch_impl.collectives.plain import all_gather_stack, all_reduce_sum
 from torch_impl.collectives.reductions import as_replicated
-from torch_impl.contract import Group, NonNegativeInt, Sharded, ShardedIds, contract
+from torch_impl.contract import Group, NonNegativeInt, Rejected, Sharded, ShardedIds, contract
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_covered
 from torch_impl.vocab_parallel.statistics import index_of, local_column, row_blocks, rows_per_block
 from torch_impl.vocab_parallel.vocab_range import IGNORED_ID, ChunkSize, VocabEnd, VocabStart
@@ -68,7 +68,7 @@ def distributed_vocab_topk(
 
 @contract
 def gather_logits_at_global_indices(
-    vocab_parallel_logits: Sharded[Tensor, "b l v/tp"],
+    vocab_parallel_logits: Sharded[Tensor, "b l/cp:dual_chunk_swap v/tp"],
     global_indices: ShardedIds[Tensor, "b s k"],
     tp_group: Group[ProcessGroup, "tp"] | None = None,
     cp_group: Group[ProcessGroup, "cp"] | None = None,
@@ -97,7 +97,7 @@ def gather_logits_at_global_indices(
     logits, local, cp = vocab_parallel_logits, vocab_parallel_logits.shape[1], rank_and_size(cp_group)[1]
     reason = why_not_covered("global_indices", global_indices.shape[1], "vocab_parallel_logits", local, cp)
     if reason:
-        raise ValueError(f"vocab_parallel.gather_logits_at_global_indices: {reason}")
+        raise Rejected(reason)
     ids = local_ids(global_indices.to(logits.device), local, cp_group)
     z = LogitsAt.apply(logits, ids, vocab_start_index, vocab_end_index, tp_group, chunk_size)
     if cp_group is not None:

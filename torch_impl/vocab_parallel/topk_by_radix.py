@@ -6,7 +6,7 @@ less than 1 - p. Of 65,536 normal logits with deviation 4, at p = 0.9, an eighth
 above a second bound, (1 - p) / TAIL. So the columns above the second bound are listed first; if their mass is too
 small, the first bound is used.
 
-`radix_selection.last_kept` selects both.
+Both selections use `radix_selection.last_kept`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SLACK = 0.5
 # The second bound is (1 - p) / TAIL: this many tokens at the bound have a mass of 1 - p together.
 TAIL = 2048
 
-# A share of a row's mass, larger than the rounding of its sums. Smaller differences of two sums decide nothing.
+# A share of a row's mass, larger than the rounding of its sums. Smaller differences may be rounding and are ignored.
 RESOLUTION = 2.0**-16
 
 # At least this many groups of columns per selected logit: with fewer, the k-th largest group maximum is a poor bound.
@@ -90,7 +90,7 @@ def _largest(logits: Float[Tensor, "*a v"], options: LogprobOptions) -> Float[Te
 
 
 def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions) -> Float[Tensor, " n"]:
-    """The k-th largest logit of each row, or the smallest of fewer than k. R all_reduce.
+    """The k-th largest logit of each row, or the smallest if a row has fewer than k. R all_reduce.
 
     With weight 1 per logit, it is the smallest logit with a weight of less than k above it.
     """
@@ -126,7 +126,7 @@ def _kth_largest_of_groups(block: Float[Tensor, "n v"], k: int, group_size: int)
 def _survivors(
     logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], kth: Float[Tensor, " n"] | None, options: LogprobOptions
 ) -> Float[Tensor, "f n"]:
-    """This rank's statistics of the logits that reach `kth`; None: of all logits."""
+    """This rank's statistics of the logits that reach `kth`, or of all logits if `kth` is None."""
     if kth is None:
         return row_statistics(logits, column, options)
     rank_statistics = torch.empty(3, len(column), dtype=accumulator(logits.dtype), device=logits.device)
@@ -208,7 +208,7 @@ def _likely(
 
 
 class Masses(NamedTuple):
-    """exp((z - m) / temperature) of this rank's logits; 0 for the first token of a row, which is the 1 of 1 + R."""
+    """exp((z - m) / temperature) of this rank's logits; 0 for a row's first token, which the sum 1 + R counts as 1."""
 
     row_max: Float[Tensor, " n"]
     first_is_on_this_rank: Bool[Tensor, " n"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.plain import all_gather_stack
-from torch_impl.contract import Number
+from torch_impl.contract import Number, Rejected, Sizes, of_argument
 from torch_impl.layouts.index_arrays import ceil_bound
 from torch_impl.vocab_parallel.statistics import has_full_rows
 
@@ -28,34 +28,31 @@ IGNORED_ID = -100  # an id outside every vocabulary, as in torch's cross_entropy
 class _RangeStart:
     """The first id of this rank's columns."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
-        """Errors: TypeError unless the value is an int."""
-        Number(integer=True).validate(function, name, value, sizes)
+    def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
         sizes["vocab_start_index"] = (value, name)
+        return of_argument(name, Number(integer=True).problem(value))
 
 
 @dataclass(frozen=True)
 class _RangeEnd:
     """The end of this rank's range, one past its last id. The range must fit the shard, an earlier argument."""
 
-    def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
-        """Errors: TypeError unless the value is an int, ValueError for a range that does not fit."""
-        Number(integer=True).validate(function, name, value, sizes)
+    def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
+        if (problem := Number(integer=True).problem(value)) is not None:
+            return of_argument(name, problem)
         if "vocab_start_index" not in sizes:
-            raise ValueError(
-                f"{function}: vocab_start_index=None but {name}={value}; pass both, or neither to "
-                "count ids in rank order"
-            )
+            return f"vocab_start_index=None but {name}={value}; pass both, or neither to count ids in rank order"
         # The arguments to the left have stored the range's start and the width of the shard.
         start, (columns, shard) = sizes["vocab_start_index"][0], sizes.get("v/tp", (value, ""))
-        vocab_range = f"{function}: vocab range [{start}, {value})"
+        vocab_range = f"vocab range [{start}, {value})"
         if start < 0:
-            raise ValueError(f"{vocab_range} starts below 0")
+            return f"{vocab_range} starts below 0"
         if value < start:
-            raise ValueError(f"{vocab_range} is reversed")
+            return f"{vocab_range} is reversed"
         if value - start > columns:
             noun = "rows" if "weight" in shard else "columns"
-            raise ValueError(f"{vocab_range} has {value - start} ids but {shard} has {columns} {noun}")
+            return f"{vocab_range} has {value - start} ids but {shard} has {columns} {noun}"
+        return None
 
 
 VocabStart = Annotated[int, _RangeStart()]
@@ -87,17 +84,14 @@ def all_gather_widths(width: int, group: ProcessGroup, device: torch.device) -> 
     return all_gather_stack(torch.tensor(width, device=device), group).tolist()
 
 
-def stated_or_counted_range(
-    function: str, logits: Tensor, group: ProcessGroup, start: int | None, end: int | None
-) -> tuple[int, int]:
+def stated_or_counted_range(logits: Tensor, group: ProcessGroup, start: int | None, end: int | None) -> tuple[int, int]:
     """The given range, or without one this rank's ids counted in rank order, by one all_gather of the widths.
 
     Errors: ValueError for a range without its end.
     """
     if start is not None and end is None:
-        raise ValueError(
-            f"{function}: vocab_start_index={start} but vocab_end_index=None; pass both, or neither to "
-            "count ids in rank order"
+        raise Rejected(
+            f"vocab_start_index={start} but vocab_end_index=None; pass both, or neither to count ids in rank order"
         )
     return all_gather_range(logits.shape[-1], group, logits.device) if start is None or end is None else (start, end)
 

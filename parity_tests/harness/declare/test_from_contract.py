@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from parity_tests.harness.declare.instance import meaning_of
 from shardproof import integers, scheme, values
 from torch_impl.collectives import all_reduce
-from torch_impl.contract import Positive, Sharded, ShardedIds, contract
+from torch_impl.contract import Positive, Sharded, ShardedIds, contract, contract_of
 
 
 @contract
@@ -83,3 +84,63 @@ def test_a_contract_without_results_needs_outputs():
 
     with pytest.raises(ValueError, match="has no outputs, and the signature of doubled states none; pass outputs"):
         scheme(reference=lambda x: x, mesh={"tp": (1,)})(doubled)
+
+
+def test_written_specs_are_an_instance_and_outputs_follow_from_them():
+    """Layouts, the words for dims and the further axis of a batch are the scheme's own."""
+
+    @scheme(
+        reference=lambda rows, weight: jnp.einsum("nc,c->n", rows, weight),
+        mesh={"dp": (1, 2), "tp": (1, 2)},
+        contract=weighted,
+        inputs={"rows": "n/dp c/tp:ragged", "weight": "c/tp:ragged dp=R"},
+    )
+    def weighted_rows(mesh, rows, weight):
+        return all_reduce(weighted(rows, weight), mesh["tp"])
+
+    assert [str(arg.spec) for arg in weighted_rows.outputs] == ["n/dp tp=I"]
+    assert weighted_rows.verify(tp=2, dp=2, n=2, c=4).ok
+
+
+GENERAL = 'logits "... v/tp" weight "v/tp" -> "... tp=I" or "... tp=I", "... tp=I"'
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "own"),
+    [
+        (
+            {"logits": "b s v/tp", "weight": "v tp=R"},
+            "b s tp=I",
+            'logits "b s v/tp", weight "v tp=R" -> "b s tp=I"',
+        ),
+        ({"logits": "b s v/tp", "weight": "w/tp"}, "b s tp=I", 'logits "b s v/tp", weight "w/tp" -> "b s tp=I"'),
+        ({"logits": "b s v/tp", "weight": "v/tp"}, "b s tp=R", 'logits "b s v/tp", weight "v/tp" -> "b s tp=R"'),
+        ({"logits": "b s v/tp", "weight": "v/tp"}, "b tp=I", 'logits "b s v/tp", weight "v/tp" -> "b tp=I"'),
+        ({"logits": "b s v/tp"}, None, 'logits "b s v/tp"'),
+    ],
+)
+def test_specs_that_are_no_instance_are_rejected(inputs, outputs, own):
+    def written(mesh, logits, weight):
+        return weighted(logits, weight)
+
+    with pytest.raises(ValueError) as caught:
+        scheme(reference=reference, mesh={"tp": (1, 2)}, contract=weighted, inputs=inputs, outputs=outputs)(written)
+    sentence = f"has {own}, which is no instance of the contract of weighted: {GENERAL}"
+    assert sentence in str(caught.value)
+
+
+def test_a_layout_that_a_contract_names_must_be_that():
+    @contract
+    def swapped(x: Sharded[Tensor, "b s/cp:dual_chunk_swap ..."]) -> Sharded[Tensor, "b s/cp ..."]:
+        return x
+
+    stated = contract_of(swapped)
+    assert meaning_of(stated, {"y": "b t/cp:dual_chunk_swap d"}, ["b t/cp d"], ("cp",)) is not None
+    assert meaning_of(stated, {"y": "b t/cp d"}, ["b t/cp d"], ("cp",)) is None
+
+
+def test_a_contract_without_specs_is_no_contract_of_a_scheme():
+    with pytest.raises(ValueError, match="has contract=add, whose signature states no specs; drop it"):
+        scheme(reference=lambda x: x, mesh={"tp": (1,)}, contract=torch.add, inputs={"x": "n"}, outputs="n")(
+            lambda mesh, x: x
+        )

@@ -283,6 +283,18 @@ def check_draws(
                 raise errors(f"draw[{name!r}] = {maker}({how.dim!r}): no input has dim {how.dim}")
 
 
+def check_precision(sums: Any, inside: Any, roundings: int, errors: DeclarationErrors) -> None:
+    """Errors: for another dtype than these two keywords take, and for promises that contradict each other."""
+    narrow = ("bfloat16", "float16")
+    if sums not in (None, "float32"):
+        raise errors(f"sums is {sums!r}; write 'float32', or leave it out")
+    if inside not in (None, *narrow):
+        raise errors(f"inside is {inside!r}; write {' or '.join(map(repr, narrow))}, or leave it out")
+    if sums and (inside or roundings > 1):
+        other = f"inside={inside!r}" if inside else f"roundings={roundings}"
+        raise errors(f"sums={sums!r} says that no intermediate is rounded, {other} that some are; leave one out")
+
+
 def check_choices(
     dtypes: Sequence[str],
     engines: Sequence[str],

@@ -6,20 +6,25 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXAMPLES = {"quick": 8, "dev": 20, "ci": 60, "nightly": 2000}
-SHAPES = {"quick": 1, "dev": 8, "ci": 12, "nightly": 48}
+EXAMPLES = {"quick": 8, "fast": 16, "dev": 20, "ci": 60, "nightly": 2000}
+SHAPES = {"quick": 1, "fast": 4, "dev": 8, "ci": 12, "nightly": 48}
+REPEATED = ("fast", "ci")  # of `make test` and `make test-all`: each run draws the same examples
 _IN_FORCE: list[str] = []
 
 
 def register_profiles() -> None:
-    """Register `quick`, `dev`, `ci` and `nightly` with Hypothesis; a conftest loads one with `--hypothesis-profile`."""
+    """Register the profiles with Hypothesis; a conftest loads one by `--hypothesis-profile`."""
     from hypothesis import HealthCheck, settings
 
     quiet = {"deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
-    settings.register_profile("quick", max_examples=EXAMPLES["quick"], **quiet)
-    settings.register_profile("dev", max_examples=EXAMPLES["dev"], **quiet)
-    settings.register_profile("ci", max_examples=EXAMPLES["ci"], derandomize=True, database=None, **quiet)
-    settings.register_profile("nightly", max_examples=EXAMPLES["nightly"], **quiet)
+    repeated = {"derandomize": True, "database": None}
+    for name, examples in EXAMPLES.items():
+        settings.register_profile(name, max_examples=examples, **quiet, **(repeated if name in REPEATED else {}))
+
+
+def few(examples: int) -> int:
+    """The number of examples of a test that names one: a third of it with the profile `fast`, else as it is."""
+    return -(-examples // 3) if profile() == "fast" else examples
 
 
 def profile() -> str:

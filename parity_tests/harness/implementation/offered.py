@@ -1,7 +1,7 @@
 """A function or class of another implementation, with the name and arguments of ours.
 
-Ranks get the module's name and import it there. If theirs has fewer parameters than ours, an argument equal to our
-default is dropped; any other is `not applicable`.
+Each rank gets the module's name and imports it. If their function lacks a parameter of ours, an argument equal to our
+default is dropped, and any other argument makes the call `not applicable`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def module_of(target: str) -> ModuleType:
 class Offered:
     """The object in `target` with the public name of one of ours.
 
-    Calling it, or its `apply`, takes the arguments of ours.
+    Call it, or its `apply`, with our arguments.
     """
 
     def __init__(self, target: str, name: PublicName) -> None:
@@ -85,7 +85,7 @@ class Offered:
 
     @property
     def has_our_parameters(self) -> bool:
-        """Whether theirs accepts by the same names every argument that ours accepts."""
+        """Whether theirs accepts every argument of ours, by the same name."""
         kind = _signature_of_apply if hasattr(self.name.value, "apply") else _signature
         theirs, ours = kind(self._theirs), kind(self.name.value)
         if theirs is None or ours is None:
@@ -107,7 +107,7 @@ def _call_theirs(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Call theirs with our arguments, without those that it lacks and that have our default."""
+    """Call theirs with our arguments, but drop an argument that it lacks if the value is our default."""
     if signature is None or ours is None or _fits(signature, args, kwargs):
         return theirs(*args, **kwargs)
     parameters = list(signature.parameters.values())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -20,13 +20,14 @@ from parity_tests.harness.declare.draws import EXTREME
 from parity_tests.harness.explain.note import READ_TOO_EARLY, Note
 from parity_tests.harness.judge.compare import TensorComparison, index_text
 from parity_tests.harness.report.sentence import LINE, Sentence
+from parity_tests.harness.report.tested_versions import newer
 from parity_tests.harness.run.engines import engine_text
 from parity_tests.harness.run.failure import RankFailure, Shared
 from parity_tests.harness.run.ledger import Finding, Ledger
 
 PLAIN_WIDTH = 132
 EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds with repeated numbers
-MAX_UNDECIDED_SHARE = 0.25  # of the examples of a passing scheme
+MOST_NAMED = 4  # pairs that no example had
 # Fields that a report on one case copies from the report on all examples.
 OF_ALL_EXAMPLES = (
     "examples",
@@ -96,6 +97,7 @@ class Report:
     dtypes: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)  # meshes that cannot shard the given sizes: the reason
+    not_drawn: tuple[str, ...] = ()  # pairs that no example had, as "g=2 on cp=4"; only if the scheme is equal
     case_of_tensor: Mapping[str, CaseSpec] = field(default_factory=dict)
     trace_seconds: float = 0.0
     is_undecided: bool = False  # neither equal nor a mismatch
@@ -239,6 +241,7 @@ class Report:
             "failure": None if self.failure is None else str(self.failure),
             "replay": self.replay,
             "left_out": dict(self.left_out),
+            "not_drawn": list(self.not_drawn),
             "confirmed_on": self.confirmed_on,
             "engines_disagree": self.engines_disagree,
             "undecided": self.undecided_examples,
@@ -269,7 +272,8 @@ class Report:
         return [one_line] if len(one_line) <= LINE else [case, command]
 
     def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [Sentence(self._heading(), style="bold")]
+        parts: list[RenderableType] = [Sentence(line, style="yellow") for line in newer() if not self.ok]
+        parts.append(Sentence(self._heading(), style="bold"))
         if self.implementation is not None:
             parts += [Sentence(f"  {line}") for line in self.implementation.lines]
         disagreement: list[RenderableType] = []
@@ -288,6 +292,9 @@ class Report:
             too_many = ", too many for a pass" if self.is_undecided else ""
             parts.append(Sentence(f"  undecided: {share}{too_many}: {self.undecided_reason}"))
         parts += [Sentence(f"  left out: {omission}") for omission in self.omissions()]
+        if self.not_drawn:
+            more = f" and {len(self.not_drawn) - MOST_NAMED} more" if len(self.not_drawn) > MOST_NAMED else ""
+            parts.append(Sentence(f"  not drawn: {', '.join(self.not_drawn[:MOST_NAMED])}{more}"))
         if self.confirmation is not None:
             parts.append(Sentence(f"  {self.confirmation}"))
         if not self.ok:
@@ -399,38 +406,6 @@ class Report:
             "hygiene ok" if not self.hygiene else "hygiene: " + "; ".join(self.hygiene[:3]),
         ]
         return ("\n  " if self.protocol or self.cost or self.hygiene else "   ").join(lines)
-
-
-def merge_reports(reports: Sequence[Report]) -> Report:
-    """One report on many examples of a scheme, with the worst comparison of each tensor.
-
-    If an example failed, it is that example's report.
-    """
-    failed = [report for report in reports if report.failed]
-    undecided = [report for report in reports if report.is_undecided]
-    equal = [report for report in reports if report.ok]
-    is_undecided = not failed and len(undecided) > MAX_UNDECIDED_SHARE * len(reports)
-    shown = failed or (undecided if is_undecided else [r for r in equal if SPARE not in r.case.mesh] or equal)
-    # The last example or, if all are equal, the last on the largest mesh: a single rank has no collectives to show.
-    example = shown[-1] if failed or is_undecided else max(reversed(shown), key=lambda report: report.case.world)
-    meshes = [example.case.mesh] if failed else [report.case.scheme_mesh for report in reports]
-    worst: dict[str, tuple[TensorComparison, CaseSpec]] = {}
-    for report in [example] if failed else undecided if is_undecided else equal:
-        for tensor in report.tensors:
-            if tensor.label not in worst or tensor.ratio >= worst[tensor.label][0].ratio:
-                worst[tensor.label] = tensor, report.case
-    return replace(
-        example,
-        tensors=tuple(tensor for tensor, _ in worst.values()),
-        case_of_tensor={label: case for label, (_, case) in worst.items()},
-        examples=len(reports),
-        dtypes=tuple(dict.fromkeys(report.case.dtype for report in reports)),
-        meshes=tuple(sorted(set(map(mesh_text, meshes)))),
-        seconds=sum(report.seconds for report in reports),
-        is_undecided=is_undecided,
-        undecided_reason=undecided[-1].undecided_reason if undecided else None,
-        undecided_examples=len(undecided),
-    )
 
 
 def drawn_kinds(case: CaseSpec, kinds: Iterable[str]) -> dict[str, str]:

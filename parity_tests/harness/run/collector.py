@@ -12,12 +12,12 @@ THRESHOLDS = 50_000, 10, 10
 
 
 def collect_rarely() -> None:
-    """Make all three generations of the collector run this rarely."""
+    """Raise the thresholds of the collector's three generations, so that it runs rarely."""
     gc.set_threshold(*THRESHOLDS)
 
 
 def freeze_heap() -> None:
-    """Collect now, exempt all objects that exist from later collections, and collect rarely from now on.
+    """Collect now, exempt all existing objects from later collections, and collect rarely afterwards.
 
     Forks share the memory pages of these objects; a collector that visits them would copy the pages.
     """

@@ -1,4 +1,4 @@
-"""How a run fails: one exception type for each cause, so that Hypothesis counts causes and not messages."""
+"""Failures of a run, one exception type per cause, so that Hypothesis counts causes and not messages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.harness.run.raised import chain, message_of
 
-# After the name of an attribute that a process group has not, as in mesh["tp"].get_group().
+# Follows the name of a missing attribute of a process group, as in mesh["tp"].get_group().
 GROUP_HINT = "mesh[axis] is a process group; mesh.device_mesh[axis] is torch's DeviceMesh"
-CANNOT_RUN = "lockstep cannot run this"  # in its own errors; torch's C++ hands on the message alone
-WRAPPED = "failed to run forward"  # in the message of torch's exception around that of a pipeline's stage
+CANNOT_RUN = "lockstep cannot run this"  # in errors of lockstep itself; through torch's C++ only the message survives
+WRAPPED = "failed to run forward"  # in the message of the exception in which torch wraps a pipeline stage's exception
 
 
 def raised_by_function(error: BaseException) -> BaseException:
-    """The exception that the function raised: torch wraps that of a pipeline's stage in one that does not name it."""
+    """The exception that the function raised, without torch's wrapper around a pipeline stage's exception."""
     for each in chain(error):
         if type(each) is not RuntimeError or WRAPPED not in message_of(each) or each.__cause__ is None:
             return each
@@ -27,18 +27,18 @@ def raised_by_function(error: BaseException) -> BaseException:
 
 
 class RankFault(Exception):
-    """Raised on a rank by the harness itself: what the function returned does not fit its declaration."""
+    """Raised on a rank by the harness itself: the function's result does not match its declaration."""
 
 
 class NotRun(Exception):
-    """The machine lacks what was asked for; counted and reported as not run, never as passed."""
+    """The machine lacks something that the run needs; reported and counted as not run, never as passed."""
 
 
 class RankFailure(Exception):
     """A rank failed, or the ranks could not go on together.
 
-    `rank` is the rank whose cause it is, `op` and `source` what it was doing and where, `others` a sentence for
-    each other rank, `ledger` what had been issued by then.
+    `rank` is the rank that caused the failure, `op` and `source` are its operation and the line that issued it,
+    `others` has a sentence for each other rank, and `ledger` the calls issued so far.
     """
 
     cause = "failed"
@@ -59,14 +59,14 @@ class RankFailure(Exception):
         self.case, self.others, self.ledger = case, tuple(others), ledger
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An exception is pickled as its type and its positional arguments, and this one has others.
+        # Pickle keeps only an exception's type and positional arguments; the fields are keyword arguments.
         fields = {name: getattr(self, name) for name in ("rank", "op", "source", "case", "others", "ledger")}
         notes = {"__notes__": [self.traceback]} if self.traceback else None  # a cause is not pickled
         return partial(type(self), **fields), self.args, notes
 
     @property
     def traceback(self) -> str | None:
-        """The full traceback of what the rank raised, frames of libraries included; None where no rank raised."""
+        """The full traceback of the rank's exception, with frames of libraries; None if no rank raised."""
         if self.__cause__ is not None:
             return "".join(format_exception(self.__cause__)).rstrip()
         return "\n".join(getattr(self, "__notes__", ())).rstrip() or None
@@ -75,7 +75,7 @@ class RankFailure(Exception):
         return "\n".join([f"{self.cause}: {self.args[0]}", *(f"  {line}" for line in self._of_others())])
 
     def _of_others(self) -> list[str]:
-        """A line for each other rank that the message does not mention; one for all of which it says the same."""
+        """A line for each rank that the message does not mention; one line for all ranks that failed the same way."""
         same = [line for line in self.others if _without_rank(line) == _without_rank(self.args[0])]
         lines = [line for line in self.others if line not in same and line not in self.args[0]]
         if len(same) > 1:
@@ -102,25 +102,25 @@ class Died(RankFailure):
 
 
 class CollectiveMismatch(RankFailure):
-    """Ranks issued collectives or messages that do not fit together. A wrong value is a mismatch, see report."""
+    """Ranks issued collectives or messages that do not match. A wrong value is a mismatch, see report."""
 
     cause = "collective mismatch"
 
 
 class Deadlock(RankFailure):
-    """No rank can run; the message says of every rank where it stands."""
+    """No rank can continue; the message says where each rank waits."""
 
     cause = "deadlock"
 
 
 class Stalled(RankFailure):
-    """Nothing has moved for too long."""
+    """No rank has made progress for too long."""
 
     cause = "stalled"
 
 
 class Shared(RankFailure):
-    """Two ranks of lockstep used one process group or one storage, which processes would each have for themselves."""
+    """Two ranks of lockstep used the same process group or storage, which separate processes could not share."""
 
     cause = "shared"
 
@@ -132,6 +132,6 @@ class Unwaited(RankFailure):
 
 
 class Modified(RankFailure):
-    """A buffer was changed that the function may not change."""
+    """The function changed a buffer that it must not change."""
 
     cause = "modified"

@@ -87,10 +87,7 @@ class Program:
 
     @property
     def setup_key(self) -> tuple[str, Callable[[Any], Any]] | None:
-        """The key of programs that ranks serve after `setup`, and no others.
-
-        None without `setup`: any ranks serve the program.
-        """
+        """After `setup`, ranks run only programs with the same key. None without `setup`: any ranks run the program."""
         return None if self.setup is None else (self.name, self.setup)
 
     def prepare(self, mesh: Any, case: CaseSpec) -> None:
@@ -140,7 +137,7 @@ class Program:
             call.finish()
 
     def _begun_call(self, mesh: Any, case: CaseSpec) -> Callable[[], Any]:
-        """The forward of such a call; returns its backward, which waits for all pending work."""
+        """The forward of an uncompared call; returns its backward, which waits for all pending work."""
         call = ProgramCall(self._without_arrays(), mesh, case)
         call.forward()
         return call.finish
@@ -185,7 +182,7 @@ class Program:
         return mesh if mesh.axes == self.mesh_axes else MeshView(mesh.device_mesh[self.mesh_axes])  # inside a subgroup
 
     def _surroundings(self, view: Any) -> AbstractContextManager[Any]:
-        """What `around` returns for this rank, which must be a context manager."""
+        """The context manager that `around` returns for this rank. Errors: RankFault for any other object."""
         if self.around is None:
             return nullcontext()
         manager = self.around(view)
@@ -300,7 +297,7 @@ class ProgramCall:
         return self.outputs
 
     def backward(self) -> dict[str, torch.Tensor | None]:
-        """The gradient of each input that requires one; None where no output depends on it."""
+        """The gradient of each input that requires one; None if no output depends on it."""
         if self.module is not None:
             return modules.gradients(self.module, self.program.module or "", self.leaves)
         unused = self.case.conditions.get("unused", ())

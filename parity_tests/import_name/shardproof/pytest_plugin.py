@@ -25,6 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--shardproof-examples", type=_positive, metavar="N", help="cases for each scheme; default: 20")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # The built-in schemes have this mark, and a user's test may import them.
+    config.addinivalue_line("markers", "cases(examples=None, **fixed): of a built-in scheme, the cases that test it")
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; give a number of cases of 1 or more")

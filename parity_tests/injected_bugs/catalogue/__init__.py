@@ -1,84 +1,14 @@
-"""All injected bugs: tables of data, a file for each topic of a component. An entry is looked up by its name."""
+"""All injected bugs: texts, a file for each component of torch_impl. An entry is looked up by its name."""
 
-from parity_tests.injected_bugs.catalogue import (
-    calls_backward,
-    calls_storage,
-    collectives,
-    context_parallel,
-    context_parallel_batches,
-    context_parallel_layout,
-    context_parallel_logits,
-    context_parallel_prefixes,
-    context_parallel_routes,
-    context_parallel_scopes,
-    expert_parallel_exchange,
-    expert_parallel_router,
-    layouts,
-    mamba,
-    mamba_states,
-    models,
-    models_router,
-    optimizers,
-    optimizers_muon,
-    optimizers_zero1,
-    parallelizer,
-    parallelizer_experts,
-    parallelizer_megatron_fsdp,
-    parallelizer_plans,
-    pipelining,
-    vocab_parallel_adapters,
-    vocab_parallel_columns,
-    vocab_parallel_distillation,
-    vocab_parallel_entropy,
-    vocab_parallel_hidden_states,
-    vocab_parallel_ids,
-    vocab_parallel_logprob,
-    vocab_parallel_long,
-    vocab_parallel_published,
-    vocab_parallel_sampling,
-    vocab_parallel_sequences,
-    vocab_parallel_topk,
-)
+from pathlib import Path
+
+from parity_tests.injected_bugs.catalogue_file import read
 from parity_tests.injected_bugs.injected_bug import KINDS
 
-CATALOGUE = (
-    *collectives.BUGS,
-    *context_parallel.BUGS,
-    *context_parallel_batches.BUGS,
-    *context_parallel_layout.BUGS,
-    *expert_parallel_exchange.BUGS,
-    *expert_parallel_router.BUGS,
-    *context_parallel_logits.BUGS,
-    *context_parallel_prefixes.BUGS,
-    *context_parallel_routes.BUGS,
-    *context_parallel_scopes.BUGS,
-    *layouts.BUGS,
-    *mamba.BUGS,
-    *mamba_states.BUGS,
-    *models.BUGS,
-    *models_router.BUGS,
-    *optimizers.BUGS,
-    *optimizers_muon.BUGS,
-    *optimizers_zero1.BUGS,
-    *parallelizer.BUGS,
-    *parallelizer_experts.BUGS,
-    *parallelizer_megatron_fsdp.BUGS,
-    *parallelizer_plans.BUGS,
-    *pipelining.BUGS,
-    *vocab_parallel_adapters.BUGS,
-    *vocab_parallel_columns.BUGS,
-    *vocab_parallel_distillation.BUGS,
-    *vocab_parallel_entropy.BUGS,
-    *vocab_parallel_hidden_states.BUGS,
-    *vocab_parallel_ids.BUGS,
-    *vocab_parallel_logprob.BUGS,
-    *vocab_parallel_long.BUGS,
-    *vocab_parallel_published.BUGS,
-    *vocab_parallel_sampling.BUGS,
-    *vocab_parallel_sequences.BUGS,
-    *vocab_parallel_topk.BUGS,
-    *calls_storage.BUGS,
-    *calls_backward.BUGS,
-)
+FOLDER = Path(__file__).parent
+# Triton's kernels have schemes of their own, which only Triton's interpreter can run:
+# `parity_tests/kernels/test_injected_bugs.py` injects their bugs, and they are not in CATALOGUE.
+IN_KERNELS = read(FOLDER / "triton_kernels.diff")
+CATALOGUE = tuple(bug for path in sorted(FOLDER.glob("*.diff")) for bug in read(path) if bug not in IN_KERNELS)
 WITHOUT_A_COMPONENT = {"random": "no scheme draws random numbers"}
 APPLICABLE = tuple(kind for kind in KINDS if kind not in WITHOUT_A_COMPONENT)

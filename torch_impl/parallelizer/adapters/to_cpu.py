@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_impl.contract import contract
+from torch_impl.contract import Rejected, contract
+from torch_impl.parallelizer._torch_compat import parts_as_shards
 from torch_impl.parallelizer.tp_styles import is_shard_of_parts, sharded_dim
 
 DEVICES = ("cuda", "cpu")
@@ -33,15 +34,13 @@ def to_cpu(v: Any, *, local: bool = False) -> Any:
         return v.cpu()
     if v.device.type not in DEVICES:
         reason = ", which has no values" if v.device.type == "meta" else f"; only {' and '.join(DEVICES)} are supported"
-        raise ValueError(f"parallelizer.to_cpu: v is a DTensor on {v.device.type!r}{reason}")
+        raise Rejected(f"v is a DTensor on {v.device.type!r}{reason}")
     if not local:
         with torch.no_grad():
             # Detach the result, so that no backward has to communicate.
             return _with_full_halves(v).full_tensor().cpu()
     if any(placement.is_partial() for placement in v.placements):
-        raise ValueError(
-            f"parallelizer.to_cpu: v is {v.placements}, so that a rank has a partial sum and no shard; drop local=True"
-        )
+        raise Rejected(f"v is {v.placements}, so that a rank has a partial sum and no shard; drop local=True")
     with torch.no_grad():
         return v.to_local().cpu()
 
@@ -52,6 +51,7 @@ def _with_full_halves(v: DTensor) -> DTensor:
     torch 2.13's `full_tensor` has no order of axes if one of them shards halves: it raises for experts sharded over dp,
     ep and tp. Without halves it has an order.
     """
+    v = parts_as_shards(v)
     dims = [sharded_dim(placement)[0] for placement in v.placements]
     alone = [is_shard_of_parts(each) and dims.count(dim) == 1 for each, dim in zip(v.placements, dims, strict=True)]
     if not any(alone) or len(dims) - dims.count(None) == 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather, all_reduce
-from torch_impl.contract import Group, Sharded, ShardedAny, ShardedIds, contract, dtype_name
+from torch_impl.contract import Group, Rejected, Sharded, ShardedAny, ShardedIds, contract, dtype_name
 from torch_impl.vocab_parallel.softmax import vocab_parallel_log_softmax
 from torch_impl.vocab_parallel.topk import LogitsAt, distributed_vocab_topk
 from torch_impl.vocab_parallel.vocab_range import (
@@ -68,8 +68,8 @@ def vocab_parallel_gather_columns(
     Errors: TypeError if tp_group is not a ProcessGroup, ids are not int32 or int64, x not floating; ValueError if
             the range does not fit the shard or lacks an end, or chunk_size is below 1.
     """
-    x, name = vocab_parallel_tensor, "vocab_parallel.vocab_parallel_gather_columns"
-    start, end = stated_or_counted_range(name, x, tp_group, vocab_start_index, vocab_end_index)
+    x = vocab_parallel_tensor
+    start, end = stated_or_counted_range(x, tp_group, vocab_start_index, vocab_end_index)
     ids = global_indices.to(x.device).expand(*x.shape[:-1], len(global_indices))
     return LogitsAt.apply(x, ids, start, end, tp_group, chunk_size)
 
@@ -94,13 +94,12 @@ def vocab_parallel_argmax(
     Errors: TypeError if tp_group is not a ProcessGroup, or the logits are not floating; ValueError if the range
             does not fit the shard or lacks an end, chunk_size is below 1, or no rank has a column.
     """
-    name = "vocab_parallel.vocab_parallel_argmax"
-    start, end = stated_or_counted_range(name, vocab_parallel_logits, tp_group, vocab_start_index, vocab_end_index)
+    start, end = stated_or_counted_range(vocab_parallel_logits, tp_group, vocab_start_index, vocab_end_index)
     _, ids = distributed_vocab_topk(
         vocab_parallel_logits, 1, tp_group, vocab_start_index=start, vocab_end_index=end, chunk_size=chunk_size
     )
     if ids.shape[-1] == 0:  # the same on every rank, since each counts the columns of all ranks
-        raise ValueError(f"{name}: no rank of tp has a column of the vocabulary; pass logits of one id or more")
+        raise Rejected("no rank of tp has a column of the vocabulary; pass logits of one id or more")
     return ids.squeeze(-1)
 
 
@@ -119,8 +118,5 @@ def group_all_reduce_sum(
             integers other than int32 and int64, which overflow or which a backend cannot add.
     """
     if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in (torch.int32, torch.int64)):
-        raise ValueError(
-            f"vocab_parallel.group_all_reduce_sum: tensor is {dtype_name(tensor)}, in which a sum over ranks may not "
-            "fit; pass tensor.long()"
-        )
+        raise Rejected(f"tensor is {dtype_name(tensor)}, in which a sum over ranks may not fit; pass tensor.long()")
     return all_reduce(tensor if with_grad else tensor.detach(), group, out="I")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract
+from torch_impl.contract import Group, Rejected, Sharded, ShardedIds, ShardedInt, contract
 from torch_impl.vocab_parallel.next_token import (
     score_dtensor,
     score_in_stored_order,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @contract
 def from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: Sharded[Tensor, "b l v/tp"],
+    vocab_parallel_logits: Sharded[Tensor, "b l/cp:dual_chunk_swap v/tp"],
     target: ShardedIds[Tensor, "b s"],
     vocab_start_index: VocabStart,
     vocab_end_index: VocabEnd,
@@ -63,11 +63,11 @@ def from_parallel_logits_to_logprobs(
             ValueError if shapes disagree, target covers more positions than the logits, s cannot be sharded over cp,
             the range, chunk_size or sampling parameters are out of range, or with_entropy is combined with a filter.
     """
-    validate_entropy("vocab_parallel.from_parallel_logits_to_logprobs", with_entropy, sampling_params)
+    validate_entropy(with_entropy, sampling_params)
     local, cp = vocab_parallel_logits.shape[1], rank_and_size(cp_group)[1]
     reason = why_not_covered("target", target.shape[1], "vocab_parallel_logits", local, cp)
     if reason:
-        raise ValueError(f"vocab_parallel.from_parallel_logits_to_logprobs: {reason}")
+        raise Rejected(reason)
     options, limits = scoring_options(
         tp_group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only, with_entropy
     )
@@ -76,8 +76,8 @@ def from_parallel_logits_to_logprobs(
 
 @contract
 def dtensor_from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: Sharded[Tensor, "b l v/tp"],
-    target: ShardedIds[Tensor, "b s"] | DTensor,
+    vocab_parallel_logits: Sharded[Tensor, "b l/cp v/tp"],
+    target: ShardedIds[Tensor, "b s/cp"] | DTensor,
     vocab_start_index: VocabStart,
     vocab_end_index: VocabEnd,
     tp_group: Group[ProcessGroup, "tp"],
@@ -100,12 +100,11 @@ def dtensor_from_parallel_logits_to_logprobs(
     Errors: as `from_parallel_logits_to_logprobs`; ValueError if seq_index is missing for a sharded target, is given
             without a mesh dim cp or is not a permutation, or if another mesh dim shards the sequence.
     """
-    name = "vocab_parallel.dtensor_from_parallel_logits_to_logprobs"
-    validate_entropy(name, with_entropy, sampling_params)
-    validate_shards(name, "vocab_parallel_logits", vocab_parallel_logits, "target", target)
+    validate_entropy(with_entropy, sampling_params)
+    validate_shards("vocab_parallel_logits", vocab_parallel_logits, "target", target)
     reason = why_not_stored("vocab_parallel_logits", vocab_parallel_logits.shape[1], "target", target, seq_index)
     if reason:
-        raise ValueError(f"{name}: {reason}")
+        raise Rejected(reason)
     # `stored_ids` brings a plain target and a DTensor to one form.
     options, limits = scoring_options(
         tp_group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only, with_entropy
@@ -116,7 +115,7 @@ def dtensor_from_parallel_logits_to_logprobs(
 @contract
 def get_logprobs_from_vocab_parallel_logits(
     vocab_parallel_logits: DTensor,
-    input_ids: ShardedIds[Tensor, "b s"] | DTensor,
+    input_ids: ShardedIds[Tensor, "b s/cp"] | DTensor,
     seq_index: ShardedInt[Tensor, "n"] | None = None,
     chunk_size: ChunkSize | None = None,
     sampling_params: Sampling | None = None,
@@ -135,14 +134,14 @@ def get_logprobs_from_vocab_parallel_logits(
     """
     from torch.distributed.tensor import DTensor
 
-    name, logits = "vocab_parallel.get_logprobs_from_vocab_parallel_logits", vocab_parallel_logits
-    validate_entropy(name, with_entropy, sampling_params)
+    logits = vocab_parallel_logits
+    validate_entropy(with_entropy, sampling_params)
     # A contract does not validate DTensor annotations, which are imported for type checkers only.
     if not isinstance(logits, DTensor):
         kind = type(logits).__name__
-        raise TypeError(f"{name}: vocab_parallel_logits is a {kind}; pass a DTensor with a mesh dim 'tp'")
-    validate_shards(name, "vocab_parallel_logits", logits.to_local(), "input_ids", input_ids)
+        raise Rejected(f"vocab_parallel_logits is a {kind}; pass a DTensor with a mesh dim 'tp'", TypeError)
+    validate_shards("vocab_parallel_logits", logits.to_local(), "input_ids", input_ids)
     reason = why_not_dtensors("vocab_parallel_logits", logits, input_ids, seq_index)
     if reason:
-        raise ValueError(f"{name}: {reason}")
+        raise Rejected(reason)
     return score_dtensor(logits, input_ids, seq_index, chunk_size, sampling_params, with_entropy)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_to_all
-from torch_impl.contract import Group, ShardedAny, contract
+from torch_impl.contract import Group, Rejected, ShardedAny, contract
 
 
 @contract
@@ -29,8 +29,7 @@ def all_to_all_vp2sq(
     # Checked here, so that the message speaks of rows of logits, not of lengths of an all_to_all.
     rows, tp = len(vocab_parallel_logits), tp_group.size()
     if rows % tp:
-        name = "vocab_parallel.all_to_all_vp2sq"
-        raise ValueError(f"{name}: BS={rows} must be divisible by tp={tp}; pad the rows to {-(-rows // tp) * tp}")
+        raise Rejected(f"BS={rows} must be divisible by tp={tp}; pad the rows to {-(-rows // tp) * tp}")
     return all_to_all(vocab_parallel_logits, tp_group, split_dim=0, concat_dim=1)
 
 
@@ -49,5 +48,5 @@ def all_to_all_sq2vp(
     """
     columns, tp = seq_parallel_logits.shape[1], tp_group.size()
     if columns % tp:
-        raise ValueError(f"vocab_parallel.all_to_all_sq2vp: V={columns} must be divisible by tp={tp}")
+        raise Rejected(f"V={columns} must be divisible by tp={tp}")
     return all_to_all(seq_parallel_logits, tp_group, split_dim=1, concat_dim=0)

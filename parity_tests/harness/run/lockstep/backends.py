@@ -1,9 +1,9 @@
-"""What real backends reject of a call that lockstep itself could carry out.
+"""Calls that lockstep could carry out, but gloo or NCCL rejects.
 
-Measured with gloo of torch 2.13 on two processes; NCCL's rules are those of torch's ProcessGroupNCCL. Gloo accepts more
-than it can do: a scatter or reduce_scatter of a list, an in-place all_reduce and a broadcast of tensors that are not
-contiguous end without an error and with other numbers. Of tensors of unlike sizes it takes the list of a reduce_scatter
-and rejects that of an all_gather.
+Gloo's rules were measured on two processes with torch 2.13; NCCL's rules come from torch's ProcessGroupNCCL. Gloo
+accepts some calls that it computes wrongly: a scatter or reduce_scatter of a list, an in-place all_reduce and a
+broadcast return wrong numbers, without an error, if a tensor is not contiguous. A list of tensors with different sizes
+is accepted in reduce_scatter and rejected in all_gather.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from parity_tests.harness.run.failure import CANNOT_RUN
 from parity_tests.harness.run.lockstep import world
 
-# Neither gloo nor NCCL has these; float8 is NCCL's alone, complex numbers are gloo's and, as pairs, NCCL's.
+# Neither gloo nor NCCL supports these. Only NCCL supports float8; both support complex numbers, NCCL as pairs.
 MISSING_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 UNEVEN = "its list has tensors of unlike sizes, which gloo rejects and NCCL carries out; pad them to one size for gloo"
 MESSAGES = ("send", "recv")
-REWRITTEN = ("all_reduce", "broadcast", "scatter", "reduce_scatter")  # of these gloo may give other numbers
+REWRITTEN = ("all_reduce", "broadcast", "scatter", "reduce_scatter")  # gloo may return wrong numbers for these
 
 
 class LockstepBackend:
-    """The answer to `group._get_backend(device)`: torch 2.14 asks it which optional features the backend has.
+    """The result of `group._get_backend(device)`, which torch 2.14 asks for optional features.
 
-    It has none of them, as gloo: a batch of messages is issued one by one, and a tensor is allocated by torch.
+    Like gloo, it has none: the messages of a batch are issued one by one, and torch allocates tensors.
     """
 
     supports_coalescing = supports_reconfigure = supports_shrinking = supports_splitting = False
@@ -54,7 +54,7 @@ class LockstepBackend:
 
 
 def rejection(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
-    """Why gloo or NCCL would not carry out a call of these tensors, and what to pass instead; None if both would."""
+    """Why gloo or NCCL rejects a call with these tensors, and what to pass instead; None if both accept it."""
     for name, tensors in (("input", inputs), ("output", outputs)):
         for tensor in tensors:
             if tensor.dtype in MISSING_DTYPES:
@@ -67,12 +67,12 @@ def rejection(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> s
 
 
 def _is_uneven(op: str, outputs: Sequence[Tensor]) -> bool:
-    """Whether the list of an all_gather has tensors of unlike sizes."""
+    """Whether this is an all_gather whose list has tensors of different sizes."""
     return op == "all_gather" and len({tensor.shape for tensor in outputs}) > 1
 
 
 def _is_contiguous(tensor: Tensor) -> bool:
-    """In the layout that NCCL compares with: that of channels last is one."""
+    """Whether NCCL accepts the tensor's strides: contiguous, or channels last."""
     return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
@@ -86,7 +86,7 @@ def _consequence(op: str, inputs: int) -> str:
 
 
 def _remedy(op: str, name: str) -> str:
-    if op == "recv":  # into a copy the numbers would be lost
+    if op == "recv":  # numbers received into a copy would be lost
         return "receive into a contiguous one and copy from it"
     return "pass x.contiguous()" if name == "input" else "pass a contiguous output"
 

@@ -1,9 +1,9 @@
-"""The lockstep ProcessGroup: torch's calls, by their names in torch 2.11 to 2.14, become calls of the exchange.
+"""The lockstep ProcessGroup: turns torch's calls, as torch 2.11 to 2.14 name them, into calls of the exchange.
 
-C++ reaches these methods too (functional collectives, DDP's reducer), by the overrides that torch declares.
+C++ code (functional collectives, DDP's reducer) calls these methods too, through the overrides that torch declares.
 """
 
-# torch's stubs give each overload's arguments names of its own; no one signature fits them all.
+# In torch's stubs each overload has its own argument names; no single signature fits all overloads.
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LockstepWork(dist.Work):
         return [output for call in self.calls for output in call.outputs]
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is complete: asking for it waits, since C++ would wait for it without the scheduler."""
+        """A completed future. Waits first, because C++ would wait for the future without telling the scheduler."""
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.result())
         return future
@@ -80,7 +80,7 @@ class LockstepWork(dist.Work):
 
 
 class CollectedWork(LockstepWork):
-    """A call inside a coalesced block: its wait is that of the block."""
+    """A call inside a coalesced block: waiting for the block waits for this call."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -90,7 +90,7 @@ Work = LockstepWork
 
 _MEMBERS = "changes the members of a group, which lockstep's ranks keep; make a new group"
 _HOOKS = "has no meaning where ranks take turns; read the ledger"
-# Methods of torch's ProcessGroup that have no meaning on this engine, and what to do instead.
+# Methods of torch's ProcessGroup that raise on this engine: what is wrong with each, and what to do instead.
 MISSING = {
     "split_group": "needs a backend bound to a device; use new_group",
     "merge_remote_group": "joins processes, and here is one; use new_group",
@@ -113,13 +113,13 @@ MISSING = {
     "_wait_for_pending_works": "has no meaning where ranks take turns; wait for each Work",
 }
 
-# Methods of torch's class that serve every group, whatever carries out its collectives.
+# Methods that stay torch's own, because they work for any group. Every other method is defined below, or raises.
 INHERITED = {"BackendType", "_get_backend_name", "_id", "_pybind11_conduit_v1_", "abort", "boxed", "name", "rank"}
 INHERITED |= {"set_timeout", "shutdown", "size", "unbox"}
 
 
 def create(options: Any, backend_options: Any) -> LockstepGroup:
-    """What c10d calls to make a group of this backend, in the thread of one rank."""
+    """Create a group of this backend; c10d calls it in the thread of one rank."""
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     return LockstepGroup(options.store, options.group_rank, ranks)
 
@@ -136,19 +136,19 @@ class LockstepGroup(dist.ProcessGroup):
         self._name, self._desc = "", ""
         self._block: list[CommunicationCall] | None = None
 
-    if not TYPE_CHECKING:  # else a type checker would take any name for an attribute
+    if not TYPE_CHECKING:  # otherwise a type checker accepts any attribute
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {GROUP_HINT}")
 
-    # What the group is.
+    # Properties of the group.
 
     def getBackendName(self) -> str:
         return world.BACKEND
 
     def _get_backend(self, device: torch.device | str) -> LockstepBackend:
         kind = torch.device(device).type
-        if kind != "cpu":  # as torch says it, which its callers catch
+        if kind != "cpu":  # torch's own message, for callers that catch it
             raise RuntimeError(f"No backend type associated with device type {kind}")
         return LockstepBackend(self)
 
@@ -158,7 +158,7 @@ class LockstepGroup(dist.ProcessGroup):
         return False
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        """Nothing to extend: the engine has no timeout of a collective."""
+        """Does nothing: collectives have no timeout on this engine."""
 
     supports_reconfigure = supports_window = False
 
@@ -306,7 +306,7 @@ class LockstepGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         return self._post("recv", tensors, tensors, None, tag)
 
-    # Blocks of calls that are waited for together.
+    # Blocks of calls that complete together.
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._block = []
@@ -366,19 +366,19 @@ class LockstepGroup(dist.ProcessGroup):
         return self._work(call)
 
     def _check_caller(self, op: str) -> None:
-        """Only its own rank may call this end, which a global or a closure may have handed to another."""
+        """Reject a call from another rank, which a global or a closure may have given this rank's group."""
         caller = world.here()
         if caller is not self._world:
             label = group_label(self._desc, self.ranks, self._exchange.axes)
             caller.exchange.foreign_group(op, self._rank, label)
 
     def _notify(self, row: LedgerRow) -> None:
-        """Say to what watches this rank from inside that it issues this."""
+        """Tell this rank's listeners that it issues this call."""
         for listener in self._world.listeners:
             listener(row)
 
     def _poisons(self, row: LedgerRow) -> bool:
-        """Whether the outputs of this call are poison until its wait; a repair may say that they are not."""
+        """Whether the outputs of this call are poisoned until its wait; a repair can turn this off."""
         repair = self._exchange.repair
         return repair is None or not repair.concerns(row, NO_POISON)
 
@@ -418,9 +418,9 @@ def _rejection(name: str, reason: str) -> Callable[..., NoReturn]:
 
 
 def reject_missing() -> None:
-    """Let each method of torch's ProcessGroup that this group lacks raise a sentence with its name.
+    """Make each ProcessGroup method that this engine lacks raise a message with the method's name.
 
-    What a later torch adds would else reach C++, which finds no backend here and says so of a device.
+    Without this, a method that a later torch adds would reach C++, whose error is about a missing device backend.
     """
     for name, reason in MISSING.items():
         setattr(LockstepGroup, name, _rejection(name, reason))

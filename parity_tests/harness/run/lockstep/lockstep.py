@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run import compiling, exits
 from parity_tests.harness.run.ledger import RunResult, is_plumbing
-from parity_tests.harness.run.lockstep import compile_lock, group, last_seen, world
+from parity_tests.harness.run.lockstep import compile_lock, device_guard, group, last_seen, world
 from parity_tests.harness.run.lockstep.exchange import Exchange
 from parity_tests.harness.run.lockstep.rank_globals import Namespace, import_ahead, namespaces_of
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
@@ -52,6 +52,7 @@ def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> RunResult:
         raise RuntimeError("lockstep.run: another run is going on in this process; use engine='gloo'")
     try:
         import_ahead(fn)
+        device_guard.keep()
         with world.installed(group.create), compile_lock.installed(), _shared_propagation(), _raised_exits():
             return _session(fn, case, quiet_s).run(fn, case, quiet_s)
     finally:

@@ -1,4 +1,4 @@
-"""Operations of a process group: their arguments in one form, checked for what one rank can see, and reductions."""
+"""Arguments of process group operations, normalised and checked on one rank, and the reductions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def name_of(op: object) -> str:
-    """The name of a reduce op, as the ledger writes it; ValueError for one that no CPU backend has."""
+    """The name of a reduce op in the ledger. Errors: ValueError for an op that no CPU backend has."""
     kind = getattr(op, "op", op)
     name = getattr(kind, "name", str(kind))
     if name not in _STEPS:
@@ -32,10 +32,10 @@ def name_of(op: object) -> str:
 
 
 def combined(name: str, addends: Sequence[Tensor]) -> Tensor:
-    """One new tensor from the ranks' addends."""
+    """Reduce the ranks' addends to a new tensor."""
     dtype = addends[0].dtype
     step = _STEPS[name]
-    if dtype.is_floating_point and dtype.itemsize == 1:  # torch adds no 8-bit floats
+    if dtype.is_floating_point and dtype.itemsize == 1:  # torch cannot add 8-bit floats
         total = reduce(lambda a, b: step(a.float(), b.float()).to(dtype), addends)
         return (total.float() / len(addends)).to(dtype) if name == "AVG" else total.clone()
     total = reduce(step, addends[1:], addends[0].clone())
@@ -60,12 +60,12 @@ def nested(tensors: Any) -> list[list[Tensor]]:
 
 
 def reduce_op(opts: Any) -> str:
-    """The name of the reduce op in options, or given by itself."""
+    """The name of a reduce op, given directly or in options."""
     return name_of(dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts))
 
 
 def root_place(opts: Any) -> int:
-    """The root's place in the group, in options or given by itself."""
+    """The root's place in the group, given directly or in options."""
     return opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
 
 
@@ -74,7 +74,7 @@ def rows(tensor: Tensor) -> int:
 
 
 def uneven_splits(tensor: Tensor, tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows to and from each rank, where an all_gather of a list has tensors of unlike sizes."""
+    """Rows sent to and received from each rank in an all_gather of tensors with different sizes."""
     return (rows(tensor),) * len(tensors), tuple(map(rows, tensors))
 
 
@@ -83,7 +83,7 @@ def size_in_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def splits_of(name: str, tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Rows for each rank; no splits mean equal ones."""
+    """Rows for each rank; without `splits`, the same number for each."""
     count = rows(tensor)
     if not splits:
         if count % size:
@@ -95,7 +95,7 @@ def splits_of(name: str, tensor: Tensor, splits: Sequence[int], size: int) -> li
 
 
 def check_uneven(op: str, tensors: Sequence[Tensor], place: int, size: int, tensor: Tensor) -> None:
-    """A list has one tensor for each rank, of any sizes, this rank's like the one beside it."""
+    """Check that a list has one tensor per rank, of any shape, and that this rank's part has the shape of `tensor`."""
     check_one_each(op, tensors, size)
     for part in tensors:
         if part.dtype != tensor.dtype:
@@ -109,7 +109,7 @@ def check_uneven(op: str, tensors: Sequence[Tensor], place: int, size: int, tens
 
 
 def check_one_each(op: str, tensors: Sequence[Tensor], size: int, like: Tensor | None = None) -> None:
-    """A list has one tensor for each rank, all like the one beside it."""
+    """Check that a list has one tensor per rank, each with the shape and dtype of `like`, if given."""
     if len(tensors) != size:
         raise ValueError(f"{op}: a list of {len(tensors)} tensors for {size} ranks (needs one for each)")
     for part in tensors:
@@ -118,7 +118,7 @@ def check_one_each(op: str, tensors: Sequence[Tensor], size: int, like: Tensor |
 
 
 def check_full_size(op: str, name: str, full: Tensor, part: Tensor, size: int) -> None:
-    """One tensor that holds every rank's part."""
+    """Check that one tensor has room for every rank's part."""
     if full.numel() != part.numel() * size or full.dtype != part.dtype:
         raise ValueError(
             f"{op}: {name} is {described(full)}, a rank's part is {described(part)} "

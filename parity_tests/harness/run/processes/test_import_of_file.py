@@ -71,6 +71,7 @@ def test_a_file_is_imported_once_by_each_rank(tmp_path):
     assert scheme.verify("gloo", examples=3, tp=2).ok
 
 
+@pytest.mark.slow
 def test_jax_is_imported_once_in_the_server_and_starts_no_thread_there(tmp_path):
     """Each rank would import it with the file, for a reference that no rank evaluates."""
     pool.close()

@@ -187,6 +187,7 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
     assert "1 scheme, 0 mismatches, 0 not run" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_a_later_run_is_named(script: Path) -> None:
     done = torchrun(str(script), "healthy", "dies", "healthy")
     assert done.returncode == 1 and done.stdout == "healthy 2 3 3\n"

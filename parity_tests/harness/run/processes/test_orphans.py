@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from parity_tests.slow import slow_but
+
 GONE_S = 0.5
 START_S = 120.0
 LOADED = 2.0  # how much slower a machine may be that runs other work beside these tests
@@ -77,6 +79,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_script_is_run_once_and_by_no_other_process(start: Callable[..., Parent]) -> None:
     parent = start("leaves")
     assert parent.process.wait(30) == 0
@@ -84,13 +87,16 @@ def test_script_is_run_once_and_by_no_other_process(start: Callable[..., Parent]
     parent.assert_nothing_left()
 
 
-@pytest.mark.parametrize("what", ["idle", "suspended", "in_a_collective", "in_a_loop", "beside_a_fork"])
+@pytest.mark.parametrize(
+    "what", slow_but(["in_a_collective"], ["idle", "suspended", "in_a_collective", "in_a_loop", "beside_a_fork"])
+)
 def test_parent_is_killed(start: Callable[..., Parent], what: str) -> None:
     parent = start(what)
     parent.process.kill()
     parent.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_suspended_ranks_end_with_their_server(start: Callable[..., Parent]) -> None:
     """The kernel resumes stopped processes and hangs up on them once their parent, in its own session, has ended."""
     parent = start("without_a_server", alive=False)
@@ -164,6 +170,7 @@ def test_parent_is_interrupted(start: Callable[..., Parent]) -> None:
     parent.assert_nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_parent_that_fails_is_not_waited_for(start: Callable[..., Parent]) -> None:
     with pytest.raises(AssertionError):

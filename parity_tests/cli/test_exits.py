@@ -1,0 +1,246 @@
+"""A user's code that exits, crashes or hangs the process costs its own verdict alone: status 3, with file and line."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from parity_tests import warm_python
+from parity_tests.harness.run.exit_status import INTERNAL, MISMATCH, RANK_FAILED, USAGE
+from parity_tests.specimens.user_files import RIGHT, WRONG, written
+
+LIMIT_S = 600.0
+IMPORTS = "import contextlib, ctypes, os, sys, threading\nfrom shardproof import drawn\n"
+
+
+def declared(name, body="return x * 2", at="", **how):
+    """A scheme; `at` is the code of a function `bad`, which the keywords refer to."""
+    bad = f"def bad_{name}(*arguments):\n    {at}\n" if at else ""
+    keywords = ", ".join(f"{key}={value.replace('bad', f'bad_{name}')}" for key, value in how.items())
+    return f"{bad}def {name}(mesh, x):\n    {body}\ndeclare({name}, dims={{'b': (8,)}}, {keywords})\n"
+
+
+def line_of(file, text):
+    """The number of the only line of a file with this text."""
+    [number] = [number for number, line in enumerate(Path(file).read_text().splitlines(), 1) if text in line]
+    return number
+
+
+def run(*arguments):
+    """Status, standard output and standard error of a command in a process of its own, which forks another."""
+    done = warm_python.run(*arguments, imported=(*warm_python.TORCH, "typer", "rich.table"))
+    return done.returncode, done.stdout, done.stderr
+
+
+def verified(*arguments):
+    return run("-m", "shardproof", "verify", *arguments)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+# Each exits in another place, with a status of its own in its line.
+EXITS = {
+    "of_reference": declared("of_reference", at="sys.exit(11)", reference="lambda x: bad(x)"),
+    "of_assume": declared("of_assume", at="sys.exit(12)", assume="lambda case: bad(case)"),
+    "of_draw": declared("of_draw", at="sys.exit(13)", draw="{'x': drawn(lambda generator, shape: bad())}"),
+    "of_cost": declared("of_cost", at="sys.exit(14)", cost="lambda case: bad(case)"),
+    "of_process": declared("of_process", at="os._exit(15)", reference="lambda x: bad(x)"),
+    "of_context": declared("of_context", at="sys.exit(16)", around="lambda mesh: bad(mesh)"),
+    "of_rank": declared("of_rank", body="os._exit(17)"),
+}
+
+
+def test_what_exits_is_not_judged_and_the_others_are():
+    file = written("exits.py", IMPORTS, *EXITS.values(), WRONG, RIGHT)
+    status, out, _ = verified(file, "--mesh", "tp=2", "--json", "out.json")
+    record = json.loads(Path("out.json").read_text())
+    assert (status, record["status"]) == (RANK_FAILED, RANK_FAILED)
+    verdicts = {report["scheme"].rpartition(":")[2]: report["verdict"] for report in record["reports"]}
+    assert verdicts == {"of_context": "raised", "of_rank": "raised", "wrong": "mismatch", "right": "equal"}
+    assert set(record["not_judged"]) == set(EXITS) - {"of_context", "of_rank"}
+    for name in EXITS:
+        [code] = re.findall(r"exit\(\d+\)", EXITS[name])
+        at = f"exits.py:{line_of(file, code)}"
+        failure = next((report["failure"] for report in record["reports"] if report["scheme"].endswith(name)), None)
+        sentence = record["not_judged"].get(name) or failure.replace('", line ', ":")
+        assert "raised SystemExit" in sentence and at in sentence, sentence
+    assert out.splitlines()[-1] == "9 schemes, 1 mismatch, 2 with a failed rank, 0 not run, 5 not judged."
+
+
+DEATHS = {
+    "crashing_reference": (
+        declared("crashing_reference", at="ctypes.string_at(21 - 21)", reference="lambda x: bad(x)"),
+        "the process of the command was killed by SIGSEGV at {at}",
+    ),
+    "crashing_rank": (
+        declared("crashing_rank", body="ctypes.string_at(22 - 22)"),
+        "died: rank 0 was killed by SIGSEGV at {at}; it was last seen so: computes, nothing issued yet",
+    ),
+    "thread_of_a_rank": (
+        declared("thread_of_a_rank", at="os._exit(23)", body="threading.Thread(target=bad_thread_of_a_rank).start()"),
+        "died: rank 0 left with exit code 23 by os._exit(23) at {at}; it was last seen so: computes, nothing issued "
+        "yet",
+    ),
+}
+
+
+def test_a_death_costs_one_verdict_and_all_files_are_written():
+    parts = [text.replace("start()", "start()\n    threading.Event().wait()") for text, _ in DEATHS.values()]
+    file = written("dies.py", IMPORTS, RIGHT, *parts, WRONG)
+    files = {"--json": "out.json", "--junit": "out.xml", "--html": "out.html"}
+    status, out, err = verified(file, "--mesh", "tp=2", "--examples", "2", *itertools.chain(*files.items()))
+    record = json.loads(Path("out.json").read_text())
+    assert (status, record["status"], err) == (RANK_FAILED, RANK_FAILED, "")
+    assert [report["verdict"] for report in record["reports"]] == ["equal", "mismatch"]
+    assert list(record["not_judged"]) == list(DEATHS)
+    for (name, (text, sentence)), number in zip(DEATHS.items(), ("21 - 21", "22 - 22", "_exit(23)"), strict=True):
+        at = f"dies.py:{line_of(file, number)}"
+        assert record["not_judged"][name].splitlines()[0] == f"scheme '{name}': {sentence.format(at=at)}", text
+        assert f"not judged: scheme '{name}'" in out
+    cases = ElementTree.parse("out.xml").getroot().findall("testcase")
+    assert [case.get("name") for case in cases if case.find("error") is not None] == list(DEATHS)
+    assert all(name in Path("out.html").read_text() for name in DEATHS)
+
+
+IMPORT = {
+    "sys.exit(31)": "it exits at leaves.py:{line}; put what runs under if __name__ == '__main__'",
+    "os._exit(32)": "it exits by os._exit(32), which ends the process of the command at leaves.py:{line}; put what "
+    "runs under if __name__ == '__main__'",
+    "ctypes.string_at(33 - 33)": "the process of the command was killed by SIGSEGV at leaves.py:{line}",
+}
+
+
+@pytest.mark.parametrize("call", IMPORT)
+def test_an_import_that_leaves_costs_what_stands_below(call):
+    file = written("leaves.py", IMPORTS, WRONG, f"{call}\n", RIGHT)
+    other = written("other.py", RIGHT.replace("right", "right_elsewhere"))
+    status, out, _ = verified(file, other, "--mesh", "tp=2", "--json", "out.json")
+    record = json.loads(Path("out.json").read_text())
+    verdicts = {report["scheme"].rpartition(":")[2]: report["verdict"] for report in record["reports"]}
+    before = {} if "string_at" in call else {"wrong": "mismatch"}
+    assert (status, verdicts) == (RANK_FAILED, {**before, "right_elsewhere": "equal"})
+    sentence = IMPORT[call].format(line=line_of(file, call))
+    assert record["not_judged"] == {"leaves.py": f"cannot import leaves.py: {sentence}"}
+    assert f"not judged: cannot import leaves.py: {sentence}" in out
+
+
+def test_an_exit_function_that_exits_is_reported_after_the_verdict():
+    file = written("at_exit.py", RIGHT, "import atexit, os\natexit.register(lambda: os._exit(0))\n")
+    status, out, err = verified(file, "--mesh", "tp=2", "--examples", "1")
+    assert status == RANK_FAILED
+    assert out.splitlines()[-1] == "1 scheme, 0 mismatches, 0 not run."
+    at = f"at_exit.py:{line_of(file, 'register')}"
+    assert f"shardproof: an atexit function raised SystemExit at {at}: os._exit(0), which ends" in err
+
+
+def test_a_rank_that_holds_the_interpreter_is_stalled():
+    body = "mesh.rank('tp') and __import__('re').match('(a+)+$', 'a' * 60 + 'b')\n    return x * 2"
+    file = written("holds.py", RIGHT, declared("holds", body=body))
+    status, out, err = run("-c", QUIET, "verify", file, "--mesh", "tp=2", "--examples", "1")
+    assert (status, err) == (RANK_FAILED, "")
+    stalled = r"stalled: rank 1 has held the interpreter for \d+ s, in native code: it computes at holds.py:(\d+),"
+    assert [int(line) for line in re.findall(stalled, out)] == [line_of(file, "(a+)+$")]
+    assert out.splitlines()[-1] == "2 schemes, 0 mismatches, 0 not run, 1 not judged."
+
+
+# The command, with a shorter limit for a rank that computes.
+QUIET = """
+import sys
+import parity_tests.harness.run.supervised as supervised
+run = supervised._status_of
+def shorter(call):
+    from parity_tests.harness.run import engines
+    engines.LOCKSTEP_QUIET_S = 2.0
+    return run(call)
+supervised._status_of = shorter
+from shardproof import main
+main()
+"""
+
+
+def test_a_message_that_cannot_be_printed_costs_nothing():
+    raising = declared("raising", body=r"raise ValueError('\ud800 \x1b[31m \x00')")
+    of_reference = declared("of_reference", at=r"raise ValueError('\udfff \x07')", reference="lambda x: bad(x)")
+    file = written("foreign.py", IMPORTS, raising, of_reference, WRONG)
+    files = {"--json": "out.json", "--junit": "out.xml", "--html": "out.html"}
+    status, out, err = verified(file, "--mesh", "tp=2", *itertools.chain(*files.items()))
+    assert (status, err) == (RANK_FAILED, "")
+    assert r"ValueError: \ud800 \x1b[31m \x00" in out and r"\udfff \x07" in out and "MISMATCH" in out
+    assert json.loads(Path("out.json").read_text())["status"] == RANK_FAILED
+    assert len(ElementTree.parse("out.xml").getroot().findall("testcase")) == 3
+    assert "\\ud800" in Path("out.html").read_text()
+
+
+SHRINKING = {
+    "raises": r"raise LookupError('too small')",
+    "exits": "sys.exit(0)",
+    "crashes": "ctypes.string_at(0)",
+}
+
+
+@pytest.mark.parametrize("how", SHRINKING)
+def test_a_mismatch_is_not_lost_while_it_is_made_smaller(how):
+    """It is wrong for b=8 alone; smaller sizes can be drawn until then, and no more when one is tried."""
+    seen = f"SEEN = set()\ndef small():\n    {SHRINKING[how]}\n"
+    draw = "def own(generator, shape):\n    SEEN.add(*shape)\n    shape[0] < 8 and 8 in SEEN and small()\n"
+    wrong = "def wrong(mesh, x):\n    return x * (3 if len(x) == 4 else 2)\n"
+    of = "declare(wrong, draw={'x': drawn(own)}, dims={'b': (2, 4, 8)})\n"
+    file = written("small.py", IMPORTS, seen, draw, "    return generator.standard_normal(shape)\n", wrong, of)
+    status, out, _ = verified(file, "--mesh", "tp=2", "--json", "out.json")
+    record = json.loads(Path("out.json").read_text())
+    assert (status, [report["verdict"] for report in record["reports"]]) == (MISMATCH, ["mismatch"])
+    assert record["reports"][0]["replay"] and "replay: python " in out
+    at = f"small.py:{line_of(file, SHRINKING[how])}"
+    died = f"left as it was found: the process of the command was killed by SIGSEGV at {at}"
+    assert (died in out) == (how == "crashes")
+
+
+def test_an_internal_error_is_none_of_a_scheme():
+    program = "import parity_tests.cli.scheme_list as table\ntable.show = lambda *arguments: {}['lost']\n"
+    status, out, err = run("-c", f"{program}from shardproof import main\nmain()", "list")
+    assert (status, out) == (INTERNAL, "")
+    *_, last, sentence = err.splitlines()
+    assert last == "KeyError: 'lost'"
+    assert re.fullmatch(
+        r"shardproof: internal error at .*: KeyError: 'lost'; please report it with its traceback", sentence
+    )
+
+
+def test_an_error_of_one_scheme_costs_the_others_nothing(shardproof):
+    bad = declared("bad", at="return {}['no such key']", draw="{'x': drawn(lambda generator, shape: bad())}")
+    file = written("keys.py", IMPORTS, bad, RIGHT)
+    status, out, err = shardproof("verify", file, "--mesh", "tp=2", "--examples", "1")
+    assert (status, err) == (USAGE, "")
+    at = f"keys.py:{line_of(file, 'no such key')}"
+    assert f"not judged: scheme 'bad': {at} raised KeyError: 'no such key'" in out
+    assert out.splitlines()[-1] == "2 schemes, 0 mismatches, 0 not run, 1 not judged."
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_processes_is_one_sentence(number):
+    file = written("waits.py", "import time\nprint('importing', flush=True)\ntime.sleep(600)\n", RIGHT)
+    source = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    source += "from shardproof import main\nmain()"
+    command = [sys.executable, "-c", source, "verify", file]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with process:
+        assert process.stdout.readline() == "importing\n"
+        os.killpg(process.pid, number)
+        _, err = process.communicate(timeout=LIMIT_S)
+    sentence = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert (process.returncode, err) == (
+        130 if number == signal.SIGINT else -number,
+        f"shardproof: {sentence}; what was not printed was not judged\n",
+    )
