@@ -90,6 +90,9 @@ def train(
     checkpoint: Annotated[str | None, typer.Option(help="Folder of checkpoints.", metavar="DIR")] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 5,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew and replace the checkpoints of an earlier run.")
+    ] = False,
     figure: FigurePath = None,
     page: Annotated[
         str | None, typer.Option(help="Run the built-in list of meshes and write their table.", metavar="PATH")
@@ -108,7 +111,7 @@ def train(
         raise ValueError(f"--every {every} needs --checkpoint DIR, where the state goes")
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
     settings |= {"schedule": schedule, "optimizer": optimizer, "clip": clip, "has_experts": experts}
-    settings |= {"checkpoint": checkpoint, "every": every, "resume": resume}
+    settings |= {"checkpoint": checkpoint, "every": every, "resume": resume, "overwrite": overwrite}
     mesh_sizes = [sizes([text] if text else [], "--mesh") for text in mesh or [""]]
     runs = meshes.runs(steps=steps, seed=seed) if page else [Run.on(each, **settings) for each in mesh_sizes]
     raise typer.Exit(session.train(runs, session.TrainOptions(engine, figure, json, page, quiet)))

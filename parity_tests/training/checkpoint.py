@@ -1,8 +1,9 @@
 """What a run needs to go on, by torch's distributed checkpoint: weights and the optimizer's state, whatever the mesh.
 
-A checkpoint is a folder `step_N`, and counts once it has the file `done`, which says whose numbers they are. A folder
-without it is of a run that was killed, and passed over; one with it is loaded only if every file fits its checksum, see
-`digests`. One run at a time writes to the folder, by a lock on its file `lock`.
+A checkpoint is a folder `step_N`, and counts once it has the file `done`, which says whose numbers they are. It is
+written beside, as `step_N.part`, and renamed: a run that is killed leaves the checkpoint that it was to replace. It is
+loaded only if every file fits its checksum, see `digests`. One run at a time writes to the folder, by a lock on its
+file `lock`. A run that begins anew does not replace another run's checkpoints without being told to.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import fcntl
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from parity_tests.harness.declare.counted import counted
 from parity_tests.training import digests
 from parity_tests.training.digests import DONE
 from parity_tests.training.rank_optimizers import RankOptimizers
@@ -51,16 +53,45 @@ def locked(run: Run) -> Iterator[None]:
         yield
 
 
+def check_unused(run: Run) -> None:
+    """Errors: ValueError if the folder has checkpoints and the run neither goes on from them nor may replace them."""
+    steps = finished(run)
+    if steps and not (run.resume or run.overwrite):
+        raise ValueError(
+            f"--checkpoint {run.checkpoint}: has {counted(len(steps), 'checkpoint')} of an earlier run, of step "
+            f"{steps[-1]} at last; go on from it by --resume, replace them by --overwrite, or give another folder"
+        )
+
+
+def finished(run: Run) -> list[int]:
+    """The steps of the complete checkpoints in the folder, ascending."""
+    if run.checkpoint is None:
+        return []
+    names = (re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})", path.parent.name) for path in _folder(run).glob(f"*/{DONE}"))
+    return sorted(int(name[1]) for name in names if name)
+
+
 def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers, step: int) -> None:
     """After `step` steps; `parameters` are this rank's parameters by every name that the model has for them."""
     folder = _of_step(run, step)
-    if dist.get_rank() == 0 and folder.exists():  # of a run that was killed, or of an earlier one
-        (folder / DONE).unlink(missing_ok=True)  # first, so that nobody takes what is left of it for a checkpoint
-        shutil.rmtree(folder)
-    dist.barrier()
-    dcp.save(_state(parameters, optimizer), checkpoint_id=str(folder))
+    beside, replaced = (folder.with_name(f"{folder.name}.{state}") for state in ("part", "replaced"))
     if dist.get_rank() == 0:
-        digests.write(folder, json.dumps({"step": step, **_numbers(run)}))
+        for left in (beside, replaced):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+    dist.barrier()
+    dcp.save(_state(parameters, optimizer), checkpoint_id=str(beside))
+    if dist.get_rank() == 0:
+        digests.write(beside, json.dumps({"step": step, **_numbers(run)}))
+        if folder.exists():
+            folder.rename(replaced)
+        beside.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove(run: Run, steps: Sequence[int]) -> None:
+    """Remove checkpoints of an earlier run."""
+    for step in steps:
+        shutil.rmtree(_of_step(run, step))
 
 
 def load(run: Run, step: int, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> None:
@@ -79,8 +110,7 @@ def newest(run: Run) -> int:
 
     Errors: ValueError where there is none, where a file is damaged, or where it is of a run with other numbers.
     """
-    names = (re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})", path.parent.name) for path in _folder(run).glob(f"*/{DONE}"))
-    *older, step = sorted({0} | {int(name[1]) for name in names if name and int(name[1]) <= run.steps})
+    *older, step = [0, *(done for done in finished(run) if done <= run.steps)]
     if step == 0:
         raise ValueError(f"--resume: {run.checkpoint} has no complete checkpoint of {run.steps} steps or fewer")
     try:

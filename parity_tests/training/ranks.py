@@ -45,6 +45,7 @@ def train(mesh: Any, case: Any) -> list[float]:
     if run.resume:
         checkpoint.load(run, first, model.aliases(), optimizer)
     losses = []
+    replaced = checkpoint.finished(run) if run.overwrite else []  # once this run has a checkpoint itself
     for index in range(first, run.steps):
         loss, norm = gradients_of(mesh, run, model, index)
         gradients = model.gradients()
@@ -57,6 +58,9 @@ def train(mesh: Any, case: Any) -> list[float]:
             record.write(folder, record.Step(index, loss, norm, gradients, weights))
         if run.checkpoint is not None and ((index + 1) % run.every == 0 or index + 1 == run.steps):
             checkpoint.save(run, model.aliases(), optimizer, index + 1)
+            if dist.get_rank() == 0:
+                checkpoint.remove(run, [step for step in replaced if step != index + 1])
+            replaced = []
         losses.append(loss)
     return losses
 

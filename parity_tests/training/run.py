@@ -67,6 +67,7 @@ class Run:
     checkpoint: str | None = None
     every: int = 5
     resume: bool = False
+    overwrite: bool = False  # the checkpoints of an earlier run
 
     def __post_init__(self) -> None:
         unknown = [axis for axis in self.mesh if axis not in AXES]
@@ -93,8 +94,11 @@ class Run:
             raise ValueError(f"--mesh cp={self.size('cp')}: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp")
         self._check_heads()
         self._check_stages()
-        if self.resume and self.checkpoint is None:
-            raise ValueError("--resume needs --checkpoint DIR, where the state is")
+        for flag, is_set in {"resume": self.resume, "overwrite": self.overwrite}.items():
+            if is_set and self.checkpoint is None:
+                raise ValueError(f"--{flag} needs --checkpoint DIR, where the state is")
+        if self.resume and self.overwrite:
+            raise ValueError("--resume goes on from the checkpoints, --overwrite replaces them; give one of the two")
 
     def _check_experts(self) -> None:
         """Ranks of ep share the experts, which a model may not have."""
@@ -191,7 +195,14 @@ class Run:
     @property
     def numbers(self) -> Run:
         """This run for the reference, which knows no mesh and no end: equal for runs whose steps are to be equal."""
-        plain = {"mamba": "hidden", "attention": "ring", "schedule": "1f1b", "checkpoint": None, "resume": False}
+        plain = {
+            "mamba": "hidden",
+            "attention": "ring",
+            "schedule": "1f1b",
+            "checkpoint": None,
+            "resume": False,
+            "overwrite": False,
+        }
         return self.replace(mesh={}, steps=1, every=1, **plain)
 
     def options(self, **more: Any) -> dict[str, Any]:

@@ -40,6 +40,8 @@ def train(runs: Sequence[Run], options: TrainOptions) -> int:
     if options.engine not in ENGINES:
         raise ValueError(f"--engine {options.engine!r} is not one of {', '.join(ENGINES)}")
     check_writable(json=options.json, figure=options.figure, page=options.page)
+    if len(runs) > 1 and runs[0].checkpoint is not None:
+        raise ValueError(f"--checkpoint {runs[0].checkpoint}: each mesh is a run of its own; give one --mesh")
     if options.engine == "torchrun":
         from parity_tests.harness.run.processes import launch
 
@@ -91,7 +93,7 @@ def followed(run: Run, reference_steps: ReferenceSteps, engine: str = "gloo", qu
     """A run on its ranks, judged while it goes on.
 
     Errors: RankFailure, one subclass per cause, also where ranks end before the last step; ValueError for a run to
-            resume that left nothing, or whose checkpoints another run writes.
+            resume that left nothing, or whose checkpoints another run writes or has written.
     """
     bridge.start()
     with checkpoint.locked(run):
@@ -99,6 +101,7 @@ def followed(run: Run, reference_steps: ReferenceSteps, engine: str = "gloo", qu
 
 
 def _followed(run: Run, reference_steps: ReferenceSteps, engine: str, quiet: bool) -> list[Judged]:
+    checkpoint.check_unused(run)
     first = checkpoint.newest(run) if run.resume else 0
     if first == run.steps:
         raise ValueError(f"--resume: all {run.steps} steps are done; pass --steps above {first}")

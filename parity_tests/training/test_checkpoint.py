@@ -127,14 +127,31 @@ def test_every_rank_rejects_it_before_any_collective(run, last, tmp_path):
     assert list(tmp_path.iterdir()) == []  # no step was computed
 
 
-def test_a_folder_that_a_killed_run_was_replacing_has_no_marker(run, last, monkeypatch, tmp_path):
-    def killed(folder):
-        (folder / ".metadata").unlink()
+def test_a_run_that_is_killed_leaves_what_it_was_to_replace(run, last, monkeypatch, tmp_path):
+    def killed(state, checkpoint_id):
+        Path(checkpoint_id).mkdir()
+        (Path(checkpoint_id) / ".metadata").write_text("half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+    monkeypatch.setattr(checkpoint, "_state", lambda parameters, optimizer: {})
+    monkeypatch.setattr(checkpoint.dcp, "save", killed)
     monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint.dist, "barrier", lambda: None)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(run, {}, None, 2)
     monkeypatch.undo()
-    assert checkpoint.newest(run) == 1
+    assert (last.parent / "step_000002.part").is_dir()
+    assert checkpoint.newest(run) == 2
+
+
+def test_the_checkpoints_of_another_run_are_not_replaced_unasked(run):
+    anew = run.replace(resume=False)
+    with pytest.raises(ValueError) as caught:
+        checkpoint.check_unused(anew)
+    assert str(caught.value) == (
+        f"--checkpoint {run.checkpoint}: has 2 checkpoints of an earlier run, of step 2 at last; go on from it by "
+        "--resume, replace them by --overwrite, or give another folder"
+    )
+    checkpoint.check_unused(anew.replace(overwrite=True))
+    checkpoint.check_unused(run.replace(resume=True))
+    checkpoint.check_unused(anew.replace(checkpoint=f"{run.checkpoint}_elsewhere"))

@@ -57,6 +57,11 @@ REJECTED = [
     ({"optimizer": "sgd"}, "--optimizer 'sgd' is not one of adamw, muon"),
     ({"clip": 0.0}, "--clip 0 must be positive and finite; leave it out for gradients as they are"),
     ({"resume": True}, "--resume needs --checkpoint DIR, where the state is"),
+    ({"overwrite": True}, "--overwrite needs --checkpoint DIR, where the state is"),
+    (
+        {"resume": True, "overwrite": True, "checkpoint": "here"},
+        "--resume goes on from the checkpoints, --overwrite replaces them; give one of the two",
+    ),
 ]
 
 

@@ -206,6 +206,19 @@ def test_state_is_saved_every_so_many_steps_and_after_the_last(tmp_path):
             checkpoint.newest(run.replace(**{name: value}))
 
 
+def test_a_run_that_begins_anew_replaces_all_when_told_to(tmp_path):
+    run = small({}, steps=2, checkpoint=str(tmp_path), every=1)
+    session.followed(run, KNOWN, "lockstep")
+    steps = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/done"))]
+    with pytest.raises(ValueError, match=r"has 2 checkpoints of an earlier run, of step 2 at last; go on from it by"):
+        session.followed(run, KNOWN, "lockstep")
+    assert [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/done"))] == steps
+    session.followed(run.replace(steps=1, overwrite=True), KNOWN, "lockstep")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.LOCK, "step_000001"]
+    with pytest.raises(ValueError, match="each mesh is a run of its own; give one --mesh"):
+        session.train([run, run], session.TrainOptions("lockstep"))
+
+
 def test_a_truncated_checkpoint_is_skipped(tmp_path):
     run = small({}, checkpoint=str(tmp_path), every=1)
     session.followed(run, KNOWN, "lockstep")
