@@ -37,7 +37,7 @@ from parity_tests.harness.judge import bridge
 from parity_tests.harness.report import summary
 from parity_tests.harness.report.guard import sentence_of
 from parity_tests.harness.report.html_page import page
-from parity_tests.harness.report.out_path import check_folder, check_writable, write_text
+from parity_tests.harness.report.out_path import check_folder, check_writable, write_texts
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.report.sentence import Sentence
 from parity_tests.harness.report.summary import Expected, Outcome, VerifyOptions
@@ -68,14 +68,14 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
     console = Console(stderr=text_to_stderr)
     if not outcome.is_one_unusable_scheme:
         summary.show(console, outcome, options)
-    if options.html:
-        write_text(options.html, page(outcome.reports, summary.closing(outcome), summary.without_report(outcome)))
-        if options.html != "-" and not options.quiet:
-            console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
-    if options.json:
-        write_text(options.json, summary.as_json(outcome))
-    if options.junit:
-        write_text(options.junit, summary.as_junit(outcome))
+    texts = {
+        options.json: partial(summary.as_json, outcome),
+        options.junit: partial(summary.as_junit, outcome),
+        options.html: partial(page, outcome.reports, summary.closing(outcome), summary.without_report(outcome)),
+    }
+    write_texts({path: text for path, text in texts.items() if path})
+    if options.html and options.html != "-" and not options.quiet:
+        console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
     if options.engine == "torchrun":
         from parity_tests.harness.run.processes import launch
 

@@ -154,7 +154,7 @@ def _python_files(folder: Path) -> list[Path]:
     paths: list[Path] = []
     for place, inner, files in os.walk(folder):
         inner[:] = [name for name in inner if name not in NOT_OWN and not name.startswith(".")]
-        paths += [Path(place) / name for name in files if name.endswith(".py")]
+        paths += [path for name in files if name.endswith(".py") and (path := Path(place) / name).is_file()]
     return sorted(paths)
 
 
@@ -224,7 +224,12 @@ def declaration_of_file(file: str, name: str) -> Declared | FailedDeclaration:
 
 def module_of_file(file: str) -> ModuleType:
     """Import a file; its functions are pickled by value. Errors: UnusableTarget."""
-    path = Path(file).resolve()
+    try:
+        path = Path(file).resolve()
+    except (OSError, RuntimeError):  # by the version of Python
+        raise UnusableTarget(f"{file}: is a loop of symbolic links; give a file") from None
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UnusableTarget(f"{file}: is a pipe or a device; give a file")
     if not path.is_file():
         hint = nearest(path.name, sorted(other.name for other in path.parent.glob("*.py")))
         raise UnusableTarget(f"{file}: {'is a folder; give a file' if path.is_dir() else f'no such file{hint}'}")

@@ -1,5 +1,6 @@
 """Schemes of a folder: the project's own files, and no walk over what lies around them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,17 @@ def test_a_mistake_without_a_line_has_no_line_in_its_message(tmp_path: Path) -> 
     file.write_bytes(b"x = 1\0\n")
     with pytest.raises(discover.UnusableTarget, match=r"null bytes$"):
         discover.find([str(file)])
+
+
+def test_loops_of_links_and_pipes_are_no_files(tmp_path: Path) -> None:
+    loop, pipe = tmp_path / "loop.py", tmp_path / "pipe.py"
+    loop.symlink_to(loop)
+    os.mkfifo(pipe)
+    written(tmp_path / "scheme.py", "one")
+    with pytest.raises(
+        discover.UnusableTarget, match=r"loop.py: (is a loop of symbolic links; give a file|no such file)"
+    ):
+        discover.find([str(loop)])
+    with pytest.raises(discover.UnusableTarget, match=r"pipe.py: is a pipe or a device; give a file$"):
+        discover.find([str(pipe)])
+    assert [scheme.name for scheme in discover.find([str(tmp_path)])] == ["one"]

@@ -1,9 +1,11 @@
-"""Files that a command writes: unwritable paths are rejected before any work."""
+"""Files that a command writes: unwritable paths are rejected before any work, and none is lost to half of another."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +27,12 @@ def check_writable(**paths: str | None) -> None:
         flag, file = f"--{option.replace('_', '-')}", Path(path)
         if not path or file.is_dir():
             raise ValueError(f"{flag} {path!r} is {'a folder' if path else 'empty'}; give a file")
+        if _is_loop(file):
+            raise ValueError(f"{flag} {path}: is a loop of symbolic links; give another path")
+        if file.is_fifo() and not file.resolve().is_relative_to("/proc"):  # not >(command) of a shell
+            raise ValueError(f"{flag} {path}: is a named pipe; give a file, or - for standard output")
+        if file.suffix == ".py" and file.exists():
+            raise ValueError(f"{flag} {path}: is a Python file, which would be replaced; give another path")
         if option == "figure" and file.suffix not in ENDINGS:
             raise ValueError(f"{flag} {path} is no picture; end it in {', '.join(ENDINGS)}")
         if option == "json" and file.suffix != ".json":
@@ -58,13 +66,45 @@ def check_folder(**paths: str | None) -> None:
             raise ValueError(f"{flag} {path}: {there} may not be written; give another folder")
 
 
+def _is_loop(file: Path) -> bool:
+    try:
+        file.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
+
+
+def write_texts(texts: Mapping[str, Callable[[], str]]) -> None:
+    """Write each text to its path, also after one could not be written, whose error is then raised."""
+    errors: list[OSError] = []
+    for path, text in texts.items():
+        try:
+            write_text(path, text())
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 def write_text(path: str, text: str) -> None:
-    """To a file, or to standard output for `-`."""
+    """To a file, or to standard output for `-`. A file is written beside and renamed: half of it replaces nothing."""
     if path == "-":
         print(text)
         return
+    data = f"{text}\n".encode(errors="backslashreplace")
     with naming(path):
-        Path(path).write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
+        file = Path(path).resolve()
+        if (file.exists() and not file.is_file()) or not os.access(file.parent, os.W_OK):
+            Path(path).write_bytes(data)  # a device, or a file in a folder that takes no other
+            return
+        beside = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            beside.write_bytes(data)
+            if file.exists():
+                shutil.copymode(file, beside)
+            beside.replace(file)
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 @contextmanager

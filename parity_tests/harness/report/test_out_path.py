@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from parity_tests.harness.report.out_path import check_folder
+from parity_tests.harness.report.out_path import check_folder, check_writable, write_text, write_texts
 
 
 def test_a_folder_that_can_be_created_is_not_rejected(tmp_path):
@@ -31,3 +31,48 @@ def test_a_folder_that_may_not_be_written_is_rejected(tmp_path, monkeypatch):
     sentence = f"--checkpoint {tmp_path / 'new'}: {tmp_path} may not be written; give another folder"
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         check_folder(checkpoint=str(tmp_path / "new"))
+
+
+def rejection(**paths):
+    with pytest.raises(ValueError) as caught:
+        check_writable(**{option: str(path) for option, path in paths.items()})
+    return str(caught.value)
+
+
+def test_what_is_no_file_and_what_is_somebodys_source_is_rejected(tmp_path):
+    pipe, loop, source = tmp_path / "pipe.xml", tmp_path / "loop.xml", tmp_path / "my_scheme.py"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    source.write_text("x = 1")
+    assert rejection(junit=pipe) == f"--junit {pipe}: is a named pipe; give a file, or - for standard output"
+    assert rejection(junit=loop) == f"--junit {loop}: is a loop of symbolic links; give another path"
+    assert rejection(out=source) == f"--out {source}: is a Python file, which would be replaced; give another path"
+    check_writable(out=str(tmp_path / "new.py"), junit="/dev/null")
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "out.json"
+    write_text(str(file), "first \ud800")
+    file.chmod(0o640)
+    write_text(str(file), "second")
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("second\n", 0o640)
+    link = tmp_path / "link.json"
+    link.symlink_to(file)
+    write_text(str(link), "third")
+    assert link.is_symlink() and file.read_text() == "third\n"
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_text(str(file), "fourth")
+    assert (caught.value.filename, file.read_text()) == (str(file), "third\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "out.json"]
+
+
+def test_a_file_that_cannot_be_written_costs_no_other(tmp_path):
+    missing, there = tmp_path / "missing" / "out.json", tmp_path / "out.xml"
+    with pytest.raises(OSError, match="No such file"):
+        write_texts({str(missing): lambda: "lost", str(there): lambda: "kept"})
+    assert there.read_text() == "kept\n"

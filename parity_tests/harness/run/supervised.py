@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
 from parity_tests.harness.run import exits, journal
-from parity_tests.harness.run.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD
+from parity_tests.harness.run.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD, USAGE
 from parity_tests.harness.run.exits import STACKS
 from parity_tests.harness.run.journal import Journal
 from parity_tests.harness.run.last_words import LastWords
@@ -60,7 +60,12 @@ def supervised(call: Callable[[], int | None]) -> int:
         exits.install(_complain)  # the launcher would take the exit code of a user's call for that of the command
     if is_launched or not sys.platform.startswith("linux") or "jax" in sys.modules or threading.active_count() > 1:
         return call() or 0
-    with tempfile.TemporaryFile("w+") as stack, tempfile.TemporaryFile() as file:
+    with contextlib.ExitStack() as files:
+        try:
+            stack, file = (files.enter_context(tempfile.TemporaryFile(mode)) for mode in ("w+", "w+b"))
+        except OSError as error:
+            _complain(f"no temporary file can be made: {error.strerror}; set TMPDIR to a folder that can be written")
+            return USAGE
         return _Command(call, stack, Journal(file)).status()
 
 
@@ -110,6 +115,7 @@ class _Command:
         """A child that runs the command; after a death, one that goes on where that one was."""
         _flush()
         self._journal.start_child()
+        self._words.beat(0.0)  # the next child makes the sentence on the last one before it runs anything
         child = os.fork()
         if child == 0:
             self._run(death)
@@ -130,11 +136,9 @@ class _Command:
             code = watch.exit_code(child)
             if code is not None:
                 finished = self._words.finished
-                has_finished = (
-                    finished is not None and code >= 0 and why != "stopped"
-                )  # continued in order to be killed
-                was_at = was_at or self._at()
-                return finished if has_finished else Death(code, *was_at, why, seconds)
+                if finished is not None and code >= 0 and why != "stopped":  # that one was continued to be killed
+                    return finished
+                return Death(code, *(was_at or self._at()), why, seconds)
             if why:
                 continue
             why, seconds = watch.step(is_overdue=time.monotonic() > ends_at)
@@ -207,11 +211,9 @@ class _Command:
 
         self._stack.seek(0)
         written = self._stack.read()
-        noted = self._words.noted
-        line = crash.line_of_running(written) if death.why else crash.line(written)
-        line = noted.rpartition(" at ")[2] or line
-        at = f" at {line}" if line else ""
-        by = f" by {noted.rpartition(' at ')[0]}" if noted else ""
+        call, _, place = self._words.noted.partition(" at ")
+        line = place or (crash.line_of_running(written) if death.why else crash.line(written))
+        at, by = f" at {line}" if line else "", f" by {call}" if call else ""
         statuses = {rank: status for rank in range(self._table.world) if (status := self._table.status(rank)).writes}
         running = next((rank for rank, status in statuses.items() if status.state == COMPUTING), None)
         others = [

@@ -7,6 +7,7 @@ alike: rank 0 writes `do/n` and, when a job is over, `over/n`; the others write 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import pickle
@@ -101,6 +102,8 @@ class Channel:
 TICK_S = 0.01
 SHOW_S = 0.2  # between two signs of progress
 COLLECT_S = 0.5  # for the others, after the first failure
+ARM_S = 1.0  # between two settings of the alarm
+HELD_S = 12.0  # for which a job may hold the interpreter in native code: longer than a rank may compute
 ANSWER_S = 3.0  # for a rank that was ordered to stop, and for a hanging rank to come free
 
 
@@ -116,6 +119,7 @@ class Member:
         self._table = StatusTable(None, 1)
         self._shown: tuple[float, tuple[int, ...]] = (0.0, ())
         self._moved = 0.0  # when the status table last changed
+        self._armed = 0.0  # when the alarm was set
         self._runner: Rank | None = None
         self._thread = threading.Thread()
         self.outcome: Outcome | None = None
@@ -141,6 +145,11 @@ class Member:
         """Wait a moment for the job, and report progress if the status table has changed or the job compiles."""
         self._thread.join(TICK_S)
         now, (when, writes) = time.monotonic(), self._shown
+        if now - self._armed >= ARM_S:
+            # While native code of the job holds the interpreter, this thread has no turn. Then the fault handler writes
+            # the stacks and ends the process, and torchrun ends the job.
+            faulthandler.dump_traceback_later(HELD_S, exit=True)
+            self._armed = now
         if now < when + SHOW_S:
             return
         has_moved = writes != self._table.writes()
@@ -148,6 +157,11 @@ class Member:
         if has_moved or (now - self._moved < compiling.LIMIT_S and compiling.is_compiling(self._thread.ident)):
             self._shown = now, self._table.writes()
             self.channel.add("moves")
+
+    def disarm(self) -> None:
+        """The job is over, or waited for no longer."""
+        faulthandler.cancel_dump_traceback_later()
+        self._armed = 0.0
 
     def seen(self) -> Outcome:
         """The outcome, or the current place of the job."""
@@ -205,6 +219,7 @@ class Leader(Member):
         self._order("job", (self.generation, job))
         self.start(self.generation, job)
         quiet = self._wait(quiet_s)
+        self.disarm()
         self.channel.put(f"over/{self.number}", None)
         answers = {0: self.seen()} | self._answers(ANSWER_S)
         outcomes = [answers.get(r) or Outcome(r, DIED, state="it does not answer") for r in range(self.world)]
@@ -293,6 +308,7 @@ class Follower(Member):
         self.start(generation, job)
         while self.outcome is None and not self.channel.has(over):
             self.tick()
+        self.disarm()
         outcome = self.seen()
         if outcome.kind != DONE:
             self.channel.add(f"failed/{self.number}")
