@@ -136,14 +136,17 @@ def verify(
     if report.ok:
         not_drawn = pairs_not_drawn(scheme, fixed, [report.case for report in reports], **choices)
         return replace(report, not_drawn=tuple(not_drawn))
-    # 4. More is tried on other cases; if a step raises, the report stays as it is.
-    if not report.is_undecided:
-        report = _kept(report, lambda found: _with_smallest_case(scheme, found, fixed))
+    return with_replay_file(scheme, _tried_further(scheme, report, fixed, search.as_drawn), replay_folder)
+
+
+def _tried_further(scheme: Declared, report: Report, fixed: Mapping[str, Any], as_drawn: CaseSpec | None) -> Report:
+    """The report after more has been tried on other cases; a step that raises leaves it as it is."""
+    if report.is_undecided:
+        return _kept(report, lambda found: name_values_to_avoid(scheme, found))
+    report = _kept(report, lambda found: _with_smallest_case(scheme, found, fixed))
     report = _kept(report, lambda found: name_values_to_avoid(scheme, found))
-    if not report.is_undecided:
-        report = _kept(report, lambda found: second_opinion(scheme, found, search.as_drawn))
-        report = _kept(report, lambda found: check_notes(scheme, found))
-    return with_replay_file(scheme, report, replay_folder)
+    report = _kept(report, lambda found: second_opinion(scheme, found, as_drawn))
+    return _kept(report, lambda found: check_notes(scheme, found))
 
 
 def _kept(report: Report, step: Callable[[Report], Report]) -> Report:
