@@ -230,6 +230,7 @@ def test_an_error_of_one_scheme_costs_the_others_nothing(shardproof):
 def test_a_signal_to_all_processes_is_one_sentence(number):
     file = written("waits.py", "import time\nprint('importing', flush=True)\ntime.sleep(600)\n", RIGHT)
     source = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    source += "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
     source += "from shardproof import main\nmain()"
     command = [sys.executable, "-c", source, "verify", file]
     process = subprocess.Popen(

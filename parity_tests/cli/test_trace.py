@@ -1,6 +1,7 @@
 """shardproof trace FILE: the example of the documentation as it stands, and changed."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,12 @@ def test_modules_that_are_not_compared_are_reported(shardproof):
     ]
 
 
+def test_a_file_that_exits_is_not_traced(shardproof):
+    status, out, err = shardproof("trace", written(("x = np.random", "raise SystemExit\nx = np.random")))
+    assert (status, out) == (3, "")
+    assert re.match(r"shardproof: cannot import my_pair.py: it exits at my_pair.py:\d+; put what runs under if", err)
+
+
 @pytest.mark.parametrize(
     ("changes", "arguments", "sentence"),
     [
@@ -102,7 +109,6 @@ def test_modules_that_are_not_compared_are_reported(shardproof):
             (),
             "cannot import my_pair.py:50: TypeError: Pair: inputs is a ndarray; pass a tuple of arrays, such as (x,)",
         ),
-        ((("x = np.random", "raise SystemExit\nx = np.random"),), (), "cannot import my_pair.py: it exits; put what"),
     ],
 )
 def test_an_untraceable_model_is_rejected(shardproof, changes, arguments, sentence):

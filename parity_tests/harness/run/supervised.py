@@ -91,10 +91,12 @@ class _Command:
         self._parent = os.getpid()
         self._table, self._words = StatusTable(None, MOST_RANKS), LastWords()
         self._asked: int | None = None  # the signal that asks this command to end
+        # One that is ignored, as under nohup, asks for nothing; while it is blocked it would be received.
+        self._passed_on = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
 
     def status(self) -> int:
         # Blocked until this process ends: none is lost between the fork and the wait, and none interrupts a sentence.
-        signal.pthread_sigmask(signal.SIG_BLOCK, (*PASSED_ON, signal.SIGCHLD))
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*self._passed_on, signal.SIGCHLD))
         death: Death | None = None
         lost: set[str] = set()
         while True:
@@ -127,8 +129,8 @@ class _Command:
         why, seconds, ends_at = "", 0.0, float("inf")
         was_at: tuple[str | None, bool] | None = None
         while True:
-            received = signal.sigtimedwait((*PASSED_ON, signal.SIGCHLD), TICK_S)
-            if received is not None and received.si_signo in PASSED_ON:
+            received = signal.sigtimedwait((*self._passed_on, signal.SIGCHLD), TICK_S)
+            if received is not None and received.si_signo in self._passed_on:
                 self._asked = self._asked or received.si_signo
                 ends_at = min(ends_at, time.monotonic() + GRACE_S)
                 if received.si_code == SENT_BY_A_PROCESS:

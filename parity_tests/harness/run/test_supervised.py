@@ -184,6 +184,16 @@ def test_an_interrupt_at_any_moment_is_one_sentence():
         assert (status, err) in ((INTERRUPTED, sentence), (0, "")), delay
 
 
+def test_a_signal_that_is_ignored_asks_for_nothing():
+    """As SIGHUP under nohup: it reaches parent and child, and neither ends."""
+    ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    source = f"{HEAD}\n{ignored}\ndef call():\n    print(flush=True)\n    time.sleep(7)\nsys.exit(supervised(call))"
+    process = python(source, start_new_session=True)
+    process.stdout.readline()
+    os.killpg(process.pid, signal.SIGHUP)
+    assert ended(process)[::2] == (0, "")
+
+
 def test_an_internal_error_has_a_status_of_its_own():
     status, _, err = ending("raise KeyError('lost')")
     assert status == INTERNAL
