@@ -45,7 +45,8 @@ from parity_tests.harness.experiments.special_values import name_values_to_avoid
 from parity_tests.harness.experiments.undecided import verify_or_undecided
 from parity_tests.harness.judge.reference import CLOCK
 from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merge_reports, mesh_text, sizes
+from parity_tests.harness.report.merging import merge_reports
+from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
 from parity_tests.harness.run.processes import pool
 from parity_tests.harness.second_opinion import VERIFIED, second_opinion

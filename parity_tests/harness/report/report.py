@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -27,7 +27,6 @@ from parity_tests.harness.run.ledger import Finding, Ledger
 
 PLAIN_WIDTH = 132
 EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds with repeated numbers
-MAX_UNDECIDED_SHARE = 0.25  # of the examples of a passing scheme
 # Fields that a report on one case copies from the report on all examples.
 OF_ALL_EXAMPLES = (
     "examples",
@@ -398,38 +397,6 @@ class Report:
             "hygiene ok" if not self.hygiene else "hygiene: " + "; ".join(self.hygiene[:3]),
         ]
         return ("\n  " if self.protocol or self.cost or self.hygiene else "   ").join(lines)
-
-
-def merge_reports(reports: Sequence[Report]) -> Report:
-    """One report on many examples of a scheme, with the worst comparison of each tensor.
-
-    If an example failed, it is that example's report.
-    """
-    failed = [report for report in reports if report.failed]
-    undecided = [report for report in reports if report.is_undecided]
-    equal = [report for report in reports if report.ok]
-    is_undecided = not failed and len(undecided) > MAX_UNDECIDED_SHARE * len(reports)
-    shown = failed or (undecided if is_undecided else [r for r in equal if SPARE not in r.case.mesh] or equal)
-    # The last example or, if all are equal, the last on the largest mesh: a single rank has no collectives to show.
-    example = shown[-1] if failed or is_undecided else max(reversed(shown), key=lambda report: report.case.world)
-    meshes = [example.case.mesh] if failed else [report.case.scheme_mesh for report in reports]
-    worst: dict[str, tuple[TensorComparison, CaseSpec]] = {}
-    for report in [example] if failed else undecided if is_undecided else equal:
-        for tensor in report.tensors:
-            if tensor.label not in worst or tensor.ratio >= worst[tensor.label][0].ratio:
-                worst[tensor.label] = tensor, report.case
-    return replace(
-        example,
-        tensors=tuple(tensor for tensor, _ in worst.values()),
-        case_of_tensor={label: case for label, (_, case) in worst.items()},
-        examples=len(reports),
-        dtypes=tuple(dict.fromkeys(report.case.dtype for report in reports)),
-        meshes=tuple(sorted(set(map(mesh_text, meshes)))),
-        seconds=sum(report.seconds for report in reports),
-        is_undecided=is_undecided,
-        undecided_reason=undecided[-1].undecided_reason if undecided else None,
-        undecided_examples=len(undecided),
-    )
 
 
 def drawn_kinds(case: CaseSpec, kinds: Iterable[str]) -> dict[str, str]:

@@ -13,7 +13,8 @@ from rich.console import Console
 from parity_tests import integers, scheme, values
 from parity_tests.harness.report import summary
 from parity_tests.harness.report.html_page import fragment
-from parity_tests.harness.report.report import GradientMismatch, ValueMismatch, merge_reports
+from parity_tests.harness.report.merging import merge_reports
+from parity_tests.harness.report.report import GradientMismatch, ValueMismatch
 from parity_tests.harness.report.sentence import Sentence
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.failure import Raised
