@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parity_tests.failures import kinds
+from parity_tests.failures import async_kinds, group_kinds, kinds, process_kinds
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run import exits
 from parity_tests.harness.run.exit_status import EQUAL, RANK_FAILED
@@ -29,10 +29,34 @@ from parity_tests.harness.run.supervised import supervised
 ENGINES = ("gloo", "lockstep", "torchrun")
 QUIET_S = 1.5
 LIMIT_S, ENDING_S = 300.0, 10.0  # for a process to answer, and then to end
-RETURNED = ("returns_none", "returns_another_structure", "returns_nan", "writes_its_input")
+RETURNED = (
+    "returns_none",
+    "returns_another_structure",
+    "returns_nan",
+    "writes_its_input",
+    "returns_another_shape",
+    "returns_another_dtype",
+    "returns_a_sparse_tensor",
+    "returns_a_meta_tensor",
+    "returns_complex_numbers",
+    "returns_a_freed_tensor",
+    "returns_a_replicated_dtensor",
+    "returns_a_partial_dtensor",
+    "reads_before_the_wait",
+    "changes_its_input_before_the_wait",
+    "changes_its_result_on_one_rank",
+)
 # Last, since a rank that hangs may be of no further use.
-HANGING = ("loops", "sleeps", "hangs_in_c", "holds_the_interpreter", "is_stopped")
-OPERATION = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|send|recv|barrier)\b")
+HANGING = (
+    "polls_for_ever",
+    "waits_for_a_lock_for_ever",
+    "loops",
+    "sleeps",
+    "hangs_in_c",
+    "holds_the_interpreter",
+    "is_stopped",
+)
+OPERATION = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|send|recv|barrier|new_group)\b")
 
 
 @dataclass(frozen=True)
@@ -58,7 +82,12 @@ class Cell:
 
 def bodies() -> dict[str, Callable[..., Any] | None]:
     """Every kind with its function, in the order of the page; those of `returned` load JAX and are looked up later."""
-    functions = {name: each for name, each in vars(kinds).items() if inspect.isfunction(each) and name[0] != "_"}
+    functions = {
+        name: each
+        for module in (kinds, async_kinds, group_kinds, process_kinds)
+        for name, each in vars(module).items()
+        if inspect.isfunction(each) and each.__module__ == module.__name__
+    }
     return functions | dict.fromkeys(RETURNED)
 
 

@@ -33,7 +33,7 @@ from parity_tests.harness.draw.choosers import seeded_chooser
 from parity_tests.harness.draw.drawing import another, draw_case
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, mesh_text
-from parity_tests.harness.run.failure import CANNOT_RUN, Deadlock, NotRun, Shared, Stalled, Unwaited
+from parity_tests.harness.run.failure import CANNOT_RUN, Deadlock, Modified, NotRun, Shared, Stalled, Unwaited
 from parity_tests.harness.run.protocol import disagreement
 from parity_tests.harness.verify_one_case import verify_case
 
@@ -84,6 +84,8 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
         return replace(report, confirmed_on="gloo")
     if on_gloo.verdict != "equal":
         return _not_repeated(report, f"it fails there in another way, {on_gloo.verdict}")
+    if isinstance(report.failure, Unwaited):
+        return _not_repeated(report, "there its work was complete when the rank returned, which need not be so")
     if _is_rejection_only(report):
         return _not_repeated(report, CARRIED_OUT)
     if report.failure is not None and CANNOT_RUN in str(report.failure):
@@ -139,8 +141,8 @@ def _unseen_by_gloo(scheme: Declared, report: Report) -> str | None:
         return f"the case has {report.case.world} ranks, and at most {MAX_RANKS} are started for it"
     if isinstance(report.failure, Deadlock):
         return "there a deadlock cannot be told from a slow rank, and a small message needs no receiver"
-    if isinstance(report.failure, Unwaited):
-        return "it does not see work that is never waited for"
+    if isinstance(report.failure, Modified):
+        return "it does not see a buffer that is changed before its wait"
     if report.failure is not None:
         return None
     wrong = [tensor for tensor in report.tensors if not tensor.ok]

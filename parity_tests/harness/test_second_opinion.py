@@ -271,6 +271,14 @@ def never_waited(mesh, x):
     return x * 2
 
 
+def changed_before_its_wait(mesh, x):
+    y = torch.zeros(2)
+    work = dist.all_gather([torch.zeros(2) for _ in range(mesh.size("tp"))], y, group=mesh["tp"], async_op=True)
+    y += 1
+    work.wait()
+    return x * 2
+
+
 def left_out(mesh, x):
     if mesh.rank("tp") == 0:
         dist.all_reduce(torch.zeros(1), group=mesh["tp"])
@@ -281,7 +289,7 @@ def left_out(mesh, x):
     ("function", "verdict", "reason"),
     [
         (read_before_its_wait, "mismatch", "it does not see an output that is read before its wait"),
-        (never_waited, "unwaited", "it does not see work that is never waited for"),
+        (changed_before_its_wait, "modified", "it does not see a buffer that is changed before its wait"),
         (left_out, "deadlock", "there a deadlock cannot be told from a slow rank"),
     ],
 )
@@ -290,6 +298,23 @@ def test_a_verdict_that_gloo_cannot_see_stays_with_a_remark(function, verdict, r
     report = declared(function).verify(examples=1, tp=2)
     assert (report.verdict, report.confirmed_on, report.engines_disagree) == (verdict, None, None)
     assert any(line.startswith(f"  not confirmed on gloo: {reason}") for line in str(report).splitlines())
+
+
+def passes(mesh, x):
+    return x * 2
+
+
+def test_work_that_is_never_waited_for_is_confirmed():
+    report = declared(never_waited).verify(examples=1, tp=2)
+    assert (report.verdict, report.confirmed_on, report.engines_disagree) == ("unwaited", "gloo", None)
+
+
+def test_a_pass_on_gloo_never_overrules_unwaited(monkeypatch):
+    equal = declared(passes).verify(examples=1, tp=2)
+    monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda scheme, case: equal)
+    report = declared(never_waited).verify(examples=1, tp=2)
+    assert (report.verdict, report.engines_disagree) == ("unwaited", None)
+    assert report.not_repeated.startswith("there its work was complete")
 
 
 def test_a_call_that_only_gloo_accepts_stays_a_finding():

@@ -21,7 +21,7 @@ from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge.compare import TensorComparison, index_text
 from parity_tests.harness.run.ledger import PHASES, CallSite, Finding, Ledger
-from parity_tests.harness.run.lockstep.backends import UNEVEN
+from parity_tests.harness.run.lockstep.backends import OF_GLOO
 from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.run.protocol import disagreement
 from parity_tests.harness.run.raised import RAISED
@@ -35,7 +35,7 @@ def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[Finding,
     A call that only gloo rejects is not a finding if the scheme is not declared for gloo.
     """
     difference = disagreement(ledger)
-    accepted = (None,) if "gloo" in engines else (None, UNEVEN)
+    accepted = (None,) if "gloo" in engines else (None, *OF_GLOO)
     rejections = (
         Finding(f"rank {row.rank} issued {row}: {row.rejected}", (CallSite.of(row),))
         for row in ledger.rows

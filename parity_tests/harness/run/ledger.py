@@ -61,8 +61,9 @@ class LedgerRow:
     """One collective or message that a rank issued.
 
     `op` is one name per family: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, scatter, gather,
-    barrier, send, recv. `group` is the sorted global ranks; `shapes` and `dtypes` describe the tensors handed in (for
-    recv: the buffer). Bytes are this rank's logical payload, before any algorithm.
+    barrier, send, recv; new_group is the creation of a group, with its `members`. `group` is the sorted global ranks;
+    `shapes` and `dtypes` describe the tensors handed in (for recv: the buffer). Bytes are this rank's logical payload,
+    before any algorithm.
     """
 
     rank: int
@@ -82,6 +83,7 @@ class LedgerRow:
     is_async: bool = False
     phase: str = "fwd"
     source: str = "?"
+    members: tuple[int, ...] | None = None  # of a new group, global ranks
     module: str = field(default="", compare=False)  # of watched code: the calling module, as Model.layers.0
     rejected: str | None = field(default=None, compare=False)  # lockstep: why a real backend would reject it
 
@@ -100,6 +102,7 @@ class LedgerRow:
                 f" peer={self.peer} tag={self.tag}" if self.peer is not None else "",
             ]
         )
+        what = what if self.members is None else str(list(self.members))
         back = " [bwd]" if self.phase == "bwd" else ""
         return f"{self.op} {what}{extra} (group {self.group_name}, #{self.seq}) at {self.source}{back}"
 

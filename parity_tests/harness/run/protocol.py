@@ -96,6 +96,7 @@ def _difference(issued: Mapping[int, LedgerRow]) -> Disagreement | None:
     fewest = 1 if rows[0].op == "all_to_all" else min((len(row.dtypes) for row in rows if row.dtypes), default=0)
     properties = {
         "op": [row.op for row in rows],
+        "member list": [row.members for row in rows],
         "reduce op": [row.reduce_op for row in rows],
         "root": [row.root for row in rows],
         "dtype": [row.dtypes[:fewest] or None for row in rows],

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -60,6 +61,7 @@ class Exchange:
         self._queues: dict[GroupKey, MessageQueues] = defaultdict(MessageQueues)
         self._tracked: list[dict[CommunicationCall, None]] = [{} for _ in range(self.scheduler.world)]
         self._in_flight: dict[CommunicationCall, None] = {}
+        self._creations: dict[tuple[tuple[int, ...], int], dict[int, CommunicationCall]] = defaultdict(dict)
 
     def next_seq(self, rank: int, line: object) -> int:
         """How many calls this rank has issued on `line` before."""
@@ -98,6 +100,26 @@ class Exchange:
             self._complete(other)
             self._complete(call)
         self.scheduler.maybe_yield(call.row.rank)
+
+    @contextmanager
+    def creation(self, row: LedgerRow) -> Iterator[None]:
+        """Issue the creation of a group. Its members wait for one another, as on gloo; the other ranks go on."""
+        call = CommunicationCall(row, 0, [], [])
+        self._issue(call)
+        arrived = self._creations[row.group, row.seq]
+        for other in arrived.values():
+            if other.row.members != row.members:
+                both = f"rank {other.row.rank} in {other.row}; rank {row.rank} in {row}"
+                self._fail(CollectiveMismatch, f"member lists differ: {both}", row)
+        arrived[row.rank] = call
+        members = row.members or ()
+        if arrived.keys() >= set(members):
+            for rank in members:
+                self._complete(arrived[rank])
+        self.scheduler.maybe_yield(row.rank)
+        if row.rank in members:
+            self.wait(call)
+        yield
 
     def wait(self, call: CommunicationCall) -> None:
         """Block until the call is complete, then write its results; waiting again does nothing."""

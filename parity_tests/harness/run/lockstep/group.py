@@ -51,10 +51,12 @@ class LockstepWork(dist.Work):
     def is_completed(self) -> bool:
         if not self._done():
             self._exchange.scheduler.let_others_run(self.calls[0].row.rank)
+        if self._done():
+            self.wait()  # its results may be read from now on, as after a wait
         return self._done()
 
     def is_success(self) -> bool:
-        return self._done()
+        return self._done() and self.wait()
 
     def exception(self) -> None:
         return None
@@ -371,6 +373,8 @@ class LockstepGroup(dist.ProcessGroup):
         if caller is not self._world:
             label = group_label(self._desc, self.ranks, self._exchange.axes)
             caller.exchange.foreign_group(op, self._rank, label)
+        if self not in caller.pg_map and self not in caller.left and caller.default_pg is not None:
+            raise ValueError(f"{op}: the process group of ranks {list(self.ranks)} is destroyed; make a new one")
 
     def _notify(self, row: LedgerRow) -> None:
         """Tell this rank's listeners that it issues this call."""

@@ -28,7 +28,7 @@ from torch._C import _distributed_c10d as c_api
 from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run import compiling, exits
+from parity_tests.harness.run import compiling, creation, exits
 from parity_tests.harness.run.ledger import RunResult, is_plumbing
 from parity_tests.harness.run.lockstep import compile_lock, device_guard, group, last_seen, world
 from parity_tests.harness.run.lockstep.exchange import Exchange
@@ -158,8 +158,9 @@ class Session:
                 self._await(quiet_s)
             finally:
                 last_seen.beat(0.0)
-            if self._scheduler.failure is not None:
-                raise self._scheduler.failure
+            failure = self._scheduler.failure or creation.difference(case, self._exchange.ledger)
+            if failure is not None:
+                raise failure
         except BaseException:
             self.close()
             raise
@@ -167,6 +168,7 @@ class Session:
             self._scheduler.globals.end()
             # Ranks redirect the output in turns, and the last one to restore it may restore another rank's stream.
             sys.stdout, sys.stderr = output
+        self._exchange.ledger.rows[:] = creation.without_creations(self._exchange.ledger.rows)
         return RunResult(tuple(self._results), self._exchange.ledger, time.perf_counter() - started)
 
     def _await(self, quiet_s: float) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,13 +23,15 @@ from torch._C import _distributed_c10d as c_api
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from parity_tests.harness.run import creation
+
 if TYPE_CHECKING:  # this file needs only torch: `watch` works without the other packages
     from parity_tests.harness.run.ledger import LedgerRow
     from parity_tests.harness.run.lockstep.exchange import Exchange
 
 # On a backend with this name DeviceMesh is distinct for each thread, which keeps DTensor's caches apart.
 BACKEND = "threaded"
-_GLOBALS = ("_world", "_backend", "_default_pg_init_method", "_new_process_group_helper")
+_GLOBALS = ("_world", "_backend", "_default_pg_init_method", "_new_process_group_helper", creation.MAKER)
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
 _here = threading.local()
 _identities = count(1)
@@ -50,6 +54,8 @@ class RankWorld:
         self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
         self.pg_coalesce_state: dict[dist.ProcessGroup, Any] = {}
         self.comms: list[Any] = []
+        self.creations: Counter[str] = Counter()  # of groups in this run
+        self.left: WeakSet[dist.ProcessGroup] = WeakSet()  # of earlier runs; a function may keep them
         self.listeners: list[Callable[[LedgerRow], None]] = []  # called with each row of this rank
 
     def mark(self) -> None:
@@ -57,6 +63,7 @@ class RankWorld:
         self._marked = {name: dict(getattr(self, name)) for name in _TABLES}
         self._marked_tags = {tag: list(groups) for tag, groups in self.tags_to_pg.items()}
         self._marked_rest = self.default_pg, self.group_count
+        self.creations.clear()
 
     def restore(self, mesh: DeviceMesh | None = None) -> None:
         """Restore the groups and names of `mark`, so that the next example finds the same.
@@ -64,6 +71,7 @@ class RankWorld:
         Axes that an example flattened on the shared mesh stay, because the mesh and DTensor's caches still name them.
         """
         self.pg_coalesce_state.clear()
+        self.creations.clear()
         if mesh is not None and self.default_pg is self._marked_rest[0]:
             self._keep(flattened(mesh))
         permanent = self._marked["pg_names"]
@@ -71,6 +79,7 @@ class RankWorld:
             return
         for group, name in self.pg_names.items():
             if group not in permanent:
+                self.left.add(group)
                 c_api._unregister_process_group(name)
         for group, name in permanent.items():
             if group not in self.pg_names:
@@ -166,6 +175,11 @@ def _on_lockstep(new_group: Callable[..., Any]) -> Callable[..., Any]:
     return on_lockstep
 
 
+def _creations() -> tuple[Counter[str], creation.Issue] | None:
+    world = current()
+    return None if world is None else (world.creations, world.exchange.creation)
+
+
 @contextmanager
 def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     """Worlds by thread, and `make_group` as the backend; restores everything on leaving."""
@@ -175,6 +189,7 @@ def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu"])
     c10d._world = _Switchboard(originals["_world"])
     c10d._new_process_group_helper = _on_lockstep(originals["_new_process_group_helper"])
+    setattr(c10d, creation.MAKER, creation.reported(originals[creation.MAKER], _creations))
     torch.distributed.device_mesh.threading = _Identities()  # pyright: ignore
     c_api._set_thread_isolation_mode(True)  # pyright: ignore
     try:

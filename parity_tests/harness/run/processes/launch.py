@@ -36,6 +36,7 @@ from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run import exits
+from parity_tests.harness.run.creation import without_creations
 from parity_tests.harness.run.exit_status import RANK_FAILED, USAGE
 from parity_tests.harness.run.failure import NotRun, RankFailure
 from parity_tests.harness.run.ledger import Ledger, RunResult
@@ -135,7 +136,7 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
     if failure is not None:
         _failed = (key, case.json, failure)
         raise failure
-    ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
+    ledger = Ledger(without_creations([row for outcome in outcomes for row in outcome.rows]))
     return RunResult(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
 
 

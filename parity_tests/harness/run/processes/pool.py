@@ -25,6 +25,7 @@ import torch
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
+from parity_tests.harness.run.creation import without_creations
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.ledger import Ledger, RunResult
 from parity_tests.harness.run.lockstep.rank_globals import import_ahead, imports_of
@@ -195,7 +196,7 @@ class Pool:
                 raise failure
             on_failure.pop_all()
         self._last_run = time.monotonic()
-        ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
+        ledger = Ledger(without_creations([row for outcome in outcomes for row in outcome.rows]))
         return RunResult(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
 
     def suspend(self, idle_s: float = 0.0) -> None:

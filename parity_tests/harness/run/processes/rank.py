@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run import creation
 from parity_tests.harness.run.compiling import is_compiling
 from parity_tests.harness.run.failure import GROUP_HINT, RankFailure, RankFault, raised_by_function
 from parity_tests.harness.run.ledger import LedgerRow, line_of_thread, raised_at
@@ -142,8 +144,15 @@ def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slo
 
 
 def observe() -> None:
-    """Once per process: report waits to the current recorder."""
+    """Once per process: report waits, and the creation of groups, to the current recorder."""
     observe_waits(lambda: _current)
+    make = getattr(dist.distributed_c10d, creation.MAKER)
+    setattr(dist.distributed_c10d, creation.MAKER, creation.reported(make, _creations))
+
+
+def _creations() -> tuple[Counter[str], creation.Issue] | None:
+    recorder = _current
+    return None if recorder is None else (recorder.creations, recorder.creation)
 
 
 def rows_so_far() -> tuple[LedgerRow, ...]:

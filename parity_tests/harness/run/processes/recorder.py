@@ -69,6 +69,7 @@ FUNCTIONAL: _Table = {
 }
 OPERATORS: Mapping[str, _Table] = {"c10d": IN_PLACE, "_c10d_functional": FUNCTIONAL}
 SILENT = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
+MOST_OPEN = 4  # calls not waited for, which the status table shows of a rank that dies
 MISSING = {"batch_p2p_ops": "it mixes sends and receives in one call, for compiled code; use batch_isend_irecv"}
 
 
@@ -183,7 +184,7 @@ class _Nowhere:
     """A status table that is never read."""
 
     def enter(self, state: int) -> None: ...
-    def issue(self, row: object) -> None: ...
+    def issue(self, row: object, *, open_rows: object = ()) -> None: ...
 
 
 class Recorder(TorchDispatchMode):
@@ -196,8 +197,9 @@ class Recorder(TorchDispatchMode):
         self._slot = slot or _Nowhere()
         self._axes = axes or {}
         self._counts: Counter = Counter()
+        self.creations: Counter[str] = Counter()
         self._unwaited: dict[int, tuple[Tensor, LedgerRow]] = {}
-        self._works: dict[int, tuple[dist.Work, LedgerRow]] = {}
+        self._works: dict[int, _Issued] = {}
         self._uncompiled: Callable[..., Any] | None = None
 
     @classmethod
@@ -235,7 +237,7 @@ class Recorder(TorchDispatchMode):
         what = issue(func, args, kwargs)
         row = self._row(what)
         self.rows.append(row)
-        self._slot.issue(row)
+        self._slot.issue(row, open_rows=self._open())
         with self._blocked():
             result = func(*args, **kwargs)
         if func.namespace != "c10d":
@@ -243,7 +245,8 @@ class Recorder(TorchDispatchMode):
                 self._unwaited[_storage(x)] = (x, row)
         elif what.is_async or what.peer is not None:
             work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-            self._works[id(work)] = (work, row)  # while we hold it, the caller's handle is this very object
+            # While we hold it, the caller's handle is this very object.
+            self._works[id(work)] = _Issued(work, row, has_handle=_is_called_by_c10d())
         return result
 
     def _row(self, what: Issue) -> LedgerRow:
@@ -272,13 +275,16 @@ class Recorder(TorchDispatchMode):
             source=call_site(),
         )
 
+    def _open(self) -> list[LedgerRow]:
+        return [each.row for each in self._works.values()][-MOST_OPEN:]
+
     @contextlib.contextmanager
     def _blocked(self, row: LedgerRow | None = None) -> Iterator[None]:
         """A block inside the backend: the status table shows it, and exceptions in it belong to the backend."""
         if row is None:
             self._slot.enter(status_table.WAITING)
         else:
-            self._slot.issue(row)
+            self._slot.issue(row, open_rows=self._open())
         try:
             yield
         except BaseException as error:
@@ -287,33 +293,89 @@ class Recorder(TorchDispatchMode):
         finally:
             self._slot.enter(status_table.COMPUTING)
 
+    @contextlib.contextmanager
+    def creation(self, row: LedgerRow) -> Iterator[None]:
+        """A block that makes a group, in which its members wait for one another."""
+        self.rows.append(row)
+        self._slot.issue(row)
+        try:
+            yield
+        except RuntimeError as error:  # another error is of the arguments
+            self.backend_errors.append(error)
+            raise
+        finally:
+            self._slot.enter(status_table.COMPUTING)
+
     def wait(self, work: dist.Work) -> contextlib.AbstractContextManager[None]:
         """A block in which the caller waits for this work."""
-        return self._blocked(self._works.pop(id(work), (None, None))[1])
+        issued = self._works.pop(id(work), None)
+        return self._blocked(issued and issued.row)
+
+    def is_seen(self, work: dist.Work) -> None:
+        """The caller knows that this work is complete, or has asked for what tells it."""
+        self._works.pop(id(work), None)
 
     def unwaited(self) -> list[LedgerRow]:
-        """Functional collectives whose result was never waited for. (Waits of in-place ones cannot be seen here.)"""
-        return list(dict.fromkeys(row for _, row in self._unwaited.values()))
+        """Functional collectives whose result was never waited for, and calls whose work was not.
+
+        Work that C++ has issued, as DDP's reducer does, is waited for in C++; it counts only if it is not complete.
+        """
+        functional = [row for _, row in self._unwaited.values()]
+        works = [each.row for each in self._works.values() if each.has_handle or not _is_completed(each.work)]
+        return sorted(dict.fromkeys(functional + works), key=self.rows.index)
 
     def is_backends(self, error: BaseException | None) -> bool:
         """True if the error, or an error that caused it, was raised inside a collective."""
         return any(each is of_backend for each in chain(error) for of_backend in self.backend_errors)
 
 
+@dataclass(frozen=True)
+class _Issued:
+    """The work of an asynchronous call; `has_handle` if the caller has got it, and must wait for it."""
+
+    work: dist.Work
+    row: LedgerRow
+    has_handle: bool
+
+
+WAITING_METHODS = ("wait", "synchronize", "result")
+TELLING_METHODS = ("is_completed", "is_success")  # if they answer True
+FUTURE_METHODS = ("get_future", "get_future_result")  # the future waits
+_is_completed = dist.Work.is_completed
+
+
 def observe_waits(current: Callable[[], Recorder | None]) -> None:
-    """Make this process's `Work.wait` notify the current recorder; call once at the start of a rank's process.
+    """Make this process's `Work` notify the current recorder; call once at the start of a rank's process.
 
     Waiting bypasses the dispatcher, so without this a rank blocked in a wait would look as if it computed.
     """
-    original = dist.Work.wait
+    for name in (*WAITING_METHODS, *TELLING_METHODS, *FUTURE_METHODS):
+        if hasattr(dist.Work, name):
+            setattr(dist.Work, name, _observed(getattr(dist.Work, name), name, current))
 
-    @wraps(original)
-    def wait(self: dist.Work, *args: Any, **kwargs: Any) -> Any:
+
+def _observed(method: Callable[..., Any], name: str, current: Callable[[], Recorder | None]) -> Callable[..., Any]:
+    @wraps(method)
+    def observed(self: dist.Work, *args: Any, **kwargs: Any) -> Any:
         recorder = current()
-        with recorder.wait(self) if recorder is not None else contextlib.nullcontext():
-            return original(self, *args, **kwargs)
+        waits = recorder is not None and name in WAITING_METHODS
+        with recorder.wait(self) if recorder is not None and waits else contextlib.nullcontext():
+            answer = method(self, *args, **kwargs)
+        if recorder is not None and (answer or name in FUTURE_METHODS):
+            recorder.is_seen(self)
+        return answer
 
-    dist.Work.wait = wait
+    return observed
+
+
+def _is_called_by_c10d() -> bool:
+    """Whether a Python function of c10d has made this call, which then hands its work to the caller."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _storage(x: Tensor) -> int:

@@ -115,12 +115,12 @@ def find_root_cause(
 def _abort_of_gloo(outcomes: Sequence[Outcome]) -> Disagreement | None:
     """The rows at which gloo aborted a process; it does so if a peer's message has more bytes than expected.
 
-    Only the last row of a dead process is known, so it is compared with the other ranks' rows in the same place.
+    Only the last rows of a dead process are known, so they are compared with the other ranks' rows in the same place.
     """
     for dead in outcomes:
-        if dead.exit_code == -signal.SIGABRT and dead.last is not None:
-            others = [_in_place_of(dead.last, outcome) for outcome in outcomes if outcome is not dead]
-            problem = disagreement(Ledger([dead.last, *filter(None, others)]), complete=False)
+        for row in dead.rows[::-1] if dead.exit_code == -signal.SIGABRT else ():
+            others = [_in_place_of(row, outcome) for outcome in outcomes if outcome is not dead]
+            problem = disagreement(Ledger([row, *filter(None, others)]), complete=False)
             if problem is not None:
                 return replace(problem, what=f"{problem.what}, at which gloo aborted rank {dead.rank}")
     return None
@@ -129,10 +129,8 @@ def _abort_of_gloo(outcomes: Sequence[Outcome]) -> Disagreement | None:
 def _in_place_of(row: LedgerRow, other: Outcome) -> LedgerRow | None:
     """The row of another rank that matches this row: its part of the collective, or the other end of the message."""
     if row.peer is not None:
-        last = other.last
-        if last is None or {row.op, last.op} != {"send", "recv"}:
-            return None
-        return last if (last.peer, row.peer, last.tag) == (row.rank, last.rank, row.tag) else None
+        ends = (last for last in other.rows[::-1] if {row.op, last.op} == {"send", "recv"})
+        return next((last for last in ends if (last.peer, row.peer, last.tag) == (row.rank, last.rank, row.tag)), None)
     place = (row.group, row.group_name, row.seq)
     same = (row for row in other.rows if row.peer is None and (row.group, row.group_name, row.seq) == place)
     return next(same, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import pickle
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,17 @@ class StatusTable:
         start = rank * SLOT + _HEAD.size
         return Status(writes, state, self._memory[start : start + length].decode(errors="replace"))
 
-    def row(self, rank: int) -> Any:
-        """The last row that the rank issued; None if there is none, or the rank died while it wrote it."""
+    def rows(self, rank: int) -> tuple[Any, ...]:
+        """The calls that the rank had not waited for, and last the one it is in or has issued last.
+
+        Empty if there is none, or the rank died while it wrote them.
+        """
         length = _HEAD.unpack_from(self._memory, rank * SLOT)[3]
         start = rank * SLOT + TEXT
         try:
-            return pickle.loads(self._memory[start : start + length]) if length else None
+            return pickle.loads(self._memory[start : start + length]) if length else ()
         except Exception:  # a half-written pickle may raise anything
-            return None
+            return ()
 
     def writes(self) -> tuple[int, ...]:
         """Write counters of all ranks: unchanged counters mean no progress."""
@@ -101,10 +105,17 @@ class Slot:
         self._writes = self._text_length = self._row_length = 0
         _HEAD.pack_into(self._memory, self._start, 0, STARTING, 0, 0)
 
-    def issue(self, row: object, state: int = WAITING) -> None:
-        """Set a new last collective; None: none yet. A row that is too long for the slot is stored as text only."""
-        data = b"" if row is None else pickle.dumps(row)
-        data = data if len(data) <= SLOT - TEXT else b""
+    def issue(self, row: object, state: int = WAITING, open_rows: Sequence[object] = ()) -> None:
+        """Set a new last collective; None: none yet. `open_rows` are calls that are not waited for yet.
+
+        What is too long for the slot is left out: first the open calls, then the row itself, which stays as text.
+        """
+        for rows in ((*open_rows, row), (row,)):
+            data = b"" if row is None else pickle.dumps(rows)
+            if len(data) <= SLOT - TEXT:
+                break
+        else:
+            data = b""
         self._memory[self._start + TEXT : self._start + TEXT + len(data)] = data
         self._row_length = len(data)
         self.issue_as_text(row, state)

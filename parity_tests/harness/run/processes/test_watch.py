@@ -133,7 +133,7 @@ def test_a_slot_holds_the_last_collective_and_no_more_than_its_size() -> None:
     assert str(table.status(1)) == "computes; its last was all_reduce float32[3]"
     assert table.status(1).sentence("a.py:3") == "computes at a.py:3; its last was all_reduce float32[3]"
     assert len(table.status(0).text) < TEXT
-    assert (table.row(0), table.row(1)) == (None, "all_reduce float32[3]")
+    assert (table.rows(0), table.rows(1)) == ((), ("all_reduce float32[3]",))
     assert table.writes() == (1, 3)
 
 
@@ -141,7 +141,7 @@ def test_a_row_that_was_not_written_to_its_end_is_none() -> None:
     table = StatusTable(None, 1)
     table.slot(0).issue("all_reduce float32[3]")
     table._memory[TEXT : TEXT + 8] = bytes(8)
-    assert table.row(0) is None
+    assert table.rows(0) == ()
 
 
 def test_a_threads_line_is_the_users() -> None:

@@ -224,15 +224,14 @@ class Watch:
         return [handle.outcome or self._last_seen(handle) for handle in self._handles]
 
     def _last_seen(self, handle: RankHandle) -> Outcome:
-        status, last = self._table.status(handle.rank), self._table.row(handle.rank)
-        last_row = () if last is None else (last,)
+        status, last_rows = self._table.status(handle.rank), self._table.rows(handle.rank)
         if handle.is_gone:
             code = self._server.exit_code(handle.pid, REAP_S)
             stack = crash.stack(handle.crash_file)
             return Outcome(
                 handle.rank,
                 DIED,
-                last_row,
+                last_rows,
                 source=crash.line(stack),
                 trace=stack,
                 state=str(status),
@@ -244,6 +243,6 @@ class Watch:
         is_stopped = handle.is_stopped
         rows, line = ((), None) if is_stopped else handle.seen(BUSY_ANSWER_S)
         if line is None:
-            rows, line = rows or last_row, handle.line_in_native_code()
+            rows, line = rows or last_rows[-1:], handle.line_in_native_code()
         state = f"is stopped by a signal; it {status.sentence(line)}" if is_stopped else status.sentence(line)
         return Outcome(handle.rank, RUNNING, rows, state=state, source=line)
