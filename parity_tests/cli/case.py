@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from parity_tests.cli import complete
-from parity_tests.cli.values import Dims, FigurePath, HtmlPath, JsonPath, Mesh, Replay, Traceback, sizes
+from parity_tests.cli.values import Dims, FigurePath, HtmlPath, JsonPath, Mesh, Replay, Timeout, Traceback, sizes
 from parity_tests.harness.declare import scheme_index
 
 
@@ -37,6 +37,7 @@ def replay(
         typer.Option(help="Another engine than the one recorded.", autocompletion=complete.engines),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="How many times.")] = 1,
+    timeout: Timeout = None,
     html: HtmlPath = None,
     json: JsonPath = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each time only.")] = False,
@@ -45,8 +46,11 @@ def replay(
 ) -> None:
     """Run one recorded case again."""
     from parity_tests.cli import listing
+    from parity_tests.harness.run.engines import limited
 
-    raise typer.Exit(listing.replay_file(file, engine, repeat, json, quiet, verbose, traceback, html))
+    with limited(timeout):
+        status = listing.replay_file(file, engine, repeat, json, quiet, verbose, traceback, html)
+    raise typer.Exit(status)
 
 
 def timeline(

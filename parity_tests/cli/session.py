@@ -42,6 +42,7 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.report.sentence import Sentence
 from parity_tests.harness.report.summary import Expected, Outcome, VerifyOptions
 from parity_tests.harness.run import journal
+from parity_tests.harness.run.engines import limited
 from parity_tests.harness.run.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudged
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.processes.rank_warnings import without_repeats
@@ -114,7 +115,8 @@ def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], opt
         _check_flags(schemes[0], options)
         if journal.current is not None and not any(options.files.values()):
             journal.current.alone()
-    with profiles.in_force(options.profile), without_repeats(), progress_bar(options.quiet) as bar:
+    limits = profiles.in_force(options.profile), limited(options.timeout)
+    with limits[0], limits[1], without_repeats(), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
         progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
         for scheme in schemes:

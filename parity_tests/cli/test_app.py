@@ -11,6 +11,7 @@ from parity_tests import warm_python
 from parity_tests.cli import session
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.harness.draw import profiles
+from parity_tests.harness.run.exit_status import EQUAL, RANK_FAILED
 from parity_tests.harness.verify import VALUE_EXAMPLES
 from parity_tests.specimens.user_files import RAISING, RIGHT, SCALED, WRONG, written
 
@@ -20,6 +21,13 @@ def closing(out):
 
 
 # Exit statuses
+
+
+def test_a_timeout_limits_a_rank_that_reaches_no_collective(shardproof):
+    waits = "import time\ndef waits(mesh, x):\n    time.sleep(2)\n    return x * 2\ndeclare(waits)\n"
+    status, out, _ = shardproof("verify", written("waits.py", waits), "--mesh", "tp=1", "--timeout", "0.2")
+    assert status == RANK_FAILED and "stalled: rank 0 has reached no collective for 0.2 s" in out
+    assert shardproof("verify", "waits.py", "--mesh", "tp=1", "--examples", "1", "--timeout", "9")[0] == EQUAL
 
 
 def test_0_all_equal(shardproof):

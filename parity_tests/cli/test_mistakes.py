@@ -252,6 +252,19 @@ def test_files_that_are_no_replay(shardproof, verb, text, sentence):
     assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
 
 
+@pytest.mark.parametrize("verb", ["verify", "replay", "timeline"])
+def test_a_pipe_in_place_of_a_file(shardproof, verb):
+    os.mkfifo("pipe.py")
+    status, out, err = shardproof(verb, "pipe.py")
+    assert (status, out) == (2, "") and err.startswith("shardproof: pipe.py: is a pipe or a device; give a ")
+
+
+def test_a_loop_of_symbolic_links_in_place_of_a_file(shardproof):
+    Path("loop.py").symlink_to("loop.py")
+    status, out, err = shardproof("verify", "loop.py")
+    assert (status, out, err) == (2, "", "shardproof: loop.py: is a loop of symbolic links; give a file\n")
+
+
 def test_a_replay_file_that_is_no_text(shardproof):
     Path("other.py").write_bytes(b"CASE = \xff")
     status, out, err = shardproof("replay", "other.py")

@@ -16,7 +16,7 @@ from parity_tests.harness.declare.discover import TABLE, UnusableTarget, schemes
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.guard import guarded
 from parity_tests.harness.report.report import ValueMismatch
-from parity_tests.harness.run.exit_status import MISMATCH
+from parity_tests.harness.run.exit_status import MISMATCH, USAGE
 from shardproof import check, scheme, values
 
 SOURCE = """
@@ -86,6 +86,28 @@ def test_a_replay_file_runs_alone():
     status, output, complaint = alone(report.replay, "--repeat", "2")
     assert (status, complaint) == (1, "")
     assert rows(output) == 2 * rows(str(report))
+
+
+EDITS = {
+    "mesh": ({"tp": 2, "dp": 2}, "the case has mesh axes dp; scheme 'twice' has tp"),
+    "dims": ({"c": 8}, "the case has dims c; scheme 'twice' has b"),
+    "options": ({"scale": 2.0}, "the case has options scale; scheme 'twice' has none"),
+    "layouts": ({"b/dp": {}}, "the case has layouts b/dp; scheme 'twice' has b/tp"),
+    "values": ({"x": {"kind": "strange"}}, "kind 'strange' of 'x' is not one of normal, zeros, "),
+    "conditions": ({"upside_down": True}, "the case has conditions upside_down; scheme 'twice' has strided, "),
+}
+
+
+@pytest.mark.parametrize("part", EDITS)
+def test_a_case_that_is_none_of_the_scheme_is_rejected(part, capsys):
+    _, scheme = declared()
+    report = scheme.verify(tp=2, examples=1)
+    edited, sentence = EDITS[part]
+    path = Path(report.replay)
+    before = report.case.json
+    path.write_text(path.read_text().replace(repr(before), repr(report.case.replace(**{part: edited}).json)))
+    assert status_of(path) == USAGE
+    assert f"shardproof: replay: {sentence}" in capsys.readouterr().err
 
 
 def test_a_replay_lists_dims_as_declared():

@@ -37,6 +37,16 @@ Traceback = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")]
 
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0.1,
+        help="Seconds for which a rank may compute without reaching a collective; default: 30 on lockstep, 10 in "
+        "processes.",
+        metavar="SECONDS",
+    ),
+]
+
 LARGEST_SEED = 2**32 - 1  # torch and NumPy accept slightly more, each its own range
 # Integers from the user: at least 1 rank, at least 0 elements.
 INTEGERS = {

@@ -15,6 +15,7 @@ from parity_tests.cli.values import (
     JsonPath,
     Mesh,
     Quiet,
+    Timeout,
     Traceback,
     options,
     sizes,
@@ -78,6 +79,7 @@ def verify(
         str | None,
         typer.Option(help="A line for each: scheme, verdict, # reason; one that passes is reported.", metavar="FILE"),
     ] = None,
+    timeout: Timeout = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")] = False,
     jax_cache: Annotated[
         str | None, typer.Option(help="Folder that keeps JAX's compiled references.", metavar="DIR")
@@ -114,6 +116,7 @@ def verify(
         dim_names=tuple(dim_sizes),
         dtype=dtype,
         inside_subgroup=inside_subgroup,
+        timeout=timeout,
         fail_fast=fail_fast,
         jax_cache=jax_cache,
         replay_dir=replay_dir,

@@ -179,6 +179,8 @@ def _verdict(engine: str, world: int, name: str) -> tuple[str, str]:
         for tensor in report.tensors
         if not tensor.ok
     ]
+    if report.ok:
+        return "done", "nothing failed"
     return report.verdict, "\n".join([*wrong, *report.protocol, *report.hygiene])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -63,7 +64,7 @@ def replaces_the_process(mesh: Any, case: Any) -> None:
 
 def killed_by_sigbus(mesh: Any, case: Any) -> None:
     if mesh.rank("tp") == 1:
-        os.kill(os.getpid(), signal.SIGBUS)
+        signal.pthread_kill(threading.get_ident(), signal.SIGBUS)
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 
@@ -82,7 +83,16 @@ def killed_by_a_real_time_signal(mesh: Any, case: Any) -> None:
 
 def dies_in_a_thread(mesh: Any, case: Any) -> None:
     if mesh.rank("tp") == 1:
-        thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGSEGV))
+        thread = threading.Thread(target=lambda: ctypes.string_at(0))
+        thread.start()
+        thread.join()
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
+def raises_in_a_thread(mesh: Any, case: Any) -> None:
+    if mesh.rank("tp") == 1:
+        weights: dict[str, Any] = {}
+        thread = threading.Thread(target=lambda: weights["no such weight"])
         thread.start()
         thread.join()
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
@@ -90,7 +100,7 @@ def dies_in_a_thread(mesh: Any, case: Any) -> None:
 
 def communicates_in_a_thread(mesh: Any, case: Any) -> None:
     size = 2 if mesh.rank("tp") == 1 else 3
-    thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(size),), kwargs={"group": mesh["tp"]})
+    thread = threading.Thread(target=lambda: dist.all_reduce(torch.ones(size), group=mesh["tp"]))
     thread.start()
     thread.join()
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parity_tests.harness.declare import recorded
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.draw.size_choices import free_dims
@@ -109,7 +110,12 @@ def _declaration_of(path: Path) -> tuple[str, ...] | None:
 
 
 def constants_of(file: str | Path) -> dict[str, str]:
-    """The string constants of a file, which is parsed but not run. Errors: OSError, SyntaxError, UnicodeDecodeError."""
+    """The string constants of a file, which is parsed but not run.
+
+    Errors: OSError, SyntaxError, UnicodeDecodeError; ValueError for a pipe or a device, whose text may never come.
+    """
+    if Path(file).exists() and not Path(file).is_file() and not Path(file).is_dir():
+        raise ValueError(f"{file}: is a pipe or a device; give a replay file")
     return {
         node.targets[0].id: node.value.value
         for node in ast.parse(Path(file).read_text(), str(file)).body
@@ -202,6 +208,7 @@ def reruns(scheme: Declared, case: CaseSpec, engine: str | None, repeat: int) ->
     from parity_tests.harness.experiments.special_values import name_values_to_avoid
     from parity_tests.harness.experiments.undecided import verify_or_undecided
 
+    recorded.check(scheme, case)
     # A record sorts dims by name; a report lists them in the order of the declaration.
     declared = [*(name for name in free_dims(scheme) if name in case.dims), *case.dims]
     case = case.replace(dims={name: case.dims[name] for name in declared})

@@ -22,7 +22,7 @@ from parity_tests.harness.explain.clues import explain
 from parity_tests.harness.explain.collect_evidence import collect_evidence
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge import compare, side_checks
-from parity_tests.harness.judge.reference import Reference, evaluate, undefined_gradients
+from parity_tests.harness.judge.reference import Reference, check_repeats, evaluate, undefined_gradients
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.failure import Raised, RankFailure
@@ -79,7 +79,9 @@ def verify_case(
         tensors = compare.compare(scheme, case, ranks.results, reference, undefined)
     protocol = side_checks.protocol(ranks.ledger, scheme.engines)
     declared = side_checks.declared_costs(scheme, case, program)
-    # 4. Explain each wrong tensor.
+    # 4. Explain each wrong tensor, if its reference repeats itself.
+    if arrays is None and not all(tensor.ok for tensor in tensors):
+        check_repeats(scheme, program, case, reference)
     notes = _notes(scheme, program, case, ranks, tensors)
     return Report(
         scheme.key,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
@@ -60,6 +60,7 @@ class TraceClock:
 
 
 CLOCK = TraceClock()
+_REPEATED: WeakSet[Any] = WeakSet()  # references that gave the same numbers when they were traced again
 _PROGRAMS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
@@ -104,6 +105,23 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec, value_errors: n
         {name: _spread(y[name], tangents) for name, tangents in dy.items()},
         {name: _spread(g[name], tangents) for name, tangents in dg.items()},
     )
+
+
+def check_repeats(scheme: Declared, program: Program, case: CaseSpec, reference: Reference) -> None:
+    """Trace the reference again, once for each reference. Errors: ReferenceFailure if its numbers are others then."""
+    if scheme.reference in _REPEATED:
+        return
+    _PROGRAMS.pop(scheme.reference, None)
+    again = evaluate(scheme, program, case)
+    _REPEATED.add(scheme.reference)
+    for before, after in ((reference.outputs, again.outputs), (reference.gradients, again.gradients)):
+        for name, array in before.items():
+            if not np.array_equal(array, after[name], equal_nan=array.dtype.kind == "f"):
+                raise _failure(
+                    scheme,
+                    f"gives other numbers for '{name}' when it is traced again: it reads a random generator, a clock "
+                    "or kept state; draw as an input what it needs",
+                )
 
 
 def undefined_gradients(

@@ -37,6 +37,18 @@ def matmul(mesh, x, w):
     return x @ w
 
 
+def noisy(x):
+    return 2.0 * x + np.random.default_rng().standard_normal()
+
+
+def test_a_reference_that_does_not_repeat_itself_is_named():
+    declared = scheme(
+        reference=noisy, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp", draw={"x": values("normal")}
+    )(lambda mesh, x: 2 * x)
+    with pytest.raises(ReferenceFailure, match=r"noisy gives other numbers for 'out' when it is traced again"):
+        declared.verify(tp=2, examples=1)
+
+
 @scheme(
     reference=scaled,
     mesh={"tp": (1, 2)},

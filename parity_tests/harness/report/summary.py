@@ -33,6 +33,7 @@ class VerifyOptions:
     dim_names: tuple[str, ...] = ()  # and by --dim
     dtype: str | None = None
     inside_subgroup: bool | None = None
+    timeout: float | None = None  # seconds without a collective
     fail_fast: bool = False
     jax_cache: str | None = None
     replay_dir: str | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from parity_tests.harness.declare import discover
@@ -13,6 +15,17 @@ from parity_tests.harness.declare.counted import counted
 from parity_tests.harness.run.ledger import RunResult
 
 LOCKSTEP_QUIET_S, PROCESS_QUIET_S = 30.0, 10.0
+_limits: ContextVar[float | None] = ContextVar("limits", default=None)
+
+
+@contextmanager
+def limited(seconds: float | None) -> Iterator[None]:
+    """In this block, runs that name no limit let a rank compute for so long; None: the default of the engine."""
+    token = _limits.set(seconds)
+    try:
+        yield
+    finally:
+        _limits.reset(token)
 
 
 def run(
@@ -32,6 +45,7 @@ def run(
         raise ValueError(f"engines.run: engine {engine!r} is not one of {', '.join(ENGINES)}")
     if not 1 <= case.world <= LARGEST_WORLD:
         raise ValueError(f"engines.run: mesh {dict(case.mesh)} has {case.world} ranks; the limit is {LARGEST_WORLD}")
+    quiet_s = quiet_s or _limits.get()
     if engine == "lockstep":
         from parity_tests.harness.run.lockstep import lockstep
 

@@ -31,11 +31,11 @@ def signal_name(number: int) -> str:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
-def install(note: Callable[[str], object]) -> None:
-    """From now on, calls in this process raise, or are noted as `os._exit(0) at file:line`."""
+def install(note: Callable[[str], object], *, raises: bool = True) -> None:
+    """From now on, calls in this process raise or, unless `raises`, are noted as `os._exit(0) at file:line`."""
     process = os.getpid()
     for name in ENDING:
-        setattr(os, name, _raising_or_noted(name, getattr(os, name), process, note))
+        setattr(os, name, _raising_or_noted(name, getattr(os, name), process, note, raises))
 
 
 def are_installed() -> bool:
@@ -56,16 +56,16 @@ def raised() -> Iterator[None]:
 
 
 def _raising_or_noted(
-    name: str, end: Callable[..., Any], process: int, note: Callable[[str], object]
+    name: str, end: Callable[..., Any], process: int, note: Callable[[str], object], raises: bool
 ) -> Callable[..., Any]:
     @wraps(end)
     def ending(*arguments: Any) -> Any:
         if os.getpid() == process:
             call = f"os.{name}({repr(arguments[0]) if arguments else ''})"
             thread = threading.current_thread()
-            if thread.name.startswith(RANK_THREAD):
+            if raises and thread.name.startswith(RANK_THREAD):
                 raise SystemExit(f"{call}, which ends a rank's process")
-            if thread is threading.main_thread():
+            if raises and thread is threading.main_thread():
                 raise SystemExit(f"{call}, which ends the process of the command")
             note(f"{call}{_users_line()}")
         return end(*arguments)

@@ -22,7 +22,7 @@ from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.spec import Sharding
 from parity_tests.harness.declare.travel import without_annotations
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.run import calling, modules
+from parity_tests.harness.run import calling, modules, returned_tensors
 from parity_tests.harness.run.failure import RankFailure, RankFault
 from parity_tests.harness.run.ledger import at_users_line
 from parity_tests.harness.run.raised import RAISED, message_of
@@ -242,6 +242,9 @@ class Program:
             raise RankFault(
                 f"scheme '{self.name}': rank {rank} returned {type(part).__name__} for '{arg.name}'; return a tensor"
             )
+        if hasattr(part, "placements"):
+            who = f"scheme '{self.name}': rank {rank}"
+            returned_tensors.check_placements(part, arg, self.mesh_axes, who)
         if hasattr(part, "to_local"):
             part = part.to_local()  # pyright: ignore[reportAttributeAccessIssue]
         if part.layout != torch.strided or part.is_meta:
@@ -249,6 +252,7 @@ class Program:
             raise RankFault(
                 f"scheme '{self.name}': rank {rank} returned a tensor {what} for '{arg.name}'; return a dense one"
             )
+        returned_tensors.check_storage(part, f"scheme '{self.name}': rank {rank} returned '{arg.name}'")
         want = inputs.local_shape(arg, case, coords, self.layouts)
         if tuple(part.shape) != want:
             raise RankFault(

@@ -29,6 +29,7 @@ from parity_tests.harness.run.exit_status import INTERNAL, INTERRUPTED, RANK_FAI
 from parity_tests.harness.run.exits import STACKS
 from parity_tests.harness.run.journal import Journal
 from parity_tests.harness.run.last_words import LastWords
+from parity_tests.harness.run.processes import orphans
 from parity_tests.harness.run.processes.status_table import COMPUTING, StatusTable
 
 MOST_RANKS = 64
@@ -41,6 +42,7 @@ TICK_S = 0.5
 MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while the interpreter is free
 STOPPED_S = 3.0  # for which a child may be stopped while its parent runs
 GRACE_S = 5.0  # between a signal that was passed on and the end
+ORPHANS_S = 2.0  # for the processes of a child that has ended to end, as a fork server does by itself
 STACKS_S = 0.5  # for the fault handler to write the stacks of all threads
 INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
 
@@ -97,10 +99,13 @@ class _Command:
     def status(self) -> int:
         # Blocked until this process ends: none is lost between the fork and the wait, and none interrupts a sentence.
         signal.pthread_sigmask(signal.SIG_BLOCK, (*self._passed_on, signal.SIGCHLD))
+        orphans.adopt()
+        others = orphans.children()
         death: Death | None = None
         lost: set[str] = set()
         while True:
             ended = self._ended(self._fork(death))
+            orphans.end(but=others, grace_s=ORPHANS_S)
             if isinstance(ended, int):
                 return ended
             death, key = ended, ended.key

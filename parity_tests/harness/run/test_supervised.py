@@ -222,6 +222,14 @@ def test_a_signal_to_the_parent_ends_both(number):
         time.sleep(0.05)
 
 
+def test_a_process_with_a_session_of_its_own_ends_with_the_command():
+    child = "import os, time; os.write(1, b'%d ' % os.getpid()); os.setsid(); time.sleep(600)"
+    starts = f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {child!r}])\n"
+    status, out, err = ending(f"{starts}time.sleep(1)\nreturn 0")
+    assert (status, err) == (0, "")
+    assert not _is_running(int(out))
+
+
 def _is_running(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:

@@ -15,6 +15,7 @@ import torch
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.failure import (
+    CANNOT_RUN,
     CollectiveMismatch,
     Deadlock,
     Modified,
@@ -42,7 +43,13 @@ THREADS = (
     "ranks of lockstep are threads, which share what a library's module, a class or a closure keeps: "
     "bind it in setup=, name its module in isolate=, or run with --engine gloo"
 )
+THREAD = (
+    f"{CANNOT_RUN}: there a rank is one thread, which waits for its turn; call it in the rank's thread, or "
+    "verify with --engine gloo"
+)
 # Torch's messages for a group that the calling rank does not have.
+NO_TURN = "a thread that no rank runs in"  # in the message of a group's method in such a thread
+OF_NO_RANK = (NO_TURN, "Could not resolve the process group", "Default process group has not been initialized")
 UNREGISTERED = ("is not registered, please create group", "Could not resolve the process group")
 
 
@@ -169,13 +176,17 @@ class Exchange:
         what = f"rank {rank} calls {op} at {source} on the process group {label} of rank {owner}"
         self.scheduler.fail(self._failure(Shared, f"{what}; {THREADS}", rank, op, source))
 
+    def in_a_thread(self, rank: int, error: Exception) -> None:
+        """An exception has ended a thread that the rank had started, where a collective raises too: it has no turn."""
+        self.raised(rank, error, f"\n{THREAD}" if any(phrase in message_of(error) for phrase in OF_NO_RANK) else "")
+
     def unwaited(self, rank: int) -> None:
         """Fail if this rank returns with work that it never waited for."""
         call = next(iter(self._tracked[rank]), None)
         if call is not None:
             self._fail(Unwaited, f"rank {rank} returned and never waited for {call.row}", call.row)
 
-    def raised(self, rank: int, error: BaseException) -> None:
+    def raised(self, rank: int, error: BaseException, remark: str = "") -> None:
         """A rank's own exception, with the user's frames only; a verdict of the harness is raised unchanged."""
         error, last = raised_by_function(error), next(reversed(self.ledger.of(rank)), None)
         # Without columns: in a narrow terminal the marks below a wrapped line would point at nothing.
@@ -185,8 +196,8 @@ class Exchange:
             if not is_plumbing(frame.filename)
         ]
         summary = printable("".join(traceback.format_exception_only(error))).strip()
-        message = "".join([f"rank {rank} raised {summary}\n", *traceback.format_list(frames)]).rstrip()
-        if any(phrase in message_of(error) for phrase in UNREGISTERED):
+        message = "".join([f"rank {rank} raised {summary}\n", *traceback.format_list(frames)]).rstrip() + remark
+        if not remark and any(phrase in message_of(error) for phrase in UNREGISTERED):
             message += f"\nif it is the process group of another rank: {THREADS}"
         if isinstance(error, RankFault):  # the harness's own message, which names the rank
             message = str(error)

@@ -22,7 +22,7 @@ from parity_tests.harness.run.ledger import LedgerRow, call_site, group_label, p
 from parity_tests.harness.run.lockstep import operations, world
 from parity_tests.harness.run.lockstep.backends import LockstepBackend, rejection
 from parity_tests.harness.run.lockstep.call import CommunicationCall
-from parity_tests.harness.run.lockstep.exchange import Exchange
+from parity_tests.harness.run.lockstep.exchange import NO_TURN, Exchange
 from parity_tests.harness.run.lockstep.operations import listed, nested, reduce_op, root_place
 from parity_tests.harness.run.lockstep.repair import NO_POISON
 
@@ -369,7 +369,9 @@ class LockstepGroup(dist.ProcessGroup):
 
     def _check_caller(self, op: str) -> None:
         """Reject a call from another rank, which a global or a closure may have given this rank's group."""
-        caller = world.here()
+        caller = world.current()
+        if caller is None:
+            raise RuntimeError(f"{op} is called in {NO_TURN}")
         if caller is not self._world:
             label = group_label(self._desc, self.ranks, self._exchange.axes)
             caller.exchange.foreign_group(op, self._rank, label)

@@ -111,7 +111,7 @@ class Session:
         self._scheduler = Scheduler(case.world)
         self._exchange = Exchange(self._scheduler, self._axes)
         self._store = c_api.HashStore()
-        self._worlds = [world.RankWorld(self._exchange) for _ in range(case.world)]
+        self._worlds = [world.RankWorld(self._exchange, rank) for rank in range(case.world)]
         self._meshes: list[Any] = [None] * case.world
         self._threads = [
             threading.Thread(target=self._serve, args=(rank,), name=f"{exits.RANK_THREAD}{rank}", daemon=True)

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -23,7 +23,7 @@ from torch._C import _distributed_c10d as c_api
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from parity_tests.harness.run import creation
+from parity_tests.harness.run import creation, threads
 
 if TYPE_CHECKING:  # this file needs only torch: `watch` works without the other packages
     from parity_tests.harness.run.ledger import LedgerRow
@@ -42,8 +42,8 @@ class RankWorld:
 
     pg_config_info = c10d._World.pg_config_info
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange, self.identity = exchange, next(_identities)
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self.exchange, self.rank, self.identity = exchange, rank, next(_identities)
         self.default_pg: dist.ProcessGroup | None = None
         self.group_count = 0
         self.pg_map: dict[dist.ProcessGroup, Any] = {}
@@ -180,6 +180,11 @@ def _creations() -> tuple[Counter[str], creation.Issue] | None:
     return None if world is None else (world.creations, world.exchange.creation)
 
 
+def _owner() -> threads.Owner | None:
+    world = current()
+    return None if world is None else (nullcontext, functools.partial(world.exchange.in_a_thread, world.rank))
+
+
 @contextmanager
 def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     """Worlds by thread, and `make_group` as the backend; restores everything on leaving."""
@@ -193,7 +198,8 @@ def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     torch.distributed.device_mesh.threading = _Identities()  # pyright: ignore
     c_api._set_thread_isolation_mode(True)  # pyright: ignore
     try:
-        yield
+        with threads.owned(_owner):
+            yield
     finally:
         c_api._set_thread_isolation_mode(False)  # pyright: ignore
         torch.distributed.device_mesh.threading = threading  # pyright: ignore

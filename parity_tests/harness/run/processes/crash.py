@@ -39,6 +39,11 @@ def answer_with_stacks(file: Path) -> None:
     faulthandler.register(STACKS, file.open("w"), all_threads=True)
 
 
+def noted_path(folder: str | Path, rank: int) -> Path:
+    """The file of the call by which a rank has ended its process."""
+    return Path(folder) / f"noted_{rank}"
+
+
 def stack(file: Path) -> str:
     """The text that an ended rank wrote, or an empty string."""
     try:

@@ -40,6 +40,7 @@ from parity_tests.harness.run.creation import without_creations
 from parity_tests.harness.run.exit_status import RANK_FAILED, USAGE
 from parity_tests.harness.run.failure import NotRun, RankFailure
 from parity_tests.harness.run.ledger import Ledger, RunResult
+from parity_tests.harness.run.processes import orphans
 from parity_tests.harness.run.processes.member import Follower, Leader, Member, place
 from parity_tests.harness.run.processes.root_cause import find_root_cause
 
@@ -73,6 +74,7 @@ def leave(reason: str) -> NoReturn:
     """Exit at once, even if native code hangs."""
     sys.stderr.write(f"shardproof: rank {os.environ.get('RANK', '?')}: {reason}\n")
     sys.stderr.flush()
+    orphans.end()
     exits.leave(RANK_FAILED)
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from parity_tests.harness.run import compiling, exits
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.ledger import line_of_thread
-from parity_tests.harness.run.processes import server
+from parity_tests.harness.run.processes import orphans, server
 from parity_tests.harness.run.processes.rank import Job, Rank, observe, rows_so_far
 from parity_tests.harness.run.processes.root_cause import DIED, DONE, RUNNING, Outcome
 from parity_tests.harness.run.processes.status_table import WAITING, StatusTable
@@ -114,6 +114,7 @@ class Member:
 
     def __init__(self, rank: int, world: int) -> None:
         server.warm()
+        orphans.adopt()
         self.rank, self.world, self.number = rank, world, 0
         self.store, self.channel = connect()
         self._table = StatusTable(None, 1)
@@ -249,6 +250,7 @@ class Leader(Member):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun may send signals to ranks that are about to exit
             self._order("finish", status)
             self._answers(ANSWER_S)
+            orphans.end()
             self.leave_if_hung(status)
 
     def _order(self, kind: str, content: Any) -> None:
@@ -296,6 +298,7 @@ class Follower(Member):
             if kind == "finish":
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 self._answer(True)
+                orphans.end()
                 self.leave_if_hung(content)
                 return content
             if kind == "regroup":

@@ -10,7 +10,9 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run import creation
+from parity_tests.harness.run import creation, exits, threads
 from parity_tests.harness.run.compiling import is_compiling
 from parity_tests.harness.run.failure import GROUP_HINT, RankFailure, RankFault, raised_by_function
 from parity_tests.harness.run.ledger import LedgerRow, line_of_thread, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
 from parity_tests.harness.run.processes import crash, rank_warnings, status_table
-from parity_tests.harness.run.processes.recorder import Recorder, observe_waits
+from parity_tests.harness.run.processes.recorder import OfThread, Recorder, observe_waits
 from parity_tests.harness.run.processes.root_cause import DONE, RAISED, Outcome
 from parity_tests.harness.run.raised import message_of, printable
 from torch_impl.collectives import MeshView
@@ -40,6 +42,7 @@ MANY_GROUPS = 16  # created by a function, each with sockets
 Job = tuple[str, bytes | None, str | None, Sequence[str], str]
 
 _current: Recorder | None = None
+_threads = ExitStack()  # for as long as this process runs
 
 
 class Rank:
@@ -137,6 +140,8 @@ def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slo
             return _raised(rank, recorder, error)
         finally:
             _current = None
+    for error in recorder.thread_errors:
+        return _raised(rank, recorder, error)
     rows = tuple(recorder.rows)
     for row in recorder.unwaited():
         return Outcome(rank, RAISED, rows, error=str(row), cause="unwaited", source=row.source)
@@ -144,10 +149,16 @@ def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slo
 
 
 def observe() -> None:
-    """Once per process: report waits, and the creation of groups, to the current recorder."""
+    """Once per process: report waits, threads and the creation of groups to the current recorder."""
     observe_waits(lambda: _current)
+    _threads.enter_context(threads.owned(_owner))
     make = getattr(dist.distributed_c10d, creation.MAKER)
     setattr(dist.distributed_c10d, creation.MAKER, creation.reported(make, _creations))
+
+
+def _owner() -> threads.Owner | None:
+    recorder = _current
+    return None if recorder is None else (partial(OfThread, recorder), recorder.thread_errors.append)
 
 
 def _creations() -> tuple[Counter[str], creation.Issue] | None:
@@ -228,6 +239,7 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
     rank_warnings.show_once(str(Path(folder).parent))  # of all pools: a failing case runs again in new pools
     crash.record(crash.path(folder, rank))
     crash.answer_with_stacks(crash.stacks_path(folder, rank))
+    exits.install(lambda text: crash.noted_path(folder, rank).write_text(text), raises=False)
     slot = status_table.StatusTable(Path(folder) / "status", world).slot(rank)
     store = dist.FileStore(str(Path(folder) / "store"), world)
     member = Rank(slot, backend, store, rank, world, gpu_of(rank, world) if backend == "nccl" else 0)
@@ -268,4 +280,4 @@ def _end() -> NoReturn:
     """End this rank and the processes that it forked at once: the fork server made it the leader of their group."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(0)
+    exits.leave(0)

@@ -194,6 +194,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.rows: list[LedgerRow] = []
         self.backend_errors: list[BaseException] = []
+        self.thread_errors: list[Exception] = []  # each ended a thread that the rank had started
         self._slot = slot or _Nowhere()
         self._axes = axes or {}
         self._counts: Counter = Counter()
@@ -336,6 +337,25 @@ class _Issued:
     work: dist.Work
     row: LedgerRow
     has_handle: bool
+
+
+class OfThread(TorchDispatchMode):
+    """In a thread that a rank has started: its calls are those of the rank. A mode itself belongs to one thread."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return self._recorder.__torch_dispatch__(func, types, args, kwargs)
 
 
 WAITING_METHODS = ("wait", "synchronize", "result")

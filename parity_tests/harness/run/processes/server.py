@@ -27,6 +27,7 @@ import cloudpickle
 import torch
 
 from parity_tests.harness.run.collector import freeze_heap
+from parity_tests.harness.run.processes import orphans
 from parity_tests.harness.run.processes.rank_warnings import not_shown
 
 SIGNALS = {"suspend": signal.SIGSTOP, "resume": signal.SIGCONT}
@@ -42,6 +43,7 @@ def main(parent: socket.socket) -> NoReturn:
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     ranks: set[int] = set()
+    orphans.adopt()
     _tell(parent, {"up": os.getpid(), "folder": folder})
     with DefaultSelector() as selector:
         selector.register(parent, EVENT_READ)
@@ -57,6 +59,7 @@ def main(parent: socket.socket) -> NoReturn:
         _kill_group(pid)
     for pid in ranks:
         os.waitpid(pid, 0)
+    orphans.end()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # a normal exit of the interpreter takes a third of a second
 
@@ -146,6 +149,7 @@ def _reap(parent: socket.socket, ranks: set[int]) -> None:
         _kill_group(pid)  # before its number can be reused
         _, status = os.waitpid(pid, 0)
         ranks.discard(pid)
+        orphans.end(but=ranks)  # processes that it has started in a session of their own
         _tell(parent, {"ended": pid, "status": os.waitstatus_to_exitcode(status)})
 
 

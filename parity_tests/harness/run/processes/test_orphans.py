@@ -21,7 +21,7 @@ LOADED = 2.0  # how much slower a machine may be that runs other work beside the
 
 # A user's script: no main guard, functions in __main__.
 SCRIPT = """
-    import os, signal, sys, time
+    import os, signal, subprocess, sys, time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal; what a shell starts with & ignores it
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     import torch, torch.distributed as dist
@@ -51,6 +51,14 @@ SCRIPT = """
         dist.all_reduce(torch.ones(3), group=mesh["tp"])
         return pid
 
+    def with_a_session(mesh, case):
+        code = "import os, time; os.write(1, b'1'); time.sleep(60)"
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+        child.stdout.read(1)
+        with open(marker, "a") as file:
+            file.write(f"{child.pid} ")
+        dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
     def in_a_loop(mesh, case):
         Path(marker).touch()
         while True:
@@ -60,8 +68,8 @@ SCRIPT = """
     print(*pool.pids(), pool._server.folder, flush=True)
     if what == "leaves":
         sys.exit(0)
-    if what == "with_a_child":
-        children = pool.run(with_a_child, case).results
+    if what in ("with_a_child", "with_a_session"):
+        pool.run(locals()[what], case)
         time.sleep(60)
     if what == "beside_a_fork" and os.fork() == 0:
         time.sleep(2)
@@ -106,8 +114,9 @@ def test_suspended_ranks_end_with_their_server(start: Callable[..., Parent]) -> 
     assert [pid for pid in parent.pids if _runs(pid)] == []
 
 
-def test_a_ranks_forked_processes_end_with_it(start: Callable[..., Parent]) -> None:
-    parent = start("with_a_child")
+@pytest.mark.parametrize("what", ["with_a_child", "with_a_session"])
+def test_a_ranks_processes_end_with_it(start: Callable[..., Parent], what: str) -> None:
+    parent = start(what)
     while len(children := parent.marker.read_text().split()) < 2:
         time.sleep(0.01)
     assert all(_runs(int(pid)) for pid in children)

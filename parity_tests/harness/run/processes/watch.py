@@ -38,6 +38,7 @@ class RankHandle:
     def __init__(self, rank: int, pid: int, work: Connection, control: Connection, folder: str) -> None:
         self.rank, self.pid, self.work, self.control = rank, pid, work, control
         self.crash_file, self.stacks_file = crash.path(folder, rank), crash.stacks_path(folder, rank)
+        self.noted_file = crash.noted_path(folder, rank)
         self.is_ready = self.is_gone = False
         self.outcome: Outcome | None = None
         self._questions = 0
@@ -228,11 +229,13 @@ class Watch:
         if handle.is_gone:
             code = self._server.exit_code(handle.pid, REAP_S)
             stack = crash.stack(handle.crash_file)
+            call, _, place = crash.stack(handle.noted_file).partition(" at ")
             return Outcome(
                 handle.rank,
                 DIED,
                 last_rows,
-                source=crash.line(stack),
+                source=place or crash.line(stack),
+                error=f"by {call}" if call else "",
                 trace=stack,
                 state=str(status),
                 is_waiting=status.state == WAITING,
