@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from parity_tests.harness.run import exit_status
+from parity_tests.slow import slow_but
 from parity_tests.specimens.user_files import RAISING, RIGHT, WRONG, written
 
 MANUAL = Path(__file__).resolve().parents[2] / "docs" / "reference" / "command-line.md"
@@ -50,6 +51,10 @@ def internal(shardproof):
     return process.returncode
 
 
+def without_gpu(shardproof):
+    return shardproof("verify", written("schemes.py", RIGHT), *ONE_CASE, "--engine", "nccl")[0]
+
+
 def of(*parts):
     return lambda shardproof: shardproof("verify", written("schemes.py", *parts), *ONE_CASE)[0]
 
@@ -59,16 +64,17 @@ COMMANDS = {
     exit_status.MISMATCH: of(RIGHT, WRONG),
     exit_status.USAGE: lambda shardproof: shardproof("verify", "none.py")[0],
     exit_status.RANK_FAILED: of(RIGHT, RAISING, WRONG),
-    exit_status.NOTHING: lambda shardproof: shardproof("verify", written("a.py", RIGHT), *ONE_CASE, "--engine", "nccl")[
-        0
-    ],
+    exit_status.NOTHING: without_gpu,
     exit_status.INTERNAL: internal,
     exit_status.INTERRUPTED: interrupted,
     exit_status.UNREAD: unread,
 }
 
 
-@pytest.mark.parametrize("status", COMMANDS)
+IN_THIS_PROCESS = [0, 1, 2, 3, 4]  # the others cost a process each, and have their tests in test_process and test_exits
+
+
+@pytest.mark.parametrize("status", slow_but(IN_THIS_PROCESS, list(COMMANDS)))
 def test_a_command_returns_it(shardproof, status, tmp_path, monkeypatch):
     if status == exit_status.NOTHING and torch.cuda.device_count():
         pytest.skip("a GPU is here")
