@@ -72,8 +72,9 @@ EVERYWHERE = [(key, where) for key in SCHEMES for where in WHERE]
 EVERYWHERE = [pair for pair in EVERYWHERE if pair[1] != "in_inference_mode" or not is_of_a_module(pair[0])]
 
 
-# Of each scheme `make test` keeps one place, and of each place a third of the schemes.
-KEPT = set(zip(SCHEMES, itertools.cycle(WHERE)))
+# `make test` judges each scheme in one of its places, and another scheme in another.
+PLACES = [list(pairs) for _, pairs in itertools.groupby(EVERYWHERE, key=lambda pair: pair[0])]
+KEPT = {places[number % len(places)] for number, places in enumerate(PLACES)}
 
 
 # One scheme after the other, so that its cases are there.

@@ -46,7 +46,7 @@ def kinds(notebook):
     return [[kind for kind, _ in groupby(cell)] for cell in cells]
 
 
-FAST = ("01_layouts_by_eye", "08_write_your_own_scheme")  # `make two-notebooks` and `make test` execute these
+FAST = ("01_layouts_by_eye", "08_write_your_own_scheme")  # `make two-notebooks` executes these
 
 
 @pytest.mark.parametrize(

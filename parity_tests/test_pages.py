@@ -193,6 +193,7 @@ def test_a_wrong_command_is_seen(wrong, message):
 def test_options_named_in_prose_exist():
     existing = {option for verb in VERBS.values() for x in verb.params for option in (*x.opts, *x.secondary_opts)}
     existing |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/injected_bugs/__main__.py")
+    existing |= options_of("parity_tests/mutants/tiers.py")
     existing |= {option for x in typer.main.get_command(app).params for option in x.opts}
     existing |= {"--nproc-per-node", "--rdzv-endpoint"}  # of torchrun
     existing |= {"--hypothesis-profile", "--full-trace", "--shardproof-engine", "--shardproof-examples"}  # of pytest

@@ -38,11 +38,13 @@ def test_the_blocks_are_those_that_are_run():
     assert [len(each) for each in commands] == [1] * 5
 
 
+@pytest.mark.slow
 def test_each_command_ends_as_the_page_says(steps):
     statuses = {command: status for command, (status, _, _) in steps[1].items()}
     assert list(statuses.values()) == [0, 1, 1, 0, 0], statuses
 
 
+@pytest.mark.slow
 def test_each_output_is_that_of_the_page(steps):
     documented = {command: (printed, page) for command, (_, printed, page) in steps[1].items() if page}
     assert len(documented) == 2
@@ -50,6 +52,7 @@ def test_each_output_is_that_of_the_page(steps):
         assert printed == page
 
 
+@pytest.mark.slow
 def test_the_bug_is_explained_in_the_report_too(steps):
     text = (steps[0] / "verdict.html").read_text()
     assert "each rank adds it before the sum" in text

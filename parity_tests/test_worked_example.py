@@ -104,9 +104,8 @@ def test_an_endless_loop_is_ended_on_lockstep_too():
     assert "my_scheme.py" in printed
 
 
-@pytest.mark.parametrize(
-    ("mistake", "status"), [(mistakes.DROPPED, 1), pytest.param(mistakes.RAISES, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mistake", "status"), [(mistakes.DROPPED, 1), (mistakes.RAISES, 3)])
 def test_the_command_prints_what_is_wrong(mistake, status, tmp_path):
     (tmp_path / "my_scheme.py").write_text(mistake.source)
     done = shardproof("verify", "my_scheme.py", folder=tmp_path)

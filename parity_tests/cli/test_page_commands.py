@@ -13,6 +13,7 @@ import pytest
 
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.pages import ROOT, blocks, commands, pages
+from parity_tests.slow import every
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
 
 NOT_HERE = {
@@ -65,7 +66,7 @@ def recorded():
     return wrong.name
 
 
-@pytest.mark.parametrize("command", sorted(set(RUN)))
+@pytest.mark.parametrize("command", every(3, sorted(set(RUN))))
 def test_a_command_runs_as_it_is_shown(command, shardproof):
     for example in (ROOT / "docs" / "examples").glob("my_*"):
         shutil.copy(example, example.name)

@@ -34,6 +34,7 @@ def test_all_is_well(one_scheme, tmp_path, capsys):
     assert "The one scheme means what its reference means" in printed
 
 
+@pytest.mark.slow
 def test_schemes_of_parts_that_are_not_public_are_verified_with_all(monkeypatch, tmp_path, capsys):
     other = next(each for each in discover.schemes_of_file(str(STATISTICS)) if each.name == "merged_statistics")
     monkeypatch.setattr(discover, "built_in", lambda: [reader(), other])
@@ -57,6 +58,7 @@ def test_the_tables_fit_a_terminal_of_80_columns(one_scheme):
     assert any(line.startswith("verdict ") for line in lines)
 
 
+@pytest.mark.slow
 def test_a_bug_that_is_not_named_is_not_caught(one_scheme, tmp_path, capsys, monkeypatch):
     first, *rest = wrong_schemes.WRONG_SCHEMES
     monkeypatch.setattr(wrong_schemes, "WRONG_SCHEMES", (replace(first, expect="something else"), *rest))

@@ -274,7 +274,7 @@ def test_a_number_of_chunks_is_an_integer(process):
 def test_what_is_by_token_is_a_tensor(process, entries, sentence):
     with pytest.raises(TypeError) as caught:
         process(batch([[8]], [[8]], 8) | entries)
-    assert str(caught.value) == f"context_parallel.thd: {sentence}"
+    assert str(caught.value) == f"context_parallel.{component_of(process)}: {sentence}"
 
 
 def test_labels_may_be_none():
@@ -290,7 +290,8 @@ def test_a_batch_is_a_dict_with_something_in_it(process):
     )
     with pytest.raises(KeyError) as missing:
         process({})
-    assert missing.value.args == ("context_parallel.thd: batch has no 'input_ids'; it has nothing",)
+    prefix = f"context_parallel.{component_of(process)}"
+    assert missing.value.args == (f"{prefix}: batch has no 'input_ids'; it has nothing",)
 
 
 @pytest.mark.parametrize(("fill", "kind"), [(-1000.0, "a float"), ("-1", "a str"), (None, "None")])

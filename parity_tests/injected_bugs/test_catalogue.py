@@ -15,7 +15,7 @@ from parity_tests.vocab_parallel.test_sampling_filter import filtered_by_lists
 
 COUNTED = [bug for bug in CATALOGUE if not bug.equivalent]
 PROMISED = 0.95
-SAMPLED = 100  # every n-th bug of a group
+SAMPLED, SAMPLED_FAST = 100, 12  # every n-th bug of a group
 
 
 def needs_more_than_values(bug):
@@ -111,6 +111,16 @@ def caught(bugs, runner):
     return outcomes
 
 
+@pytest.mark.parametrize("component", ["collectives", "mamba", "optimizers"])
+def test_schemes_of_a_component_catch_a_sample_of_its_bugs(component):
+    """A component whose schemes run few lines of others."""
+    schemes = [scheme for scheme in built_in() if scheme.key.startswith(f"parity_tests.{component}.")]
+    sample = [bug for (of, _), bugs in GROUPS.items() if of == component for bug in bugs[::SAMPLED_FAST]]
+    assert {needs_more_than_values(bug) for bug in sample} == {False, True}
+    caught(sample, BugRunner(schemes=schemes, with_baseline=False, traced=1, until_caught=True))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_drawn_examples_catch_a_sample_of_the_bugs():
     sample = [bug for bugs in GROUPS.values() for bug in bugs[::SAMPLED]]

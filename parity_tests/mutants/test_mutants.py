@@ -198,6 +198,7 @@ def test_a_process_in_the_folder_above_a_test_has_the_mutant():
         assert "return 17" in (tests.parents[1] / PLAIN).read_text()
 
 
+@pytest.mark.slow
 def test_the_first_test_that_fails_catches_a_mutant_if_it_passes_without():
     runs, mutant = TestRuns(Workers(1)), mutant_of(RETURNED, "return (total / 2).to(x.dtype)")
     maximum = TestReach({}, 0.1, f"{SUM_FILE}::test_the_maximum_is_exact_and_has_no_gradient[torch.float64]", {})

@@ -52,8 +52,7 @@ take more than {cap:.0f} s is counted as not run.
 {closing}
 
 Written by `make tiers` on {date} with Python {python}, torch {torch}, jax {jax}, seed {seed}.
-`python -m parity_tests.mutants.tiers --component layouts` judges the bugs of one component, and
-`build/tiers.jsonl` remembers what is judged.
+It goes on where it was stopped: `build/tiers.jsonl` remembers what is judged.
 
 {table}
 """

@@ -24,6 +24,7 @@ def reference_trace():
     return known_of(Run(mesh={}, **SMALL))
 
 
+@pytest.mark.slow
 def test_no_mesh_changes_a_number():
     mesh, how = MESHES[0]
     steps = session.followed(Run.on(mesh, steps=2, **SMALL, **how), ReferenceSteps(), "lockstep")

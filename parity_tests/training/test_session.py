@@ -244,6 +244,7 @@ def test_a_run_that_ends_early_is_not_equal(monkeypatch):
     assert str(caught.value) == "failed: the ranks ended with 1 of 2 steps told; run it again"
 
 
+@pytest.mark.slow
 def test_the_command(monkeypatch, capsys):
     """Its table, its figure, its JSON, and the statuses that it leaves with."""
     monkeypatch.setattr("parity_tests.training.run.SIZES", SMALL["sizes"])

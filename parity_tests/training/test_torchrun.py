@@ -74,6 +74,7 @@ def test_one_training_run_on_two_hosts(hosts):
     assert err.startswith("two hosts: two ")
 
 
+@pytest.mark.slow
 def test_one_verdict_on_two_agents_over_loopback(hosts):
     command = ("verify", str(EXAMPLE), "--engine", "torchrun", "--mesh", "tp=2,cp=1", "--examples", "1")
     status, out, err = ended(hosts(*command, where="loopback", module="shardproof"), hosts.mark)

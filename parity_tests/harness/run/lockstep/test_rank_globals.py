@@ -141,6 +141,7 @@ def test_a_name_that_is_no_module_is_rejected(tmp_path):
         naming.verify(examples=1, tp=2, b=2)
 
 
+@pytest.mark.slow
 def test_a_module_of_a_library_is_isolated_where_it_is_named(tmp_path):
     body = "import this_library as L; L.VALUE = mesh.rank('tp'); dist.barrier(group=mesh['tp'])\n"
     body += "    return x * 2 + L.VALUE - mesh.rank('tp')"

@@ -25,6 +25,7 @@ from parity_tests.harness.run.failure import NotRun, Raised, RankFailure
 from parity_tests.harness.run.processes import forks, pool
 from parity_tests.harness.run.processes import rank as rank_process
 from parity_tests.harness.run.processes.recorder import FUNCTIONAL, IN_PLACE, MISSING, SILENT
+from parity_tests.slow import slow_but
 
 HOT_START_S = 0.5
 LARGE = ("torch_impl.optimizers.muon", "transformers.models.llama.modeling_llama")
@@ -137,6 +138,7 @@ def test_a_mesh_has_one_group_per_axis() -> None:
     assert [(row.group_name, row.group) for row in ranks.ledger.of(1)] == [("dp", (1, 3)), ("tp", (0, 1))]
 
 
+@pytest.mark.slow
 def test_a_rank_has_one_thread_for_torch_and_no_jax() -> None:
     def inside(mesh: Any, case: CaseSpec) -> tuple:
         return "jax" in sys.modules, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
@@ -273,7 +275,7 @@ def test_a_server_killed_between_runs_is_replaced() -> None:
     assert pool.run(total, case(2)).results == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("is_killed", slow_but([False], [False, True]))
 def test_a_server_started_ahead_is_taken_while_it_is_alive(is_killed: bool) -> None:
     pool.close()
     forks.start_ahead()
@@ -287,7 +289,10 @@ def test_a_server_started_ahead_is_taken_while_it_is_alive(is_killed: bool) -> N
     assert (pool._server is ahead) != is_killed and forks._ahead is None
 
 
-@pytest.mark.parametrize(("name", "is_taken"), [("JAX_NUMPY_RANK_PROMOTION", True), ("TORCH_COMPILE_DISABLE", False)])
+SETTINGS = [("JAX_NUMPY_RANK_PROMOTION", True), ("TORCH_COMPILE_DISABLE", False)]
+
+
+@pytest.mark.parametrize(("name", "is_taken"), slow_but(SETTINGS[:1], SETTINGS))
 def test_ranks_of_an_early_server_have_the_current_environment(
     name: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ def full_name(owner: Any, name: str) -> str:
 def plain(value: Any) -> Any:
     """Tensors as dtype, shape and list, so that equality means bits and kinds."""
     if isinstance(value, Tensor):
-        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        full: Any = getattr(value, "full_tensor", lambda: value)()
         return str(full.dtype), tuple(full.shape), full.tolist()
     if isinstance(value, dict):
         return {name: plain(each) for name, each in value.items()}

@@ -136,7 +136,7 @@ def handed_on(mesh: Any) -> tuple[Tensor, int | None]:
 @together(dist, "isend", "irecv")
 def passed_around(mesh: Any) -> Tensor:
     rank, x = dist.get_rank(), torch.empty(2, 3)
-    works = [dist.isend(numbers(2, 3), (rank + 1) % SIZE), dist.irecv(x, (rank - 1) % SIZE)]
+    works: list[Any] = [dist.isend(numbers(2, 3), (rank + 1) % SIZE), dist.irecv(x, (rank - 1) % SIZE)]
     for work in works:
         work.wait()
     return x
@@ -193,7 +193,7 @@ def handed_on_objects(mesh: Any) -> list:
 @together(dist, "new_group", "destroy_process_group", "get_pg_count")
 def own_group(mesh: Any) -> list:
     counts = [dist.get_pg_count()]
-    group = dist.new_group([0, 3])
+    group: Any = dist.new_group([0, 3])
     counts.append(dist.get_pg_count())
     x = numbers(2)
     if dist.get_rank() in (0, 3):

@@ -14,7 +14,7 @@ from torch import Tensor
 from parity_tests.harness.run.torch_functions.cases import SIZE, numbers, runs, together
 
 
-def with_gradient(call: Callable[[Tensor], Any], *shape: int) -> list[Tensor]:
+def with_gradient(call: Callable[[Tensor], Any], *shape: int) -> list[Any]:
     """The result for an input that is another on each rank, and the gradient for a cotangent that is another too."""
     x = numbers(*shape).requires_grad_()
     y = call(x)
@@ -92,13 +92,15 @@ def permuted(mesh: Any, function: Callable) -> Tensor:
 
 @runs(functional, "wait_tensor")
 def waited_for(mesh: Any, function: Callable) -> Tensor:
-    return function(torch.ops._c10d_functional.all_reduce(numbers(2, 3), "sum", dist.group.WORLD.group_name))
+    world: Any = dist.group.WORLD
+    return function(torch.ops._c10d_functional.all_reduce(numbers(2, 3), "sum", world.group_name))
 
 
 @runs(functional, "allow_inflight_collective_as_graph_input_ctx")
 def reduced_in_flight(mesh: Any, function: Callable) -> Tensor:
+    world: Any = dist.group.WORLD
     with function():
-        return functional.all_reduce(numbers(2, 3), "sum", dist.group.WORLD) + 0
+        return functional.all_reduce(numbers(2, 3), "sum", world) + 0
 
 
 @runs(functional, "all_reduce_inplace")

@@ -97,7 +97,7 @@ def made_in_steps(mesh: Any, function: Callable) -> list[Tensor]:
 
 
 @together(DTensor, "from_local", "to_local", "full_tensor")
-def from_shards(mesh: Any) -> list[Tensor]:
+def from_shards(mesh: Any) -> list[Any]:
     local = numbers(2, 3).requires_grad_()
     x = DTensor.from_local(local, mesh.device_mesh, [Partial(), Shard(0)])
     (x.full_tensor() * numbers(4, 3, rank=0)).sum().backward()
@@ -147,7 +147,7 @@ def by_columns_and_rows(mesh: Any) -> list[Tensor]:
 
 @together(parallel, "SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput")
 def with_sequences(mesh: Any) -> list[Tensor]:
-    net = nn.Sequential(network(1), nn.RMSNorm(4, eps=1.0), network(1))
+    net: Any = nn.Sequential(network(1), nn.RMSNorm(4, eps=1.0), network(1))
     net[1].weight.data.fill_(2.0)
     plan = {
         "0": parallel.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate()),
@@ -200,9 +200,9 @@ def forward_by_another_name(mesh: Any, function: Callable) -> list[Tensor]:
 
 @runs(fsdp, "share_comm_ctx")
 def two_roots(mesh: Any, function: Callable) -> list[Tensor]:
-    first, second = (fully_shard(network(1, seed), mesh=mesh.device_mesh["tp"]) for seed in (0, 3))
-    function([first, second])
-    return trained(nn.ModuleList([first, second]), numbers(2, 4), lambda x: second(first(x)))
+    roots: list[Any] = [fully_shard(network(1, seed), mesh=mesh.device_mesh["tp"]) for seed in (0, 3)]
+    function(roots)
+    return trained(nn.ModuleList(roots), numbers(2, 4), lambda x: roots[1](roots[0](x)))
 
 
 SETTINGS = {

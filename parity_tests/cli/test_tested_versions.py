@@ -11,7 +11,7 @@ from parity_tests.harness.report import tested_versions
 from parity_tests.harness.report.tested_versions import TESTED
 from parity_tests.specimens.small_scheme import declared
 
-CONSTRAINTS = Path(__file__).resolve().parents[3] / "constraints.txt"
+CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 TORCH, JAX = (version(name).partition("+")[0] for name in ("torch", "jax"))
 SENTENCES = [
     f"torch {TORCH} is newer than 2.10.0, with which this release was tested",
