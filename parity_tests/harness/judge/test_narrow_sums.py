@@ -1,4 +1,4 @@
-"""`sums="float32"` makes a running sum in bfloat16 a mismatch, and `inside` allows intermediates narrower than tested."""
+"""`sums="float32"` makes a running sum in bfloat16 a mismatch; `inside` allows intermediates narrower than tested."""
 
 import jax
 import pytest
