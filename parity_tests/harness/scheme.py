@@ -177,9 +177,8 @@ def scheme(
             errors.of(validation.check_module, module, in_specs, results, out_specs)
             validation.check_draws(leaves, user_draws, dims or {}, errors)
             errors.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)
-        reduced = reduction if all_read else ()
-        validation.check_choices(dtypes, engines, replicas, reduced, roundings, leaves, results, errors)
-        errors.of(validation.check_precision, sums, inside, roundings)
+        validation.check_choices(dtypes, engines, replicas, reduction if all_read else (), leaves, results, errors)
+        errors.of(validation.check_precision, roundings, sums, inside)
         errors.raise_all()
         return Scheme(
             name=name,

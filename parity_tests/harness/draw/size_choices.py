@@ -64,41 +64,59 @@ def shapes(
                 scheme, {**fixed, **mesh}, [mesh], each, options, with_smallest=number == 0, with_pairs=with_pairs
             )
         ]
-    # 1. The unit of each size on each mesh; with too many meshes, one unit that serves them all.
     is_tried = bool(scheme.layouts or scheme.assume)
-
-    def suits_one(shape: Mapping[str, int]) -> bool:
-        return any(compatible(scheme, shape, mesh, options) for mesh in tried)
-
-    units = list({tuple(sorted(unit.items())): unit for unit in (_units(scheme, mesh) for mesh in tried)}.values())
-    if len(units) > max(limit // 2, 1):
-        common = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
-        if _shape(scheme, fixed, common, 0) is not None:
-            units = [common]
-    # 2. The smallest shape, the pairs, then round by round the shape for each unit, until there are enough.
+    units = _units_of_rounds(scheme, fixed, tried, limit)
     offered: list[dict[str, int]] = []
     chosen: list[dict[str, int]] = []
-    for turn in range(TURNS):
-        if turn == 1 and with_pairs:
-            chosen += _pair_shapes(scheme, fixed, tried, options, chosen)
-            offered += chosen
-        for unit in units if turn else units[:with_smallest]:
+
+    def offer(units: Sequence[Mapping[str, int]], turn: int) -> None:
+        for unit in units:
             shape = _shape(scheme, fixed, unit, turn)
             if shape is None or shape in offered:
                 continue
             offered.append(shape)
-            if len(chosen) < limit and (not is_tried or suits_one(shape)):
+            suits_one = not is_tried or any(compatible(scheme, shape, mesh, options) for mesh in tried)
+            if len(chosen) < limit and suits_one:
                 chosen.append(shape)
-    # 3. A mesh without a shape, because of custom layouts or `assume`, gets its own.
+
+    offer(units[:with_smallest], 0)
+    if with_pairs:
+        chosen += _pair_shapes(scheme, fixed, tried, options, chosen)
+        offered += chosen
+    for turn in range(1, TURNS):
+        offer(units, turn)
     for mesh in tried if is_tried else ():
-        if not any(compatible(scheme, shape, mesh, options) for shape in chosen):
-            unit = _units(scheme, mesh)
-            mesh_shapes = itertools.chain(
-                (_shape(scheme, fixed, unit, turn) for turn in range(TURNS)), _searched(scheme, fixed, unit)
-            )
-            fitting = (shape for shape in mesh_shapes if shape and compatible(scheme, shape, mesh, options))
-            chosen += itertools.islice(fitting, 1)
+        chosen += _own_shape(scheme, fixed, mesh, options, chosen)
     return chosen or offered[:limit]
+
+
+def _units_of_rounds(
+    scheme: Declared, fixed: Mapping[str, int], tried: Sequence[Mapping[str, int]], limit: int
+) -> list[dict[str, int]]:
+    """The unit of each size on each mesh; with too many meshes, one unit that serves them all."""
+    units = list({tuple(sorted(unit.items())): unit for unit in (_units(scheme, mesh) for mesh in tried)}.values())
+    if len(units) > max(limit // 2, 1):
+        common = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
+        if _shape(scheme, fixed, common, 0) is not None:
+            return [common]
+    return units
+
+
+def _own_shape(
+    scheme: Declared,
+    fixed: Mapping[str, int],
+    mesh: Mapping[str, int],
+    options: Mapping[str, Any],
+    chosen: Sequence[Mapping[str, int]],
+) -> list[dict[str, int]]:
+    """A shape for a mesh for which custom layouts or `assume` reject all chosen ones, if it has any."""
+    if any(compatible(scheme, shape, mesh, options) for shape in chosen):
+        return []
+    unit = _units(scheme, mesh)
+    shapes = itertools.chain(
+        (_shape(scheme, fixed, unit, turn) for turn in range(TURNS)), _searched(scheme, fixed, unit)
+    )
+    return list(itertools.islice((shape for shape in shapes if shape and compatible(scheme, shape, mesh, options)), 1))
 
 
 def features(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]) -> set[tuple[str, str]]:
@@ -112,8 +130,7 @@ def features(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]
             continue
         if len(scheme.dims.get(name, ())) > 1:
             found.add((name, f"{name}={shape[name]}"))
-        elif name in units and name not in scheme.dims:
-            local = shape[name] // units[name]
+        elif name in units and name not in scheme.dims and (local := shape[name] // units[name]):
             found.add((name, f"{name} of {LOCAL_WORDS.get(local, 'more')} on each rank"))
     return found
 

@@ -12,8 +12,8 @@ from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.draw.size_choices import compatible, meshes, shapes
 from parity_tests.harness.verify import MOST_PLANNED, verify
 from parity_tests.specimens.small_scheme import declared
-from shardproof import ids, scheme, values
-from torch_impl.collectives import all_to_all
+from shardproof import ids, mask, scheme, values
+from torch_impl.collectives import all_reduce, all_to_all
 
 DRAWN = {"world": None, "limit": 8}
 
@@ -146,6 +146,31 @@ def mean_over_the_local_count(mesh, logits, labels):
 def test_a_mean_over_the_local_count_is_found(fixed, seed, tmp_path):
     report = verify(mean_over_the_local_count, seed=seed, fixed=fixed, replay_folder=str(tmp_path))
     assert report.verdict == "mismatch"
+    assert report.notes["d/d logits"][0].startswith("off by a constant factor on each cp rank (")
+
+
+def kept_mean(x, keep):
+    weights = keep.astype(x.dtype)
+    return (x * weights).sum() / jnp.maximum(weights.sum(), 1.0)
+
+
+@scheme(
+    reference=kept_mean,
+    mesh={"dp": (1, 2), "cp": (1, 2)},
+    inputs={"x": "b/dp s/cp", "keep": "b/dp s/cp"},
+    outputs="dp=P cp=P",
+    draw={"x": values("normal"), "keep": mask("s")},
+)
+def masked_mean_over_the_count_of_dp(mesh, x, keep):
+    """The count is summed over one of two axes, and the other divides by its ranks."""
+    count = all_reduce(keep.sum(), mesh["dp"]).clamp(min=1)
+    return (x * keep).float().sum() / count / mesh.size("cp")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_masked_mean_over_the_count_of_one_axis_is_found(seed, tmp_path):
+    report = verify(masked_mean_over_the_count_of_dp, seed=seed, replay_folder=str(tmp_path))
+    assert report.verdict == "mismatch" and report.case.cp == 2
 
 
 def counts_of_ranks(case, name, counted):
