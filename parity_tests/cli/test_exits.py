@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from parity_tests import warm_python
-from parity_tests.harness.run.exit_status import INTERNAL, MISMATCH, RANK_FAILED, USAGE
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from shardproof.engines.exit_status import INTERNAL, MISMATCH, RANK_FAILED, USAGE
 
 LIMIT_S = 600.0
 IMPORTS = "import contextlib, ctypes, os, sys, threading\nfrom shardproof import drawn\n"
@@ -156,10 +156,10 @@ def test_a_rank_that_holds_the_interpreter_is_stalled():
 # The command, with a shorter limit for a rank that computes.
 QUIET = """
 import sys
-import parity_tests.harness.run.supervised as supervised
+import shardproof.engines.supervised as supervised
 run = supervised._status_of
 def shorter(call):
-    from parity_tests.harness.run import engines
+    from shardproof.engines import engines
     engines.LOCKSTEP_QUIET_S = 2.0
     return run(call)
 supervised._status_of = shorter
@@ -206,7 +206,7 @@ def test_a_mismatch_is_not_lost_while_it_is_made_smaller(how):
 
 
 def test_an_internal_error_is_none_of_a_scheme():
-    program = "import parity_tests.cli.scheme_list as table\ntable.show = lambda *arguments: {}['lost']\n"
+    program = "import shardproof.cli.scheme_list as table\ntable.show = lambda *arguments: {}['lost']\n"
     status, out, err = run("-c", f"{program}from shardproof import main\nmain()", "list")
     assert (status, out) == (INTERNAL, "")
     *_, last, sentence = err.splitlines()

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from parity_tests.harness.run import exit_status
 from parity_tests.slow import slow_but
 from parity_tests.specimens.user_files import RAISING, RIGHT, WRONG, written
+from shardproof.engines import exit_status
 
 MANUAL = Path(__file__).resolve().parents[2] / "docs" / "reference" / "command-line.md"
 ONE_CASE = ("--mesh", "tp=1", "--examples", "1", "--quiet")
 MAIN = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom shardproof import main\n"
-LOST = "import parity_tests.cli.scheme_list as table\ntable.show = lambda *arguments: {}['lost']\n"
+LOST = "import shardproof.cli.scheme_list as table\ntable.show = lambda *arguments: {}['lost']\n"
 LIMIT_S = 120.0
 
 

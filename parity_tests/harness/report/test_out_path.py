@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from parity_tests.harness.report.out_path import check_folder, check_writable, write_text, write_texts
+from shardproof.report.out_path import check_folder, check_writable, write_text, write_texts
 
 
 def test_a_folder_that_can_be_created_is_not_rejected(tmp_path):

@@ -1,0 +1,100 @@
+"""The failure matrix's program, over a few cells of lockstep; those of processes are rows of their engines' tests."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from parity_tests.evidence.failures import page
+from parity_tests.evidence.failures.cells import Cell, bodies, cells
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
+
+
+def test_a_few_cells() -> None:
+    dead, equal, odd = cells("lockstep", 2, ["is_killed", "prints_much", "other_shape"])
+    assert (dead.cause, dead.lacks) == ("died", [])
+    killed, waits, advice = dead.sentence.splitlines()
+    assert killed == "died: rank 1 was killed by SIGKILL; it was last seen so: computes, nothing issued yet"
+    assert waits.startswith("  rank 0 waits in all_reduce float32[3] SUM (group tp, #0) at kinds.py:")
+    assert advice == "  --engine gloo runs each rank in a process of its own"
+    assert (equal.cause, equal.lacks) == ("done", [])
+    assert odd.cause == "collective mismatch" and odd.lacks == []
+    assert odd.sentence.startswith("collective mismatch: shapes differ, [3] and [2]: rank 0 in all_reduce float32[3]")
+
+
+def test_a_wrong_return_value_needs_the_rank_alone() -> None:
+    assert Cell("returns_none", "raised", "rank 1 returned NoneType", 0.1).lacks == []
+    assert Cell("raises", "raised", "rank 1 raised KeyError at a.py:3", 0.1).lacks == ["operation"]
+
+
+# Kinds of which engines used to say different things, and their causes on lockstep and on gloo.
+ALIKE = {
+    "never_waits_in_place": ("unwaited", "unwaited"),
+    "never_waits_for_a_send": ("unwaited", "unwaited"),
+    "never_waits_for_one_of_a_batch": ("unwaited", "unwaited"),
+    "group_of_one_rank_alone": ("deadlock", "collective mismatch"),
+    "group_of_its_members_alone": ("collective mismatch", "collective mismatch"),
+    "groups_in_another_order": ("collective mismatch", "collective mismatch"),
+    "mesh_of_one_rank_alone": ("collective mismatch", "collective mismatch"),
+    "group_that_is_destroyed": ("raised", "raised"),
+    "float8_sum": ("protocol", "raised"),
+    "batch_of_messages_of_other_sizes": ("collective mismatch", "collective mismatch"),
+}
+
+
+@pytest.mark.parametrize(("place", "engine"), [(0, "lockstep"), (1, "gloo")])
+def test_what_no_engine_lets_pass(place: int, engine: str) -> None:
+    found = cells(engine, 2, list(ALIKE))
+    assert {cell.kind: cell.cause for cell in found} == {kind: causes[place] for kind, causes in ALIKE.items()}
+    assert [(cell.kind, cell.lacks) for cell in found if cell.lacks or cell.seconds > 5] == []
+
+
+def test_groups_that_all_ranks_make_are_no_rows_of_the_ledger() -> None:
+    def makes(mesh: Any, case: Any) -> int:
+        dist.new_group([1])
+        alone = dist.new_group([mesh.rank("tp")], use_local_synchronization=True)
+        dist.all_reduce(torch.ones(1), group=alone)
+        init_device_mesh("cpu", (1, mesh.size("tp")), mesh_dim_names=("a", "b"))
+        return alone.size()
+
+    for engine in ("lockstep", "gloo"):
+        made = run(makes, CaseSpec("groups", {"tp": 2}, engine=engine), engine)
+        assert made.results == (1, 1) and [row.op for row in made.ledger.rows] == ["all_reduce"] * 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_under_torchrun() -> None:
+    raised, dead = cells_of_torchrun = cells("torchrun", 2, ["raises", "is_killed"])
+    assert [cell.lacks for cell in cells_of_torchrun] == [[], []]
+    assert (raised.cause, dead.cause) == ("raised", "ended")
+    assert "torchrun ends this job; of rank 1 there is no answer; rank 0 " in dead.sentence
+
+
+def test_a_command_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr("parity_tests.evidence.failures.cells.LIMIT_S", 0.5)
+    monkeypatch.setattr("parity_tests.evidence.failures.cells._command", lambda engine, world: sleeps)
+    (silent,) = cells("torchrun", 2, ["raises"])
+    assert silent.cause == "ended" and silent.seconds < 10
+    assert silent.sentence == "the process of the command was ended after 0.5 s without an answer"
+
+
+def test_the_page() -> None:
+    row = [Cell("raises", "raised", f"rank 1 raised KeyError at {page.ROOT}a.py:3", 0.25)]
+    matrix = {("gloo", 2): row, ("lockstep", 4): row}
+    lines = page.summary(matrix).splitlines()
+    assert lines[-3] == "| kind | gloo, 2 ranks | lockstep, 4 ranks |"
+    assert lines[-1] == "| raises | raised; no operation | raised; no operation |"
+    printed = page.sentences(matrix).splitlines()
+    assert printed.count("rank 1 raised KeyError at a.py:3") == 2
+    assert '        raise KeyError("no such weight")' in printed
+
+
+def test_there_are_sixty_kinds() -> None:
+    assert len(bodies()) >= 60

@@ -1,0 +1,238 @@
+"""A supervised command ends as it would alone, and one that a fatal signal ends is reported by its parent."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shardproof.engines.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD
+from shardproof.engines.exits import signal_name
+
+LIMIT_S = 60.0
+HEAD = """
+import ctypes, os, re, signal, sys, threading, time
+from shardproof.engines import journal, supervised as supervised_module
+from shardproof.engines.supervised import supervised
+"""
+
+
+def python(*arguments, start_new_session=False, **environment):
+    return subprocess.Popen(
+        [sys.executable, *(arguments if len(arguments) > 1 else ("-c", *arguments))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=start_new_session,
+        env={**os.environ, **environment},
+    )
+
+
+def started(source, folder):
+    """A command in a file of its own, whose lines are a user's."""
+    file = folder / "command.py"
+    file.write_text(source)
+    return python("-u", str(file))
+
+
+def ended(process):
+    """Status, output and errors."""
+    out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+def ending(body, **environment):
+    """Status, output and errors of a command with this body."""
+    indented = body.replace("\n", "\n    ")
+    return ended(python(f"{HEAD}\ndef call():\n    {indented}\nsys.exit(supervised(call))", **environment))
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [("print('done'); return 0", 0), ("print('done'); return 4", 4), ("print('done'); sys.exit(130)", 130)],
+)
+def test_status_and_output_equal_the_calls(body, status):
+    assert ending(body) == (status, "done\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGALRM, signal.SIGRTMIN + 6])
+def test_a_fatal_signal_is_reported(number):
+    status, _, err = ending(f"os.kill(os.getpid(), {int(number)})")
+    assert status == RANK_FAILED
+    assert err == f"shardproof: the process of the command was killed by {signal_name(number)}\n"
+
+
+def test_a_signal_that_asks_to_end_does_so_and_is_named():
+    status, _, err = ending("signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGTERM)")
+    assert (status, err) == (-15, "shardproof: ended by SIGTERM; what was not printed was not judged\n")
+
+
+def test_a_broken_pipe_is_an_output_that_nobody_reads():
+    body = "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\nos.kill(os.getpid(), signal.SIGPIPE)"
+    assert ending(body) == (UNREAD, "", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "how"),
+    [
+        ("os._exit(0)", "os._exit(0), which ends the process of the command"),
+        ("os.execv('/bin/true', ['true'])", "os.execv('/bin/true'), which ends the process of the command"),
+        ("ctypes.CDLL(None)._exit(0)", "the process of the command left with exit code 0"),
+    ],
+)
+def test_a_process_that_does_not_come_to_its_end_has_no_verdict(body, how):
+    assert ending(f"print('half')\n{body}") == (RANK_FAILED, "half\n", f"shardproof: {how}\n")
+
+
+def test_a_thread_that_ends_the_process_is_named(tmp_path):
+    body = "thread = threading.Thread(target=leave)\n    thread.start()\n    thread.join()"
+    source = f"{HEAD}\ndef leave():\n    os._exit(0)\n\ndef call():\n    {body}\n\nsys.exit(supervised(call))\n"
+    line = source.splitlines().index("    os._exit(0)") + 1
+    status, _, err = ended(started(source, tmp_path))
+    assert (status, err) == (
+        RANK_FAILED,
+        f"shardproof: the process of the command left with exit code 0 by os._exit(0) at command.py:{line}\n",
+    )
+
+
+def test_a_forked_process_may_leave():
+    forks = "child = os.fork()\nif child == 0:\n    os._exit(7)"
+    assert ending(f"{forks}\nreturn os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])") == (7, "", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", r"was stopped by a signal and not continued for \d+ s"),
+        (
+            "supervised_module.words.beat(0.5)\n    re.match('(a+)+$', 'a' * 60 + 'b')",
+            r"has held the interpreter for \d+ s, in native code",
+        ),
+    ],
+)
+def test_a_process_that_cannot_watch_itself_is_watched(body, sentence, tmp_path):
+    source = f"{HEAD}\ndef call():\n    {body}\n\nsys.exit(supervised(call))\n"
+    line = source.splitlines().index(f"    {body.splitlines()[-1].strip()}") + 1
+    status, _, err = ended(started(source, tmp_path))
+    assert status == RANK_FAILED
+    assert re.fullmatch(rf"shardproof: the process of the command {sentence} at command.py:{line}\n", err)
+
+
+def test_a_process_that_is_continued_in_time_goes_on():
+    call = "def call():\n    print(os.getpid(), flush=True)\n    time.sleep(4)"
+    process = python(f"{HEAD}\n{call}\nsys.exit(supervised(call))")
+    child = int(process.stdout.readline())
+    for _ in range(2):
+        os.kill(child, signal.SIGSTOP)
+        time.sleep(1.0)
+        os.kill(child, signal.SIGCONT)
+    assert ended(process)[::2] == (0, "")
+
+
+def test_after_a_death_another_process_goes_on():
+    body = """of = journal.current
+print(of.outcome('first'), of.sentence('second'), of.report('second'))
+if of.outcome('first'):
+    return 5
+journal.current.begin('first')
+journal.current.done('first', {'a': 1})
+journal.current.begin('second')
+journal.current.found('second', 'half')
+sys.stdout.flush()
+os.kill(os.getpid(), signal.SIGKILL)"""
+    died = "the process of the command was killed by SIGKILL"
+    assert ending(body) == (5, f"None None None\n{{'a': 1}} {died} half\n", "")
+
+
+def test_a_process_that_dies_of_the_same_again_is_the_last():
+    body = "print('once', flush=True)\njournal.current.begin('first')\nos.kill(os.getpid(), signal.SIGKILL)"
+    status, out, err = ending(body)
+    assert (status, out) == (RANK_FAILED, "once\n" * 2)
+    assert err == "shardproof: the process of the command was killed by SIGKILL\n"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("os._exit(0)", "os._exit(0), which ends the process of the command"), ("sys.exit(0)", "0")],
+)
+def test_an_exit_function_cannot_take_the_verdict(function, message, tmp_path):
+    source = f"{HEAD}\nimport atexit\n\ndef leave():\n    {function}\n\n"
+    source += "def call():\n    atexit.register(leave)\n    print('equal')\n\nsys.exit(supervised(call))\n"
+    line = source.splitlines().index(f"    {function}") + 1
+    status, out, err = ended(started(source, tmp_path))
+    assert (status, out) == (RANK_FAILED, "equal\n")
+    raised = f"an atexit function raised SystemExit at command.py:{line}: {message}"
+    assert f"shardproof: {raised}; all verdicts were printed before\n" in err
+
+
+def test_an_interrupt_at_any_moment_is_one_sentence():
+    """From the fork to the last line: at a terminal it goes to parent and child."""
+    source = f"{HEAD}\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    source += "def call():\n    print(flush=True)\n    time.sleep(0.05)\n"
+    for delay in (0.0, 0.02, 0.045, 0.05, 0.055, 0.06, 0.08):
+        process = python(f"{source}sys.exit(supervised(call))", start_new_session=True)
+        process.stdout.readline()
+        time.sleep(delay)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
+        status, _, err = ended(process)
+        sentence = "shardproof: interrupted; what was not printed was not judged\n"
+        assert (status, err) in ((INTERRUPTED, sentence), (0, "")), delay
+
+
+def test_a_signal_that_is_ignored_asks_for_nothing():
+    """As SIGHUP under nohup: it reaches parent and child, and neither ends."""
+    ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    source = f"{HEAD}\n{ignored}\ndef call():\n    print(flush=True)\n    time.sleep(7)\nsys.exit(supervised(call))"
+    process = python(source, start_new_session=True)
+    process.stdout.readline()
+    os.killpg(process.pid, signal.SIGHUP)
+    assert ended(process)[::2] == (0, "")
+
+
+def test_an_internal_error_has_a_status_of_its_own():
+    status, _, err = ending("raise KeyError('lost')")
+    assert status == INTERNAL
+    assert err.splitlines()[-2:] == ["KeyError: 'lost'", "shardproof: internal error: KeyError"]
+
+
+def test_nothing_is_forked_under_a_launcher():
+    body = "print(os.getppid() == int(os.environ['STARTER'])); return 0"
+    assert ending(body, RANK="0", STARTER=str(os.getpid()))[1] == "True\n"
+    assert ending(body, STARTER=str(os.getpid()))[1] == "False\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_to_the_parent_ends_both(number):
+    # Tests that run in the background inherit that an interrupt is ignored.
+    source = f"{HEAD}\nsignal.signal(signal.SIGINT, signal.default_int_handler)\ndef call():\n"
+    process = python(f"{source}    print(os.getpid(), flush=True)\n    time.sleep(600)\nsys.exit(supervised(call))")
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.send_signal(number)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == (INTERRUPTED if number == signal.SIGINT else -number)
+    end = time.monotonic() + LIMIT_S
+    while _is_running(child):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_process_with_a_session_of_its_own_ends_with_the_command():
+    child = "import os, time; os.write(1, b'%d ' % os.getpid()); os.setsid(); time.sleep(600)"
+    starts = f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {child!r}])\n"
+    status, out, err = ending(f"{starts}time.sleep(1)\nreturn 0")
+    assert (status, err) == (0, "")
+    assert not _is_running(int(out))
+
+
+def _is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,281 @@
+"""One call of `shardproof verify`: every scheme in turn, its report, the summary and the exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+
+from shardproof.cli import expected
+from shardproof.declare import discover, scheme_index
+from shardproof.declare.case import DTYPES, ENGINES
+from shardproof.declare.counted import counted
+from shardproof.declare.declared import Declared
+from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
+from shardproof.draw import profiles, size_choices
+from shardproof.engines import journal
+from shardproof.engines.engines import limited
+from shardproof.engines.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudged
+from shardproof.engines.failure import NotRun
+from shardproof.engines.processes.rank_warnings import without_repeats
+from shardproof.engines.speed_advice import without_advice
+from shardproof.experiments.notes import from_one_case
+from shardproof.implementation.offered import NotApplicable, module_of
+from shardproof.implementation.substitution import NotOffered, narrowed, on_implementation
+from shardproof.judge import bridge
+from shardproof.report import summary
+from shardproof.report.guard import sentence_of
+from shardproof.report.html_page import page
+from shardproof.report.out_path import check_folder, check_writable, write_texts
+from shardproof.report.report import Report
+from shardproof.report.sentence import Sentence
+from shardproof.report.summary import Expected, Outcome, VerifyOptions
+from shardproof.verification import Progress as Progressed
+from shardproof.verification import verify as verify_scheme
+from shardproof.verification import with_replay_file
+
+BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
+
+
+def verify(targets: list[str], options: VerifyOptions) -> int:
+    """Verify every scheme of the targets and print the reports; returns the exit status."""
+    _check_options(options)
+    if options.engine == "torchrun":
+        from shardproof.engines.processes import launch
+
+        if not launch.is_rank_zero():
+            return launch.serve()
+    text_to_stderr = "-" in options.files.values()  # standard output is for machines
+    with _prints_on_stderr() if text_to_stderr else contextlib.nullcontext():
+        outcome = run(discover.find_declarations(targets), options)
+    outcome.not_run |= {} if targets else discover.left_out()
+    console = Console(stderr=text_to_stderr)
+    if not outcome.is_one_unusable_scheme:
+        summary.show(console, outcome, options)
+    texts = {
+        options.json: partial(summary.as_json, outcome),
+        options.junit: partial(summary.as_junit, outcome),
+        options.html: partial(page, outcome.reports, summary.closing(outcome), summary.without_report(outcome)),
+    }
+    write_texts({path: text for path, text in texts.items() if path})
+    if options.html and options.html != "-" and not options.quiet:
+        console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
+    if options.engine == "torchrun":
+        from shardproof.engines.processes import launch
+
+        launch.finish(outcome.status)
+    if outcome.is_one_unusable_scheme:
+        raise NotJudged(next(iter(outcome.not_judged.values())), outcome.status)
+    return outcome.status
+
+
+@contextlib.contextmanager
+def _prints_on_stderr() -> Iterator[None]:
+    """Redirect to standard error everything that functions print, in this process and on ranks."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+@without_advice()
+def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], options: VerifyOptions) -> Outcome:
+    """Verify schemes in turn, with a progress bar on standard error: of schemes, or of a single scheme's examples."""
+    bridge.start(options.jax_cache)
+    places = {each.name: (each.file, each.line) for each in declarations}
+    outcome = Outcome(expected=_expected_of(declarations, options), places=places)
+    for each in declarations:
+        if isinstance(each, FailedDeclaration | FailedImport):
+            outcome.reject(each.name, each.sentence, each.status)
+    schemes = [each for each in declarations if isinstance(each, Declared)]
+    several = len(declarations) > 1
+    if schemes and not several:
+        _check_flags(schemes[0], options)
+        if journal.current is not None and not any(options.files.values()):
+            journal.current.alone()
+    limits = profiles.in_force(options.profile), limited(options.timeout)
+    with limits[0], limits[1], without_repeats(), progress_bar(options.quiet) as bar:
+        task = bar.add_task("", total=len(schemes))
+        progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
+        for scheme in schemes:
+            bar.update(task, description=scheme.name)
+            judged = partial(_one, scheme, options, progress, several=several)
+            outcome.add(_remembered(scheme, judged, options.replay_dir or "."))
+            bar.advance(task, int(several))
+            if options.fail_fast and outcome.status != EQUAL and outcome.reports:
+                break
+    return outcome
+
+
+def _show_examples(bar: Progress, task: TaskID, scheme: str, done: int, total: int, state: str) -> None:
+    bar.update(task, completed=done, total=total, description=f"{scheme} {state}".rstrip())
+
+
+def _expected_of(
+    schemes: Sequence[Declared | FailedDeclaration | FailedImport], options: VerifyOptions
+) -> dict[str, Expected]:
+    """The expected failures of these schemes; the file may also name other built-in schemes."""
+    if options.expected_failures is None:
+        return {}
+    names = [each.name for each in (*schemes, *scheme_index.entries())]
+    expected_by_name = expected.read(options.expected_failures, names)
+    return {scheme.name: expected_by_name[scheme.name] for scheme in schemes if scheme.name in expected_by_name}
+
+
+def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
+    """ValueError for a dim given by --mesh, or a mesh axis given by --dim."""
+    dims = [*size_choices.free_dims(scheme), *scheme.dims]
+    for flag, other, names, wrong, what in (
+        ("--mesh", "--dim", options.mesh_names, dims, "dim"),
+        ("--dim", "--mesh", options.dim_names, scheme.mesh, "mesh axis"),
+    ):
+        for name in names:
+            if name in wrong:
+                text = f"{name}={options.fixed[name]}"
+                raise ValueError(f"scheme '{scheme.name}': {flag} {text}: {name!r} is a {what}; write {other} {text}")
+
+
+def _remembered(scheme: Declared, judged: Callable[[], Outcome], folder: str) -> Outcome:
+    """The outcome of a scheme: that of an earlier process of this command, which has died, or else `judged()`.
+
+    If that process died of this scheme after it had found a failing case, this is its report; `folder` is for replays.
+    """
+    record = journal.current
+    if record is None:
+        return judged()
+    sentence = record.sentence(scheme.key)
+    if sentence is None:
+        outcome = record.outcome(scheme.key)
+        if outcome is None:
+            record.begin(scheme.key)
+            outcome = judged()
+            record.done(scheme.key, outcome)
+        return outcome
+    outcome = Outcome()
+    report: Report | None = record.report(scheme.key)
+    if report is None:
+        outcome.reject(scheme.name, f"scheme '{scheme.name}': {sentence}", RANK_FAILED)
+    else:
+        outcome.reports.append(with_replay_file(scheme, from_one_case(replace(report, unfinished=sentence)), folder))
+    return outcome
+
+
+def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, *, several: bool) -> Outcome:
+    """The outcome of one scheme. Of several, one that raises costs its own verdict alone."""
+    outcome = Outcome()
+    try:
+        reason = _not_applicable(scheme, options) if several else None
+        if reason:
+            outcome.not_run[scheme.name] = reason
+        else:
+            _judge(scheme, options, outcome, progress)
+    except (Exception, SystemExit) as error:
+        status, sentence = sentence_of(error)
+        if status == INTERNAL:
+            traceback.print_exception(error)
+        title = f"scheme '{scheme.name}': "
+        outcome.reject(scheme.name, title + sentence.removeprefix(title), status)
+    return outcome
+
+
+def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None) -> None:
+    start = time.perf_counter()
+    try:
+        if options.implementation is not None:
+            scheme = narrowed(on_implementation(scheme, options.implementation), options.fixed)
+        report = verify_scheme(
+            scheme,
+            options.engine,
+            options.examples,
+            options.seed,
+            options.dtype,
+            options.fixed,
+            world=_fixed_world(options.engine),
+            inside_subgroup=options.inside_subgroup,
+            progress=progress,
+            found=None if journal.current is None else partial(journal.current.found, scheme.key),
+            replay_folder=options.replay_dir or ".",
+        )
+    except NotOffered as reason:
+        outcome.not_offered[scheme.name] = str(reason)
+        return
+    except NotApplicable as reason:
+        outcome.not_run[scheme.name] = f"not applicable: {reason}"
+        return
+    except NotRun as reason:
+        outcome.not_run[scheme.name] = str(reason)
+        return
+    outcome.reports.append(report)
+    outcome.seconds[scheme.name] = time.perf_counter() - start
+
+
+def _fixed_world(engine: str) -> int | None:
+    if engine != "torchrun":
+        return None
+    from shardproof.engines.processes import launch
+
+    return launch.world_size()
+
+
+def _not_applicable(scheme: Declared, options: VerifyOptions) -> str | None:
+    """Why a run of several schemes skips this one: it lacks a given name, or the engine."""
+    names = {*scheme.mesh, *size_choices.free_dims(scheme), *scheme.dims, *scheme.options, *scheme.rank_options}
+    foreign = [name for name in options.fixed if name not in names]
+    if foreign:
+        return f"has no mesh axis, dim or option {foreign[0]!r}"
+    if options.engine not in scheme.engines:
+        return f"is declared for {', '.join(scheme.engines)} only"
+    world = _fixed_world(options.engine)
+    if world is not None and not size_choices.meshes(scheme, options.fixed, world):
+        return f"has no mesh of {counted(world, 'rank')}"
+    return None
+
+
+def _check_options(options: VerifyOptions) -> None:
+    if options.engine not in ENGINES:
+        raise ValueError(f"--engine {options.engine!r} is not one of {', '.join(ENGINES)}")
+    if options.profile not in profiles.EXAMPLES:
+        raise ValueError(f"--profile {options.profile!r} is not one of {', '.join(profiles.EXAMPLES)}")
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
+    if options.implementation is not None:
+        module_of(options.implementation)
+    check_writable(**options.files)
+    check_folder(jax_cache=options.jax_cache, replay_dir=options.replay_dir)
+
+
+def progress_bar(quiet: bool = False) -> Progress:
+    """On standard error, and only on a terminal."""
+    stderr = Console(stderr=True)
+    times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+    # On a narrow terminal the name makes room for the times.
+    name = Column(no_wrap=True, overflow="ellipsis", max_width=max(stderr.width - BAR_AND_TIMES, 1))
+    columns = (
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        *times,
+        TextColumn("{task.description}", table_column=name),
+    )
+    return Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal)

@@ -1,0 +1,137 @@
+"""Verify schemes in parallel, each in the next free process: most of the time is spent tracing references.
+
+A worker imports the file that declares a scheme, verifies it like `shardproof verify --profile quick`, and returns its
+outcome. A worker that dies costs its scheme alone, and another takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from shardproof.cli import session
+from shardproof.declare import discover
+from shardproof.declare.declared import Declared
+from shardproof.engines import exits
+from shardproof.engines.exit_status import RANK_FAILED
+from shardproof.engines.processes import crash
+from shardproof.engines.processes.root_cause import ending
+from shardproof.engines.raised import RAISED
+from shardproof.report.guard import sentence_of
+
+MOST = 4  # processes; each holds torch and JAX
+END_S = 10.0  # for a worker without work to end
+
+
+def verified(schemes: Sequence[Declared], examples: int) -> session.Outcome:
+    """The outcomes of all schemes in the given order, with a progress bar on standard error."""
+    count = max(min(MOST, os.cpu_count() or 1, len(schemes)), 1)
+    by_key: dict[str, session.Outcome] = {}
+    with session.progress_bar() as bar:
+        task = bar.add_task("", total=len(schemes))
+        for scheme, outcome in _outcomes(schemes, examples, count):
+            by_key[scheme.key] = outcome
+            bar.update(task, advance=1, description=scheme.name)
+    total = session.Outcome(processes=count)
+    for scheme in schemes:
+        total.add(by_key[scheme.key])
+    return total
+
+
+def _outcomes(schemes: Sequence[Declared], examples: int, count: int) -> Iterator[tuple[Declared, session.Outcome]]:
+    """Each scheme with its outcome, as they come."""
+    waiting = deque(schemes)
+    workers: list[_Worker] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or workers:
+                while waiting and len(workers) < count:
+                    workers.append(_Worker(folder, waiting.popleft(), examples))
+                ready = wait([worker.connection for worker in workers])
+                for worker in [each for each in workers if each.connection in ready]:
+                    scheme, outcome = worker.scheme, worker.outcome()
+                    if outcome is None:
+                        outcome = worker.died()
+                        workers.remove(worker)
+                    elif waiting:
+                        worker.take(waiting.popleft(), examples)
+                    else:
+                        worker.close()
+                        workers.remove(worker)
+                    yield scheme, outcome
+        finally:
+            for worker in workers:
+                worker.close()
+
+
+class _Worker:
+    """The parent's end of one process, and the scheme that it verifies."""
+
+    def __init__(self, folder: str, scheme: Declared, examples: int) -> None:
+        context = get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._log = Path(tempfile.mkdtemp(dir=folder))
+        self._process = context.Process(target=_serve, args=(theirs, str(self._log)))
+        self._process.start()
+        theirs.close()
+        self.take(scheme, examples)
+
+    def take(self, scheme: Declared, examples: int) -> None:
+        self.scheme, self._is_busy = scheme, True
+        with contextlib.suppress(OSError):  # it has just died, which `outcome` will notice
+            self.connection.send((scheme.file, scheme.name, examples))
+
+    def outcome(self) -> session.Outcome | None:
+        """The outcome of its scheme; None if the process has died."""
+        try:
+            outcome: session.Outcome = self.connection.recv()
+        except (EOFError, OSError):
+            return None
+        self._is_busy = False
+        return outcome
+
+    def died(self) -> session.Outcome:
+        """The outcome of a scheme whose process has died."""
+        self._process.join(END_S)
+        noted = crash.stack(self._log / "noted")
+        line = crash.line(crash.stack(self._log / "crash"))
+        at = f" by {noted}" if noted else f" at {line}" if line else ""
+        outcome = session.Outcome()
+        how = f"its process {ending(self._process.exitcode)}{at}"
+        outcome.reject(self.scheme.name, f"scheme '{self.scheme.name}': {how}", RANK_FAILED)
+        self.close()
+        return outcome
+
+    def close(self) -> None:
+        """End the process: one at work at once, an idle one by itself."""
+        self.connection.close()
+        self._process.join(0.0 if self._is_busy else END_S)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join(END_S)
+
+
+def _serve(connection: Connection, log: str) -> None:
+    """In a worker: verify schemes until the parent has no more."""
+    crash.record(Path(log) / "crash")
+    exits.install(lambda text: Path(log, "noted").write_text(text))
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        while True:
+            connection.send(_one(*connection.recv()))
+
+
+def _one(file: str, name: str, examples: int) -> session.Outcome:
+    try:
+        scheme = next(candidate for candidate in discover.schemes_of_file(file) if candidate.name == name)
+        return session.run([scheme], session.VerifyOptions(examples=examples, profile="quick", quiet=True))
+    except RAISED as error:
+        outcome = session.Outcome()
+        status, sentence = sentence_of(error)
+        outcome.reject(name, f"scheme '{name}': {sentence}", status)
+        return outcome

@@ -1,0 +1,85 @@
+"""A user's code that ends or replaces the process of a command: `os._exit`, `os.execv`, `os.execve`.
+
+The command would end without a verdict, with a status that is not its own. On the main thread and on a rank of lockstep
+the call raises SystemExit instead, which is a failure of the code that called it. On any other thread nothing could be
+told to the command: the line of the call is noted for the parent process, and the process ends. A forked process does
+as it asked to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+RANK_THREAD = "lockstep-rank-"  # the names of lockstep's threads begin with it
+ENDING = ("_exit", "execv", "execve")
+STACKS = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0  # a process of ours writes its stacks at this signal
+leave = os._exit  # the process's own, before anything is installed
+
+
+def signal_name(number: int) -> str:
+    """`SIGSEGV`, or `SIGRTMIN+6`: most real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
+def install(note: Callable[[str], object], *, raises: bool = True) -> None:
+    """From now on, calls in this process raise or, unless `raises`, are noted as `os._exit(0) at file:line`."""
+    process = os.getpid()
+    for name in ENDING:
+        setattr(os, name, _raising_or_noted(name, getattr(os, name), process, note, raises))
+
+
+def are_installed() -> bool:
+    """Whether `os._exit` is one of these calls already."""
+    return os._exit is not leave and hasattr(os._exit, "__wrapped__")
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """While a rank's process imports a user's file, the calls raise; before and after they end the rank's process."""
+    before = {name: getattr(os, name) for name in ENDING}
+    install(lambda text: None)
+    try:
+        yield
+    finally:
+        for name, call in before.items():
+            setattr(os, name, call)
+
+
+def _raising_or_noted(
+    name: str, end: Callable[..., Any], process: int, note: Callable[[str], object], raises: bool
+) -> Callable[..., Any]:
+    @wraps(end)
+    def ending(*arguments: Any) -> Any:
+        if os.getpid() == process:
+            call = f"os.{name}({repr(arguments[0]) if arguments else ''})"
+            thread = threading.current_thread()
+            if raises and thread.name.startswith(RANK_THREAD):
+                raise SystemExit(f"{call}, which ends a rank's process")
+            if raises and thread is threading.main_thread():
+                raise SystemExit(f"{call}, which ends the process of the command")
+            note(f"{call}{_users_line()}")
+        return end(*arguments)
+
+    return ending
+
+
+def _users_line() -> str:
+    """` at file:line` of the call in the user's code, in this thread."""
+    from shardproof.engines.ledger import innermost  # here: it loads torch
+
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    at = innermost(frames[::-1])
+    return f" at {at}" if at else ""

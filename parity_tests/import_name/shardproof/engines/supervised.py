@@ -1,0 +1,342 @@
+"""Run a command in its own process, so that no way in which that process ends can lose or fake a verdict.
+
+On lockstep the ranks are threads of the command, and references, draws and imports run in it too: a crash in native
+code, a signal or `os._exit` ends the whole process. The parent, which has loaded nothing, waits. It believes a status
+only if the child has recorded it as its last act (last_words.py). It ends a child that is stopped, or whose interpreter
+is not free any more during a run of lockstep. If schemes are left to judge after a death, it starts another child,
+which takes the verdicts so far from the journal (journal.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any, NoReturn
+
+from shardproof.engines import exits, journal
+from shardproof.engines.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD, USAGE
+from shardproof.engines.exits import STACKS
+from shardproof.engines.journal import Journal
+from shardproof.engines.last_words import LastWords
+from shardproof.engines.processes import orphans
+from shardproof.engines.processes.status_table import COMPUTING, StatusTable
+
+MOST_RANKS = 64
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ASKS_TO_END = (*PASSED_ON, signal.SIGQUIT)  # any other signal that ends the child is a failure of the child
+UNDER_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "RANK")  # which kills processes by their ids itself
+SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+TICK_S = 0.5
+MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while the interpreter is free
+STOPPED_S = 3.0  # for which a child may be stopped while its parent runs
+GRACE_S = 5.0  # between a signal that was passed on and the end
+ORPHANS_S = 2.0  # for the processes of a child that has ended to end, as a fork server does by itself
+STACKS_S = 0.5  # for the fault handler to write the stacks of all threads
+INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
+
+table: StatusTable | None = None  # of the command in this process, shared with its parent
+words: LastWords | None = None  # likewise
+
+
+def supervised(call: Callable[[], int | None]) -> int:
+    """The status of `call`, run in a forked process; 3, and a sentence on stderr, if that does not come to its end.
+
+    Signals sent to this process alone are forwarded, and the child ends when its parent is killed. The forked process
+    never returns from here. `call` runs in this process under a launcher such as torchrun, and if a fork is not safe:
+    JAX is loaded, or another thread runs.
+    """
+    is_launched = any(name in os.environ for name in UNDER_A_LAUNCHER)
+    if is_launched:
+        exits.install(_complain)  # the launcher would take the exit code of a user's call for that of the command
+    if is_launched or not sys.platform.startswith("linux") or "jax" in sys.modules or threading.active_count() > 1:
+        return call() or 0
+    with contextlib.ExitStack() as files:
+        try:
+            stack, file = (files.enter_context(tempfile.TemporaryFile(mode)) for mode in ("w+", "w+b"))
+        except OSError as error:
+            _complain(f"no temporary file can be made: {error.strerror}; set TMPDIR to a folder that can be written")
+            return USAGE
+        return _Command(call, stack, Journal(file)).status()
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a child ended that did not come to its end; `why` and `seconds` if its parent has ended it.
+
+    What it was at is known from before it was ended: a stopped child runs on until the signal reaches it.
+    """
+
+    exit_code: int  # minus N for signal N
+    key: str | None  # the key of the journal that it had begun
+    is_judged: bool  # all verdicts were printed
+    why: str = ""  # "stopped", "silent" or "asked"
+    seconds: float = 0.0
+
+
+class _Command:
+    """One command, and the child that runs it."""
+
+    def __init__(self, call: Callable[[], int | None], stack: IO[str], record: Journal) -> None:
+        self._call, self._stack, self._journal = call, stack, record
+        self._parent = os.getpid()
+        self._table, self._words = StatusTable(None, MOST_RANKS), LastWords()
+        self._asked: int | None = None  # the signal that asks this command to end
+        # One that is ignored, as under nohup, asks for nothing; while it is blocked it would be received.
+        self._passed_on = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
+
+    def status(self) -> int:
+        # Blocked until this process ends: none is lost between the fork and the wait, and none interrupts a sentence.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*self._passed_on, signal.SIGCHLD))
+        orphans.adopt()
+        others = orphans.children()
+        death: Death | None = None
+        lost: set[str] = set()
+        while True:
+            ended = self._ended(self._fork(death))
+            orphans.end(but=others, grace_s=ORPHANS_S)
+            if isinstance(ended, int):
+                return ended
+            death, key = ended, ended.key
+            if self._asked is not None or -death.exit_code in ASKS_TO_END:
+                return self._as_asked(self._asked or -death.exit_code, death)
+            if death.exit_code == -signal.SIGPIPE and key is None:
+                return UNREAD
+            if key is None or key in lost or death.is_judged or self._journal.is_alone:
+                _complain(self._sentence(death))
+                return RANK_FAILED
+            lost.add(key)
+
+    def _fork(self, death: Death | None) -> int:
+        """A child that runs the command; after a death, one that goes on where that one was."""
+        _flush()
+        self._journal.start_child()
+        self._words.beat(0.0)  # the next child makes the sentence on the last one before it runs anything
+        child = os.fork()
+        if child == 0:
+            self._run(death)
+        return child
+
+    def _ended(self, child: int) -> int | Death:
+        """Wait for the child and forward signals from other processes: the status that it has recorded, or a death."""
+        watch = _Watch(self._words)
+        why, seconds, ends_at = "", 0.0, float("inf")
+        was_at: tuple[str | None, bool] | None = None
+        while True:
+            received = signal.sigtimedwait((*self._passed_on, signal.SIGCHLD), TICK_S)
+            if received is not None and received.si_signo in self._passed_on:
+                self._asked = self._asked or received.si_signo
+                ends_at = min(ends_at, time.monotonic() + GRACE_S)
+                if received.si_code == SENT_BY_A_PROCESS:
+                    os.kill(child, received.si_signo)
+            code = watch.exit_code(child)
+            if code is not None:
+                finished = self._words.finished
+                if finished is not None and code >= 0 and why != "stopped":  # that one was continued to be killed
+                    return finished
+                return Death(code, *(was_at or self._at()), why, seconds)
+            if why:
+                continue
+            why, seconds = watch.step(is_overdue=time.monotonic() > ends_at)
+            if why:
+                was_at = self._at()
+                self._end(child)
+
+    def _at(self) -> tuple[str | None, bool]:
+        return self._journal.begun, self._words.is_judged
+
+    def _end(self, child: int) -> None:
+        """Let the child write its stacks, even while its interpreter is not free, and kill it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, STACKS)
+            os.kill(child, signal.SIGCONT)
+            deadline, written, before = time.monotonic() + STACKS_S, 0, -1
+            while time.monotonic() < deadline and not before == written > 0:
+                time.sleep(STACKS_S / 50)
+                before, written = written, os.fstat(self._stack.fileno()).st_size
+            os.kill(child, signal.SIGKILL)
+
+    def _as_asked(self, number: int, death: Death) -> int:
+        """The child has ended because somebody asked this command to end, which it now does in the same way."""
+        if death.why:
+            _complain(self._sentence(death))
+        if number == signal.SIGINT:
+            if death.exit_code != INTERRUPTED:  # else it has said so itself
+                _complain(INTERRUPTED_SENTENCE)
+            return INTERRUPTED
+        _complain(f"ended by {exits.signal_name(number)}; what was not printed was not judged")
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(self._parent, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
+        return RANK_FAILED  # not reached
+
+    def _run(self, death: Death | None) -> NoReturn:
+        """In the forked process: run the command and exit as a process does after its last line."""
+        global table, words
+        status = INTERNAL
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() == self._parent:  # else it was killed before prctl took effect
+                sentence = None if death is None else self._sentence(death)
+                self._table.clear()
+                self._words.clear()
+                self._stack.seek(0)
+                self._stack.truncate()
+                faulthandler.enable(self._stack, all_threads=False)
+                faulthandler.register(STACKS, self._stack, all_threads=True)
+                table, words, journal.current = self._table, self._words, self._journal
+                exits.install(self._words.note)
+                if death is not None and death.key is not None and sentence is not None:
+                    self._journal.lose(death.key, sentence)
+                self._journal.read()
+                status = _status_of(self._call)
+                _flush()
+                self._words.judged(status)
+                status = _status_after_exit_functions(status)
+                _flush()
+                self._words.finish(status)
+        finally:
+            exits.leave(status)
+
+    def _sentence(self, death: Death) -> str:
+        """A sentence: which rank ran when the process ended, where, and the state of the others."""
+        # Imported only now: the parent of a command that comes to its end loads no torch.
+        from shardproof.engines.failure import Died, Stalled
+        from shardproof.engines.processes import crash
+        from shardproof.engines.processes.root_cause import DIED, RUNNING, Outcome, ending
+
+        self._stack.seek(0)
+        written = self._stack.read()
+        call, _, place = self._words.noted.partition(" at ")
+        line = place or (crash.line_of_running(written) if death.why else crash.line(written))
+        at, by = f" at {line}" if line else "", f" by {call}" if call else ""
+        statuses = {rank: status for rank in range(self._table.world) if (status := self._table.status(rank)).writes}
+        running = next((rank for rank, status in statuses.items() if status.state == COMPUTING), None)
+        others = [
+            str(Outcome(rank, RUNNING, state=str(status))) for rank, status in statuses.items() if rank != running
+        ]
+        if death.why == "asked":
+            return f"the command was killed {GRACE_S:g} s after it was asked to end; it was{at or ' in native code'}"
+        if running is None:
+            how = _HOW[death.why].format(seconds=death.seconds) if death.why else f"{ending(death.exit_code)}{by}"
+            after = ", after all verdicts were printed" if death.is_judged else ""
+            return f"the process of the command {how}{at}{after}"
+        state = statuses[running].sentence(line)
+        if death.why:
+            how = f"rank {running} {_HOW[death.why].format(seconds=death.seconds)}: it {state}"
+            return str(Stalled(how, rank=running, source=line, others=others))
+        dead = Outcome(
+            running, DIED, source=line, state=str(statuses[running]), exit_code=death.exit_code, error=by.strip()
+        )
+        died = Died(str(dead), rank=running, source=line, others=others)
+        return f"{died}\n  --engine gloo runs each rank in a process of its own"
+
+
+_HOW = {
+    "stopped": "was stopped by a signal and not continued for {seconds:.0f} s",
+    "silent": "has held the interpreter for {seconds:.0f} s, in native code",
+}
+
+
+class _Watch:
+    """Whether the child is stopped, or has missed the beat of a run.
+
+    Time in which the parent itself is delayed does not count.
+    """
+
+    def __init__(self, of_child: LastWords) -> None:
+        self._words, self._pulse = of_child, of_child.pulse
+        self._is_stopped, self._seconds, self._last = False, 0.0, time.monotonic()
+
+    def exit_code(self, child: int) -> int | None:
+        """How the child has ended, or None; notes whether it is stopped."""
+        while True:
+            changed, status = os.waitpid(child, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            if not changed:
+                return None
+            if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
+                return os.waitstatus_to_exitcode(status)
+            self._is_stopped, self._seconds = os.WIFSTOPPED(status), 0.0
+
+    def step(self, *, is_overdue: bool) -> tuple[str, float]:
+        """Why the child must be ended, and the seconds since it last moved; an empty string if it need not be."""
+        now = time.monotonic()
+        self._seconds += min(now - self._last, 2 * TICK_S)
+        self._last = now
+        pulse = self._words.pulse
+        if pulse != self._pulse and not self._is_stopped:
+            self._pulse, self._seconds = pulse, 0.0
+        if is_overdue:
+            return "asked", self._seconds
+        if self._is_stopped:
+            return ("stopped", self._seconds) if self._seconds >= STOPPED_S else ("", 0.0)
+        _, limit = pulse
+        return ("silent", self._seconds) if limit and self._seconds >= limit + MARGIN_S else ("", 0.0)
+
+
+def _status_of(call: Callable[[], int | None]) -> int:
+    """The status of the command, however it ends; from then on, an interrupt is ignored."""
+    try:
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*PASSED_ON, signal.SIGCHLD))
+            return call() or 0
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _complain(INTERRUPTED_SENTENCE)
+        return INTERRUPTED
+    except SystemExit as left:  # the command line's own: those of users are turned into sentences before
+        if isinstance(left.code, str):
+            _complain(left.code)
+            return RANK_FAILED
+        return left.code or 0
+    except BaseException as error:
+        traceback.print_exc()
+        _complain(f"internal error: {type(error).__name__}")
+        return INTERNAL
+
+
+def _status_after_exit_functions(status: int) -> int:
+    """Run the `atexit` functions; one that exits would take the verdict away, so that it is reported, and 3."""
+    exited: list[str] = []
+    previous_hook = sys.unraisablehook
+
+    def hook(lost: Any) -> None:
+        if not isinstance(lost.exc_value, SystemExit):
+            previous_hook(lost)
+            return
+        from shardproof.engines.ledger import at_users_line
+
+        message = f": {lost.exc_value}" if lost.exc_value.args else ""
+        exited.append(f"an atexit function raised SystemExit{at_users_line(lost.exc_value)}{message}")
+
+    sys.unraisablehook = hook
+    atexit._run_exitfuncs()
+    sys.unraisablehook = previous_hook
+    for sentence in exited:
+        _complain(f"{sentence}; all verdicts were printed before")
+    return RANK_FAILED if exited else status
+
+
+def _complain(sentence: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"shardproof: {sentence}", file=sys.stderr)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by the process that started this one
+            with contextlib.suppress(OSError):  # or its reader has left
+                stream.flush()

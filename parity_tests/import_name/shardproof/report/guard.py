@@ -1,0 +1,184 @@
+"""Run a command: returns an exit status, and reports a user's mistake in one sentence without a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardproof.engines import exit_status
+from shardproof.engines.exit_status import EQUAL, INTERNAL, INTERRUPTED, NOTHING, RANK_FAILED, UNREAD, USAGE
+from shardproof.engines.raised import message_of
+
+COMMAND_LINE = ("typer", "click")  # packages that leave by SystemExit once a command has returned a status
+OF_THE_COMMAND = (*COMMAND_LINE, "rich", "jax", "jaxlib", "numpy", "hypothesis", "cloudpickle")
+CLI = str(Path(__file__).resolve().parents[2] / "cli")
+
+
+@contextmanager
+def delayed_interrupts() -> Iterator[None]:
+    """Python drops a KeyboardInterrupt raised in a callback; inside this block it is raised again in the main thread.
+
+    It is raised at the next call or return. If that is inside a callback too, it is dropped and raised once more.
+    """
+    previous_hook = sys.unraisablehook
+
+    def hook(lost: Any) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            sys.setprofile(again)
+        else:
+            previous_hook(lost)
+
+    def again(frame: FrameType, event: str, arg: Any) -> None:
+        if frame.f_code is not hook.__code__:  # raised inside the hook it would be lost
+            raise KeyboardInterrupt  # Python removes a profiler that raises
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous_hook
+
+
+def guarded(call: Callable[[], Any]) -> int:
+    """The status of a call, with one sentence for: 2 a user's mistake, 3 lost processes, 4 a missing requirement.
+
+    3 also for a SystemExit that the command line did not raise; 70 for an internal error, after its traceback; 141 if
+    the reader of standard output has closed it, as `| head` does, and then nothing is printed.
+    """
+    try:
+        with delayed_interrupts(), _while_it_is_read():
+            return call() or EQUAL
+    except _Unread:
+        return UNREAD
+    except (KeyboardInterrupt, SystemExit) as stop:  # typer turns the first into an exit
+        if isinstance(stop, SystemExit) and not _is_command_lines(stop):
+            return _reported(stop)
+        if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
+            raise
+        _complain("interrupted; what was not printed was not judged")
+        return INTERRUPTED
+    except Exception as error:
+        return _reported(error)
+
+
+def _is_command_lines(left: SystemExit) -> bool:
+    """Whether the command line has raised it, and not a user's code."""
+    *_, (frame, _) = traceback.walk_tb(left.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] in COMMAND_LINE
+
+
+def _reported(error: BaseException) -> int:
+    """The status of an error, after its sentence is printed; an internal error's traceback is printed before that."""
+    status, sentence = sentence_of(error)
+    if status == INTERNAL:
+        traceback.print_exception(error)
+    _complain(sentence)
+    return status
+
+
+def sentence_of(error: BaseException) -> tuple[int, str]:
+    """The status and sentence of a user's mistake, or of an internal error: an exception that no user's code raised."""
+    known = _known(error)
+    if known is not None:
+        return known
+    from shardproof.engines.ledger import innermost  # here: it loads torch
+
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_globals.get("__name__", "").partition(".")[0])
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    at = innermost(
+        [(file, line) for file, line, package in frames if package not in OF_THE_COMMAND and not file.startswith(CLI)]
+    )
+    raised = f"{type(error).__name__}: {message_of(error) or 'no message'}"
+    if at or isinstance(error, SystemExit):
+        return exit_status.of_error(error), f"{at or 'code without a line'} raised {raised}"
+    file, line, _ = frames[-1] if frames else ("?", 0, "")
+    return INTERNAL, f"internal error at {os.path.basename(file)}:{line}: {raised}; please report it with its traceback"
+
+
+def _known(error: BaseException) -> tuple[int, str] | None:
+    """The status and sentence of an exception that is made to be read; None for any other."""
+    if isinstance(error, OSError):
+        return USAGE, f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+    if isinstance(error, MemoryError):
+        return USAGE, f"{error or 'the memory is used up'}; choose smaller sizes by --dim"
+    if isinstance(error, (ValueError, TypeError, ImportError)):
+        return exit_status.of_error(error), str(error)
+    # Imported only now, so that shell completion and --help stay fast.
+    from shardproof.declare.discover import UnusableTarget
+    from shardproof.engines.failure import NotRun
+    from shardproof.engines.processes.forks import ServerGone
+    from shardproof.judge.reference import ReferenceFailure
+
+    if isinstance(error, NotRun):
+        return NOTHING, f"not run: {error}"
+    if isinstance(error, ServerGone):
+        return RANK_FAILED, str(error)
+    is_sentence = isinstance(error, (UnusableTarget, ReferenceFailure, exit_status.NotJudged))
+    return (exit_status.of_error(error), str(error)) if is_sentence else None
+
+
+def _complain(sentence: str) -> None:
+    from rich.console import Console
+
+    from shardproof.report.sentence import Sentence
+
+    Console(stderr=True, soft_wrap=True).print(Sentence(f"shardproof: {sentence}", style="red"))
+
+
+class _Unread(BaseException):
+    """The reader of standard output has closed it.
+
+    This is not an OSError, because typer and rich would turn that into their own status.
+    """
+
+
+class _Reader:
+    """A stream whose reader may close it; everything except writing is passed to the stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            raise _Unread from None
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            raise _Unread from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _while_it_is_read() -> Iterator[None]:
+    """Standard output that raises once its reader is gone; unwritten text is then discarded."""
+    stream = sys.stdout
+    if stream is None:  # closed by the process that started this one
+        yield
+        return
+    sys.stdout = _Reader(stream)
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except _Unread:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        raise
+    finally:
+        sys.stdout = stream

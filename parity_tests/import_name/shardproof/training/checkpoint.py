@@ -1,0 +1,151 @@
+"""What a run needs to go on, by torch's distributed checkpoint: weights and the optimizer's state, whatever the mesh.
+
+A checkpoint is a folder `step_N`, and counts once it has the file `done`, which says whose numbers they are. It is
+written beside, as `step_N.part`, and renamed: a run that is killed leaves the checkpoint that it was to replace. It is
+loaded only if every file fits its checksum, see `digests`. One run at a time writes to the folder, by a lock on its
+file `lock`. A run that begins anew does not replace another run's checkpoints without being told to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from shardproof.declare.counted import counted
+from shardproof.training import digests
+from shardproof.training.digests import DONE
+from shardproof.training.rank_optimizers import RankOptimizers
+from shardproof.training.run import Run
+
+LOCK = "lock"
+
+
+@contextmanager
+def locked(run: Run) -> Iterator[None]:
+    """Lock the folder of the run against other runs. The system releases the lock of a killed process.
+
+    Errors: ValueError where another run has it.
+    """
+    if run.checkpoint is None or (run.resume and not _folder(run).is_dir()):
+        yield
+        return
+    _folder(run).mkdir(parents=True, exist_ok=True)
+    with (_folder(run) / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--checkpoint {run.checkpoint}: another run writes there; wait until it has ended, or give another "
+                "folder"
+            ) from None
+        yield
+
+
+def check_unused(run: Run) -> None:
+    """Errors: ValueError if the folder has checkpoints and the run neither goes on from them nor may replace them."""
+    steps = finished(run)
+    if steps and not (run.resume or run.overwrite):
+        raise ValueError(
+            f"--checkpoint {run.checkpoint}: has {counted(len(steps), 'checkpoint')} of an earlier run, of step "
+            f"{steps[-1]} at last; go on from it by --resume, replace them by --overwrite, or give another folder"
+        )
+
+
+def finished(run: Run) -> list[int]:
+    """The steps of the complete checkpoints in the folder, ascending."""
+    if run.checkpoint is None:
+        return []
+    names = (re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})", path.parent.name) for path in _folder(run).glob(f"*/{DONE}"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers, step: int) -> None:
+    """After `step` steps; `parameters` are this rank's parameters by every name that the model has for them."""
+    folder = _of_step(run, step)
+    beside, replaced = (folder.with_name(f"{folder.name}.{state}") for state in ("part", "replaced"))
+    if dist.get_rank() == 0:
+        for left in (beside, replaced):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+    dist.barrier()
+    dcp.save(_state(parameters, optimizer), checkpoint_id=str(beside))
+    if dist.get_rank() == 0:
+        digests.write(beside, json.dumps({"step": step, **_numbers(run)}))
+        if folder.exists():
+            folder.rename(replaced)
+        beside.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove(run: Run, steps: Sequence[int]) -> None:
+    """Remove checkpoints of an earlier run."""
+    for step in steps:
+        shutil.rmtree(_of_step(run, step))
+
+
+def load(run: Run, step: int, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> None:
+    """The state after `step` steps, which `newest` has verified, into parameters and optimizer, sharded as they are."""
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes the tensors of its state, which are all written over, as the parameters are
+    optimizer.zero_grad()
+    dcp.load(_state(parameters, optimizer), checkpoint_id=str(_of_step(run, step)))
+
+
+def newest(run: Run) -> int:
+    """The steps behind the newest checkpoint that is not past the run's last step. Every file of it is verified.
+
+    It is never passed over for an older one: who resumes decides what to do about a damaged file.
+
+    Errors: ValueError where there is none, where a file is damaged, or where it is of a run with other numbers.
+    """
+    *older, step = [0, *(done for done in finished(run) if done <= run.steps)]
+    if step == 0:
+        raise ValueError(f"--resume: {run.checkpoint} has no complete checkpoint of {run.steps} steps or fewer")
+    try:
+        theirs = json.loads(digests.verified_content(_of_step(run, step)))
+    except digests.Damage as damage:
+        then = f"go on from step {older[-1]}" if older[-1] else "begin anew without --resume"
+        raise ValueError(f"--resume: {damage}; {damage.remedy}, or remove {_of_step(run, step)} to {then}") from None
+    if theirs["step"] != step:
+        name = _of_step(run, theirs["step"]).name
+        raise ValueError(
+            f"--resume: {_of_step(run, step)} is the checkpoint of step {theirs['step']}; give it the name {name}"
+        )
+    for name, value in json.loads(json.dumps(_numbers(run))).items():
+        if theirs.get(name) != value:
+            raise ValueError(f"--resume: {run.checkpoint} is of a run with {name}={theirs.get(name)}, not {value}")
+    return step
+
+
+def _numbers(run: Run) -> dict[str, Any]:
+    """What decides the numbers of a run, but for how long it goes on."""
+    return {name: value for name, value in asdict(run.numbers).items() if name not in ("steps", "every")}
+
+
+def _of_step(run: Run, step: int) -> Path:
+    return _folder(run) / f"step_{step:06d}"
+
+
+def _folder(run: Run) -> Path:
+    return Path(run.checkpoint or "")
+
+
+def _state(parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> dict[str, torch.Tensor]:
+    """The tensors themselves, by names that no mesh changes; two stages' copies of a parameter have a name each."""
+    state: dict[str, torch.Tensor] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    states = optimizer.state
+    for name, parameter in parameters.items():
+        state |= {f"optimizer.{name}.{kind}": x for kind, x in states[parameter].items()}
+    return state
