@@ -163,7 +163,7 @@ def test_a_page(shardproof):
     assert "<title>2 schemes, 1 mismatch, 0 not run." in out
 
 
-def test_replay_files_go_where_they_are_told(shardproof):
+def test_replays_go_where_they_are_told(shardproof):
     written("wrong.py", WRONG)
     _, out, _ = shardproof("verify", "wrong.py", "--mesh", "tp=2", "--dim", "b=4", "--replay-dir", "some/replays")
     [replay] = [str(path) for path in Path("some/replays").glob("replay_*.py")]

@@ -11,6 +11,7 @@ import pytest
 
 from parity_tests import warm_python
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from shardproof import places
 from shardproof.declare import discover
 
 MISTAKES = {
@@ -282,7 +283,8 @@ def test_a_component_whose_package_is_missing_is_named_and_left_out(monkeypatch,
     folder = tmp_path / "parity_tests" / "parallelizer"
     folder.mkdir(parents=True)
     (folder / "test_wanting.py").write_text("import transformers.nothing_of_this_name  # scheme(\n")
-    monkeypatch.setattr(discover, "PACKAGE", tmp_path / "parity_tests")
+    for module in (places, discover):
+        monkeypatch.setattr(module, "TESTS", tmp_path / "parity_tests")
     monkeypatch.setattr(discover, "_imported", lambda path: exec(path.read_text(), {}))
     assert discover.built_in() == []
     assert discover.left_out() == {

@@ -8,8 +8,9 @@ from rich.console import Console
 
 from shardproof.cli import tour, wrong_schemes
 from shardproof.declare import discover
+from shardproof.places import TESTS
 
-LOGPROB = discover.PACKAGE / "vocab_parallel" / "test_logprob.py"
+LOGPROB = TESTS / "vocab_parallel" / "test_logprob.py"
 STATISTICS = LOGPROB.with_name("test_statistics.py")
 
 

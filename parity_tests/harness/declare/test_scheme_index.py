@@ -112,7 +112,7 @@ def test_a_changed_source_has_another_index(cache, tmp_path, monkeypatch):
     source = tmp_path / "root" / "parity_tests" / "test_new.py"
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
-    monkeypatch.setattr(scheme_index, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(scheme_index, "SOURCES", [tmp_path / "root"])
     names = [scheme_index._file().name]
     os.utime(source, ns=(1, 1))
     names.append(scheme_index._file().name)
