@@ -12,7 +12,7 @@ from shardproof.places import ROOT
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 8], ids=["all", "one of eight"])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 32], ids=["all", "one of 32"])
 def test_schemes_keep_to_the_annotations(step):
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "parity_tests.annotated_run", str(step)],

@@ -67,6 +67,7 @@ def test_the_import_loads_nothing_else(tmp_path):
     assert printed(f"import sys, shardproof; print({loaded})", tmp_path) == "set()"
 
 
+@pytest.mark.slow
 def test_what_a_rank_uses_loads_no_jax(tmp_path):
     names = "scheme, run, values, CaseSpec, Cost, layouts, RankFailure"
     assert printed(f"import sys; from shardproof import {names}; print('jax' in sys.modules)", tmp_path) == "False"
@@ -91,6 +92,7 @@ def without(tmp_path):
     return packages
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command(tmp_path):
     done = python("-m", "shardproof", "--version", folder=tmp_path)
     assert done.returncode == 0 and "torch" in done.stdout
@@ -134,6 +136,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_production_is_imported_and_watched_without_what_verifies_it(without, tmp_path):
     """Every module of torch_impl; kernels in Triton's language ask for their own extra."""
     done = fresh("-c", PRODUCTION + WATCHED, folder=tmp_path, packages=[without(*OF_VERIFY, "jaxlib", "einops")])
@@ -191,11 +194,13 @@ def project(request, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_script_beside_it(project):
     done = python("script.py", folder=project)
     assert done.stdout == "lockstep equal\ngloo equal\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but(["prepend"], ["prepend", "importlib"]))
 def test_pytest_in_it(project, mode):
     """Two tests, and the scheme of a file, which the plugin collects, loaded here whether or not it is installed."""
@@ -205,6 +210,7 @@ def test_pytest_in_it(project, mode):
     assert "3 passed" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", slow_but(["my_scheme.py"], ["my_scheme.py", "parity_tests/test_doubled.py"]))
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_the_command_beside_it(project, file, engine):
