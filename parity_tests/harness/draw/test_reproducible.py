@@ -13,7 +13,7 @@ from shardproof.draw.reproducible import reproducible_draws
 CONSTANTS = "NUMBERS = [" + ", ".join(str(number) for number in range(100, 1000)) + "]\n"
 SEARCH = """
 from shardproof.draw import profiles
-from shardproof.draw import test_reproducible
+from parity_tests.harness.draw import test_reproducible
 from hypothesis import settings
 profiles.register_profiles()
 settings.load_profile({profile!r})
