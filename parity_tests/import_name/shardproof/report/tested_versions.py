@@ -14,14 +14,14 @@ def newer() -> list[str]:
     """`torch 2.14.1 is newer than 2.13.0, with which this release was tested`; empty where nothing is newer."""
     sentences = []
     for name, tested in TESTED.items():
-        installed = _installed(name)
+        installed = installed_release(name)
         if installed and _numbers(installed) > _numbers(tested):
             sentences.append(f"{name} {installed} is newer than {tested}, with which this release was tested")
     return sentences
 
 
 @cache  # each report asks, and finding one takes 20 ms
-def _installed(name: str) -> str:
+def installed_release(name: str) -> str:
     """The release of a package, empty where it is not installed: transformers is an extra."""
     try:
         return version(name).partition("+")[0]
