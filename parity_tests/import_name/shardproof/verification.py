@@ -290,7 +290,7 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
     from shardproof.draw.strategy import every_case
 
     count = few(examples) if examples else settings().max_examples
-    phases = [phase for phase in settings().phases if phase is not Phase.explain]  # the report explains, 100 calls fewer
+    phases = [phase for phase in settings().phases if phase is not Phase.explain]  # the report explains
 
     # No deadline: the first case of a shape traces the reference.
     @settings(max_examples=count, deadline=None, phases=phases)
