@@ -143,7 +143,7 @@ def test_what_a_collective_returns_is_waited_for_with_its_gradient():
         x = torch.ones(2, requires_grad=True)
         y = gather(x, 0, view["tp"])
         z = waited(y)
-        (gradient,) = torch.autograd.grad(z.sum(), x)
+        (gradient,) = torch.autograd.grad(z, x, torch.ones_like(z))  # torch 2.11 takes no expanded cotangent here
         is_waited = isinstance(y, functional.AsyncCollectiveTensor) and type(z) is torch.Tensor
         return is_waited, gradient.tolist(), waited("any")
 
