@@ -63,26 +63,26 @@ browser: $(VENV)/with-docs ## open the built pages in Chromium at three widths, 
 	$(BIN)/python docs/in_a_browser.py
 
 bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and write docs/benchmarks.md
-	$(BIN)/python -m parity_tests.benchmarks
+	$(BIN)/python -m parity_tests.evidence.benchmarks
 
 bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is caught
-	$(BIN)/python -m parity_tests.injected_bugs --jobs 2 --page docs --table build/injected_bugs.md
+	$(BIN)/python -m parity_tests.evidence.injected_bugs --jobs 2 --page docs --table build/injected_bugs.md
 
 mutants: $(VENV)/with-test $(VENV)/with-oracles ## judge 1,120 sampled mutants and write docs/mutants.md; it goes on where it was stopped
-	$(BIN)/python -m parity_tests.mutants --page docs/mutants.md
-	$(BIN)/python -m parity_tests.mutants.equivalents --page docs/mutants.md
+	$(BIN)/python -m parity_tests.evidence.mutants --page docs/mutants.md
+	$(BIN)/python -m parity_tests.evidence.mutants.equivalents --page docs/mutants.md
 
 tiers: $(VENV)/with-test $(VENV)/with-oracles ## count the bugs that `make test` catches of those that `make test-all` catches
-	$(BIN)/python -m parity_tests.mutants.tiers --page docs/tiers.md
+	$(BIN)/python -m parity_tests.evidence.mutants.tiers --page docs/tiers.md
 
 alarms: $(VENV)/with-test ## judge 100,000 drawn examples of what is right and write docs/false-alarms.md; it goes on where it was stopped
-	$(BIN)/python -m parity_tests.false_alarms --page docs/false-alarms.md
+	$(BIN)/python -m parity_tests.evidence.false_alarms --page docs/false-alarms.md
 
 failures: $(VENV)/with-test ## run every kind of failure on every engine and write docs/failures.md
-	$(BIN)/python -m parity_tests.failures --page docs/failures.md --table build/failures.md
+	$(BIN)/python -m parity_tests.evidence.failures --page docs/failures.md --table build/failures.md
 
 peers: $(VENV)/with-test $(VENV)/with-peers ## judge other projects' functions and write docs/findings.md
-	$(BIN)/python -m parity_tests.peers
+	$(BIN)/python -m parity_tests.evidence.peers
 
 clean: ## remove what the other targets made, the virtual environment included
 	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/gallery.md docs/images/gallery docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache

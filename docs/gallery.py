@@ -6,7 +6,7 @@ import base64
 import json
 from pathlib import Path
 
-from parity_tests.harness.report import themes
+from shardproof.report import themes
 
 ROOT = Path(__file__).resolve().parents[1]
 

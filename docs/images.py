@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 
 from jax_ref.layouts import contiguous, dual_chunk_swap, packed, striped
-from parity_tests.cli.priced import Request, compare
-from parity_tests.cli.tour import judged
-from parity_tests.cost.figure import figure as cost_figure
-from parity_tests.harness.report import themes
 from shardproof import figure, layout_figure, parse
+from shardproof.cli.priced import Request, compare
+from shardproof.cli.tour import judged
+from shardproof.cost.figure import figure as cost_figure
+from shardproof.report import themes
 from torch_impl.pipelining import schedule_order, simulate, stage_to_rank
 from torch_impl.pipelining.simulation import draw
 

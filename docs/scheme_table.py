@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from parity_tests.harness.declare import discover
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.scheme_index import entry_of
-from parity_tests.harness.draw.drawing import one_case
-from parity_tests.harness.judge.side_checks import costs_of_ranks
-from parity_tests.harness.run.program import Program
+from shardproof.declare import discover
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.declared import Declared
+from shardproof.declare.scheme_index import entry_of
+from shardproof.draw.drawing import one_case
+from shardproof.engines.program import Program
+from shardproof.judge.side_checks import costs_of_ranks
 
 SEEDS = 8  # drawn cases of which the one with the most ranks is shown
 MOST = 8  # tensors of a scheme that are shown

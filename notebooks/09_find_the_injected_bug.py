@@ -58,7 +58,7 @@ from torch_impl.collectives import all_reduce
 # Two gated blocks and a head, on bytes of Python's own language reference; each byte predicts the next. `up`, `gate`
 # and the head are sharded by rows, so each rank computes some of their outputs; `down` is sharded by columns, so each
 # rank computes an addend of every output. Somewhere in this file is the bug. Do not look for it yet. The reference is
-# the same in flax, unsharded: `parity_tests/tracing/buggy_model_reference.py`.
+# the same in flax, unsharded: `parity_tests/import_name/shardproof/tracing/buggy_model_reference.py`.
 
 # %%
 print(inspect.getsource(buggy_model))

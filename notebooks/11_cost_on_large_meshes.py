@@ -28,11 +28,11 @@ from dataclasses import replace
 
 import matplotlib.pyplot as plt
 
-from parity_tests.cost import sheet, table
-from parity_tests.cost.candidates import Setting
-from parity_tests.cost.exchanges import compared
-from parity_tests.cost.figure import figure
 from shardproof import colours
+from shardproof.cost import sheet, table
+from shardproof.cost.candidates import Setting
+from shardproof.cost.exchanges import compared
+from shardproof.cost.figure import figure
 
 H100, B200 = sheet.read("h100"), sheet.read("b200")
 WORLDS = [8 << step for step in range(11)]

@@ -21,12 +21,12 @@ WRONG_ON_PURPOSE = ("rejected_plans",)  # hands over what no annotation admits
 def main(step: int = 1) -> int:
     """Run some examples of the built-in schemes, one of `step`; prints which ranks failed."""
     with install_import_hook("torch_impl", "beartype.beartype"):
-        from parity_tests.harness.declare import discover
-        from parity_tests.harness.draw.choosers import seeded_chooser
-        from parity_tests.harness.draw.drawing import draw_case
-        from parity_tests.harness.run.engines import run
-        from parity_tests.harness.run.failure import RankFailure
-        from parity_tests.harness.run.program import Program
+        from shardproof.declare import discover
+        from shardproof.draw.choosers import seeded_chooser
+        from shardproof.draw.drawing import draw_case
+        from shardproof.engines.engines import run
+        from shardproof.engines.failure import RankFailure
+        from shardproof.engines.program import Program
 
         schemes = [scheme for scheme in discover.built_in() if scheme.name not in WRONG_ON_PURPOSE][::step]
         failures = []

@@ -15,13 +15,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one t
 import pytest
 from hypothesis import settings
 
-from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.draw import profiles
-from parity_tests.harness.draw.reproducible import make_draws_reproducible
-from parity_tests.harness.report import tested_versions
-from parity_tests.harness.run.collector import collect_rarely, freeze_heap
-from parity_tests.harness.verify import check_cases
+from shardproof.declare.declared import Declared
+from shardproof.draw import profiles
+from shardproof.draw.reproducible import make_draws_reproducible
+from shardproof.engines.collector import collect_rarely, freeze_heap
 from shardproof.pytest_plugin import pytest_configure as pytest_configure  # our own mark is known
+from shardproof.report import tested_versions
+from shardproof.verification import check_cases
 
 collect_rarely()
 make_draws_reproducible()
@@ -31,7 +31,7 @@ settings.load_profile("dev")  # --hypothesis-profile=ci overrides it
 
 # A process that began one of these last would keep the other waiting: their few tests take half a minute and more.
 LONG_FILES = (
-    "injected_bugs/test_catalogue.py",
+    "evidence/injected_bugs/test_catalogue.py",
     "test_every_scheme.py",
     "kernels/test_devices.py",
     "test_import_name.py",
@@ -42,18 +42,18 @@ LONG_FILES = (
     "training/test_killed.py",
     "test_worked_example.py",
     "expert_parallel/test_routed_experts.py",
-    "harness/run/processes/test_orphans.py",
+    "harness/engines/processes/test_orphans.py",
     "pipelining/test_reference.py",
     "training/test_precision.py",
-    "injected_bugs/test_command.py",
+    "evidence/injected_bugs/test_command.py",
     "test_quickstart.py",
     "parallelizer/test_families.py",
     "harness/test_second_opinion.py",
     "mamba/test_mamba_ssm_kernels.py",
     "parallelizer/test_expert_sharding.py",
     "cli/test_page_commands.py",
-    "benchmarks/test_dispatch.py",
-    "harness/run/processes/test_launch.py",
+    "evidence/benchmarks/test_dispatch.py",
+    "harness/engines/processes/test_launch.py",
     "harness/judge/test_every_reference.py",
 )
 
@@ -129,7 +129,7 @@ def nothing_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def shardproof(monkeypatch, capsys):
     """The command, run in this process: status, standard output, standard error."""
-    from parity_tests.cli.app import main
+    from shardproof.cli.app import main
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["shardproof", *arguments])

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 
 
 class Rejection(NamedTuple):

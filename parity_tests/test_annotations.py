@@ -8,7 +8,7 @@ from beartype import beartype
 from jaxtyping import Float, TypeCheckError, jaxtyped
 from torch import Tensor, ones
 
-from parity_tests.harness.declare import discover
+from shardproof.declare import discover
 
 
 @pytest.mark.timeout(600)

@@ -8,15 +8,15 @@ from functools import lru_cache
 
 import pytest
 
-from parity_tests.harness.declare.case import SPARE
-from parity_tests.harness.declare.discover import built_in
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.experiments.undecided import mark_undecided
-from parity_tests.harness.judge.reference import evaluate
-from parity_tests.harness.run.program import Program
-from parity_tests.harness.verify_one_case import verify_case
-from parity_tests.injected_bugs.trials import drawn_cases
+from parity_tests.evidence.injected_bugs.trials import drawn_cases
 from parity_tests.slow import slow_unless
+from shardproof.declare.case import SPARE
+from shardproof.declare.discover import built_in
+from shardproof.draw.profiles import few
+from shardproof.engines.program import Program
+from shardproof.experiments.undecided import mark_undecided
+from shardproof.judge.reference import evaluate
+from shardproof.verify_one_case import verify_case
 
 SCHEMES = {scheme.key: scheme for scheme in built_in()}
 ON_GLOO, INSIDE = few(4), few(3)  # cases

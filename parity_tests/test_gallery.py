@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.harness.report import themes
 from parity_tests.pages import ROOT
+from shardproof.report import themes
 
 
 def loaded(name):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parity_tests import warm_python
-from parity_tests.harness.declare.discover import NOT_COMPONENTS
+from shardproof.declare.discover import NOT_COMPONENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("torch_impl", "jax_ref", "parity_tests")
@@ -180,7 +180,7 @@ def test_the_rooms_of_the_harness_import_downwards():
         if path.name.startswith("test_") or floor == "__init__":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("parity_tests.harness"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardproof"):
                 below = (node.module or "").split(".")[2:3] or [alias.name for alias in node.names]
                 upwards += [f"{path.name}: {name}" for name in below if FLOORS.index(name) > FLOORS.index(floor)]
     assert upwards == DRAWN_ABOVE
@@ -193,7 +193,7 @@ def test_the_layouts_that_the_harness_trusts_are_numpy_alone():
 
 
 def test_what_a_rank_needs_loads_no_jax():
-    needed = ["jax_ref.layouts", "parity_tests.harness.declare.spec", "parity_tests.harness.declare.case"]
-    needed += ["parity_tests.harness.run.engines", "parity_tests.harness.draw.inputs"]
+    needed = ["jax_ref.layouts", "shardproof.declare.spec", "shardproof.declare.case"]
+    needed += ["shardproof.engines.engines", "shardproof.draw.inputs"]
     program = f"import sys, {', '.join(needed)}; sys.exit('jax' in sys.modules)"
     assert warm_python.run("-c", program, folder=ROOT, imported=warm_python.TORCH).returncode == 0

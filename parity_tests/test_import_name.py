@@ -196,7 +196,7 @@ def project(request, tmp_path):
         (folder / "harness").mkdir()
         (folder / "harness" / "__init__.py").write_text("")
         (folder / "harness" / "mine.py").write_text(HELPER)
-        (folder / "helper.py").write_text("from parity_tests.harness.mine import double as double")
+        (folder / "helper.py").write_text("from shardproof.mine import double as double")
     return tmp_path
 
 

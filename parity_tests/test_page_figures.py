@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.figure import Figure
 
-from parity_tests.harness.report import colours, themes
 from parity_tests.pages import ROOT, links, pages
+from shardproof.report import colours, themes
 
 IMAGES = ROOT / "docs" / "images"
 DARK = {path.name for path in IMAGES.glob("*-dark.svg")}

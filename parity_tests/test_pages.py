@@ -16,12 +16,12 @@ from hypothesis import strategies
 from jaxtyping import Int
 from packaging.specifiers import SpecifierSet
 
-from parity_tests.cli.app import app
-from parity_tests.harness.declare.case import ENGINES
-from parity_tests.harness.declare.discover import schemes_of_file
-from parity_tests.harness.replay import _arguments
 from parity_tests.pages import GENERATED, ROOT, Block, anchors, blocks, commands, links, pages, paths_in_code, text_of
 from shardproof import Cost, drawn, scheme, values
+from shardproof.cli.app import app
+from shardproof.declare.case import ENGINES
+from shardproof.declare.discover import schemes_of_file
+from shardproof.replays import _arguments
 
 PAGES = pages()
 NOTEBOOKS = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("notebooks/[0-9]*.py"))]
@@ -192,8 +192,10 @@ def test_a_wrong_command_is_seen(wrong, message):
 
 def test_options_named_in_prose_exist():
     existing = {option for verb in VERBS.values() for x in verb.params for option in (*x.opts, *x.secondary_opts)}
-    existing |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/injected_bugs/__main__.py")
-    existing |= options_of("parity_tests/mutants/tiers.py")
+    existing |= options_of("parity_tests/evidence/benchmarks/__main__.py") | options_of(
+        "parity_tests/evidence/injected_bugs/__main__.py"
+    )
+    existing |= options_of("parity_tests/evidence/mutants/tiers.py")
     existing |= {option for x in typer.main.get_command(app).params for option in x.opts}
     existing |= {"--nproc-per-node", "--rdzv-endpoint"}  # of torchrun
     existing |= {"--hypothesis-profile", "--full-trace", "--shardproof-engine", "--shardproof-examples"}  # of pytest

@@ -4,9 +4,9 @@ import pickle
 import subprocess
 import sys
 
-from parity_tests.harness.declare.discover import built_in
-from parity_tests.harness.declare.travel import dumps
-from parity_tests.harness.run.program import Program
+from shardproof.declare.discover import built_in
+from shardproof.declare.travel import dumps
+from shardproof.engines.program import Program
 
 ARRIVE = """
 import pickle, sys

@@ -10,8 +10,8 @@ import pytest
 
 import shardproof
 from parity_tests.docstrings import HOMES, exported
-from parity_tests.harness.declare import discover
 from parity_tests.pages import ROOT
+from shardproof.declare import discover
 
 REFERENCE = {path.name: path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))}
 EVERYTHING = "\n".join(REFERENCE.values())

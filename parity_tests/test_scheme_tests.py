@@ -2,7 +2,7 @@
 
 import pytest
 
-from parity_tests.injected_bugs import test_catalogue
+from parity_tests.evidence.injected_bugs import test_catalogue
 from parity_tests.vocab_parallel import test_entropy
 from parity_tests.vocab_parallel.test_entropy import chunked_distributed_entropy
 from parity_tests.vocab_parallel.test_sampling_filter import filtered_by_lists

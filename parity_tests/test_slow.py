@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import settings
 
-from parity_tests.harness.draw import profiles
-from parity_tests.harness.draw.profiles import few
 from parity_tests.slow import every, slow_but, slow_unless
+from shardproof.draw import profiles
+from shardproof.draw.profiles import few
 
 
 def kept(values):

@@ -5,17 +5,17 @@ import itertools
 import pytest
 import torch
 
-from parity_tests.harness.declare.conditions import COTANGENT
-from parity_tests.harness.declare.discover import built_in
-from parity_tests.harness.draw.calling_conditions import may_be_expanded
-from parity_tests.harness.draw.choosers import seeded_chooser
-from parity_tests.harness.draw.drawing import draw_case
-from parity_tests.harness.draw.size_choices import meshes
-from parity_tests.harness.judge.reference import evaluate
-from parity_tests.harness.run.program import Program
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.slow import slow_unless
 from shardproof import scheme, values
+from shardproof.declare.conditions import COTANGENT
+from shardproof.declare.discover import built_in
+from shardproof.draw.calling_conditions import may_be_expanded
+from shardproof.draw.choosers import seeded_chooser
+from shardproof.draw.drawing import draw_case
+from shardproof.draw.size_choices import meshes
+from shardproof.engines.program import Program
+from shardproof.judge.reference import evaluate
+from shardproof.verify_one_case import verify_case
 
 EACH = 5  # of the built-in schemes
 STORED = ("transposed", "stepped", "expanded")

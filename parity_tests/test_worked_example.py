@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.pages import blocks
+from shardproof.declare.discover import schemes_of_file
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "docs" / "examples"

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import settings
 
 from parity_tests import warm_python
-from parity_tests.cli import session
-from parity_tests.harness.declare.discover import schemes_of_file
-from parity_tests.harness.draw import profiles
-from parity_tests.harness.verify import VALUE_EXAMPLES
 from parity_tests.specimens.user_files import RAISING, RIGHT, SCALED, WRONG, written
+from shardproof.cli import session
+from shardproof.declare.discover import schemes_of_file
+from shardproof.draw import profiles
+from shardproof.verification import VALUE_EXAMPLES
 
 
 def closing(out):
@@ -174,7 +174,7 @@ def test_replay_files_go_where_they_are_told(shardproof):
 def test_a_function_that_prints_does_not_break_the_json(shardproof):
     """On ranks that are threads and on those that are processes, which judge a mismatch again."""
     written("prints.py", WRONG, "import os\nprint('of the module')\nos.system('echo of a process')\n")
-    command = ("-m", "parity_tests.cli.app", "verify", "prints.py", "--examples", "1", "--json", "-")
+    command = ("-m", "shardproof.cli.app", "verify", "prints.py", "--examples", "1", "--json", "-")
     completed = warm_python.run(*command)
     assert json.loads(completed.stdout)["status"] == completed.returncode == 1
     assert "of the module" in completed.stderr and "of a process" in completed.stderr

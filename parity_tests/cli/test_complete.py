@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from parity_tests.cli import complete
-from parity_tests.cli.app import VERBS, app
-from parity_tests.cli.complete import PACKAGE
-from parity_tests.harness.declare.case import ENGINES
-from parity_tests.training.run import ATTENTION, AXES, MAMBA
+from shardproof.cli import complete
+from shardproof.cli.app import VERBS, app
+from shardproof.cli.complete import PACKAGE
+from shardproof.declare.case import ENGINES
+from shardproof.training.run import ATTENTION, AXES, MAMBA
 from torch_impl.pipelining.named_schedules import RULES
 
 # The command under the name that it is installed by.
 SHARDPROOF = f"""#!{sys.executable}
 import sys
 sys.argv[0] = "shardproof"
-from parity_tests.cli.app import main
+from shardproof.cli.app import main
 main()
 """
 SLOW = ("torch", "jax", "transformers")
@@ -109,7 +109,7 @@ def test_nothing_slow_is_loaded_for_a_word():
     ]
     names = [name for name in offers if not name.startswith("_") and name not in ("of_run", "profiles")]
     assert len(names) == 10
-    lines = ["import sys", "from parity_tests.cli import app, complete"]
+    lines = ["import sys", "from shardproof.cli import app, complete"]
     lines += [f"complete.{name}('')" for name in names]
     lines += [f"sys.exit(','.join(name for name in {SLOW} if name in sys.modules) or 0)"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cost import sweep
+from shardproof.cost import sweep
 
 OWN = """
 from shardproof import Cost, integers, scheme

@@ -6,9 +6,9 @@ import pytest
 from jaxtyping import Int
 from torch import Tensor, complex64
 
-from parity_tests.harness.judge.reference import ReferenceFailure
-from parity_tests.harness.run.failure import Raised
 from shardproof import Cost, scheme, values
+from shardproof.engines.failure import Raised
+from shardproof.judge.reference import ReferenceFailure
 
 
 def identity(x):

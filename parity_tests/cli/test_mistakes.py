@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from parity_tests import warm_python
-from parity_tests.harness.declare import discover
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from shardproof.declare import discover
 
 MISTAKES = {
     "axis": (
@@ -214,7 +214,7 @@ def test_a_seed_that_is_too_large(shardproof, verb):
 def test_targets_that_are_not_there(shardproof, arguments, sentence, monkeypatch):
     Path("empty").mkdir()
     Path("there.py").touch()
-    monkeypatch.setattr("parity_tests.harness.declare.discover.built_in", lambda: [])
+    monkeypatch.setattr("shardproof.declare.discover.built_in", lambda: [])
     status, out, err = shardproof(*arguments)
     assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
 

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from parity_tests.cli import session
-from parity_tests.harness.declare import discover
-from parity_tests.harness.report import summary
-from parity_tests.harness.run.failure import Raised
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from shardproof.cli import session
+from shardproof.declare import discover
+from shardproof.engines.failure import Raised
+from shardproof.report import summary
 
 NARROW = 80
 LONG = "a_scheme_whose_name_is_as_long_as_a_name_of_ours_may_be"

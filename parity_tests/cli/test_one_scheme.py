@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parity_tests.cli import session
-from parity_tests.harness.declare.discover import UnusableTarget, find
 from parity_tests.specimens.user_files import HEAD, RIGHT, SCALED, WRONG, written
+from shardproof.cli import session
+from shardproof.declare.discover import UnusableTarget, find
 
 DEEP = """
 import an_outer_module

@@ -9,17 +9,17 @@ import pytest
 import typer
 from rich.console import Console
 
-from parity_tests.cli import page, scheme_list
-from parity_tests.cli.app import app
-from parity_tests.cli.help import EXAMPLES, JUDGING, STATUS
-from parity_tests.cli.shapes import SHAPES
-from parity_tests.harness.draw.profiles import EXAMPLES as PROFILES
-from parity_tests.harness.run.failure import Died
 from parity_tests.specimens.user_files import WRONG, written
-from parity_tests.tracing import show as traces
-from parity_tests.tracing.lines import Line
-from parity_tests.training import run, show
-from parity_tests.training.judged import Judged, Row
+from shardproof.cli import page, scheme_list
+from shardproof.cli.app import app
+from shardproof.cli.help import EXAMPLES, JUDGING, STATUS
+from shardproof.cli.shapes import SHAPES
+from shardproof.draw.profiles import EXAMPLES as PROFILES
+from shardproof.engines.failure import Died
+from shardproof.tracing import show as traces
+from shardproof.tracing.comparison import Line
+from shardproof.training import run, show
+from shardproof.training.judged import Judged, Row
 
 VERBS = typer.main.get_command(app).commands
 WIDE = "200"
@@ -43,7 +43,7 @@ BY_NAME |= {"layouts", "lengths", "values", "options", "left_out", "conditions"}
 
 
 def test_the_page_matches_the_command():
-    assert page.PAGE.read_text() == page.page(), "run python -m parity_tests.cli.page"
+    assert page.PAGE.read_text() == page.page(), "run python -m shardproof.cli.page"
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.pages import ROOT, blocks, commands, pages
 from parity_tests.slow import every
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from shardproof.declare.discover import schemes_of_file
 
 NOT_HERE = {
     r"make .*": "steps of .ci/run",
@@ -23,8 +23,8 @@ NOT_HERE = {
     r"export .*": "of the line after it",
     r"(shardproof verify|pytest) my_linear\.py.*|python replay_32799c1b\.py": "test_quickstart.py",
     r"(\.venv/bin/)?python -m pytest .*": "the suite itself",
-    r"python -m parity_tests\.injected_bugs .*": "test_catalogue.py injects some of them, `make bugs` all",
-    r"python -m parity_tests\.benchmarks .*": "`make bench`",
+    r"python -m parity_tests\.evidence\.injected_bugs .*": "test_catalogue.py injects some of them, `make bugs` all",
+    r"python -m parity_tests\.evidence\.benchmarks .*": "`make bench`",
     r"shardproof verify my_(logprob|scheme)\.py( --mesh tp=4| --html verdict\.html)?": "test_readme.py and "
     "test_worked_example.py; cli/test_app.py writes a page",
     r"pytest my_scheme\.py .*": "test_pytest_plugin.py, of smaller files",

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from parity_tests.harness.report.guard import guarded
-from parity_tests.harness.run.processes.forks import GONE, ServerGone
 from parity_tests.training.started import Mark
+from shardproof.engines.processes.forks import GONE, ServerGone
+from shardproof.report.guard import guarded
 
 COMMAND = [sys.executable, "-m", "shardproof"]
 PLAIN = ["schedule", "zbv", "--pp", "2", "--microbatches", "2"]

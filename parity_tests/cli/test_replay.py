@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from parity_tests import warm_python
-from parity_tests.cli import listing
-from parity_tests.harness.declare.discover import TABLE, UnusableTarget, schemes_of_file
-from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report.guard import guarded
-from parity_tests.harness.report.report import ValueMismatch
-from parity_tests.harness.run.exit_status import MISMATCH
 from shardproof import check, scheme, values
+from shardproof.cli import listing
+from shardproof.declare.discover import TABLE, UnusableTarget, schemes_of_file
+from shardproof.engines.exit_status import MISMATCH
+from shardproof.replays import write_replay
+from shardproof.report.guard import guarded
+from shardproof.report.report import ValueMismatch
 
 SOURCE = """
 from shardproof import scheme, values

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.harness.report.out_path import ENDINGS
+from shardproof.report.out_path import ENDINGS
 
 
 def test_a_schedule_by_the_beginning_of_its_name(shardproof):

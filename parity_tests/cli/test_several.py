@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parity_tests.cli import several
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.report import summary
-from parity_tests.harness.run.exit_status import MISMATCH
-from parity_tests.harness.run.failure import Raised
-from parity_tests.harness.run.ledger import Ledger
-from parity_tests.injected_bugs.wrong_schemes import gather_that_keeps_the_layout, projection_without_backward_sum
 from shardproof import scheme, values, verify_case
+from shardproof.cli import several
+from shardproof.cli.wrong_schemes import gather_that_keeps_the_layout, projection_without_backward_sum
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.exit_status import MISMATCH
+from shardproof.engines.failure import Raised
+from shardproof.engines.ledger import Ledger
+from shardproof.report import summary
 
 SCHEMES = [projection_without_backward_sum, gather_that_keeps_the_layout]
 

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from parity_tests.cli import session
-from parity_tests.harness.run.speed_advice import LOGGERS, without_advice
-from parity_tests.injected_bugs.runner import run_bugs
+from parity_tests.evidence.injected_bugs.runner import run_bugs
+from shardproof.cli import session
+from shardproof.engines.speed_advice import LOGGERS, without_advice
 
 
 def is_logged(level=logging.WARNING):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.help import versions
-from parity_tests.harness.report import tested_versions
-from parity_tests.harness.report.tested_versions import TESTED
 from parity_tests.specimens.small_scheme import declared
+from shardproof.cli.help import versions
+from shardproof.report import tested_versions
+from shardproof.report.tested_versions import TESTED
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 TORCH, JAX = (version(name).partition("+")[0] for name in ("torch", "jax"))

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from parity_tests.cli import tour
-from parity_tests.harness.declare import discover
-from parity_tests.injected_bugs import wrong_schemes
+from shardproof.cli import tour, wrong_schemes
+from shardproof.declare import discover
 
 LOGPROB = discover.PACKAGE / "vocab_parallel" / "test_logprob.py"
 STATISTICS = LOGPROB.with_name("test_statistics.py")

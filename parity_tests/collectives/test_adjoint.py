@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from parity_tests.collectives.operations import OPERATIONS
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 
 WORLDS = (1, 2, 3, 4)
 

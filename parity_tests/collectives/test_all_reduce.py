@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.collectives import all_reduce, all_reduce_max, reduce_scatter
 
 THREE = CaseSpec(scheme="collectives", mesh={"x": 3})

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl import collectives as c
 
 X = torch.zeros(2, 3)

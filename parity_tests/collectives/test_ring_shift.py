@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.collectives import ring_shift, start_ring_shift
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 
 import jax_ref.layouts
-from parity_tests.context_parallel.key_costs import key_costs, visible_pairs
 from shardproof import Cost, integers, values
+from shardproof.cost.attention import key_costs, visible_pairs
 
 DTYPES = ("float32", "bfloat16", "float64")
 HEADS = {**dict.fromkeys(("q", "k"), values("normal", "ties", "zeros")), "v": values("normal", "ties")}

@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch import nn
 
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Float64Throughout
 from parity_tests.parallelizer.training import PROMISED, deviation
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import adapt_model_to_context, create_context_parallel_ctx, make_cp_batch_and_ctx
 
 ROWS, SIZE, IMAGE = 2, 16, 31

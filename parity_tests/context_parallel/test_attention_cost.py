@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import jax_ref.layouts
-from parity_tests.context_parallel.key_costs import around_the_ring, as_a_halo, cheaper, needed_keys, visible_pairs
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.cost.attention import around_the_ring, as_a_halo, cheaper, needed_keys, visible_pairs
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import attention_bytes, attention_cost, context_parallel_attention, fewest_bytes
 from torch_impl.context_parallel.key_routes import key_traffic
 from torch_impl.layouts import TokenLayout

@@ -8,8 +8,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import make_cp_batch_and_ctx
 from torch_impl.context_parallel.batch_ctx import padding_of, restarts
 

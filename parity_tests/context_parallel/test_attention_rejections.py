@@ -6,9 +6,9 @@ import weakref
 import pytest
 import torch
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import attention, context_parallel_attention
 from torch_impl.context_parallel.block_schedule import schedule_of
 from torch_impl.layouts import TokenLayout

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import adapt_model_to_context, create_context_parallel_ctx
 
 SHAPES = ("square", "more keys", "fewer queries")

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jax_ref.context_parallel import padded_batch
 from jax_ref.layouts import dual_chunk_swap
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check_cases, integers, lengths, scheme
+from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
 
 KEYS = ("inputs_embeds", "input_ids", "labels", "position_ids", "padding_mask")

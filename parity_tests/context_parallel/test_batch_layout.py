@@ -13,10 +13,10 @@ from torch import Tensor
 from jax_ref.context_parallel import shard_and_squares
 from parity_tests.context_parallel.drawn_rows import FILL, batch_of, drawn_rows
 from parity_tests.context_parallel.test_batch_te import Mesh
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check_cases, lengths, scheme
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
 from torch_impl.context_parallel import batch_layout
 

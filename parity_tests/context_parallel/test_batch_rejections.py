@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
 
 LENGTHS = torch.tensor([[4]])

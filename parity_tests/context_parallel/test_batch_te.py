@@ -12,9 +12,9 @@ from jax_ref.context_parallel import packed_batch
 from jax_ref.layouts import inverse
 from jax_ref.layouts import packed as packed_reference
 from parity_tests.context_parallel.drawn_rows import batch_of, drawn_rows
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check_cases, integers, lengths, scheme
+from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
 
 FILL = -1000

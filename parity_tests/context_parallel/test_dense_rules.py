@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jaxtyping import Int
 from torch import Tensor
 
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, integers, scheme
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
 
 FUNCTION = "context_parallel.batch: "

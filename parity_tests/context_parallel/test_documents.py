@@ -13,7 +13,8 @@ from jax_ref.context_parallel import packed_attention
 from jax_ref.layouts import contiguous
 from parity_tests.context_parallel.attention_schemes import DTYPES, ROUNDINGS, stream
 from parity_tests.context_parallel.attention_schemes import HEADS as HEADS_DRAWN
-from parity_tests.context_parallel.key_costs import (
+from shardproof import CaseSpec, check_cases, scheme
+from shardproof.cost.attention import (
     around_the_ring,
     as_a_halo,
     cheaper,
@@ -21,9 +22,8 @@ from parity_tests.context_parallel.key_costs import (
     needed_keys,
     visible_pairs,
 )
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, check_cases, scheme
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import context_parallel_attention, key_routes, key_traffic
 from torch_impl.context_parallel.needed_keys import needed_rows
 from torch_impl.layouts import TokenLayout

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
 
 FUNCTION = "context_parallel.thd: "

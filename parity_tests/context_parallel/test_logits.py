@@ -18,8 +18,8 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 

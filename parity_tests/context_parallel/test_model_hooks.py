@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from jax_ref.context_parallel import layer_with_cross_attention
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
 from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import adapt_model_to_context, create_context_parallel_ctx, local_attention
 from torch_impl.context_parallel.model_hooks import _is_causal, _window
 

@@ -21,10 +21,10 @@ from parity_tests.context_parallel.attention_schemes import (
     cost_over_two_axes,
     exchange_cost,
 )
-from parity_tests.context_parallel.key_costs import needed_keys, visible_pairs
 from parity_tests.context_parallel.seen_pairs import times_seen
-from parity_tests.harness.draw.profiles import few
 from shardproof import check_cases, integers, scheme
+from shardproof.cost.attention import needed_keys, visible_pairs
+from shardproof.draw.profiles import few
 from torch_impl import context_parallel as cp
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
 from torch_impl.context_parallel.needed_keys import needed_rows

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.context_parallel.ulysses import _group_rows
 from torch_impl.layouts import TokenLayout

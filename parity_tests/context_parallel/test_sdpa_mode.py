@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention as imported_flex
 from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import create_context_parallel_ctx, sdpa_mode
 
 SDPA, MHA = F.scaled_dot_product_attention, F.multi_head_attention_forward

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
 
 from jax_ref.context_parallel import dense_attention
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
 from shardproof import CaseSpec, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import create_context_parallel_ctx, make_cp_batch_and_ctx
 
 BOUND = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)  # before any context is entered

@@ -9,8 +9,8 @@ from torch.backends import cuda
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import create_context_parallel_ctx, get_train_context
 from torch_impl.context_parallel import train_context as module
 

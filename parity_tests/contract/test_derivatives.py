@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import torch_impl
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.expert_parallel import with_loss
 from torch_impl.layouts.reorder import _Permute

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from parity_tests.context_parallel.attention_schemes import dense_cost, usp_cost
-from parity_tests.cost import sheet
-from parity_tests.cost.attention_forms import over_one_axis, over_two_axes
-from parity_tests.cost.candidates import Setting
-from parity_tests.cost.evaluated import busiest
-from parity_tests.cost.exchanges import compared
+from shardproof.cost import sheet
+from shardproof.cost.attention_forms import over_one_axis, over_two_axes
+from shardproof.cost.candidates import Setting
+from shardproof.cost.evaluated import busiest
+from shardproof.cost.exchanges import compared
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from parity_tests.cost import sheet
-from parity_tests.cost.candidates import PHASES, Setting, candidates
-from parity_tests.cost.exchanges import compared
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import Cost, integers
+from shardproof.cost import sheet
+from shardproof.cost.candidates import PHASES, Setting, candidates
+from shardproof.cost.exchanges import compared
 from torch_impl.context_parallel import attention_bytes
 from torch_impl.mamba import mamba_cp_bytes
 

@@ -5,15 +5,15 @@ from collections import Counter
 
 import pytest
 
-from parity_tests.cost import sheet
-from parity_tests.cost.candidates import Setting, candidates, lines_of
-from parity_tests.cost.evaluated import costs_of_ranks
 from parity_tests.cost.test_links import groups
-from parity_tests.harness.declare.discover import built_in
-from parity_tests.harness.draw.drawing import one_case
-from parity_tests.harness.draw.size_choices import free_dims
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.program import Program
+from shardproof.cost import sheet
+from shardproof.cost.candidates import Setting, candidates, lines_of
+from shardproof.cost.evaluated import costs_of_ranks
+from shardproof.declare.discover import built_in
+from shardproof.draw.drawing import one_case
+from shardproof.draw.size_choices import free_dims
+from shardproof.engines.engines import run
+from shardproof.engines.program import Program
 
 SCHEMES = {scheme.key: scheme for scheme in built_in() if scheme.cost is not None}
 SEEDS = (None, 1, 2)  # the standard case, and drawn ones

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cost import sheet
-from parity_tests.cost.links import OPS, Price, price
-from parity_tests.cost.placement import Placement, hosts_of, placement
+from shardproof.cost import sheet
+from shardproof.cost.links import OPS, Price, price
+from shardproof.cost.placement import Placement, hosts_of, placement
 
 FLAT = sheet.Algorithm("ring", "", 1.0, 0.0, 0.0, 0.0)
 H100 = sheet.read("h100")

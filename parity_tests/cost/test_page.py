@@ -2,8 +2,8 @@
 
 import pytest
 
-from parity_tests.cost import exchanges, sheet
 from parity_tests.pages import ROOT, blocks, text_of
+from shardproof.cost import exchanges, sheet
 
 PAGE = "docs/reference/cost.md"
 SHOWN = [block.text for block in blocks(PAGE) if block.language == "console"]

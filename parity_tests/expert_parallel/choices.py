@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from parity_tests.harness.draw import inputs
 from shardproof import drawn
+from shardproof.draw import inputs
 
 LOADS = ("random", "random", "one", "first", "last", "missing", "dropped")
 MISSING = -1  # the number of no expert that padding usually has; so has the first one behind the last expert

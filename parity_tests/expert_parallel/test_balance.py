@@ -11,9 +11,9 @@ from torch import Tensor
 from jax_ref import expert_parallel as reference
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.expert_parallel.expert_module import over_all
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl import expert_parallel
 
 SIZES = {"k": (1, 2, 3), "e": (4, 8, 3)}

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from jax_ref.expert_parallel import kept_by_position, kept_by_probability, mixture
 from parity_tests.expert_parallel.choices import chosen_experts
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.expert_parallel import expert_capacity, kept_choices, routed_experts
 
 SIZES = {"k": (1, 2, 3), "e": (4, 8, 3)}

@@ -11,8 +11,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from parity_tests.expert_parallel.choices import chosen_experts
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, integers, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.expert_parallel import fewest_exchange_bytes, routed_experts
 
 COUNT, EXPERT = 8, 4  # bytes of a number of rows, and of the number of an expert

@@ -6,8 +6,8 @@ import torch
 
 from jax_ref import expert_parallel as reference
 from parity_tests.expert_parallel.expert_module import BALANCE, Z, over_all, trained, trained_on_sequences
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.expert_parallel import sum_gradients, sum_layer_gradients
 
 

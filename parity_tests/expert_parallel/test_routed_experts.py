@@ -10,8 +10,8 @@ from jax_ref import expert_parallel as on_one_device
 from jax_ref.expert_parallel import mixture, swiglu
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.expert_parallel.costs import cost_by_all_gather, cost_by_all_to_all, cost_of_shared
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check_cases, mask, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.expert_parallel import routed_experts, shared_experts, softmax_top_k
 
 # Stored in the dtype and used again: the hidden columns, their product with the gate, an expert's output, its addend of

@@ -7,19 +7,18 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as functional
 
-from parity_tests.harness import verify_one_case
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.conditions import (
+from shardproof import check, scheme, values, verify_one_case
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.conditions import (
     CONDITIONS,
     NOT_ALWAYS_PROMISED,
     OTHER_CALLS,
     record_of,
     with_one_less,
 )
-from parity_tests.harness.draw.choosers import seeded_chooser
-from parity_tests.harness.draw.drawing import draw_case
-from parity_tests.harness.verify_one_case import verify_case
-from shardproof import check, scheme, values
+from shardproof.draw.choosers import seeded_chooser
+from shardproof.draw.drawing import draw_case
+from shardproof.verify_one_case import verify_case
 from torch_impl.collectives import all_reduce
 
 EXAMPLES = 80  # without the condition

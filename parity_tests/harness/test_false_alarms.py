@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parity_tests.harness.declare.case import DTYPES
-from parity_tests.harness.draw.choosers import seeded_chooser
-from parity_tests.harness.draw.drawing import draw_case
-from parity_tests.harness.verify_one_case import verify_case
 from shardproof import scheme, token_below, values
+from shardproof.declare.case import DTYPES
+from shardproof.draw.choosers import seeded_chooser
+from shardproof.draw.drawing import draw_case
+from shardproof.verify_one_case import verify_case
 from torch_impl.collectives import all_reduce
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parity_tests.harness import verify_one_case
-from parity_tests.harness.draw import inputs
-from parity_tests.harness.judge import compare, side_checks
-from parity_tests.harness.run import program, stitch
 from parity_tests.specimens.sentinels import SENTINELS
+from shardproof import verify_one_case
+from shardproof.draw import inputs
+from shardproof.engines import program, stitch
+from shardproof.judge import compare, side_checks
 
 VERDICTS = {"cotangent": "hygiene", "input": "hygiene", "last bit": "hygiene", "cost": "cost"}
 

@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 
 from parity_tests import warm_python
-from parity_tests.harness import second_opinion
-from parity_tests.harness.declare.discover import schemes_of_file
-from parity_tests.harness.run.failure import Raised, Stalled
-from parity_tests.harness.run.lockstep.group import LockstepGroup, reject_missing
-from parity_tests.harness.run.processes import pool
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.slow import slow_but
 from parity_tests.specimens.small_scheme import declared
 from parity_tests.specimens.user_files import HEAD, RIGHT, WRONG, written
-from shardproof import EnginesDisagree, ValueMismatch, check
+from shardproof import EnginesDisagree, ValueMismatch, check, second_opinion
+from shardproof.declare.discover import schemes_of_file
+from shardproof.engines.failure import Raised, Stalled
+from shardproof.engines.lockstep.group import LockstepGroup, reject_missing
+from shardproof.engines.processes import pool
+from shardproof.verify_one_case import verify_case
 
 SHARING = """
 import torch.distributed as dist

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from parity_tests.harness.draw.drawing import meshes_left_out
-from parity_tests.harness.verify import VALUE_EXAMPLES
 from shardproof import scheme, values
+from shardproof.draw.drawing import meshes_left_out
+from shardproof.verification import VALUE_EXAMPLES
 
 
 def declared(function, **more):

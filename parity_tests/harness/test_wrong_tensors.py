@@ -6,17 +6,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parity_tests.harness.experiments.notes import check_notes
-from parity_tests.harness.explain.clues import explain
-from parity_tests.harness.explain.collect_evidence import collect_evidence
-from parity_tests.harness.explain.evidence import Evidence
-from parity_tests.harness.explain.note import Note
-from parity_tests.harness.explain.places import NO_PATTERN
-from parity_tests.harness.judge.compare import beyond_budget
-from parity_tests.harness.run.ledger import Ledger
-from parity_tests.harness.run.program import Program
-from parity_tests.harness.verify_one_case import verify_case
 from shardproof import scheme, values
+from shardproof.engines.ledger import Ledger
+from shardproof.engines.program import Program
+from shardproof.experiments.notes import check_notes
+from shardproof.explain.clues import explain
+from shardproof.explain.collect_evidence import collect_evidence
+from shardproof.explain.evidence import Evidence
+from shardproof.explain.note import Note
+from shardproof.explain.places import NO_PATTERN
+from shardproof.judge.compare import beyond_budget
+from shardproof.verify_one_case import verify_case
 
 LARGEST_OF_FLOAT16 = 65504.0
 

@@ -2,9 +2,6 @@
 
 import pytest
 
-from parity_tests.harness.draw.choosers import seeded_chooser
-from parity_tests.harness.draw.drawing import draw_case
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.kernels.device import INTERPRETED
 from parity_tests.vocab_parallel.test_cross_entropy import distributed_cross_entropy
 from parity_tests.vocab_parallel.test_distillation import distillation_over_tp
@@ -15,6 +12,9 @@ from parity_tests.vocab_parallel.test_logprob import distributed_logprob
 from parity_tests.vocab_parallel.test_next_token import next_tokens
 from parity_tests.vocab_parallel.test_sampling import logprob_with_sampling
 from parity_tests.vocab_parallel.test_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
+from shardproof.draw.choosers import seeded_chooser
+from shardproof.draw.drawing import draw_case
+from shardproof.verify_one_case import verify_case
 from torch_impl.kernels import softmax
 from torch_impl.vocab_parallel import fused_logprob
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from parity_tests.harness.draw import profiles
 from parity_tests.kernels.files import ON_A_DEVICE
+from shardproof.draw import profiles
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from parity_tests.injected_bugs import report
-from parity_tests.injected_bugs.catalogue import IN_KERNELS
-from parity_tests.injected_bugs.runner import EXAMPLES, BugRunner, run_bugs
+from parity_tests.evidence.injected_bugs import report
+from parity_tests.evidence.injected_bugs.catalogue import IN_KERNELS
+from parity_tests.evidence.injected_bugs.runner import EXAMPLES, BugRunner, run_bugs
 from parity_tests.kernels import schemes
 from parity_tests.kernels.device import INTERPRETED
 

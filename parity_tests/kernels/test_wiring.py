@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.kernels.device import INTERPRETED
 from parity_tests.kernels.rows import normal
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.vocab_parallel import vocab_parallel_logprob
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")

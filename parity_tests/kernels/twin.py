@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity_tests.harness.judge import compare
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
+from shardproof.judge import compare
+from shardproof.judge.reference import UNIT_ROUNDOFF
 
 DIRECTIONS = 8
 ROUNDINGS = 3  # mean shifted logit, log-probability, result

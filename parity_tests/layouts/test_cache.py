@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parity_tests.harness.run.engines import run
 from parity_tests.mamba.mixers import filled, hidden_parallel_strategy, state_passing_strategy
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.cache import cached

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from jax_ref.layouts import BUILTIN as REFERENCES
 from jax_ref.layouts import ceil_lengths, check_partition, reference
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check_cases, integers, offsets, scheme
+from shardproof.engines.engines import run
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.index_arrays import contiguous, dual_chunk_swap, ragged, striped
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_ref.mamba import Mamba2
-from parity_tests.harness.declare.declared import flat
+from shardproof.declare.declared import flat
 
 RENAMED = {"in_proj.weight": "in_proj.kernel", "out_proj.weight": "out_proj.kernel", "conv1d.weight": "conv1d.kernel"}
 TURNED = {

@@ -13,11 +13,11 @@ from torch.func import functional_call
 
 from jax_ref.layouts import BUILTIN as DENSE_LAYOUTS
 from jax_ref.layouts import packed as packed_layout
-from parity_tests.harness.declare.declared import flat
-from parity_tests.harness.run.engines import RunResult, run
 from parity_tests.mamba.mixers import PROJECTED, T
 from parity_tests.mamba.parameters import settings_of, sizes_of
 from shardproof import CaseSpec
+from shardproof.declare.declared import flat
+from shardproof.engines.engines import RunResult, run
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer
 

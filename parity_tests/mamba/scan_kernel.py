@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import torch
 
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.mamba.outside import outside
 from parity_tests.mamba.test_scan import DECLARED
 from shardproof import scheme
+from shardproof.verify_one_case import verify_case
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import mamba_ssm_kernels
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check, check_cases, scheme
+from shardproof.engines.engines import run
 from torch_impl import mamba
 
 

@@ -5,12 +5,12 @@ import torch
 
 from jax_ref.layouts import conv_channels as reference_channels
 from jax_ref.layouts import projection_columns as reference_columns
-from parity_tests.harness.run.engines import run
 from parity_tests.mamba.mixers import CU, PROJECTED, T, W, filled, hidden_parallel_strategy
 from parity_tests.mamba.operations import Operations
 from parity_tests.mamba.over_ranks import WAYS, check_what_a_token_changes, on_ranks, parallel, rank_positions
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from shardproof import CaseSpec, Cost, check_cases, scheme
+from shardproof.engines.engines import run
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
 from torch_impl.mamba.mix import mix_columns

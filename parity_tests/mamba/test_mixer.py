@@ -7,10 +7,10 @@ import torch
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from parity_tests.harness.declare.declared import flat
 from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.parameters import DRAW, SIZES, SPECS, settings_of
 from shardproof import offsets, scheme, values
+from shardproof.declare.declared import flat
 from torch_impl.mamba import Mamba2Mixer
 from torch_impl.mamba.mix import gate
 

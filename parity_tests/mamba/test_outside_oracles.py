@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parity_tests.harness.draw import inputs
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.mamba.outside import NEEDS, is_installed, outside
 from parity_tests.mamba.test_hidden_parallel import hidden_parallel_packed
 from parity_tests.mamba.test_mix import convolved
 from parity_tests.mamba.test_mixer import VARIANTS, mamba2
 from parity_tests.mamba.test_scan import scanned
 from parity_tests.mamba.test_state_passing import state_passing_packed, state_passing_stream
+from shardproof.draw import inputs
+from shardproof.verify_one_case import verify_case
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=NEEDS)
 

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from parity_tests.harness.run.engines import run
 from parity_tests.mamba.mixers import CU, PROJECTED, T, U, filled, hidden_parallel_strategy, state_passing_strategy
 from parity_tests.rejections import rejected
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import MambaContextParallel
 

@@ -7,7 +7,6 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from parity_tests.harness.run.engines import run
 from parity_tests.mamba.mixers import (
     CU,
     GIVEN,
@@ -20,6 +19,7 @@ from parity_tests.mamba.mixers import (
 )
 from parity_tests.mamba.over_ranks import on_ranks, rank_positions
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.collectives import all_reduce
 from torch_impl.mamba import MambaContextParallel, MambaStatePassing
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.func import functional_call
 
-from parity_tests.harness.declare.declared import flat, nested
 from shardproof import values
+from shardproof.declare.declared import flat, nested
 from torch_impl.layouts import TokenLayout
 from torch_impl.models import HybridConfig, HybridLM, Placement, tensor_parallel_plan
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity_tests.harness.declare.declared import flat
 from parity_tests.models.parameters import HEAD_DIM, config_of
 from parity_tests.pipelining.stepped import Stepped
+from shardproof.declare.declared import flat
 from torch_impl.collectives import accumulator
 from torch_impl.models import HybridConfig, HybridLM, Placement, RankStream, StepLoss, staged_step
 from torch_impl.pipelining.functional import pipeline_model

@@ -9,8 +9,8 @@ import torch
 
 from jax_ref.layouts import packed
 from jax_ref.models import next_ids as reference
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.models import IGNORED, Placement, Stream, layout_of, offsets_of, rank_stream, streams_of_rank
 
 T = 24

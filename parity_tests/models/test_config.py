@@ -5,8 +5,8 @@ from dataclasses import asdict
 import pytest
 
 from jax_ref.models import Config
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.models import HybridConfig, Placement
 
 REJECTED_SIZES = [

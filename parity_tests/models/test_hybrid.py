@@ -7,8 +7,6 @@ import torch
 from torch.distributed.tensor.parallel import parallelize_module
 
 from jax_ref.models import Config
-from parity_tests.harness.run.engines import run
-from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import (
     DTYPES,
     HEAD_DIM,
@@ -23,6 +21,8 @@ from parity_tests.models.parameters import (
     specs,
 )
 from shardproof import CaseSpec, check_cases, integers, offsets, scheme, token_below
+from shardproof.engines.engines import run
+from shardproof.training.by_name import flax_model
 from torch_impl.layouts import TokenLayout
 from torch_impl.models import (
     HybridConfig,

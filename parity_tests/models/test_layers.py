@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from jax_ref.expert_parallel import mixture, sequence_balance_loss, softmax_top_k, z_loss
 from jax_ref.models import rotated as reference
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, integers, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.expert_parallel import sum_gradients
 from torch_impl.models import HybridConfig, Placement
 from torch_impl.models.layers import Experts, Moe, rotated

@@ -7,8 +7,6 @@ import torch
 from jax_ref.models import Config, next_ids
 from jax_ref.models import normalised as whole_normalised
 from jax_ref.models import token_losses as whole_token_losses
-from parity_tests.harness.run.engines import run
-from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import (
     DTYPES,
     HEAD_DIM,
@@ -22,6 +20,8 @@ from parity_tests.models.parameters import (
     specs,
 )
 from shardproof import CaseSpec, integers, mask, offsets, scheme, token_below
+from shardproof.engines.engines import run
+from shardproof.training.by_name import flax_model
 from torch_impl.models import (
     IGNORED,
     Stream,

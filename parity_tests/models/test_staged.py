@@ -13,11 +13,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import skip_init
 
 from jax_ref.models import Config, next_ids, normalised, token_losses
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.experiments.undecided import CHOICE, verify_or_undecided
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.verify_one_case import verify_case
-from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import (
     DTYPES,
     FOUR_TIED,
@@ -32,6 +27,11 @@ from parity_tests.models.parameters import (
 )
 from parity_tests.models.staged_gradients import in_stages, staged_loss
 from shardproof import CaseSpec, check, every_case, integers, offsets, scheme, token_below, values
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
+from shardproof.experiments.undecided import CHOICE, verify_or_undecided
+from shardproof.training.by_name import flax_model
+from shardproof.verify_one_case import verify_case
 from torch_impl.models import (
     HybridConfig,
     HybridLM,

@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import full, shard_of
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.optimizers import Muon, Zero1
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it is where all is unsharded

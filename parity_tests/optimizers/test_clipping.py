@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from jax_ref.optimizers import clipped
-from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import distributed, local, parameter
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.optimizers import clip_grad_norm_, clipping, gradient_norm
 
 # None: left out, so that the default counts

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from jax_ref.optimizers import muon
-from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import (
     distributed,
     full,
@@ -25,6 +24,7 @@ from parity_tests.optimizers.parameters import (
     weight,
 )
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.optimizers import Muon
 
 # None: left out, so that the default counts, which the reference states itself

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from jax_ref.optimizers import newton_schulz as reference
-from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import distributed
 from shardproof import CaseSpec, Cost, check_cases, integers, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.optimizers import Muon, fewest_bytes, newton_schulz
 from torch_impl.optimizers.newton_schulz import owners
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from jax_ref.optimizers import adamw, sgd
-from parity_tests.harness.run.engines import run
 from parity_tests.optimizers.parameters import full, shard_of
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.optimizers import Zero1, clip_grad_norm_
 
 SPECS = {"up": "a b", "down": "b a", "norm": "b"}

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import IGNORED, Chosen, batch, model_of
 from parity_tests.parallelizer.training import Step, broken_steps, full_arrays, summed_loss
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.collectives.mesh import MeshView
 from torch_impl.optimizers import clip_grad_norm_
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from jax_ref.parallelizer import DecoderTraits, Step, Trained, step, train
-from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.reference import evaluated
 from parity_tests.parallelizer.families import Chosen, arrays
 from parity_tests.parallelizer.training import ADAMW
+from shardproof.judge import bridge
+from shardproof.judge.reference import evaluated
 
 
 def reference(chosen: Chosen, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> Trained:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity_tests.harness.declare.declared import flat
 from parity_tests.parallelizer.families import Chosen, empty, exact
 from parity_tests.parallelizer.training import summed_loss
+from shardproof.declare.declared import flat
 from torch_impl.collectives import all_reduce
 from torch_impl.parallelizer import to_cpu
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes

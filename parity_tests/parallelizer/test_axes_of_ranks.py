@@ -6,8 +6,8 @@ from math import prod
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 WORLD = 8

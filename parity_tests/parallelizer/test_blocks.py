@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import OWN, Chosen, batch, model_of
 from parity_tests.parallelizer.nested_modules import Layer
 from parity_tests.parallelizer.small_net import Net
 from parity_tests.parallelizer.styled import linear_layer
 from parity_tests.parallelizer.training import accumulated, full_arrays
 from shardproof import CaseSpec
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.blocks import blocks, checkpoint_blocks, units
 

@@ -6,10 +6,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, arrays, batch, model_of
 from parity_tests.parallelizer.training import accumulated, full_arrays, parallelized
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import to_cpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it is where all is unsharded

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import small_net
 from parity_tests.parallelizer.steps import reduced_loss
 from parity_tests.parallelizer.styled import EPS, Norm, linear_layer
 from parity_tests.specimens.engine_agreement import named
 from shardproof import CaseSpec, scheme, token_below, values
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, translate_to_torch_parallel_style
 from torch_impl.parallelizer._torch_compat import waited
 from torch_impl.parallelizer.blocks import checkpoint_blocks, compile_blocks, save_products

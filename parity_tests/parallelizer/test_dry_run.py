@@ -8,11 +8,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.expert_families import OF_FAMILY
 from parity_tests.parallelizer.families import OWN, Chosen, batch, empty, model_of
 from parity_tests.parallelizer.training import accumulated, parallelized
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.parallelizer.dry_run import dry_run
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.hf_plan import translate_to_torch_parallel_style

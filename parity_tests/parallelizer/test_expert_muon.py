@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jax_ref import optimizers as reference
-from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.reference import evaluated
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.expert_families import MAX_NORM, MUON, OF_FAMILY, alone, mixture, muon, on_rank
 from parity_tests.parallelizer.training import broken_steps, deviation, full_arrays
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
+from shardproof.judge import bridge
+from shardproof.judge.reference import evaluated
 
 OF_ADAMW = ("model.embed_tokens.weight", "lm_head.weight")
 MESHES = [

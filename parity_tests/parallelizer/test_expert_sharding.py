@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from jax_ref import expert_parallel as reference
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.expert_families import MAX_NORM, OF_FAMILY, alone, chosen, mixture, on_rank
 from parity_tests.parallelizer.expert_net import BALANCE, ExpertNet, Z, plan
 from parity_tests.parallelizer.families import empty
 from parity_tests.parallelizer.steps import reduced_loss
 from parity_tests.parallelizer.training import broken_steps, full_arrays, parallelized
 from shardproof import CaseSpec, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.expert_sharding import validate_experts
 from torch_impl.parallelizer.mesh_axes import mesh_axes

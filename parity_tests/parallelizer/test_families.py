@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from parity_tests.harness.draw.profiles import few
 from parity_tests.parallelizer.families import OWN, Chosen
 from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.training import Training, on_mesh, parallelized, verdict
 from parity_tests.slow import slow_but
+from shardproof.draw.profiles import few
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan
 
 MESHES = [

@@ -12,8 +12,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from jax_ref.parallelizer import from_state_dict
 from jax_ref.parallelizer import mean_loss as reference_loss
-from parity_tests.harness.declare.declared import flat
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, batch, model_of
 from parity_tests.parallelizer.steps import dims, mean_loss, parameter_counts, specs
 from parity_tests.parallelizer.training import (
@@ -26,6 +24,8 @@ from parity_tests.parallelizer.training import (
     parallelized,
 )
 from shardproof import CaseSpec, Cost, check_cases, ids, scheme, token_below, values
+from shardproof.declare.declared import flat
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,

@@ -7,12 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.configurations import alone, configuration, judged, mistakes, on_rank
 from parity_tests.parallelizer.families import Chosen, model_of
 from parity_tests.parallelizer.small_net import Net, plan
 from parity_tests.parallelizer.training import full_arrays, parallelized
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan
 from torch_impl.parallelizer.blocks import units
 from torch_impl.parallelizer.mesh_axes import ARGUMENTS, mesh_axes

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, empty, model_of
 from parity_tests.parallelizer.plain_modules import differentiated
 from parity_tests.parallelizer.styled import accumulated, linear_layer, styled
 from parity_tests.parallelizer.training import parallelized
 from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import to_cpu
 from torch_impl.parallelizer.head_styles import GROUPS, ReplicatedHeads
 from torch_impl.parallelizer.hf_plan import translate_to_torch_parallel_style

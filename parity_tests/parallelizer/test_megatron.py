@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, plan
 from parity_tests.parallelizer.styled import linear_layer
 from shardproof import CaseSpec
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl.parallelizer.adapters import nvfsdp
 from torch_impl.parallelizer.adapters.megatron import Settings, choose_backend, have, with_megatron_fsdp, with_nvfsdp
 from torch_impl.parallelizer.adapters.nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize

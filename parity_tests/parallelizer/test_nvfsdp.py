@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen
 from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, PLAN, Block, Net, full_tensors, net_of, plan
 from parity_tests.parallelizer.training import Training, on_mesh, verdict
 from shardproof import CaseSpec, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import get_hf_tp_shard_plan, megatron_fsdp_strategy_parallelize
 from torch_impl.parallelizer.adapters.megatron import ALIASES, CUDA_ONLY, STRATEGIES
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize

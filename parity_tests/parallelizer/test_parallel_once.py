@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.styled import linear_layer
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
 
 PARTS = {"model": "", "block": "blocks.1", "layer": "blocks.1.up"}

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.blocks import units
 

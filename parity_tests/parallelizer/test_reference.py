@@ -7,11 +7,11 @@ import pytest
 from flax import nnx
 
 from jax_ref.parallelizer import EMBEDDING, HEAD, DecoderTraits, by_name, from_state_dict
-from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.reference import evaluated
 from parity_tests.parallelizer.families import OWN, Chosen, arrays, batch, model_of
 from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.training import PROMISED, broken, broken_on_ranks, deviation, trained
+from shardproof.judge import bridge
+from shardproof.judge.reference import evaluated
 
 bridge.start()
 LLAMA = Chosen("llama")

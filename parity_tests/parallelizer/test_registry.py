@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, empty
 from parity_tests.parallelizer.small_net import BLOCK, Net, plan
 from parity_tests.parallelizer.styled import linear_layer
 from parity_tests.parallelizer.training import broken, full_arrays
 from shardproof import CaseSpec, scheme
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,

@@ -12,8 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from jax_ref.parallelizer import from_state_dict
 from jax_ref.parallelizer import mean_loss as reference_loss
-from parity_tests.harness.declare.declared import flat
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.configurations import configuration, judged
 from parity_tests.parallelizer.families import Chosen, model_of
 from parity_tests.parallelizer.plain_modules import differentiated
@@ -21,6 +19,8 @@ from parity_tests.parallelizer.steps import dims, mean_loss, reduced_loss, specs
 from parity_tests.parallelizer.styled import EPS, Norm, accumulated, linear_layer
 from parity_tests.parallelizer.training import parallelized
 from shardproof import CaseSpec, check_cases, ids, scheme, token_below, values
+from shardproof.declare.declared import flat
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, translate_to_torch_parallel_style
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 from torch_impl.parallelizer.sequence_parallel import sequence_styles, shard_sequences

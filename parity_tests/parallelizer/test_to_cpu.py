@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
 from shardproof import CaseSpec, scheme
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import to_cpu
 from torch_impl.parallelizer.tp_styles import shard_of_halves, shard_of_parts
 

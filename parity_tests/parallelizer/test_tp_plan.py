@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import plain_modules as plain
 from parity_tests.parallelizer.families import IGNORED, OWN, Chosen, Float64Throughout, batch, empty, model_of
 from parity_tests.parallelizer.misuses import MISUSES, QWEN3, TIED, Tied, rejection
@@ -23,6 +21,8 @@ from parity_tests.parallelizer.small_net import NAMES, Net
 from parity_tests.parallelizer.styled import accumulated, styled
 from parity_tests.parallelizer.training import PROMISED, broken_on_ranks, deviation, summed_loss
 from shardproof import CaseSpec, scheme, token_below, values
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,

@@ -10,10 +10,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import plain_modules as plain
 from parity_tests.parallelizer.styled import Gated, Norm, Stacks, accumulated, ceil_rule, linear_layer, styled
 from shardproof import CaseSpec, check_cases, scheme, token_below, values
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import translate_to_torch_parallel_style
 from torch_impl.parallelizer.hf_plan import REJECTED, STYLES
 from torch_impl.parallelizer.tp_styles import Experts

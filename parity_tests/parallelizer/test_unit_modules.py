@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.nested_modules import Enclosing, Inner, Nested
 from parity_tests.parallelizer.styled import Norm
+from shardproof.declare.case import CaseSpec
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import import_classes_from_paths, nvfsdp_strategy_parallelize
 
 NAME = "parallelizer.import_classes_from_paths: class_paths"

@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.ledger import Ledger
 from parity_tests.parallelizer.families import IGNORED, Chosen, batch, model_of
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
+from shardproof.engines.ledger import Ledger
 from torch_impl.collectives.mesh import MeshView
 from torch_impl.parallelizer import get_hf_tp_shard_plan, to_cpu
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize

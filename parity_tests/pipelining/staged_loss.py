@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from parity_tests.harness.declare.declared import flat
 from parity_tests.parallelizer.families import model_of
 from parity_tests.parallelizer.training import summed_loss
 from parity_tests.pipelining.stepped import Stepped
+from shardproof.declare.declared import flat
 from torch_impl.pipelining.pipeline import pipeline_model
 from torch_impl.pipelining.schedule import scale_grads_by_divisor
 

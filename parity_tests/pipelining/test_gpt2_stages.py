@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.unsplit_models import PROMISED, ROWS, chosen, loss_of, stepped, tokens
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.pipelining.model_parts import SUMMANDS
 from torch_impl.pipelining.split import split_model_into_stages
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.pipelining.functional import split_model_into_stages
 
 families = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.perceptron import written
 from parity_tests.pipelining.unsplit_models import LENGTH, PROMISED, ROWS, accumulated, chosen, loss_of, tokens
 from parity_tests.pipelining.written_orders import dumped, with_communication
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.pipelining import schedule_order
 from torch_impl.pipelining.functional import pipeline_model
 

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.drawn_orders import legal_sizes, named_orders, own_orders
 from parity_tests.pipelining.perceptron import (
     PER_MICROBATCH,
@@ -27,6 +25,8 @@ from parity_tests.pipelining.perceptron import (
     written,
 )
 from parity_tests.pipelining.test_csv_schedule import dumped, with_communication
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.pipelining import schedule_order, simulate, stage_to_rank
 from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.schedule import build_pipeline_schedule, executed_actions, scale_grads_by_divisor

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.perceptron import made_stages, placement, written
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.pipelining.schedule import build_pipeline_schedule
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.unsplit_models import LENGTH, PROMISED, ROWS, chosen, loss_of, tokens
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.schedule import build_pipeline_schedule
 from torch_impl.pipelining.shapes import (

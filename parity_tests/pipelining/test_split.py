@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.unsplit_models import LAYERS, accumulated, chosen, stepped, tokens
+from shardproof.declare.case import CaseSpec
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.split import split_model_into_stages
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.unsplit_models import LENGTH, PROMISED, ROWS, accumulated, chosen, loss_of, tokens
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.tp_plan import apply_plan

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.parallelizer import from_state_dict, mean_loss
-from parity_tests.harness.declare.declared import flat
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, model_of
 from parity_tests.parallelizer.steps import dims, specs
 from parity_tests.pipelining.staged_loss import staged_loss
 from parity_tests.pipelining.unsplit_models import ROWS, loss_of, tokens
 from shardproof import CaseSpec, check, every_case, ids, scheme, token_below, values
+from shardproof.declare.declared import flat
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.schedule import build_pipeline_schedule
 from torch_impl.pipelining.split import split_model_into_stages

@@ -1,9 +1,9 @@
 """Two schemes of which only the drawing is looked at, by the tests of it: one of token ids, one of packed sequences."""
 
-from parity_tests.harness.draw import inputs
-from parity_tests.harness.draw.choosers import seeded_chooser
-from parity_tests.harness.draw.drawing import draw_case
 from shardproof import ids, integers, lengths, mask, offsets, scheme, token_below
+from shardproof.draw import inputs
+from shardproof.draw.choosers import seeded_chooser
+from shardproof.draw.drawing import draw_case
 
 
 @scheme(

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.ledger import RunResult
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
+from shardproof.engines.ledger import RunResult
 
 Pairs = Iterator[tuple[Any, Any]]
 Body = Callable[[Any, CaseSpec], Pairs]

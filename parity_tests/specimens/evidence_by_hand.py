@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests.harness.explain.clues import explain
-from parity_tests.harness.explain.evidence import Evidence
+from shardproof.explain.clues import explain
+from shardproof.explain.evidence import Evidence
 
 AXES = {"cp": 2, "tp": 4}
 

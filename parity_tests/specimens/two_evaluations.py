@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests.harness.judge.compare import element_budgets
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, _rms, compiler_options
-from parity_tests.harness.judge.rounding import POOL, Trace, by_numpy, by_xla
-from parity_tests.harness.judge.step import DIRECTIONS
+from shardproof.judge.compare import element_budgets
+from shardproof.judge.reference import UNIT_ROUNDOFF, _rms, compiler_options
+from shardproof.judge.rounding import POOL, Trace, by_numpy, by_xla
+from shardproof.judge.step import DIRECTIONS
 
 U = UNIT_ROUNDOFF["float64"]
 HALF_THE_DIGITS = 2.0**-26  # of float64: a spread, over eight directions, is itself known to a quarter

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parity_tests.harness.scheme import Scheme
 from shardproof import scheme, values
+from shardproof.declaration import Scheme
 
 
 def summed(x: Tensor, group: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from parity_tests.tracing.buggy_model import Shared
+from shardproof.tracing.buggy_model import Shared
 from torch_impl.collectives import all_reduce
 
 ROWS, LENGTH, VOCAB = 2, 5, 32

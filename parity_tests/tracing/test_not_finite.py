@@ -7,7 +7,7 @@ import torch
 from flax import nnx
 from torch import nn
 
-from parity_tests.tracing import Pair, first, trace_pair
+from shardproof.tracing import Pair, first, trace_pair
 
 WEIGHT = torch.tensor([[1.0, -1.0], [0.5, 2.0]], dtype=torch.float64)
 X = torch.tensor([[1.0, 3.0], [2.0, -1.0]], dtype=torch.float64)  # of their products with WEIGHT one is -2

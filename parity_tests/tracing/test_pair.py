@@ -10,10 +10,10 @@ import torch
 from flax import nnx
 from torch import nn
 
-from parity_tests.harness.judge.reference import ReferenceFailure
-from parity_tests.harness.run.failure import Raised
-from parity_tests.tracing import Pair, first, trace_pair
-from parity_tests.tracing.pair import traced_pair
+from shardproof.engines.failure import Raised
+from shardproof.judge.reference import ReferenceFailure
+from shardproof.tracing import Pair, first, trace_pair
+from shardproof.tracing.pair import traced_pair
 
 
 class Gated(nn.Module):

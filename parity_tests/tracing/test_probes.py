@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
-from parity_tests.tracing.probes import BITS, POOL, Probes, draws
+from shardproof.judge import bridge
+from shardproof.judge.reference import UNIT_ROUNDOFF
+from shardproof.tracing.probes import BITS, POOL, Probes, draws
 
 
 def probes(dtype, unit):

@@ -9,7 +9,7 @@ import pytest
 from jax_ref import layouts
 from parity_tests.pages import blocks
 from parity_tests.tracing import sharded_models
-from parity_tests.tracing.placed import farthest, in_full, placed
+from shardproof.tracing.placed import farthest, in_full, placed
 
 FILE = sharded_models.__file__
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "docs" / "examples" / "my_sharded.py")

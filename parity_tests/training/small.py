@@ -1,7 +1,7 @@
 """`python -m parity_tests.training.small`: the command with a model of two layers, which tests compile in less time."""
 
-from parity_tests.cli.app import main
-from parity_tests.training import run
+from shardproof.cli.app import main
+from shardproof.training import run
 
 LAYERS = ("mamba", "attention")
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.failure import Raised
-from parity_tests.harness.run.lockstep import lockstep
-from parity_tests.training import checkpoint
-from parity_tests.training.body import train as body
-from parity_tests.training.run import SIZES, Run
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.failure import Raised
+from shardproof.engines.lockstep import lockstep
+from shardproof.training import checkpoint
+from shardproof.training.body import train as body
+from shardproof.training.run import SIZES, Run
 
 DAMAGES = 200
 SMALL = {"steps": 2, "streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("attention",)}, "every": 1}

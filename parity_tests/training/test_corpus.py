@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from parity_tests.training.corpus import BLOCK, MOST, global_batch, topics
-from parity_tests.training.run import Run
+from shardproof.training.corpus import BLOCK, MOST, global_batch, topics
+from shardproof.training.run import Run
 
 RUN = Run(mesh={}, steps=3)
 

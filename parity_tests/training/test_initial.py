@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from jax_ref.models import Config
-from parity_tests.harness.run.engines import run
-from parity_tests.models.by_name import flax_model
-from parity_tests.training.initial import initial_weights
-from parity_tests.training.run import Run
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
+from shardproof.training.by_name import flax_model
+from shardproof.training.initial import initial_weights
+from shardproof.training.run import Run
 from torch_impl.models import HybridConfig, HybridLM, Placement
 
 

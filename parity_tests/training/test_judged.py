@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from parity_tests.harness.judge.compare import K
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
-from parity_tests.training.judged import PROMISED, budget, distance, judged
-from parity_tests.training.record import Step
-from parity_tests.training.reference import ReferenceStep
+from shardproof.judge.compare import K
+from shardproof.judge.reference import UNIT_ROUNDOFF
+from shardproof.training.judged import PROMISED, budget, distance, judged
+from shardproof.training.record import Step
+from shardproof.training.reference import ReferenceStep
 
 SPREAD = 1e-6
 ALLOWED = K * (SPREAD + UNIT_ROUNDOFF["float32"])

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from parity_tests.training import checkpoint, record, session
-from parity_tests.training.follow import ReferenceSteps
-from parity_tests.training.run import SIZES, Run
 from parity_tests.training.small import LAYERS
 from parity_tests.training.started import Mark
+from shardproof.training import checkpoint, record, session
+from shardproof.training.follow import ReferenceSteps
+from shardproof.training.run import SIZES, Run
 
 STEPS = 8  # of the run that nothing interrupts
 LIMIT_S = 120

@@ -5,11 +5,11 @@ import shutil
 import numpy as np
 import pytest
 
-from parity_tests.tracing.lines import first
-from parity_tests.training import record, session, show
-from parity_tests.training.follow import ReferenceSteps
-from parity_tests.training.run import SIZES, Run
-from parity_tests.training.traced import known_of, trace
+from shardproof.tracing.comparison import first
+from shardproof.training import record, session, show
+from shardproof.training.follow import ReferenceSteps
+from shardproof.training.run import SIZES, Run
+from shardproof.training.traced import known_of, trace
 from torch_impl.pipelining import tied_weights
 
 # Four layers for the four stages of zbv on two ranks; embedding and head share a weight that two stages hold.

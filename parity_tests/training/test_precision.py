@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from parity_tests.injected_bugs.catalogue import CATALOGUE
-from parity_tests.tracing.lines import first
-from parity_tests.training import located, session
-from parity_tests.training.follow import ReferenceSteps
-from parity_tests.training.judged import PROMISED
-from parity_tests.training.precision import STORED_DTYPE, policy
-from parity_tests.training.run import DTYPES, SIZES, Run
-from parity_tests.training.traced import known_of, trace
+from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
+from parity_tests.evidence.located import __main__ as located
+from shardproof.tracing.comparison import first
+from shardproof.training import session
+from shardproof.training.follow import ReferenceSteps
+from shardproof.training.judged import PROMISED
+from shardproof.training.precision import STORED_DTYPE, policy
+from shardproof.training.run import DTYPES, SIZES, Run
+from shardproof.training.traced import known_of, trace
 
 SMALL = {"streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("attention", "mamba")}, "dtype": "bfloat16"}
 MESHES = [

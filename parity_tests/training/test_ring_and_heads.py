@@ -3,12 +3,12 @@
 import pytest
 import torch.distributed as dist
 
-from parity_tests.harness.run.engines import run
-from parity_tests.tracing.lines import first
-from parity_tests.training.ring_and_heads import ring_and_heads
-from parity_tests.training.run import SIZES, Run
-from parity_tests.training.traced import known_of, trace
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
+from shardproof.tracing.comparison import first
+from shardproof.training.ring_and_heads import ring_and_heads
+from shardproof.training.run import SIZES, Run
+from shardproof.training.traced import known_of, trace
 
 SMALL = {"streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("attention",)}, "attention": "usp"}
 # Ranks of cp that exchange heads stand side by side; the ring goes from one such group to the next.

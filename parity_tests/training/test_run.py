@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from parity_tests.training.run import Run
+from shardproof.training.run import Run
 
 REJECTED = [
     (

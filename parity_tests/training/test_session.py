@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from parity_tests.cli.app import main
-from parity_tests.harness.run.failure import RankFailure
-from parity_tests.training import checkpoint, follow, page, record, session, show
-from parity_tests.training.follow import ReferenceSteps
-from parity_tests.training.parts import Parts
-from parity_tests.training.run import SIZES, Run
+from shardproof.cli.app import main
+from shardproof.engines.failure import RankFailure
+from shardproof.training import checkpoint, follow, page, record, session, show
+from shardproof.training.follow import ReferenceSteps
+from shardproof.training.parts import Parts
+from shardproof.training.run import SIZES, Run
 from torch_impl.expert_parallel import balance
 from torch_impl.mamba import MambaContextParallel
 from torch_impl.models import layers, staged
@@ -247,7 +247,7 @@ def test_a_run_that_ends_early_is_not_equal(monkeypatch):
 @pytest.mark.slow
 def test_the_command(monkeypatch, capsys):
     """Its table, its figure, its JSON, and the statuses that it leaves with."""
-    monkeypatch.setattr("parity_tests.training.run.SIZES", SMALL["sizes"])
+    monkeypatch.setattr("shardproof.training.run.SIZES", SMALL["sizes"])
     monkeypatch.setattr(session, "ReferenceSteps", lambda: KNOWN)
 
     def call(*arguments):

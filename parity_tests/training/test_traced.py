@@ -6,12 +6,13 @@ from fnmatch import fnmatch
 
 import pytest
 
-from parity_tests.cli.app import main
-from parity_tests.injected_bugs.catalogue import CATALOGUE
-from parity_tests.tracing.lines import first
-from parity_tests.training import located, ranks, trace_session
-from parity_tests.training.run import SIZES, Run
-from parity_tests.training.traced import known_of, trace
+from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
+from parity_tests.evidence.located import __main__ as located
+from shardproof.cli.app import main
+from shardproof.tracing.comparison import first
+from shardproof.training import ranks, trace_session
+from shardproof.training.run import SIZES, Run
+from shardproof.training.traced import known_of, trace
 from torch_impl.models import staged
 
 SMALL = {**located.SMALL, "sizes": {**SIZES, "layers": ("attention", "mamba")}}

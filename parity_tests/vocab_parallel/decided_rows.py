@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.draws import FLOAT_KINDS, Draw
-from parity_tests.harness.draw import inputs
-from parity_tests.harness.judge.compare import C
-from parity_tests.harness.judge.reference import accumulator_roundoff
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.draws import FLOAT_KINDS, Draw
+from shardproof.draw import inputs
+from shardproof.judge.compare import C
+from shardproof.judge.reference import accumulator_roundoff
 
 TRIES = 100
 EXACT = 1024

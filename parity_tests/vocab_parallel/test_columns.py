@@ -7,11 +7,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from jax_ref.vocab_parallel import argmax, columns, log_softmax, logprob, sequence
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check_cases, ids, scheme, values
+from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
 RANKS = {"tp": (1, 2, 3, 4)}

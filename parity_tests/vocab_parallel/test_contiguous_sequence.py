@@ -8,9 +8,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from jax_ref.vocab_parallel import next_positions, sequence
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check_cases, integers, mask, scheme
+from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from jax_ref.vocab_parallel import cross_entropy
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from shardproof import CaseSpec, Cost, scheme, values
+from shardproof.engines.engines import run
+from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(

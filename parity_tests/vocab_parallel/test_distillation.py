@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from jax_ref.vocab_parallel import distillation
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers
 from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
+from shardproof.engines.engines import run
+from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
 
 

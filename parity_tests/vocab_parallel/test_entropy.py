@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import negative_entropy
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from shardproof import CaseSpec, Cost, every_case, scheme
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
+from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
 
 

@@ -13,13 +13,13 @@ from jax_ref.vocab_parallel import (
     next_token_logprob,
     packed_next_token_negative_entropy,
 )
-from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
 from parity_tests.vocab_parallel.test_linear_logprob import FLOATS
 from parity_tests.vocab_parallel.test_packed import by_padded
 from parity_tests.vocab_parallel.test_stored_order import of_keys
 from shardproof import CaseSpec, Cost, check_cases, ids, integers, offsets, scheme
+from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
 COMMON = dict(

@@ -8,11 +8,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from parity_tests.harness.judge.compare import K
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
-from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.decided_rows import is_undecided, mass_before, mass_budget
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
+from shardproof.judge.compare import K
+from shardproof.judge.reference import UNIT_ROUNDOFF
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.filter_bounds import room_for, ties_within
 

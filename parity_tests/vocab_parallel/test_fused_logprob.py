@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.vocab_parallel import vocab_parallel_logprob
 
 B, S, V = 2, 3, 8  # V is the width of one shard

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from jax_ref.layouts import dual_chunk_swap
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.collectives import all_gather
 

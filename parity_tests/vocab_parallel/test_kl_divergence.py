@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from jax_ref.vocab_parallel import kl_divergence
-from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from shardproof import CaseSpec, Cost, check, check_cases, scheme, values
+from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(

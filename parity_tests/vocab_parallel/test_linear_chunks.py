@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.test_linear_logprob import SCHEMES, linear_logprobs
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
+from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.linear_chunks import chunk_positions
 

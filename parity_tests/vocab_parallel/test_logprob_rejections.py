@@ -6,9 +6,9 @@ from operator import mul
 import pytest
 import torch
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.logprob import may_share_memory
 

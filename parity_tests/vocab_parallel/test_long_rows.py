@@ -8,10 +8,10 @@ import torch
 from hypothesis import settings
 
 from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
-from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, ids, scheme
+from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel import long_rows
 

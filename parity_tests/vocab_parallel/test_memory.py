@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 import torch
 
-from parity_tests.benchmarks.live_peak import LivePeak
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
+from shardproof.engines.live_peak import LivePeak
 from torch_impl import vocab_parallel as vp
 
 SIZE = 64 << 20

@@ -6,12 +6,12 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from jax_ref.vocab_parallel import next_token_logprob
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check_cases, ids, scheme
+from shardproof.engines.engines import run
+from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
 
 CUT = dict(

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parity_tests.harness.draw import inputs
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.test_cross_entropy import distributed_cross_entropy
 from parity_tests.vocab_parallel.test_distillation import distillation_over_tp_and_cp
 from parity_tests.vocab_parallel.test_entropy import chunked_distributed_entropy
 from parity_tests.vocab_parallel.test_gather_logprob import gathered_logprob
 from parity_tests.vocab_parallel.test_topk import gathered_logits, vocab_topk
+from shardproof.draw import inputs
+from shardproof.verify_one_case import verify_case
 
 LOWEST = -1e30  # exp(LOWEST - max) is 0; unlike that of -inf, its derivative is no NaN where all are LOWEST
 

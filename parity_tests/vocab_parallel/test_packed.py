@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel import packed_next_token_logprob
-from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check_cases, ids, integers, offsets, scheme
+from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from parity_tests.cli import real_text
 from parity_tests.vocab_parallel.test_logprob import (
     chunked_distributed_logprob,
     distributed_logprob,
     vocab_parallel_logprob,
 )
+from shardproof.cli import real_text
 
 SCHEMES = (vocab_parallel_logprob, distributed_logprob, chunked_distributed_logprob)
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from jax_ref.vocab_parallel import sampled_logprob
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, ids, scheme
+from shardproof.engines.engines import run
+from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
 
 INTEGER = 8  # bytes of a width

@@ -10,10 +10,10 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from jax_ref.vocab_parallel import sampling_mask
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from shardproof import CaseSpec, scheme
+from shardproof.engines.engines import run
+from shardproof.verify_one_case import verify_case
 from torch_impl.vocab_parallel.filter_bounds import keep_first, limits_of
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions
 from torch_impl.vocab_parallel.sampling import sampling_filter

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.filter_bounds import limits_of
 

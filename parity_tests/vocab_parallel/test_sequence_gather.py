@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from jax_ref.vocab_parallel import sequence
-from parity_tests.harness.run.engines import run
 from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check_cases, scheme
+from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
 RANKS = {"cp": (1, 2, 3, 4)}

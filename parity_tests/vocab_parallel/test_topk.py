@@ -9,12 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from jax_ref.vocab_parallel import logits_at, topk
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, integers, scheme, values
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
+from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
 
 

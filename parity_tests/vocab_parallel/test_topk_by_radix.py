@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parity_tests.harness.draw.profiles import few
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, check_cases, scheme
+from shardproof.draw.profiles import few
+from shardproof.engines.engines import run
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel import topk_by_radix
 from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, _entries_elsewhere

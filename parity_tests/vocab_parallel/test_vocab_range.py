@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
+from shardproof.engines.engines import run
 from torch_impl.vocab_parallel.vocab_range import all_gather_range, ceil_range
 
 

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from parity_tests.harness.declare.case import FORMAT, CaseSpec
+from shardproof.declare.case import FORMAT, CaseSpec
 
 EXAMPLE = dict(
     scheme="parity_tests.vocab_parallel.test_logprob:vocab_parallel_logprob",
@@ -74,7 +74,7 @@ def test_every_part_is_in_the_id(change):
 
 def test_another_process_writes_the_same_line():
     """Hash seeds and dictionary orders differ between processes; the line does not."""
-    program = f"from parity_tests.harness.declare.case import CaseSpec; print(CaseSpec(**{EXAMPLE!r}).json)"
+    program = f"from shardproof.declare.case import CaseSpec; print(CaseSpec(**{EXAMPLE!r}).json)"
     for seed in ("0", "1"):
         run = subprocess.run(
             [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True

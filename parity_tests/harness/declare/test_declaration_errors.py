@@ -2,8 +2,8 @@
 
 import pytest
 
-from parity_tests.harness.declare.declaration_errors import DeclarationErrors
 from parity_tests.specimens.small_scheme import declared
+from shardproof.declare.declaration_errors import DeclarationErrors
 
 
 def test_several_errors_are_one_list():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.harness.declare import discover
 from parity_tests.specimens.user_files import HEAD
+from shardproof.declare import discover
 
 SCHEME = (
     HEAD

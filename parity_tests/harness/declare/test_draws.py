@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.harness.declare.draws import FLOAT_KINDS, shard_borders
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.specimens.drawn_schemes import array, cases, tokens
 from shardproof import integers, mask, values
+from shardproof.declare.draws import FLOAT_KINDS, shard_borders
+from shardproof.judge.reference import UNIT_ROUNDOFF
 
 # Ids
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity_tests.harness.declare.instance import meaning_of
 from shardproof import integers, scheme, values
+from shardproof.declare.instance import meaning_of
 from torch_impl.collectives import all_reduce
 from torch_impl.contract import Positive, Sharded, ShardedIds, contract, contract_of
 

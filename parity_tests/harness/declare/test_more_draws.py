@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.draw import inputs
 from parity_tests.specimens.small_scheme import declared
 from shardproof import block_table, drawn, exactly, permutation, scheme, values
+from shardproof.declare.case import CaseSpec
+from shardproof.draw import inputs
 
 
 def drawn_arrays(how, spec="b s", count=30, function=None, **more):

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from parity_tests import warm_python
-from parity_tests.harness.declare import discover, scheme_index
-from parity_tests.harness.draw.size_choices import meshes
-from parity_tests.harness.report import declared_pictures
-from parity_tests.harness.report.declared_pictures import pictured_case
-from parity_tests.harness.report.picture import scheme_picture
 from parity_tests.slow import slow_but
+from shardproof.declare import discover, scheme_index
+from shardproof.draw.size_choices import meshes
+from shardproof.report import declared_pictures
+from shardproof.report.declared_pictures import pictured_case
+from shardproof.report.picture import scheme_picture
 
-QUIET_LIST = "from parity_tests.cli.app import app; import sys; app(['list', '-q'], standalone_mode=False); "
-DRAW = "from parity_tests.cli.app import app; import sys; app(['draw', *sys.argv[1:]], standalone_mode=False); "
+QUIET_LIST = "from shardproof.cli.app import app; import sys; app(['list', '-q'], standalone_mode=False); "
+DRAW = "from shardproof.cli.app import app; import sys; app(['draw', *sys.argv[1:]], standalone_mode=False); "
 LOADED = "print([name for name in ('torch', 'jax', 'hypothesis') if name in sys.modules])"
 
 
@@ -44,7 +44,7 @@ def test_the_index_equals_an_import(cache, monkeypatch, few_pictures):
 def test_a_name_imports_its_file_and_no_other(cache, few_pictures):
     scheme_index.entries()
     script = (
-        "import sys; from parity_tests.harness.declare import discover\n"
+        "import sys; from shardproof.declare import discover\n"
         "(scheme,) = discover.find(['vocab_parallel_logprob'])\n"
         "print([name for name in sys.modules if '.test_' in name] == [scheme.key.partition(':')[0]])"
     )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity_tests.harness.declare.spec import Dim, Sharding, Spec, parse
+from shardproof.declare.spec import Dim, Sharding, Spec, parse
 
 AXES = ("cp", "tp")
 LAYOUTS = ("contiguous", "dual_chunk_swap", "packed", "ragged", "striped")

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from parity_tests import scheme
-from parity_tests.harness.declare.discover import TABLE, UnusableTarget, lookup, module_of_file, schemes_of_file
+from shardproof import scheme
+from shardproof.declare.discover import TABLE, UnusableTarget, lookup, module_of_file, schemes_of_file
 
 
 def compiled_from(file, source="def doubled(mesh, x):\n    return x * 2\n"):

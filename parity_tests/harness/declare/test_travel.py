@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from parity_tests.harness.declare import travel
+from shardproof.declare import travel
 
 
 def outer(x):

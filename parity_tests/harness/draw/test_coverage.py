@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import pytest
 import torch.nn.functional as F
 
-from parity_tests.harness.declare.discover import built_in
-from parity_tests.harness.draw import coverage
-from parity_tests.harness.draw.choosers import RecordingChooser, even_chooser
-from parity_tests.harness.draw.drawing import draw_case
-from parity_tests.harness.draw.size_choices import compatible, meshes, shapes
-from parity_tests.harness.verify import MOST_PLANNED, verify
 from parity_tests.specimens.small_scheme import declared
 from shardproof import ids, mask, scheme, values
+from shardproof.declare.discover import built_in
+from shardproof.draw import coverage
+from shardproof.draw.choosers import RecordingChooser, even_chooser
+from shardproof.draw.drawing import draw_case
+from shardproof.draw.size_choices import compatible, meshes, shapes
+from shardproof.verification import MOST_PLANNED, verify
 from torch_impl.collectives import all_reduce, all_to_all
 
 DRAWN = {"world": None, "limit": 8}
@@ -175,7 +175,7 @@ def test_a_masked_mean_over_the_count_of_one_axis_is_found(seed, tmp_path):
 
 def counts_of_ranks(case, name, counted):
     """How many elements of an input are counted on each rank of cp."""
-    from parity_tests.harness.draw import inputs
+    from shardproof.draw import inputs
 
     arg = next(arg for arg in mean_over_the_local_count.inputs if arg.name == name)
     array = inputs.full_array(arg, mean_over_the_local_count.draws[name], case)

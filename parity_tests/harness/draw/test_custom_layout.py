@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.harness.declare.conditions import record_of
-from parity_tests.harness.declare.declaration_failure import DeclarationFailure
-from parity_tests.harness.draw import size_choices
-from parity_tests.harness.verify_one_case import verify_case
 from shardproof import check, scheme
+from shardproof.declare.conditions import record_of
+from shardproof.declare.declaration_failure import DeclarationFailure
+from shardproof.draw import size_choices
+from shardproof.verify_one_case import verify_case
 
 MESH = (1, 2, 4)
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity_tests.harness.draw import inputs
-from parity_tests.harness.draw.choosers import even_chooser, seeded_chooser
-from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.specimens.drawn_schemes import array, cases, sequences, tokens
 from parity_tests.specimens.small_scheme import declared
 from shardproof import every_case
+from shardproof.draw import inputs
+from shardproof.draw.choosers import even_chooser, seeded_chooser
+from shardproof.draw.drawing import draw_case
 
 
 def test_seeded_chooser():

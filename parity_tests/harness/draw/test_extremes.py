@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from parity_tests.harness.draw import inputs
 from shardproof import scheme, token_below, values
+from shardproof.draw import inputs
 
 
 def bordered(kind, number, place, mesh, full_rows=False):

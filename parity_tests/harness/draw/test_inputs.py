@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from jax_ref.layouts import BUILTIN
-from parity_tests import values
-from parity_tests.harness.declare.case import DTYPES, CaseSpec
-from parity_tests.harness.declare.declared import Argument, nested
-from parity_tests.harness.declare.spec import parse
-from parity_tests.harness.draw import inputs
-from parity_tests.harness.judge.reference import reference_input
-from parity_tests.harness.run.stitch import stitch
+from shardproof import values
+from shardproof.declare.case import DTYPES, CaseSpec
+from shardproof.declare.declared import Argument, nested
+from shardproof.declare.spec import parse
+from shardproof.draw import inputs
+from shardproof.engines.stitch import stitch
+from shardproof.judge.reference import reference_input
 
 MESH = {"dp": 2, "cp": 2, "tp": 3}
 AXES = tuple(MESH)

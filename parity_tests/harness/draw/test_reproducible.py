@@ -4,14 +4,15 @@ from hypothesis import given, settings
 from hypothesis import seed as hypothesis_seed
 
 from parity_tests import warm_python
-from parity_tests.harness.draw.profiles import profile
-from parity_tests.harness.draw.reproducible import reproducible_draws
 from parity_tests.specimens.drawn_schemes import sequences
 from shardproof import every_case
+from shardproof.draw.profiles import profile
+from shardproof.draw.reproducible import reproducible_draws
 
 CONSTANTS = "NUMBERS = [" + ", ".join(str(number) for number in range(100, 1000)) + "]\n"
 SEARCH = """
-from parity_tests.harness.draw import profiles, test_reproducible
+from shardproof.draw import profiles
+from parity_tests.harness.draw import test_reproducible
 from hypothesis import settings
 profiles.register_profiles()
 settings.load_profile({profile!r})
@@ -50,7 +51,7 @@ def test_imported_constants_change_no_draw(tmp_path):
 
 EXAMPLES = """
 from hypothesis import strategies as st
-from parity_tests.harness.draw.choosers import even_chooser, simplest
+from shardproof.draw.choosers import even_chooser, simplest
 numbers = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=8)
 simplest(numbers), [even_chooser(number)(numbers) for number in range(4)]
 """

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 
-from parity_tests.harness.draw import size_choices
-from parity_tests.harness.draw.choosers import seeded_chooser
-from parity_tests.harness.draw.drawing import draw_case
-from parity_tests.harness.draw.profiles import SHAPES
 from shardproof import offsets, scheme
+from shardproof.draw import size_choices
+from shardproof.draw.choosers import seeded_chooser
+from shardproof.draw.drawing import draw_case
+from shardproof.draw.profiles import SHAPES
 
 NUMBERS = itertools.count()
 

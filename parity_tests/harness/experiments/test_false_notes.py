@@ -7,15 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 
-from parity_tests.harness import verify_one_case
-from parity_tests.harness.experiments.notes import check_notes
 from parity_tests.specimens.wrong_gradients import (
     GatherWithoutSum,
     line_of,
     summed,
     two_products_scheme,
 )
-from shardproof import ids, mask, permutation, scheme, token_below, values
+from shardproof import ids, mask, permutation, scheme, token_below, values, verify_one_case
+from shardproof.experiments.notes import check_notes
 from torch_impl.collectives import all_reduce
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parity_tests.harness.explain.evidence import Evidence
-from parity_tests.harness.explain.places import wrong_region
 from shardproof import scheme, values
+from shardproof.explain.evidence import Evidence
+from shardproof.explain.places import wrong_region
 
 
 def declared(function, reference, spec="b s/cp", **more):

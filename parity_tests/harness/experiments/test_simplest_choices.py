@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import strategies as st
 
-from parity_tests.harness.declare.discover import lookup
-from parity_tests.harness.draw.choosers import RecordingChooser, even_chooser, simplest
-from parity_tests.harness.draw.drawing import draw_case
-from parity_tests.harness.experiments.simplest_choices import SimplestCase
-from parity_tests.harness.experiments.undecided import verify_or_undecided
 from shardproof import scheme, values
+from shardproof.declare.discover import lookup
+from shardproof.draw.choosers import RecordingChooser, even_chooser, simplest
+from shardproof.draw.drawing import draw_case
+from shardproof.experiments.simplest_choices import SimplestCase
+from shardproof.experiments.undecided import verify_or_undecided
 
 
 def doubled_where(is_wrong, y="default"):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from parity_tests.harness.experiments.smallest import MAX_RUNS, shrink
-from parity_tests.harness.verify_one_case import verify_case
 from shardproof import offsets, scheme, values
+from shardproof.experiments.smallest import MAX_RUNS, shrink
+from shardproof.verify_one_case import verify_case
 
 
 def declared(function, inputs, outputs=None, **more):
@@ -136,7 +136,7 @@ def test_where_the_runs_do_not_suffice_the_case_is_not_called_the_smallest(monke
 
     declaration = declared(wrong, "b s h d tp=I", mesh={"tp": (1,)})
     report = verify_case(declaration, declaration.case(b=5, s=5, h=5, d=5))
-    monkeypatch.setattr("parity_tests.harness.experiments.smallest.MAX_RUNS", 2)
+    monkeypatch.setattr("shardproof.experiments.smallest.MAX_RUNS", 2)
     few = shrink(declaration, report, {})
     assert not few.smallest and "\nfailing case: " in str(few) and "smallest case" not in str(few)
     assert MAX_RUNS > 2

@@ -10,21 +10,21 @@ import torch
 from hypothesis import given, settings
 from jaxtyping import Bool, Float
 
-from parity_tests.harness.draw.strategy import every_case
-from parity_tests.harness.experiments import undecided
-from parity_tests.harness.experiments.undecided import (
+from shardproof import scheme, values
+from shardproof.draw.strategy import every_case
+from shardproof.engines.program import Program
+from shardproof.experiments import undecided
+from shardproof.experiments.undecided import (
     CHOICE,
     NO_FINITE_GRADIENT,
     TIE,
     mark_undecided,
     verify_or_undecided,
 )
-from parity_tests.harness.report.report import Undecided
-from parity_tests.harness.report.summary import Outcome, as_junit, closing
-from parity_tests.harness.run.program import Program
-from parity_tests.harness.verify import check
-from parity_tests.harness.verify_one_case import verify_case
-from shardproof import scheme, values
+from shardproof.report.report import Undecided
+from shardproof.report.summary import Outcome, as_junit, closing
+from shardproof.verification import check
+from shardproof.verify_one_case import verify_case
 
 
 def greatest(function=lambda x: x.max(-1).values, kinds=("normal", "ties"), **more):

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from parity_tests.harness.explain.clues import explain
-from parity_tests.harness.explain.evidence import Evidence
 from parity_tests.specimens.evidence_by_hand import AXES, columns_of, evidence, headline, numbers
+from shardproof.explain.clues import explain
+from shardproof.explain.evidence import Evidence
 
 MEANING = "a reduction is missing or repeated, or a mean divides by a local count"
 

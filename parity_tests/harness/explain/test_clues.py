@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ref.layouts import ragged
-from parity_tests.harness.explain.clues import explain
-from parity_tests.harness.explain.evidence import Evidence, ShardedDim
-from parity_tests.harness.run.ledger import CallSite, Finding
 from parity_tests.specimens.evidence_by_hand import columns_of, evidence, headline, numbers
+from shardproof.engines.ledger import CallSite, Finding
+from shardproof.explain.clues import explain
+from shardproof.explain.evidence import Evidence, ShardedDim
 
 
 def test_a_right_tensor_has_no_clue():

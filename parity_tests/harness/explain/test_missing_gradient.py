@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from parity_tests.harness.explain.clues import explain
 from parity_tests.specimens.evidence_by_hand import columns_of, evidence, numbers
+from shardproof.explain.clues import explain
 
 
 def notes(got, want, absent, **fields):

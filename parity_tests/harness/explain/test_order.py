@@ -3,9 +3,9 @@
 import numpy as np
 
 from jax_ref.layouts import dual_chunk_swap, packed, ragged, striped
-from parity_tests.harness.explain.clues import explain
-from parity_tests.harness.explain.evidence import Evidence, ShardedDim
 from parity_tests.specimens.evidence_by_hand import headline, numbers
+from shardproof.explain.clues import explain
+from shardproof.explain.evidence import Evidence, ShardedDim
 
 ORDER = "same values in another order: a layout is not undone, or applied twice"
 

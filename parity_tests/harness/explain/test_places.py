@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from parity_tests.harness.explain.clues import explain
 from parity_tests.specimens.evidence_by_hand import columns_of, evidence, headline, numbers
+from shardproof.explain.clues import explain
 
 
 def test_not_finite_names_the_first_element_and_its_rank():

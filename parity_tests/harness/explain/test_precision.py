@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from parity_tests.harness.explain.clues import explain
 from parity_tests.specimens.evidence_by_hand import evidence, headline, numbers
 from shardproof import scheme, values
+from shardproof.explain.clues import explain
 
 
 def test_a_few_roundings_more():

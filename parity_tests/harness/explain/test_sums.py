@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from parity_tests.harness.explain.clues import explain
 from parity_tests.specimens.evidence_by_hand import evidence, headline, numbers
+from shardproof.explain.clues import explain
 
 
 def test_missing_sum():

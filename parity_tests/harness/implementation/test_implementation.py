@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parity_tests.harness.declare.discover import TABLE, find
-from parity_tests.harness.implementation.offered import NotApplicable, Offered
-from parity_tests.harness.implementation.public_names import PublicName, public_names_of, rebound
-from parity_tests.harness.implementation.substitution import NotOffered, on_implementation
-from parity_tests.harness.replay import reruns
 from shardproof import CaseSpec
+from shardproof.declare.discover import TABLE, find
+from shardproof.implementation.offered import NotApplicable, Offered
+from shardproof.implementation.public_names import PublicName, public_names_of, rebound
+from shardproof.implementation.substitution import NotOffered, on_implementation
+from shardproof.replays import reruns
 from torch_impl import vocab_parallel as vp
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "docs" / "examples" / "my_functions.py"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from parity_tests.harness.judge import bridge
+from shardproof.judge import bridge
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,7 +45,7 @@ import sys
 import jax
 if sys.argv[1:]:
     jax.config.update("jax_platforms", sys.argv[1])
-from parity_tests.harness.judge import bridge
+from shardproof.judge import bridge
 print(bridge.start().config.jax_platforms)
 """
 

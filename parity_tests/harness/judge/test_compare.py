@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from parity_tests import scheme, values
-from parity_tests.harness.declare.case import DTYPES
-from parity_tests.harness.judge import compare
-from parity_tests.harness.judge.compare import C, K
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, evaluate
-from parity_tests.harness.run.program import Program, RankResult
-from parity_tests.harness.verify_one_case import verify_case
+from shardproof import scheme, values
+from shardproof.declare.case import DTYPES
+from shardproof.engines.program import Program, RankResult
+from shardproof.judge import compare
+from shardproof.judge.compare import C, K
+from shardproof.judge.reference import UNIT_ROUNDOFF, evaluate
+from shardproof.verify_one_case import verify_case
 
 U32, U16 = 2.0**-24, 2.0**-8
 
@@ -134,7 +134,7 @@ def tensors_of(declaration, case, spoil=None):
     """The comparisons of a case, or of the same results after `spoil(results)`."""
     program = Program.of(declaration)
     reference = evaluate(declaration, program, case)
-    from parity_tests.harness.run.engines import run
+    from shardproof.engines.engines import run
 
     results = list(run(program, case, "lockstep").results)
     if spoil:

@@ -4,14 +4,14 @@ import jax
 import numpy as np
 import pytest
 
-from parity_tests.harness.declare.discover import built_in
-from parity_tests.harness.draw.choosers import even_chooser, seeded_chooser
-from parity_tests.harness.draw.drawing import draw_case
-from parity_tests.harness.judge import reference
-from parity_tests.harness.run.program import Program
 from parity_tests.slow import every
 from parity_tests.specimens.two_evaluations import evaluated_twice
 from shardproof import scheme as declared
+from shardproof.declare.discover import built_in
+from shardproof.draw.choosers import even_chooser, seeded_chooser
+from shardproof.draw.drawing import draw_case
+from shardproof.engines.program import Program
+from shardproof.judge import reference
 
 SHAPES = 2  # choices of each size: the smallest ones
 BUILT_IN = built_in()

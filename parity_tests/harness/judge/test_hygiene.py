@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parity_tests.harness.declare import conditions
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import integers, values
+from shardproof.declare import conditions
+from shardproof.verify_one_case import verify_case
 
 
 def findings(function, tp=2, b=4, **more):

@@ -4,9 +4,9 @@ import jax
 import pytest
 import torch
 
-from parity_tests.harness.verify import verify
 from parity_tests.specimens.small_scheme import declared
 from shardproof import scheme, values
+from shardproof.verification import verify
 
 NAMES = ("x", "weight", "target")
 

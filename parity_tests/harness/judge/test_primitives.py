@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.primitives import RULES
-from parity_tests.harness.judge.rounding import Trace
 from parity_tests.specimens.two_evaluations import evaluated_twice
+from shardproof.judge import bridge
+from shardproof.judge.primitives import RULES
+from shardproof.judge.rounding import Trace
 
 bridge.start()
 

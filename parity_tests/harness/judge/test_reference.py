@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests import integers, mask, scheme, token_below, values
-from parity_tests.harness.draw import inputs
-from parity_tests.harness.judge import reference
-from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, ReferenceFailure
-from parity_tests.harness.run.program import Program
+from shardproof import integers, mask, scheme, token_below, values
+from shardproof.draw import inputs
+from shardproof.engines.program import Program
+from shardproof.judge import reference
+from shardproof.judge.reference import UNIT_ROUNDOFF, ReferenceFailure
 
 U = UNIT_ROUNDOFF["bfloat16"]
 # Operations err by float32's unit: beside bfloat16's, by which inputs are rounded, the last 16 bits.

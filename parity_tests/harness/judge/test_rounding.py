@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.control_flow import MAX_SCAN_OPERATIONS
-from parity_tests.harness.judge.primitives import RULES
-from parity_tests.harness.judge.rounding import LARGE, POOL, Trace, TracedProgram, by_numpy, by_xla, evaluator
-from parity_tests.harness.judge.step import DIRECTIONS
+from shardproof.judge import bridge
+from shardproof.judge.control_flow import MAX_SCAN_OPERATIONS
+from shardproof.judge.primitives import RULES
+from shardproof.judge.rounding import LARGE, POOL, Trace, TracedProgram, by_numpy, by_xla, evaluator
+from shardproof.judge.step import DIRECTIONS
 
 EVALUATIONS = {"numpy": by_numpy, "xla": lambda trace, has_tangent: by_xla(trace, has_tangent, dict)}
 

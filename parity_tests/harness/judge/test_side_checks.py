@@ -3,12 +3,12 @@
 import pytest
 import torch.distributed as dist
 
-from parity_tests.harness.judge import side_checks
-from parity_tests.harness.report.report import CostMismatch, HygieneViolation, ProtocolMismatch, Report
-from parity_tests.harness.run.ledger import Ledger, LedgerRow
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import Cost, integers
+from shardproof.engines.ledger import Ledger, LedgerRow
+from shardproof.judge import side_checks
+from shardproof.report.report import CostMismatch, HygieneViolation, ProtocolMismatch, Report
+from shardproof.verify_one_case import verify_case
 
 # Calls that a real backend rejects
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.declared import Cost
-from parity_tests.harness.explain.note import Note
-from parity_tests.harness.report.blamed_rows import blamed_rows
-from parity_tests.harness.report.report import Report
-from parity_tests.harness.run.failure import Deadlock
-from parity_tests.harness.run.ledger import CallSite, Finding, Ledger, LedgerRow
-from parity_tests.harness.run.protocol import disagreement
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.declared import Cost
+from shardproof.engines.failure import Deadlock
+from shardproof.engines.ledger import CallSite, Finding, Ledger, LedgerRow
+from shardproof.engines.protocol import disagreement
+from shardproof.explain.note import Note
+from shardproof.report.blamed_rows import blamed_rows
+from shardproof.report.report import Report
 
 CASE = CaseSpec("m:f", {"tp": 2})
 

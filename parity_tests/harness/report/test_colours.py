@@ -7,7 +7,7 @@ import pytest
 from matplotlib import rc_context
 from matplotlib.colors import to_rgb
 
-from parity_tests.harness.report.colours import (
+from shardproof.report.colours import (
     LINES,
     LINES_ON_DARK,
     RANKS,

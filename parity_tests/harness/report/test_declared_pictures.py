@@ -2,9 +2,9 @@
 
 import pytest
 
-from parity_tests.harness.declare.discover import built_in
-from parity_tests.harness.report.declared_pictures import ENOUGH, _fewest_positions, declared_pictures, pictured_case
-from parity_tests.harness.scheme import scheme
+from shardproof.declaration import scheme
+from shardproof.declare.discover import built_in
+from shardproof.report.declared_pictures import ENOUGH, _fewest_positions, declared_pictures, pictured_case
 
 
 def declared(spec, mesh, **dims):

@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from parity_tests import scheme, values
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.declared import Cost
-from parity_tests.harness.explain.note import Note
-from parity_tests.harness.report.html_page import page
-from parity_tests.harness.report.movement_picture import Grid
-from parity_tests.harness.report.report import Report
-from parity_tests.harness.run.failure import Deadlock, Raised
-from parity_tests.harness.run.ledger import CallSite, Finding, Ledger, LedgerRow
-from parity_tests.harness.run.movement import steps
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.specimens.page_reader import read
+from shardproof import scheme, values
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.declared import Cost
+from shardproof.engines.failure import Deadlock, Raised
+from shardproof.engines.ledger import CallSite, Finding, Ledger, LedgerRow
+from shardproof.engines.movement import steps
+from shardproof.explain.note import Note
+from shardproof.report.html_page import page
+from shardproof.report.movement_picture import Grid
+from shardproof.report.report import Report
+from shardproof.verify_one_case import verify_case
 from torch_impl.collectives import all_gather, all_reduce
 
 NASTY = "<b>&\"x'</b>\x1b[31m"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from parity_tests.harness.report.guard import delayed_interrupts, guarded
-from parity_tests.harness.run.exit_status import INTERRUPTED
+from shardproof.engines.exit_status import INTERRUPTED
+from shardproof.report.guard import delayed_interrupts, guarded
 
 LONG_S = 20.0
 

@@ -4,8 +4,8 @@ import pytest
 from matplotlib.colors import to_hex
 
 from jax_ref.layouts import contiguous, dual_chunk_swap, packed
-from parity_tests.harness.report.colours import of_rank, of_ranks
-from parity_tests.harness.report.layout_picture import causal_work, figure
+from shardproof.report.colours import of_rank, of_ranks
+from shardproof.report.layout_picture import causal_work, figure
 
 
 def test_the_work_is_counted_in_pairs():

@@ -5,11 +5,11 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.report.colours import of_rank, rank_legend, tiles
-from parity_tests.harness.report.ledger_picture import figure
-from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.ledger import Ledger
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
+from shardproof.engines.ledger import Ledger
+from shardproof.report.colours import of_rank, rank_legend, tiles
+from shardproof.report.ledger_picture import figure
 from torch_impl.collectives import all_reduce, ring_shift
 
 

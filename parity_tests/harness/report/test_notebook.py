@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from parity_tests import scheme, values
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.report.markup import as_text
-from parity_tests.harness.report.notebook import MAX_RUNS, strip
-from parity_tests.harness.run.ledger import Ledger, LedgerRow
 from parity_tests.specimens.page_reader import read
+from shardproof import scheme, values
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.ledger import Ledger, LedgerRow
+from shardproof.report.markup import as_text
+from shardproof.report.notebook import MAX_RUNS, strip
 
 
 def unharmed(mesh, x):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from parity_tests.harness.report.out_path import check_folder
+from shardproof.report.out_path import check_folder
 
 
 def test_a_folder_that_can_be_created_is_not_rejected(tmp_path):

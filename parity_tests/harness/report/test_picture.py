@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jax_ref.layouts import packed, ragged
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.spec import parse
-from parity_tests.harness.report.colours import of_rank
-from parity_tests.harness.report.picture import figure, scheme_figure, scheme_picture, strips
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.spec import parse
+from shardproof.report.colours import of_rank
+from shardproof.report.picture import figure, scheme_figure, scheme_picture, strips
 
 MESH = {"cp": 4, "tp": 2}
 

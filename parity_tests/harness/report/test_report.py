@@ -10,15 +10,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from parity_tests import integers, scheme, values
-from parity_tests.harness.report import summary
-from parity_tests.harness.report.html_page import fragment
-from parity_tests.harness.report.merging import merge_reports
-from parity_tests.harness.report.report import GradientMismatch, ValueMismatch
-from parity_tests.harness.report.sentence import Sentence
-from parity_tests.harness.report.summary import Outcome
-from parity_tests.harness.run.failure import Raised
-from parity_tests.harness.verify_one_case import verify_case
+from shardproof import integers, scheme, values
+from shardproof.engines.failure import Raised
+from shardproof.report import summary
+from shardproof.report.html_page import fragment
+from shardproof.report.merging import merge_reports
+from shardproof.report.report import GradientMismatch, ValueMismatch
+from shardproof.report.sentence import Sentence
+from shardproof.report.summary import Outcome
+from shardproof.verify_one_case import verify_case
 
 
 def identity(x):

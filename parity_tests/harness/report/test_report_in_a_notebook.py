@@ -3,8 +3,8 @@
 import pytest
 import rich.console
 
-from parity_tests.harness.verify_one_case import verify_case
-from parity_tests.injected_bugs.wrong_schemes import WRONG_SCHEMES, gather_that_keeps_the_layout
+from shardproof.cli.wrong_schemes import WRONG_SCHEMES, gather_that_keeps_the_layout
+from shardproof.verify_one_case import verify_case
 
 
 @pytest.fixture(scope="module")

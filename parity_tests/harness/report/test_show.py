@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.report.owner_map import MAX_COLUMNS, MAX_ROWS
-from parity_tests.harness.report.show import show
-from parity_tests.harness.run.engines import run
 from parity_tests.specimens.page_reader import read
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.engines import run
+from shardproof.report.owner_map import MAX_COLUMNS, MAX_ROWS
+from shardproof.report.show import show
 
 MESH = {"dp": 2, "tp": 3}
 

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from parity_tests import scheme, values
-from parity_tests.harness.report.colours import ERRORS, RANKS
-from parity_tests.harness.report.markup import as_text
-from parity_tests.harness.report.owner_map import MAX_COLUMNS, MAX_ROWS, owner_map
-from parity_tests.harness.report.tensor_maps import LEGEND, LEVELS, holders, level, maps
-from parity_tests.harness.verify_one_case import verify_case
 from parity_tests.specimens.page_reader import read
+from shardproof import scheme, values
+from shardproof.report.colours import ERRORS, RANKS
+from shardproof.report.markup import as_text
+from shardproof.report.owner_map import MAX_COLUMNS, MAX_ROWS, owner_map
+from shardproof.report.tensor_maps import LEGEND, LEVELS, holders, level, maps
+from shardproof.verify_one_case import verify_case
 
 
 def third_off(mesh, x):

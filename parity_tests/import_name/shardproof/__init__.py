@@ -13,132 +13,132 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jax_ref import layouts as layouts
-    from parity_tests.benchmarks.live_peak import LivePeak as LivePeak
-    from parity_tests.harness.declare.case import CaseSpec as CaseSpec
-    from parity_tests.harness.declare.declared import Cost as Cost
-    from parity_tests.harness.declare.discover import schemes_of_file as schemes_of_file
-    from parity_tests.harness.declare.draws import ids as ids
-    from parity_tests.harness.declare.draws import integers as integers
-    from parity_tests.harness.declare.draws import lengths as lengths
-    from parity_tests.harness.declare.draws import mask as mask
-    from parity_tests.harness.declare.draws import offsets as offsets
-    from parity_tests.harness.declare.draws import token_below as token_below
-    from parity_tests.harness.declare.draws import values as values
-    from parity_tests.harness.declare.more_draws import block_table as block_table
-    from parity_tests.harness.declare.more_draws import drawn as drawn
-    from parity_tests.harness.declare.more_draws import exactly as exactly
-    from parity_tests.harness.declare.more_draws import permutation as permutation
-    from parity_tests.harness.declare.spec import parse as parse
-    from parity_tests.harness.draw.strategy import every_case as every_case
-    from parity_tests.harness.judge.reference import ReferenceFailure as ReferenceFailure
-    from parity_tests.harness.replay import replay as replay
-    from parity_tests.harness.report import colours as colours
-    from parity_tests.harness.report.colours import rank_legend as rank_legend
-    from parity_tests.harness.report.colours import tiles as tiles
-    from parity_tests.harness.report.layout_picture import figure as layout_figure  # noqa: F401
-    from parity_tests.harness.report.ledger_picture import figure as ledger_figure  # noqa: F401
-    from parity_tests.harness.report.picture import figure as figure
-    from parity_tests.harness.report.picture import owner_strips as owner_strips
-    from parity_tests.harness.report.picture import scheme_figure as scheme_figure
-    from parity_tests.harness.report.report import CostMismatch as CostMismatch
-    from parity_tests.harness.report.report import EnginesDisagree as EnginesDisagree
-    from parity_tests.harness.report.report import GradientMismatch as GradientMismatch
-    from parity_tests.harness.report.report import HygieneViolation as HygieneViolation
-    from parity_tests.harness.report.report import ProtocolMismatch as ProtocolMismatch
-    from parity_tests.harness.report.report import Report as Report
-    from parity_tests.harness.report.report import ValueMismatch as ValueMismatch
-    from parity_tests.harness.report.report import VerdictError as VerdictError
-    from parity_tests.harness.report.show import show as show
-    from parity_tests.harness.run.engines import run as run
-    from parity_tests.harness.run.failure import CollectiveMismatch as Mismatch  # noqa: F401
-    from parity_tests.harness.run.failure import Deadlock as Deadlock
-    from parity_tests.harness.run.failure import Died as Died
-    from parity_tests.harness.run.failure import Modified as Modified
-    from parity_tests.harness.run.failure import NotRun as NotRun
-    from parity_tests.harness.run.failure import Raised as Raised
-    from parity_tests.harness.run.failure import RankFailure as RankFailure
-    from parity_tests.harness.run.failure import Shared as Shared
-    from parity_tests.harness.run.failure import Stalled as Stalled
-    from parity_tests.harness.run.failure import Unwaited as Unwaited
-    from parity_tests.harness.run.ledger_table import table as ledger_table  # noqa: F401
-    from parity_tests.harness.run.modules import load_parameters as load_parameters
-    from parity_tests.harness.run.watched import watch as watch
-    from parity_tests.harness.scheme import Scheme as Scheme
-    from parity_tests.harness.scheme import scheme as scheme
-    from parity_tests.harness.verify import check as check
-    from parity_tests.harness.verify import check_cases as check_cases
-    from parity_tests.harness.verify import verify as verify
-    from parity_tests.harness.verify_one_case import verify_case as verify_case
-    from parity_tests.tracing.pair import Pair as Pair
-    from parity_tests.tracing.pair import trace_pair as trace  # noqa: F401
+    from shardproof.declaration import Scheme as Scheme
+    from shardproof.declaration import scheme as scheme
+    from shardproof.declare.case import CaseSpec as CaseSpec
+    from shardproof.declare.declared import Cost as Cost
+    from shardproof.declare.discover import schemes_of_file as schemes_of_file
+    from shardproof.declare.draws import ids as ids
+    from shardproof.declare.draws import integers as integers
+    from shardproof.declare.draws import lengths as lengths
+    from shardproof.declare.draws import mask as mask
+    from shardproof.declare.draws import offsets as offsets
+    from shardproof.declare.draws import token_below as token_below
+    from shardproof.declare.draws import values as values
+    from shardproof.declare.more_draws import block_table as block_table
+    from shardproof.declare.more_draws import drawn as drawn
+    from shardproof.declare.more_draws import exactly as exactly
+    from shardproof.declare.more_draws import permutation as permutation
+    from shardproof.declare.spec import parse as parse
+    from shardproof.draw.strategy import every_case as every_case
+    from shardproof.engines.engines import run as run
+    from shardproof.engines.failure import CollectiveMismatch as Mismatch  # noqa: F401
+    from shardproof.engines.failure import Deadlock as Deadlock
+    from shardproof.engines.failure import Died as Died
+    from shardproof.engines.failure import Modified as Modified
+    from shardproof.engines.failure import NotRun as NotRun
+    from shardproof.engines.failure import Raised as Raised
+    from shardproof.engines.failure import RankFailure as RankFailure
+    from shardproof.engines.failure import Shared as Shared
+    from shardproof.engines.failure import Stalled as Stalled
+    from shardproof.engines.failure import Unwaited as Unwaited
+    from shardproof.engines.ledger_table import table as ledger_table  # noqa: F401
+    from shardproof.engines.live_peak import LivePeak as LivePeak
+    from shardproof.engines.modules import load_parameters as load_parameters
+    from shardproof.engines.watched import watch as watch
+    from shardproof.judge.reference import ReferenceFailure as ReferenceFailure
+    from shardproof.replays import replay as replay
+    from shardproof.report import colours as colours
+    from shardproof.report.colours import rank_legend as rank_legend
+    from shardproof.report.colours import tiles as tiles
+    from shardproof.report.layout_picture import figure as layout_figure  # noqa: F401
+    from shardproof.report.ledger_picture import figure as ledger_figure  # noqa: F401
+    from shardproof.report.picture import figure as figure
+    from shardproof.report.picture import owner_strips as owner_strips
+    from shardproof.report.picture import scheme_figure as scheme_figure
+    from shardproof.report.report import CostMismatch as CostMismatch
+    from shardproof.report.report import EnginesDisagree as EnginesDisagree
+    from shardproof.report.report import GradientMismatch as GradientMismatch
+    from shardproof.report.report import HygieneViolation as HygieneViolation
+    from shardproof.report.report import ProtocolMismatch as ProtocolMismatch
+    from shardproof.report.report import Report as Report
+    from shardproof.report.report import ValueMismatch as ValueMismatch
+    from shardproof.report.report import VerdictError as VerdictError
+    from shardproof.report.show import show as show
+    from shardproof.tracing.pair import Pair as Pair
+    from shardproof.tracing.pair import trace_pair as trace  # noqa: F401
+    from shardproof.verification import check as check
+    from shardproof.verification import check_cases as check_cases
+    from shardproof.verification import verify as verify
+    from shardproof.verify_one_case import verify_case as verify_case
 
 # Home of each name: `module:attribute`, or `module` for a module. A test compares this with the imports above.
 _HOMES = {
     # declare
-    "scheme": "parity_tests.harness.scheme:scheme",
-    "Scheme": "parity_tests.harness.scheme:Scheme",
-    "Cost": "parity_tests.harness.declare.declared:Cost",
-    "CaseSpec": "parity_tests.harness.declare.case:CaseSpec",
-    "schemes_of_file": "parity_tests.harness.declare.discover:schemes_of_file",
-    "parse": "parity_tests.harness.declare.spec:parse",
+    "scheme": "shardproof.declaration:scheme",
+    "Scheme": "shardproof.declaration:Scheme",
+    "Cost": "shardproof.declare.declared:Cost",
+    "CaseSpec": "shardproof.declare.case:CaseSpec",
+    "schemes_of_file": "shardproof.declare.discover:schemes_of_file",
+    "parse": "shardproof.declare.spec:parse",
     # draw
-    "ids": "parity_tests.harness.declare.draws:ids",
-    "integers": "parity_tests.harness.declare.draws:integers",
-    "lengths": "parity_tests.harness.declare.draws:lengths",
-    "mask": "parity_tests.harness.declare.draws:mask",
-    "offsets": "parity_tests.harness.declare.draws:offsets",
-    "token_below": "parity_tests.harness.declare.draws:token_below",
-    "block_table": "parity_tests.harness.declare.more_draws:block_table",
-    "drawn": "parity_tests.harness.declare.more_draws:drawn",
-    "exactly": "parity_tests.harness.declare.more_draws:exactly",
-    "permutation": "parity_tests.harness.declare.more_draws:permutation",
-    "load_parameters": "parity_tests.harness.run.modules:load_parameters",
-    "values": "parity_tests.harness.declare.draws:values",
-    "every_case": "parity_tests.harness.draw.strategy:every_case",
+    "ids": "shardproof.declare.draws:ids",
+    "integers": "shardproof.declare.draws:integers",
+    "lengths": "shardproof.declare.draws:lengths",
+    "mask": "shardproof.declare.draws:mask",
+    "offsets": "shardproof.declare.draws:offsets",
+    "token_below": "shardproof.declare.draws:token_below",
+    "block_table": "shardproof.declare.more_draws:block_table",
+    "drawn": "shardproof.declare.more_draws:drawn",
+    "exactly": "shardproof.declare.more_draws:exactly",
+    "permutation": "shardproof.declare.more_draws:permutation",
+    "load_parameters": "shardproof.engines.modules:load_parameters",
+    "values": "shardproof.declare.draws:values",
+    "every_case": "shardproof.draw.strategy:every_case",
     # run and judge
-    "run": "parity_tests.harness.run.engines:run",
-    "verify": "parity_tests.harness.verify:verify",
-    "check": "parity_tests.harness.verify:check",
-    "check_cases": "parity_tests.harness.verify:check_cases",
-    "verify_case": "parity_tests.harness.verify_one_case:verify_case",
-    "Report": "parity_tests.harness.report.report:Report",
-    "replay": "parity_tests.harness.replay:replay",
-    "trace": "parity_tests.tracing.pair:trace_pair",
-    "watch": "parity_tests.harness.run.watched:watch",
-    "Pair": "parity_tests.tracing.pair:Pair",
-    "LivePeak": "parity_tests.benchmarks.live_peak:LivePeak",
+    "run": "shardproof.engines.engines:run",
+    "verify": "shardproof.verification:verify",
+    "check": "shardproof.verification:check",
+    "check_cases": "shardproof.verification:check_cases",
+    "verify_case": "shardproof.verify_one_case:verify_case",
+    "Report": "shardproof.report.report:Report",
+    "replay": "shardproof.replays:replay",
+    "trace": "shardproof.tracing.pair:trace_pair",
+    "watch": "shardproof.engines.watched:watch",
+    "Pair": "shardproof.tracing.pair:Pair",
+    "LivePeak": "shardproof.engines.live_peak:LivePeak",
     # exceptions: a verdict other than equal
-    "VerdictError": "parity_tests.harness.report.report:VerdictError",
-    "ValueMismatch": "parity_tests.harness.report.report:ValueMismatch",
-    "GradientMismatch": "parity_tests.harness.report.report:GradientMismatch",
-    "ProtocolMismatch": "parity_tests.harness.report.report:ProtocolMismatch",
-    "CostMismatch": "parity_tests.harness.report.report:CostMismatch",
-    "HygieneViolation": "parity_tests.harness.report.report:HygieneViolation",
-    "EnginesDisagree": "parity_tests.harness.report.report:EnginesDisagree",
+    "VerdictError": "shardproof.report.report:VerdictError",
+    "ValueMismatch": "shardproof.report.report:ValueMismatch",
+    "GradientMismatch": "shardproof.report.report:GradientMismatch",
+    "ProtocolMismatch": "shardproof.report.report:ProtocolMismatch",
+    "CostMismatch": "shardproof.report.report:CostMismatch",
+    "HygieneViolation": "shardproof.report.report:HygieneViolation",
+    "EnginesDisagree": "shardproof.report.report:EnginesDisagree",
     # exceptions: a run that did not finish
-    "RankFailure": "parity_tests.harness.run.failure:RankFailure",
-    "Raised": "parity_tests.harness.run.failure:Raised",
-    "Died": "parity_tests.harness.run.failure:Died",
-    "Mismatch": "parity_tests.harness.run.failure:CollectiveMismatch",
-    "Deadlock": "parity_tests.harness.run.failure:Deadlock",
-    "Shared": "parity_tests.harness.run.failure:Shared",
-    "Stalled": "parity_tests.harness.run.failure:Stalled",
-    "Unwaited": "parity_tests.harness.run.failure:Unwaited",
-    "Modified": "parity_tests.harness.run.failure:Modified",
-    "NotRun": "parity_tests.harness.run.failure:NotRun",
-    "ReferenceFailure": "parity_tests.harness.judge.reference:ReferenceFailure",
+    "RankFailure": "shardproof.engines.failure:RankFailure",
+    "Raised": "shardproof.engines.failure:Raised",
+    "Died": "shardproof.engines.failure:Died",
+    "Mismatch": "shardproof.engines.failure:CollectiveMismatch",
+    "Deadlock": "shardproof.engines.failure:Deadlock",
+    "Shared": "shardproof.engines.failure:Shared",
+    "Stalled": "shardproof.engines.failure:Stalled",
+    "Unwaited": "shardproof.engines.failure:Unwaited",
+    "Modified": "shardproof.engines.failure:Modified",
+    "NotRun": "shardproof.engines.failure:NotRun",
+    "ReferenceFailure": "shardproof.judge.reference:ReferenceFailure",
     # layouts and pictures
     "layouts": "jax_ref.layouts",
-    "figure": "parity_tests.harness.report.picture:figure",
-    "scheme_figure": "parity_tests.harness.report.picture:scheme_figure",
-    "owner_strips": "parity_tests.harness.report.picture:owner_strips",
-    "show": "parity_tests.harness.report.show:show",
-    "layout_figure": "parity_tests.harness.report.layout_picture:figure",
-    "ledger_figure": "parity_tests.harness.report.ledger_picture:figure",
-    "ledger_table": "parity_tests.harness.run.ledger_table:table",
-    "tiles": "parity_tests.harness.report.colours:tiles",
-    "rank_legend": "parity_tests.harness.report.colours:rank_legend",
-    "colours": "parity_tests.harness.report.colours",
+    "figure": "shardproof.report.picture:figure",
+    "scheme_figure": "shardproof.report.picture:scheme_figure",
+    "owner_strips": "shardproof.report.picture:owner_strips",
+    "show": "shardproof.report.show:show",
+    "layout_figure": "shardproof.report.layout_picture:figure",
+    "ledger_figure": "shardproof.report.ledger_picture:figure",
+    "ledger_table": "shardproof.engines.ledger_table:table",
+    "tiles": "shardproof.report.colours:tiles",
+    "rank_legend": "shardproof.report.colours:rank_legend",
+    "colours": "shardproof.report.colours",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -192,8 +192,8 @@ def main() -> None:
     if missing := [package for package in _OF_VERIFY if find_spec(package) is None]:
         print(f"shardproof: needs {', '.join(missing)}; {_INSTALL}", file=sys.stderr)
         sys.exit(2)
-    from parity_tests.cli.app import main
-    from parity_tests.harness.run.supervised import supervised
+    from shardproof.cli.app import main
+    from shardproof.engines.supervised import supervised
 
     if sys.argv[1:] and sys.argv[1] in _RUN_RANKS:
         sys.exit(supervised(main))

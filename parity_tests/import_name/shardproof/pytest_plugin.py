@@ -61,7 +61,7 @@ class ModuleOfSchemes(pytest.Module):
         import shardproof
 
         _ = shardproof.schemes_of_file  # first: it makes our modules importable next to a user's
-        from parity_tests.harness.declare.failed_declaration import collected
+        from shardproof.declare.failed_declaration import collected
 
         with collected(self.path.stem):
             return list(super().collect())
@@ -74,7 +74,7 @@ class SchemeFile(pytest.File):
         import shardproof
 
         _ = shardproof.schemes_of_file  # first: it makes our modules importable next to a user's
-        from parity_tests.harness.declare.discover import UnusableTarget, declarations_of_file
+        from shardproof.declare.discover import UnusableTarget, declarations_of_file
 
         try:
             schemes = declarations_of_file(str(self.path))
@@ -92,9 +92,9 @@ class SchemeTest(pytest.Item):
         self.scheme, self.report = scheme, None
 
     def runtest(self) -> None:
-        from parity_tests.harness.declare.declaration_failure import DeclarationFailure
-        from parity_tests.harness.declare.failed_declaration import FailedDeclaration
         from shardproof import NotRun, verify
+        from shardproof.declare.declaration_failure import DeclarationFailure
+        from shardproof.declare.failed_declaration import FailedDeclaration
 
         if isinstance(self.scheme, FailedDeclaration):
             raise DeclarationFailure(self.scheme.sentence)
@@ -109,11 +109,11 @@ class SchemeTest(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The report without a traceback: no line of the test is to blame for a scheme."""
-        from parity_tests.harness.declare.declaration_failure import DeclarationFailure
-        from parity_tests.harness.judge.reference import ReferenceFailure
-        from parity_tests.harness.report.report import VerdictError
-        from parity_tests.harness.run.failure import RankFailure
-        from parity_tests.harness.verify import NothingCompared
+        from shardproof.declare.declaration_failure import DeclarationFailure
+        from shardproof.engines.failure import RankFailure
+        from shardproof.judge.reference import ReferenceFailure
+        from shardproof.report.report import VerdictError
+        from shardproof.verification import NothingCompared
 
         of_the_scheme = (VerdictError, RankFailure, ReferenceFailure, DeclarationFailure, NothingCompared)
         if isinstance(excinfo.value, RankFailure) and self.report is not None:
@@ -130,7 +130,7 @@ class SchemeTest(pytest.Item):
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
     """Mark the harness's frames in a test's exception, which pytest then hides unless --full-trace is given."""
     error = None if call.excinfo is None else call.excinfo.value
-    harness = getattr(sys.modules.get("parity_tests.harness"), "__path__", None)
+    harness = getattr(sys.modules.get("shardproof"), "__path__", None)
     if harness is None:  # no scheme has run
         return
     seen = set()

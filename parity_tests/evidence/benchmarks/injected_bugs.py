@@ -1,0 +1,39 @@
+"""How many injected bugs are caught: a run of parity_tests.evidence.injected_bugs on every 16th bug."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parity_tests.evidence.benchmarks.figure import Figure
+from parity_tests.evidence.injected_bugs import report
+from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
+from parity_tests.evidence.injected_bugs.runner import EXAMPLES, BugRunner, run_bugs
+
+PROMISED = 0.95
+EVERY = 16  # `make bugs` injects them all
+CACHE = ".jax_cache"
+
+
+def figures() -> Iterator[Figure]:
+    outcomes = run_bugs(CATALOGUE[::EVERY], BugRunner(cache=CACHE))
+    counted = report.counted(outcomes)
+    caught = [outcome for outcome in counted if outcome.caught]
+    needed = sorted(outcome.examples or 0 for outcome in caught)
+    lost = ", ".join(outcome.bug.name for outcome in counted if not outcome.caught)
+    yield Figure(
+        "injected bugs caught, of those that are not equivalent",
+        ">= 95 % of 100 or more",
+        report.share(len(caught), len(counted)) + (f"; survived: {lost}" if lost else ""),
+        len(CATALOGUE) >= 100 and len(caught) >= PROMISED * len(counted),
+        f"within {EXAMPLES} drawn examples of each affected scheme; median {needed[len(needed) // 2]}, "
+        f"most {needed[-1]}; every {EVERY}th of the {len(CATALOGUE)} that the catalogue then had; "
+        "injected-bugs.md is a run of all",
+    )
+    yield Figure(
+        "the same by a test of one shape on two ranks, three seeds",
+        "-",
+        f"{report.share(sum(outcome.baseline for outcome in counted), len(counted))} by values, "
+        f"{report.share(sum(outcome.baseline_all_oracles for outcome in counted), len(counted))} by all oracles",
+        None,
+        "the same budgets",
+    )

@@ -1,0 +1,179 @@
+"""The cells of the matrix: a kind of failure on an engine, in a process that may die of it.
+
+`python -m parity_tests.evidence.failures.cells ENGINE RANKS OUTPUT KIND ...` appends a line of JSON for each kind to OUTPUT.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from parity_tests.evidence.failures import kinds
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.exit_status import RANK_FAILED
+from shardproof.engines.failure import NotRun, RankFailure
+from shardproof.engines.supervised import supervised
+
+ENGINES = ("gloo", "lockstep", "torchrun")
+QUIET_S = 1.5
+LIMIT_S, ENDING_S = 300.0, 10.0  # for a process to answer, and then to end
+RETURNED = ("returns_none", "returns_another_structure", "returns_nan", "writes_its_input")
+HANGING = ("loops", "sleeps", "hangs_in_c")  # last, since a rank that hangs may be of no further use
+OPERATION = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|send|recv|barrier)\b")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of a kind on an engine: the cause, as `died`, or `done`; the sentence; seconds until then."""
+
+    kind: str
+    cause: str
+    sentence: str
+    seconds: float
+
+    @property
+    def lacks(self) -> list[str]:
+        """What the sentence of a failure does not name. Of a wrong return value the rank is enough."""
+        patterns = {
+            "rank": re.compile(r"\branks? \d"),
+            "operation": OPERATION,
+            "line": re.compile(r"\w\.py(:|\", line )\d"),
+        }
+        needed = () if self.cause == "done" else ("rank",) if self.kind in RETURNED else tuple(patterns)
+        return [name for name in needed if not patterns[name].search(self.sentence)]
+
+
+def bodies() -> dict[str, Callable[..., Any] | None]:
+    """Every kind with its function, in the order of the page; those of `returned` load JAX and are looked up later."""
+    functions = {name: each for name, each in vars(kinds).items() if inspect.isfunction(each) and name[0] != "_"}
+    return functions | dict.fromkeys(RETURNED)
+
+
+def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
+    """The cell of each kind. A process that a kind ends is started anew for the next."""
+    rest = sorted(names, key=lambda name: name in HANGING)
+    by_kind: dict[str, Cell] = {}
+    while rest:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            output, errors = Path(folder) / "cells", Path(folder) / "errors"
+            output.touch()
+            status = _status([*_command(engine, world), engine, str(world), str(output), *rest], errors)
+            answered = [Cell(**json.loads(line)) for line in output.read_text().splitlines()]
+            if not answered:
+                words = _last_words(status, errors)
+                cause = "died" if words.startswith("died: ") else "ended"
+                answered = [Cell(rest[0], cause, words, time.monotonic() - started)]
+        by_kind |= {cell.kind: cell for cell in answered}
+        rest = [name for name in rest if name not in by_kind]
+    return [by_kind[name] for name in names]
+
+
+def _status(command: Sequence[str], errors: Path) -> int | None:
+    """How a process ended, whose errors go to a file; None if it was ended because it took too long."""
+    with errors.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr) as process:
+        try:
+            return process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks then, and ranks leave with an agent that is killed
+            try:
+                process.wait(ENDING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return None
+
+
+def _command(engine: str, world: int) -> list[str]:
+    module = ["-m", "parity_tests.evidence.failures.cells"]
+    if engine != "torchrun":
+        return [sys.executable, *module]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *module]
+
+
+def _last_words(status: int | None, errors: Path) -> str:
+    """What a job says that ended before it could answer: our sentence, or how the process ended."""
+    text = errors.read_text(errors="replace")
+    ours = [sentence.rstrip() for sentence in re.findall(r"^shardproof: (.*\n(?:  .*\n)*)", text, re.MULTILINE)]
+    if status is None:
+        return "\n".join([*ours, f"the process of the command was ended after {LIMIT_S:g} s without an answer"])
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit code {status}"
+    return "\n".join(ours) or f"the process of the command {how}"
+
+
+def _answer(engine: str, world: int, name: str) -> Cell:
+    """Run one kind here. Errors: NotRun where an earlier one left a rank that hangs."""
+    case = CaseSpec("failures", {"tp": world}, engine=engine)
+    started = time.monotonic()
+    body = bodies()[name]
+    if body is None:
+        cause, sentence = _verdict(engine, world, name)
+        return Cell(name, cause, sentence, time.monotonic() - started)
+    from shardproof.engines.engines import run
+    from shardproof.judge import side_checks
+
+    try:
+        ranks = run(body, case, engine, quiet_s=QUIET_S)
+    except RankFailure as failure:
+        return Cell(name, failure.cause, str(failure), time.monotonic() - started)
+    findings = side_checks.protocol(ranks.ledger)
+    cause, sentence = ("protocol", findings[0]) if findings else ("done", "nothing failed")
+    return Cell(name, cause, sentence, time.monotonic() - started)
+
+
+def _verdict(engine: str, world: int, name: str) -> tuple[str, str]:
+    """Of a function that returns something wrong: the first thing that its report names."""
+    from parity_tests.evidence.failures import returned
+    from shardproof.draw.choosers import seeded_chooser
+    from shardproof.draw.drawing import draw_case
+    from shardproof.verify_one_case import verify_case
+
+    declared = getattr(returned, name)
+    case = draw_case(declared, seeded_chooser(0), {"tp": world}, seed=0, engine=engine)
+    report = verify_case(declared, case, quiet_s=QUIET_S)
+    if report.failure is not None:
+        return report.failure.cause, str(report.failure)
+    wrong = [
+        f"{tensor.label} differs at {tensor.where}: {report.notes[tensor.label][0]}"
+        for tensor in report.tensors
+        if not tensor.ok
+    ]
+    return report.verdict, "\n".join([*wrong, *report.protocol, *report.hygiene])
+
+
+def main(engine: str, world: str, output: str, *names: str) -> int:
+    """Append the cells to the file `output`, one by one."""
+    if engine == "torchrun":
+        from shardproof.engines.processes import launch
+
+        if not launch.is_rank_zero():
+            return launch.serve()
+    with open(output, "a") as file:
+        for name in names:
+            try:
+                cell = _answer(engine, int(world), name)
+            except NotRun:
+                break
+            file.write(json.dumps(asdict(cell)) + "\n")
+            file.flush()
+    sys.stdout.flush()
+    if engine == "torchrun":
+        from shardproof.engines.processes import launch
+
+        launch.finish(0)
+    os._exit(0 if engine != "torchrun" else RANK_FAILED)  # whatever thread of lockstep still loops
+
+
+if __name__ == "__main__":
+    sys.exit(supervised(partial(main, *sys.argv[1:])))

@@ -1,0 +1,103 @@
+"""docs/false-alarms.md: how many examples were judged, of which components, and whatever was reported as wrong."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from parity_tests.evidence.false_alarms.run import EACH, Counts
+from parity_tests.evidence.injected_bugs.report import markdown
+from shardproof.declare.counted import counted
+
+PROMISED = 100_000
+COLUMNS = ("component", "schemes", "examples", "with calling conditions", "undecided", "false alarms", "worst error")
+HEAD = """# False alarms
+
+A verdict is of no use if right code is reported as wrong. Here every built-in scheme, which is right as far as anybody
+knows, is judged on drawn examples: meshes, shapes, layouts, values, dtypes, worlds around the mesh, and
+[calling conditions](reference/scheme.md#calling-conditions). Whatever is reported as a mismatch, as a failed rank or by
+another oracle is a false alarm. *Undecided* is a case in which the reference itself jumps within rounding.
+*Worst error* is the greatest in parts of its budget, float32 / bfloat16.
+
+Each scheme has {each} examples, and then each the same time: functions have a thousand, whole models some dozens.
+Schemes that lockstep does not run are left out, and one that would be compiled anew for each shape.
+
+Written by `make alarms` on {date} with Python {python}, torch {torch}, jax {jax}.
+
+{closing}
+
+{table}
+"""
+
+
+def closing(counts: Iterable[Counts]) -> list[str]:
+    """The figures, in sentences."""
+    counts = list(counts)
+    judged = sum(bool(each.examples) for each in counts)
+    total = sum((each.examples for each in counts), Counter[str]())
+    alarms, undecided = (sum(len(getattr(each, name)) for each in counts) for name in ("alarms", "undecided"))
+    dtypes = ", ".join(f"{number} {dtype}" for dtype, number in total.most_common())
+    few = "" if total.total() >= PROMISED else f"; the promise is made of {PROMISED}"
+    return [
+        f"{alarms} false alarms in {total.total()} examples of {judged} of {len(counts)} schemes ({dtypes}){few}; "
+        "promised are 0.",
+        f"{counted(undecided, 'example')} {'is' if undecided == 1 else 'are'} undecided.",
+        f"{sum(each.conditions for each in counts)} were called under calling conditions; of each scheme there are "
+        f"{min((each.examples.total() for each in counts), default=0)} examples or more; "
+        f"{sum(each.seconds for each in counts):.0f} s of processor time.",
+    ]
+
+
+def table(counts: Iterable[Counts]) -> str:
+    """A line for each component and one for all."""
+    by_component: dict[str, list[Counts]] = {}
+    for each in sorted(counts, key=lambda each: each.scheme):
+        by_component.setdefault(each.scheme.split(".")[1], []).append(each)
+    every = [each for group in by_component.values() for each in group]
+    return markdown(COLUMNS, [_row(name, group) for name, group in [*by_component.items(), ("all", every)]])
+
+
+def sentences(counts: Iterable[Counts]) -> list[str]:
+    """A line for each false alarm, then for each undecided example."""
+    counts = list(counts)
+    return [
+        *(f"- false alarm: {_name(each)} {sentence}" for each in counts for sentence in each.alarms),
+        *(f"- undecided: {_name(each)} {sentence}" for each in counts for sentence in each.undecided),
+    ]
+
+
+def write(counts: Sequence[Counts], path: Path) -> None:
+    """Write the page."""
+    lines = closing(counts)
+    text = HEAD.format(
+        each=EACH,
+        date=date.today().isoformat(),
+        python=platform.python_version(),
+        torch=version("torch"),
+        jax=version("jax"),
+        closing="\n".join(f"- {line}" for line in lines),
+        table=table(counts),
+    )
+    listed = sentences(counts)
+    path.write_text(text.rstrip("\n") + "\n" + ("\n" + "\n".join(listed) + "\n" if listed else ""))
+
+
+def _row(name: str, group: Sequence[Counts]) -> tuple[str, ...]:
+    worst = [max((each.worst.get(dtype, 0.0) for each in group), default=0.0) for dtype in ("float32", "bfloat16")]
+    return (
+        name,
+        str(len(group)),
+        str(sum(each.examples.total() for each in group)),
+        str(sum(each.conditions for each in group)),
+        str(sum(len(each.undecided) for each in group)),
+        str(sum(len(each.alarms) for each in group)),
+        " / ".join(f"{ratio:.2f}" for ratio in worst),
+    )
+
+
+def _name(counts: Counts) -> str:
+    return counts.scheme.rpartition(":")[2]

@@ -1,0 +1,149 @@
+"""Judge drawn examples of the built-in schemes, which are right: whatever is reported as wrong is a false alarm.
+
+Time is shared equally, after some examples of each: the next are of the scheme that had the least time so far, so that
+a function is judged a thousand times and a whole model some dozens. The example of a number is the same in each run.
+
+As `python -m parity_tests.evidence.false_alarms.run JOURNAL SHARE SHARES EXAMPLES` it is one process of several, which judges
+every so-manyth scheme until they have their part of the examples. What stands in its journal is not judged again.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parity_tests.evidence.injected_bugs.report import without_schedule_warnings
+from parity_tests.evidence.injected_bugs.runner import NOT_TRIED
+from shardproof.declare import discover
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.declared import Declared
+from shardproof.draw.choosers import seeded_chooser
+from shardproof.draw.drawing import draw_case
+from shardproof.engines.failure import Stalled
+from shardproof.engines.speed_advice import without_advice
+from shardproof.experiments.undecided import verify_or_undecided
+from shardproof.judge import bridge
+from shardproof.report.report import Report
+
+ROUND_S = 4.0  # of one scheme, before the next one has its turn
+EACH = 40  # examples of every scheme, before time decides
+
+
+@dataclass
+class Counts:
+    """What was judged of one scheme; `alarms` and `undecided` are sentences that name the case."""
+
+    scheme: str
+    examples: Counter[str] = field(default_factory=Counter)  # by dtype
+    conditions: int = 0  # of them called under a calling condition
+    worst: dict[str, float] = field(default_factory=dict)  # the greatest error in budgets, by dtype
+    undecided: list[str] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, other: Counts) -> None:
+        self.examples += other.examples
+        self.conditions += other.conditions
+        for dtype, ratio in other.worst.items():
+            self.worst[dtype] = max(ratio, self.worst.get(dtype, 0.0))
+        self.undecided += other.undecided
+        self.alarms += other.alarms
+        self.seconds += other.seconds
+
+    def note(self, case: CaseSpec, report: Report) -> None:
+        """Count one example."""
+        self.examples[case.dtype] += 1
+        self.conditions += bool(case.conditions)
+        if report.is_undecided:
+            self.undecided.append(f"{case.id}: {report.undecided_reason}")
+        elif report.failed:
+            self.alarms.append(_sentence(report))
+        else:
+            ratios = [tensor.ratio for tensor in report.tensors]
+            self.worst[case.dtype] = max([self.worst.get(case.dtype, 0.0), *ratios])
+
+
+def counts_of(journal: Path) -> dict[str, Counts]:
+    """What a journal says, by the key of the scheme."""
+    counts: dict[str, Counts] = {}
+    for number, line in enumerate(journal.read_text().splitlines() if journal.is_file() else [], start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            raise SystemExit(f"{journal}:{number} is no record; remove this line, or the file to begin anew") from None
+        record["examples"] = Counter(record["examples"])
+        counts.setdefault(record["scheme"], Counts(record["scheme"])).add(Counts(**record))
+    return counts
+
+
+def all_counts(journals: Iterable[Path]) -> list[Counts]:
+    """What these journals say of every scheme that there is: nothing of one that was not judged yet."""
+    counts = {key: each for journal in journals for key, each in counts_of(journal).items()}
+    return [counts.get(scheme.key, Counts(scheme.key)) for scheme in schemes()]
+
+
+def schemes(share: int = 0, shares: int = 1) -> list[Declared]:
+    """The built-in schemes that lockstep runs, or every so-manyth of them."""
+    tried = [each for each in discover.built_in() if each.name not in NOT_TRIED and "lockstep" in each.engines]
+    return tried[share::shares]
+
+
+def judge(scheme: Declared, first: int, most: int, seconds: float = ROUND_S) -> Counts:
+    """Judge examples from number `first` on, `most` of them or as many as the seconds allow, and at least one."""
+    counts, start = Counts(scheme.key), time.process_time()
+    for number in range(first, first + most):
+        case = draw_case(scheme, seeded_chooser(number), {}, seed=number, inside_subgroup=None, with_conditions=True)
+        report = verify_or_undecided(scheme, case)
+        counts.note(case, report)
+        counts.seconds = time.process_time() - start
+        if counts.seconds > seconds or isinstance(report.failure, Stalled):
+            break
+    return counts
+
+
+def _sentence(report: Report) -> str:
+    tensor = max(report.tensors, key=lambda each: each.ratio, default=None)
+    ratio = f", {tensor.label} at {tensor.ratio:.2g} budgets" if tensor else ""
+    why = report.failure or next(iter((*report.protocol, *report.cost, *report.hygiene)), "")
+    return f"{report.case.id}: {report.verdict}{ratio} {why}".rstrip()
+
+
+@without_advice()
+def main(arguments: Sequence[str]) -> None:
+    """Judge one share until it has its part of all examples."""
+    path, share, shares, wanted = Path(arguments[0]), *map(int, arguments[1:])
+    bridge.start()
+    tried = {scheme.key: scheme for scheme in schemes(share, shares)}
+    done = counts_of(path)
+    counts = {key: done.get(key, Counts(key)) for key in tried}
+    left = wanted // shares - sum(each.examples.total() for each in counts.values())
+    with path.open("a") as journal, without_schedule_warnings():
+        while left > 0:
+            key = min(counts, key=lambda each: (counts[each].examples.total() >= EACH, counts[each].seconds))
+            judged = judge(tried[key], counts[key].examples.total(), left)
+            counts[key].add(judged)
+            left -= judged.examples.total()
+            journal.write(json.dumps(_record(judged)) + "\n")
+            journal.flush()
+            if any("stalled" in alarm for alarm in judged.alarms):
+                os._exit(1)  # a rank still computes in a thread of this process
+
+
+def _record(counts: Counts) -> dict[str, Any]:
+    return asdict(counts) | {"examples": dict(counts.examples)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # threads of ranks that never ended

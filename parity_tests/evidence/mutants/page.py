@@ -1,0 +1,160 @@
+"""docs/mutants.md: what share of a sample is caught, by component, and each survivor."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from parity_tests.evidence.injected_bugs.report import markdown, share
+from parity_tests.evidence.injected_bugs.runner import FARTHEST
+from parity_tests.evidence.mutants.by_tests import CAP_S
+from parity_tests.evidence.mutants.journal import Outcome
+from parity_tests.evidence.mutants.operators import KINDS
+from parity_tests.evidence.mutants.places import RULES
+
+PROMISED_DRAWN, PROMISED_TESTS, PROMISED_COUNT = 0.85, 0.97, 1000
+TESTED_AT_ONCE = "\n## Read as equivalent, tested at once\n\n"
+COLUMNS = ("component", "mutants", "drawn cases", "with the tests", "survive", "equivalent")
+HEAD = """# Mutants
+
+A mutant is one place of our own components with another text, made by a rule: {kinds}.
+The [catalogue of injected bugs](injected-bugs.md) is written by hand; this is a sample of all that rules make, drawn
+by a seed, each component in proportion.
+
+Each mutant is judged by the drawn cases that run its line, of {examples} of each scheme and of the {farthest} nearest
+schemes that have any, with the budgets and oracles of `shardproof verify`. Every scheme computes tensors, and its
+reference reads its inputs; so drawn cases run code that has mathematics. Their share is of the mutants whose line a
+drawn case runs. Of the others, as in names, messages, files and pictures, no such share is promised: tests judge them.
+
+What they do not catch is judged by the tests that run its line, the fastest first, of its component and then of the
+others. A test that starts processes, in which no lines are recorded, counts as running what the tests of its file run,
+and all of the functions that the file imports. The tests of a mutant have {cap:.0f} s: what none of them has caught by
+then survives. A mutant whose cases or tests fail without it is not caught by them.
+
+Not made are mutants of
+
+{rules}
+
+A survivor that was looked at and that no test on a CPU can see is equivalent and not counted: its values are the same,
+or it changes cost alone, or CUDA or another version of torch alone runs it. `parity_tests/evidence/mutants/judged.toml` says
+why, line by line.
+
+Written by `make mutants` on {date} with Python {python}, torch {torch}, jax {jax}:
+{count} mutants of {candidates}, seed {seed}.
+
+{closing}
+
+{table}
+"""
+
+
+def counted(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those that are not equivalent."""
+    return [outcome for outcome in outcomes if not outcome.equivalent]
+
+
+def reached(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those whose line a drawn case runs, of those that are not equivalent."""
+    return [outcome for outcome in counted(outcomes) if outcome.schemes]
+
+
+def closing(outcomes: Sequence[Outcome]) -> list[str]:
+    """The figures, in sentences."""
+    real = counted(outcomes)
+    caught_by_cases = sum(outcome.drawn is not None for outcome in real)
+    caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
+    of_cases, other = len(reached(outcomes)), len(real) - len(reached(outcomes))
+    few = f"; the promise is made of {PROMISED_COUNT}" if len(real) < PROMISED_COUNT else ""
+    capped = sum(outcome.capped and not outcome.tests for outcome in real)
+    untested = [outcome for outcome in real if not outcome.is_tested]
+    return [
+        f"{share(caught_by_cases, of_cases)} of those that a drawn case runs are caught by drawn cases alone; "
+        f"promised are {PROMISED_DRAWN:.0%}{few}. No drawn case runs {other} others.",
+        f"{share(caught, len(real))} are caught by drawn cases or tests; promised are {PROMISED_TESTS:.0%}{few}.",
+        f"{len(outcomes) - len(real)} more are read as equivalent.",
+        f"{len(untested)} of the survivors have tests that were not run yet.",
+        f"{capped} of the survivors had their time before all tests were run.",
+    ]
+
+
+def is_promised(outcomes: Sequence[Outcome]) -> bool:
+    """Whether the shares are those that are promised."""
+    real = counted(outcomes)
+    caught_by_cases = sum(outcome.drawn is not None for outcome in real)
+    caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
+    return caught_by_cases >= PROMISED_DRAWN * len(reached(outcomes)) and caught >= PROMISED_TESTS * len(real)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A line for each component and one for all."""
+    names = sorted({outcome.mutant.component for outcome in outcomes})
+    rows = [(name, [each for each in outcomes if each.mutant.component == name]) for name in names]
+    return markdown(COLUMNS, [_row(name, each) for name, each in [*rows, ("all", list(outcomes))]])
+
+
+def survivors(outcomes: Sequence[Outcome]) -> str:
+    """A line for each mutant that nothing catches, the equivalent ones last, each with the reason."""
+    lines = []
+    for outcome in sorted(outcomes, key=lambda each: each.equivalent is not None):
+        if not outcome.drawn and not outcome.tests:
+            mutant = outcome.mutant
+            reason = f" Equivalent: {outcome.equivalent}" if outcome.equivalent else ""
+            reason = reason or ("" if outcome.is_tested and not outcome.capped else " Not all of its tests have run.")
+            lines.append(
+                f"- `{mutant.file}:{mutant.first_line}`, `{mutant.symbol}`, {mutant.kind}: `{mutant.change}`.{reason}"
+            )
+    return "\n".join(lines)
+
+
+def write(outcomes: Sequence[Outcome], path: Path, seed: int, examples: int, candidates: int) -> None:
+    """Write the page."""
+    text = HEAD.format(
+        kinds=", ".join(KINDS),
+        rules=";\n".join(f"- {rule}" for rule in RULES) + ".",
+        examples=examples,
+        farthest=FARTHEST,
+        cap=CAP_S,
+        date=date.today().isoformat(),
+        python=platform.python_version(),
+        torch=version("torch"),
+        jax=version("jax"),
+        count=len(outcomes),
+        candidates=candidates,
+        seed=seed,
+        closing="\n".join(f"- {line}" for line in closing(outcomes)),
+        table=table(outcomes),
+    )
+    listed = survivors(outcomes)
+    tested = _section_of_equivalents(path)
+    path.write_text(text + (f"\n## Survivors\n\n{listed}\n" if listed else "") + tested)
+
+
+def of_equivalents(count: int, seen: int) -> str:
+    """What all tests say of the mutants that are read as equivalent, in a sentence."""
+    versions = f"Python {platform.python_version()}, torch {version('torch')}"
+    return (
+        f"On {date.today().isoformat()}, with {versions}: of {count} mutants that are read as equivalent, {seen} are"
+        " seen by a test. `python -m parity_tests.evidence.mutants.equivalents` makes them all at once, and runs all tests."
+    )
+
+
+def write_of_equivalents(sentence: str, path: Path) -> None:
+    """Put the sentence at the end of the page, in place of an earlier one."""
+    text = path.read_text().removesuffix(_section_of_equivalents(path))
+    path.write_text(f"{text}{TESTED_AT_ONCE}{sentence}\n")
+
+
+def _section_of_equivalents(path: Path) -> str:
+    _, heading, sentence = (path.read_text() if path.is_file() else "").partition(TESTED_AT_ONCE)
+    return heading + sentence
+
+
+def _row(name: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    real = counted(outcomes)
+    caught_by_cases = sum(outcome.drawn is not None for outcome in real)
+    caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
+    shares = (share(caught_by_cases, len(reached(outcomes))), share(caught, len(real)))
+    return name, str(len(real)), *shares, str(len(real) - caught), str(len(outcomes) - len(real))

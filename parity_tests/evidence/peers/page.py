@@ -1,0 +1,75 @@
+"""docs/findings.md: each defect with what shows it, then what is right, by project and version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from parity_tests.evidence.peers.findings import CONTRACTS, FINDINGS, PROJECTS, RIGHT, Finding, expected
+from parity_tests.evidence.peers.outcome import Outcome
+
+INTRODUCTION = """# Findings in other projects
+
+Functions of other projects, each called as its user calls it, judged by `shardproof verify` against a reference that
+is written from the mathematics. `make peers` runs them all, on lockstep and on processes of gloo, and writes this
+page. Corrections are welcome: a scheme that calls a function otherwise than its manual says is our mistake.
+
+Every script below runs without Shardproof, on the versions named. Under it are the lines that it printed; those that
+begin with a rank are sorted, and what the library logs is left out.
+"""
+
+
+def text(outcomes: Sequence[Outcome], versions: Mapping[str, str], printed: Mapping[str, str]) -> str:
+    """The page. `versions` are by folder, `printed` is the output of each script."""
+    parts = [INTRODUCTION, "## What differs from its mathematics\n"]
+    for number, finding in enumerate(FINDINGS, 1):
+        parts.append(_finding(number, finding, outcomes, versions, printed))
+    parts.append("## What a function does not take\n")
+    parts.append("\n".join(f"- {each.project}: {each.what}." for each in CONTRACTS) + "\n")
+    parts.append("## What is right\n")
+    parts.append("On both engines, every drawn case within its budget: values, gradients, and the ranks' agreement.\n")
+    parts += [_right(folder, outcomes, verdict_set) for folder, verdict_set in versions.items()]
+    return "\n".join(parts)
+
+
+def _finding(
+    number: int,
+    finding: Finding,
+    outcomes: Iterable[Outcome],
+    versions: Mapping[str, str],
+    printed: Mapping[str, str],
+) -> str:
+    example_outcomes = [
+        each for each in outcomes if expected(each.scheme) is finding and each.verdict == finding.verdict
+    ]
+    smallest = min(
+        (each for each in example_outcomes if each.smallest), key=lambda each: len(each.smallest), default=None
+    )
+    case = "" if smallest is None else f"`{smallest.smallest}` of `{smallest.name}`"
+    if smallest is not None and smallest.wrong:
+        case += f", wrong in {', '.join(f'`{label}`' for label in smallest.wrong)}"
+    rows = [
+        ("version", f"{finding.project} {versions[finding.folder]}; {finding.since}"),
+        ("smallest case", case),
+        ("until it is mended", finding.meanwhile),
+        ("issue", finding.issue or "none is known to us"),
+        ("script", f"the one below, by `torchrun --nproc-per-node {finding.ranks}` and its path"),
+    ]
+    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows if value)])
+    script = f"```{{literalinclude}} ../parity_tests/evidence/peers/scripts/{finding.script}.py\n:language: python\n```"
+    output = f"```text\n{printed[finding.script]}\n```"
+    return f"### {number}. {finding.title}\n\n{finding.what}\n\n{table}\n\n{script}\n\n{output}\n"
+
+
+def _right(folder: str, outcomes: Iterable[Outcome], version: str) -> str:
+    """The schemes of a project that are equal on every engine, file by file."""
+    verdicts: dict[str, set[str]] = {}
+    for each in outcomes:
+        if each.scheme.startswith(f"{folder}/"):
+            verdicts.setdefault(each.scheme, set()).add(each.verdict)
+    right = [scheme for scheme, verdict_set in verdicts.items() if verdict_set == {RIGHT}]
+    by_file: dict[str, list[str]] = {}
+    for scheme in right:
+        file, _, name = scheme.partition("::")
+        by_file.setdefault(file.partition("/")[2], []).append(f"`{name}`")
+    lines = "\n".join(f"- {file}: {', '.join(names)}" for file, names in by_file.items())
+    return f"### {PROJECTS[folder]} {version}: {len(right)} of {len(verdicts)}\n\n{lines}\n"

@@ -1,0 +1,64 @@
+"""The names that users import, each with its place. `__init__.py` reads this table, and so do type checkers."""
+
+from jax_ref import layouts as layouts
+from shardproof.declaration import Scheme as Scheme
+from shardproof.declaration import scheme as scheme
+from shardproof.declare.case import CaseSpec as CaseSpec
+from shardproof.declare.declared import Cost as Cost
+from shardproof.declare.discover import schemes_of_file as schemes_of_file
+from shardproof.declare.draws import ids as ids
+from shardproof.declare.draws import integers as integers
+from shardproof.declare.draws import lengths as lengths
+from shardproof.declare.draws import mask as mask
+from shardproof.declare.draws import offsets as offsets
+from shardproof.declare.draws import token_below as token_below
+from shardproof.declare.draws import values as values
+from shardproof.declare.more_draws import block_table as block_table
+from shardproof.declare.more_draws import drawn as drawn
+from shardproof.declare.more_draws import exactly as exactly
+from shardproof.declare.more_draws import permutation as permutation
+from shardproof.declare.spec import parse as parse
+from shardproof.draw.strategy import every_case as every_case
+from shardproof.engines.engines import run as run
+from shardproof.engines.failure import CollectiveMismatch as Mismatch
+from shardproof.engines.failure import Deadlock as Deadlock
+from shardproof.engines.failure import Died as Died
+from shardproof.engines.failure import Modified as Modified
+from shardproof.engines.failure import NotRun as NotRun
+from shardproof.engines.failure import Raised as Raised
+from shardproof.engines.failure import RankFailure as RankFailure
+from shardproof.engines.failure import Shared as Shared
+from shardproof.engines.failure import Stalled as Stalled
+from shardproof.engines.failure import Unwaited as Unwaited
+from shardproof.engines.ledger_table import table as ledger_table
+from shardproof.engines.live_peak import LivePeak as LivePeak
+from shardproof.engines.modules import load_parameters as load_parameters
+from shardproof.engines.watched import watch as watch
+from shardproof.judge.reference import ReferenceFailure as ReferenceFailure
+from shardproof.replays import replay as replay
+from shardproof.report import colours as colours
+from shardproof.report.colours import rank_legend as rank_legend
+from shardproof.report.colours import tiles as tiles
+from shardproof.report.layout_picture import figure as layout_figure
+from shardproof.report.ledger_picture import figure as ledger_figure
+from shardproof.report.picture import figure as figure
+from shardproof.report.picture import owner_strips as owner_strips
+from shardproof.report.picture import scheme_figure as scheme_figure
+from shardproof.report.report import CostMismatch as CostMismatch
+from shardproof.report.report import EnginesDisagree as EnginesDisagree
+from shardproof.report.report import GradientMismatch as GradientMismatch
+from shardproof.report.report import HygieneViolation as HygieneViolation
+from shardproof.report.report import ProtocolMismatch as ProtocolMismatch
+from shardproof.report.report import Report as Report
+from shardproof.report.report import ValueMismatch as ValueMismatch
+from shardproof.report.report import VerdictError as VerdictError
+from shardproof.report.show import show as show
+from shardproof.tracing.pair import Pair as Pair
+from shardproof.tracing.pair import trace_pair as trace
+from shardproof.verification import check as check
+from shardproof.verification import check_cases as check_cases
+from shardproof.verification import verify as verify
+from shardproof.verify_one_case import verify_case as verify_case
+
+def main() -> None:
+    """The command `shardproof`."""

@@ -1,0 +1,103 @@
+"""docs/reference/command-line.md, generated from the command: `python -m shardproof.cli.page` writes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from shardproof.cli.app import app
+from shardproof.cli.help import EXAMPLES, STATUS
+from shardproof.cli.shapes import SHAPES
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "command-line.md"
+HEAD = """# The command line
+
+`shardproof VERB --help` prints what stands here. This page is written by `python -m shardproof.cli.page`,
+and a test holds it to the options that there are.
+
+| verb | does |
+|---|---|
+{verbs}
+
+Before a verb: `--version`; `--install-completion` and `--show-completion` for bash, zsh, fish and PowerShell. What is
+completed are verbs, options, names of schemes and schedules, engines, profiles, dtypes, mesh sizes and files.
+
+| exit status | |
+|---|---|
+{statuses}
+
+Of several outcomes the worst wins: 3, then 1, then 2 for a scheme whose reference cannot be used. Under torchrun the
+command's status stands in the agent's report, and the agent leaves with 1.
+
+- **What is printed.** Verdicts and tables go to standard output; progress bars, and one sentence for what cannot be
+  done, to standard error. Bars and colours are for terminals only; `NO_COLOR=1` turns colours off there too.
+- **Less and more.** `-q` leaves failures and the closing line, `-v` adds what is otherwise left out, where a verb has
+  them.
+- **JSON.** `--json PATH` writes a file that ends in `.json`, besides what is printed. `--json -`, or `--json` at the
+  end or before another option, puts the JSON on standard output, and all else on standard error. Keys are never taken
+  away; more may come. A number that is not finite is text: `"inf"`.
+- **Files.** `--figure PATH` is a picture, `--html PATH` a page, `--junit PATH` JUnit XML, `--csv PATH` a schedule, and
+  `--out PATH` the file that the verb is there to write. Of those that are text, one may be `-` for standard output. A
+  file that could not be written is rejected before anything runs.
+- **Examples.** `my_scheme.py` is the file of [Verify your own scheme](../how-to/verify-your-own-scheme.md),
+  `my_function.py` that of [a function](../how-to/start-from-a-function.md),
+  `my_pair.py` that of [two modules](../how-to/use-flax-and-modules.md#where-two-modules-first-differ), and
+  `my_sharded.py` that of [a sharded model and its twin](../how-to/trace-a-sharded-model.md).
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    verbs: dict[str, Any] = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+    rows = "\n".join(f"| [`{name}`](#{name}) | {_sentence(verb.help)} |" for name, verb in verbs.items())
+    statuses = "\n".join(f"| {status} | {what} |" for status, what in STATUS.items())
+    return HEAD.format(verbs=rows, statuses=statuses) + "".join(_section(name, verb) for name, verb in verbs.items())
+
+
+def _section(name: str, verb: Any) -> str:
+    commands = "\n".join(f"$ {line}" for line in EXAMPLES[name])
+    lines = [f"\n## {name}\n\n{_sentence(verb.help)}.\n\n```console\n{commands}\n```\n"]
+    lines += ["| argument or option | meaning |", "|---|---|", *_rows(verb)]
+    if name != "verify" and SHAPES.get(name) == SHAPES["verify"]:
+        lines += ["\nIts JSON is that of [verify](#verify)."]
+    elif name in SHAPES:
+        lines += [f"\nIts JSON:\n\n```text\n{SHAPES[name].strip()}\n```"]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(verb: Any) -> Iterator[str]:
+    """A row for each argument and option, with its default if that is informative."""
+    for each in verb.params:
+        if each.param_type_name == "argument":
+            syntax = f"`{each.name.upper()}{'...' if each.nargs == -1 else ''}`"
+        else:
+            flags = sorted(each.opts, key=lambda flag: (len(flag) > 2, flag))
+            syntax = ", ".join(f"`{flag}`" for flag in flags) + ("" if each.is_flag else f" `{_metavar(each)}`")
+        default = each.default
+        default_text = f"; default `{default}`" if default not in (None, "", ()) and default is not False else ""
+        yield f"| {syntax} | {_sentence(each.help)}{default_text} |"
+
+
+def _metavar(option: Any) -> str:
+    return option.metavar or {"int": "N", "float": "X"}.get(_kind(option), "NAME")
+
+
+def _kind(option: Any) -> str:
+    """int, float or str, for options of typer and of click."""
+    annotation = getattr(getattr(option, "type_descriptor", None), "annotation", None) or option.type.name
+    words = getattr(annotation, "__name__", str(annotation))
+    return "int" if "int" in words else "float" if "float" in words else "str"
+
+
+def _sentence(text: str | None) -> str:
+    """One line without its full stop, with table borders escaped."""
+    return " ".join((text or "").split()).removesuffix(".").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"{PAGE} written", file=sys.stderr)

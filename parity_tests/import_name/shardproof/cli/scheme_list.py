@@ -1,0 +1,75 @@
+"""The table of built-in schemes, from the index alone, without importing torch and JAX."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from fnmatch import fnmatch
+
+from rich.console import Console
+from rich.table import Table
+
+from shardproof.declare import scheme_index
+from shardproof.report.out_path import check_writable, write_text
+
+WIDEST = 400  # without a terminal, lines are as long as necessary
+TABLE_WIDTH = 160  # columns of a terminal that need no line break in any cell
+
+
+def show(pattern: str, json: str | None, quiet: bool = False, everything: bool = False) -> None:
+    """Print the public built-in schemes with a matching name; all built-in schemes if `everything`.
+
+    Prints only names if `quiet`. Errors: UnusableTarget if none matches.
+    """
+    check_writable(json=json)
+    schemes = scheme_index.entries()
+    named = [entry for entry in schemes if fnmatch(entry.name, pattern)]
+    entries = [entry for entry in named if everything or entry.public]
+    if not entries:
+        from shardproof.declare import discover
+
+        if named:
+            raise discover.UnusableTarget(f"{pattern}: no public scheme of this name; --all shows the others")
+        hint = discover.nearest(pattern, [entry.name for entry in schemes])
+        raise discover.UnusableTarget(f"{pattern}: no scheme of this name{hint} (shardproof list --all shows all)")
+    if json:
+        write_text(json, json_module.dumps([entry.to_dict() for entry in entries], indent=2))
+    if json == "-":
+        return
+    if quiet:
+        print("\n".join(entry.name for entry in entries))
+        return
+    console = Console(width=None if Console().is_terminal else WIDEST)
+    if console.width < TABLE_WIDTH:
+        text = "\n\n".join(map(_stacked, entries))
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    else:
+        console.print(_table(entries), highlight=False)
+
+
+def _stacked(entry: scheme_index.Entry) -> str:
+    """A scheme on its own lines, for narrow terminals: specs and paths are not broken."""
+    mesh = "  ".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in entry.mesh.items())
+    indent = "\n    "
+    return indent.join([entry.name, mesh, *_specs(entry), entry.reference, f"{entry.file}:{entry.line}"])
+
+
+def _specs(entry: scheme_index.Entry) -> list[str]:
+    inputs = [f"{name}  {spec}" for name, spec in entry.inputs.items()]
+    return [*inputs, *(f"-> {spec}" for spec in entry.outputs.values())]
+
+
+def _table(entries: Sequence[scheme_index.Entry]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("scheme", "mesh", "specs", "reference and file"):
+        table.add_column(column, overflow="fold", no_wrap=column == "scheme")
+    for entry in entries:
+        mesh = "\n".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in entry.mesh.items())
+        table.add_row(
+            entry.name,
+            mesh,
+            "\n".join(_specs(entry)),
+            f"{entry.reference}\n{entry.file}:{entry.line}",
+            end_section=True,
+        )
+    return table

@@ -1,0 +1,237 @@
+"""One call of `shardproof verify`: every scheme in turn, its report, the summary and the exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+
+from shardproof.cli import expected
+from shardproof.declare import discover, scheme_index
+from shardproof.declare.case import DTYPES, ENGINES
+from shardproof.declare.counted import counted
+from shardproof.declare.declaration_failure import DeclarationFailure
+from shardproof.declare.declared import Declared
+from shardproof.declare.failed_declaration import FailedDeclaration
+from shardproof.declare.travel import CannotTravel
+from shardproof.draw import profiles, size_choices
+from shardproof.engines.exit_status import EQUAL
+from shardproof.engines.failure import NotRun
+from shardproof.engines.processes.rank_warnings import without_repeats
+from shardproof.engines.speed_advice import without_advice
+from shardproof.implementation.offered import NotApplicable, module_of
+from shardproof.implementation.substitution import NotOffered, narrowed, on_implementation
+from shardproof.judge import bridge
+from shardproof.judge.reference import ReferenceFailure
+from shardproof.report import summary
+from shardproof.report.html_page import page
+from shardproof.report.out_path import check_folder, check_writable, write_text
+from shardproof.report.sentence import Sentence
+from shardproof.report.summary import Expected, Outcome, VerifyOptions
+from shardproof.verification import NothingCompared
+from shardproof.verification import Progress as Progressed
+from shardproof.verification import verify as verify_scheme
+
+BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
+
+
+def verify(targets: list[str], options: VerifyOptions) -> int:
+    """Verify every scheme of the targets and print the reports; returns the exit status."""
+    _check_options(options)
+    if options.engine == "torchrun":
+        from shardproof.engines.processes import launch
+
+        if not launch.is_rank_zero():
+            return launch.serve()
+    text_to_stderr = "-" in options.files.values()  # standard output is for machines
+    with _prints_on_stderr() if text_to_stderr else contextlib.nullcontext():
+        outcome = run(discover.find_declarations(targets), options)
+    outcome.not_run |= {} if targets else discover.left_out()
+    console = Console(stderr=text_to_stderr)
+    if not outcome.is_one_unusable_scheme:
+        summary.show(console, outcome, options)
+    if options.html:
+        write_text(options.html, page(outcome.reports, summary.closing(outcome), summary.without_report(outcome)))
+        if options.html != "-" and not options.quiet:
+            console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
+    if options.json:
+        write_text(options.json, summary.as_json(outcome))
+    if options.junit:
+        write_text(options.junit, summary.as_junit(outcome))
+    if options.engine == "torchrun":
+        from shardproof.engines.processes import launch
+
+        launch.finish(outcome.status)
+    if outcome.is_one_unusable_scheme:
+        raise ReferenceFailure(next(iter(outcome.not_judged.values())))
+    return outcome.status
+
+
+@contextlib.contextmanager
+def _prints_on_stderr() -> Iterator[None]:
+    """Redirect to standard error everything that functions print, in this process and on ranks."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+@without_advice()
+def run(declarations: Sequence[Declared | FailedDeclaration], options: VerifyOptions) -> Outcome:
+    """Verify schemes in turn, with a progress bar on standard error: of schemes, or of a single scheme's examples."""
+    bridge.start(options.jax_cache)
+    places = {each.name: (each.file, each.line) for each in declarations}
+    outcome = Outcome(expected=_expected_of(declarations, options), places=places)
+    outcome.not_judged |= {each.name: each.sentence for each in declarations if isinstance(each, FailedDeclaration)}
+    schemes = [each for each in declarations if isinstance(each, Declared)]
+    several = len(declarations) > 1
+    if schemes and not several:
+        _check_flags(schemes[0], options)
+    with profiles.in_force(options.profile), without_repeats(), progress_bar(options.quiet) as bar:
+        task = bar.add_task("", total=len(schemes))
+        progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
+        for scheme in schemes:
+            bar.update(task, description=scheme.name)
+            reason = _not_applicable(scheme, options) if several else None
+            if reason:
+                outcome.not_run[scheme.name] = reason
+            elif (judged := _on_implementation(scheme, options, outcome)) is not None:
+                _one(judged, options, outcome, progress)
+            bar.advance(task, int(several))
+            if options.fail_fast and outcome.status != EQUAL and outcome.reports:
+                break
+    return outcome
+
+
+def _show_examples(bar: Progress, task: TaskID, scheme: str, done: int, total: int, state: str) -> None:
+    bar.update(task, completed=done, total=total, description=f"{scheme} {state}".rstrip())
+
+
+def _expected_of(schemes: Sequence[Declared | FailedDeclaration], options: VerifyOptions) -> dict[str, Expected]:
+    """The expected failures of these schemes; the file may also name other built-in schemes."""
+    if options.expected_failures is None:
+        return {}
+    names = [each.name for each in (*schemes, *scheme_index.entries())]
+    expected_by_name = expected.read(options.expected_failures, names)
+    return {scheme.name: expected_by_name[scheme.name] for scheme in schemes if scheme.name in expected_by_name}
+
+
+def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
+    """ValueError for a dim given by --mesh, or a mesh axis given by --dim."""
+    dims = [*size_choices.free_dims(scheme), *scheme.dims]
+    for flag, other, names, wrong, what in (
+        ("--mesh", "--dim", options.mesh_names, dims, "dim"),
+        ("--dim", "--mesh", options.dim_names, scheme.mesh, "mesh axis"),
+    ):
+        for name in names:
+            if name in wrong:
+                text = f"{name}={options.fixed[name]}"
+                raise ValueError(f"scheme '{scheme.name}': {flag} {text}: {name!r} is a {what}; write {other} {text}")
+
+
+def _on_implementation(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> Declared | None:
+    """The scheme on the judged functions; None, with an entry in the outcome, if they are missing."""
+    if options.implementation is None:
+        return scheme
+    try:
+        return narrowed(on_implementation(scheme, options.implementation), options.fixed)
+    except NotOffered as reason:
+        outcome.not_offered[scheme.name] = str(reason)
+    except NotApplicable as reason:
+        outcome.not_run[scheme.name] = f"not applicable: {reason}"
+    return None
+
+
+def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None) -> None:
+    start = time.perf_counter()
+    try:
+        report = verify_scheme(
+            scheme,
+            options.engine,
+            options.examples,
+            options.seed,
+            options.dtype,
+            options.fixed,
+            world=_fixed_world(options.engine),
+            inside_subgroup=options.inside_subgroup,
+            progress=progress,
+            replay_folder=options.replay_dir or ".",
+        )
+    except NotRun as reason:
+        outcome.not_run[scheme.name] = str(reason)
+        return
+    except (ReferenceFailure, NothingCompared, DeclarationFailure, CannotTravel) as unusable:
+        outcome.not_judged[scheme.name] = str(unusable)
+        return
+    outcome.reports.append(report)
+    outcome.seconds[scheme.name] = time.perf_counter() - start
+
+
+def _fixed_world(engine: str) -> int | None:
+    if engine != "torchrun":
+        return None
+    from shardproof.engines.processes import launch
+
+    return launch.world_size()
+
+
+def _not_applicable(scheme: Declared, options: VerifyOptions) -> str | None:
+    """Why a run of several schemes skips this one: it lacks a given name, or the engine."""
+    names = {*scheme.mesh, *size_choices.free_dims(scheme), *scheme.dims, *scheme.options, *scheme.rank_options}
+    foreign = [name for name in options.fixed if name not in names]
+    if foreign:
+        return f"has no mesh axis, dim or option {foreign[0]!r}"
+    if options.engine not in scheme.engines:
+        return f"is declared for {', '.join(scheme.engines)} only"
+    world = _fixed_world(options.engine)
+    if world is not None and not size_choices.meshes(scheme, options.fixed, world):
+        return f"has no mesh of {counted(world, 'rank')}"
+    return None
+
+
+def _check_options(options: VerifyOptions) -> None:
+    if options.engine not in ENGINES:
+        raise ValueError(f"--engine {options.engine!r} is not one of {', '.join(ENGINES)}")
+    if options.profile not in profiles.EXAMPLES:
+        raise ValueError(f"--profile {options.profile!r} is not one of {', '.join(profiles.EXAMPLES)}")
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
+    if options.implementation is not None:
+        module_of(options.implementation)
+    check_writable(**options.files)
+    check_folder(jax_cache=options.jax_cache, replay_dir=options.replay_dir)
+
+
+def progress_bar(quiet: bool = False) -> Progress:
+    """On standard error, and only on a terminal."""
+    stderr = Console(stderr=True)
+    times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+    # On a narrow terminal the name makes room for the times.
+    name = Column(no_wrap=True, overflow="ellipsis", max_width=max(stderr.width - BAR_AND_TIMES, 1))
+    columns = (
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        *times,
+        TextColumn("{task.description}", table_column=name),
+    )
+    return Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal)

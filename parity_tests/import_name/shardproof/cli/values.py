@@ -1,0 +1,96 @@
+"""Shared by all options: their declarations, and parsing their text."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from shardproof.cli import complete
+
+Mesh = Annotated[
+    list[str] | None,
+    typer.Option(help="Mesh axis sizes: tp=4 or dp=2,cp=2.", metavar="AXIS=N", autocompletion=complete.meshes),
+]
+Dims = Annotated[list[str] | None, typer.Option(help="Dim sizes: s=16.", metavar="DIM=N")]
+Replay = Annotated[str, typer.Argument(help="A replay_<id>.py file.", autocompletion=complete.replays)]
+JsonPath = Annotated[
+    str | None,
+    typer.Option(
+        help="Write JSON to a file that ends in .json; - or no path is standard output, which then has nothing else.",
+        metavar="PATH",
+    ),
+]
+HtmlPath = Annotated[
+    str | None,
+    typer.Option(help="Write the verdict as a page with drawings, one file; - is standard output.", metavar="PATH"),
+]
+FigurePath = Annotated[
+    str | None, typer.Option(help="Write the picture: a path ending in .png, .svg or .pdf.", metavar="PATH")
+]
+Traceback = Annotated[
+    bool, typer.Option("--traceback", help="Print the full traceback of a rank that raised, libraries included.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")]
+
+LARGEST_SEED = 2**32 - 1  # torch and NumPy accept slightly more, each its own range
+# Integers from the user: at least 1 rank, at least 0 elements.
+INTEGERS = {
+    "--mesh": "a whole number of at least 1, such as tp=4",
+    "--dim": "a whole number of at least 0, such as s=16",
+}
+
+
+def sizes(words: Sequence[str] | None, flag: str) -> dict[str, int]:
+    """{"tp": 4, "cp": 2} of ["tp=4,cp=2"]."""
+    by_name = {}
+    for text in (part for item in words or () for part in item.split(",")):
+        name, equals, value = text.partition("=")
+        if not equals or not (value.isascii() and value.isdigit()):
+            raise ValueError(f"{flag} {text!r} is not NAME=NUMBER with {INTEGERS[flag]}")
+        if name.strip() in by_name:
+            raise ValueError(f"{flag} {text!r} says {name.strip()!r} a second time; give each size once")
+        by_name[name.strip()] = int(value)
+        if flag == "--dim" and 8 * int(value) > memory():
+            gb = 8 * int(value) // 10**9
+            raise ValueError(f"{flag} {text!r} needs {gb} GB for a row of float64, more than there is; make it smaller")
+    return by_name
+
+
+def memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def three(text: str) -> list[float]:
+    """[1.0, 1.0, 2.0] of "1,1,2"."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3:
+        raise ValueError(f"--times {text!r} is not F,I,W, such as 1,1,2")
+    for letter, value in zip("FIW", numbers, strict=True):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"--times {text}: {letter} must be finite and at least 0")
+    return numbers
+
+
+def options(words: Sequence[str] | None) -> dict[str, Any]:
+    """{"temperature": 2.0} of ["temperature=2.0"]; anything but a Python literal stays text."""
+    by_name = {}
+    for text in words or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--option {text!r} is not NAME=VALUE, such as temperature=2.0")
+        if value in ("true", "false"):
+            raise ValueError(f"--option {text!r}: write {value.title()}, as in Python")
+        try:
+            by_name[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            by_name[name] = value
+    return by_name

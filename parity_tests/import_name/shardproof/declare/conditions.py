@@ -1,0 +1,152 @@
+"""Calling conditions: how a function is called, apart from its inputs' values; see `CaseSpec.conditions`.
+
+A case without conditions has contiguous inputs, a gradient for every differentiable input, a cotangent for every
+output, one forward and one backward. The conditions by name, each with its value:
+
+    strided          {tensor: "transposed" | "stepped"}: views whose elements do not lie side by side
+    expanded         [tensors]: views of stride 0, an input along its first dim, a cotangent along all of its dims
+    frozen           [inputs] that require no gradient
+    unused           [outputs] that get no cotangent
+    call_before      dims, layouts, lengths, values and seed of another call, forward and backward, that comes first
+    call_between     the same of a call whose forward comes before the backward of the one that is compared
+    second_backward  true: the graph is retained, and the gradients of the second backward are compared
+    one_storage      true: the inputs are views of one buffer
+    same_tensor      [a, b]: two inputs of equal values and one storage
+    no_grad          true: only the forward, under torch.no_grad()
+    inference_mode   true: the same under torch.inference_mode()
+    overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage
+
+A tensor is an input's name, or `cotangent NAME` for an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardproof.declare.case import CaseSpec
+
+CONDITIONS = (
+    "strided",
+    "expanded",
+    "frozen",
+    "unused",
+    "call_before",
+    "call_between",
+    "second_backward",
+    "one_storage",
+    "same_tensor",
+    "no_grad",
+    "inference_mode",
+    "overwritten",
+)
+# A scheme may also exclude this: a mesh that is part of a larger world, which is an extra axis and not a calling
+# condition.
+LARGER_WORLD = "larger_world"
+WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
+OTHER_CALLS = ("call_before", "call_between")
+# Conditions under which a function may send less than its declared cost, or send it twice.
+OF_ANOTHER_COST = ("frozen", "unused", *OTHER_CALLS, "second_backward", *WITHOUT_GRADIENTS)
+# Under these a function may differ by design, for example compute no gradient for a frozen weight.
+NOT_ALWAYS_PROMISED = ("frozen", "unused", "second_backward", *WITHOUT_GRADIENTS, "overwritten")
+COTANGENT = "cotangent "
+
+
+def excluded_by_default(module: str) -> tuple[str, ...]:
+    """Conditions that correct training code often does not support; this project's own schemes support more.
+
+    Tensors created in inference mode cannot be saved for backward, and on one rank many functions return their input.
+    """
+    is_ours = module.partition(".")[0] == "parity_tests" and not module.startswith("parity_tests.evidence.peers.")
+    return ("inference_mode",) if is_ours else ("inference_mode", "overwritten")
+
+
+def phrases(case: CaseSpec) -> list[str]:
+    """Each condition of the case as a clause that follows `when`: `logits is a transposed view`."""
+    return [phrase for name, value in case.conditions.items() for phrase in _phrases(name, value, case)]
+
+
+def how_to_exclude(case: CaseSpec, excluded: Sequence[str], is_raised: bool) -> str:
+    """How to exclude the only condition under which the function fails; empty for several conditions.
+
+    Wrong numbers because of strides or another call are never intended.
+    """
+    name = next(iter(case.conditions))
+    if len(case.conditions) != 1 or not (is_raised or name in NOT_ALWAYS_PROMISED):
+        return ""
+    meant = "that is meant" if is_raised else "it is never called so"
+    return f"; if {meant}, declare excluded_conditions={(*excluded, name)!r}"
+
+
+def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
+    if name == "strided":
+        views = {"transposed": "a transposed view", "stepped": "a strided view"}
+        return [f"{_tensor(tensor)} is {views[kind]}" for tensor, kind in value.items()]
+    if name in OTHER_CALLS:
+        other = "sizes" if value["dims"] != case.dims else "values"
+        first = f"the function was called with other {other} before"
+        return [first if name == "call_before" else f"the function is called again with other {other} before backward"]
+    if name == "same_tensor":
+        return [f"{value[0]} and {value[1]} are the same tensor"]
+    each = {
+        "expanded": "{} is an expanded view, of stride 0",
+        "frozen": "{} requires no gradient",
+        "unused": "{} has no cotangent",
+    }
+    if name in each:
+        return [each[name].format(_tensor(tensor)) for tensor in value]
+    return [
+        {
+            "second_backward": "backward runs a second time",
+            "no_grad": "it is called under torch.no_grad()",
+            "inference_mode": "it is called under torch.inference_mode()",
+            "one_storage": "the inputs are views of one buffer",
+            "overwritten": "the caller overwrites its inputs afterwards",
+        }[name]
+    ]
+
+
+def _tensor(label: str) -> str:
+    return f"the cotangent of {label.removeprefix(COTANGENT)}" if label.startswith(COTANGENT) else label
+
+
+def with_one_less(case: CaseSpec) -> Iterator[CaseSpec]:
+    """The case without one of its conditions, for each, then without one tensor of a condition with several."""
+    for name in case.conditions:
+        yield case.replace(conditions=_without(case.conditions, name))
+    for name, value in case.conditions.items():
+        if name in ("strided", "expanded", "frozen", "unused") and len(value) > 1:
+            for tensor in value:
+                rest = {k: v for k, v in value.items() if k != tensor} if isinstance(value, Mapping) else None
+                rest = [other for other in value if other != tensor] if rest is None else rest
+                yield case.replace(conditions={**case.conditions, name: rest})
+
+
+def without_other_calls(case: CaseSpec) -> CaseSpec:
+    """The case without its other calls, which are recorded for its mesh only."""
+    return case.replace(conditions={name: value for name, value in case.conditions.items() if name not in OTHER_CALLS})
+
+
+def other_case(case: CaseSpec, name: str) -> CaseSpec | None:
+    """The case of the call before or between, without conditions, on the same mesh with the same options."""
+    record = case.conditions.get(name)
+    return None if record is None else case.replace(**record, conditions={})
+
+
+def other_cases(case: CaseSpec) -> list[CaseSpec]:
+    """The cases of all calls except the compared one, without conditions."""
+    return [other for name in OTHER_CALLS if (other := other_case(case, name)) is not None]
+
+
+def record_of(case: CaseSpec) -> dict[str, Any]:
+    """The fields of a case that `other_case` needs."""
+    return {name: getattr(case, name) for name in ("dims", "layouts", "lengths", "values", "seed")}
+
+
+def has_gradients(case: CaseSpec, name: str) -> bool:
+    """Whether the case asks for the gradient of a differentiable input."""
+    return not set(WITHOUT_GRADIENTS) & set(case.conditions) and name not in case.conditions.get("frozen", ())
+
+
+def _without(conditions: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {other: value for other, value in conditions.items() if other != name}

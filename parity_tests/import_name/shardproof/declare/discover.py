@@ -1,0 +1,332 @@
+"""Find schemes: in a user's file or folder, or by name or glob in the table of declared schemes."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import hashlib
+import importlib
+import importlib.util
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardproof.declare import failed_declaration, scheme_index, travel
+from shardproof.declare.declared import Declared
+from shardproof.declare.failed_declaration import FailedDeclaration
+
+TABLE: dict[str, Declared] = {}
+
+
+def enter(scheme: Declared, errors: Callable[[str], ValueError]) -> None:
+    """Add a scheme to the table; reloading the same file, or running a notebook cell again, replaces its entry.
+
+    Two schemes with one name in one file are rejected: a case identifies its scheme by name only.
+    """
+    old = TABLE.get(scheme.key)
+    if old is not None and not _is_cell(old.file):
+        if old.file != scheme.file:
+            raise errors(f"is already declared in {old.file}:{old.line}")
+        if old.line != scheme.line and (_is_of_one_import(old, scheme) or _is_defined_twice(scheme)):
+            raise errors(f"is defined in line {old.line} and again in line {scheme.line}; give one another name")
+        if _is_of_one_import(old, scheme):
+            raise errors(
+                f"is declared twice by line {scheme.line}, as in a loop; "
+                "give each function another __name__ before scheme(...) takes it"
+            )
+    TABLE[scheme.key] = scheme
+
+
+def _is_of_one_import(old: Declared, new: Declared) -> bool:
+    """Whether the same import of their file declares both: each import of a file has its own spec."""
+    specs = [each.fn.__globals__.get("__spec__") for each in (old, new)]
+    return old.of_module and new.of_module and specs[0] is not None and specs[0] is specs[1]
+
+
+def _is_defined_twice(scheme: Declared) -> bool:
+    """Whether its file has two functions with that name; ignores one that only moved since the last import."""
+    linecache.checkcache(scheme.file)
+    starts = f"def {scheme.name}("
+    return sum(line.startswith(starts) for line in linecache.getlines(scheme.file)) > 1
+
+
+def _is_cell(file: str) -> bool:
+    return file.startswith("<") or "ipykernel" in file
+
+
+def lookup(key: str) -> Declared:
+    """The scheme of a CaseSpec; imports its module if necessary."""
+    if key not in TABLE:
+        importlib.import_module(key.partition(":")[0])
+    return TABLE[key]
+
+
+PACKAGE = Path(__file__).resolve().parents[2]
+NOT_COMPONENTS = (
+    "cli",
+    "harness",
+    "injected_bugs",
+    "failures",
+    "false_alarms",
+    "mutants",
+    "specimens",
+    "benchmarks",
+    "cost",
+    "peers",
+    "tracing",
+    "training",
+)
+NOT_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # folders of others in a project
+EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components need, with the extra of each
+
+
+class UnusableTarget(Exception):
+    """A target that names no scheme, or a file that cannot be imported; the message is for users."""
+
+
+class NeedsExtra(UnusableTarget):
+    """A file that needs a package which is not installed; the message names the extra."""
+
+
+def find(targets: list[str]) -> list[Declared]:
+    """Schemes of all targets, see `find_declarations`. Errors: UnusableTarget for a declaration that failed."""
+    return _usable(find_declarations(targets))
+
+
+def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration]:
+    """Declarations of all targets, including failed ones; all built-in schemes if there is no target.
+
+    A target is a file, `file.py::name`, a folder, a name or a glob.
+    """
+    by_key: dict[str, Declared | FailedDeclaration] = {}
+    for target in targets or ["*"]:
+        path = Path(target)
+        file, _, name = target.partition("::")
+        found: Sequence[Declared | FailedDeclaration]
+        if name:
+            found = [declaration_of_file(file, name)]
+        elif path.is_dir():
+            files = [file for file in _python_files(path) if "@scheme" in file.read_text(errors="replace")]
+            if not files:
+                raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
+            found = [each for file in files for each in declarations_of_file(str(file))]
+        elif path.suffix == ".py" or path.is_file():
+            found = declarations_of_file(target)
+        else:
+            found = _schemes_by_pattern(target)
+        by_key |= {each.key: each for each in found}
+    return list(by_key.values())
+
+
+def _usable(declarations: Sequence[Declared | FailedDeclaration]) -> list[Declared]:
+    for each in declarations:
+        if isinstance(each, FailedDeclaration):
+            raise UnusableTarget(each.sentence)
+    return [each for each in declarations if isinstance(each, Declared)]
+
+
+def _python_files(folder: Path) -> list[Path]:
+    """Python files below a folder, except installed or hidden ones. Errors: UnusableTarget for a root directory."""
+    if folder.resolve() == Path(folder.resolve().anchor):
+        raise UnusableTarget(f"{folder}: is a whole disk; give a file, or the folder of a project")
+    paths: list[Path] = []
+    for place, inner, files in os.walk(folder):
+        inner[:] = [name for name in inner if name not in NOT_OWN and not name.startswith(".")]
+        paths += [Path(place) / name for name in files if name.endswith(".py")]
+    return sorted(paths)
+
+
+def built_in() -> list[Declared]:
+    """Every scheme that the parity tests declare, in order of file and line, except those in `left_out`."""
+    return [scheme for file in _declaring() if not _needs(file) for scheme in schemes_of_file(str(file))]
+
+
+def left_out() -> dict[str, str]:
+    """Files whose schemes are missing from `built_in`, each with the extra that it needs."""
+    return {str(file.relative_to(PACKAGE.parent)): reason for file in _declaring() if (reason := _needs(file))}
+
+
+def _declaring() -> list[Path]:
+    files = (p for p in sorted(PACKAGE.glob("*/test_*.py")) if p.parent.name not in NOT_COMPONENTS)
+    return [file for file in files if "scheme(" in file.read_text()]  # it may be called by a test's own wrapper
+
+
+def _needs(file: Path) -> str | None:
+    try:
+        schemes_of_file(str(file))
+    except NeedsExtra as reason:
+        return str(reason)
+    return None
+
+
+def schemes_of_file(file: str) -> list[Declared]:
+    """Import a file and return the schemes it declares. Errors: UnusableTarget, also if one declaration failed."""
+    return _usable(declarations_of_file(file))
+
+
+def declarations_of_file(file: str) -> list[Declared | FailedDeclaration]:
+    """Import a file and return its declarations, including failed ones, in order of lines. Errors: UnusableTarget."""
+    module = module_of_file(file)
+    schemes = [scheme for scheme in TABLE.values() if scheme.of_module and scheme.fn.__module__ == module.__name__]
+    declarations = [*schemes, *failed_declaration.of_module(module.__name__)]
+    if not declarations:
+        raise UnusableTarget(f"{file}: declares no scheme; decorate a function with @scheme")
+    return sorted(declarations, key=lambda each: each.line)
+
+
+def scheme_of_file(file: str, name: str) -> Declared:
+    """As `declaration_of_file`. Errors: UnusableTarget, also if the declaration failed."""
+    return _usable([declaration_of_file(file, name)])[0]
+
+
+def declaration_of_file(file: str, name: str) -> Declared | FailedDeclaration:
+    """The declaration with this name that a file contains or imports. Errors: UnusableTarget."""
+    module = module_of_file(file)
+    by_name = {key: value for key, value in vars(module).items() if isinstance(value, Declared | FailedDeclaration)}
+    by_name |= {each.name: each for each in failed_declaration.of_module(module.__name__)}
+    by_name |= {each.name: each for each in TABLE.values() if each.of_module and each.fn.__module__ == module.__name__}
+    if name not in by_name:
+        has = f"it has {', '.join(sorted(by_name))}" if by_name else "it declares and imports none"
+        raise UnusableTarget(f"{file}::{name}: no scheme of this name{nearest(name, sorted(by_name))} ({has})")
+    return by_name[name]
+
+
+def module_of_file(file: str) -> ModuleType:
+    """Import a file; its functions are pickled by value. Errors: UnusableTarget."""
+    path = Path(file).resolve()
+    if not path.is_file():
+        hint = nearest(path.name, sorted(other.name for other in path.parent.glob("*.py")))
+        raise UnusableTarget(f"{file}: {'is a folder; give a file' if path.is_dir() else f'no such file{hint}'}")
+    try:
+        return _imported(path)
+    except SystemExit:
+        raise UnusableTarget(f"cannot import {file}: it exits; put what runs under if __name__ == '__main__'") from None
+    except Exception as error:
+        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package in EXTRAS and path.is_relative_to(PACKAGE):
+            raise NeedsExtra(f"needs {package}; pip install -e '.[{EXTRAS[package]}]' in the clone") from error
+        raise UnusableTarget(f"cannot import {file}{_message_of(error, path)}") from error
+
+
+def _schemes_by_pattern(pattern: str) -> list[Declared]:
+    entries = scheme_index.entries()
+    matches = [entry for entry in entries if fnmatch.fnmatch(entry.name, pattern) or entry.key == pattern]
+    if not matches:
+        if "=" in pattern:
+            raise UnusableTarget(f"{pattern}: is no target; sizes stand after --mesh or --dim, as in --mesh dp=2,cp=2")
+        file_hint = f"; did you mean {pattern}.py?" if Path(f"{pattern}.py").is_file() else ""
+        hint = file_hint or nearest(pattern, [entry.name for entry in entries])
+        raise UnusableTarget(f"{pattern}: no file and no scheme of this name{hint} (shardproof list --all shows all)")
+    for file in {entry.file for entry in matches}:
+        schemes_of_file(str(PACKAGE.parent / file))
+    return [TABLE[entry.key] for entry in matches]
+
+
+def nearest(word: str, names: Sequence[str]) -> str:
+    """`; did you mean that?` if there is a similar name, else an empty string."""
+    matches = [name for name in names if word in name] or difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+class LeftToParent(BaseException):
+    """A file starts a run when imported, and this process is a rank of such a run: only the parent runs it."""
+
+
+_on_rank: set[str] = set()
+is_importing_on_rank = False
+
+
+def file_of(job: Any) -> str | None:
+    """The file that a rank's process imports before it loads a job with a scheme's function as `.fn`.
+
+    None for a notebook cell, for the running script, which must not run again, and for this project's files.
+    """
+    module = getattr(getattr(job, "fn", None), "__module__", None) or "__main__"
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module == "__main__" or file is None or not Path(file).is_file():
+        return None
+    path = Path(file).resolve()
+    return None if path.is_relative_to(PACKAGE) else str(path)
+
+
+def import_on_rank(file: str) -> None:
+    """In a rank's process: import a scheme's file once, so that its patches and settings apply here too.
+
+    A file that is missing on another host is skipped: its function is pickled by value.
+    """
+    global is_importing_on_rank
+    if file in _on_rank or not Path(file).is_file():
+        return
+    _on_rank.add(file)
+    is_importing_on_rank = True
+    try:
+        _imported(Path(file))
+    except LeftToParent:
+        pass
+    finally:
+        is_importing_on_rank = False
+
+
+def _imported(path: Path) -> ModuleType:
+    if path.is_relative_to(PACKAGE):
+        return importlib.import_module(".".join(["parity_tests", *path.relative_to(PACKAGE).with_suffix("").parts]))
+    if (path.parent / "__init__.py").is_file():
+        return _imported_with_package(path)
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    before = set(sys.modules)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        with failed_declaration.collected(name):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(path.parent))
+    travel.IMPORTED_WITH_SCHEMES |= {name} | {new for new in set(sys.modules) - before if _beside(new, path.parent)}
+    return module
+
+
+def _imported_with_package(path: Path) -> ModuleType:
+    """Import a file of a package under its dotted name, so that its relative imports work."""
+    root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    before = set(sys.modules)
+    sys.path.insert(0, str(root))
+    try:
+        with nullcontext() if name in sys.modules else failed_declaration.collected(name):
+            module = importlib.import_module(name)
+    finally:
+        sys.path.remove(str(root))
+    if Path(module.__file__ or "").resolve() != path:
+        raise ImportError(f"another package {name.partition('.')[0]!r} is already imported; rename this one")
+    travel.IMPORTED_WITH_SCHEMES |= {new for new in set(sys.modules) - before if _beside(new, root)}
+    return module
+
+
+def _beside(name: str, folder: Path) -> bool:
+    file = getattr(sys.modules[name], "__file__", None)
+    return file is not None and Path(file).resolve().is_relative_to(folder) and "site-packages" not in file
+
+
+def _message_of(error: Exception, path: Path) -> str:
+    """The text after the file's name: the line of the error, and the error, `:12: NameError: ...`."""
+    if isinstance(error, SyntaxError):
+        lines, text = [error.lineno], f"SyntaxError: {error.msg}"
+    else:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        text = str(error) if str(error).startswith("scheme '") else f"{type(error).__name__}: {error}"
+    return f":{lines[-1]}: {text}" if lines and lines[-1] else f": {text}"

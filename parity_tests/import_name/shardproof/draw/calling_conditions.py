@@ -1,0 +1,119 @@
+"""Draw the calling conditions of a case: two or three for half of the cases.
+
+The condition that the caller overwrites its inputs is drawn in addition, for half of all cases: the function cannot see
+it, and it costs nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.conditions import (
+    CONDITIONS,
+    COTANGENT,
+    OTHER_CALLS,
+    WITHOUT_GRADIENTS,
+    record_of,
+)
+from shardproof.declare.declared import Argument, Declared
+from shardproof.declare.draws import Chooser
+from shardproof.draw.inputs import addend_axes
+
+HOW_MANY = (0, 0, 2, 3)
+# Relative frequency of conditions; those with many variants, one per tensor, are drawn more often.
+SHARES = {"strided": 3, "expanded": 2, "frozen": 2, "unused": 2}
+STRIDES = ("transposed", "stepped")
+OF_FREE_INTEGERS = ("ids", "mask", "integers")  # kinds of draws that stay valid if all rows are equal
+OF_EQUAL_FLOATS = ("zeros", "ones")
+# Conditions of the backward; a call without gradients has none of them.
+OF_THE_BACKWARD = ("frozen", "unused", "call_between", "second_backward")
+
+
+def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Any]:
+    """The value of `CaseSpec.conditions`; `other` draws the case of a second call."""
+    conditions: dict[str, Any] = {}
+    count = choose(HOW_MANY)
+    makers = _applicable(scheme, choose, other) if count else {}
+    for _ in range(count):
+        names = [name for name in makers if name not in conditions and _compatible(name, conditions)]
+        if names:
+            name = choose([name for name in names for _ in range(SHARES.get(name, 1))])
+            conditions[name] = makers[name]()
+    if "overwritten" not in scheme.excluded_conditions and choose((False, True)):
+        conditions["overwritten"] = True
+    return {name: conditions[name] for name in CONDITIONS if name in conditions}
+
+
+def _compatible(name: str, conditions: Mapping[str, Any]) -> bool:
+    if name in OTHER_CALLS and set(OTHER_CALLS) & set(conditions):
+        return False  # one extra run is enough
+    if name in OF_THE_BACKWARD:
+        return not set(WITHOUT_GRADIENTS) & set(conditions)
+    if name in WITHOUT_GRADIENTS:
+        return not {*OF_THE_BACKWARD, *WITHOUT_GRADIENTS} & set(conditions)
+    storage = {"strided", "expanded", "one_storage", "same_tensor"}  # a tensor is stored in one way
+    return name not in storage or not storage & set(conditions)
+
+
+def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Callable[[], Any]]:
+    """The conditions that the scheme's tensors allow and the scheme does not exclude, each with its draw."""
+    active = [arg.name for arg in scheme.inputs if arg.differentiable]
+    with_gradient = [arg for arg in scheme.outputs if arg.differentiable] if active else []
+    floating = [arg for arg in scheme.inputs if not arg.is_integer]
+    viewed = [arg.name for arg in scheme.inputs if arg.spec.dims]
+    viewed += [COTANGENT + arg.name for arg in with_gradient if arg.spec.dims]
+    equal = [arg.name for arg in scheme.inputs if may_be_expanded(scheme, arg)]
+    equal += [COTANGENT + arg.name for arg in with_gradient if not addend_axes(arg, "cotangent")]
+    outputs = [arg.name for arg in with_gradient]
+    pairs = [[a.name, b.name] for a, b in itertools.combinations(floating, 2) if _may_be_one(scheme, a, b)]
+
+    def other_call() -> dict[str, Any]:
+        return record_of(other())
+
+    makers: dict[str, tuple[Any, Callable[[], Any]]] = {
+        "strided": (viewed, lambda: _views(viewed, choose)),
+        "expanded": (equal, lambda: [choose(equal)] if choose((True, False)) else equal),
+        "frozen": (len(active) > 1 and outputs, lambda: _some(active, choose)),
+        "unused": (len(outputs) > 1, lambda: _some(outputs, choose)),
+        "call_before": (True, other_call),
+        "call_between": (outputs, other_call),
+        "second_backward": (outputs, lambda: True),
+        "one_storage": (len(floating) > 1, lambda: True),
+        "same_tensor": (pairs, lambda: choose(pairs)),
+        "no_grad": (active, lambda: True),
+        "inference_mode": (active, lambda: True),
+    }
+    return {
+        name: make for name, (allowed, make) in makers.items() if allowed and name not in scheme.excluded_conditions
+    }
+
+
+def may_be_expanded(scheme: Declared, arg: Argument) -> bool:
+    """Whether all rows of an input may be equal: its draw allows it, and it is not a sum over ranks.
+
+    Floats are expanded only if equal floats are among their drawn kinds; otherwise, as for a model's weights, gradients
+    may cancel down to rounding errors.
+    """
+    draw = scheme.draws[arg.name]
+    are_equal = set(OF_EQUAL_FLOATS) & set(draw.kinds) if draw.kind == "float" else draw.kind in OF_FREE_INTEGERS
+    return len(arg.spec.dims) > 1 and bool(are_equal) and not addend_axes(arg, role="input")
+
+
+def _may_be_one(scheme: Declared, a: Argument, b: Argument) -> bool:
+    """Whether two inputs may be one tensor: the same shards of the same kinds of values."""
+    return str(a.spec) == str(b.spec) and scheme.draws[a.name] == scheme.draws[b.name] and not addend_axes(a, "input")
+
+
+def _views(tensors: Sequence[str], choose: Chooser) -> dict[str, str]:
+    chosen = [choose(tensors)] if choose((True, False)) else tensors
+    kind: str = choose(STRIDES)
+    return {tensor: kind for tensor in chosen}
+
+
+def _some(names: Sequence[str], choose: Chooser) -> list[str]:
+    """One of several, or all except one."""
+    one = choose(names)
+    return [one] if choose((True, False)) else [name for name in names if name != one]

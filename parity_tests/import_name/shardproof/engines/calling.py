@@ -1,0 +1,119 @@
+"""How a rank is called: the strides of its tensors, and which of them share storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.conditions import COTANGENT
+from shardproof.engines.failure import message_of
+
+# Torch's messages for a graph that was not retained, and for a first backward that wrote into a saved tensor.
+ONCE = ("backward through the graph a second time", "modified by an inplace operation")
+
+
+def stored(tensor: torch.Tensor, label: str, case: CaseSpec) -> torch.Tensor:
+    """The same numbers, in a view of the kind that the case asks for."""
+    kind = case.conditions.get("strided", {}).get(label)
+    if kind is not None and tensor.ndim:
+        return _transposed(tensor) if kind == "transposed" and tensor.ndim > 1 else _stepped(tensor)
+    if label in case.conditions.get("expanded", ()):
+        return _expanded(tensor, every_dim=label.startswith(COTANGENT))
+    return tensor
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _stepped(tensor: torch.Tensor) -> torch.Tensor:
+    """Every other element of a buffer; the elements between are NaN, or 0 for integers."""
+    gap = float("nan") if tensor.is_floating_point() else 0
+    buffer = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), gap)
+    view = buffer[..., ::2]
+    view.copy_(tensor)
+    return view
+
+
+def _expanded(tensor: torch.Tensor, *, every_dim: bool) -> torch.Tensor:
+    """A view of stride 0 if the values are equal; values that the user passes may not be."""
+    one = tensor[(slice(0, 1),) * (tensor.ndim if every_dim else 1)]
+    return one.clone().expand(tensor.shape) if bool((tensor == one).all()) else tensor
+
+
+def in_one_storage(leaves: Mapping[str, torch.Tensor], case: CaseSpec) -> dict[str, torch.Tensor]:
+    """The leaves: slices of one buffer, or two of them as one tensor, if the case asks for that."""
+    shared = dict(leaves)
+    floating = {name: leaf for name, leaf in leaves.items() if leaf.is_floating_point()}
+    if case.conditions.get("one_storage") and floating:
+        buffer = torch.cat([leaf.detach().reshape(-1) for leaf in floating.values()])
+        pieces = buffer.split([leaf.numel() for leaf in floating.values()])
+        for (name, leaf), piece in zip(floating.items(), pieces, strict=True):
+            shared[name] = piece.view(leaf.shape).requires_grad_(leaf.requires_grad)
+    first, second = case.conditions.get("same_tensor", (None, None))
+    if first is not None and second is not None and torch.equal(leaves[first], leaves[second]):
+        shared[second] = leaves[first].detach().requires_grad_(leaves[second].requires_grad)
+    return shared
+
+
+def grad_mode(case: CaseSpec) -> AbstractContextManager[Any]:
+    """The context for a forward without gradients."""
+    if case.conditions.get("inference_mode"):
+        return torch.inference_mode()
+    return torch.no_grad() if case.conditions.get("no_grad") else nullcontext()
+
+
+def gradients(
+    outputs: list[torch.Tensor], variables: list[torch.Tensor], cotangents: list[torch.Tensor], case: CaseSpec
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of one backward, or of the second backward on a retained graph.
+
+    If torch reports that the function does not allow a second backward, the gradients of the first: users know that
+    such a function cannot be called twice, but not that its second backward is wrong.
+    """
+    again = bool(case.conditions.get("second_backward"))
+    first = torch.autograd.grad(outputs, variables, cotangents, retain_graph=again, allow_unused=True)
+    if not again:
+        return first
+    wait_for(first)
+    try:
+        return torch.autograd.grad(outputs, variables, cotangents, retain_graph=again, allow_unused=True)
+    except RuntimeError as error:
+        if any(words in message_of(error) for words in ONCE):
+            return first
+        raise
+
+
+def wait_for(results: Iterable[torch.Tensor | None]) -> None:
+    """Wait for asynchronous results, which torch waits for at their first use.
+
+    One that nobody uses is never waited for.
+    """
+    for tensor in results:
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor.wait()
+
+
+def shared_with_inputs(
+    outputs: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor], case: CaseSpec
+) -> list[str]:
+    """One sentence for each output in the storage of an input, if this case's caller overwrites its inputs."""
+    if not case.conditions.get("overwritten"):
+        return []
+    inputs_at = {leaf.untyped_storage().data_ptr(): name for name, leaf in leaves.items() if leaf.numel()}
+    return [
+        f"output '{name}' shares its storage with input '{inputs_at[at]}', which the caller may overwrite"
+        for name, tensor in outputs.items()
+        if tensor.numel() and (at := _home(tensor)) in inputs_at
+    ]
+
+
+def _home(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory; waits for an asynchronous result first."""
+    arrived = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return arrived.untyped_storage().data_ptr()

@@ -1,0 +1,113 @@
+"""A repair runs one line's calls, or one of them, differently, to test whether that line is to blame.
+
+If the result is right without a collective of the backward, that collective was superfluous; if it is right once the
+gradient is summed over the group, the backward lacked the sum; if a NaN disappears once a buffer holds no poison, the
+buffer was read before its wait.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.declare.case import CaseSpec
+from shardproof.engines.ledger import CallSite, LedgerRow
+from shardproof.engines.lockstep import world
+from shardproof.engines.lockstep.call import CommunicationCall
+from shardproof.engines.lockstep.operations import combined
+from shardproof.engines.program import Program, RankResult
+
+OMIT = "omit"  # each rank gets its own input back
+SWAP_SUM_AND_MEAN = "swap sum and mean"  # over the ranks' inputs
+SUM_GRADIENT = "sum gradient"  # the gradient of a forward collective's result, over its group, before its backward
+NO_POISON = "no poison"  # in the output of an asynchronous collective, until its wait
+OF_THE_BACKWARD = {"all_reduce": (OMIT, SWAP_SUM_AND_MEAN), "reduce_scatter": (OMIT, SWAP_SUM_AND_MEAN)}
+SWAPPED = {"SUM": "AVG", "AVG": "SUM"}
+
+
+@dataclass(frozen=True)
+class Repair:
+    """`action` applies to the calls of `op` that line `source` issues in `phase`: all, or only number `seq`.
+
+    A line in a shared function issues many collectives, and one of them may be wrong.
+    """
+
+    op: str
+    source: str
+    phase: str
+    action: str
+    seq: int | None = None
+
+    @property
+    def site(self) -> CallSite:
+        """The call site that is repaired."""
+        return CallSite(self.op, self.source, self.phase, self.seq)
+
+    def concerns(self, row: LedgerRow, action: str) -> bool:
+        return self.action == action and self.site.has(row)
+
+    def mend_results(self, calls: Sequence[CommunicationCall]) -> None:
+        """Replace the results of the calls of one rendezvous."""
+        row = calls[0].row
+        if self.concerns(row, OMIT):
+            for call in calls:
+                call.results = _of_place(call, call.place, len(calls))
+        elif self.concerns(row, SWAP_SUM_AND_MEAN) and row.reduce_op in SWAPPED:
+            other = SWAPPED[row.reduce_op]
+            for call in calls:
+                addends = zip(*(_of_place(each, call.place, len(calls)) for each in calls), strict=True)
+                call.results = [combined(other, each) for each in addends]
+
+    def mend_gradient(self, row: LedgerRow, tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> None:
+        """Replace the gradient of this call's result by its total over the group."""
+        if not self.concerns(row, SUM_GRADIENT):
+            return
+        node = _autograd_function()
+        if node is not None:
+            node.register_prehook(lambda gradients: tuple(g if g is None else total(g) for g in gradients))
+        for tensor in tensors if node is None and torch.is_grad_enabled() else ():
+            if tensor.requires_grad:
+                tensor.register_hook(total)
+
+
+@dataclass(frozen=True)
+class RepairedProgram(Program):
+    """A program that runs under a repair in the exchange, with the same setup and its own globals."""
+
+    repair: Repair | None = None
+
+    def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
+        world.here().exchange.repair = self.repair
+        return super().__call__(mesh, case)
+
+
+def under(repair: Repair) -> Callable[[Program], RepairedProgram]:
+    """A wrapper for `verify_case`, which makes a program run under this repair."""
+
+    def repaired(program: Program) -> RepairedProgram:
+        return RepairedProgram(**{each.name: getattr(program, each.name) for each in fields(program)}, repair=repair)
+
+    return repaired
+
+
+def _of_place(call: CommunicationCall, place: int, size: int) -> list[Tensor]:
+    """One rank's input for another rank: all of it, or the blocks of a reduce-scatter."""
+    if call.row.op != "reduce_scatter":
+        return call.pieces
+    return [call.pieces[block + place] for block in range(0, len(call.pieces), size)]
+
+
+def _autograd_function() -> Any:
+    """The node of the innermost torch.autograd.Function whose forward is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, torch.autograd.function.BackwardCFunction):
+                return value
+        frame = frame.f_back
+    return None

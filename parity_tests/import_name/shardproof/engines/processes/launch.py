@@ -1,0 +1,167 @@
+"""The torchrun engine: rank 0 draws and judges, the other ranks serve.
+
+    torchrun --nnodes 2 --nproc-per-node 8 -m shardproof verify FILE --engine torchrun
+
+How a command uses it, on every rank alike:
+
+    if not launch.is_rank_zero():
+        return launch.serve()               # until rank 0 finishes; the status to leave with; loads no JAX
+    ...                                     # draw meshes of launch.world_size() ranks only, and
+    ranks = launch.run(fn, case)            # as often as there are cases
+    launch.finish(status)                   # sends the others home; where this rank hangs, it does not return
+
+Cases, outcomes and ledgers travel over the rendezvous store, one message each. After a failure the ranks form new
+groups; if a rank still hangs, all later runs raise NotRun. torchrun notices a dead rank: it ends the others on that
+host, and each reports where it was. A dead host is noticed by its missing answers or, if it held the store, by the lost
+store: every rank then exits with a message.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import cloudpickle
+import torch.distributed as dist
+
+from shardproof.declare import discover
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.travel import dumps
+from shardproof.engines.exit_status import RANK_FAILED, USAGE
+from shardproof.engines.failure import NotRun, RankFailure
+from shardproof.engines.ledger import Ledger, RunResult
+from shardproof.engines.processes.member import Follower, Leader, Member, place
+from shardproof.engines.processes.root_cause import find_root_cause
+
+LOOK_S = 0.5  # between two polls
+_watching: list[threading.Thread] = []
+
+
+def leave_with_agent() -> None:
+    """From the first call on, end this process soon after its torchrun agent, if it has one.
+
+    So a host whose agent is killed has no process left.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and not _watching:
+        _watching.append(threading.Thread(target=_watch, args=(os.getppid(),), name="agent", daemon=True))
+        _watching[0].start()
+
+
+def _watch(agent: int) -> None:
+    while os.getppid() == agent:
+        time.sleep(LOOK_S)
+    leave(f"the torchrun agent of this host (process {agent}) has ended, and its ranks with it")
+
+
+def _terminated(*_: object) -> NoReturn:
+    """torchrun ends the ranks of a host after one has died: each reports where it is."""
+    member = Member.current
+    leave("torchrun ends this job" if member is None else member.last_words())
+
+
+def leave(reason: str) -> NoReturn:
+    """Exit at once, even if native code hangs."""
+    sys.stderr.write(f"shardproof: rank {os.environ.get('RANK', '?')}: {reason}\n")
+    sys.stderr.flush()
+    os._exit(RANK_FAILED)
+
+
+T = TypeVar("T")
+_leader: Leader | None = None
+_sent: set[str] = set()
+_failed: tuple[str, str, RankFailure] | None = None
+
+
+def is_rank_zero() -> bool:
+    """Whether this process leads. From now on it ends when its agent ends.
+
+    Errors: ValueError if this process was not started by torchrun.
+    """
+    rank, world = place()
+    leave_with_agent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, _terminated)
+    if rank == 0 and world > 1:
+        atexit.register(_send_home)
+    return rank == 0
+
+
+def world_size() -> int:
+    return place()[1]
+
+
+def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.0) -> RunResult:
+    """On rank 0: run `fn(mesh, case)` on every rank of the job.
+
+    Errors: RankFailure, one subclass per cause; ValueError if the mesh and the job have different numbers of ranks;
+    NotRun if a rank still hangs in an earlier run.
+    """
+    global _leader, _failed
+    rank, world = place()
+    if rank != 0:
+        raise ValueError(f"engines.launch: rank {rank} called run; only rank 0 runs, the others serve")
+    if case.world != world:
+        raise ValueError(f"engines.launch: mesh {dict(case.mesh)} has {case.world} ranks, the job has {world}")
+    file = discover.file_of(fn)
+    function = dumps(fn, file_is_imported=file is not None)
+    if _leader is None:
+        _leader = _with_store(partial(Leader, world))
+        atexit.register(finish, 0)
+    leader = _leader
+    key = hashlib.sha256(function).hexdigest()
+    try:
+        if _with_store(leader.regroup):
+            _sent.clear()
+    except NotRun:
+        if _failed is not None and _failed[:2] == (key, case.json):
+            raise _failed[2] from None  # the same case hung before: repeat its failure
+        raise
+    path = [entry or os.getcwd() for entry in sys.path]
+    job = (key, None if key in _sent else function, file, path, case.json)
+    _sent.add(key)
+    start = time.monotonic()
+    outcomes, quiet = _with_store(partial(leader.run, job, quiet_s))
+    seconds = time.monotonic() - start
+    failure = find_root_cause(outcomes, case, quiet)
+    if failure is not None:
+        _failed = (key, case.json, failure)
+        raise failure
+    ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
+    return RunResult(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
+
+
+def serve() -> int:
+    """On the other ranks: take part in every run until rank 0 finishes; returns the exit status."""
+    return _with_store(lambda: Follower(*place()).follow())
+
+
+def finish(status: int) -> None:
+    """On rank 0: end the other ranks with this status; only the first call has an effect."""
+    global _leader
+    if _leader is None and world_size() > 1:
+        _leader = _with_store(partial(Leader, world_size()))  # nothing has run, and the others still wait
+    if _leader is not None:
+        _with_store(partial(_leader.finish, status))
+
+
+def _send_home() -> None:
+    """End the other ranks if rank 0 exits before its first run, as for a wrong argument."""
+    if _leader is None:
+        finish(USAGE)
+
+
+def _with_store(call: Callable[[], T]) -> T:
+    """Call, and exit if the store is gone: there is no rank left to lead and no message to wait for."""
+    try:
+        return call()
+    except dist.DistError as error:
+        at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        leave(f"the store of the job at {at} is gone, and with it the host that held it ({str(error).splitlines()[0]})")

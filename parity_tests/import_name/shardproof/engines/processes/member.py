@@ -1,0 +1,307 @@
+"""One rank of a torchrun job: it leads or follows, and runs each job in a thread of its own.
+
+So while a rank hangs in a collective, its main thread still answers and can exit on order. All ranks number orders
+alike: rank 0 writes `do/n` and, when a job is over, `over/n`; the others write `done/n/rank`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardproof.engines import compiling
+from shardproof.engines.failure import NotRun
+from shardproof.engines.ledger import line_of_thread
+from shardproof.engines.processes import server
+from shardproof.engines.processes.rank import Job, Rank, observe, rows_so_far
+from shardproof.engines.processes.root_cause import DIED, DONE, RUNNING, Outcome
+from shardproof.engines.processes.status_table import WAITING, StatusTable
+
+PIECE = 4 << 20
+ATTEMPT_S = 60.0
+LOOK_S = 1.0  # for one wait for a message, during which signals are not handled
+
+
+def place() -> tuple[int, int]:
+    """(rank, world) as torchrun has set them. Errors: ValueError if it has not."""
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except KeyError as missing:
+        raise ValueError(
+            f"engines.launch: {missing.args[0]} is not set, so this is no torchrun job; start it with "
+            "torchrun --nproc-per-node N -m shardproof in place of shardproof"
+        ) from None
+
+
+def connect() -> tuple[dist.Store, Channel]:
+    """The store for process groups, and a channel on its own connection."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://")))
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    connection = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ATTEMPT_S))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store, Channel(dist.PrefixStore(f"shardproof/{attempt}", connection))
+
+
+class Channel:
+    """Named messages between the ranks over the rendezvous store: they arrive even if groups are broken.
+
+    A name is used once; the last reader removes it. Messages are written in pieces, because the store takes a few MB at
+    a time.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def put(self, name: str, message: Any) -> None:
+        data = pickle.dumps(message)
+        pieces = [data[i : i + PIECE] for i in range(0, len(data), PIECE)]
+        for i, piece in enumerate(pieces[1:], 1):
+            self._store.set(f"{name}/{i}", piece)  # pyright: ignore[reportArgumentType]  (stubs know text only)
+        head = len(pieces).to_bytes(4, "big") + pieces[0]
+        self._store.set(name, head)  # pyright: ignore[reportArgumentType]
+
+    def has(self, name: str) -> bool:
+        return self._store.check([name])
+
+    def add(self, name: str, amount: int = 1) -> int:
+        return self._store.add(name, amount)
+
+    def count(self, name: str) -> int:
+        return self.add(name, 0)
+
+    def get(self, name: str, *, remove: bool = False) -> Any:
+        """Wait for a message without a limit, and read it."""
+        while True:
+            try:
+                self._store.wait([name], timedelta(seconds=LOOK_S))
+                break
+            except dist.DistStoreError:
+                continue
+        head = self._store.get(name)
+        names = [f"{name}/{i}" for i in range(1, int.from_bytes(head[:4], "big"))]
+        data = head[4:] + b"".join(self._store.get(piece) for piece in names)
+        if remove:
+            for key in (name, *names):
+                self._store.delete_key(key)
+        return pickle.loads(data)
+
+
+TICK_S = 0.01
+SHOW_S = 0.2  # between two signs of progress
+COLLECT_S = 0.5  # for the others, after the first failure
+ANSWER_S = 3.0  # for a rank that was ordered to stop, and for a hanging rank to come free
+
+
+class Member:
+    """Base of both kinds of rank: a channel, groups, and the thread that runs a job."""
+
+    current: Member | None = None  # the instance of this process
+
+    def __init__(self, rank: int, world: int) -> None:
+        server.warm()
+        self.rank, self.world, self.number = rank, world, 0
+        self.store, self.channel = connect()
+        self._table = StatusTable(None, 1)
+        self._shown: tuple[float, tuple[int, ...]] = (0.0, ())
+        self._moved = 0.0  # when the status table last changed
+        self._runner: Rank | None = None
+        self._thread = threading.Thread()
+        self.outcome: Outcome | None = None
+        Member.current = self
+        observe()
+
+    def start(self, generation: int, job: Job) -> None:
+        """Run the job in a thread. The first job of a generation creates its groups."""
+        number, self.outcome = self.number, None
+        gpus, gpu = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", self.rank))
+        backend = "nccl" if 0 < int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) <= gpus else "gloo"
+
+        def work() -> None:
+            if self._runner is None:
+                store = dist.PrefixStore(f"groups/{generation}", self.store)
+                self._runner = Rank(self._table.slot(0), backend, store, self.rank, self.world, gpu)
+            self.outcome = self._runner.run(job, ready=lambda: self.channel.add(f"ready/{number}"))
+
+        self._thread = threading.Thread(target=work, name="rank", daemon=True)
+        self._thread.start()
+
+    def tick(self) -> None:
+        """Wait a moment for the job, and report progress if the status table has changed or the job compiles."""
+        self._thread.join(TICK_S)
+        now, (when, writes) = time.monotonic(), self._shown
+        if now < when + SHOW_S:
+            return
+        has_moved = writes != self._table.writes()
+        self._moved = now if has_moved else self._moved
+        if has_moved or (now - self._moved < compiling.LIMIT_S and compiling.is_compiling(self._thread.ident)):
+            self._shown = now, self._table.writes()
+            self.channel.add("moves")
+
+    def seen(self) -> Outcome:
+        """The outcome, or the current place of the job."""
+        status = self._table.status(0)
+        is_waiting = status.state == WAITING
+        line = None if is_waiting else line_of_thread(self._thread.ident)
+        where = Outcome(
+            self.rank, RUNNING, rows_so_far(), state=status.sentence(line), is_waiting=is_waiting, source=line
+        )
+        return self.outcome or where
+
+    def last_words(self) -> str:
+        """A sentence on this rank's place when torchrun ends the job, as it does after a rank of its host has died."""
+        reason = "torchrun ends this job"
+        with contextlib.suppress(dist.DistError):
+            self.channel.add(f"ending/{self.rank}")
+            if self.rank == 0:
+                time.sleep(COLLECT_S)
+                silent = [str(rank) for rank in range(self.world) if not self.channel.count(f"ending/{rank}")]
+                reason += f"; of rank {', '.join(silent)} there is no answer" if silent else ""
+        has_failed = self.outcome is not None and self.outcome.kind != DONE
+        return f"{reason}; {self.seen()}" if has_failed or self._thread.is_alive() else reason
+
+    def leave_groups(self, seconds: float = 0.0) -> bool:
+        """Close this rank's groups, which frees ranks that wait for it.
+
+        False if the job still hangs after `seconds`.
+        """
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        if self._thread.is_alive():
+            return False
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._runner = None
+        gc.collect()  # meshes hold groups in reference cycles, and a group keeps its sockets until it is freed
+        return True
+
+    def leave_if_hung(self, status: int) -> None:
+        """Exit at once if a thread hangs in native code, because the interpreter would wait for it."""
+        if not self.leave_groups():
+            os._exit(status)
+
+
+class Leader(Member):
+    """Rank 0."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(0, world)
+        self.generation = 0
+        self._is_broken = self._is_lost = self._is_over = False
+
+    def run(self, job: Job, quiet_s: float) -> tuple[list[Outcome], float | None]:
+        """Run a job on all ranks: every outcome, and the quiet seconds if lack of progress stopped them."""
+        self._order("job", (self.generation, job))
+        self.start(self.generation, job)
+        quiet = self._wait(quiet_s)
+        self.channel.put(f"over/{self.number}", None)
+        answers = {0: self.seen()} | self._answers(ANSWER_S)
+        outcomes = [answers.get(r) or Outcome(r, DIED, state="it does not answer") for r in range(self.world)]
+        self._is_broken = any(outcome.kind != DONE for outcome in outcomes)
+        if self._is_broken:
+            self.leave_groups()
+        return outcomes, quiet
+
+    def regroup(self) -> bool:
+        """After a failure: True if all ranks are back, and the next job gets new groups. Errors: NotRun."""
+        if not self._is_broken:
+            return False
+        if not self._is_lost:
+            self._order("regroup", None)
+            answers = self._answers(2 * ANSWER_S)
+            is_free = self.leave_groups(ANSWER_S)
+            self._is_lost = not (is_free and len(answers) == self.world - 1 and all(answers.values()))
+        if self._is_lost:
+            raise NotRun("torchrun: a rank still hangs after an earlier failure; run this one alone")
+        self.generation, self._is_broken = self.generation + 1, False
+        return True
+
+    def finish(self, status: int) -> None:
+        """End the other ranks, once. If this rank hangs, exit at once."""
+        if not self._is_over:
+            self._is_over = True
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun may send signals to ranks that are about to exit
+            self._order("finish", status)
+            self._answers(ANSWER_S)
+            self.leave_if_hung(status)
+
+    def _order(self, kind: str, content: Any) -> None:
+        self.number += 1
+        self.channel.put(f"do/{self.number}", (kind, content))
+
+    def _wait(self, quiet_s: float) -> float | None:
+        """Wait until all ranks are done, a failure is COLLECT_S old, or nothing has moved for too long."""
+        n, moves, moved, deadline = self.number, -1, time.monotonic(), None
+        while self.outcome is None or self.channel.count(f"done/{n}") < self.world - 1:
+            self.tick()
+            now, before, moves = time.monotonic(), moves, self.channel.count("moves")
+            if before != moves or self.channel.count(f"ready/{n}") < self.world:
+                moved = now
+            is_failed = self.outcome is not None and self.outcome.kind != DONE
+            if deadline is None and (is_failed or self.channel.count(f"failed/{n}")):
+                deadline = now + COLLECT_S
+            if deadline is not None and now >= deadline:
+                return None
+            if deadline is None and now - moved >= quiet_s:
+                return now - moved
+        return None
+
+    def _answers(self, seconds: float) -> dict[int, Any]:
+        """The other ranks' answers to this order that arrive in time."""
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + seconds
+        for rank in range(1, self.world):
+            name = f"done/{self.number}/{rank}"
+            while not self.channel.has(name) and time.monotonic() < deadline:
+                time.sleep(TICK_S)
+            if self.channel.has(name):
+                answers[rank] = self.channel.get(name, remove=True)
+        return answers
+
+
+class Follower(Member):
+    """Any other rank."""
+
+    def follow(self) -> int:
+        """Execute orders of rank 0 until `finish`; returns the exit status."""
+        while True:
+            self.number += 1
+            kind, content = self.channel.get(f"do/{self.number}")
+            if kind == "finish":
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                self._answer(True)
+                self.leave_if_hung(content)
+                return content
+            if kind == "regroup":
+                self._answer(self.leave_groups(ANSWER_S))
+            else:
+                self._take_part(*content)
+
+    def _take_part(self, generation: int, job: Job) -> None:
+        over = f"over/{self.number}"
+        self.start(generation, job)
+        while self.outcome is None and not self.channel.has(over):
+            self.tick()
+        outcome = self.seen()
+        if outcome.kind != DONE:
+            self.channel.add(f"failed/{self.number}")
+        self._answer(outcome)
+        self.channel.get(over)
+        if outcome.kind != DONE:
+            self.leave_groups()
+
+    def _answer(self, content: Any) -> None:
+        # Write the message last: rank 0, which holds the store, may exit once it has the answer to its finish.
+        self.channel.add(f"done/{self.number}")
+        self.channel.put(f"done/{self.number}/{self.rank}", content)

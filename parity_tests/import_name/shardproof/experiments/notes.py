@@ -1,0 +1,333 @@
+"""Test notes: a note that other cases could refute is printed only if none of the cases run here refutes it.
+
+`harness.verify` lists all steps from a mismatch to its printed notes; these are the sixth and seventh.
+
+A note from one case is tested on other cases: larger ones with the same kinds of values and with normal ones, another
+mesh, a wider dtype, slightly changed inputs. A claim must hold in every case that fails on the same tensor, and be of a
+kind that the experiment can refute. A note that no other case could test says so; a refuted note is dropped. Notes that
+state a fact about their own case are printed unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.conditions import OTHER_CALLS
+from shardproof.declare.declared import Declared
+from shardproof.draw import inputs
+from shardproof.engines.program import Program
+from shardproof.experiments import cases
+from shardproof.experiments.repaired_lines import name_lines
+from shardproof.explain.collect_evidence import borders
+from shardproof.explain.evidence import SINGLE_ELEMENT, Evidence
+from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
+from shardproof.explain.places import ALL_OF_ITS, NO_PATTERN, SAME_VALUES, worst_element
+from shardproof.explain.sums import ZERO_ADDEND, zero_addend
+from shardproof.judge.compare import COARSER, max_finite
+from shardproof.judge.reference import UNIT_ROUNDOFF
+from shardproof.report.report import Report, mesh_text, sizes
+from shardproof.verify_one_case import verify_case
+
+UNTESTED = "; from one case"
+NOT_SO_ON = "; not so on "  # another mesh
+MORE = 8  # larger cases to try if none of the first ones fails
+
+
+def from_one_case(report: Report) -> Report:
+    """The report with its hypotheses marked as from one case.
+
+    Hypotheses that already say that they rest on one element are not marked.
+    """
+    notes = {label: tuple(_untested(note) for note in notes) for label, notes in report.notes.items()}
+    return replace(report, notes=notes)
+
+
+def check_notes(scheme: Declared, report: Report) -> Report:
+    """The report of a failing case with the notes that no other case refutes.
+
+    Cost: up to 6 further cases, 14 if larger ones pass; up to 8 for each note on rounding and 4 for a note on an addend
+    of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives.
+    """
+    if report.failure is not None or not report.notes:
+        return report
+    # Skip other cases if each would start processes, or would start from state that earlier calls left in the function.
+    if report.case.engine != "lockstep" or report.state_between_calls is not None:
+        notes = _of_the_other_call(report, report.notes)
+        if report.state_between_calls is not None:  # numbers from another call may fit any claim by chance
+            notes = {label: [note for note in each if note.scope not in HYPOTHESES] for label, each in notes.items()}
+        return from_one_case(replace(report, notes=notes))
+    # 1. The derived cases that also fail.
+    failing = _failing_cases(scheme, report.case)
+    # 2. For each tensor, the notes that none of them refutes.
+    notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
+    notes = _of_the_other_call(report, notes)
+    # 3. The line of a collective, if repairing it makes the tensor right.
+    notes = name_lines(scheme, report, failing, notes)
+    return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
+
+
+def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing: Sequence[Report]) -> Report | None:
+    """The case that a note names; else, if this case has too few elements, a larger one on its mesh.
+
+    Of several larger cases with the same wrong tensors, the smallest with at least MIN_ELEMENTS elements in each.
+    """
+    all_notes = [note for notes_of_tensor in notes.values() for note in notes_of_tensor]
+    named = [other for other in failing if any(f"(at {sizes(other.case)})" in note for note in all_notes)]
+    alike = [other for other in failing if other.case.mesh == report.case.mesh and other.notes.keys() == notes.keys()]
+    large = [
+        other for other in alike if all(tensor.want.size >= MIN_ELEMENTS for tensor in other.tensors if not tensor.ok)
+    ]
+    is_clear = all(tensor.want.size >= MIN_ELEMENTS for tensor in report.tensors if not tensor.ok)
+    return next(iter([*named, *([] if is_clear else [*reversed(large), *alike])]), None)
+
+
+def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:
+    """Reports of derived cases with wrong tensors, the one with most elements first."""
+    derived = (
+        cases.larger(scheme, case, 1, values=True),
+        cases.larger(scheme, case, 2, values=False),
+        cases.larger(scheme, case, 3, values=False, other_sizes=True),
+        cases.on_another_mesh(scheme, case, 4),
+        cases.of_one_id(scheme, case, 5, shard=0),
+        cases.of_one_id(scheme, case, 6, shard=1),
+    )
+    failing = [report for report in cases.reports(scheme, derived) if report.failure is None and report.notes]
+    if not any(report.case.mesh == case.mesh for report in failing):  # as when few of the drawn lengths are uneven
+        more = (cases.larger(scheme, case, 6 + place, values=False, place=place) for place in range(1, 1 + MORE))
+        shown = (report for report in cases.reports(scheme, more) if report.failure is None and report.notes)
+        failing += islice(shown, 2)
+    return sorted(failing, key=_elements, reverse=True)
+
+
+def _elements(report: Report) -> int:
+    return sum(tensor.want.size for tensor in report.tensors)
+
+
+def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[Report]) -> Iterator[Note]:
+    """Notes on one tensor: facts about its own case, hypotheses from all failing cases, context of its own case.
+
+    Hypotheses from its own case come first. A hypothesis that repeats an earlier claim is dropped, and so is one that
+    another mesh refutes if others remain.
+    """
+    same_tensor = [other for other in failing if label in other.notes]
+    survivors: list[Note] = []
+    for origin in (report, *same_tensor):
+        is_of_this_mesh = origin.case.mesh == report.case.mesh
+        for note in origin.notes[label]:
+            if note.scope == ACROSS_SIZES and not is_of_this_mesh:
+                continue
+            is_repeated = any(claim in earlier.claims for earlier in survivors for claim in note.claims)
+            if note.scope in HYPOTHESES and not is_repeated:
+                survivor = _tested_hypothesis(scheme, report, origin, label, note, same_tensor)
+                survivors += [] if survivor is None else [survivor]
+    survivors = [note for note in survivors if NOT_SO_ON not in note] or survivors
+    observed = [n for n in report.notes[label] if n.scope == OBSERVED and not n.startswith(NO_PATTERN)]
+    context = [note for note in report.notes[label] if note.scope == CONTEXT]
+    yield from [*observed, *survivors, *context] or [worst_element(_evidence(scheme, report, label))]
+
+
+def _evidence(scheme: Declared, report: Report, label: str) -> Evidence:
+    """The part of a tensor's evidence that its report and scheme contain."""
+    tensor = next(tensor for tensor in report.tensors if tensor.label == label)
+    return Evidence(
+        tensor.name,
+        tensor.role,
+        tensor.got,
+        tensor.want,
+        tensor.element_budgets,
+        owners=tensor.owners,
+        borders=borders(scheme, Program.of(scheme), report.case, tensor),
+        max_finite=max_finite(tensor.dtype),
+    )
+
+
+def _tested_hypothesis(
+    scheme: Declared, report: Report, origin: Report, label: str, note: Note, same_tensor: Sequence[Report]
+) -> Note | None:
+    """The printed form of a hypothesis from `origin`, which is `report` or another failing case; None if refuted.
+
+    A hypothesis on rounding or on an addend of zeros needs further cases; it is dropped if it comes from another case.
+    """
+    is_of_this_case = origin is report
+    # With few elements the printed case may have another note; but it must show this pattern too.
+    must_fit = not is_of_this_case and note.fits is not None and _applies(scheme, note, report, label)
+    if must_fit and not _is_shown(scheme, note, report, label):
+        return None
+    if note.scope == ROUNDING:
+        return _tested_rounding(scheme, report, label, note, same_tensor) if is_of_this_case else None
+    if note.endswith(ZERO_ADDEND):
+        return _tested_zero_addend(scheme, report, label, note, same_tensor) if is_of_this_case else None
+    comparable = [other for other in same_tensor if other is not origin and _applies(scheme, note, other, label)]
+    of_this_mesh = [other for other in comparable if other.case.mesh == origin.case.mesh]
+    of_other_meshes = [other for other in comparable if other.case.mesh != origin.case.mesh]
+    relevant = comparable if note.scope == ACROSS_MESHES else of_this_mesh
+    # 1. The claims that all of them support; a hypothesis from another case needs at least one.
+    supported = _supported(scheme, note, relevant if relevant or is_of_this_case else [report], label)
+    if supported is None:
+        return None
+    # 2. The sizes of the other case it comes from, or the wording of a larger case.
+    if not is_of_this_case:
+        supported = supported.extended(f" (at {sizes(origin.case)})")
+    elif relevant:
+        supported = _clearer(supported, label, relevant)
+    # 3. A mesh on which it does not hold, or a remark that it is untested.
+    refuted_on = next((o for o in of_other_meshes if not _is_shown(scheme, note, o, label)), None)
+    if refuted_on is not None:
+        return supported.extended(f"{NOT_SO_ON}{mesh_text(refuted_on.case.mesh)}")
+    return supported if relevant or not is_of_this_case else _untested(note)
+
+
+def _tested_rounding(
+    scheme: Declared, report: Report, label: str, note: Note, same_tensor: Sequence[Report]
+) -> Note | None:
+    """The note, if each failing case has one of its kind and the error vanishes like a rounding error."""
+    if not all(any(n.scope == ROUNDING for n in other.notes[label]) for other in same_tensor):
+        return None
+    vanishes = _vanishes(scheme, report, label)
+    if vanishes is None:
+        return _untested(note)
+    return note if vanishes else None
+
+
+def _tested_zero_addend(
+    scheme: Declared, report: Report, label: str, note: Note, same_tensor: Sequence[Report]
+) -> Note | None:
+    """The note, if each failing case on the mesh supports it and no passing case has the same zeros.
+
+    A pipeline stage that takes no part in a loss always adds zeros.
+    """
+    of_this_mesh = [other for other in same_tensor if other.case.mesh == report.case.mesh]
+    if not all(note.supported_by(other.notes[label]) for other in of_this_mesh):
+        return None
+    return _compared_with_passing(scheme, report.case, label, note)
+
+
+def _applies(scheme: Declared, note: Note, report: Report, label: str) -> bool:
+    """Whether a report could show the pattern of a note."""
+    return note.applies is None or note.applies(_evidence(scheme, report, label))
+
+
+def _is_shown(scheme: Declared, note: Note, report: Report, label: str) -> bool:
+    """Whether a report supports a note, or shows its pattern in addition to its own notes."""
+    if note.supported_by(report.notes[label]):
+        return True
+    return note.fits is not None and note.fits(_evidence(scheme, report, label))
+
+
+def _supported(scheme: Declared, note: Note, reports: Sequence[Report], label: str) -> Note | None:
+    """The note with the claims that every report supports; None if no claim is left."""
+    supported: Note | None = note
+    for report in reports:
+        has_number = bool(note.implied)  # every report must then have such a note
+        if has_number or not _is_shown(scheme, note, report, label):
+            supported = supported and supported.supported_by(report.notes[label])
+    return supported
+
+
+def _clearer(note_on_few: Note, label: str, relevant: Sequence[Report]) -> Note:
+    """For a note that rests on one element, or one per region, the wording of a larger case."""
+    if not _rests_on_few(note_on_few):
+        return note_on_few
+    for other in relevant:
+        for note in other.notes[label]:
+            if not _rests_on_few(note) and note.supported_by([note_on_few]):
+                return note.extended(f" (at {sizes(other.case)})")
+    return note_on_few
+
+
+def _rests_on_few(note: Note) -> bool:
+    return note.endswith(SINGLE_ELEMENT) or ALL_OF_ITS in note
+
+
+def _untested(note: Note) -> Note:
+    """The note; a hypothesis is marked as from one case, unless it already says that it rests on a single element."""
+    says_less = note.endswith(SINGLE_ELEMENT)
+    return note if note.scope not in HYPOTHESES or says_less else note.extended(UNTESTED)
+
+
+def _of_the_other_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
+    """The notes; if a case fails only after another call, a note on values in another order names that call."""
+    if not (report.conditions_needed and set(OTHER_CALLS) & set(report.case.conditions)):
+        return {label: tuple(of_tensor) for label, of_tensor in notes.items()}
+    order = Note(f"{SAME_VALUES}, that of the other call: what depends on its sizes or values is kept between calls")
+    return {
+        label: tuple(dict.fromkeys(order if note.startswith(SAME_VALUES) else note for note in of_tensor))
+        for label, of_tensor in notes.items()
+    }
+
+
+def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: Note) -> Note | None:
+    """The note on an addend of zeros, if that rank's addend is nonzero in a passing case.
+
+    The passing case has the same mesh and options.
+    """
+    tried = (cases.of_the_menu(scheme, case, number) for number in range(PASSING_TRIED))
+    for report in cases.reports(scheme, tried):
+        tensor = next(tensor for tensor in report.tensors if tensor.label == label) if report.ok else None
+        if tensor is not None and tensor.want.any():
+            at = tensor.stitched.coordinates[tensor.copy]
+            by_rank = {axis: tensor.stitched.by_rank(axis, at) for axis in tensor.stitched.part_axes}
+            evidence = replace(_evidence(scheme, report, label), by_rank=by_rank, at=at)
+            is_zero = any(note.claims.keys() & other.claims.keys() for other in zero_addend(evidence))
+            return None if is_zero else note.extended(", unlike in cases that pass")
+    return note.extended(", which is right only where it has no part in it")
+
+
+WIDER = ("float64", "float32")
+ROUNDINGS_OFF = 8  # of the narrower dtype; the change of each input
+FEW = 0.05  # of the elements
+MIN_ELEMENTS = 8  # of a tensor, so that two errors are not alike by chance
+PASSING_TRIED = 4
+
+
+def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
+    """Whether the error of a tensor comes from rounding; None if no run can tell.
+
+    A rounding error vanishes in a wider dtype. If the function casts to a fixed dtype it does not vanish, but changes
+    completely when the inputs change slightly; that test also decides if only a few elements are wrong, because a
+    branch for one dtype could make the error vanish as well. A mistake appears in every dtype, and hardly changes when
+    inputs hardly change. If the function fails to run in wider dtypes, only the second test is used, in its own dtype.
+    """
+    case, off = report.case, ROUNDINGS_OFF * UNIT_ROUNDOFF[COARSER[report.case.dtype]]
+    wider = [case.replace(dtype=dtype) for dtype in WIDER if UNIT_ROUNDOFF[dtype] < UNIT_ROUNDOFF[case.dtype]]
+    reports = [other for other in cases.reports(scheme, wider or [case]) if other.failure is None]
+    if any(label not in other.notes for other in reports):
+        evidence = _evidence(scheme, report, label)
+        few = evidence.wrong_count < FEW * evidence.got.size
+        return not few or _is_erratic(scheme, case, label, off) is not False
+    wide = reports[0].case if reports else case
+    larger = [cases.larger(scheme, wide, seed, values=seed == 1) for seed in (1, 2)]
+    answers = (_is_erratic(scheme, other, label, off) for other in (*larger, wide) if other is not None)
+    return next((answer for answer in answers if answer is not None), False if reports else None)
+
+
+def _is_erratic(scheme: Declared, case: CaseSpec, label: str, off: float) -> bool | None:
+    """Whether a slight change of inputs changes the error completely.
+
+    None without an error, or with too few elements to tell.
+    """
+    report = next(cases.reports(scheme, [case]), None)
+    if report is None or report.failure is not None or label not in report.notes:
+        return None
+    program, moved = Program.of(scheme), {}
+    for arg in scheme.inputs:
+        full = program.full_array(arg, case)
+        signs = inputs.generator(case, f"off {arg.name}").choice((-1.0, 1.0), size=full.shape)
+        moved[arg.name] = full if arg.is_integer else inputs.rounded(full * (1 + off * signs), case.dtype)
+    other = verify_case(scheme, case, arrays=moved)
+    if other.failure is not None:
+        return None
+    tensors = [next(tensor for tensor in r.tensors if tensor.label == label) for r in (report, other)]
+    with np.errstate(invalid="ignore"):  # of one copy: two different copies may err in opposite directions
+        first, second = (tensor.stitched.copies[tensors[0].copy] - tensor.want for tensor in tensors)
+    finite = np.isfinite(first) & np.isfinite(second)
+    first, second = first[finite], second[finite]
+    size = float(np.linalg.norm(first) * np.linalg.norm(second))
+    if first.size < MIN_ELEMENTS:
+        return None
+    return size == 0.0 or float(first @ second) < 0.5 * size

@@ -1,0 +1,223 @@
+"""Name the line of the collective to blame: the one whose repair makes a wrong tensor right.
+
+A gradient may be wrong although every collective is right, and the first collective of the backward is not to blame for
+being first. So the case, or a larger one with the same failure, runs again with one line repaired at a time (see
+run/lockstep/repair.py), and the line is named whose repair makes the tensor right, here and on another mesh; if there
+is none and a sum is missing, `unsummed_edges` searches for its place in the autograd graph. For a wrong output, each
+reduction of the forward is run with SUM in place of AVG, or the reverse, in every failing case. An asynchronous
+collective is named as read before its wait if a tensor has fewer unexpected NaN without its poison, even if the tensor
+stays wrong for another reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.declared import Declared
+from shardproof.engines.ledger import CallSite, LedgerRow
+from shardproof.engines.lockstep.repair import (
+    NO_POISON,
+    OF_THE_BACKWARD,
+    OMIT,
+    SUM_GRADIENT,
+    SWAP_SUM_AND_MEAN,
+    SWAPPED,
+    Repair,
+    under,
+)
+from shardproof.experiments import cases
+from shardproof.experiments.unsummed_edges import places_of_missing_sums
+from shardproof.explain.clues import FORWARD_EQUAL
+from shardproof.explain.note import CONTEXT, READ_TOO_EARLY, Note
+from shardproof.explain.places import NO_PATTERN, NOT_FINITE
+from shardproof.explain.sums import different_copies, missing_sum
+from shardproof.judge.compare import TensorComparison
+from shardproof.report.report import Report
+from shardproof.verify_one_case import verify_case
+
+MAX_REPAIRS = 16  # runs per question
+Notes = Mapping[str, tuple[Note, ...]]
+
+
+def name_lines(
+    scheme: Declared, report: Report, other_reports: Sequence[Report], notes: Notes
+) -> dict[str, tuple[Note, ...]]:
+    """The notes with the lines whose repair makes a tensor right, in this case or a larger one on its mesh."""
+    by_label = dict(notes)
+    gradients = [label for label in notes if any(note.startswith(FORWARD_EQUAL) for note in notes[label])]
+    if gradients and report.case.world > 1 and not _fails_on_one_rank(scheme, report, gradients):
+        clearest = _clearest_failure(report, other_reports, gradients)
+        repairs = list(_repairs(clearest.ledger.rows))
+        repair_of_label = {
+            label: repair
+            for label, repair in _that_make_right(scheme, clearest, gradients, repairs).items()
+            if _is_right_on_another_mesh(scheme, report.case, label, repair)
+        }
+        for label, repair in repair_of_label.items():
+            share = next((axis for axis in report.case.mesh if _is_share(notes[label], axis)), None)
+            by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {_words(repair, share)}", [repair.site])
+        for axis in report.case.mesh:
+            unequal = [label for label in gradients if label not in repair_of_label and _differs(notes[label], axis)]
+            place_of_label = places_of_missing_sums(scheme, clearest, unequal, axis) if unequal else {}
+            for label, place in place_of_label.items():
+                words = _words_of_sum(place, axis if _is_share(notes[label], axis) else None, f"a sum over {axis}")
+                by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}")
+    outputs = [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
+    for label, note in _swapped_reductions(scheme, report, other_reports, outputs).items():
+        by_label[label] = (*(other for other in by_label[label] if not other.startswith(NO_PATTERN)), note)
+    if any(note.startswith(NOT_FINITE) for notes_of_tensor in notes.values() for note in notes_of_tensor):
+        for label, site in _read_too_early(scheme, report).items():
+            by_label[label] = _extended(by_label[label], NOT_FINITE, f"; {READ_TOO_EARLY}: {site}", [site])
+    return by_label
+
+
+def _differs(notes: Iterable[Note], axis: str) -> bool:
+    """Whether ranks of an axis have different parts of a gradient that should be equal, as after a missing sum."""
+    words = (f"{missing_sum('gradient', axis)}:", different_copies(axis))
+    return _is_share(notes, axis) or any(note.startswith(words) for note in notes)
+
+
+def _is_share(notes: Iterable[Note], axis: str) -> bool:
+    """Whether a tensor is 1/n of the reference, for n ranks of an axis: equal parts without a sum, or their mean."""
+    return any(note.startswith("off by the constant factor") and f"(= 1/{axis})" in note for note in notes)
+
+
+def _words_of_sum(place: str, share: str | None, lacking: str) -> str:
+    return f"{place} gives 1/{share} of the sum" if share else f"{place} lacks {lacking}"
+
+
+def _extended(notes: Iterable[Note], start: str, words: str, sites: Sequence[CallSite] = ()) -> tuple[Note, ...]:
+    return tuple(note.extended(words, sites) if note.startswith(start) else note for note in notes)
+
+
+def _clearest_failure(report: Report, other_reports: Sequence[Report], labels: Sequence[str]) -> Report:
+    """The failing case with most elements in which all these tensors are wrong and the outputs are right."""
+    for other in other_reports:
+        outputs_pass = all(tensor.ok for tensor in other.tensors if tensor.role == "output")
+        if outputs_pass and other.case.mesh == report.case.mesh and all(label in other.notes for label in labels):
+            return other
+    return report
+
+
+def _fails_on_one_rank(scheme: Declared, report: Report, labels: Sequence[str]) -> bool:
+    """Whether a tensor is also wrong on one rank, where no collective can be to blame."""
+    on_one_rank = next(cases.reports(scheme, [cases.on_one_rank(scheme, report.case)]), None)
+    return on_one_rank is not None and on_one_rank.failure is None and any(x in on_one_rank.notes for x in labels)
+
+
+def _that_make_right(
+    scheme: Declared, report: Report, labels: Sequence[str], repairs: Sequence[Repair]
+) -> dict[str, Repair]:
+    """For each tensor, the repair that makes it right and no other tensor wrong."""
+    wrong = {tensor.label for tensor in report.tensors if not tensor.ok}
+    repair_of_label: dict[str, Repair] = {}
+    for repair in repairs[:MAX_REPAIRS]:
+        if all(label in repair_of_label for label in labels):
+            break
+        repaired = verify_case(scheme, report.case, wrap_program=under(repair))
+        still_wrong = {tensor.label for tensor in repaired.tensors if not tensor.ok}
+        if repaired.failure is None and still_wrong < wrong:
+            for label in sorted(wrong - still_wrong):
+                repair_of_label.setdefault(label, repair)
+    return {label: repair for label, repair in repair_of_label.items() if label in labels}
+
+
+def _swapped_reductions(
+    scheme: Declared, report: Report, other_reports: Sequence[Report], labels: Sequence[str]
+) -> dict[str, Note]:
+    """For each wrong output, a note on the reduction that makes it right as a mean, or as a sum, in every failing case.
+
+    One case is not enough: on two ranks any factor of 2 looks like it. Failing cases are not enough either: the repair
+    must also be right where the function already is, as on a mesh with two axes of equal size.
+    """
+    op_of_line = {
+        (row.op, row.source): row.reduce_op
+        for row in report.ledger.rows
+        if row.phase == "fwd" and row.op in OF_THE_BACKWARD and row.reduce_op in SWAPPED and len(row.group) > 1
+    }
+    if not labels or not op_of_line or _fails_on_one_rank(scheme, report, labels):
+        return {}
+    repairs = [Repair(op, source, "fwd", SWAP_SUM_AND_MEAN) for op, source in op_of_line]
+    failing = [report, *(other for other in other_reports if other.case.world > 1)]
+    notes = {}
+    for label in labels:
+        in_question = repairs
+        for other in (other for other in failing if label in other.notes):
+            repair = _that_make_right(scheme, other, [label], in_question).get(label)
+            in_question = [] if repair is None else [repair]
+        for repair in in_question[:1]:
+            if not _is_right_elsewhere(scheme, report.case, label, repair):
+                continue
+            now = op_of_line[repair.op, repair.source]
+            notes[label] = Note(
+                f"right once {repair.site} takes {SWAPPED[now]}, not {now}", CONTEXT, sites=[repair.site]
+            )
+    return notes
+
+
+def _is_right_elsewhere(scheme: Declared, case: CaseSpec, label: str, repair: Repair) -> bool:
+    """Whether the repaired function is right with masks that keep half, and on another mesh."""
+    derived = (cases.of_half_masks(scheme, case, 7), cases.on_another_mesh(scheme, case, 4))
+    repaired = cases.reports(scheme, derived, under(repair))
+    return all(
+        report.failure is None and all(tensor.ok for tensor in report.tensors if tensor.label == label)
+        for report in repaired
+    )
+
+
+def _is_right_on_another_mesh(scheme: Declared, case: CaseSpec, label: str, repair: Repair) -> bool:
+    """Whether the repair is right on another mesh too, if there is one.
+
+    Omitting a sum over too large a group is not. Always True for a single collective of a line, because its number
+    differs there.
+    """
+    if repair.seq is not None:
+        return True
+    repaired = cases.reports(scheme, [cases.on_another_mesh(scheme, case, 4)], under(repair))
+    return all(
+        report.failure is None and all(tensor.ok for tensor in report.tensors if tensor.label == label)
+        for report in repaired
+    )
+
+
+def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:
+    """Repairs for each line, the backward's first; then for single collectives of lines that issue several."""
+    numbers: dict[tuple[str, str, str], dict[int, None]] = {}
+    for row in rows:
+        if len(row.group) > 1 and row.source != "?" and row.op not in ("send", "recv", "barrier"):
+            numbers.setdefault((row.phase, row.op, row.source), {})[row.seq] = None
+    lines = sorted(numbers, key=lambda line: line[0] != "bwd")
+    for seqs_of in (lambda line: [None], lambda line: list(numbers[line]) if len(numbers[line]) > 1 else []):
+        for phase, op, source in lines:
+            actions = OF_THE_BACKWARD.get(op, ()) if phase == "bwd" else (SUM_GRADIENT,)
+            for seq in seqs_of((phase, op, source)):
+                yield from (Repair(op, source, phase, action, seq) for action in actions)
+
+
+def _words(repair: Repair, share: str | None) -> str:
+    return {
+        OMIT: f"{repair.site} [bwd] is one too many",
+        SWAP_SUM_AND_MEAN: f"{repair.site} [bwd] takes a sum for a mean, or a mean for a sum",
+        SUM_GRADIENT: _words_of_sum(f"the backward of {repair.site}", share, "a sum of the ranks' gradients"),
+    }[repair.action]
+
+
+def _read_too_early(scheme: Declared, report: Report) -> dict[str, CallSite]:
+    """For each tensor, the asynchronous collective without whose poison it has fewer unexpected NaN."""
+    lines = {(row.op, row.source, row.phase): None for row in report.ledger.rows if row.is_async or row.op == "recv"}
+    site_of_label: dict[str, CallSite] = {}
+    before = {tensor.label: _unexpected_nans(tensor) for tensor in report.tensors}
+    for op, source, phase in list(lines)[:MAX_REPAIRS]:
+        repaired = verify_case(scheme, report.case, wrap_program=under(Repair(op, source, phase, NO_POISON)))
+        for tensor in repaired.tensors if repaired.failure is None else ():
+            if _unexpected_nans(tensor) < before[tensor.label]:
+                site_of_label.setdefault(tensor.label, CallSite(op, source, phase))
+    return site_of_label
+
+
+def _unexpected_nans(tensor: TensorComparison) -> int:
+    """The number of NaN where the reference has none."""
+    return int((np.isnan(tensor.stitched.copies) & ~np.isnan(tensor.want)).sum())

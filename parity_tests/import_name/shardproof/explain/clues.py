@@ -1,0 +1,81 @@
+"""From the evidence on one wrong tensor to notes on the kind of mistake, best explanation first.
+
+A pure function. A clue names a numerical cause (a factor, a constant, a sum, an order, a precision) only if it fits the
+full tensor within the budgets, times the factor or the number of addends. The other clues name the wrong elements,
+ranks or copies, or state a fact about the run. Clues that explain more come first: a factor of the full tensor before a
+wrong region in it. Experiments on other cases then drop the notes that they refute (`experiments.notes`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from shardproof.explain import arithmetic, places, sums
+from shardproof.explain.evidence import Evidence
+from shardproof.explain.note import CONTEXT, Note
+
+FORWARD_EQUAL = "forward equal, gradient not"
+
+
+def explain(evidence: Evidence) -> tuple[Note, ...]:
+    """Notes on one tensor, best explanation first; empty if nothing is wrong with it."""
+    missing = tuple(sums.missing_gradient(evidence))
+    if not evidence.is_wrong.any():
+        return missing
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # results may overflow
+        notes = [note for clue in CLUES for note in clue(evidence)]
+    return (*missing, *notes) or (places.worst_element(evidence),)
+
+
+def _not_written(evidence: Evidence) -> Iterator[Note]:
+    if evidence.before is not None and np.array_equal(evidence.got, evidence.before, equal_nan=True):
+        yield Note("as it was before the call: nothing is written to it")
+
+
+def _right_forward(evidence: Evidence) -> Iterator[Note]:
+    if evidence.role == "gradient" and evidence.outputs_pass:
+        yield Note(FORWARD_EQUAL, CONTEXT)
+
+
+def _narrow_result(evidence: Evidence) -> Iterator[Note]:
+    if evidence.role == "output" and evidence.narrow_dtype is not None:
+        yield Note(f"returned in {evidence.narrow_dtype}, which rounds more than the dtype of the inputs")
+
+
+def _full_mesh_collective(evidence: Evidence) -> Iterator[Note]:
+    if evidence.full_mesh_collective is not None:
+        size = math.prod(evidence.axes.values())
+        text = f"{evidence.full_mesh_collective} is over all {size} ranks, which is no one axis: pass group=mesh[axis]"
+        yield Note(text, CONTEXT, sites=(evidence.full_mesh_collective,))
+
+
+def _first_divergence(evidence: Evidence) -> Iterator[Note]:
+    if evidence.first_divergence is not None:
+        text = f"first diverging collective: {evidence.first_divergence}"
+        yield Note(text, CONTEXT, sites=evidence.first_divergence.sites)
+
+
+# `extra_roundings` is early: an error that a larger `roundings` would allow may be intended. `narrow_sums` comes before
+# `fitted_change` and `wrong_region`, because rounding errors may be near a fitted number, or in one region, by chance.
+CLUES = (
+    _narrow_result,
+    _not_written,
+    places.non_finite_elements,
+    arithmetic.extra_roundings,
+    arithmetic.named_change,
+    sums.missing_or_repeated_sum,
+    arithmetic.miscounted_input,
+    places.wrong_offset,
+    places.another_order,
+    arithmetic.narrow_sums,
+    arithmetic.fitted_change,
+    sums.unequal_copies,
+    places.wrong_region,
+    sums.zero_addend,
+    _right_forward,
+    _full_mesh_collective,
+    _first_divergence,
+)

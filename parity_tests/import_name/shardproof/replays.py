@@ -1,0 +1,213 @@
+"""Replay files: one failing case that runs by itself on any engine, without Hypothesis."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.discover import TABLE
+from shardproof.draw.size_choices import free_dims
+from shardproof.engines.exit_status import EQUAL, MISMATCH, RANK_FAILED
+from shardproof.report.guard import guarded
+from shardproof.report.out_path import naming
+from shardproof.report.sentence import print_report
+
+if TYPE_CHECKING:
+    from shardproof.declare.declared import Declared
+    from shardproof.report.report import Report
+
+TEMPLATE = '''"""{verdict}
+
+{report}
+
+torch {torch}, jax {jax}, Python {python}
+Run: python {name} [--engine gloo] [--repeat N]{pickle_note}
+"""
+
+from shardproof import replay
+
+CASE = {case!r}
+SOURCE = {source!r}
+{implementation}
+if __name__ == "__main__":
+    raise SystemExit(replay(CASE, SOURCE, __file__{further}))
+'''
+IMPLEMENTATION = "IMPLEMENTATION = {!r}  # whose functions the scheme calls in place of ours\n"
+PICKLE_NOTE = """
+The function was defined in a notebook; it lies beside this file as {pickle}. A pickle runs code when it is read:
+open it only if you trust where it came from."""
+
+
+def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[str, list[str]]:
+    """Write `replay_<id>.py` for a failed report into a folder, creating it: (its path, the older files it replaces).
+
+    Only files of the same scheme that still have their original names are replaced.
+    """
+    import jax
+    import torch
+
+    path = Path(folder) / f"replay_{report.case.id}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source, note = scheme.file, ""
+    if not Path(scheme.file).is_file() or "ipykernel" in scheme.file:
+        from shardproof.declare.travel import dumps
+
+        pickled = path.with_suffix(".pkl")
+        with naming(pickled):
+            pickled.write_bytes(dumps(scheme))
+        source, note = pickled.name, PICKLE_NOTE.format(pickle=pickled.name)
+    text = TEMPLATE.format(
+        verdict=f"{scheme.name}: {report.verdict}",
+        report=str(report).replace("\\", "\\\\").replace('"""', "'''"),
+        torch=torch.__version__,
+        jax=jax.__version__,
+        python=sys.version.split()[0],
+        name=path.name,
+        pickle_note=note,
+        case=report.case.json,
+        source=source,
+        implementation=IMPLEMENTATION.format(scheme.implementation.target) if scheme.implementation else "",
+        further=", implementation=IMPLEMENTATION" if scheme.implementation else "",
+    )
+    try:
+        with naming(path):
+            path.write_text(text)
+    except OSError:
+        path.unlink(missing_ok=True)  # a full disk keeps only the first part
+        raise
+    written = _declaration_of(path)
+    replaced = []
+    for other in sorted(path.parent.glob("replay_*.py")):
+        if other != path and written is not None and _declaration_of(other) == written:
+            for suffix in (".py", ".pkl"):
+                other.with_suffix(suffix).unlink(missing_ok=True)
+            replaced.append(other.name)
+    return str(path), replaced
+
+
+def _declaration_of(path: Path) -> tuple[str, ...] | None:
+    """The scheme, file and implementation of a replay file; None if it was renamed or edited, or is not a replay.
+
+    Such files are kept: whoever renames a replay wants it.
+    """
+    try:
+        constants = constants_of(path)
+        case = CaseSpec.from_json(constants["CASE"])
+    except (OSError, SyntaxError, ValueError, KeyError):
+        return None
+    source = constants.get("SOURCE", "")
+    is_pickled = source.endswith(".pkl")  # its file name depends on the case
+    # A file imported by name and one read by path are the same source.
+    name = case.scheme if is_pickled else case.scheme.rpartition(":")[2]
+    declaration = (name, "" if is_pickled else source, constants.get("IMPLEMENTATION", ""))
+    return declaration if path.stem == f"replay_{case.id}" else None
+
+
+def constants_of(file: str | Path) -> dict[str, str]:
+    """The string constants of a file, which is parsed but not run. Errors: OSError, SyntaxError, UnicodeDecodeError."""
+    return {
+        node.targets[0].id: node.value.value
+        for node in ast.parse(Path(file).read_text(), str(file)).body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    }
+
+
+def load_scheme(case: CaseSpec, source: str, replay_path: str, implementation: str | None = None) -> Declared:
+    """The scheme of a replay, from its pickle or its declaring file, on its implementation."""
+    scheme = _declared(case, source, replay_path)
+    if implementation is None:
+        return scheme
+    from shardproof.implementation.substitution import NotOffered, on_implementation
+
+    try:
+        return on_implementation(scheme, implementation)
+    except NotOffered as reason:
+        raise ValueError(f"replay: scheme {scheme.name!r} is not offered any more: {reason}") from None
+
+
+def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
+    from shardproof.declare.discover import declarations_of_file
+    from shardproof.declare.failed_declaration import FailedDeclaration
+
+    name = case.scheme.rpartition(":")[2]
+    if source.endswith(".pkl"):
+        import pickle
+
+        pickled = Path(replay_path).parent / source
+        if not pickled.is_file():
+            raise ValueError(
+                f"replay: {pickled} is not there; it holds the function, which no file declares: keep it beside"
+            )
+        return pickle.loads(pickled.read_bytes())
+    if case.scheme in TABLE:
+        return TABLE[case.scheme]
+    beside = Path(replay_path).parent / Path(source).name
+    if not Path(source).is_file() and beside.is_file():  # both files were moved, or sent to somebody
+        source = str(beside)
+    for candidate in declarations_of_file(source):
+        if candidate.name == name:
+            if isinstance(candidate, FailedDeclaration):
+                raise ValueError(candidate.sentence)
+            return candidate
+    raise ValueError(f"replay: {source} no longer declares scheme {name!r}")
+
+
+def _arguments(arguments: Sequence[str]) -> tuple[str | None, int]:
+    """The options of a replay file that is run by hand: --engine NAME, --repeat N."""
+    parser = argparse.ArgumentParser(description="Run one recorded case again.")
+    parser.add_argument("--engine", choices=("lockstep", "gloo", "nccl", "torchrun"))
+    parser.add_argument("--repeat", type=int, default=1)
+    parsed = parser.parse_args(arguments)
+    return parsed.engine, max(parsed.repeat, 1)
+
+
+def replay(
+    case_json: str,
+    source: str,
+    file: str,
+    arguments: Sequence[str] | None = None,
+    implementation: str | None = None,
+) -> int:
+    """Run one recorded case and print its report; returns the exit status.
+
+    The status is 0 if all is equal, 1 for a mismatch or an undecided case, 2 if it cannot be run, 3 if a rank failed, 4
+    if this machine lacks a requirement of the engine.
+    """
+    engine, repeat = _arguments(sys.argv[1:] if arguments is None else arguments)
+    return guarded(lambda: rerun(CaseSpec.from_json(case_json), source, file, engine, repeat, implementation))
+
+
+def rerun(
+    case: CaseSpec, source: str, file: str, engine: str | None, repeat: int, implementation: str | None = None
+) -> int:
+    """Verify a recorded case `repeat` times and print each report; returns the worst status."""
+    status = EQUAL
+    for report in reruns(load_scheme(case, source, file, implementation), case, engine, repeat):
+        print_report(report, sys.stdout)
+        status = max(status, RANK_FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
+    return status
+
+
+def reruns(scheme: Declared, case: CaseSpec, engine: str | None, repeat: int) -> Iterator[Report]:
+    """The reports of a recorded case, verified `repeat` times; notes are tested on other cases."""
+    from shardproof.experiments.notes import check_notes
+    from shardproof.experiments.special_values import name_values_to_avoid
+    from shardproof.experiments.undecided import verify_or_undecided
+
+    # A record sorts dims by name; a report lists them in the order of the declaration.
+    declared = [*(name for name in free_dims(scheme) if name in case.dims), *case.dims]
+    case = case.replace(dims={name: case.dims[name] for name in declared})
+    chosen = engine or case.engine
+    if chosen not in scheme.engines:
+        raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {chosen}")
+    for _ in range(repeat):
+        report = verify_or_undecided(scheme, case.replace(engine=chosen))
+        yield report if report.ok else check_notes(scheme, name_values_to_avoid(scheme, report))

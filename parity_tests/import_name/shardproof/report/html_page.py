@@ -1,0 +1,200 @@
+"""A verdict as a page: one file that needs no network, also shown in notebooks.
+
+First come the findings, then drawings of the case that shows the mistake best: the transfers between ranks, and each
+tensor with its owners and errors. Then the smallest case, the command to run it again, and the report as printed in a
+terminal.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from xml.etree.ElementTree import Element
+
+from shardproof.declare.conditions import phrases
+from shardproof.declare.counted import counted
+from shardproof.engines.engines import engine_text
+from shardproof.engines.ledger import LedgerRow
+from shardproof.report.blamed_rows import blamed_rows
+from shardproof.report.bytes_table import bytes_table
+from shardproof.report.markup import as_text, tag
+from shardproof.report.movement_picture import movement
+from shardproof.report.page_style import in_notebook, style
+from shardproof.report.report import Report, mesh_text
+from shardproof.report.tensor_maps import maps
+
+
+def page(reports: Sequence[Report], closing: str = "", without_report: Sequence[str] = ()) -> str:
+    """A full page with the verdicts of one or several schemes; among several, equal ones are folded.
+
+    `without_report` has one sentence for each scheme that was not run or not judged.
+    """
+    others = [tag("p", sentence, class_="quiet") for sentence in without_report]
+    if len(reports) == 1:
+        title, parts = f"{_name(reports[0])}: {reports[0].verdict}", [_section(reports[0]), *others]
+    else:
+        title = closing or "No verdict"
+        failed_first = sorted(reports, key=lambda report: report.ok)
+        parts = [tag("h1", title), _table(failed_first), *others, *(_folded(report) for report in failed_first)]
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{title} - shardproof"),
+        tag("style", style()),
+    )
+    versions = f"torch {version('torch')}, jax {version('jax')}, Python {platform.python_version()}"
+    body = tag("body", *parts, tag("p", versions, class_="quiet"), class_="shardproof")
+    return "<!DOCTYPE html>\n" + as_text(tag("html", head, body, lang="en"))
+
+
+def fragment(report: Report) -> str:
+    """A report in a notebook: the text first, which remains where pictures are removed."""
+    text = tag("pre", str(report))
+    return in_notebook(text, tag("details", tag("summary", "the case, drawn"), *_pictures(report), open=""))
+
+
+def _name(report: Report) -> str:
+    return report.scheme.rpartition(":")[2]
+
+
+def _anchor(report: Report) -> str:
+    return f"scheme-{_name(report)}"
+
+
+def _table(reports: Sequence[Report]) -> Element:
+    rows = [
+        tag(
+            "tr",
+            tag("td", tag("a", _name(report), href=f"#{_anchor(report)}")),
+            tag("td", _verdict(report)),
+            tag("td", _headline(report)),
+        )
+        for report in reports
+    ]
+    head = tag("tr", *(tag("th", name) for name in ("scheme", "verdict", "what is wrong")))
+    return tag("div", tag("table", head, *rows), class_="wide")
+
+
+def _folded(report: Report) -> Element:
+    """One of several schemes: in full unless it is equal, else only its ledger, folded."""
+    if not report.ok:
+        return tag("section", _section(report))
+    summary = tag("summary", _name(report), " ", _verdict(report))
+    return tag("details", summary, _facts(report), *_exchanges(report), id=_anchor(report))
+
+
+def _section(report: Report) -> Element:
+    return tag(
+        "div",
+        tag("h1", _name(report), " ", _verdict(report)),
+        tag("p", _headline(report), class_="wrong") if not report.ok else None,
+        _blamed(report),
+        _facts(report),
+        *_notes(report),
+        *_pictures(report),
+        *_replay(report),
+        tag("h2", "As in the terminal"),
+        tag("pre", str(report), class_="terminal"),
+        id=_anchor(report),
+    )
+
+
+def _verdict(report: Report) -> Element:
+    """The verdict in one word, with a sign in addition to the colour."""
+    sign, kind = ("\N{CHECK MARK}", "right") if report.ok else ("\N{BALLOT X}", "wrong")
+    return tag("span", f"{sign} {report.verdict}", class_=f"verdict {kind}")
+
+
+def _headline(report: Report) -> str:
+    """The most telling sentence: about the first wrong tensor, the failure, or a side check."""
+    if report.failure is not None:
+        return str(report.failure).splitlines()[0]
+    wrong = [f"{label}: {notes[0]}" for label, notes in report.notes.items() if notes]
+    return next(
+        iter(
+            [
+                *wrong,
+                *report.protocol,
+                *report.cost,
+                *report.hygiene,
+                (report.undecided_reason or "") if report.is_undecided else "",
+            ]
+        )
+    )
+
+
+def _blamed(report: Report) -> Element | None:
+    """The lines that the report blames, in its clearest case."""
+    rows = blamed_rows(report.clearer_report or report, report)
+    lines = list(dict.fromkeys(f"{row.op} at {row.source}" for row in rows))
+    return tag("p", tag("span", "blamed", class_="badge"), " ", tag("code", ", ".join(lines))) if lines else None
+
+
+def _facts(report: Report) -> Element:
+    """The tested examples, meshes and dtypes in one line, and further observations."""
+    count = counted(report.examples, "example")
+    meshes = " ".join(report.meshes) or mesh_text(report.case.mesh)
+    dtypes = " ".join(report.dtypes or (report.case.dtype,))
+    confirmed = f"; {report.confirmation}" if report.confirmation else ""
+    at = f"; declared at {report.source}" if report.source else ""
+    return tag(
+        "p", f"{count} on {meshes}, {engine_text(report.case, report.meshes)}, {dtypes}{confirmed}{at}", class_="quiet"
+    )
+
+
+def _notes(report: Report) -> list[Element]:
+    """All sentences about mistakes, by tensor."""
+    items = [tag("li", tag("b", label), ": ", note) for label, notes in report.notes.items() for note in notes]
+    side_findings = (*report.protocol, *report.cost, *report.hygiene)
+    items += [tag("li", sentence) for sentence in side_findings]
+    if report.failure is not None:
+        items += [tag("li", line) for line in str(report.failure).splitlines()]
+    return [tag("h2", "What is wrong"), tag("ul", *items)] if items else []
+
+
+def _pictures(report: Report) -> list[Element]:
+    """The clearest case in full; also the smallest case if that is another."""
+    example = report.clearer_report or report
+    blamed = blamed_rows(example, report)
+    what = "The clearest case" if report.clearer_report else _kind(report)
+    parts = [tag("h2", f"{what}: {_case(example)}"), *_exchanges(example, blamed)]
+    parts += [tag("h2", "Tensors"), maps(example)] if example.tensors else []
+    if report.clearer_report:
+        summary = tag("summary", f"{_kind(report)}: {_case(report)}")
+        parts.append(tag("details", summary, *_exchanges(report, blamed_rows(report)), maps(report)))
+    return parts
+
+
+def _kind(report: Report) -> str:
+    if report.ok:
+        return "One of the cases"
+    return f"The {report.kind_of_case}"
+
+
+def _case(report: Report) -> str:
+    conditions = phrases(report.case)
+    return report.case_text + (f", when {' and '.join(conditions)}" if conditions else "")
+
+
+def _exchanges(report: Report, blamed: Sequence[LedgerRow] = ()) -> list[Element]:
+    """The transfers, drawn and counted."""
+    return [
+        tag("h3", "What the ranks hand to each other"),
+        movement(report.ledger, blamed, report.case.world),
+        tag("h3", "Calls and bytes"),
+        bytes_table(report),
+    ]
+
+
+def _replay(report: Report) -> list[Element]:
+    """How to run the case again: a failure's replay file, else lines for a notebook."""
+    parts = [tag("h2", "Run it again")]
+    if report.replay:
+        parts.append(tag("pre", f"python {report.replay}\nshardproof replay {report.replay} --engine gloo"))
+    example = report.clearer_report or report
+    call = f"verify_case({_name(report)}, CaseSpec.from_json({example.case.json!r}))"
+    lines = f"from shardproof import CaseSpec, verify_case\n\n{call}"
+    which = "The clearest case, in Python:" if report.clearer_report else "In Python:"
+    return [*parts, tag("p", which), tag("pre", lines)]

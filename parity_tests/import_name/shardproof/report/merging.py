@@ -1,0 +1,44 @@
+"""Merge the reports of many examples into one report of their scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardproof.declare.case import SPARE, CaseSpec
+from shardproof.judge.compare import TensorComparison
+from shardproof.report.report import Report, mesh_text
+
+MAX_UNDECIDED_SHARE = 0.25  # of the examples of a passing scheme
+
+
+def merge_reports(reports: Sequence[Report]) -> Report:
+    """One report on many examples of a scheme, with the worst comparison of each tensor.
+
+    If an example failed, it is that example's report.
+    """
+    failed = [report for report in reports if report.failed]
+    undecided = [report for report in reports if report.is_undecided]
+    equal = [report for report in reports if report.ok]
+    is_undecided = not failed and len(undecided) > MAX_UNDECIDED_SHARE * len(reports)
+    shown = failed or (undecided if is_undecided else [r for r in equal if SPARE not in r.case.mesh] or equal)
+    # The last example or, if all are equal, the last on the largest mesh: a single rank has no collectives to show.
+    example = shown[-1] if failed or is_undecided else max(reversed(shown), key=lambda report: report.case.world)
+    meshes = [example.case.mesh] if failed else [report.case.scheme_mesh for report in reports]
+    worst: dict[str, tuple[TensorComparison, CaseSpec]] = {}
+    for report in [example] if failed else undecided if is_undecided else equal:
+        for tensor in report.tensors:
+            if tensor.label not in worst or tensor.ratio >= worst[tensor.label][0].ratio:
+                worst[tensor.label] = tensor, report.case
+    return replace(
+        example,
+        tensors=tuple(tensor for tensor, _ in worst.values()),
+        case_of_tensor={label: case for label, (_, case) in worst.items()},
+        examples=len(reports),
+        dtypes=tuple(dict.fromkeys(report.case.dtype for report in reports)),
+        meshes=tuple(sorted(set(map(mesh_text, meshes)))),
+        seconds=sum(report.seconds for report in reports),
+        is_undecided=is_undecided,
+        undecided_reason=undecided[-1].undecided_reason if undecided else None,
+        undecided_examples=len(undecided),
+    )

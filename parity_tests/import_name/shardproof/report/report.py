@@ -1,0 +1,431 @@
+"""The report: one record of checks and findings, printed in a terminal and drawn in a notebook."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from shardproof.declare.case import SPARE, CaseSpec
+from shardproof.declare.conditions import LARGER_WORLD, how_to_exclude, phrases
+from shardproof.declare.counted import counted
+from shardproof.declare.declared import Cost, Implementation
+from shardproof.declare.draws import EXTREME
+from shardproof.engines.engines import engine_text
+from shardproof.engines.failure import RankFailure, Shared
+from shardproof.engines.ledger import Finding, Ledger
+from shardproof.explain.note import READ_TOO_EARLY, Note
+from shardproof.judge.compare import TensorComparison, index_text
+from shardproof.report.sentence import LINE, Sentence
+from shardproof.report.tested_versions import newer
+
+PLAIN_WIDTH = 132
+EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds with repeated numbers
+MOST_NAMED = 4  # pairs that no example had
+# Fields that a report on one case copies from the report on all examples.
+OF_ALL_EXAMPLES = (
+    "examples",
+    "shrinking_steps",
+    "dtypes",
+    "left_out",
+    "trace_seconds",
+    "undecided_reason",
+    "undecided_examples",
+)
+COLUMNS = ("verdict", "tensor", "error", "budget", "ratio", "where")
+
+
+class VerdictError(AssertionError):
+    """The verdict is not `equal`. One subclass for each reason."""
+
+
+class ValueMismatch(VerdictError):
+    """An output differs from the reference."""
+
+
+class GradientMismatch(VerdictError):
+    """The outputs are right and a gradient is not."""
+
+
+class Undecided(VerdictError):
+    """The reference is discontinuous where the tensors differ, so no verdict is possible."""
+
+
+class ProtocolMismatch(VerdictError):
+    """Every rank finished, but their ledgers disagree or a backend would reject a call."""
+
+
+class CostMismatch(VerdictError):
+    """Calls or bytes differ from the declared closed form."""
+
+
+class HygieneViolation(VerdictError):
+    """A tensor was modified, replicas or their dtypes differ, the random state changed, or the wrong group was used.
+
+    The wrong group is the default group in a function that runs inside a larger world.
+    """
+
+
+class EnginesDisagree(VerdictError):
+    """The case fails in this process but passes on gloo in fresh processes."""
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """The outcome of verifying one scheme: the worst comparison of each tensor, and notes on the kind of mistake."""
+
+    scheme: str
+    case: CaseSpec
+    tensors: tuple[TensorComparison, ...] = ()
+    protocol: tuple[Finding, ...] = ()
+    cost: tuple[str, ...] = ()
+    hygiene: tuple[str, ...] = ()
+    notes: Mapping[str, tuple[Note, ...]] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    failure: RankFailure | None = None
+    cost_declared: bool = False
+    declared_costs: tuple[Cost, ...] = ()  # of each rank, if the declared cost applies to this case
+    seconds: float = 0.0
+    examples: int = 1
+    shrinking_steps: int = 0  # runs after the first failure: for a smaller case, and repeats of the smallest
+    dtypes: tuple[str, ...] = ()
+    meshes: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)  # meshes that cannot shard the given sizes: the reason
+    not_drawn: tuple[str, ...] = ()  # pairs that no example had, as "g=2 on cp=4"; only if the scheme is equal
+    case_of_tensor: Mapping[str, CaseSpec] = field(default_factory=dict)
+    trace_seconds: float = 0.0
+    is_undecided: bool = False  # neither equal nor a mismatch
+    undecided_reason: str | None = None  # of the last undecided example, also if the scheme is equal
+    undecided_examples: int = 0
+    smallest: bool = False  # with any size but `as_given` one step smaller, it no longer fails this way
+    as_given: tuple[str, ...] = ()  # axes and dims with a size given by the caller, so no smaller one was tried
+    conditions_needed: bool = False  # without any one of its calling conditions the case does not fail this way
+    values_to_avoid: tuple[str, ...] = ()  # inputs whose repeated values, such as zeros, cause the failure
+    state_between_calls: str | None = None  # if fresh processes show that the function keeps state
+    replay: str | None = None
+    replaced_replays: tuple[str, ...] = ()  # older replay files of the scheme, now deleted
+    replay_error: str | None = None  # why there is no replay file
+    confirmed_on: str | None = None  # the engine on which the case has the same verdict
+    not_repeated: str | None = None  # why it was not repeated in fresh processes of gloo, or proves nothing there
+    engines_disagree: str | None = None  # why it fails here and passes on gloo in fresh processes
+    shards: str | None = None  # the shard of each input on the rank that raised
+    scalars: Mapping[str, float] = field(default_factory=dict)  # the value of each input without dims
+    excluded_conditions: tuple[str, ...] = ()  # excluded by the scheme or its place
+    implementation: Implementation | None = None  # whose functions were judged, if not ours
+    source: str = ""  # file:line of the function
+    clearer_report: Report | None = None  # a larger case with the same failure, which shows more of the mistake
+
+    @property
+    def ok(self) -> bool:
+        besides_values = self.protocol or self.cost or self.hygiene or self.is_undecided
+        return self.failure is None and not besides_values and all(tensor.ok for tensor in self.tensors)
+
+    @property
+    def failed(self) -> bool:
+        """Neither equal nor undecided: a mismatch or a failed rank."""
+        return not self.ok and not self.is_undecided
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two: equal, or the first finding."""
+        if self.engines_disagree is not None:
+            return "engines disagree"
+        if self.failure is not None:
+            return self.failure.cause
+        if self.is_undecided:
+            return "undecided"
+        if not all(tensor.ok for tensor in self.tensors):
+            return "mismatch"
+        named = {"protocol": self.protocol, "cost": self.cost, "hygiene": self.hygiene}
+        return next((name for name, messages in named.items() if messages), "equal")
+
+    @property
+    def confirmation(self) -> str | None:
+        """`confirmed on gloo, in fresh processes`, or the reason why not.
+
+        The engine is left out if it is the case's own.
+        """
+        if self.confirmed_on is None:
+            on_gloo = "" if self.case.engine == "gloo" else " on gloo"
+            return self.not_repeated and f"not confirmed{on_gloo}: {self.not_repeated}"
+        on_engine = "" if self.confirmed_on == self.case.engine else f" on {self.confirmed_on},"
+        return f"confirmed{on_engine} in fresh processes"
+
+    @property
+    def kind_of_case(self) -> str:
+        """For a failure: `smallest case`, `smallest case with tp as given`, or `failing case` if no size was tried."""
+        given = f" with {', '.join(self.as_given)} as given" if self.as_given else ""
+        return f"smallest case{given}" if self.smallest else "failing case"
+
+    @property
+    def case_text(self) -> str:
+        """Sizes, dtype and seed of the case, and its scalar inputs: `tp=2 b=4 float32 seed=0, scale=1.5`."""
+        scalars = " ".join(f"{name}={value:.6g}" for name, value in self.scalars.items())
+        return f"{sizes(self.case)}, {scalars}" if scalars else sizes(self.case)
+
+    def worst(self, role: str) -> TensorComparison | None:
+        """The output or gradient with the largest ratio of error to budget."""
+        return max(
+            (tensor for tensor in self.tensors if tensor.role == role), key=lambda tensor: tensor.ratio, default=None
+        )
+
+    def raise_if_failed(self) -> None:
+        """Raise unless `ok`, with one exception type per cause; an undecided report raises too, although not `failed`.
+
+        The message is the full report; for a failed rank, the cause and the state of the other ranks.
+        """
+        if self.ok:
+            return
+        if self.engines_disagree is not None:
+            raise EnginesDisagree("\n" + str(self)) from self.failure
+        if self.failure is not None:
+            raise self.failure
+        if self.is_undecided:
+            raise Undecided("\n" + str(self))
+        outputs = all(tensor.ok for tensor in self.tensors if tensor.role == "output")
+        gradients = all(tensor.ok for tensor in self.tensors if tensor.role == "gradient")
+        failing_oracles: list[tuple[bool, type[VerdictError]]] = [
+            (not outputs, ValueMismatch),
+            (not gradients, GradientMismatch),
+            (bool(self.protocol), ProtocolMismatch),
+            (bool(self.cost), CostMismatch),
+            (bool(self.hygiene), HygieneViolation),
+        ]
+        raise next(kind for fails, kind in failing_oracles if fails)("\n" + str(self))
+
+    def ledger_text(self) -> str:
+        """The ledger as text: every collective of every rank, in order of issue."""
+        return "\n".join(f"rank {row.rank}: {row}" for row in self.ledger.rows)
+
+    def omissions(self) -> list[str]:
+        """The meshes that were left out, grouped by reason: `tp=2 tp=4: v=7 cannot be sharded ...`."""
+        of = self.left_out
+        meshes_of = {reason: [mesh for mesh in of if of[mesh] == reason] for reason in of.values()}
+        omissions = [f"{' '.join(meshes)}: {reason}" for reason, meshes in meshes_of.items()]
+        only = self.meshes if omissions and self.ok and len(self.meshes) == self.case.world == 1 else ()
+        return omissions + [f"all meshes but {mesh}, which shards nothing" for mesh in only]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON record that `--json` writes."""
+        return {
+            "scheme": self.scheme,
+            "verdict": self.verdict,
+            "ok": self.ok,
+            "examples": self.examples,
+            "shrinking_steps": self.shrinking_steps,
+            "engine": self.case.engine,
+            "case": {"conditions": {}, **json.loads(self.case.json)},  # present even if the case has none
+            "tensors": [
+                {
+                    "tensor": r.label,
+                    "error": number(r.error),
+                    "budget": number(r.budget),
+                    "ratio": number(r.ratio),
+                    "where": list(r.where),
+                    "dtype": r.dtype,
+                    "ok": r.ok,
+                    "notes": list(self.notes.get(r.label, ())),
+                }
+                for r in self.tensors
+            ],
+            "protocol": list(self.protocol),
+            "cost": list(self.cost),
+            "hygiene": list(self.hygiene),
+            "failure": None if self.failure is None else str(self.failure),
+            "replay": self.replay,
+            "left_out": dict(self.left_out),
+            "not_drawn": list(self.not_drawn),
+            "confirmed_on": self.confirmed_on,
+            "engines_disagree": self.engines_disagree,
+            "undecided": self.undecided_examples,
+            "undecided_reason": self.undecided_reason,
+            "shards": self.shards,
+            "scalars": {name: number(value) for name, value in self.scalars.items()},
+            "implementation": None if self.implementation is None else self.implementation.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        # In a notebook, rich would display the table at once instead of writing it.
+        console = Console(file=out, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, force_jupyter=False)
+        console.print(self.__rich__())
+        return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+
+    def __repr__(self) -> str:
+        return f"<report {self.scheme.rpartition(':')[2]}: {self.verdict}, {sizes(self.case)}>"
+
+    def _case_and_replay(self) -> list[str]:
+        """The case and the command to replay it, on one line if that is at most LINE columns."""
+        case = f"{self.kind_of_case}: {self.case_text}"
+        if not self.replay:
+            return [case]
+        gone = f" (in place of {', '.join(self.replaced_replays)})" if self.replaced_replays else ""
+        command = f"replay: python {self.replay}{gone}"
+        one_line = f"{case}      {command}"
+        return [one_line] if len(one_line) <= LINE else [case, command]
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [Sentence(line, style="yellow") for line in newer() if not self.ok]
+        parts.append(Sentence(self._heading(), style="bold"))
+        if self.implementation is not None:
+            parts += [Sentence(f"  {line}") for line in self.implementation.lines]
+        disagreement: list[RenderableType] = []
+        if self.engines_disagree is not None:
+            disagreement.append(Sentence(f"  engines disagree: {self.engines_disagree}", style="yellow"))
+        if self.failure is not None:
+            failure = Sentence("\n".join("  " + line for line in str(self.failure).splitlines()), style="red")
+            # Ranks that share state are the reason why engines disagree, so this comes first.
+            parts += [failure, *disagreement] if isinstance(self.failure, Shared) else [*disagreement, failure]
+            if self.shards is not None:
+                parts.append(Sentence(f"  {self.shards}"))
+        else:
+            parts += [*disagreement, *self._table(), Sentence("  " + self._side_check_lines())]
+        if self.undecided_reason is not None:
+            share = f"{self.undecided_examples} of {counted(self.examples, 'example')}"
+            too_many = ", too many for a pass" if self.is_undecided else ""
+            parts.append(Sentence(f"  undecided: {share}{too_many}: {self.undecided_reason}"))
+        parts += [Sentence(f"  left out: {omission}") for omission in self.omissions()]
+        if self.not_drawn:
+            more = f" and {len(self.not_drawn) - MOST_NAMED} more" if len(self.not_drawn) > MOST_NAMED else ""
+            parts.append(Sentence(f"  not drawn: {', '.join(self.not_drawn[:MOST_NAMED])}{more}"))
+        if self.confirmation is not None:
+            parts.append(Sentence(f"  {self.confirmation}"))
+        if not self.ok:
+            parts.append(Sentence("\n".join(self._case_and_replay())))
+            if self.case.conditions and not self._ends_by_itself:
+                only = "only when" if self.conditions_needed else "seen when"
+                is_raised = self.failure is not None and self.failure.cause == "raised"
+                excluded = self.excluded_conditions
+                advice = how_to_exclude(self.case, excluded, is_raised) if self.conditions_needed else ""
+                parts.append(Sentence(f"  {only} {' and '.join(phrases(self.case))}{advice}"))
+            if self.state_between_calls is not None:
+                parts.append(Sentence(f"  {self.state_between_calls}"))
+            parts += [Sentence("  " + hint) for hint in self._hints()]
+        return Group(*parts)
+
+    def _repr_html_(self) -> str:
+        from shardproof.report.html_page import fragment
+
+        return fragment(self)
+
+    def _heading(self) -> str:
+        name, engine = self.scheme.rpartition(":")[2], engine_text(self.case, self.meshes)
+        count = counted(self.examples, "example")
+        if self.shrinking_steps:
+            count += f" and {counted(self.shrinking_steps, 'shrinking step')}"
+        meshes = " ".join(self.meshes) or mesh_text(self.case.mesh)
+        return f"{name}    {meshes}   {engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
+
+    @property
+    def _ends_by_itself(self) -> bool:
+        """Whether a rank died or stalled: calling conditions are rarely the cause."""
+        return self.failure is not None and self.failure.cause in ("died", "stalled")
+
+    def _hints(self) -> list[str]:
+        """Hints from the failing case itself: it needs no sharding, or it has special values."""
+        hints = []
+        is_read_too_early = any(READ_TOO_EARLY in note for notes in self.notes.values() for note in notes)
+        if self.case.world == 1 and not all(tensor.ok for tensor in self.tensors) and not is_read_too_early:
+            so = "so called, " if self.conditions_needed and self.case.conditions else ""
+            differ = "the function and its reference differ before anything is sharded"
+            hints.append(f"one rank is enough for it: {so}{differ}")
+        # Values do not make a rank hang or die; but an exception may depend on them.
+        extreme = drawn_kinds(self.case, EXTREME) if self.failure is None or self.failure.cause == "raised" else {}
+        if self.values_to_avoid:
+            kind_by_name = drawn_kinds(self.case, EQUAL_NUMBERS)
+            kinds = ", ".join(f"{name} {kind_by_name[name]}" for name in self.values_to_avoid)
+            normal = ", ".join(f"{name!r}: values('normal')" for name in self.values_to_avoid)
+            hints.append(
+                f"equal with normal values, drawn for it: {kinds}; if they never occur, declare draw={{{normal}}}"
+            )
+        elif extreme:
+            kinds = ", ".join(f"{name} {kind}" for name, kind in extreme.items())
+            other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in extreme)
+            hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
+        if SPARE in self.case.mesh:
+            hint = f"inside a larger world: {SPARE} is no axis of the scheme, whose mesh is half of the ranks"
+            never = f"; if it never is, declare excluded_conditions=({LARGER_WORLD!r},)" if self.smallest else ""
+            hints.append(f"{hint}{never}")
+        if self.replay_error is not None:
+            hints.append(f"no replay file was written: {self.replay_error}")
+        return hints
+
+    def _table(self) -> list[RenderableType]:
+        """One line for each tensor, its notes under it."""
+        cells = [COLUMNS, *(self._cells(tensor) for tensor in self.tensors)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        table: list[RenderableType] = [Text(lines[0], style="dim")]
+        for tensor, line in zip(self.tensors, lines[1:], strict=True):
+            table.append(Text(line, style="" if tensor.ok else "red"))
+            table += [Sentence(f"    {note}") for note in self.notes.get(tensor.label, ())]
+        return table
+
+    def _cells(self, tensor: TensorComparison) -> tuple[str, ...]:
+        """The text of each of COLUMNS; the verdict comes first, so that a narrow terminal cannot wrap it away."""
+        case = self.case_of_tensor.get(tensor.label, self.case)
+        where = f"{index_text(tensor.where)} {case.dtype}"
+        if not tensor.ok:
+            owner = [
+                f"{axis} {coordinate[tensor.where]}"
+                for axis, coordinate in tensor.owners.items()
+                if case.mesh[axis] > 1
+            ]
+            where += f", owner {' '.join(owner)}" if owner else ""
+        return (
+            self._verdict_of_tensor(tensor),
+            tensor.label,
+            f"{tensor.error:.1e}",
+            f"{tensor.budget:.1e}",
+            _short(tensor.ratio),
+            where,
+        )
+
+    def _verdict_of_tensor(self, tensor: TensorComparison) -> str:
+        if tensor.ok:
+            return "equal"
+        if self.engines_disagree is not None:
+            return f"differs on {self.case.engine}"
+        return "undecided" if self.is_undecided else "MISMATCH"
+
+    def _side_check_lines(self) -> str:
+        """Protocol, cost and hygiene: on one line if all are in order."""
+        cost = "cost as declared, forward and backward" if self.cost_declared else "cost not declared"
+        lines = [
+            "protocol ok" if not self.protocol else f"protocol: {self.protocol[0]}",
+            cost if not self.cost else f"cost: {self.cost[0]}",
+            "hygiene ok" if not self.hygiene else "hygiene: " + "; ".join(self.hygiene[:3]),
+        ]
+        return ("\n  " if self.protocol or self.cost or self.hygiene else "   ").join(lines)
+
+
+def drawn_kinds(case: CaseSpec, kinds: Iterable[str]) -> dict[str, str]:
+    """The kind drawn for each input with values of these kinds, in all elements or at the border of a shard."""
+    kind_by_name = {name: value["kind"] for name, value in case.values.items() if value.get("kind") in kinds}
+    borders = {name: value["border"][0] for name, value in case.values.items() if "border" in value}
+    return kind_by_name | {name: f"{kind} at the border of a shard" for name, kind in borders.items() if kind in kinds}
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def sizes(case: CaseSpec) -> str:
+    chosen = {**case.mesh, **case.dims, **case.options}
+    return " ".join(f"{name}={value}" for name, value in chosen.items()) + f" {case.dtype} seed={case.seed}"
+
+
+def _short(value: float) -> str:
+    """Two digits, as `8.9e5` for 8.9e+05."""
+    return f"{value:.2g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+
+
+def number(value: float) -> float | str:
+    """A number for JSON: infinities and NaN become text."""
+    return value if math.isfinite(value) else str(value)

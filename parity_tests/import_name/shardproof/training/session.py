@@ -1,0 +1,133 @@
+"""One call of `shardproof train`: runs on meshes in turn, each followed step by step, and the exit status."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from shardproof.declare.case import ENGINES, CaseSpec
+from shardproof.declare.counted import counted
+from shardproof.engines.engines import run as on_ranks
+from shardproof.engines.exit_status import EQUAL, MISMATCH, RANK_FAILED
+from shardproof.engines.failure import RankFailure
+from shardproof.judge import bridge
+from shardproof.report.out_path import check_writable, naming, write_text
+from shardproof.training import checkpoint, page, show
+from shardproof.training.body import train as body
+from shardproof.training.figure import figure
+from shardproof.training.follow import Follower, ReferenceSteps
+from shardproof.training.judged import Judged
+from shardproof.training.run import Run
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What the command was asked for, beside the runs."""
+
+    engine: str = "gloo"
+    figure: str | None = None
+    json: str | None = None
+    page: str | None = None
+    quiet: bool = False
+
+
+def train(runs: Sequence[Run], options: TrainOptions) -> int:
+    """Every run in turn; returns the exit status, the worst of all."""
+    if options.engine not in ENGINES:
+        raise ValueError(f"--engine {options.engine!r} is not one of {', '.join(ENGINES)}")
+    check_writable(json=options.json, figure=options.figure, page=options.page)
+    if options.engine == "torchrun":
+        from shardproof.engines.processes import launch
+
+        if not launch.is_rank_zero():
+            return launch.serve()
+        _check_world(runs, launch.world_size())
+    status = _all(runs, options)
+    if options.engine == "torchrun":
+        from shardproof.engines.processes import launch
+
+        launch.finish(status)
+    return status
+
+
+def _check_world(runs: Sequence[Run], world: int) -> None:
+    """Errors: ValueError for a mesh of another number of ranks than the job has."""
+    for run in runs:
+        ranks = math.prod(run.full_mesh.values())
+        if ranks != world:
+            mesh = ",".join(f"{axis}={size}" for axis, size in run.mesh.items()) or "one rank"
+            raise ValueError(f"--mesh {mesh}: has {ranks} ranks, the job has {world}; give a mesh of {world}")
+
+
+def _all(runs: Sequence[Run], options: TrainOptions) -> int:
+    text_to_stderr = options.json == "-"  # standard output is for JSON alone
+    console = Console(stderr=text_to_stderr, width=None if Console(stderr=text_to_stderr).is_terminal else show.WIDTH)
+    reference_steps, status, done, reports = ReferenceSteps(), EQUAL, [], []
+    for run in runs:
+        try:
+            steps = followed(run, reference_steps, options.engine, options.quiet)
+        except RankFailure as failure:
+            console.print(f"{show.named(run)}: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
+            status = RANK_FAILED
+            reports.append((run, failure))
+            continue
+        done.append((run, steps))
+        reports.append((run, steps))
+        if not options.quiet:
+            console.print(show.table(steps))
+        console.print(show.closing(run, steps), style="bold", markup=False, highlight=False, soft_wrap=True)
+        status = max(status, EQUAL if all(step.ok for step in steps) else MISMATCH)
+    if options.json:
+        write_text(options.json, show.as_json(reports))
+    _write(done, options)
+    return status
+
+
+def followed(run: Run, reference_steps: ReferenceSteps, engine: str = "gloo", quiet: bool = True) -> list[Judged]:
+    """A run on its ranks, judged while it goes on.
+
+    Errors: RankFailure, one subclass per cause, also where ranks end before the last step; ValueError for a run to
+            resume that left nothing, or whose checkpoints another run writes.
+    """
+    bridge.start()
+    with checkpoint.locked(run):
+        return _followed(run, reference_steps, engine, quiet)
+
+
+def _followed(run: Run, reference_steps: ReferenceSteps, engine: str, quiet: bool) -> list[Judged]:
+    first = checkpoint.newest(run) if run.resume else 0
+    if first == run.steps:
+        raise ValueError(f"--resume: all {run.steps} steps are done; pass --steps above {first}")
+    with tempfile.TemporaryDirectory() as folder, show.LiveTable(run, first, quiet) as live:
+        options = run.options(folder=folder)
+        case = CaseSpec(scheme="train", mesh=run.full_mesh, dtype=run.dtype, options=options, engine=engine)
+        follower = Follower(run, reference_steps, folder, first, live.add)
+        follower.start()
+        try:
+            on_ranks(body, case, engine)
+        except KeyboardInterrupt:
+            follower.leave()
+            raise
+        except BaseException:
+            follower.end()
+            raise
+        follower.end()
+        steps = follower.judged()
+    if len(steps) < run.steps - first:
+        text = f"the ranks ended with {first + len(steps)} of {counted(run.steps, 'step')} told; run it again"
+        raise RankFailure(text, rank=0, case=case)
+    return steps
+
+
+def _write(done: Sequence[tuple[Run, Sequence[Judged]]], options: TrainOptions) -> None:
+    if options.page and done:
+        with naming(options.page):
+            page.write(done, options.page)
+    if options.figure and done:
+        run, steps = done[-1]
+        with naming(options.figure):
+            figure(steps, show.named(run)).savefig(options.figure, dpi=130, metadata={"Software": None})

@@ -1,0 +1,316 @@
+"""Verify a scheme: many drawn cases, the worst result of each tensor, and the smallest failing case.
+
+From a drawn case to the lines under a red row of the report:
+
+1. `verify_one_case.verify_case` evaluates the reference, runs the ranks and compares every tensor. For each wrong one,
+   `explain.clues` makes notes from its numbers, each with its scope: the cases that could refute it.
+2. `undecided.mark_undecided` replaces the mismatch by the verdict `undecided` if the reference is discontinuous within
+   the rounding of its inputs. `verify_or_undecided` is steps 1 and 2.
+3. `simplest_choices.SimplestCase` replaces drawn choices by the simplest ones with the same failure, and
+   `smallest.shrink` replaces the sizes by the smallest.
+4. `special_values.name_values_to_avoid` verifies the case with normal values, to name the inputs whose ties or zeros
+   the failure needs.
+5. `second_opinion` verifies it on gloo, in fresh processes.
+6. `notes.check_notes` verifies other cases and keeps the notes that hold in every one that fails.
+7. `repaired_lines.name_lines` adds the line of a collective whose repair makes the tensor right.
+8. A replay file is written, and the report prints the notes that remain, the best explanation first.
+
+`check` is the body of a parity test: steps 1, 2 and 8 for one case, and it raises on failure. Hypothesis draws its
+cases and shrinks failures, and its notes are not tested on other cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardproof.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
+from shardproof.declare.conditions import LARGER_WORLD
+from shardproof.declare.declared import Declared
+from shardproof.declare.discover import lookup
+from shardproof.declare.draws import Chooser, has_infinities
+from shardproof.declare.keywords import rejects_unknown_keywords
+from shardproof.draw import size_choices
+from shardproof.draw.choosers import Choice, RecordingChooser, even_chooser, seeded_chooser
+from shardproof.draw.coverage import pairs_not_drawn, plan
+from shardproof.draw.drawing import draw_case, fitting_meshes, meshes_left_out
+from shardproof.draw.profiles import EXAMPLES, SHAPES, few, profile
+from shardproof.engines.failure import Stalled
+from shardproof.engines.processes import pool
+from shardproof.experiments.notes import check_notes, from_one_case
+from shardproof.experiments.simplest_choices import SimplestCase
+from shardproof.experiments.smallest import shrink
+from shardproof.experiments.special_values import name_values_to_avoid
+from shardproof.experiments.undecided import verify_or_undecided
+from shardproof.judge.reference import CLOCK
+from shardproof.replays import write_replay
+from shardproof.report.merging import merge_reports
+from shardproof.report.report import OF_ALL_EXAMPLES, Report, mesh_text, sizes
+from shardproof.second_opinion import VERIFIED, second_opinion
+
+Progress = Callable[[int, int, str], None]
+FAILS = "fails; shrinking"
+
+
+VALUE_EXAMPLES = 8  # if all sizes are given
+MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
+
+
+class NothingCompared(ValueError):
+    """All tensors were empty in every example, or one tensor's reference was always NaN."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Reports of drawn cases; after a failure, the last is the simplest case with the same failure.
+
+    `shrinking_steps` counts the runs that looked for it; `as_drawn` is the case that failed first.
+    """
+
+    reports: Sequence[Report]
+    shrinking_steps: int = 0
+    as_drawn: CaseSpec | None = None
+
+
+@rejects_unknown_keywords
+def verify(
+    scheme: Declared,
+    engine: str = "lockstep",
+    examples: int | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    *,
+    world: int | None = None,
+    inside_subgroup: bool | None = None,
+    progress: Progress | None = None,
+    replay_folder: str = ".",
+) -> Report:
+    """See Scheme.verify; `fixed` gives mesh axes, dims and options, `world` the number of ranks.
+
+    `progress(done, total, state)` is called after each drawn example, but not after the first cases, which are the only
+    ones if nothing but values is drawn; `state` is empty until an example fails.
+    """
+    fixed = dict(fixed or {})
+    if engine not in ENGINES:
+        raise ValueError(f"scheme '{scheme.name}': engine {engine!r} is not one of {', '.join(ENGINES)}")
+    if engine not in scheme.engines:
+        raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}")
+    if examples is not None and (not isinstance(examples, int) or examples < 1):
+        raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
+    VERIFIED.add(scheme.key)
+    draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
+    trace_seconds_before = CLOCK.seconds
+    # 1. The cases that need no search, and the length of a search: enough for each pair of a size and a mesh.
+    first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
+    choices = {"dtype": dtype, "world": world, "limit": SHAPES[profile()]}
+    first_choices = plan(scheme, fixed, examples or MOST_PLANNED, seed, **choices)
+    if examples is None and total > len(first_cases):
+        total = max(total, len(first_cases) + len(first_choices))
+    reports = _until_one_fails(scheme, first_cases)
+    # 2. The rest is drawn, and a failure is reduced to the simplest case.
+    search = Search(reports, as_drawn=next((report.case for report in reports if report.failed), None))
+    if total > len(reports) and search.as_drawn is None:
+        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, first_choices)
+        reports += search.reports
+    # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
+    equal = [report for report in reports if report.ok]
+    if equal and not any(report.failed for report in reports):
+        _check_compared(scheme, equal)
+    left_out = {mesh_text(mesh): reason for mesh, reason in meshes_left_out(scheme, fixed, world, SHAPES[profile()])}
+    trace_seconds = CLOCK.seconds - trace_seconds_before
+    report = replace(
+        merge_reports(reports), left_out=left_out, trace_seconds=trace_seconds, shrinking_steps=search.shrinking_steps
+    )
+    if report.ok:
+        not_drawn = pairs_not_drawn(scheme, fixed, [report.case for report in reports], **choices)
+        return replace(report, not_drawn=tuple(not_drawn))
+    if report.is_undecided:
+        return _with_replay_file(scheme, name_values_to_avoid(scheme, report), replay_folder)
+    smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, fixed))
+    opinion = second_opinion(scheme, smallest, search.as_drawn)
+    return _with_replay_file(scheme, check_notes(scheme, opinion), replay_folder)
+
+
+def _with_smallest_case(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
+    """The report of the smallest case in place of the failing one, with the counts of all examples."""
+    small = shrink(scheme, report, fixed)
+    meshes = (mesh_text(small.case.mesh),)
+    rest = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
+    return replace(small, **rest, meshes=meshes, case_of_tensor={tensor.label: small.case for tensor in small.tensors})
+
+
+def _is_open(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
+    """Whether a dim, a mesh axis or an option is drawn, rather than values only."""
+    chosen = {**scheme.mesh, **scheme.options, **scheme.rank_options}
+    return not _has_all_dims(scheme, fixed) or any(
+        len(choices) > 1 and name not in fixed for name, choices in chosen.items()
+    )
+
+
+def _has_all_dims(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
+    return all(dim in fixed for dim in size_choices.free_dims(scheme))
+
+
+def _first_cases(
+    scheme: Declared, fixed: Mapping[str, Any], draw_options: Mapping[str, Any], seed: int, examples: int | None
+) -> tuple[list[CaseSpec], int]:
+    """The cases that are not drawn, and the total number of examples to draw up to.
+
+    For one example it is the seed's case. If all dims are given, there is one case for each mesh and dtype and, on
+    lockstep if the caller gave neither a number of examples nor `inside_subgroup`, one inside a larger world. If only
+    values are left to draw, there are at least VALUE_EXAMPLES, because some mistakes with masks, ids or lengths show
+    only for a few values.
+    """
+    default_options = {**draw_options, "inside_subgroup": bool(draw_options["inside_subgroup"])}
+    seeded_case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **default_options)
+    cases = _case_of_each_mesh_and_dtype(scheme, fixed, default_options, seed)
+    total = examples or (EXAMPLES[profile()] if _is_open(scheme, fixed) else len(cases))
+    if examples == 1:
+        return [seeded_case], total
+    if total < len(cases):
+        return [], total
+    is_inside_drawn = draw_options["inside_subgroup"] is None and LARGER_WORLD not in scheme.excluded_conditions
+    if cases and examples is None and is_inside_drawn and draw_options["engine"] == "lockstep":
+        inside = {**draw_options, "inside_subgroup": True}
+        case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **inside)
+        cases += [case] if case.world <= LARGEST_WORLD else []
+    if examples is None and not _is_open(scheme, fixed):
+        choosers = (even_chooser(number, seed) for number in range(len(cases), VALUE_EXAMPLES))
+        cases += [draw_case(scheme, choose, fixed, **default_options) for choose in choosers]
+    return cases, total
+
+
+def _case_of_each_mesh_and_dtype(
+    scheme: Declared, fixed: Mapping[str, Any], draw_options: Mapping[str, Any], seed: int
+) -> list[CaseSpec]:
+    """If all dims are given: one case on each mesh that can shard them, in each dtype.
+
+    Mistakes on a single mesh or dtype are common, such as a sum in bfloat16.
+    """
+    if not _has_all_dims(scheme, fixed):
+        return []
+    dtypes = (draw_options["dtype"],) if draw_options["dtype"] else scheme.dtypes
+    cases = []
+    for mesh in fitting_meshes(scheme, fixed, draw_options["world"]):
+        case = draw_case(scheme, seeded_chooser(seed), {**fixed, **mesh}, seed=seed, **draw_options)
+        cases += [case.replace(dtype=dtype) for dtype in dtypes]
+    return cases
+
+
+def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
+    """Errors: NothingCompared if every tensor is empty, or if the reference of one is always NaN.
+
+    NaN in the reference equals NaN, which is evidence only if infinities were drawn.
+    """
+    if not any(tensor.want.size for report in reports for tensor in report.tensors):
+        raise NothingCompared(
+            f"scheme '{scheme.name}': every tensor is empty at {sizes(reports[-1].case)}; nothing was compared"
+        )
+    wants: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}
+    for report in reports:
+        if not any(has_infinities(value) for value in report.case.values.values()):
+            for tensor in report.tensors:
+                if tensor.want.size:
+                    wants.setdefault(tensor.label, []).append((tensor.want, report.case))
+    for label, references in wants.items():
+        if all(np.isnan(want).all() for want, _ in references):
+            raise NothingCompared(
+                f"scheme '{scheme.name}': the reference of {label} is NaN everywhere at {sizes(references[0][1])}; "
+                "nothing of it was compared: correct the reference, or draw values that it is defined for"
+            )
+
+
+def _until_one_fails(scheme: Declared, cases: Sequence[CaseSpec]) -> list[Report]:
+    reports: list[Report] = []
+    for case in cases:
+        if not reports or not reports[-1].failed:
+            reports.append(verify_or_undecided(scheme, case))
+    return reports
+
+
+def _search(
+    scheme: Declared,
+    fixed: Mapping[str, Any],
+    draw_options: Mapping[str, Any],
+    seed: int,
+    total: int,
+    progress: Progress | None,
+    first_choices: Sequence[Sequence[Choice]],
+) -> Search:
+    """Verify drawn cases until one fails, and simplify that one; `first_choices` are given for the first cases."""
+
+    def draw(choose: Chooser) -> CaseSpec:
+        options = {**draw_options, "limit": SHAPES[profile()], "with_conditions": True}
+        return draw_case(scheme, choose, fixed, **options)
+
+    reports: list[Report] = []
+    for number in range(total):
+        planned = first_choices[number] if number < len(first_choices) else ()
+        chooser = RecordingChooser(even_chooser(number, seed), planned)
+        reports.append(verify_or_undecided(scheme, draw(chooser)))
+        if progress:
+            progress(len(reports), total, FAILS if reports[-1].failed else "")
+        if reports[-1].failed:
+            pool.start_ahead()  # it serves the second opinion
+            return _with_simplest(scheme, reports, draw, chooser)
+    return Search(reports)
+
+
+def _with_simplest(
+    scheme: Declared, reports: Sequence[Report], draw: Callable[[Chooser], CaseSpec], chooser: RecordingChooser
+) -> Search:
+    """The reports, with the simplest failing case as the last."""
+    *passing, failing = reports
+    # On other engines each run starts processes, and after a stalled rank each run waits as long as this one.
+    if failing.case.engine != "lockstep" or isinstance(failing.failure, Stalled):
+        return Search(reports, as_drawn=failing.case)
+    search = SimplestCase(draw, partial(verify_or_undecided, scheme), failing, chooser.choices)
+    return Search([*passing, search.search()], search.runs, failing.case)
+
+
+def check(case: CaseSpec) -> Report:
+    """Verify one case and raise unless all four oracles pass; writes a replay file for a failing case."""
+    from hypothesis import currently_in_test_context, reject
+
+    scheme = lookup(case.scheme)
+    report = verify_or_undecided(scheme, case)
+    if report.is_undecided and currently_in_test_context():
+        reject()  # Hypothesis draws another example; if there is none, the test does not pass
+    if not report.ok:
+        _with_replay_file(scheme, from_one_case(report), ".").raise_if_failed()
+    return report
+
+
+def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = "lockstep", **fixed: Any) -> None:
+    """Draw cases of a scheme and `check` each: the body of a parity test for several schemes or engines.
+
+    `examples` is their number, by default the active Hypothesis profile's; the profile `fast` draws a third of a given
+    number. `fixed` gives mesh axes, dims and options. Raises like `check`, for the smallest failing case.
+    """
+
+    from hypothesis import given, settings
+
+    from shardproof.draw.strategy import every_case
+
+    # No deadline: the first case of a shape traces the reference.
+    @settings(max_examples=few(examples) if examples else settings().max_examples, deadline=None)
+    @given(every_case(scheme, engine=engine, **fixed))
+    def each(case: CaseSpec) -> None:
+        check(case)
+
+    each()
+
+
+def _with_replay_file(scheme: Declared, report: Report, folder: str) -> Report:
+    """The report with its replay file, or with the reason why it could not be written."""
+    try:
+        path, replaced = write_replay(scheme, report, folder)
+        return replace(report, replay=path, replaced_replays=tuple(replaced))
+    except OSError as error:
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        return replace(report, replay_error=f"{reason}; shardproof verify --replay-dir DIR writes it elsewhere")

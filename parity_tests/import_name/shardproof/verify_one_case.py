@@ -1,0 +1,158 @@
+"""Verify one case: evaluate the reference, run the ranks, apply the four oracles, and explain wrong tensors by notes.
+
+An oracle, as in papers on testing, decides whether a run was right. The four are value (outputs and gradients against
+the reference), protocol (the ranks' collectives fit together), cost (calls and bytes are as declared) and hygiene (no
+input was modified, replicas are bitwise equal, the random state is unchanged, a function inside a larger world did not
+use the default group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardproof.declare import conditions
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.declaration_failure import DeclarationFailure
+from shardproof.draw import inputs
+from shardproof.engines.engines import run
+from shardproof.engines.failure import Raised, RankFailure
+from shardproof.engines.ledger import Ledger, RunResult, base
+from shardproof.engines.program import Program
+from shardproof.explain.clues import explain
+from shardproof.explain.collect_evidence import collect_evidence
+from shardproof.explain.note import Note
+from shardproof.judge import compare, side_checks
+from shardproof.judge.reference import Reference, evaluate, undefined_gradients
+from shardproof.report.report import Report
+
+if TYPE_CHECKING:
+    from shardproof.declare.declared import Declared
+    from shardproof.engines.program import RankResult
+
+NARROW = ("bfloat16", "float16")
+MORE_ROUNDINGS = (2, 4)  # times the declared number; larger errors do not come from storing intermediates
+
+
+def verify_case(
+    scheme: Declared,
+    case: CaseSpec,
+    *,
+    quiet_s: float | None = None,
+    reference: Reference | None = None,
+    wrap_program: Callable[[Program], Callable[..., Any]] | None = None,
+    arrays: Mapping[str, np.ndarray] | None = None,
+    cotangents: Mapping[str, np.ndarray] | None = None,
+) -> Report:
+    """The report of one case, without shrinking; notes are not tested on other cases.
+
+    `arrays` (full inputs by name) and `cotangents` (by output) replace the drawn ones. `reference` is an already
+    evaluated reference; `wrap_program` wraps the function that each rank runs. A failed rank is reported, not raised.
+
+    Errors: ReferenceFailure if the reference cannot be evaluated; DeclarationFailure for a custom layout that is not a
+    partition or cannot shard a size of the case, and for a cost that raises.
+    """
+    # 1. Custom layouts must be partitions before they shard anything.
+    _check_custom_layouts(scheme, case)
+    # 2. Evaluate the reference on one device, run the program on every rank.
+    program = Program.of(scheme, arrays=arrays, cotangents=cotangents)
+    source = _source(scheme, program, case)
+    reference = reference or evaluate(scheme, program, case)
+    try:
+        ranks = run(wrap_program(program) if wrap_program else program, case, case.engine, quiet_s=quiet_s)
+    except RankFailure as failure:
+        return Report(
+            scheme.key,
+            case,
+            failure=failure,
+            ledger=failure.ledger or Ledger(),
+            shards=_shards(scheme, case, failure.rank) if isinstance(failure, Raised) else None,
+            **source,
+        )
+    # 3. Compare values and gradients, then the ledgers.
+    tensors = compare.compare(scheme, case, ranks.results, reference)
+    if not all(tensor.ok for tensor in tensors if tensor.role == "gradient"):
+        undefined = undefined_gradients(scheme, program, case, reference)
+        tensors = compare.compare(scheme, case, ranks.results, reference, undefined)
+    protocol = side_checks.protocol(ranks.ledger, scheme.engines)
+    declared = side_checks.declared_costs(scheme, case, program)
+    # 4. Explain each wrong tensor.
+    notes = _notes(scheme, program, case, ranks, tensors)
+    return Report(
+        scheme.key,
+        case,
+        tensors=tuple(tensors),
+        protocol=protocol,
+        cost=side_checks.cost(case, ranks.ledger, declared),
+        hygiene=side_checks.hygiene(scheme, case, ranks.results, tensors, ranks.ledger),
+        notes=notes,
+        ledger=ranks.ledger,
+        cost_declared=scheme.cost is not None,
+        declared_costs=declared,
+        seconds=ranks.seconds,
+        **source,
+    )
+
+
+def _source(scheme: Declared, program: Program, case: CaseSpec) -> dict[str, Any]:
+    """Origin of the case in a report: the implementation, the function's line, the values of scalar inputs."""
+    return {
+        "implementation": scheme.implementation,
+        "source": f"{base(scheme.file)}:{scheme.line}",
+        "excluded_conditions": scheme.excluded_conditions,
+        "scalars": {arg.name: program.full_array(arg, case).item() for arg in scheme.inputs if not arg.spec.dims},
+    }
+
+
+def _check_custom_layouts(scheme: Declared, case: CaseSpec) -> None:
+    """Check that custom layouts are partitions, in the case and in its other calls. Errors: DeclarationFailure."""
+    try:
+        for call in (case, *conditions.other_cases(case)):
+            inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), call, scheme.layouts)
+    except ValueError as error:
+        raise DeclarationFailure(f"scheme '{scheme.name}': {error}") from error
+
+
+def _shards(scheme: Declared, case: CaseSpec, rank: int) -> str:
+    """`rank 1 has x (2,4) of 'b i/tp'`: a wrong spec gives the function a tensor of another shape."""
+    coords = inputs.coordinates(case.mesh)[rank]
+    shapes = {arg: inputs.local_shape(arg, case, coords, scheme.layouts) for arg in scheme.inputs}
+    each = (f"{arg.name} ({','.join(map(str, shape))}) of '{arg.spec}'" for arg, shape in shapes.items())
+    return f"rank {rank} has {', '.join(each)}"
+
+
+def _notes(
+    scheme: Declared,
+    program: Program,
+    case: CaseSpec,
+    ranks: RunResult,
+    tensors: Sequence[compare.TensorComparison],
+) -> dict[str, tuple[Note, ...]]:
+    """Notes on the kind of mistake, for each wrong tensor."""
+    wrong = [tensor for tensor in tensors if not tensor.ok]
+    outputs_pass = all(tensor.ok for tensor in tensors if tensor.role == "output")
+    budgets_by_roundings = _budgets_by_roundings(scheme, program, case, ranks.results) if wrong else {}
+    notes = {}
+    for tensor in wrong:
+        budgets_of_tensor = {count: budgets[tensor.label] for count, budgets in budgets_by_roundings.items()}
+        notes[tensor.label] = explain(
+            collect_evidence(scheme, program, case, tensor, outputs_pass, ranks.ledger, budgets_of_tensor)
+        )
+    return notes
+
+
+def _budgets_by_roundings(
+    scheme: Declared, program: Program, case: CaseSpec, results: Sequence[RankResult]
+) -> dict[int, dict[str, np.ndarray]]:
+    """Error budgets if more roundings were declared, {roundings: {tensor: budgets}}; only for narrow dtypes."""
+    if case.dtype not in NARROW:
+        return {}
+    by_count = {}
+    for count in (times * max(scheme.roundings, 1) for times in MORE_ROUNDINGS):
+        more_roundings = replace(scheme, roundings=count, sums=None)
+        tensors = compare.compare(more_roundings, case, results, evaluate(more_roundings, program, case))
+        by_count[count] = {tensor.label: tensor.element_budgets for tensor in tensors}
+    return by_count
