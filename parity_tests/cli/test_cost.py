@@ -61,6 +61,7 @@ def test_a_sweep_has_a_line_for_each_mesh(shardproof):
     assert "no ulysses on cp=32,64: assume rejects these sizes and options" in out
 
 
+@pytest.mark.slow
 def test_a_figure_of_a_sweep(shardproof):
     words = ("cost", "attention", "--mesh", "cp=8..32", "--dim", "s=1024*cp,h=16,g=2", "--figure", "crossovers.svg")
     assert shardproof(*words)[0] == 0

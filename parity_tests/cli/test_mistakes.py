@@ -11,6 +11,7 @@ import pytest
 
 from parity_tests import warm_python
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from shardproof import places
 from shardproof.declare import discover
 
 MISTAKES = {
@@ -80,6 +81,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_file_that_is_wrong(shardproof, mistake):
     body, sentence = MISTAKES[mistake]
@@ -92,6 +94,7 @@ TYPO_SAYS = "bad.py:9: scheme 'typo': spec 'b/tq' (output 'out'): axis 'tq' is n
 UNKNOWN = RIGHT.replace("right", "unknown").replace("declare(unknown)", "scheme(refrence=double)(unknown)")
 
 
+@pytest.mark.slow
 def test_a_declaration_that_is_wrong_costs_its_own_scheme_alone(shardproof):
     unknown = "bad.py:19: scheme 'unknown': scheme has no keyword 'refrence'; did you mean reference=?"
     file, command = written("bad.py", TYPO, UNKNOWN, RIGHT), ("verify", "bad.py", "--examples", "2")
@@ -109,11 +112,13 @@ def test_a_declaration_that_is_wrong_costs_its_own_scheme_alone(shardproof):
     assert shardproof("draw", f"{file}::right")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_declaration_that_is_wrong_raises_where_its_file_is_run():
     done = warm_python.run(written("bad.py", TYPO, RIGHT))
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"ValueError: {TYPO_SAYS.partition(': ')[2]}"
 
 
+@pytest.mark.slow
 def test_a_replay_runs_beside_a_declaration_that_is_wrong(shardproof):
     file = written("bad.py", TYPO, WRONG)
     assert shardproof("verify", file, "--examples", "2")[0] == 1
@@ -137,6 +142,7 @@ def test_a_file_in_place_of_a_verb(shardproof, words, remedy):
 SIZES = "scheme 'right': "
 
 
+@pytest.mark.fast_values(11)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -268,6 +274,7 @@ def test_usage_errors_of_the_parser(shardproof, arguments):
 # In a process of its own
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command():
     written("bad.py", MISTAKES["axis"][0])
     run = subprocess.run(
@@ -282,7 +289,8 @@ def test_a_component_whose_package_is_missing_is_named_and_left_out(monkeypatch,
     folder = tmp_path / "parity_tests" / "parallelizer"
     folder.mkdir(parents=True)
     (folder / "test_wanting.py").write_text("import transformers.nothing_of_this_name  # scheme(\n")
-    monkeypatch.setattr(discover, "PACKAGE", tmp_path / "parity_tests")
+    for module in (places, discover):
+        monkeypatch.setattr(module, "TESTS", tmp_path / "parity_tests")
     monkeypatch.setattr(discover, "_imported", lambda path: exec(path.read_text(), {}))
     assert discover.built_in() == []
     assert discover.left_out() == {

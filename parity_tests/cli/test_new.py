@@ -77,6 +77,7 @@ def is_clean():
     return [each.stdout for each in done if each.returncode]
 
 
+@pytest.mark.slow
 def test_the_example_is_written_as_the_page_shows_and_verifies_once_it_is_filled(shardproof):
     status, out, err = shardproof("new", "my_function.py::scaled_logits", "--inputs", "inputs", "--mesh", "tp=2")
     assert (status, err) == (0, "")
@@ -89,6 +90,7 @@ def test_the_example_is_written_as_the_page_shows_and_verifies_once_it_is_filled
     assert "1 scheme, 0 mismatches, 0 not run." in verified("2.0 * hidden @ weight")
 
 
+@pytest.mark.slow
 def test_annotations_are_read(shardproof):
     Path("my_function.py").write_text(ANNOTATED)
     status, out, _ = shardproof("new", "my_function.py::scaled_logits")

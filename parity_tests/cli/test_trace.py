@@ -24,6 +24,7 @@ def line_of(text):
     return number
 
 
+@pytest.mark.slow
 def test_the_example_is_right(shardproof):
     status, out, err = shardproof("trace", str(EXAMPLE))
     assert (status, err) == (0, "")

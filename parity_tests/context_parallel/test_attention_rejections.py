@@ -235,6 +235,7 @@ def test_attention_has_no_dropout():
     assert text.endswith("unexpected keyword argument 'dropout'")
 
 
+@pytest.mark.slow
 def test_masks_go_with_their_layout():
     layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
     mask = weakref.ref(schedule_of(layout, True, 5).blocks[0][0].mask)
@@ -244,6 +245,7 @@ def test_masks_go_with_their_layout():
     assert mask() is None
 
 
+@pytest.mark.slow
 def test_a_copy_on_another_device_goes_with_its_layout():
     layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
     weak = weakref.ref(layout), weakref.ref(attention._on_device(layout, torch.device("meta")))

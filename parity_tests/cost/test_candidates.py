@@ -21,6 +21,7 @@ def sent(candidate, phase):
     return round(sum(line.price.inside + line.price.between for line in candidate.lines if line.phase == phase))
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cp", [1, 2, 6, 8, 64, 256])  # production counts the keys that ranks need pair by pair
 @pytest.mark.parametrize("heads", [(64, 64), (64, 8), (48, 1)])

@@ -123,6 +123,7 @@ def test_a_rank_that_raises_is_confirmed():
     assert (report.verdict, report.confirmed_on) == ("raised", "gloo")
 
 
+@pytest.mark.slow
 def test_where_gloo_passes_the_engines_disagree(library, first, shardproof):
     status, out, _ = shardproof(
         "verify", written("sharing.py", SHARING, RIGHT), "--junit", "out.xml", "--json", "o.json"
@@ -161,6 +162,7 @@ def masking(mesh, x):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "other"), [("caching", "sizes"), ("masking", "values")])
 def test_state_that_the_function_keeps_between_calls_is_named_and_replayed(function, other, first):
     masked = "reference=lambda x: jnp.where(x > 0, 2.0 * x, jax.lax.stop_gradient(2.0 * x))"
@@ -186,6 +188,7 @@ def counting(mesh, x):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", slow_but([0], range(4)))
 def test_state_that_is_equal_for_many_values_is_named_too(seed, first):
     """A count of ones among zeros: the other call of the smallest case may have as many."""
@@ -214,6 +217,7 @@ def test_a_case_that_fails_before_it_is_shrunk_keeps_no_state(first, monkeypatch
     assert report.case == failing.case and report.meshes == ("tp=2",)
 
 
+@pytest.mark.slow
 def test_a_scheme_may_exclude_that_it_is_called_before(first):
     file = written(
         "excluding.py", CACHING, "declare(caching, dtypes=('float32',), excluded_conditions=('call_before',))\n"
@@ -239,6 +243,7 @@ def test_a_state_that_another_file_left_is_no_verdict_on_this_one(tmp_path):
     assert (report.verdict, report.engines_disagree) == ("engines disagree", second_opinion.PROCESS_CHANGED)
 
 
+@pytest.mark.slow
 def test_gloo_is_judged_again_in_fresh_processes_if_they_served_another_scheme():
     def leaving(mesh, x):
         torch.Tensor.left_over = 1.0
@@ -339,6 +344,7 @@ def test_one_case_alone_is_judged_once(monkeypatch):
     assert "  not confirmed on gloo: the scheme is declared for lockstep only" in str(narrow).splitlines()
 
 
+@pytest.mark.slow
 def test_state_that_gloo_keeps_between_calls_is_named_too(first):
     (scheme,) = schemes_of_file(written("on_gloo.py", CACHING, "declare(caching, dtypes=('float32',))\n"))
     report = scheme.verify("gloo", tp=2, seed=3, examples=12)
@@ -361,6 +367,7 @@ scheme(
 """
 
 
+@pytest.mark.slow
 def test_a_buffer_that_only_grows_shows_after_a_longer_call(first):
     (scheme,) = schemes_of_file(written("growing.py", GROWING))
     report = scheme.verify(tp=2)

@@ -51,6 +51,7 @@ def save_nothing(context, operation, *args, **kwargs):
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
+@pytest.mark.slow
 def test_each_scope_recomputes_its_blocks_and_changes_no_bit():
     """Products are counted: so many more than without as the recomputed blocks have."""
     without, gradients = products()
@@ -141,6 +142,7 @@ def test_a_plan_that_is_a_function_of_the_model():
 NAMES = {"replicate": "copies", "shard": "shards", "tp": "tensor"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"copies": 2, "shards": 2}, {"shards": 2, "tensor": 2}, {"tensor": 2}], ids=str)
 def test_names_of_a_mesh(mesh):
     """The same gradients under a caller's own names; the rows of a rank follow from its axes of data."""
@@ -205,6 +207,7 @@ def test_cp_alone_goes_by_the_name_of_data_and_cp():
     assert run(body, CaseSpec("cp_alone", {"cp": 2})).results == (2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("depths", [(0, 0), (1, 2), (3, 3)])
 def test_prefetching_changes_no_gradient(mesh, depths):
@@ -231,6 +234,7 @@ def test_so_many_blocks_ahead_are_gathered():
     assert run(body, CaseSpec("ahead", {"dp_shard": 2}, dtype="float64")).results == (ahead,) * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "family"),
     [({"dp_shard": 2}, "llama"), pytest.param({"tp": 2}, "qwen3", marks=pytest.mark.slow)],

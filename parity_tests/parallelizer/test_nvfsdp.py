@@ -124,6 +124,7 @@ REPLICAS = {"dp_replicate": 2}
 LAYER = {"qwen3": "Qwen3", "llama": "Llama", "gemma": "Gemma"}
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [

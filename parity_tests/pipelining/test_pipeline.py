@@ -65,6 +65,7 @@ def run_one(mesh, case):
     return has_first, has_last, {name: g.tobytes() for name, g in full.items()}, sum(units)
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize(
     ("p", "options"),
     [
@@ -94,6 +95,7 @@ def test_gradients_are_those_of_the_full_model(p, options):
     )
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "a file"])
 def test_with_fsdp_inside_stages(name, once, tmp_path):
@@ -119,6 +121,7 @@ def test_with_fsdp_inside_stages(name, once, tmp_path):
         assert (ours - theirs).norm() <= PROMISED * theirs.norm(), parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B"])
 def test_gradients_reduced_after_each_microbatch_are_the_same(name):
     options = {
@@ -156,6 +159,7 @@ def rejection(mesh, case):
     return f"{error.type.__name__}: {error.value}"
 
 
+@pytest.mark.fast_values(8)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -90,6 +90,7 @@ def pair(**changed):
     return Pair(**arguments)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_equal_modules_have_no_first_difference(dtype):
     compared = trace_pair(pair(torch_module=Net(dtype=dtype)))
@@ -162,6 +163,7 @@ def test_what_one_side_alone_has_is_reported():
     assert traced.torch_only == ("block.gate",) and traced.flax_only == ("ffn.w_gate",) and first(traced.lines) is None
 
 
+@pytest.mark.slow
 def test_a_copy_in_another_dtype_is_traced():
     original = pair()
     assert traced_pair(original, "bfloat16").dtype == "bfloat16" and original.dtype == "float64"

@@ -29,6 +29,7 @@ def trace(shardproof):
 # Right models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["gloo", "lockstep"])
 def test_a_llama_over_tp_is_as_on_one_device(trace, engine):
     status, out, err = trace("llama_over_tp", "--engine", engine)
@@ -36,6 +37,7 @@ def test_a_llama_over_tp_is_as_on_one_device(trace, engine):
     assert out.startswith("llama_over_tp  tp=2  float32: 135 tensors as on one device, at most 0.")
 
 
+@pytest.mark.slow
 def test_a_llama_over_fsdp2_and_tp_in_bfloat16(trace):
     status, out, _ = trace("llama_over_dp_and_tp", "--dtype", "bfloat16", mesh="dp=2,tp=2")
     assert status == 0 and " bfloat16: 135 tensors as on one device" in out
@@ -57,6 +59,7 @@ def test_the_example_is_right_at_80_columns(trace, monkeypatch):
 # Wrong models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharded", "named"),
     [

@@ -20,6 +20,7 @@ def reference_trace():
     return known_of(Run(mesh={}, **SMALL))
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("cp", SHAPES)
 def test_the_ranks_of_cp_are_a_ring_of_groups(cp):
     def body(mesh, case):
@@ -30,11 +31,13 @@ def test_the_ranks_of_cp_are_a_ring_of_groups(cp):
     assert all(run(body, CaseSpec(scheme="ring", mesh={"dp": 2, "cp": cp, "tp": 1})).results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"cp": 2, "tp": 2}, {"cp": 3}, {"dp": 2, "cp": 2}, {"cp": 4}])
 def test_every_tensor_is_equal(reference_trace, mesh):
     compared = trace(Run.on(mesh, **SMALL), reference_trace, "lockstep")
     assert first(compared) is None and len(compared) > 40
 
 
+@pytest.mark.slow
 def test_processes_give_the_same(reference_trace):
     assert first(trace(Run.on({"cp": 4}, **SMALL), reference_trace, "gloo")) is None

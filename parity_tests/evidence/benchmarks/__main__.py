@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.benchmarks`, or `make bench`: measure the promised figures, write docs/benchmarks.md.
+"""`python -m parity_tests.evidence.benchmarks`, or `make bench`: measure the promised figures, write the page.
 
 A promise that is missed is printed as missed. With --only the page keeps its other sections; without, it keeps those
 that were measured apart and of which nothing can run here, as the kernels without a GPU.

@@ -42,6 +42,7 @@ def test_results_of_every_rank(tmp_path):
     assert not any(map(is_there, pids(tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "seconds", "text"),
     [

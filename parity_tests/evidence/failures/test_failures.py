@@ -10,6 +10,7 @@ from parity_tests.evidence.failures import page
 from parity_tests.evidence.failures.cells import Cell, bodies, cells
 
 
+@pytest.mark.slow
 def test_a_few_cells() -> None:
     dead, equal, odd = cells("lockstep", 2, ["is_killed", "prints_much", "other_shape"])
     assert (dead.cause, dead.lacks) == ("died", [])

@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.false_alarms`, or `make alarms`: judge drawn examples of right schemes, write the page."""
+"""`python -m parity_tests.evidence.false_alarms`, or `make alarms`: judge examples of right schemes, write the page."""
 
 from __future__ import annotations
 

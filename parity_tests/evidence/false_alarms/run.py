@@ -3,8 +3,9 @@
 Time is shared equally, after some examples of each: the next are of the scheme that had the least time so far, so that
 a function is judged a thousand times and a whole model some dozens. The example of a number is the same in each run.
 
-As `python -m parity_tests.evidence.false_alarms.run JOURNAL SHARE SHARES EXAMPLES` it is one process of several, which judges
-every so-manyth scheme until they have their part of the examples. What stands in its journal is not judged again.
+As `python -m parity_tests.evidence.false_alarms.run JOURNAL SHARE SHARES EXAMPLES` it is one process of several, which
+judges every so-manyth scheme until they have their part of the examples. What stands in its journal is not judged
+again.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ def test_a_right_scheme_has_no_alarm_and_the_same_examples_again():
     assert first.conditions and set(first.examples) == {"float32", "bfloat16"}
 
 
+@pytest.mark.slow
 def test_what_is_reported_as_wrong_is_an_alarm_with_its_case():
     doubled = scheme(reference=lambda x: 2.0 * x, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp")(
         lambda mesh, x: 2 * x + (x.shape[0] > 1)
@@ -33,6 +34,7 @@ def test_what_is_reported_as_wrong_is_an_alarm_with_its_case():
     assert f"{len(counts.alarms)} false alarms in 40 examples of 1 of 1 schemes" in page.closing([counts])[0]
 
 
+@pytest.mark.slow
 def test_a_choice_within_rounding_is_undecided_and_no_alarm():
     ranked = scheme(
         reference=lambda x: jnp.argsort(x, stable=True).astype(x.dtype),

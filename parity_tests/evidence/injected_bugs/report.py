@@ -28,8 +28,8 @@ SCHEDULE_LOGGER = "torch_impl.pipelining.schedule"  # warns of few micro-batches
 
 HEAD = """# Injected bugs
 
-A test suite is worth what it catches. `parity_tests/evidence/injected_bugs/` is a catalogue of bugs, written by hand, that are
-injected one at a time into our own components, in memory; the tree is never written. An oracle should
+A test suite is worth what it catches. `parity_tests/evidence/injected_bugs/` is a catalogue of bugs, written by hand,
+that are injected one at a time into our own components, in memory; the tree is never written. An oracle should
 catch each bug, and report it in the right words, on the drawn examples that the parity tests judge; those that survive
 are listed. Every fourth example stands inside sub-groups of a larger world.
 

@@ -35,6 +35,7 @@ def groups():
 GROUPS = groups()
 
 
+@pytest.mark.fast_values(78)
 @pytest.mark.parametrize("bug", CATALOGUE, ids=lambda bug: bug.name)
 def test_a_bug_is_not_stale_and_can_be_compiled(bug):
     assert bug.new != bug.old
@@ -111,6 +112,7 @@ def caught(bugs, runner):
     return outcomes
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("component", ["collectives", "mamba", "optimizers"])
 def test_schemes_of_a_component_catch_a_sample_of_its_bugs(component):
     """A component whose schemes run few lines of others."""

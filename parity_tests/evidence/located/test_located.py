@@ -22,6 +22,7 @@ def ran():
     return reached.functions_run(Run.on({"cp": 2, "tp": 2}, **SMALL, attention="ring"))
 
 
+@pytest.mark.slow
 def test_a_bug_is_reached_where_its_function_runs(ran):
     assert reached.is_reached(BY_NAME["gate and up exchanged"], ran)
     assert reached.is_reached(BY_NAME["the gradient of a rank's own keys dropped"], ran)  # of a backward
@@ -104,6 +105,7 @@ SAMPLE = (
 )
 
 
+@pytest.mark.slow
 def test_the_command(monkeypatch, tmp_path):
     """A sample is found in the right modules, written, and answered from the file the second time."""
     monkeypatch.setattr(located, "SMALL", SMALL)

@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.mutants`: judge a sample of mutants, print what is caught; `make mutants` writes the page."""
+"""`python -m parity_tests.evidence.mutants`: judge a sample of mutants; `make mutants` writes the page."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which lines of production each drawn case of a scheme runs.
 
-As `python -m parity_tests.evidence.mutants.case_lines TASK` it is a process of its own for some schemes: coverage.py's tracer
-must be there before the ranks' threads are. Caches are emptied before each case, so that none reads what another one
-computed.
+As `python -m parity_tests.evidence.mutants.case_lines TASK` it is a process of its own for some schemes: coverage.py's
+tracer must be there before the ranks' threads are. Caches are emptied before each case, so that none reads what
+another one computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.mutants.equivalents`: run all tests on one tree that has every mutant read as equivalent.
+"""`python -m parity_tests.evidence.mutants.equivalents`: run all tests on a tree with all equivalents.
 
 Changes that no test can see remain so together, and one run of the tests judges all entries of `judged.toml`. Where a
 test fails, halves of the mutants lead to the one that it sees: that entry is wrong.

@@ -39,8 +39,8 @@ Not made are mutants of
 {rules}
 
 A survivor that was looked at and that no test on a CPU can see is equivalent and not counted: its values are the same,
-or it changes cost alone, or CUDA or another version of torch alone runs it. `parity_tests/evidence/mutants/judged.toml` says
-why, line by line.
+or it changes cost alone, or CUDA or another version of torch alone runs it. `parity_tests/evidence/mutants/judged.toml`
+says why, line by line.
 
 Written by `make mutants` on {date} with Python {python}, torch {torch}, jax {jax}:
 {count} mutants of {candidates}, seed {seed}.
@@ -137,7 +137,8 @@ def of_equivalents(count: int, seen: int) -> str:
     versions = f"Python {platform.python_version()}, torch {version('torch')}"
     return (
         f"On {date.today().isoformat()}, with {versions}: of {count} mutants that are read as equivalent, {seen} are"
-        " seen by a test. `python -m parity_tests.evidence.mutants.equivalents` makes them all at once, and runs all tests."
+        " seen by a test. `python -m parity_tests.evidence.mutants.equivalents` makes them all at once,"
+        " and runs all tests."
     )
 
 

@@ -20,6 +20,7 @@ from parity_tests.evidence.mutants import pytest_process
 from parity_tests.evidence.mutants.lines_plugin import COLLECTED, WIDE
 from parity_tests.evidence.mutants.workers import Workers
 from shardproof.declare import discover
+from shardproof.places import component_folders
 
 Lines = dict[str, list[int]]  # of each file, relative to the root
 Progress = Callable[[str], Any]
@@ -136,9 +137,7 @@ def _masks(keys: Sequence[str], examples: int, workers: Workers) -> dict[str, An
 
 def test_files(component: str) -> list[Path]:
     """Files of tests, those of the component first; the harness and the tools judge nothing of production."""
-    folders = [folder for folder in sorted((ROOT / "parity_tests").iterdir()) if folder.is_dir()]
-    folders = [folder for folder in folders if folder.name not in discover.NOT_COMPONENTS]
-    folders.sort(key=lambda folder: folder.name != component)
+    folders = sorted(component_folders(), key=lambda folder: folder.name != component)
     return [file for folder in folders for file in sorted(folder.glob("test_*.py"))]
 
 

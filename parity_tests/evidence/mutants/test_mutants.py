@@ -123,6 +123,7 @@ def test_a_sample_repeats_and_has_each_component():
     assert {mutant.component for mutant in places.sampled(4, 3, "layouts")} == {"layouts"}
 
 
+@pytest.mark.slow
 def test_a_change_of_other_lines_leaves_sample_and_outcomes_as_they_were(monkeypatch, tmp_path):
     def named(root):
         monkeypatch.setattr(places, "ROOT", root)
@@ -167,6 +168,7 @@ def test_a_line_that_is_not_counted_is_judged_by_the_cases_that_run_its_statemen
     assert cases(6, 2) == cases(6, 7) == cases(3, 5) == {}
 
 
+@pytest.mark.slow
 def test_cases_have_the_lines_that_their_ranks_run():
     """Ranks are threads. Of a function that another scheme runs, they have none."""
     keys = [SUM, SUM.replace("sum_to_invariant", "maximum")]
@@ -175,6 +177,7 @@ def test_cases_have_the_lines_that_their_ranks_run():
     assert total[PLAIN][line] == 0b111 and maximum and line not in maximum.get(PLAIN, {})
 
 
+@pytest.mark.slow
 def test_drawn_cases_catch_a_mutant_and_pass_what_is_none():
     cases = DrawnCases(examples=4)
     caught = cases.judge(mutant_of(RETURNED, "return (total / 2).to(x.dtype)"), {SUM: range(4)})
@@ -231,6 +234,7 @@ def test_a_batch_is_of_one_component_and_the_largest_comes_first():
     assert [mutant.start for mutant in first] == sorted(mutant.start for mutant in first) and last[0].component == "a"
 
 
+@pytest.mark.slow
 def test_threads_may_look_for_lines_at_the_same_time():
     """Python 3.11 parses in one thread at a time, and a collection of garbage lets another one in."""
     mutant = replace(mutant_of(RETURNED, "return total"), file="torch_impl/context_parallel/attention.py")
@@ -281,6 +285,7 @@ def test_what_is_reached_is_remembered_while_the_text_is_the_same():
     assert (reach.cases(PLAIN, [2]), reach.cases(PLAIN, [1])) == ([2], [])
 
 
+@pytest.mark.slow
 def test_a_test_has_the_lines_that_its_ranks_run():
     """Ranks are threads; of the function beside it, which another test of the file runs, it has none."""
     tests = of_tests(Memory(Path("lines.json")), [ROOT / SUM_FILE], Workers(1), print)

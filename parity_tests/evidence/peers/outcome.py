@@ -1,7 +1,7 @@
 """The verdict on every scheme of one file, and whether it is the expected one.
 
-`python -m parity_tests.evidence.peers.outcome FILE ENGINE EXAMPLES TABLE` writes them as JSON: a process for each file, so that
-what one project leaves behind in a process is no other's matter.
+`python -m parity_tests.evidence.peers.outcome FILE ENGINE EXAMPLES TABLE` writes them as JSON: a process for each file,
+so that what one project leaves behind in a process is no other's matter.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ def fingerprint(schemes):
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same():
     program = "from parity_tests.harness.draw.test_drawing import *; print(fingerprint([tokens, sequences]))"
     environment = {"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}

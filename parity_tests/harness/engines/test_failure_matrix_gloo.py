@@ -132,6 +132,7 @@ def world(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
+@pytest.mark.fast_values(6)
 @pytest.mark.parametrize(("body", "causes", "words"), ROWS, ids=[row[0].__name__ for row in ROWS])
 def test_row(world: int, body: Any, causes: set[str], words: list[str]) -> None:
     start = time.monotonic()
@@ -204,6 +205,7 @@ def slow_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
     del sys.modules["slow_to_import"]
 
 
+@pytest.mark.slow
 def test_slow_import_is_no_stall(world: int, slow_module: Any) -> None:
     def imports(mesh: Any, case: Any) -> float:
         return healthy(mesh, case) + slow_module.VALUE

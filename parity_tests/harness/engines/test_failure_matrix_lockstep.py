@@ -242,6 +242,7 @@ def failed(body: Callable, world: int, cause: type[failure.RankFailure]) -> tupl
     return caught.value, seconds
 
 
+@pytest.mark.fast_values(26)
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.body.__name__)
 def test_row(mistake, world):

@@ -15,6 +15,7 @@ def declared(function, inputs, outputs=None, **more):
     )
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_failure_at_two_heads_is_reported_at_two_heads(seed):
     def wrong_from_two_heads(mesh, x):

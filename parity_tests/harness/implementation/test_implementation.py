@@ -45,6 +45,7 @@ def scheme_named(name):
     return scheme
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_right_functions_are_equal(engine, shardproof):
     file = written(f"right_on_{engine}.py", RIGHT)
@@ -64,6 +65,7 @@ def test_right_functions_are_equal(engine, shardproof):
     assert TABLE[record["reports"][0]["scheme"]].implementation is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_a_mismatch_names_the_function_and_its_line_and_is_replayed_on_it(engine, shardproof):
     file = written(f"wrong_on_{engine}.py", WRONG)
@@ -142,6 +144,7 @@ def test_a_rank_that_raises_names_the_line_of_the_module(shardproof):
 # Expected failures
 
 
+@pytest.mark.slow
 def test_an_expected_failure_is_listed_and_does_not_count(shardproof):
     file = written("wrong_as_expected.py", WRONG)
     written("expected.txt", "# known\nvocab_parallel_logprob  mismatch  # the slope\nvocab_topk mismatch\n")
@@ -166,6 +169,7 @@ def test_an_unexpected_pass_fails(shardproof):
     assert ElementTree.parse("out.xml").getroot().get("failures") == "1"
 
 
+@pytest.mark.slow
 def test_another_failure_than_the_expected_fails(shardproof):
     written("expected.txt", "vocab_parallel_logprob raised\n")
     file = written("wrong_otherwise.py", WRONG)

@@ -120,6 +120,7 @@ def test_a_cotangent_that_is_modified():
     )
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_in_the_last_bit():
     def doubled(mesh, x):
         y = x * 2
@@ -183,6 +184,7 @@ def test_ranks_with_different_dtypes():
     assert findings(doubled).hygiene == ("rank 1: 'out' is float64, on rank 0 it is float32",)
 
 
+@pytest.mark.slow
 def test_the_default_group_inside_a_sub_group():
     def total(mesh, x):
         return summed(x, None)
@@ -227,6 +229,7 @@ def test_a_scheme_sees_only_its_axes():
     assert sorted(seen) == [(("tp",), 2, 0, 2)] * 2 + [(("tp",), 2, 1, 2)] * 2
 
 
+@pytest.mark.slow
 def test_the_default_group_on_a_mesh_of_two_axes_is_named():
     def both(mesh, x):
         return summed(x, None)

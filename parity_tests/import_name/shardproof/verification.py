@@ -293,17 +293,22 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
     number. `fixed` gives mesh axes, dims and options. Raises like `check`, for the smallest failing case.
     """
 
-    from hypothesis import given, settings
+    from hypothesis import Phase, given, settings
 
+    from shardproof.draw.reproducible import reproducible_draws
     from shardproof.draw.strategy import every_case
 
+    count = few(examples) if examples else settings().max_examples
+    phases = [phase for phase in settings().phases if phase is not Phase.explain]  # the report explains
+
     # No deadline: the first case of a shape traces the reference.
-    @settings(max_examples=few(examples) if examples else settings().max_examples, deadline=None)
+    @settings(max_examples=count, deadline=None, phases=phases)
     @given(every_case(scheme, engine=engine, **fixed))
     def each(case: CaseSpec) -> None:
         check(case)
 
-    each()
+    with reproducible_draws():
+        each()
 
 
 def _with_replay_file(scheme: Declared, report: Report, folder: str) -> Report:

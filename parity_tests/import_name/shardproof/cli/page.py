@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,8 +11,9 @@ import typer
 from shardproof.cli.app import app
 from shardproof.cli.help import EXAMPLES, STATUS
 from shardproof.cli.shapes import SHAPES
+from shardproof.places import ROOT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "command-line.md"
+PAGE = ROOT / "docs" / "reference" / "command-line.md"
 HEAD = """# The command line
 
 `shardproof VERB --help` prints what stands here. This page is written by `python -m shardproof.cli.page`,

@@ -1,10 +1,41 @@
-"""What ranks send so that queries meet the keys of other ranks, message by message, from the pairs that meet."""
+"""What attention over cp costs: its products, exchanges of all keys and of heads, and messages from listed pairs."""
+
+import math
+from typing import Any
 
 import numpy as np
 
-from shardproof import Cost
+from shardproof.declare.declared import Cost
 
 MOST_POSITIONS, MOST_RANKS = 4096, 64  # of a cost: pairs are listed one by one
+
+
+def products(c, causal=False):
+    """Two products of each pair of a query and a key forward, five backward, the share of one rank.
+
+    Causal attention has half of the pairs where a scheme has it as an option; a rule that comes as data takes none off.
+    """
+    pairs = c.s * (c.s + 1) // 2 if causal or c.options.get("causal") else c.s * c.s
+    ranks = math.prod(c.mesh.get(axis, 1) for axis in ("cp", "ring", "heads"))
+    product = 2 * c.b * c.h * pairs * c.p // ranks
+    return 2 * product, 5 * product
+
+
+def gathered_cost(c, rows):
+    keys = c.b * rows * 2 * c.g * c.p
+    return Cost(
+        forward={"all_gather": (1, keys * c.itemsize)},
+        backward={
+            "all_gather": (1, keys * c.itemsize),
+            "reduce_scatter": (1, c.cp * keys * c.accumulator_itemsize),
+        },
+        products=products(c),
+    )
+
+
+def heads_cost(c, a, rows, axis="cp"):
+    mixed = {f"all_to_all/{axis}": (2, c.b * rows * c.p * c.itemsize * (2 * c.h + 2 * max(c.g, a)))}
+    return Cost(forward=mixed, backward=mixed, products=products(c))
 
 
 def visible_pairs(size, causal, window, padded=None, real=None, prefix_of=()):
@@ -119,6 +150,6 @@ def key_costs(c, positions, visible, heads, products=None, axis="cp"):
     return costs
 
 
-def added(one, other):
+def added(one: Any, other: Any) -> dict[str, Any]:
     """Calls and bytes of both, by op."""
     return {op: tuple(map(sum, zip(one.get(op, (0, 0)), other.get(op, (0, 0)), strict=True))) for op in {*one, *other}}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shardproof.cost.candidates import Comparison, Setting, candidates
 from shardproof.declare import discover
 from shardproof.declare.declared import Declared
-
-TESTS = Path(__file__).resolve().parents[1]
+from shardproof.places import TESTS
 
 
 def attention(setting: Setting) -> Comparison:

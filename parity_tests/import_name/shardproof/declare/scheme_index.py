@@ -20,11 +20,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardproof.places import ROOT, SOURCES
+
 if TYPE_CHECKING:
     from shardproof.declare.declared import Declared
 
-ROOT = Path(__file__).resolve().parents[3]
-SOURCES = ("jax_ref", "parity_tests", "torch_impl")
 VERSIONS = ("torch", "jax", "numpy", "transformers", "safetensors")  # that declarations depend on
 MOST_FILES = 8  # of other checkouts and environments
 
@@ -154,7 +154,7 @@ def _fingerprint() -> str:
     for name in VERSIONS:
         digest.update(f"{name} {version(name) if _is_installed(name) else None}".encode())
     for source in SOURCES:
-        for folder, inner, files in os.walk(ROOT / source):
+        for folder, inner, files in os.walk(source):
             inner[:] = sorted(name for name in inner if name != "__pycache__")
             for name in sorted(name for name in files if name.endswith(".py")):
                 status = os.stat(os.path.join(folder, name))

@@ -17,10 +17,11 @@ def register_profiles() -> None:
     from hypothesis import HealthCheck, settings
 
     quiet = {"deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
-    new = {"derandomize": False}  # said, since Hypothesis's own default repeats examples where CI is set
-    repeated = {"derandomize": True, "database": None}
     for name, examples in EXAMPLES.items():
-        settings.register_profile(name, max_examples=examples, **quiet, **(repeated if name in REPEATED else new))
+        # Said of each profile, since Hypothesis's own default repeats examples where CI is set.
+        repeated = name in REPEATED
+        stored = {"database": None} if repeated else {}
+        settings.register_profile(name, max_examples=examples, derandomize=repeated, **quiet, **stored)
 
 
 def few(examples: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-STRICT = ("jax_ref", "parity_tests")  # packages whose references must broadcast explicitly
+STRICT = ("jax_ref", "parity_tests", "shardproof")  # packages whose references must broadcast explicitly
 
 
 def start(cache: str | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 # Those of constraints.txt, which is not installed.
@@ -13,13 +14,19 @@ def newer() -> list[str]:
     """`torch 2.14.1 is newer than 2.13.0, with which this release was tested`; empty where nothing is newer."""
     sentences = []
     for name, tested in TESTED.items():
-        try:
-            installed = version(name).partition("+")[0]
-        except PackageNotFoundError:  # transformers is an extra
-            continue
-        if _numbers(installed) > _numbers(tested):
+        installed = installed_release(name)
+        if installed and _numbers(installed) > _numbers(tested):
             sentences.append(f"{name} {installed} is newer than {tested}, with which this release was tested")
     return sentences
+
+
+@cache  # each report asks, and finding one takes 20 ms
+def installed_release(name: str) -> str:
+    """The release of a package, empty where it is not installed: transformers is an extra."""
+    try:
+        return version(name).partition("+")[0]
+    except PackageNotFoundError:
+        return ""
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def reference_optimizer(run: Run) -> tuple[Callable[..., Any], Callable[..., Any
             updates, of_adamw = optimizer.update(
                 {name: gradients[name] for name in other_weights}, of_adamw, other_weights
             )
-        settings = {"lr": run.learning_rate, "weight_decay": run.weight_decay}
+        settings: dict[str, Any] = {"lr": run.learning_rate, "weight_decay": run.weight_decay}
         matrices = {
             name: muon(weights[name], gradients[name], x, rows=_rows(name, x), **settings)
             for name, x in buffers.items()
