@@ -28,6 +28,7 @@ from parity_tests.evidence.mutants import places
 from parity_tests.evidence.mutants.by_tests import tree_of
 from parity_tests.evidence.mutants.judged import why_equivalent
 from parity_tests.evidence.mutants.mutant import Mutant
+from parity_tests.evidence.page import read, with_section, write
 
 # They compare the text of production with what is written about it, which any change alters.
 OF_THE_TEXT = ("parity_tests/evidence/injected_bugs", "parity_tests/evidence/mutants", "parity_tests/test_house.py")
@@ -59,7 +60,7 @@ def main(
     line = pages.of_equivalents(len(mutants), len(wrong))
     console.print(line, highlight=False)
     if page:
-        pages.write_of_equivalents(line, page)
+        write(with_section(read(page), pages.TESTED_AT_ONCE, line), page)
     raise typer.Exit(int(bool(wrong)))
 
 

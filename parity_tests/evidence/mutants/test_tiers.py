@@ -6,13 +6,13 @@ import pytest
 
 from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
 from parity_tests.evidence.injected_bugs.injected_bug import patched_text
+from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.mutants import tiers
 from parity_tests.evidence.mutants.by_tests import Failure, TestRuns
-from parity_tests.evidence.mutants.journal import Journal
 from parity_tests.evidence.mutants.mutant import changed
 from parity_tests.evidence.mutants.reached import Memory, TestReach
 from parity_tests.evidence.mutants.tiers import INJECTED, MUTANTS, Verdict, of_bug
-from parity_tests.evidence.mutants.workers import Workers
+from parity_tests.evidence.workers import Workers
 
 BUG = of_bug(CATALOGUE[0])
 REACHED = {BUG.file: list(range(BUG.first_line, BUG.last_line + 1))}
@@ -38,8 +38,8 @@ def judged(monkeypatch):
         monkeypatch.setattr(TestRuns, "first_failing", first_failing)
         monkeypatch.setattr(tiers, "of_tests", lambda *_: [FAST, SLOW])
         journal = Journal(Path("tiers.jsonl"))
-        tiers.judge([BUG], Memory(Path("lines.json")), journal, Workers(1), 1.0, print)
-        return tiers.verdict(INJECTED, BUG, journal.of(BUG))
+        tiers.judge([BUG], Memory(Path("lines.jsonl")), journal, Workers(1), 1.0, print)
+        return tiers.verdict(INJECTED, BUG, journal.of(BUG.key))
 
     return record, runs
 
