@@ -1,7 +1,7 @@
 """`python -m parity_tests.evidence.mutants.tiers`: how many bugs the fast tests catch of those that all tests catch.
 
-A bug is a mutant of a seeded sample or one of the catalogue of injected bugs. `make tiers` writes the page; it goes on
-where it was stopped.
+A bug is a mutant of a seeded sample or one of the catalogue of injected bugs. `make tiers` writes the page. A run that
+is interrupted writes the page of the bugs that are judged so far; the next one goes on from there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
+import contextlib
+import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +28,7 @@ from parity_tests.evidence.mutants import places
 from parity_tests.evidence.mutants.by_tests import TestRuns, reaching
 from parity_tests.evidence.mutants.judged import why_equivalent
 from parity_tests.evidence.mutants.mutant import Mutant
-from parity_tests.evidence.mutants.reached import Memory, of_tests, test_files
+from parity_tests.evidence.mutants.reached import Memory, TestReach, of_tests, test_files
 from parity_tests.evidence.page import bullets, by_component, joined, markdown_table, share, write, written_by
 from parity_tests.evidence.workers import Workers
 from shardproof.draw.profiles import EXAMPLES
@@ -46,10 +49,12 @@ all tests. Tests outside of the component's folder, as those of every scheme, ar
 mutants that are read as equivalent, and injected bugs that are equivalent or expected to survive. A bug whose tests
 take more than {cap:.0f} s is counted as not run.
 
+Bugs are judged in an order that the seed draws, across components: those of a run that was stopped are a sample of all.
+The run goes on where it was stopped: `build/tiers.jsonl` remembers what is judged.
+
 {closing}
 
 {written_by}
-It goes on where it was stopped: `build/tiers.jsonl` remembers what is judged.
 
 {table}
 """
@@ -101,17 +106,22 @@ def judge(
     cap: float,
     show: Callable[[str], Any],
 ) -> None:
-    """Judge the mutants of one component that the journal lacks: by its fast tests, and by all where these miss one."""
+    """Judge those that the journal lacks, in turn: by the fast tests of a component, and by all if these miss one."""
     left = [mutant for mutant in mutants if verdict(MUTANTS, mutant, journal.of(mutant.key)).is_open]
-    if not left:
-        return
-    tests = of_tests(memory, _files(left[0].component), workers, show)
+    locks, traced = {mutant.component: threading.Lock() for mutant in left}, dict[str, list[TestReach]]()
     fast, every = (TestRuns(workers, (f"--hypothesis-profile={name}",)) for name in ("fast", "ci"))
-    tiers = (("fast", fast, [test for test in tests if not test.slow]), ("any", every, tests))
+
+    def tests_of(component: str) -> list[TestReach]:
+        with locks[component]:
+            if component not in traced:
+                files = [file for file in test_files(component) if file.parent.name == component]
+                traced[component] = of_tests(memory, files, workers, show)
+            return traced[component]
 
     def judge_one(mutant: Mutant) -> None:
+        tests = tests_of(mutant.component)
         show(f"{sum(not journal.of(each.key) for each in left)} left, {mutant.file} {mutant.symbol}")
-        for name, runs, of_tier in tiers:
+        for name, runs, of_tier in (("fast", fast, [test for test in tests if not test.slow]), ("any", every, tests)):
             if name not in journal.of(mutant.key):
                 failure = runs.first_failing(mutant, reaching(mutant, of_tier), cap)
                 if workers.stopped.is_set():
@@ -121,10 +131,6 @@ def judge(
                 return
 
     workers.each(judge_one, left)
-
-
-def _files(component: str) -> list[Path]:
-    return [file for file in test_files(component) if file.parent.name == component]
 
 
 def verdict(kind: str, mutant: Mutant, record: dict[str, Any]) -> Verdict:
@@ -205,8 +211,9 @@ def main(
         stderr.print(line, highlight=False, markup=False, soft_wrap=True)
 
     memory, journal = Memory(build / "mutants_lines.jsonl"), Journal(build / "tiers.jsonl")
-    for name in component or names:
-        chosen = [each for its_kind, each in sample if each.component == name and kind in ("", its_kind)]
+    chosen = [each for its_kind, each in sample if each.component in (component or names) and kind in ("", its_kind)]
+    random.Random(seed).shuffle(chosen)
+    with contextlib.suppress(KeyboardInterrupt):  # what is judged so far is shown and written
         judge(chosen, memory, journal, Workers(jobs), cap, show)
     verdicts = [verdict(its_kind, each, journal.of(each.key)) for its_kind, each in sample]
     console = Console(width=None if Console().is_terminal else 120)
