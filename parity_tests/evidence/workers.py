@@ -66,14 +66,17 @@ class Workers:
         ):
             yield process
 
-    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of a function in a process of its own, which imports the function's module."""
+    def call(self, function: Callable[..., Result], *arguments: Any, limit_s: float | None = None) -> Result:
+        """The result of a function in a process of its own, which imports the function's module.
+
+        Errors: TimeoutError after so many seconds, and the function's own.
+        """
         # JAX starts in no process that is forked.
         with (
             ProcessPoolExecutor(1, get_context("spawn"), initializer=os.setsid) as pool,
             self.session(pool.submit(os.getpid).result()),
         ):
-            return pool.submit(function, *arguments).result()
+            return pool.submit(function, *arguments).result(limit_s)
 
     @contextlib.contextmanager
     def session(self, pid: int) -> Iterator[None]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +14,7 @@ from parity_tests.evidence.injected_bugs.injected_bug import PRODUCTION, ROOT
 from parity_tests.evidence.injected_bugs.runner import NOT_TRIED
 from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.mutants import pytest_process
+from parity_tests.evidence.mutants.case_lines import masks_of
 from parity_tests.evidence.mutants.lines_plugin import COLLECTED, WIDE
 from parity_tests.evidence.workers import Workers
 from shardproof.declare import discover
@@ -107,23 +105,12 @@ def of_schemes(memory: Memory, examples: int, workers: Workers, progress: Progre
 
     def find(keys: Sequence[str]) -> None:
         progress(f"lines of {', '.join(key.rpartition(':')[2] for key in keys)}")
-        for key, masks in _masks(keys, examples, workers).items():
+        for key, masks in workers.call(masks_of, keys, examples, limit_s=TIMEOUT_S).items():
             memory.put(key, texts[key], masks, masks)
 
     missing = [key for key, text in texts.items() if memory.get(key, text) is None]
     workers.each(find, [missing[i : i + SCHEMES_TOGETHER] for i in range(0, len(missing), SCHEMES_TOGETHER)])
     return {key: CaseReach(memory.get(key, text)) for key, text in texts.items()}
-
-
-def _masks(keys: Sequence[str], examples: int, workers: Workers) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        task, out = Path(folder) / "task.json", Path(folder) / "masks.json"
-        task.write_text(json.dumps({"keys": keys, "examples": examples, "to": str(out)}))
-        command = [sys.executable, "-m", "parity_tests.evidence.mutants.case_lines", str(task)]
-        environment = {**os.environ, "COVERAGE_CORE": "ctrace"}
-        with workers.process(command, env=environment, stdout=subprocess.DEVNULL) as process:
-            process.wait(TIMEOUT_S)
-        return json.loads(out.read_text())
 
 
 def test_files(component: str) -> list[Path]:

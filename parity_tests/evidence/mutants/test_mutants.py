@@ -16,12 +16,13 @@ from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.mutants import equivalents, page, places
 from parity_tests.evidence.mutants import mutant as mutant_module
 from parity_tests.evidence.mutants.by_tests import CAP_S, Failure, TestRuns, reaching, tree_of
+from parity_tests.evidence.mutants.case_lines import masks_of
 from parity_tests.evidence.mutants.drawn import AT_IMPORT, DrawnCases
 from parity_tests.evidence.mutants.judged import equivalent
 from parity_tests.evidence.mutants.mutant import Mutant, changed
 from parity_tests.evidence.mutants.operators import changes
 from parity_tests.evidence.mutants.outcomes import Outcome, outcomes, without_cases, without_tests
-from parity_tests.evidence.mutants.reached import CaseReach, Memory, TestReach, _masks, _of_file, of_tests
+from parity_tests.evidence.mutants.reached import CaseReach, Memory, TestReach, _of_file, of_tests
 from parity_tests.evidence.mutants.run import BATCH, _nearest, batches
 from parity_tests.evidence.page import with_section
 from parity_tests.evidence.workers import Workers
@@ -172,7 +173,7 @@ def test_a_line_that_is_not_counted_is_judged_by_the_cases_that_run_its_statemen
 def test_cases_have_the_lines_that_their_ranks_run():
     """Ranks are threads. Of a function that another scheme runs, they have none."""
     keys = [SUM, SUM.replace("sum_to_invariant", "maximum")]
-    total, maximum = (CaseReach(masks).masks for masks in _masks(keys, 3, Workers(1)).values())
+    total, maximum = (CaseReach(masks).masks for masks in Workers(1).call(masks_of, keys, 3).values())
     line = str(mutant_of(RETURNED, "return total").first_line)
     assert total[PLAIN][line] == 0b111 and maximum and line not in maximum.get(PLAIN, {})
 

@@ -12,14 +12,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one t
 
 import contextlib
 import random
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
 from parity_tests.evidence.injected_bugs.injected_bug import ROOT, InjectedBug, named, patched_text, source
@@ -205,22 +206,15 @@ def main(
     names = sorted({mutant.component for _, mutant in sample})
     if unknown := set(component or ()) - set(names):
         raise typer.BadParameter(f"--component {', '.join(sorted(unknown))} is not one of {', '.join(names)}")
-    stderr = Console(stderr=True)
-
-    def show(line: str) -> None:
-        stderr.print(line, highlight=False, markup=False, soft_wrap=True)
-
+    show = partial(print, file=sys.stderr, flush=True)
     memory, journal = Memory(build / "mutants_lines.jsonl"), Journal(build / "tiers.jsonl")
     chosen = [each for its_kind, each in sample if each.component in (component or names) and kind in ("", its_kind)]
     random.Random(seed).shuffle(chosen)
     with contextlib.suppress(KeyboardInterrupt):  # what is judged so far is shown and written
         judge(chosen, memory, journal, Workers(jobs), cap, show)
     verdicts = [verdict(its_kind, each, journal.of(each.key)) for its_kind, each in sample]
-    console = Console(width=None if Console().is_terminal else 120)
     shares = bullets(closing(verdicts, each) for each in (MUTANTS, INJECTED))
-    console.print(
-        joined(shares, table(verdicts), bullets(missed(verdicts))), highlight=False, markup=False, soft_wrap=True
-    )
+    print(joined(shares, table(verdicts), bullets(missed(verdicts))))
     if page_file:
         write(page(verdicts, count, seed), page_file)
     raise typer.Exit(int(not is_promised(verdicts)))
