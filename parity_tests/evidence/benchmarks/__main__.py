@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from parity_tests.evidence.benchmarks.figure import Figure
+from parity_tests.evidence.page import write
 
 SECTIONS = {
     "engines": "Engines",
@@ -65,10 +66,9 @@ def main(
                 figures.append(figure)
             sections.append((title, figures))
     if only is None:
-        page.write_text(text(sections, on, time.perf_counter() - start, before))
+        write(text(sections, on, time.perf_counter() - start, before), page)
     else:
-        page.write_text(with_section(before, *sections[0], on))
-    console.print(f"written: {page}")
+        write(with_section(before, *sections[0], on), page)
 
 
 def _figures(name: str, **seconds: float) -> Iterator[Figure]:
