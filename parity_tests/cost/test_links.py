@@ -153,7 +153,7 @@ def test_a_sheet_of_a_json_file():
         ({"between": {}}, "between.bytes_per_second is missing"),
         ({"speed": 3}, "speed is not known; the keys are algorithms, between, inside, measured, message_seconds, name"),
         ({"algorithms": []}, "algorithms has no row; give one of kind 'ring' at least"),
-        ({"algorithms": [3]}, "algorithms[0] is no table of bandwidth_share, between_seconds, call_seconds"),
+        ({"algorithms": [3]}, "algorithms[0] is not a table of bandwidth_share, between_seconds, call_seconds"),
         ({"algorithms": [{**SMALL["algorithms"][0], "kind": "star"}]}, "algorithms[0].kind is 'star'; give one of"),
         ({"algorithms": [{**SMALL["algorithms"][0], "kind": "tree"}]}, "algorithms has no row of kind 'ring', by"),
         ({"algorithms": [{**SMALL["algorithms"][0], "bandwidth_share": 2}]}, "algorithms[0].bandwidth_share is 2.0;"),
@@ -168,7 +168,7 @@ def test_a_sheet_that_cannot_be_used(change, message):
 
 
 def test_a_sheet_that_is_not_there():
-    with pytest.raises(ValueError, match=r"^--links h200: is no file and no sheet; the sheets are b200, h100$"):
+    with pytest.raises(ValueError, match=r"^--links h200 is neither a file nor a sheet; the sheets are b200, h100$"):
         sheet.read("h200")
     Path("torn.toml").write_text("a = [")
     with pytest.raises(ValueError, match=r"^--links torn.toml: cannot be read: "):

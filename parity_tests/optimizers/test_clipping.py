@@ -319,7 +319,10 @@ REJECTED = [
         {"uncounted": [PLAIN, 3]},
         "clip_grad_norm_: uncounted[1] is a int; pass tensors, as model.parameters() gives",
     ),
-    ({"sharding_groups": []}, "sharding_groups is no function; pass one from a parameter to a list of groups"),
+    (
+        {"sharding_groups": []},
+        "sharding_groups is not a function; pass a function from a parameter to a list of groups",
+    ),
     ({"sharding_groups": lambda _: None}, "sharding_groups of parameters[0] returned None; return a list of"),
     (
         {"sharding_groups": lambda _: [-100]},

@@ -46,7 +46,7 @@ class RelatedKind(Protocol):
 
 
 def check(kind: Kind | RelatedKind, name: str, value: Any, sizes: Sizes | None = None) -> None:
-    """Reject a `value` that is no argument, as an entry of a dict, and that `name` names.
+    """Reject a `value` that is not an argument itself, such as an entry of a dict; messages call it `name`.
 
     `kind` and `sizes` are as in `Contract.validate`. Errors: Rejected.
     """
@@ -191,7 +191,7 @@ class ListOf:
         return self.element.shows_value
 
     def problem(self, value: Any) -> str | None:
-        """Why a `value` that is no such list is rejected; else None."""
+        """Why a `value` is not a list of such elements; None if it is."""
         problem = Instance((list, tuple), f"pass a list of {self.nouns}", self.shows_value).problem(value)
         if problem is not None:
             return problem

@@ -35,10 +35,10 @@ def load_counts(
 ) -> ShardedInt[Tensor, "e"]:
     """How many choices each of num_experts experts has on all ranks of `group`: those with other tokens, dp x cp x ep.
 
-    A number that is no expert's, such as -1 for padding, is not counted.
+    An invalid expert id, such as -1 for padding, is not counted.
 
     Cost:   1 all_reduce of num_experts int64. No gradient.
-    Errors: TypeError for another type; ValueError for num_experts below 1.
+    Errors: TypeError for a wrong type; ValueError for num_experts below 1.
     """
     return all_reduce_sum(_totals(experts.flatten()[None, :, None], num_experts)[0, :-1], group)
 
@@ -50,7 +50,7 @@ def token_count(
     """How many tokens all ranks of `group` have: rows with at least one expert, and so without padding.
 
     Cost:   1 all_reduce of 1 int64. No gradient.
-    Errors: TypeError for another type; ValueError for num_experts below 1.
+    Errors: TypeError for a wrong type; ValueError for num_experts below 1.
     """
     return all_reduce_sum(_is_token(experts, num_experts).sum(), group)
 
@@ -69,7 +69,7 @@ def global_balance_loss(
     count nowhere. In float32 or wider.
 
     Cost:   forward 1 all_reduce of e + 1 int64; backward none. Saves e numbers and t bools.
-    Errors: TypeError for another type; ValueError for shapes that do not fit.
+    Errors: TypeError for a wrong type; ValueError for shapes that do not fit.
     Source: arXiv 2101.03961, 2501.11873 (over the global batch).
     """
     is_token = _is_token(experts, probabilities.shape[-1])
@@ -90,7 +90,7 @@ def sequence_balance_loss(
     float32 or wider.
 
     Cost:   forward 1 all_reduce of b * (e + 1) int64 over cp; backward none. Saves b * e numbers and b * s bools.
-    Errors: TypeError for another type; ValueError for shapes that do not fit.
+    Errors: TypeError for a wrong type; ValueError for shapes that do not fit.
     Source: arXiv 2412.19437.
     """
     is_token = _is_token(experts, probabilities.shape[-1])
@@ -109,7 +109,7 @@ def rank_balance_loss(
     that mean. Rows without an expert count nowhere. In float32 or wider.
 
     Cost:   no collective. Saves e numbers and t bools.
-    Errors: TypeError for another type; ValueError for shapes that do not fit.
+    Errors: TypeError for a wrong type; ValueError for shapes that do not fit.
     Source: arXiv 2006.16668 (of each group of tokens).
     """
     is_token = _is_token(experts, probabilities.shape[-1])
@@ -130,7 +130,7 @@ def z_loss(
     row is a token. In float32 or wider.
 
     Cost:   no collective. Saves the logits, and t bools with `experts`.
-    Errors: TypeError for another type; ValueError for shapes that do not fit, and for an int `tokens` below 1.
+    Errors: TypeError for a wrong type; ValueError for shapes that do not fit, and for an int `tokens` below 1.
     Source: arXiv 2202.08906.
     """
     wide = logits.to(accumulator(logits.dtype))
@@ -154,7 +154,7 @@ def with_loss(x: Sharded[Tensor, "..."], loss: Sharded[Tensor, ""]) -> Sharded[T
     the cotangent of `loss` is 1, so `loss` is to be scaled as L is.
 
     Cost:   no collective. Saves nothing.
-    Errors: TypeError for another type; ValueError for a loss that is no single number; RuntimeError where the gradient
+    Errors: TypeError for a wrong type; ValueError for a `loss` that is not a scalar; RuntimeError where the gradient
             is differentiated again.
     """
     return _WithLoss.apply(x, loss)

@@ -144,7 +144,9 @@ def _distinct_shards(
     """One shard for each parameter, with or without a gradient, so that the ranks of a group reduce the same list."""
     parameters = _validate_tensors(name, tensors)
     if sharding_groups is not None and not callable(sharding_groups):
-        raise Rejected("sharding_groups is no function; pass one from a parameter to a list of groups", TypeError)
+        raise Rejected(
+            "sharding_groups is not a function; pass a function from a parameter to a list of groups", TypeError
+        )
     shards = []
     for label, parameter in {id(each): (label, each) for label, each in parameters}.values():
         gradient = parameter.grad

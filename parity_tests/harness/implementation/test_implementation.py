@@ -114,7 +114,7 @@ def test_why_a_function_is_not_offered(source, reason, shardproof):
 def test_a_target_must_be_a_python_file(target, shardproof):
     Path("some.txt").write_text("text")
     status, _, err = shardproof("verify", "vocab_parallel_logprob", "--implementation", target)
-    assert status == 2 and f"{target} is no Python file" in err
+    assert status == 2 and f"{target} is not a Python file" in err
 
 
 def test_a_file_of_expected_failures_is_text(shardproof):
@@ -182,7 +182,7 @@ def test_another_failure_than_the_expected_fails(shardproof):
     ("line", "sentence"),
     [
         ("vocab_topkk mismatch", "no scheme is called 'vocab_topkk'; did you mean vocab_topk?"),
-        ("vocab_topk wrong", "'wrong' is no verdict of a failure"),
+        ("vocab_topk wrong", "'wrong' is not the verdict of a failure"),
         ("vocab_topk mismatch\nvocab_topk raised", "vocab_topk stands in the file a second time"),
     ],
 )

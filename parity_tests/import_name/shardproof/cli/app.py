@@ -32,7 +32,7 @@ class Verbs(typer.core.TyperGroup):
         file = args[0].partition("::")[0]
         if file.endswith(".py"):
             verb = "replay" if os.path.basename(file).startswith("replay_") else "verify"
-            raise ValueError(f"{args[0]}: is a file and no verb; write shardproof {verb} {shlex.join(args)}")
+            raise ValueError(f"{args[0]}: is a file, not a verb; write shardproof {verb} {shlex.join(args)}")
         return super().resolve_command(ctx, args)
 
 

@@ -49,7 +49,7 @@ def read(name: str) -> Sheet:
     """A built-in sheet by name, or one from a TOML or JSON file. Errors: ValueError that names --links."""
     path = FOLDER / f"{name}.toml" if name in names() else Path(name)
     if not path.is_file():
-        raise ValueError(f"--links {name}: is no file and no sheet; the sheets are {', '.join(names())}")
+        raise ValueError(f"--links {name} is neither a file nor a sheet; the sheets are {', '.join(names())}")
     text = path.read_text()
     try:
         record = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -96,7 +96,7 @@ def _algorithm(row: Any, place: str) -> Algorithm:
     seconds = ("call_seconds", "inside_seconds", "between_seconds")
     keys = {"kind", "bandwidth_share", *seconds}
     if not isinstance(row, Mapping):
-        raise ValueError(f"{place.rstrip('.')} is no table of {', '.join(sorted(keys))}")
+        raise ValueError(f"{place.rstrip('.')} is not a table of {', '.join(sorted(keys))}")
     _check_keys(place, row, keys | {"protocol"}, keys)
     if row["kind"] not in KINDS:
         raise ValueError(f"{place}kind is {row['kind']!r}; give one of {', '.join(KINDS)}")

@@ -21,8 +21,8 @@ from shardproof.draw.choosers import seeded_chooser
 DEFAULT_LIMIT = 8
 INSIDE = (False, False, False, True)  # a larger world
 ASSUMED = "assume rejects"
-KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # of Scheme.verify, besides sizes and options
-OTHER_SIZES_TRIED = 3  # to find other sizes for a second call
+KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # Scheme.verify also takes sizes and options
+OTHER_SIZES_TRIED = 3  # a second call has other sizes, found in this many tries
 
 
 class MeshChoices(NamedTuple):
@@ -267,7 +267,7 @@ def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict
             names = [*scheme.mesh, *sorted(dims), *options]
             hint = nearest_keyword(name, [*names, *KEYWORDS])
             raise ValueError(
-                f"scheme '{scheme.name}': {name!r} is no mesh axis, dim or option ({', '.join(names)}){hint}"
+                f"scheme '{scheme.name}': {name!r} is not a mesh axis, dim or option ({', '.join(names)}){hint}"
             )
     return sizes, chosen
 

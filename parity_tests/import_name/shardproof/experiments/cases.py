@@ -23,7 +23,7 @@ SHAPES_TRIED = 12
 MAX_ELEMENTS = 10**5  # over all dims together
 WIDE = 12  # elements along a dim that has one id among many
 ORDINARY = ("normal", *BY_NAME, "ties", "iota", "ones")  # kinds of values; first those without equal or extreme numbers
-MIN_DIM_SIZE = 3  # of a dim: with two elements, every error is at one end or the other
+MIN_DIM_SIZE = 3  # along a dim of two elements, every error is at one end or the other
 
 
 def reports(

@@ -279,9 +279,9 @@ def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: N
 
 
 WIDER = ("float64", "float32")
-ROUNDINGS_OFF = 8  # of the narrower dtype; the change of each input
-FEW = 0.05  # of the elements
-MIN_ELEMENTS = 8  # of a tensor, so that two errors are not alike by chance
+ROUNDINGS_OFF = 8  # each input is changed by this many roundings of the narrower dtype
+FEW = 0.05  # largest share of the elements
+MIN_ELEMENTS = 8  # in smaller tensors, two errors may be alike by chance
 PASSING_TRIED = 4
 
 

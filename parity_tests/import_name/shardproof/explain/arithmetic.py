@@ -265,7 +265,7 @@ def fitted_constant(evidence: Evidence) -> float | None:
     return constant if _explains(evidence, _plus, constant) else None
 
 
-MIN_REDUCTION = 4.0  # by which a fitted number must reduce the largest error
+MIN_REDUCTION = 4.0  # a fitted number must reduce the largest error by this factor
 Change = Callable[[np.ndarray, float], np.ndarray]  # applies a number to the right values: `_times` or `_plus`
 
 

@@ -32,7 +32,7 @@ def module_of(target: str) -> ModuleType:
     if target.endswith(".py"):
         return discover.module_of_file(target)
     if os.sep in target or Path(target).is_file():
-        raise discover.UnusableTarget(f"{target} is no Python file; give FILE.py or the name of a module, as a.b")
+        raise discover.UnusableTarget(f"{target} is not a Python file; give FILE.py or the name of a module, as a.b")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # also for the ranks, which get this process's path
     try:

@@ -21,7 +21,7 @@ from shardproof.engines.program import Program
 from shardproof.implementation.offered import NotApplicable, Offered, module_of
 from shardproof.implementation.public_names import PublicName, public_names_of, rebound
 
-MAX_COMBINATIONS = 256  # of option values
+MAX_COMBINATIONS = 256  # combinations of option values to try
 
 
 class NotOffered(Exception):

@@ -343,7 +343,9 @@ class Report:
             other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in extreme)
             hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
         if SPARE in self.case.mesh:
-            hint = f"inside a larger world: {SPARE} is no axis of the scheme, whose mesh is half of the ranks"
+            hint = (
+                f"inside a larger world: {SPARE} is not an axis of the scheme; the scheme's mesh is half of the ranks"
+            )
             never = f"; if it never is, declare excluded_conditions=({LARGER_WORLD!r},)" if self.smallest else ""
             hints.append(f"{hint}{never}")
         if self.replay_error is not None:

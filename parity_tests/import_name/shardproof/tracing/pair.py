@@ -105,7 +105,7 @@ def traced_pair(pair: Pair, dtype: str | None = None) -> Traced:
     modules = {name for name, _ in module.named_modules()}
     unknown = [name for name in pair.names if name not in modules]
     if unknown:
-        raise ValueError(f"tracing.Pair: names has {unknown[0]!r}, which is no module of the PyTorch side")
+        raise ValueError(f"tracing.Pair: names has {unknown[0]!r}, which is not a module of the PyTorch side")
     rounded = _rounded(pair, module)
     cotangent, seen, gradients = _run(pair, module, rounded)
     reference_trace = _known(pair, module, rounded, cotangent)

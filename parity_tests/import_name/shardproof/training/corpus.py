@@ -42,7 +42,7 @@ def global_batch(run: Run, step: int) -> list[Packed]:
 def _stream(length: int, rng: Generator) -> Packed:
     """Documents cut at drawn multiples of BLOCK, each shorter than its place by a drawn number of tokens.
 
-    Errors: ValueError for a length that is no multiple of BLOCK.
+    Errors: ValueError for a length that is not a multiple of BLOCK.
     """
     if length % BLOCK or length < BLOCK:
         raise ValueError(f"--length {length} must be a multiple of {BLOCK}")

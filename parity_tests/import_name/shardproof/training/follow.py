@@ -12,7 +12,7 @@ from shardproof.training import record, reference
 from shardproof.training.judged import Judged, judged
 from shardproof.training.run import Run
 
-PATIENCE_S = 0.05  # between two looks for a record
+POLL_S = 0.05  # between two looks for a record
 
 
 class ReferenceSteps:
@@ -62,7 +62,7 @@ class Follower(threading.Thread):
     def _judge(self, reference_step: reference.ReferenceStep) -> bool:
         """Wait for the record of a step and judge it; False if there will be none."""
         while (step := record.read(self._folder, reference_step.step.index)) is None:
-            if self.stop.wait(PATIENCE_S) and record.read(self._folder, reference_step.step.index) is None:
+            if self.stop.wait(POLL_S) and record.read(self._folder, reference_step.step.index) is None:
                 return False
         self.steps.append(judged(step, reference_step, self._run.dtype))
         self._show(self.steps[-1])

@@ -13,7 +13,7 @@ from shardproof.training.judged import Judged, Row
 from shardproof.training.record import GRADIENT, WEIGHT
 from shardproof.training.run import OPTIMIZERS, Run
 
-DTYPES = ("float64", "float32")  # for which every mesh is promised equal
+DTYPES = ("float64", "float32")  # in these dtypes, every mesh is promised to be equal to one rank
 # Which experts a token goes to may hang on the last digit, so that runs of experts are promised equal in float64 alone.
 OF_EXPERTS = ("float64",)
 STATE_ULYSSES = {"mamba": "state", "attention": "ulysses"}
