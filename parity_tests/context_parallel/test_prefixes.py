@@ -279,8 +279,10 @@ def a_batch(**changed):
 
 
 THD = "context_parallel.thd: "
-WITHOUT_LAYOUT = "batch has 'prefix_of', which offsets cannot express; pass return_layout=True and "
-"give attention the layout's tokens"
+WITHOUT_LAYOUT = (
+    "batch has 'prefix_of', which offsets cannot express; pass return_layout=True and give attention the layout's "
+    "tokens"
+)
 
 
 @pytest.mark.parametrize(
