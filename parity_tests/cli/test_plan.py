@@ -95,9 +95,7 @@ def test_experts_over_ep_are_planned_and_a_model_without_experts_is_rejected(sha
 
 def test_a_model_without_a_plan_is_named(shardproof, recwarn):
     Path("made.py").write_text(FACTORY)
-    message = (
-        "brings no tensor-parallel plan; use a mesh without tp, or dry_run(model, mesh, tp_shard_plan=...) in Python"
-    )
+    message = "has no tensor-parallel plan; use a mesh without tp, or dry_run(model, mesh, tp_shard_plan=...) in Python"
     for mesh in ("tp=2", "dp=2,tp=4", "tensor_parallel=2"):
         status, out, err = shardproof("plan", "made.py:net", "--mesh", mesh)
         assert (status, out, err.replace("\n", " ")) == (2, "", f"shardproof: made.py:net: Sequential {message} ")

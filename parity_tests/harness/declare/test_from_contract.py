@@ -67,8 +67,7 @@ def test_declared_specs_take_precedence():
         (
             lambda mesh, x: x,
             weighted,
-            "takes (x), of which the contract of weighted has none (logits, weight); name the arguments alike, "
-            "or pass inputs",
+            "takes (x), but the contract of weighted has only (logits, weight); rename the arguments, or pass inputs",
         ),
     ],
 )

@@ -100,7 +100,7 @@ def test_our_own_functions_under_our_names_are_not_offered(shardproof):
     ("source", "reason"),
     [
         ("def vocab_parallel_logprobs(): ...", "has no vocab_parallel_logprob (it has vocab_parallel_logprobs)"),
-        ("vocab_parallel_logprob = 3", "has a vocab_parallel_logprob that cannot be called as ours (type int)"),
+        ("vocab_parallel_logprob = 3", "has a vocab_parallel_logprob that cannot be called like ours (type int)"),
         ("from torch_impl.vocab_parallel import vocab_parallel_logprob", "imports vocab_parallel_logprob from here"),
     ],
 )

@@ -66,7 +66,7 @@ def _check_has_plan(target: str, model: torch.nn.Module) -> None:
         plan = get_hf_tp_shard_plan(model)
     if not plan:
         raise UnusableTarget(
-            f"{target}: {type(model).__name__} brings no tensor-parallel plan; use a mesh without tp, "
+            f"{target}: {type(model).__name__} has no tensor-parallel plan; use a mesh without tp, "
             "or dry_run(model, mesh, tp_shard_plan=...) in Python"
         )
 

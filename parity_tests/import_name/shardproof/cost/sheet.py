@@ -75,7 +75,7 @@ def _sheet(record: Mapping[str, Any], stem: str) -> Sheet:
         raise ValueError("algorithms has no row; give one of kind 'ring' at least")
     algorithms = tuple(_algorithm(row, f"algorithms[{number}].") for number, row in enumerate(rows))
     if not any(algorithm.kind == "ring" for algorithm in algorithms):
-        raise ValueError("algorithms has no row of kind 'ring', by which all but all_reduce travels")
+        raise ValueError("algorithms has no row of kind 'ring', which all ops except all_reduce need")
     ranks = record["ranks_per_host"]
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks_per_host is {ranks!r}; give a whole number of at least 1")

@@ -160,7 +160,7 @@ class Declared:
     assume: Callable[[CaseSpec], Any] | None = None  # `assume(case)`: whether these sizes are drawn
     excluded_conditions: tuple[str, ...] = ()  # calling conditions that the function does not support
     isolate: tuple[str, ...] = ()  # further modules with separate globals for each rank of lockstep
-    implementation: Implementation | None = None  # judged in place of ours, see harness/implementation
+    implementation: Implementation | None = None  # tested in place of torch_impl, see shardproof/implementation
 
     @property
     def all_options(self) -> dict[str, tuple[Any, ...]]:

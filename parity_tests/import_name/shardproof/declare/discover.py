@@ -68,7 +68,12 @@ def lookup(key: str) -> Declared:
     return TABLE[key]
 
 
-NOT_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # folders of others in a project
+NOT_OWN = (
+    "site-packages",
+    "dist-packages",
+    "node_modules",
+    "__pycache__",
+)  # folders in a project with other people's code
 EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components need, with the extra of each
 
 

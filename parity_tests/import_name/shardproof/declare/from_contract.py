@@ -42,8 +42,8 @@ def specs(
         inputs = {key: spec for key, spec in stated.inputs.items() if key in signature}
         if not inputs:
             raise errors(
-                f"takes ({', '.join(signature)}), of which the contract of {name} has none "
-                f"({', '.join(stated.inputs)}); name the arguments alike, or pass inputs"
+                f"takes ({', '.join(signature)}), but the contract of {name} has only "
+                f"({', '.join(stated.inputs)}); rename the arguments, or pass inputs"
             )
     if outputs is None and not stated.outputs:
         raise errors(f"has no outputs, and the signature of {name} states none; pass outputs")

@@ -153,7 +153,7 @@ def _issued(step: Step) -> list[LedgerRow]:
 
 
 def _hubs(step: Step, grid: Grid) -> dict[tuple[int, ...], int]:
-    """The groups whose lines meet in the middle, because of a sum or the group's size, with each one's level."""
+    """The level of each group whose lines meet in the middle, because of a sum or the group's size."""
     groups = {
         move.group: None
         for move in step.transfers

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ENDINGS = (".png", ".svg", ".pdf")  # of a figure
+ENDINGS = (".png", ".svg", ".pdf")  # accepted endings of a figure's file
 ALWAYS_FILES = ("figure", "csv")  # a path `-` is a file and not standard output
 
 
@@ -59,7 +59,7 @@ def check_folder(**paths: str | None) -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """To a file, or to standard output for `-`."""
+    """Write to a file, or to standard output for `-`."""
     if path == "-":
         print(text)
         return

@@ -1,6 +1,5 @@
 """The same run on one device (flax, optax, float64, full batches), and its sensitivity to rounding.
 
-
 Copies of the run advance together with it. In a copy, every weight that is read, every module's output, every gradient
 and every new weight has a random rounding error of the tested dtype, drawn anew in every step (`tracing.probes.draws`).
 The distance of the copies from the run shows how precisely a step's numbers are determined in that dtype (perturbation
