@@ -26,7 +26,7 @@ class Kind(Protocol):
     """The validation of one argument."""
 
     def problem(self, value: Any) -> str | None:
-        """Why `value` is rejected, as the message goes on after the argument's name (`=0 must be positive`); else None.
+        """Why `value` is invalid, as the text after the argument's name (`=0 must be positive`); None if it is valid.
 
         A `TypeProblem` is raised as a TypeError, another text as a ValueError.
         """
@@ -38,9 +38,10 @@ class RelatedKind(Protocol):
     """A kind that compares an argument with the arguments before it."""
 
     def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
-        """Why `value`, the argument `name`, is rejected, in a whole sentence; None if it is not.
+        """The sentence that rejects `value` as the argument `name`; None if it is valid.
 
-        `sizes` has the dims of the arguments before it, and takes its own. A `TypeProblem` is as in `Kind.problem`.
+        `sizes` has the dims of the arguments before it; the dims of `value` are added. A `TypeProblem` is as in
+        `Kind.problem`.
         """
         ...
 

@@ -134,7 +134,7 @@ def _dims(general: list[str], dims: list[str], meaning: Meaning, ellipsis: str =
             if (more := meaning.with_dim(ellipsis, tuple(dims[:count]))) is not None:
                 yield from _dims(general[1:], dims[count:], more, TRAILING)
         return
-    # `2f` may be written as one dim or as two, of which the first has that size: `two f`.
+    # A scheme may write `2f` as one dim, or as two dims with the first of size 2: `two f`.
     for own in (dims[:1], [" ".join(dims[:2])] if general[0][0].isdigit() and len(dims) > 1 else []):
         for each in own:
             if (more := _dim(general[0], each, meaning)) is not None:
