@@ -41,7 +41,7 @@ class _NumberOrInfinity:
 
     def problem(self, value: Any) -> str | None:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            return TypeProblem(f"={value!r} is a {type(value).__name__} and no number; {self.remedy}")
+            return TypeProblem(f"={value!r} is a {type(value).__name__}, not a number; {self.remedy}")
         number: Any = value  # numbers.Real declares no order
         if not (number > 0 if self.above else number >= 0):
             rule = "be positive" if self.above else "be at least 0"
