@@ -321,9 +321,9 @@ def _exact(
 def _terms(scheme: Declared, case: CaseSpec, arg: Argument, role: str) -> int:
     """Number of terms summed into one element: the declared reduction of an output, else the most that shapes allow.
 
-    Shapes allow a sum over all dims that this tensor lacks, or over one of its own dims, as in a softmax. A gradient may
-    sum over both if its own dim is declared: the gradient of attention's values sums over rows and over the heads that
-    share them.
+    Shapes allow a sum over all dims that this tensor lacks, or over one of its own dims, as in a softmax. A gradient
+    may sum over both if its own dim is declared: the gradient of attention's values sums over rows and over the heads
+    that share them.
     """
     if scheme.reduction is not None and role == "output":
         return math.prod(size_of(name, case.dims) for name in scheme.reduction)
