@@ -28,7 +28,7 @@ import matplotlib.pyplot as plt
 from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
 from parity_tests.evidence.injected_bugs.patched_modules import PatchedModules
 from shardproof import colours
-from shardproof.training import ReferenceSteps, Run, first, followed, known_of, trace
+from shardproof.training import ReferenceSteps, Run, first, followed, trace, trace_reference
 
 # %% [markdown]
 # ## Four meshes
@@ -97,7 +97,7 @@ for step in broken[:3]:
 # own, so its tensors come twice.
 
 # %%
-reference = known_of(Run(mesh={}, **SMALL))
+reference = trace_reference(Run(mesh={}, **SMALL))
 healthy = trace(run, reference, "lockstep")
 with injected:
     lines = buggy_trace(run, reference, "lockstep")

@@ -270,7 +270,7 @@ def test_a_file_that_is_no_replay():
     Path("other.py").write_text("CASE = 1\n")
     with pytest.raises(UnusableTarget) as caught:
         listing.replay_file("other.py", None, 1)
-    assert str(caught.value) == "other.py: is no replay file (it has no CASE and SOURCE)"
+    assert str(caught.value) == "other.py is not a replay file: CASE or SOURCE is missing"
 
 
 def test_a_scheme_that_is_gone(capsys):

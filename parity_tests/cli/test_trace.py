@@ -91,7 +91,7 @@ def test_modules_that_are_not_compared_are_reported(shardproof):
         (
             (('{"norm": "ln"', '{"nrom": "ln"'),),
             (),
-            "pair 'block': tracing.Pair: names has 'nrom', which is no module of the PyTorch side",
+            "pair 'block': tracing.Pair: names has 'nrom', which is not a module of the PyTorch side",
         ),
         (
             (('nnx.Param(weights["norm.bias"])', 'nnx.Param(weights["norm.bais"])'),),

@@ -173,7 +173,7 @@ def test_the_default_group_on_a_one_axis_mesh(sizes):
     wrong = declared(lambda mesh, x: summed(x, None), lambda x: x * 1.0, **partial).verify(**sizes)
     assert not wrong.ok and wrong.case.mesh["spare"] == 2
     assert "the default group is used inside a sub-group" in wrong.hygiene[0]
-    assert "inside a larger world: spare is no axis of the scheme" in str(wrong)
+    assert "inside a larger world: spare is not an axis of the scheme" in str(wrong)
     right = declared(lambda mesh, x: summed(x, mesh["tp"]), lambda x: x * 1.0, **partial).verify(**sizes)
     assert right.ok and not any("spare" in mesh for mesh in right.meshes), str(right)
 

@@ -159,7 +159,7 @@ def test_a_missing_gradient_is_reported_where_the_expected_one_is_within_its_bud
     report = declaration.verify(b=4)
     assert not report.ok and report.notes["d/d y"] == (
         "no gradient was returned (None): backward does not reach this input",
-        "the reference's is not zero, although too small for its budget: return zeros, or let backward reach it",
+        "the reference's gradient is not zero, although below its budget: return zeros, or let backward reach it",
     )
 
 

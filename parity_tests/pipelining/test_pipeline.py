@@ -166,7 +166,7 @@ def rejection(mesh, case):
         ({"pipeline_parallel_schedule": None}, "ValueError: .*pipeline_parallel_schedule=None; pass one of them"),
         ({"dp_axis_names": ("dp",)}, r"ValueError: .*dp_axis_names=\('dp',\) are not axes of world_mesh \('pp',\)"),
         ({"world_mesh": {"pp": 2}}, "TypeError: .*world_mesh is a dict; pass a torch DeviceMesh"),
-        ({"pp_axis_name": "pipe"}, r"ValueError: .*pp_axis_name='pipe' is no axis of world_mesh \('pp',\)"),
+        ({"pp_axis_name": "pipe"}, r"ValueError: .*pp_axis_name='pipe' is not an axis of world_mesh \('pp',\)"),
         ({"microbatch_size": 3}, "ValueError: .*microbatch_size=3 does not divide local_batch_size=8"),
         ({"local_batch_size": 10}, "ValueError: .*n_microbatches=5 cannot be scheduled by Interleaved1F1B"),
         ({"layers_per_stage": 3}, "ValueError: .*layers_per_stage=3 gives 2 stages for num_layers=4"),

@@ -197,7 +197,7 @@ L = [f"model.layers.{layer}" for layer in range(LAYERS)]
     ("options", "words"),
     [
         ({"no_model": True}, "TypeError: .*model is a str; pass a torch.nn.Module"),
-        ({"axis": "tp"}, r"ValueError: .*pp_axis_name='tp' is no axis of pp_mesh \('pp',\)"),
+        ({"axis": "tp"}, r"ValueError: .*pp_axis_name='tp' is not an axis of pp_mesh \('pp',\)"),
         ({"pp_schedule": None}, "ValueError: .*pp_schedule=None and pipeline_parallel_schedule_csv=None"),
         ({"pp_schedule": "LopedBFS"}, "ValueError: .*pp_schedule='LopedBFS' is not a schedule; nearest: 'LoopedBFS'"),
         ({"layers_per_stage": 3}, "ValueError: .*layers_per_stage=3 gives 3 stages for num_layers=8"),

@@ -142,7 +142,7 @@ def test_different_weights_are_located_where_they_are_used():
 
 
 def test_names_that_either_side_lacks_are_rejected():
-    with pytest.raises(ValueError, match=re.escape("names has 'bloc', which is no module of the PyTorch side")):
+    with pytest.raises(ValueError, match=re.escape("names has 'bloc', which is not a module of the PyTorch side")):
         trace_pair(pair(names={**NAMES, "bloc": "ffn"}))
     with pytest.raises(ValueError, match=re.escape("names has 'fnn', which the flax side never calls")):
         trace_pair(pair(names={**NAMES, "block": "fnn"}))

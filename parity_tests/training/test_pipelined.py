@@ -9,7 +9,7 @@ from shardproof.tracing.comparison import first
 from shardproof.training import record, session, show
 from shardproof.training.follow import ReferenceSteps
 from shardproof.training.run import SIZES, Run
-from shardproof.training.traced import known_of, trace
+from shardproof.training.traced import trace, trace_reference
 from torch_impl.pipelining import tied_weights
 
 # Four layers for the four stages of zbv on two ranks; embedding and head share a weight that two stages hold.
@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_other_stages_and_to_the_bit_with_the_same(tmp_path, 
 @pytest.mark.slow
 def test_every_tensor_of_every_stage_is_traced():
     run = small({"pp": 2, "cp": 2}, schedule="zbv", streams=2)
-    compared = trace(run, known_of(run), "lockstep")
+    compared = trace(run, trace_reference(run), "lockstep")
     assert first(compared) is None
     names = [line.name for line in compared]
     assert names[0] == "output of embed_tokens"

@@ -11,7 +11,7 @@ from shardproof.training.follow import ReferenceSteps
 from shardproof.training.judged import PROMISED
 from shardproof.training.precision import STORED_DTYPE, policy
 from shardproof.training.run import DTYPES, SIZES, Run
-from shardproof.training.traced import known_of, trace
+from shardproof.training.traced import trace, trace_reference
 
 SMALL = {"streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("attention", "mamba")}, "dtype": "bfloat16"}
 MESHES = [
@@ -22,7 +22,7 @@ MESHES = [
 
 @pytest.fixture(scope="module")
 def reference_trace():
-    return known_of(Run(mesh={}, **SMALL))
+    return trace_reference(Run(mesh={}, **SMALL))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from shardproof.engines.engines import run
 from shardproof.tracing.comparison import first
 from shardproof.training.ring_and_heads import ring_and_heads
 from shardproof.training.run import SIZES, Run
-from shardproof.training.traced import known_of, trace
+from shardproof.training.traced import trace, trace_reference
 
 SMALL = {"streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("attention",)}, "attention": "usp"}
 # Ranks of cp that exchange heads stand side by side; the ring goes from one such group to the next.
@@ -17,7 +17,7 @@ SHAPES = {1: [[0]], 2: [[0, 1]], 3: [[0, 1, 2]], 4: [[0, 1], [2, 3]], 6: [[0, 1]
 
 @pytest.fixture(scope="module")
 def reference_trace():
-    return known_of(Run(mesh={}, **SMALL))
+    return trace_reference(Run(mesh={}, **SMALL))
 
 
 @pytest.mark.fast_values(2)

@@ -253,7 +253,7 @@ def test_a_run_that_ends_early_is_not_equal(monkeypatch):
     monkeypatch.setattr(record, "write", lambda folder, step: None if step.index else original(folder, step))
     with pytest.raises(RankFailure) as caught:
         session.followed(small({}), KNOWN, "lockstep")
-    assert str(caught.value) == "failed: the ranks ended with 1 of 2 steps told; run it again"
+    assert str(caught.value) == "failed: the ranks ended after 1 of 2 steps; run it again"
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_the_command(monkeypatch, capsys):
         (entry,) = json.load(file)
         assert entry["mesh"] == {"dp_shard": 2} and entry["verdict"] == "equal" and picture.read(4) == b"\x89PNG"
     monkeypatch.setattr(page, "MESHES", (({"cp": 2}, {"mamba": "state"}),))
-    monkeypatch.setattr(page, "MESHES_OF_EXPERTS", ({"ep": 2},))
+    monkeypatch.setattr(page, "EXPERT_MESHES", ({"ep": 2},))
     monkeypatch.setattr(page, "DTYPES", ("float64",))
     assert call("--page", "page.md")[0] == 0
     with open("page.md") as file:

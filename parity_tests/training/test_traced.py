@@ -12,7 +12,7 @@ from shardproof.cli.app import main
 from shardproof.tracing.comparison import first
 from shardproof.training import ranks, trace_session
 from shardproof.training.run import SIZES, Run
-from shardproof.training.traced import known_of, trace
+from shardproof.training.traced import trace, trace_reference
 from torch_impl.models import staged
 
 SMALL = {**located.SMALL, "sizes": {**SIZES, "layers": ("attention", "mamba")}}
@@ -20,7 +20,7 @@ SMALL = {**located.SMALL, "sizes": {**SIZES, "layers": ("attention", "mamba")}}
 
 @pytest.fixture(scope="module")
 def reference_trace():
-    return known_of(Run(mesh={}, **SMALL))
+    return trace_reference(Run(mesh={}, **SMALL))
 
 
 @pytest.mark.fast_values(1)
@@ -42,7 +42,7 @@ def test_processes_record_the_same(reference_trace):
 @pytest.mark.slow
 def test_calls_are_numbered_by_the_streams_of_the_whole_step():
     run = Run.on({"dp": 2}, **{**SMALL, "streams": 4, "length": 24, "sizes": {**SIZES, "layers": ("mamba",)}})
-    compared = trace(run, known_of(run), "lockstep")
+    compared = trace(run, trace_reference(run), "lockstep")
     assert first(compared) is None
     assert {f"output of norm, call {call}" for call in range(1, 4)} <= {line.name for line in compared}
 
@@ -89,7 +89,7 @@ def test_every_module_is_of_a_bug_that_counts():
 @pytest.mark.slow
 def test_the_command(reference_trace, monkeypatch, capsys):
     small = {name: SMALL[name] for name in ("streams", "length", "sizes")}
-    monkeypatch.setattr(trace_session.traced, "known_of", lambda run: reference_trace)
+    monkeypatch.setattr(trace_session.traced, "trace_reference", lambda run: reference_trace)
     monkeypatch.setattr(trace_session.traced, "trace", lambda run, *arguments: trace(run.replace(**small), *arguments))
 
     def call(*arguments):

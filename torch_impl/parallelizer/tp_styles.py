@@ -258,7 +258,7 @@ class PackedRowwise(LocalForward):
 
 
 def _packed_parameters(style: str, module: nn.Module, width: str) -> list[str]:
-    """The names of a linear layer's parameters. Errors: ValueError for another module, or an odd width."""
+    """The names of a linear layer's parameters. Errors: ValueError unless it is an nn.Linear of even width."""
     if not isinstance(module, nn.Linear):
         raise ValueError(f"{style}: shards the halves of a Linear, not a {type(module).__name__}")
     if getattr(module, width) % HALVES:

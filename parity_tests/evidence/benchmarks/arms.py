@@ -124,7 +124,7 @@ def _worst(results: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float
         ratios.append(torch.where(error == 0, 0.0, error / budget).max())
     worst = float(torch.stack(ratios).max())  # torch's, in which one that is no number is the largest
     if math.isnan(worst):
-        raise RuntimeError("benchmarks: an arm gives what is no number; it is not timed")
+        raise RuntimeError("benchmarks: an arm's result is not a number, so the arm is not timed")
     return worst
 
 

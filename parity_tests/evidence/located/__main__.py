@@ -30,7 +30,7 @@ from shardproof.judge import bridge
 from shardproof.tracing.comparison import first
 from shardproof.tracing.flax_side import ReferenceTrace
 from shardproof.training.run import SIZES, Run
-from shardproof.training.traced import known_of
+from shardproof.training.traced import trace_reference
 
 PROMISED = 0.9
 SMALL: dict[str, Any] = {
@@ -94,7 +94,7 @@ def all_located(bugs: Sequence[InjectedBug], dtype: str, journal: Journal) -> It
     for bug in bugs:
         answer = journal.of(key(bug, dtype)).get("answer")
         if answer is None:
-            reference_trace = reference_trace or known_of(Run(mesh={}, dtype=dtype, **SMALL))
+            reference_trace = reference_trace or trace_reference(Run(mesh={}, dtype=dtype, **SMALL))
             ran = ran or [reached.functions_run(run) for run in tried]
             reaching = [run for run, functions in zip(tried, ran, strict=True) if reached.is_reached(bug, functions)]
             outcome = located(bug, reference_trace, reaching)

@@ -40,15 +40,15 @@ MUTANTS, INJECTED = "mutants", "injected bugs"
 COLUMNS = ("component", f"{MUTANTS}: fast of all", f"{INJECTED}: fast of all", "caught by none", "not run yet")
 HEAD = """# Two tiers of tests
 
-`make test` runs the fast tests: all but those marked `slow`, with {fast} examples for a property. `make test-all` runs
-every test, with {all} examples. This page counts the bugs that the fast tests catch of those that all tests catch; the
-promise is {promised:.0%}.
+`make test` runs the fast tests: all tests without the mark `slow`, with {fast} examples for a property.
+`make test-all` runs every test, with {all} examples. Of the bugs that all tests catch, the fast tests promise to
+catch {promised:.0%}. This page has the counts.
 
 A bug is one of {count} [mutants](mutants.md), drawn by a seed, or one of the [injected bugs](injected-bugs.md). A bug
 is judged by the tests of its component that run the changed line: by the fast tests first, then, if these miss it, by
-all tests. Tests outside of the component's folder, as those of every scheme, are not run, in either tier. Left out are
-mutants that are read as equivalent, and injected bugs that are equivalent or expected to survive. A bug whose tests
-take more than {cap:.0f} s is counted as not run.
+all tests. Tests outside the component's folder, such as the tests of every scheme, are not run in either tier. Mutants
+and injected bugs that are equivalent are left out, and so are injected bugs that are expected to survive. A bug
+whose tests take more than {cap:.0f} s is counted as not run.
 
 Bugs are judged in an order that the seed draws, across components: those of a run that was stopped are a sample of all.
 The run goes on where it was stopped: `build/tiers.jsonl` remembers what is judged.

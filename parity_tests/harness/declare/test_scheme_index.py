@@ -157,10 +157,10 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(cache, monkeypatch, fe
 @pytest.mark.slow
 def test_a_few_old_ones_are_kept(cache, few_pictures):
     cache.mkdir()
-    for number in range(scheme_index.MOST_FILES + 3):
+    for number in range(scheme_index.MAX_FILES + 3):
         file = cache / f"schemes-{number:016x}.json"
         file.write_text("[]")
         os.utime(file, (number, number))
     scheme_index.entries()
     left = sorted(Path(file).name for file in cache.glob("schemes-*"))
-    assert len(left) == scheme_index.MOST_FILES and f"schemes-{0:016x}.json" not in left
+    assert len(left) == scheme_index.MAX_FILES and f"schemes-{0:016x}.json" not in left

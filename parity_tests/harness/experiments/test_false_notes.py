@@ -359,7 +359,7 @@ def test_a_stage_without_a_loss_does_not_lack_an_addend():
 
     assert not any("only zeros" in note for note in notes(loss_of_the_last(wrong_from=5).verify(b=6)))
     of_all = [note for note in notes(loss_of_the_last(wrong_from=0).verify(b=6)) if "only zeros" in note]
-    assert of_all == ["tp rank 0 gave only zeros to the sum, which is right only where it has no part in it"]
+    assert of_all == ["tp rank 0 gave only zeros to the sum, which is right only if this rank has no share in the sum"]
 
 
 def test_a_rank_that_gives_its_addend_in_cases_that_pass_gives_it_not_here():

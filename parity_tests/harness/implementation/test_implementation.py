@@ -100,7 +100,7 @@ def test_our_own_functions_under_our_names_are_not_offered(shardproof):
     ("source", "reason"),
     [
         ("def vocab_parallel_logprobs(): ...", "has no vocab_parallel_logprob (it has vocab_parallel_logprobs)"),
-        ("vocab_parallel_logprob = 3", "has a vocab_parallel_logprob that cannot be called as ours (type int)"),
+        ("vocab_parallel_logprob = 3", "has a vocab_parallel_logprob that cannot be called like ours (type int)"),
         ("from torch_impl.vocab_parallel import vocab_parallel_logprob", "imports vocab_parallel_logprob from here"),
     ],
 )
@@ -114,7 +114,7 @@ def test_why_a_function_is_not_offered(source, reason, shardproof):
 def test_a_target_must_be_a_python_file(target, shardproof):
     Path("some.txt").write_text("text")
     status, _, err = shardproof("verify", "vocab_parallel_logprob", "--implementation", target)
-    assert status == 2 and f"{target} is no Python file" in err
+    assert status == 2 and f"{target} is not a Python file" in err
 
 
 def test_a_file_of_expected_failures_is_text(shardproof):
@@ -182,7 +182,7 @@ def test_another_failure_than_the_expected_fails(shardproof):
     ("line", "sentence"),
     [
         ("vocab_topkk mismatch", "no scheme is called 'vocab_topkk'; did you mean vocab_topk?"),
-        ("vocab_topk wrong", "'wrong' is no verdict of a failure"),
+        ("vocab_topk wrong", "'wrong' is not the verdict of a failure"),
         ("vocab_topk mismatch\nvocab_topk raised", "vocab_topk stands in the file a second time"),
     ],
 )

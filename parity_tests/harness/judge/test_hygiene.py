@@ -237,6 +237,6 @@ def test_the_default_group_on_a_mesh_of_two_axes_is_named():
     declared_on = {"mesh": {"dp": (2,), "tp": (2,)}, "inputs": {"x": "b/dp tp=P"}, "outputs": "b/dp tp=I"}
     report = declared(both, lambda x: x * 1.0, **declared_on).verify(b=6)
     all_notes = [note for notes in report.notes.values() for note in notes]
-    assert any("is over all 4 ranks, which is no one axis: pass group=mesh[axis]" in note for note in all_notes), (
-        all_notes
-    )
+    assert any(
+        "is over all 4 ranks, which is more than one axis: pass group=mesh[axis]" in note for note in all_notes
+    ), all_notes

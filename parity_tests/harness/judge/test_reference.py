@@ -248,7 +248,7 @@ def test_an_error_of_the_reference_is_one_sentence():
     at = f"test_reference.py:{broken.__code__.co_firstlineno + 1}"
     assert str(caught.value) == (
         f"scheme 'on_ranks': reference broken raised ValueError at {at}: no mathematics for (4,); "
-        "if it is not for b=4, declare the sizes that it is for: dims={...} or assume="
+        "if the reference does not support b=4, declare the sizes that it supports: dims={...} or assume="
     )
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -264,14 +264,14 @@ def test_a_reference_that_mixes_dtypes_is_rejected_with_the_conversion_to_write(
     assert re.search(
         r"TypePromotionError at test_reference.py:\d+: Input dtypes \('.+', '.+'\) have no", str(caught.value)
     )
-    remedy = "a reference mixes no dtypes by itself: convert one, as in mask.astype(x.dtype)"
+    remedy = "a reference does not mix dtypes: convert one, as in mask.astype(x.dtype)"
     assert str(caught.value).endswith(f"dtype promotion path; {remedy}")
 
 
 @pytest.mark.parametrize("doubled", [lambda x: torch.cat([x, x]), lambda x: np.asarray(x) * 2], ids=["torch", "numpy"])
 def test_a_torch_or_numpy_reference_is_rejected_with_a_remedy(doubled):
     declaration = scheme(reference=doubled, mesh={"tp": (1,)}, inputs={"x": "b/tp"}, outputs="b/tp")(lambda mesh, x: x)
-    with pytest.raises(ReferenceFailure, match="JAX traces a reference: write jnp and jax there, not torch or numpy"):
+    with pytest.raises(ReferenceFailure, match="JAX traces a reference: write jnp and jax, not torch or numpy"):
         evaluated(declaration, declaration.case(b=4))
 
 
@@ -282,7 +282,7 @@ def test_a_reference_that_branches_on_a_value_is_rejected_with_a_remedy():
     declaration = scheme(reference=branching, mesh={"tp": (1,)}, inputs={"x": "b/tp"}, outputs="b/tp")(
         lambda mesh, x: x
     )
-    with pytest.raises(ReferenceFailure, match=r"write jnp\.where or jax\.lax\.cond where a value decides"):
+    with pytest.raises(ReferenceFailure, match=r"write jnp\.where or jax\.lax\.cond if a value decides"):
         evaluated(declaration, declaration.case(b=4))
 
 

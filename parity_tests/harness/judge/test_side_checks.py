@@ -151,7 +151,7 @@ def test_cost_of_values_and_of_each_rank(inside_subgroup):
     ("cost", "message"),
     [
         (Cost(), "cost is Cost; pass a function of the case: def cost(case): ..."),
-        (lambda c, y: Cost(), "cost takes 'y', which is no input of the scheme (x)"),
+        (lambda c, y: Cost(), "cost takes 'y', which is not an input of the scheme (x)"),
     ],
 )
 def test_a_cost_that_cannot_be_called(cost, message):

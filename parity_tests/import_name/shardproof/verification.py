@@ -56,7 +56,7 @@ Progress = Callable[[int, int, str], None]
 FAILS = "fails; shrinking"
 
 
-VALUE_EXAMPLES = 8  # if all sizes are given
+VALUE_EXAMPLES = 8  # least number of examples if all sizes are given
 MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
 
 
@@ -92,8 +92,8 @@ def verify(
 ) -> Report:
     """See Scheme.verify; `fixed` gives mesh axes, dims and options, `world` the number of ranks.
 
-    `progress(done, total, state)` is called after each drawn example, but not after the first cases, which are the only
-    ones if nothing but values is drawn; `state` is empty until an example fails.
+    `progress(done, total, state)` is called after each drawn example, but not after the first cases (if only values are
+    drawn, there are no others); `state` is empty until an example fails.
     """
     fixed = dict(fixed or {})
     if engine not in ENGINES:
@@ -205,7 +205,7 @@ def _case_of_each_mesh_and_dtype(
 def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
     """Errors: NothingCompared if every tensor is empty, or if the reference of one is always NaN.
 
-    NaN in the reference equals NaN, which is evidence only if infinities were drawn.
+    A result of NaN passes where the reference is NaN; this is evidence only if infinities were drawn.
     """
     if not any(tensor.want.size for report in reports for tensor in report.tensors):
         raise NothingCompared(
@@ -256,7 +256,7 @@ def _search(
         if progress:
             progress(len(reports), total, FAILS if reports[-1].failed else "")
         if reports[-1].failed:
-            pool.start_ahead()  # it serves the second opinion
+            pool.start_ahead()  # ranks for the second opinion
             return _with_simplest(scheme, reports, draw, chooser)
     return Search(reports)
 
@@ -266,7 +266,7 @@ def _with_simplest(
 ) -> Search:
     """The reports, with the simplest failing case as the last."""
     *passing, failing = reports
-    # On other engines each run starts processes, and after a stalled rank each run waits as long as this one.
+    # A search is too slow where each run starts processes, as on other engines, or waits for a stalled rank again.
     if failing.case.engine != "lockstep" or isinstance(failing.failure, Stalled):
         return Search(reports, as_drawn=failing.case)
     search = SimplestCase(draw, partial(verify_or_undecided, scheme), failing, chooser.choices)
@@ -299,7 +299,8 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
     from shardproof.draw.strategy import every_case
 
     count = few(examples) if examples else settings().max_examples
-    phases = [phase for phase in settings().phases if phase is not Phase.explain]  # the report explains
+    # Hypothesis's phase explain would call the test about 100 times more, and the report explains a failure already.
+    phases = [phase for phase in settings().phases if phase is not Phase.explain]
 
     # No deadline: the first case of a shape traces the reference.
     @settings(max_examples=count, deadline=None, phases=phases)

@@ -1,4 +1,4 @@
-"""Verify one case: evaluate the reference, run the ranks, apply the four oracles, and explain wrong tensors by notes.
+"""Verify one case: evaluate the reference, run the ranks, apply the four oracles, and add notes on wrong tensors.
 
 An oracle, as in papers on testing, decides whether a run was right. The four are value (outputs and gradients against
 the reference), protocol (the ranks' collectives fit together), cost (calls and bytes are as declared) and hygiene (no
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardproof.engines.program import RankResult
 
 NARROW = ("bfloat16", "float16")
-MORE_ROUNDINGS = (2, 4)  # times the declared number; larger errors do not come from storing intermediates
+MORE_ROUNDINGS = (2, 4)  # multiples of the declared number; storing intermediates causes no larger errors
 
 
 def verify_case(

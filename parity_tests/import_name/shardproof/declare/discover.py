@@ -68,7 +68,12 @@ def lookup(key: str) -> Declared:
     return TABLE[key]
 
 
-NOT_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # folders of others in a project
+NOT_OWN = (
+    "site-packages",
+    "dist-packages",
+    "node_modules",
+    "__pycache__",
+)  # folders in a project with other people's code
 EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components need, with the extra of each
 
 
@@ -120,7 +125,7 @@ def _usable(declarations: Sequence[Declared | FailedDeclaration]) -> list[Declar
 def _python_files(folder: Path) -> list[Path]:
     """Python files below a folder, except installed or hidden ones. Errors: UnusableTarget for a root directory."""
     if folder.resolve() == Path(folder.resolve().anchor):
-        raise UnusableTarget(f"{folder}: is a whole disk; give a file, or the folder of a project")
+        raise UnusableTarget(f"{folder} is a whole disk; give a file, or the folder of a project")
     paths: list[Path] = []
     for place, inner, files in os.walk(folder):
         inner[:] = [name for name in inner if name not in NOT_OWN and not name.startswith(".")]
@@ -205,7 +210,9 @@ def _schemes_by_pattern(pattern: str) -> list[Declared]:
     matches = [entry for entry in entries if fnmatch.fnmatch(entry.name, pattern) or entry.key == pattern]
     if not matches:
         if "=" in pattern:
-            raise UnusableTarget(f"{pattern}: is no target; sizes stand after --mesh or --dim, as in --mesh dp=2,cp=2")
+            raise UnusableTarget(
+                f"{pattern} is not a target; write sizes after --mesh or --dim, as in --mesh dp=2,cp=2"
+            )
         file_hint = f"; did you mean {pattern}.py?" if Path(f"{pattern}.py").is_file() else ""
         hint = file_hint or nearest(pattern, [entry.name for entry in entries])
         raise UnusableTarget(f"{pattern}: no file and no scheme of this name{hint} (shardproof list --all shows all)")

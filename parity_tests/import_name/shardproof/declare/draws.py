@@ -16,10 +16,10 @@ from numpy.random import Generator
 
 from shardproof.declare.case import CaseSpec
 
-EXTREME = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never meet
+EXTREME = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never get in practice
 FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", *EXTREME)
 BY_NAME = ("positive", "uniform", "sorted", "probabilities")  # drawn only if named, for functions of such inputs
-# Values at the border of a shard, against the ways to leave it unchanged: a masked border is as likely as one of an id.
+# Values for the border of a shard; with UNCHANGED in the same draw, a masked border is as likely as a border id.
 EXTREMES = ("neg_inf_mask", "neg_inf_mask", "neg_inf_mask", "large", "zeros")
 UNCHANGED = ("none", "none", "none")
 # Which elements a mask keeps or of which an id is ignored: those of one shard, all others, a random prefix of each row.

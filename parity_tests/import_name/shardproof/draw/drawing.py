@@ -21,8 +21,8 @@ from shardproof.draw.choosers import seeded_chooser
 DEFAULT_LIMIT = 8
 INSIDE = (False, False, False, True)  # a larger world
 ASSUMED = "assume rejects"
-KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # of Scheme.verify, besides sizes and options
-OTHER_SIZES_TRIED = 3  # to find other sizes for a second call
+KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # Scheme.verify also takes sizes and options
+OTHER_SIZES_TRIED = 3  # a second call has other sizes, found in this many tries
 
 
 class MeshChoices(NamedTuple):
@@ -140,8 +140,8 @@ def another(
 ) -> CaseSpec:
     """A case for a second call on the same mesh: with the same shapes, or with other sizes if some are free.
 
-    `same_shapes` chooses; by default it is drawn. The same shapes reveal a buffer or cache that is indexed by shape,
-    other sizes one that is not.
+    `same_shapes` chooses; by default it is drawn. The same shapes reveal a buffer or cache that is indexed by shape;
+    other sizes reveal a buffer or cache that is not.
     """
     if choose((True, False)) if same_shapes is None else same_shapes:
         return _of_the_same_shapes(scheme, case, choose)
@@ -230,7 +230,7 @@ def _mesh_choices(
         elif reason := size_choices.never(scheme, mesh, sizes):
             raise rejection(reason)
         else:
-            reason = _assumed_away(scheme, sizes, mesh, options)
+            reason = _rejected_by_assume(scheme, sizes, mesh, options)
             reason = reason or (size_choices.objection(scheme, shapes[0], mesh, sizes) if shapes else None)
             sorted_meshes.left_out.append((mesh, reason or nothing))
     # If sizes were given, meshes that cannot shard them are left out; otherwise it is a mistake in the declaration.
@@ -246,7 +246,7 @@ def _mesh_choices(
     return sorted_meshes
 
 
-def _assumed_away(
+def _rejected_by_assume(
     scheme: Declared, sizes: Mapping[str, int], mesh: Mapping[str, int], options: Mapping[str, Any]
 ) -> str | None:
     """A sentence if only `assume` rejects this mesh, with the simplest rejected sizes; else None."""
@@ -276,7 +276,7 @@ def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict
             names = [*scheme.mesh, *sorted(dims), *options]
             hint = nearest_keyword(name, [*names, *KEYWORDS])
             raise ValueError(
-                f"scheme '{scheme.name}': {name!r} is no mesh axis, dim or option ({', '.join(names)}){hint}"
+                f"scheme '{scheme.name}': {name!r} is not a mesh axis, dim or option ({', '.join(names)}){hint}"
             )
     return sizes, chosen
 

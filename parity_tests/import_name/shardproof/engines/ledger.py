@@ -15,7 +15,7 @@ import torch
 
 from shardproof.places import SHARDPROOF, TORCH_IMPL
 
-PHASES = {"forward": "fwd", "backward": "bwd"}  # of a declared cost, and of a row
+PHASES = {"forward": "fwd", "backward": "bwd"}  # phases of a declared cost, and their names in a row
 _PYTHON = str(Path(contextlib.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _HARNESS = f"{SHARDPROOF}/"

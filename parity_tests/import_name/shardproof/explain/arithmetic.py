@@ -226,7 +226,9 @@ def _parts(evidence: Evidence) -> Iterator[tuple[str, PartOf, Mapping[str, str]]
         yield f"at each index of {dim}", partial(_index_along, number=number), MEANING_AT_EACH_INDEX
 
 
-SAME_VALUE = 2.0**-20  # relative to the largest: a softmax of two has gradients that differ by rounding and sign only
+# Values that differ by less, relative to the largest, count as one: the two gradients of a softmax of two elements
+# differ by rounding and sign only.
+SAME_VALUE = 2.0**-20
 
 
 def _has_two_values(part: Evidence) -> bool:
@@ -265,7 +267,7 @@ def fitted_constant(evidence: Evidence) -> float | None:
     return constant if _explains(evidence, _plus, constant) else None
 
 
-MIN_REDUCTION = 4.0  # by which a fitted number must reduce the largest error
+MIN_REDUCTION = 4.0  # a fitted number must reduce the largest error by this factor
 Change = Callable[[np.ndarray, float], np.ndarray]  # applies a number to the right values: `_times` or `_plus`
 
 
@@ -341,7 +343,7 @@ def extra_roundings(evidence: Evidence) -> Iterator[Note]:
 
 
 SMALL_ERROR = "an error of rounding"
-SEPARATE = 16.0  # times the budget; below it, a coarser dtype looks like a formula that cancels
+SEPARATE = 16.0  # least ratio of the coarse budget to the budget that tells a coarser dtype from a cancelling formula
 
 
 def narrow_sums(evidence: Evidence) -> Iterator[Note]:

@@ -91,7 +91,7 @@ def _addable(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorC
 
 
 def _sharded_dims(scheme: Declared, case: CaseSpec, tensor: TensorComparison) -> tuple[ShardedDim, ...]:
-    """The shardings of dims that are sharded once: the positions of a second sharding are no layout of the full dim."""
+    """The shardings of dims that are sharded once. A second sharding has positions of a shard, not of the full dim."""
     placed = []
     for index, dim in enumerate(tensor.argument.spec.dims):
         if len(dim.shardings) == 1:

@@ -383,19 +383,23 @@ def _remedy(error: Exception, case: CaseSpec) -> str:
     import jax
 
     if isinstance(error, jax.errors.TracerBoolConversionError):
-        return "; JAX traces a reference: write jnp.where or jax.lax.cond where a value decides"
+        return "; JAX traces a reference: write jnp.where or jax.lax.cond if a value decides"
     if "racer" in str(error):  # JAX's Tracer, which torch and NumPy functions do not accept
-        return "; JAX traces a reference: write jnp and jax there, not torch or numpy"
+        return "; JAX traces a reference: write jnp and jax, not torch or numpy"
     if isinstance(error, jax.dtypes.TypePromotionError):
-        return "; a reference mixes no dtypes by itself: convert one, as in mask.astype(x.dtype)"
+        return "; a reference does not mix dtypes: convert one, as in mask.astype(x.dtype)"
     if not isinstance(error, SIZE_ERRORS) or not case.dims:
         return ""
     sizes = " ".join(f"{name}={size}" for name, size in case.dims.items())
-    return f"; if it is not for {sizes}, declare the sizes that it is for: dims={{...}} or assume="
+    return f"; if the reference does not support {sizes}, declare the sizes that it supports: dims={{...}} or assume="
 
 
 def _first_line(error: BaseException) -> str:
     line = (str(error).strip().splitlines() or ["no message"])[0]
     line = line.partition(" when jax_numpy_dtype_promotion=strict")[0]
     what, strict, _ = line.partition(" and with the config option jax_numpy_rank_promotion")
-    return f"{what}; nothing is broadcast unseen, write bias[None, None] for a dim that lacks two" if strict else line
+    return (
+        f"{what}; a reference broadcasts explicitly: write bias[None, None] for a bias that lacks two dims"
+        if strict
+        else line
+    )

@@ -9,7 +9,7 @@ from shardproof.declare.case import SPARE, CaseSpec
 from shardproof.judge.compare import TensorComparison
 from shardproof.report.report import Report, mesh_text
 
-MAX_UNDECIDED_SHARE = 0.25  # of the examples of a passing scheme
+MAX_UNDECIDED_SHARE = 0.25  # a scheme passes if at most this share of its examples is undecided
 
 
 def merge_reports(reports: Sequence[Report]) -> Report:

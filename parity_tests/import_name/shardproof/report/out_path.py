@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ENDINGS = (".png", ".svg", ".pdf")  # of a figure
+ENDINGS = (".png", ".svg", ".pdf")  # accepted endings of a figure's file
 ALWAYS_FILES = ("figure", "csv")  # a path `-` is a file and not standard output
 
 
@@ -26,7 +26,7 @@ def check_writable(**paths: str | None) -> None:
         if not path or file.is_dir():
             raise ValueError(f"{flag} {path!r} is {'a folder' if path else 'empty'}; give a file")
         if option == "figure" and file.suffix not in ENDINGS:
-            raise ValueError(f"{flag} {path} is no picture; end it in {', '.join(ENDINGS)}")
+            raise ValueError(f"{flag} {path} is not a picture; end it in {', '.join(ENDINGS)}")
         if option == "json" and file.suffix != ".json":
             raise ValueError(f"{flag} {path}: a file of JSON ends in .json; without a path it is standard output")
         if option == "html" and file.suffix not in (".html", ".htm"):
@@ -35,7 +35,7 @@ def check_writable(**paths: str | None) -> None:
         if not folder.is_dir():
             raise ValueError(f"{flag} {path}: there is no folder {file.parent}")
         if not os.access(file if file.exists() else folder, os.W_OK):
-            raise ValueError(f"{flag} {path}: may not be written; give another path")
+            raise ValueError(f"{flag} {path} may not be written; give another path")
 
 
 def check_folder(**paths: str | None) -> None:
@@ -59,7 +59,7 @@ def check_folder(**paths: str | None) -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """To a file, or to standard output for `-`."""
+    """Write to a file, or to standard output for `-`."""
     if path == "-":
         print(text)
         return

@@ -1,4 +1,4 @@
-"""The versions that this release was tested with, and a sentence for each that is newer here."""
+"""The versions that this release was tested with, and a sentence for each installed package that is newer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-# Those of constraints.txt, which is not installed.
+# The versions in constraints.txt, a file that is not installed with the package.
 TESTED = {"torch": "2.13.0", "jax": "0.10.2", "transformers": "5.23.0"}
 
 
 def newer() -> list[str]:
-    """`torch 2.14.1 is newer than 2.13.0, with which this release was tested`; empty where nothing is newer."""
+    """`torch 2.14.1 is newer than 2.13.0, with which this release was tested`, for each newer package."""
     sentences = []
     for name, tested in TESTED.items():
         installed = installed_release(name)

@@ -1,7 +1,7 @@
 """Find where a model first departs from its reference: every module's input, output and gradients, in order.
 
-Each name is loaded on first use: ranks in other processes import this package and must not load JAX. `__init__.pyi`
-has the names, each with its place.
+Names are loaded on first use, because ranks in other processes import this package and must not load JAX.
+`__init__.pyi` lists each name with its module.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Find where each rank's piece belongs in the full tensor from the pieces, because a plain tensor does not tell.
+"""Find the place of each rank's piece in the full tensor, from the pieces alone: a plain tensor has no record of it.
 
 Each mesh axis shards one dim by one of the usual layouts, repeats the tensor, or holds terms of a sum. Of all
-placements that the shapes allow, the one nearest to the reference is taken. A wrong piece is near to none.
+placements that the shapes allow, the nearest to the reference is taken. A wrong piece is far from it in all of them.
 """
 
 from __future__ import annotations

@@ -224,7 +224,9 @@ class _Comparison:
         return result
 
 
-SEEDED = "the two models begin with other weights: build both after one torch.manual_seed, or load one state into both"
+SEEDED = (
+    "the two models start with different weights: build both after one torch.manual_seed, or load one state into both"
+)
 
 
 def _apart(got: np.ndarray, want: np.ndarray) -> float:

@@ -1,7 +1,7 @@
 """The run of `shardproof train` step by step, and the trace of its first step.
 
-Nothing is loaded before it is used: ranks in other processes import this package and must not load JAX. `__init__.pyi`
-has the names, each with its place.
+Names are loaded on first use, because ranks in other processes import this package and must not load JAX.
+`__init__.pyi` lists each name with its module.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""What a run needs to go on, by torch's distributed checkpoint: weights and the optimizer's state, whatever the mesh.
+"""Checkpoints of a run: weights and the optimizer's state, in torch's distributed format, for a restart on any mesh.
 
-A checkpoint is a folder `step_N`, and counts once it has the file `done`, which says whose numbers they are. A folder
-without it is of a run that was killed, and passed over; one with it is loaded only if every file fits its checksum, see
-`digests`. One run at a time writes to the folder, by a lock on its file `lock`.
+A checkpoint is a folder `step_N`. It is complete if it has the file `done`, which names the run's settings. A folder
+without `done` comes from a killed run and is ignored. A complete checkpoint is loaded only if every file matches its
+checksum (`digests`). A lock on the file `lock` lets one run at a time write to the folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOCK = "lock"
 def locked(run: Run) -> Iterator[None]:
     """Lock the folder of the run against other runs. The system releases the lock of a killed process.
 
-    Errors: ValueError where another run has it.
+    Errors: ValueError if another run holds the lock.
     """
     if run.checkpoint is None or (run.resume and not _folder(run).is_dir()):
         yield
@@ -52,10 +52,10 @@ def locked(run: Run) -> Iterator[None]:
 
 
 def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers, step: int) -> None:
-    """After `step` steps; `parameters` are this rank's parameters by every name that the model has for them."""
+    """Save the state after `step` steps. `parameters` has this rank's parameters under all of their names."""
     folder = _of_step(run, step)
-    if dist.get_rank() == 0 and folder.exists():  # of a run that was killed, or of an earlier one
-        (folder / DONE).unlink(missing_ok=True)  # first, so that nobody takes what is left of it for a checkpoint
+    if dist.get_rank() == 0 and folder.exists():  # left by a killed or an earlier run
+        (folder / DONE).unlink(missing_ok=True)  # first, so that a partly deleted folder is never a checkpoint
         shutil.rmtree(folder)
     dist.barrier()
     dcp.save(_state(parameters, optimizer), checkpoint_id=str(folder))
@@ -64,20 +64,20 @@ def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimi
 
 
 def load(run: Run, step: int, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> None:
-    """The state after `step` steps, which `newest` has verified, into parameters and optimizer, sharded as they are."""
+    """Load the checkpoint of `step`, verified by `newest`, into the sharded parameters and optimizer."""
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # makes the tensors of its state, which are all written over, as the parameters are
+    optimizer.step()  # allocates the optimizer's state; loading overwrites it and the parameters
     optimizer.zero_grad()
     dcp.load(_state(parameters, optimizer), checkpoint_id=str(_of_step(run, step)))
 
 
 def newest(run: Run) -> int:
-    """The steps behind the newest checkpoint that is not past the run's last step. Every file of it is verified.
+    """The step of the newest checkpoint, at most the run's last step. All of its files are verified.
 
-    It is never passed over for an older one: who resumes decides what to do about a damaged file.
+    If it is damaged, no older checkpoint is used instead: the user decides.
 
-    Errors: ValueError where there is none, where a file is damaged, or where it is of a run with other numbers.
+    Errors: ValueError if there is no checkpoint, if a file is damaged, or if the checkpoint's run has other settings.
     """
     names = (re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})", path.parent.name) for path in _folder(run).glob(f"*/{DONE}"))
     *older, step = sorted({0} | {int(name[1]) for name in names if name and int(name[1]) <= run.steps})
@@ -100,7 +100,7 @@ def newest(run: Run) -> int:
 
 
 def _numbers(run: Run) -> dict[str, Any]:
-    """What decides the numbers of a run, but for how long it goes on."""
+    """The settings that decide the numbers of a run, without its length."""
     return {name: value for name, value in asdict(run.numbers).items() if name not in ("steps", "every")}
 
 
@@ -113,7 +113,7 @@ def _folder(run: Run) -> Path:
 
 
 def _state(parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> dict[str, torch.Tensor]:
-    """The tensors themselves, by names that no mesh changes; two stages' copies of a parameter have a name each."""
+    """The state's tensors, not copies. Names are the same on every mesh; two copies of a parameter have two names."""
     state: dict[str, torch.Tensor] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     states = optimizer.state
     for name, parameter in parameters.items():
