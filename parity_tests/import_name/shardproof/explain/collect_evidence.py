@@ -12,7 +12,7 @@ from shardproof.declare.spec import Spec
 from shardproof.draw import inputs
 from shardproof.engines.ledger import CallSite, Ledger
 from shardproof.engines.program import Program
-from shardproof.engines.protocol import disagreement
+from shardproof.engines.protocol import MESSAGES, disagreement
 from shardproof.engines.stitch import owners
 from shardproof.explain.evidence import Evidence, ShardedDim
 from shardproof.judge.compare import COARSER, TensorComparison, max_finite
@@ -61,11 +61,12 @@ def collect_evidence(
 
 
 def _full_mesh_collective(case: CaseSpec, ledger: Ledger) -> CallSite | None:
-    """A collective over the full mesh, if no single axis spans it."""
+    """A collective over the full mesh, if no single axis spans it; a message to a global rank is none."""
     everyone = tuple(range(case.world))
     if case.world in case.mesh.values():
         return None
-    return next((CallSite(r.op, r.source, r.phase) for r in ledger.rows if r.group == everyone), None)
+    rows = (r for r in ledger.rows if r.group == everyone and r.op not in MESSAGES)
+    return next((CallSite(r.op, r.source, r.phase) for r in rows), None)
 
 
 def _addable(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:

@@ -173,11 +173,22 @@ def unequal_replicas(hygiene: Sequence[str]) -> set[str]:
 
 
 def _default_group(case: CaseSpec, ledger: Ledger) -> list[str]:
-    """A finding if a collective used the full world although the scheme's own mesh is only a part of it."""
+    """A finding if the full world is used although the scheme's own mesh is only a part of it.
+
+    A message between two ranks of the scheme's mesh is none: their global ranks are right in every group.
+    """
     if SPARE not in case.mesh or case.mesh[SPARE] == 1:
         return []
     everyone = tuple(range(case.world))
+    spare = [coordinates[SPARE] for coordinates in inputs.coordinates(case.mesh)]
     for row in ledger.rows:
-        if row.group == everyone:
+        if row.group != everyone:
+            continue
+        if row.peer is None:
             return [f"the default group is used inside a sub-group: rank {row.rank}, {row}"]
+        if spare[row.peer] != spare[row.rank]:
+            return [
+                f"a message leaves the mesh: rank {row.rank}, {row}; without a group, a peer is a global rank: "
+                "pass dist.get_global_rank(group, place)"
+            ]
     return []
