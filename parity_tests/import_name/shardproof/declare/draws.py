@@ -53,6 +53,7 @@ class Draw:
     high: int = 0
     ignore: int | None = None
     padded: bool = False
+    empty: bool = True  # whether a sequence may have no token
     full_rows: bool = False
 
     @property
@@ -232,14 +233,17 @@ def mask(dim: str | None = None) -> Draw:
     return Draw("mask", dim)
 
 
-def offsets(dim: str, padded: bool = False) -> Draw:
-    """cu_seqlens of the drawn sequences of packed dim `dim`: their real or their padded borders."""
-    return Draw("offsets", dim, padded=padded)
+def offsets(dim: str, padded: bool = False, *, empty: bool = True) -> Draw:
+    """cu_seqlens of the drawn sequences of packed dim `dim`: their real or their padded borders.
+
+    With `empty=False` each sequence has a token or more.
+    """
+    return Draw("offsets", dim, padded=padded, empty=empty)
 
 
-def lengths(dim: str, padded: bool = False) -> Draw:
-    """Lengths of the drawn sequences of packed dim `dim`."""
-    return Draw("lengths", dim, padded=padded)
+def lengths(dim: str, padded: bool = False, *, empty: bool = True) -> Draw:
+    """Lengths of the drawn sequences of packed dim `dim`; with `empty=False` each has a token or more."""
+    return Draw("lengths", dim, padded=padded, empty=empty)
 
 
 def integers(low: int, high: int) -> Draw:
