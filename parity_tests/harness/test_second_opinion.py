@@ -327,7 +327,9 @@ def test_a_pass_on_gloo_never_overrules_work_that_is_not_waited_for(monkeypatch)
 
 
 def test_work_that_is_never_waited_for_hides_no_wrong_number():
-    report = verify_case(declared(never_waited_and_wrong), CaseSpec("doubled", {"tp": 2}, {"b": 4}, values={"x": {"kind": "normal"}}))
+    report = verify_case(
+        declared(never_waited_and_wrong), CaseSpec("doubled", {"tp": 2}, {"b": 4}, values={"x": {"kind": "normal"}})
+    )
     assert report.verdict == "mismatch"
     assert "off by the constant factor 1.5" in str(report)
 

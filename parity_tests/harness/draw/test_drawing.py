@@ -107,7 +107,7 @@ def test_no_sequence_is_empty_if_so_declared():
     for case in drawn:
         assert min(case.lengths["t"]["real"]) >= 1
         assert len(case.lengths["t"]["real"]) == case.m - 1
-    with pytest.raises(ValueError, match="t=4 is too short for 3 sequences that are not empty; give 12"):
+    with pytest.raises(ValueError, match="t=4 is too short for 3 nonempty sequences; give 12"):
         draw_case(declaration, seeded_chooser(0), {"tp": 2, "t": 4, "m": 4})
 
 

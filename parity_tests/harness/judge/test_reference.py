@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardproof import integers, mask, scheme, token_below, values
+from shardproof import integers, scheme, token_below, values
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
 from shardproof.judge import reference

@@ -176,7 +176,7 @@ def _too_short(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, in
             count = max(arg.spec.dims[0].size(shape) - rest[draw.kind], 1)
             least = count * sequence_unit(scheme, mesh, draw.dim)
             if shape[draw.dim] < least:
-                return f"{draw.dim}={shape[draw.dim]} is too short for {count} sequences that are not empty; give {least}"
+                return f"{draw.dim}={shape[draw.dim]} is too short for {count} nonempty sequences; give {least}"
     return None
 
 

@@ -24,7 +24,7 @@ _STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def name_of(op: Any) -> str:
-    """The name of a reduce op in the ledger; that of NCCL's PREMUL_SUM with its factor. Errors: ValueError for others."""
+    """The name of a reduce op in the ledger, PREMUL_SUM with its factor. Errors: ValueError for an unknown op."""
     kind = getattr(op, "op", op)
     name = getattr(kind, "name", str(kind))
     if name == PREMUL_SUM:
