@@ -18,6 +18,10 @@ from shardproof.explain.evidence import Evidence, ShardedDim
 from shardproof.judge.compare import COARSER, TensorComparison, max_finite
 from shardproof.judge.reference import UNIT_ROUNDOFF
 
+ADDS, SUMS = ("all_reduce", "reduce", "reduce_scatter"), ("SUM", "AVG")
+
+ADDS, SUMS = ("all_reduce", "reduce", "reduce_scatter"), ("SUM", "AVG")
+
 
 def collect_evidence(
     scheme: Declared,
@@ -57,7 +61,15 @@ def collect_evidence(
         max_finite=max_finite(tensor.dtype),
         full_mesh_collective=_full_mesh_collective(case, ledger),
         first_divergence=None if divergence is None else divergence.finding,
+        summed_axes=_summed_axes(case, ledger),
     )
+
+
+def _summed_axes(case: CaseSpec, ledger: Ledger) -> frozenset[str]:
+    """The axes over which a collective of the forward adds the ranks' tensors."""
+    coordinates = inputs.coordinates(case.mesh)
+    groups = {row.group for row in ledger.rows if row.phase == "fwd" and row.op in ADDS and row.reduce_op in SUMS}
+    return frozenset(axis for axis in case.mesh for group in groups if len({coordinates[r][axis] for r in group}) > 1)
 
 
 def _full_mesh_collective(case: CaseSpec, ledger: Ledger) -> CallSite | None:
