@@ -88,7 +88,7 @@ class Draw:
         if self.kind == "float":
             return _floats(value["kind"], shape, rng, case.dtype, self.full_rows)
         if self.kind == "ids":
-            return self._ids(value["picks"], shape, rng, case)
+            return self._ids(value, shape, rng, case)
         if self.kind == "mask":
             return _mask(value["keep"], shape, rng)
         if self.kind == "integers":
@@ -96,9 +96,9 @@ class Draw:
         lengths = np.array(case.lengths[self.dim or ""]["padded" if self.padded else "real"], dtype=np.int64)
         return lengths if self.kind == "lengths" else np.concatenate([[0], np.cumsum(lengths)])
 
-    def _ids(self, picks: list[list[Any]], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
-        size = case.dims[self.dim or ""]
-        borders = shard_borders(self.dim or "", case)
+    def _ids(self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
+        picks, size = value["picks"], case.dims[self.dim or ""]
+        borders = value.get("borders") or shard_borders(self.dim or "", case)  # of the case that they were drawn for
         out = rng.integers(0, max(size, 1), size=math.prod(shape))
         for i in range(len(out)):
             shard, place = picks[i % len(picks)]
