@@ -273,6 +273,20 @@ def test_half_of_the_cases_have_no_condition_and_no_condition_is_rare():
     assert not any(draw_case(right, seeded_chooser(seed), {}, seed=seed).conditions for seed in range(20))
 
 
+def test_a_parameter_is_never_a_strided_view():
+    """No module has one; by the argument `module`, or by its name."""
+    spec = {"x": "b d tp=I", "weight": "d k tp=I", "scale": "d tp=I"}
+    declaration = scheme(
+        reference=lambda x, weight, scale: (x * scale) @ weight, mesh={"tp": (1,)}, inputs=spec, outputs="b k tp=I"
+    )(lambda mesh, x, weight, scale: (x * scale) @ weight)
+    viewed = set()
+    for seed in range(200):
+        case = draw_case(declaration, seeded_chooser(seed), {}, seed=seed, with_conditions=True)
+        viewed |= {*case.conditions.get("strided", ()), *case.conditions.get("expanded", ())}
+    assert {"x", "scale"} <= viewed
+    assert "weight" not in viewed
+
+
 def test_a_case_travels_with_its_conditions():
     declaration = declared("call_between")
     case = next(

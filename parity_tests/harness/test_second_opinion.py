@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from parity_tests import warm_python
 from parity_tests.slow import slow_but
 from parity_tests.specimens.small_scheme import declared
 from parity_tests.specimens.user_files import HEAD, RIGHT, WRONG, written
 from shardproof import EnginesDisagree, ValueMismatch, check, second_opinion
+from shardproof.declare.case import CaseSpec
 from shardproof.declare.discover import schemes_of_file
 from shardproof.engines.failure import Raised, Stalled
 from shardproof.engines.lockstep.group import LockstepGroup, reject_missing
@@ -285,7 +287,6 @@ def left_out(mesh, x):
     ("function", "verdict", "reason"),
     [
         (read_before_its_wait, "mismatch", "it does not see an output that is read before its wait"),
-        (never_waited, "unwaited", "it does not see work that is never waited for"),
         (left_out, "deadlock", "there a deadlock cannot be told from a slow rank"),
     ],
 )
@@ -294,6 +295,43 @@ def test_a_verdict_that_gloo_cannot_see_stays_with_a_remark(function, verdict, r
     report = declared(function).verify(examples=1, tp=2)
     assert (report.verdict, report.confirmed_on, report.engines_disagree) == (verdict, None, None)
     assert any(line.startswith(f"  not confirmed on gloo: {reason}") for line in str(report).splitlines())
+
+
+def functional_never_waited(mesh, x):
+    funcol.all_reduce(torch.zeros(1), "sum", mesh["tp"])
+    return x * 2
+
+
+def never_waited_and_wrong(mesh, x):
+    return never_waited(mesh, x) * 1.5
+
+
+def test_work_that_is_never_waited_for_is_a_line_beside_equal_values():
+    report = declared(functional_never_waited, mesh={"tp": (1, 2)}).verify(examples=6)
+    assert (report.verdict, report.examples, report.meshes) == ("protocol", 6, ("tp=1", "tp=2"))
+    assert all(tensor.ok for tensor in report.tensors)
+    [line] = report.protocol
+    assert line.startswith("rank 0 returned and never waited for all_reduce") and line.endswith("is never read")
+    assert report.confirmed_on == "gloo"
+
+
+def test_a_pass_on_gloo_never_overrules_work_that_is_not_waited_for(monkeypatch):
+    def doubled(mesh, x):
+        return x * 2
+
+    equal = declared(doubled).verify(examples=1, tp=2)
+    monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda scheme, case: equal)
+    report = declared(never_waited).verify(examples=1, tp=2)
+    assert (report.verdict, report.engines_disagree) == ("protocol", None)
+    assert report.not_repeated.startswith("there its work was complete")
+
+
+def test_work_that_is_never_waited_for_hides_no_wrong_number():
+    report = verify_case(
+        declared(never_waited_and_wrong), CaseSpec("doubled", {"tp": 2}, {"b": 4}, values={"x": {"kind": "normal"}})
+    )
+    assert report.verdict == "mismatch"
+    assert "off by the constant factor 1.5" in str(report)
 
 
 def test_a_call_that_only_gloo_accepts_stays_a_finding():

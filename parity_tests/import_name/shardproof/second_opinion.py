@@ -84,6 +84,8 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
         return replace(report, confirmed_on="gloo")
     if on_gloo.verdict != "equal":
         return _not_repeated(report, f"it fails there in another way, {on_gloo.verdict}")
+    if isinstance(report.failure, Unwaited) or report.only_unwaited:
+        return _not_repeated(report, "there its work was complete when the rank returned, which need not be so")
     if _is_rejection_only(report):
         return _not_repeated(report, CARRIED_OUT)
     if report.failure is not None and CANNOT_RUN in str(report.failure):
@@ -139,8 +141,6 @@ def _unseen_by_gloo(scheme: Declared, report: Report) -> str | None:
         return f"the case has {report.case.world} ranks, and at most {MAX_RANKS} are started for it"
     if isinstance(report.failure, Deadlock):
         return "there a deadlock cannot be told from a slow rank, and a small message needs no receiver"
-    if isinstance(report.failure, Unwaited):
-        return "it does not see work that is never waited for"
     if report.failure is not None:
         return None
     wrong = [tensor for tensor in report.tensors if not tensor.ok]

@@ -113,13 +113,13 @@ def verify(
         total = max(total, len(first_cases) + len(first_choices))
     reports = _until_one_fails(scheme, first_cases)
     # 2. The rest is drawn, and a failure is reduced to the simplest case.
-    search = Search(reports, as_drawn=next((report.case for report in reports if report.failed), None))
+    search = Search(reports, as_drawn=next((report.case for report in reports if _ends(report)), None))
     if total > len(reports) and search.as_drawn is None:
         search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, first_choices)
         reports += search.reports
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
-    equal = [report for report in reports if report.ok]
-    if equal and not any(report.failed for report in reports):
+    equal = [report for report in reports if report.ok or report.only_unwaited]
+    if equal and not any(_ends(report) for report in reports):
         _check_compared(scheme, equal)
     left_out = {mesh_text(mesh): reason for mesh, reason in meshes_left_out(scheme, fixed, world, SHAPES[profile()])}
     trace_seconds = CLOCK.seconds - trace_seconds_before
@@ -131,6 +131,8 @@ def verify(
         return replace(report, not_drawn=tuple(not_drawn))
     if report.is_undecided:
         return _with_replay_file(scheme, name_values_to_avoid(scheme, report), replay_folder)
+    if report.only_unwaited:
+        return _with_replay_file(scheme, second_opinion(scheme, report), replay_folder)
     smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, fixed))
     opinion = second_opinion(scheme, smallest, search.as_drawn)
     return _with_replay_file(scheme, check_notes(scheme, opinion), replay_folder)
@@ -225,10 +227,15 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
             )
 
 
+def _ends(report: Report) -> bool:
+    """Whether no more cases are drawn after this one. A finding that changes no number hides no later one."""
+    return report.failed and not report.only_unwaited
+
+
 def _until_one_fails(scheme: Declared, cases: Sequence[CaseSpec]) -> list[Report]:
     reports: list[Report] = []
     for case in cases:
-        if not reports or not reports[-1].failed:
+        if not reports or not _ends(reports[-1]):
             reports.append(verify_or_undecided(scheme, case))
     return reports
 
@@ -254,8 +261,8 @@ def _search(
         chooser = RecordingChooser(even_chooser(number, seed), planned)
         reports.append(verify_or_undecided(scheme, draw(chooser)))
         if progress:
-            progress(len(reports), total, FAILS if reports[-1].failed else "")
-        if reports[-1].failed:
+            progress(len(reports), total, FAILS if _ends(reports[-1]) else "")
+        if _ends(reports[-1]):
             pool.start_ahead()  # ranks for the second opinion
             return _with_simplest(scheme, reports, draw, chooser)
     return Search(reports)

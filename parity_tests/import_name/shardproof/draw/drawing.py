@@ -336,11 +336,18 @@ def _lengths(
     """Real and padded lengths of the sequences of every packed dim: uneven, some empty, some of one token."""
     lengths: dict[str, dict[str, list[int]]] = {}
     for name in _packed_dims(scheme):
-        unit = 2 * _shards(scheme, mesh, name) if _is_packed(scheme, name) else 1
+        unit = size_choices.sequence_unit(scheme, mesh, name)
         count = sequence_count(scheme, name, shape)
         blocks = shape[name] // unit
-        borders = sorted(choose(range(blocks + 1)) for _ in range((count or choose((1, 2, 3))) - 1))
-        padded = [unit * int(n) for n in np.diff([0, *borders, blocks])]
+        may_be_empty = all(draw.empty for draw in scheme.draws.values() if draw.dim == name)
+        places = list(range(blocks + 1) if may_be_empty else range(1, blocks))
+        borders: list[int] = []
+        for _ in range((count or choose((1, 2, 3))) - 1):
+            if places:
+                borders.append(choose(places))
+            if borders and not may_be_empty:
+                places = [place for place in places if place != borders[-1]]
+        padded = [unit * int(n) for n in np.diff([0, *sorted(borders), blocks])]
         lengths[name] = {
             "padded": padded,
             "real": [n - choose(range(min(n, unit))) if n else 0 for n in padded],
@@ -354,11 +361,6 @@ def _packed_dims(scheme: Declared) -> Sequence[str]:
     ]
     described = [draw.dim for draw in scheme.draws.values() if draw.kind in ("offsets", "lengths") and draw.dim]
     return list(dict.fromkeys([*sharding, *described]))
-
-
-def _is_packed(scheme: Declared, name: str) -> bool:
-    arguments = (*scheme.inputs, *scheme.outputs)
-    return any(c.layout == "packed" for a in arguments for d in a.spec.dims if d.name == name for c in d.shardings)
 
 
 def sequence_count(scheme: Declared, name: str, shape: Mapping[str, int]) -> int | None:

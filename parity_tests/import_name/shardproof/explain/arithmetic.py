@@ -361,8 +361,8 @@ def narrow_sums(evidence: Evidence) -> Iterator[Note]:
 
 
 def miscounted_input(evidence: Evidence) -> Iterator[Note]:
-    """The result is right except for an input that was added too often or left out; a named number would say more."""
-    if any(named_change(evidence)):
+    """The result is right except for an input that was added too often or left out; a factor would say more."""
+    if any(named_change(evidence)) or fitted_factor(evidence) is not None:
         return
     for name, x in evidence.inputs.items():
         if not x.any():
@@ -378,7 +378,7 @@ def miscounted_input(evidence: Evidence) -> Iterator[Note]:
 def _input_counts(evidence: Evidence, name: str) -> Iterator[tuple[int, Note]]:
     """Possible numbers of surplus additions of the input, each with its note."""
     for axis, ranks in evidence.axes.items():
-        if ranks > 1:
+        if ranks > 1 and (evidence.summed_axes is None or axis in evidence.summed_axes):
             text = f"{name} is counted {ranks} times (= {axis}): each rank adds it before the sum"
             yield ranks - 1, Note(text, ACROSS_MESHES, f"{name} is counted {axis} times")
     for times, text in ((1, f"{name} is added once too often"), (-1, f"{name} is left out")):

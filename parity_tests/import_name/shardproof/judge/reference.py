@@ -240,7 +240,7 @@ def _build(
         y.update({name: aux.pop(name) for name in unused})
         return (y, gradients), aux
 
-    closed, shapes = jax.make_jaxpr(value_and_gradient, return_shape=True)(*arrays)
+    closed, shapes = bridge.traced(scheme.reference, value_and_gradient, arrays)
     fixed, x, c = arrays
     has_tangent = [False] * len(fixed) + [True] * (len(x) + len(c))
     return evaluator(closed, has_tangent, compiler_options), jax.tree.structure(shapes)
@@ -387,7 +387,10 @@ def _remedy(error: Exception, case: CaseSpec) -> str:
     if "racer" in str(error):  # JAX's Tracer, which torch and NumPy functions do not accept
         return "; JAX traces a reference: write jnp and jax, not torch or numpy"
     if isinstance(error, jax.dtypes.TypePromotionError):
-        return "; a reference does not mix dtypes: convert one, as in mask.astype(x.dtype)"
+        inside = bridge.raised_inside_jax(error)
+        if inside is not None:
+            return f"; {inside} computes in float32 inside JAX: write its formula in jnp, which keeps float64"
+        return "; a reference does not mix floats of two widths: convert one, as in table.astype(x.dtype)"
     if not isinstance(error, SIZE_ERRORS) or not case.dims:
         return ""
     sizes = " ".join(f"{name}={size}" for name, size in case.dims.items())

@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -130,6 +130,12 @@ class Report:
     def failed(self) -> bool:
         """Neither equal nor undecided: a mismatch or a failed rank."""
         return not self.ok and not self.is_undecided
+
+    @property
+    def only_unwaited(self) -> bool:
+        """Whether the one finding is that work is never waited for: other cases are judged all the same."""
+        is_unwaited = len(self.protocol) == 1 and any(row.unwaited for row in self.ledger.rows)
+        return is_unwaited and self.failed and replace(self, protocol=()).ok
 
     @property
     def verdict(self) -> str:

@@ -9,6 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -134,9 +135,8 @@ def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slo
             return _raised(rank, recorder, error)
         finally:
             _current = None
-    rows = tuple(recorder.rows)
-    for row in recorder.unwaited():
-        return Outcome(rank, RAISED, rows, error=str(row), cause="unwaited", source=row.source)
+    unwaited = recorder.unwaited()
+    rows = tuple(replace(row, unwaited=True) if row in unwaited else row for row in recorder.rows)
     return Outcome(rank, DONE, rows, result)
 
 
