@@ -28,11 +28,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for 
 import jax
 import matplotlib.pyplot as plt
 import torch
-from shardproof.transformers import Chosen, Training, deviation, empty, on_mesh, reference
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 
+from parity_tests.parallelizer.families import Chosen, empty
+from parity_tests.parallelizer.reference import reference
+from parity_tests.parallelizer.training import Training, deviation, on_mesh
 from shardproof import colours, parse, scheme, values
 from shardproof import figure as spec_figure
 from torch_impl.parallelizer import (

@@ -25,8 +25,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for 
 
 import matplotlib.pyplot as plt
 
+from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
+from parity_tests.evidence.injected_bugs.patched_modules import PatchedModules
 from shardproof import colours
-from shardproof.training import BUGS, PatchedModules, ReferenceSteps, Run, first, followed, known_of, trace
+from shardproof.training import ReferenceSteps, Run, first, followed, trace, trace_reference
 
 # %% [markdown]
 # ## Four meshes
@@ -76,7 +78,7 @@ plt.show()
 # became of the first steps. The first loss is right.
 
 # %%
-bug = next(bug for bug in BUGS if bug.name == "a layer whose residual has no gradient")
+bug = next(bug for bug in CATALOGUE if bug.name == "a layer whose residual has no gradient")
 injected = PatchedModules.of(bug, [trace.__module__, followed.__module__])
 buggy_trace, buggy_run = injected.modules[0].trace, injected.modules[1].followed
 run = RUNS["cp=2, ring, heads exchanged"]
@@ -95,7 +97,7 @@ for step in broken[:3]:
 # own, so its tensors come twice.
 
 # %%
-reference = known_of(Run(mesh={}, **SMALL))
+reference = trace_reference(Run(mesh={}, **SMALL))
 healthy = trace(run, reference, "lockstep")
 with injected:
     lines = buggy_trace(run, reference, "lockstep")

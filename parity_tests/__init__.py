@@ -1,9 +1,8 @@
-"""The tests of both sides, the harness that runs them, and the command. What users import is in `import_name`."""
+"""The tests of both sides, and the evidence. The package that users import is in `import_name`."""
 
-from typing import Any
+import sys
+from pathlib import Path
 
-
-def __getattr__(name: str) -> Any:
-    import shardproof
-
-    return getattr(shardproof, name)
+# A user may have a folder of this name, too. One without `__init__.py` stands behind this one, and is searched as well.
+_folders = [Path(entry or ".").absolute() / __name__ for entry in sys.path]
+__path__ += [str(folder) for folder in _folders if folder.is_dir() and not (folder / "__init__.py").is_file()]

@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one t
 import pytest
 from hypothesis import settings
 
+from parity_tests.slow import mark_other_values
 from shardproof.declare.declared import Declared
 from shardproof.draw import profiles
 from shardproof.draw.reproducible import make_draws_reproducible
@@ -86,9 +87,16 @@ class SchemeTest(pytest.Function):
         return self.path, self.scheme.line - 1, self.name
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, then those of most tests, so that processes that share the files end together."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Slow values are marked before others select by marks; what is left runs in an order that ends together."""
+    mark_other_values(items)
+    yield
+    put_long_files_first(items)
+
+
+def put_long_files_first(items: list[pytest.Item]) -> None:
+    """Long files first, then files of most tests, so that processes that share the files end together."""
     counts = Counter(item.path for item in items)
     folder = Path(__file__).parent
     assert all((folder / name).is_file() for name in LONG_FILES)

@@ -84,6 +84,7 @@ def test_what_is_laid_out_by_hand_stays(drawing):
     assert [line.strip() for line in lines if line] == [line.strip() for line in drawing]
 
 
+@pytest.mark.slow
 def test_an_installation_is_what_it_requires():
     production, absent = installed_sizes.closure("")
     verified, _ = installed_sizes.closure("verify")
@@ -106,6 +107,7 @@ def test_the_page_on_installation_has_the_sizes_without_a_build():
     assert "{code-cell}" not in page
 
 
+@pytest.mark.slow
 def test_sizes_are_written_anew_and_the_rest_of_the_page_stays():
     page = installed_sizes.PAGE.read_text()
     fresh = installed_sizes.with_section(page)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from parity_tests import warm_python
-from shardproof.declare.discover import NOT_COMPONENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("torch_impl", "jax_ref", "parity_tests")
+PACKAGE = "parity_tests/import_name/shardproof"
 TOLERANCES = {"atol", "rtol", "allclose", "assert_close", "assert_allclose", "approx"}
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
@@ -28,8 +28,9 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "type_name": "a word of messages, which are tested",
     "no_autocast": "a context in which other functions compute, tested through them",
 }
-# Folders of parity_tests that are about the harness and not about a component.
-HARNESS_FOLDERS = {*NOT_COMPONENTS, "import_name"}
+# Folders of parity_tests that are about no component: the package, its tests, and what both are measured by.
+OF_THE_PACKAGE = {"import_name", "harness", "cli", "cost", "tracing", "training", "specimens"}
+OTHER_FOLDERS = {*OF_THE_PACKAGE, "evidence"}
 
 
 def python_files(tree: str) -> list[str]:
@@ -40,7 +41,7 @@ def python_files(tree: str) -> list[str]:
 
 def components(tree: str) -> set[str]:
     """The component folders of a tree."""
-    return {path.split("/")[0] for path in python_files(tree) if "/" in path} - HARNESS_FOLDERS
+    return {path.split("/")[0] for path in python_files(tree) if "/" in path} - OTHER_FOLDERS
 
 
 def words_in(folder: Path) -> set[str]:
@@ -143,8 +144,9 @@ def imported(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("tree", "forbidden"),
     [
-        ("torch_impl", {"jax", "flax", "jax_ref", "parity_tests"}),
-        ("jax_ref", {"torch", "torch_impl", "parity_tests"}),
+        ("torch_impl", {"jax", "flax", "jax_ref", "parity_tests", "shardproof"}),
+        ("jax_ref", {"torch", "torch_impl", "parity_tests", "shardproof"}),
+        (PACKAGE, {"parity_tests"}),
     ],
 )
 def test_imports_run_one_way(tree, forbidden):
@@ -152,17 +154,29 @@ def test_imports_run_one_way(tree, forbidden):
     assert {path: names for path, names in crossing.items() if names} == {}
 
 
-# The floors of the harness, from the ground up: a file imports from its own floor and from those below it.
-ROOMS = ("declare", "draw", "run", "judge", "explain", "report")
+# The floors of the package, from the ground up: a file imports from its own floor and from those below it.
 FLOORS = (
-    *ROOMS,
+    "places",
+    "lazy_names",
+    "declare",
+    "draw",
+    "engines",
+    "judge",
+    "explain",
+    "report",
     "verify_one_case",
     "experiments",
     "implementation",
-    "replay",
+    "replays",
     "second_opinion",
-    "verify",
-    "scheme",
+    "verification",
+    "declaration",
+    "cost",
+    "tracing",
+    "training",
+    "cli",
+    "pytest_plugin",
+    "__init__",
     "__main__",
 )
 
@@ -172,17 +186,14 @@ FLOORS = (
 DRAWN_ABOVE = ["case.py: report", "scheme_index.py: implementation", "scheme_index.py: report", "ledger.py: report"]
 
 
-def test_the_rooms_of_the_harness_import_downwards():
-    """Tests may look at any room."""
+def test_the_rooms_of_the_package_import_downwards():
     upwards = []
-    for path in sorted((ROOT / "parity_tests" / "harness").rglob("*.py")):
-        floor = path.relative_to(ROOT / "parity_tests" / "harness").with_suffix("").parts[0]
-        if path.name.startswith("test_") or floor == "__init__":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardproof"):
-                below = (node.module or "").split(".")[2:3] or [alias.name for alias in node.names]
-                upwards += [f"{path.name}: {name}" for name in below if FLOORS.index(name) > FLOORS.index(floor)]
+    for path in python_files(PACKAGE):
+        floor = FLOORS.index(Path(path).with_suffix("").parts[0])
+        for node in ast.walk(ast.parse((ROOT / PACKAGE / path).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "shardproof":
+                rooms = (node.module or "").split(".")[1:2] or [alias.name for alias in node.names]
+                upwards += [f"{Path(path).name}: {room}" for room in rooms if room in FLOORS[floor + 1 :]]
     assert upwards == DRAWN_ABOVE
 
 

@@ -1,6 +1,5 @@
 """`import shardproof`: its names, how little it loads, and users whose own folder is called `parity_tests`."""
 
-import ast
 import os
 import subprocess
 import sys
@@ -49,17 +48,9 @@ def test_every_name_is_there(name):
     assert getattr(shardproof, name) is not None
 
 
-def test_editors_see_the_names_that_there_are():
-    """The imports that type checkers read are those that run."""
-    tree = ast.parse((IMPORT_NAME / "shardproof" / "__init__.py").read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    homes = {}
-    for node in block.body:
-        for alias in node.names:
-            home = ROOT / node.module.replace(".", "/") / alias.name
-            is_module = home.is_dir() or home.with_suffix(".py").is_file()
-            homes[alias.asname] = f"{node.module}{'.' if is_module else ':'}{alias.name}"
-    assert homes == shardproof._HOMES
+def test_no_module_hides_a_name():
+    """Once a module `shardproof.verify` were imported, it would be the package's attribute in place of the function."""
+    assert {path.stem for path in (IMPORT_NAME / "shardproof").iterdir()} & set(shardproof.__all__) == set()
 
 
 def test_a_name_that_is_not_there_is_reported_with_those_that_are():
@@ -76,6 +67,7 @@ def test_the_import_loads_nothing_else(tmp_path):
     assert printed(f"import sys, shardproof; print({loaded})", tmp_path) == "set()"
 
 
+@pytest.mark.slow
 def test_what_a_rank_uses_loads_no_jax(tmp_path):
     names = "scheme, run, values, CaseSpec, Cost, layouts, RankFailure"
     assert printed(f"import sys; from shardproof import {names}; print('jax' in sys.modules)", tmp_path) == "False"
@@ -100,6 +92,7 @@ def without(tmp_path):
     return packages
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command(tmp_path):
     done = python("-m", "shardproof", "--version", folder=tmp_path)
     assert done.returncode == 0 and "torch" in done.stdout
@@ -143,6 +136,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_production_is_imported_and_watched_without_what_verifies_it(without, tmp_path):
     """Every module of torch_impl; kernels in Triton's language ask for their own extra."""
     done = fresh("-c", PRODUCTION + WATCHED, folder=tmp_path, packages=[without(*OF_VERIFY, "jaxlib", "einops")])
@@ -196,15 +190,17 @@ def project(request, tmp_path):
         (folder / "harness").mkdir()
         (folder / "harness" / "__init__.py").write_text("")
         (folder / "harness" / "mine.py").write_text(HELPER)
-        (folder / "helper.py").write_text("from shardproof.mine import double as double")
+        (folder / "helper.py").write_text("from parity_tests.harness.mine import double as double")
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_script_beside_it(project):
     done = python("script.py", folder=project)
     assert done.stdout == "lockstep equal\ngloo equal\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but(["prepend"], ["prepend", "importlib"]))
 def test_pytest_in_it(project, mode):
     """Two tests, and the scheme of a file, which the plugin collects, loaded here whether or not it is installed."""
@@ -214,6 +210,7 @@ def test_pytest_in_it(project, mode):
     assert "3 passed" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", slow_but(["my_scheme.py"], ["my_scheme.py", "parity_tests/test_doubled.py"]))
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_the_command_beside_it(project, file, engine):
@@ -221,6 +218,41 @@ def test_the_command_beside_it(project, file, engine):
     done = python("-m", "shardproof", *verify, folder=project)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 scheme, 0 mismatches, 0 not run." in done.stdout
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_a_built_in_scheme_beside_it(project, engine):
+    verify = ["verify", "sum_to_invariant", "--engine", engine, "--examples", "1", "--mesh", "tp=2"]
+    done = python("-m", "shardproof", *verify, folder=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+NAMES = """
+import sys
+before = list(sys.meta_path)
+import shardproof
+try:
+    shardproof.check_cases(shardproof.schemes_of_file("wrong.py")[0], examples=1)
+except shardproof.ValueMismatch as error:
+    print(type(error).__module__, [name for name in sys.modules if name.startswith("parity_tests")])
+print([finder for finder in sys.meta_path if "shardproof" in str(finder)])
+"""
+
+
+def test_a_users_error_names_the_package(tmp_path):
+    (tmp_path / "wrong.py").write_text(
+        """
+from shardproof import scheme, values
+
+@scheme(
+    reference=lambda x: 2 * x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", draw={"x": values("normal")}
+)
+def wrong(mesh, x):
+    return x + 1
+"""
+    )
+    done = python("-c", NAMES, folder=tmp_path)
+    assert done.stdout == "shardproof.report.report []\n[]\n", done.stdout + done.stderr
 
 
 def test_a_file_of_that_name(tmp_path):

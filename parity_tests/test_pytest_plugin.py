@@ -122,6 +122,6 @@ def test_a_traceback_has_no_line_of_the_harness():
         "def test_misspelt():\n    schemes_of_file('of_mine.py')[0].verify(tq=2)\n"
     )
     mismatch, misspelt = (str(report.longrepr) for report in outcomes("test_mine.py").reports)
-    for text, kind in ((mismatch, "ValueMismatch"), (misspelt, "'tq' is no mesh axis")):
+    for text, kind in ((mismatch, "ValueMismatch"), (misspelt, "'tq' is not a mesh axis")):
         assert "raise_if_failed()" in text or ".verify(tq=2)" in text
         assert kind in text and "harness/" not in text

@@ -4,6 +4,8 @@ import pickle
 import subprocess
 import sys
 
+import pytest
+
 from shardproof.declare.discover import built_in
 from shardproof.declare.travel import dumps
 from shardproof.engines.program import Program
@@ -33,6 +35,7 @@ def arriving(functions: dict[str, bytes]) -> str:
     return done.stdout.decode()
 
 
+@pytest.mark.slow
 def test_no_scheme_brings_jax_to_its_ranks():
     assert arriving({scheme.key: dumps(Program.of(scheme)) for scheme in built_in()}) == ""
 

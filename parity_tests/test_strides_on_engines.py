@@ -51,6 +51,7 @@ def case_of(declared, kind):
 KEPT = set(zip(SAMPLE, itertools.cycle(STORED)))
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("key", "kind"), slow_unless(KEPT.__contains__, itertools.product(SAMPLE, STORED)))
 def test_a_scheme_is_equal_on_both(key, kind):
     declared, case = SAMPLE[key], case_of(SAMPLE[key], kind)

@@ -67,12 +67,14 @@ def test_the_file_is_short():
     assert len(mistakes.RIGHT.read_text().splitlines()) < LONGEST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_the_file_is_right(engine):
     (scheme,) = schemes_of_file(str(mistakes.RIGHT))
     scheme.verify(engine=engine, examples=20).raise_if_failed()
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("mistake", mistakes.MISTAKES, ids=lambda mistake: mistake.title)
 def test_a_mistake_is_explained(mistake):
     printed = one_line(printed_of(mistake))
@@ -87,17 +89,20 @@ def test_the_page_has_what_is_printed(mistake):
     assert comparable(printed_of(mistake)) in shown
 
 
+@pytest.mark.slow
 def test_the_page_has_what_is_printed_of_the_right_file():
     (scheme,) = schemes_of_file(str(mistakes.RIGHT))
     assert comparable(str(scheme.verify(examples=20))) in [comparable(block.text) for block in blocks(PAGE)]
 
 
+@pytest.mark.slow
 def test_the_command_prints_equal(tmp_path):
     done = shardproof("verify", str(mistakes.RIGHT), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "1 scheme, 0 mismatches, 0 not run." in done.stdout
 
 
+@pytest.mark.slow
 def test_an_endless_loop_is_ended_on_lockstep_too():
     printed = one_line(replace(mistakes.HANGS, engine="lockstep").printed())
     assert "stalled: rank 1 has reached no collective" in printed

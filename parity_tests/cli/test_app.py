@@ -37,6 +37,7 @@ def test_0_all_equal(shardproof):
     assert closing(out) == "1 scheme, 0 mismatches, 0 not run."
 
 
+@pytest.mark.slow
 def test_1_a_mismatch(shardproof):
     status, out, err = shardproof("verify", written("wrong.py", RIGHT, WRONG), "--examples", "5")
     assert (status, err) == (1, "")
@@ -62,6 +63,7 @@ def test_4_nothing_ran(shardproof):
     ]
 
 
+@pytest.mark.slow
 def test_schemes_that_did_not_run_are_reported_with_the_others(shardproof):
     narrow = RIGHT.replace("right", "narrow").replace("(narrow)", "(narrow, engines=('gloo',))")
     status, out, _ = shardproof("verify", written("engines.py", RIGHT, narrow, SCALED), "--option", "scale=3.0")
@@ -72,6 +74,7 @@ def test_schemes_that_did_not_run_are_reported_with_the_others(shardproof):
     assert "not run: narrow: is declared for gloo only" in shardproof("verify", "engines.py", "--examples", "1")[1]
 
 
+@pytest.mark.slow
 def test_meshes_that_do_not_divide_the_sizes_are_counted_and_named(shardproof):
     reason = "b=7 cannot be sharded by contiguous over tp=2 (needs a multiple of 2); pad to 8"
     status, out, _ = shardproof("verify", written("right.py", RIGHT), "--dim", "b=7", "--json", "out.json")
@@ -90,6 +93,7 @@ def test_meshes_that_do_not_divide_the_sizes_are_counted_and_named(shardproof):
     assert closing(out) == "2 schemes, 0 mismatches, 0 not run, 1 not judged, 1 mesh left out."
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(
     ("options", "fixed"),
     [
@@ -153,6 +157,7 @@ def test_json_and_junit(shardproof):
     assert json.loads(out)["status"] == 1 and closing(err) == "2 schemes, 1 mismatch, 0 not run."
 
 
+@pytest.mark.slow
 def test_a_page(shardproof):
     written("both.py", RIGHT, WRONG)
     status, out, _ = shardproof("verify", "both.py::wrong", "--mesh", "tp=2", "--dim", "b=4", "--html", "out.html")
@@ -172,7 +177,8 @@ def test_a_page(shardproof):
     assert "<title>2 schemes, 1 mismatch, 0 not run." in out
 
 
-def test_replay_files_go_where_they_are_told(shardproof):
+@pytest.mark.slow
+def test_replays_go_where_they_are_told(shardproof):
     written("wrong.py", WRONG)
     _, out, _ = shardproof("verify", "wrong.py", "--mesh", "tp=2", "--dim", "b=4", "--replay-dir", "some/replays")
     [replay] = [str(path) for path in Path("some/replays").glob("replay_*.py")]
@@ -180,6 +186,7 @@ def test_replay_files_go_where_they_are_told(shardproof):
     assert shardproof("replay", replay)[0] == 1
 
 
+@pytest.mark.slow
 def test_a_function_that_prints_does_not_break_the_json(shardproof):
     """On ranks that are threads and on those that are processes, which judge a mismatch again."""
     written("prints.py", WRONG, "import os\nprint('of the module')\nos.system('echo of a process')\n")
@@ -259,6 +266,7 @@ def test_draw(shardproof):
     assert "<svg" in Path("out.svg").read_text()
 
 
+@pytest.mark.slow
 def test_replay_and_timeline(shardproof):
     shardproof("verify", written("wrong.py", WRONG), "--mesh", "tp=2", "--dim", "b=4")
     [replay] = [path.name for path in Path().glob("replay_*.py")]

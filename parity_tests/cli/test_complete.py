@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from shardproof.cli import complete
 from shardproof.cli.app import VERBS, app
-from shardproof.cli.complete import PACKAGE
 from shardproof.declare.case import ENGINES
+from shardproof.places import TESTS
 from shardproof.training.run import ATTENTION, AXES, MAMBA
 from torch_impl.pipelining.named_schedules import RULES
 
@@ -66,7 +66,7 @@ def test_targets():
 def test_schemes_that_are_offered_are_declared():
     offered = complete.names("")
     assert len(offered) == len(set(offered)) > 50
-    declared = "".join(file.read_text() for file in PACKAGE.glob("*/test_*.py"))
+    declared = "".join(file.read_text() for file in TESTS.glob("*/test_*.py"))
     assert all(f"def {name}(" in declared for name in offered)
 
 

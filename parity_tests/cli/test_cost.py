@@ -61,6 +61,7 @@ def test_a_sweep_has_a_line_for_each_mesh(shardproof):
     assert "no ulysses on cp=32,64: assume rejects these sizes and options" in out
 
 
+@pytest.mark.slow
 def test_a_figure_of_a_sweep(shardproof):
     words = ("cost", "attention", "--mesh", "cp=8..32", "--dim", "s=1024*cp,h=16,g=2", "--figure", "crossovers.svg")
     assert shardproof(*words)[0] == 0
@@ -93,14 +94,20 @@ def test_several_schemes_are_compared(shardproof):
         (("mine.py::gathered", "--mesh", "tp=2,tp=4"), "--mesh 'tp=4' says 'tp' a second time; give each size once"),
         (("mine.py::gathered", "--mesh", "tp=2000000"), "--mesh tp=2000000 has 2,000,000 ranks; the limit is 1,000,"),
         (("mine.py::gathered", "--mesh", "tp=2", "--dim", "s"), "--dim 's' is not NAME=NUMBER, such as s=131072, nor"),
-        (("mine.py::gathered", "--mesh", "tp=2", "--dim", "s=2*cp"), "--dim s=2*cp: 'cp' is no axis of --mesh (tp)"),
+        (
+            ("mine.py::gathered", "--mesh", "tp=2", "--dim", "s=2*cp"),
+            "--dim s=2*cp: 'cp' is not an axis of --mesh (tp)",
+        ),
         (("mine.py::gathered", "--mesh", "tp=2", "--dim", "s=1-tp"), "--dim s=1-tp is -1; a size is at least 0"),
         (("mine.py::gathered", "--mesh", "tp=2", "--dim", "s=1//0"), "--dim s=1//0 divides by 0"),
-        (("mine.py::gathered", "--mesh", "tp=2", "--dim", "z=2"), "scheme 'gathered': 'z' is no mesh axis, dim or"),
+        (("mine.py::gathered", "--mesh", "tp=2", "--dim", "z=2"), "scheme 'gathered': 'z' is not a mesh axis, dim or"),
         (("mine.py::gathered", "--mesh", "tp=2", "--dtype", "int8"), "--dtype 'int8' is not one of float64, float32,"),
-        (("mine.py::gathered", "--mesh", "tp=2", "--links", "tpu"), "--links tpu: is no file and no sheet; the sheets"),
+        (
+            ("mine.py::gathered", "--mesh", "tp=2", "--links", "tpu"),
+            "--links tpu is neither a file nor a sheet; the sheets",
+        ),
         (("mine.py::of_ends", "--mesh", "tp=128"), "scheme 'of_ends': its cost depends on the values of ends, which"),
-        (("attention", "mine.py", "--mesh", "cp=2"), "attention: is a comparison of schemes already; give it alone"),
+        (("attention", "mine.py", "--mesh", "cp=2"), "attention is already a comparison of schemes; give it alone"),
     ],
 )
 def test_unusable_arguments_are_rejected(shardproof, words, message):

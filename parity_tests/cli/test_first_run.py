@@ -44,6 +44,7 @@ def test_a_replicated_output_has_the_full_shape():
     assert message == "scheme 'flat': rank 0 returned (16,), 'b s cp=I' with b=2, s=8 says (2, 8)"
 
 
+@pytest.mark.slow
 def test_number_and_kind_of_outputs():
     def twice(mesh, x):
         return x, x

@@ -11,6 +11,7 @@ import pytest
 
 from parity_tests import warm_python
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from shardproof import places
 from shardproof.declare import discover
 
 MISTAKES = {
@@ -27,7 +28,7 @@ MISTAKES = {
     "arity": (
         RIGHT.replace("(right)", "(right, reference=lambda x, y: x)"),
         "bad.py:9: scheme 'right': takes (x) but reference <lambda> takes (x, y); "
-        "its argument 'y' is no input of the scheme (x): rename it or add it",
+        "its argument 'y' is not an input of the scheme (x): rename it or add it",
     ),
     "float32": (
         RIGHT.replace("(right)", "(right, reference=lambda x: x.astype(jnp.float32))"),
@@ -80,6 +81,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_file_that_is_wrong(shardproof, mistake):
     body, sentence = MISTAKES[mistake]
@@ -92,6 +94,7 @@ TYPO_SAYS = "bad.py:9: scheme 'typo': spec 'b/tq' (output 'out'): axis 'tq' is n
 UNKNOWN = RIGHT.replace("right", "unknown").replace("declare(unknown)", "scheme(refrence=double)(unknown)")
 
 
+@pytest.mark.slow
 def test_a_declaration_that_is_wrong_costs_its_own_scheme_alone(shardproof):
     unknown = "bad.py:19: scheme 'unknown': scheme has no keyword 'refrence'; did you mean reference=?"
     file, command = written("bad.py", TYPO, UNKNOWN, RIGHT), ("verify", "bad.py", "--examples", "2")
@@ -109,11 +112,13 @@ def test_a_declaration_that_is_wrong_costs_its_own_scheme_alone(shardproof):
     assert shardproof("draw", f"{file}::right")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_declaration_that_is_wrong_raises_where_its_file_is_run():
     done = warm_python.run(written("bad.py", TYPO, RIGHT))
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"ValueError: {TYPO_SAYS.partition(': ')[2]}"
 
 
+@pytest.mark.slow
 def test_a_replay_runs_beside_a_declaration_that_is_wrong(shardproof):
     file = written("bad.py", TYPO, WRONG)
     assert shardproof("verify", file, "--examples", "2")[0] == 1
@@ -130,13 +135,14 @@ def test_a_replay_runs_beside_a_declaration_that_is_wrong(shardproof):
     ],
 )
 def test_a_file_in_place_of_a_verb(shardproof, words, remedy):
-    sentence = f"shardproof: {words[0]}: is a file and no verb; write shardproof {remedy}\n"
+    sentence = f"shardproof: {words[0]}: is a file, not a verb; write shardproof {remedy}\n"
     assert shardproof(*words) == (2, "", sentence)
 
 
 SIZES = "scheme 'right': "
 
 
+@pytest.mark.fast_values(11)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -145,7 +151,7 @@ SIZES = "scheme 'right': "
         (("--mesh", "tp=-1"), "--mesh 'tp=-1' is not NAME=NUMBER with a whole number of at least 1, such as tp=4"),
         (("--mesh", "tp=2,tp=4"), "--mesh 'tp=4' says 'tp' a second time; give each size once"),
         (("--mesh", "tp=0"), SIZES + "tp=0; sizes are integers >= 1"),
-        (("--mesh", "tq=2"), SIZES + "'tq' is no mesh axis, dim or option (tp, b)"),
+        (("--mesh", "tq=2"), SIZES + "'tq' is not a mesh axis, dim or option (tp, b)"),
         (("--mesh", "b=2"), SIZES + "--mesh b=2: 'b' is a dim; write --dim b=2"),
         (("--dim", "tp=2"), SIZES + "--dim tp=2: 'tp' is a mesh axis; write --mesh tp=2"),
         (("--mesh", "tp=65"), SIZES + "no mesh of tp=65 has 64 ranks or fewer, which is the limit"),
@@ -162,7 +168,7 @@ SIZES = "scheme 'right': "
         ),
         (("--option", "scale=true"), "--option 'scale=true': write True, as in Python"),
         (("--option", "scale"), "--option 'scale' is not NAME=VALUE, such as temperature=2.0"),
-        (("--option", "scale=2"), SIZES + "'scale' is no mesh axis, dim or option (tp, b)"),
+        (("--option", "scale=2"), SIZES + "'scale' is not a mesh axis, dim or option (tp, b)"),
         (("--engine", "mpi"), "--engine 'mpi' is not one of lockstep, gloo, nccl, torchrun"),
         (("--profile", "long"), "--profile 'long' is not one of quick, fast, dev, ci, nightly"),
         (("--dtype", "float8"), "--dtype 'float8' is not one of float64, float32, bfloat16, float16"),
@@ -238,8 +244,8 @@ def test_a_full_disk_is_reported_with_the_file(shardproof, arguments, file):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (RIGHT, "other.py: is no replay file (it has no CASE and SOURCE)"),
-        ("CASE = dict()\nSOURCE = 'a.py'", "other.py: is no replay file (it has no CASE and SOURCE)"),
+        (RIGHT, "other.py is not a replay file: CASE or SOURCE is missing"),
+        ("CASE = dict()\nSOURCE = 'a.py'", "other.py is not a replay file: CASE or SOURCE is missing"),
         ("CASE = (", "cannot read other.py: '(' was never closed (other.py, line 1)"),
         ("CASE = 'half'\nSOURCE = 'a.py'", "other.py: CASE cannot be read: Expecting value: line 1 column 1 (char 0)"),
         ("CASE = '{}'\nSOURCE = 'a.py'", "other.py: CASE cannot be read: case: missing keys mesh, scheme"),
@@ -281,6 +287,7 @@ def test_usage_errors_of_the_parser(shardproof, arguments):
 # In a process of its own
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command():
     written("bad.py", MISTAKES["axis"][0])
     run = subprocess.run(
@@ -295,7 +302,8 @@ def test_a_component_whose_package_is_missing_is_named_and_left_out(monkeypatch,
     folder = tmp_path / "parity_tests" / "parallelizer"
     folder.mkdir(parents=True)
     (folder / "test_wanting.py").write_text("import transformers.nothing_of_this_name  # scheme(\n")
-    monkeypatch.setattr(discover, "PACKAGE", tmp_path / "parity_tests")
+    for module in (places, discover):
+        monkeypatch.setattr(module, "TESTS", tmp_path / "parity_tests")
     monkeypatch.setattr(discover, "_imported", lambda path: exec(path.read_text(), {}))
     assert discover.built_in() == []
     assert discover.left_out() == {

@@ -77,6 +77,7 @@ def is_clean():
     return [each.stdout for each in done if each.returncode]
 
 
+@pytest.mark.slow
 def test_the_example_is_written_as_the_page_shows_and_verifies_once_it_is_filled(shardproof):
     status, out, err = shardproof("new", "my_function.py::scaled_logits", "--inputs", "inputs", "--mesh", "tp=2")
     assert (status, err) == (0, "")
@@ -89,6 +90,7 @@ def test_the_example_is_written_as_the_page_shows_and_verifies_once_it_is_filled
     assert "1 scheme, 0 mismatches, 0 not run." in verified("2.0 * hidden @ weight")
 
 
+@pytest.mark.slow
 def test_annotations_are_read(shardproof):
     Path("my_function.py").write_text(ANNOTATED)
     status, out, _ = shardproof("new", "my_function.py::scaled_logits")
@@ -122,7 +124,7 @@ def test_an_unknown_spec_stays_open_and_is_rejected_by_name(shardproof):
     [
         (("my_function.py",), 2, "my_function.py: names no function; write my_function.py::function"),
         (("my_function.py::scaled",), 2, "my_function.py::scaled: no function of this name; did you mean scaled_log"),
-        (("my_function.py::scaled_logits", "--out", "my_function.py"), 2, "my_function.py: is already there; give an"),
+        (("my_function.py::scaled_logits", "--out", "my_function.py"), 2, "my_function.py already exists; give an"),
         (("my_function.py::scaled_logits", "--out", "x.txt"), 2, "--out x.txt: a scheme is in a Python file"),
         (("my_function.py::scaled_logits", "--mesh", "tp=999"), 2, "--mesh has 999 ranks; the limit is 64"),
         (("my_function.py::inputs",), 2, "my_function.py::inputs: takes no tensor; a scheme is of a function of"),

@@ -58,6 +58,7 @@ def closing(out):
     return out.rstrip().splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "name"),
     [(UNUSABLE, "unusable"), (UNCOMPARED, "uncompared"), (OF_LAYOUT, "of_layout"), (OF_COST, "of_cost")],
@@ -122,6 +123,7 @@ def test_a_mesh_is_cut_before_a_column_is_left_out(outcome_of_long_names):
     assert len(cut[1]) == 165 and cut[1].endswith("…")
 
 
+@pytest.mark.slow
 def test_a_file_gets_the_columns_that_fit_into_80(shardproof, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     written("both.py", RIGHT, WRONG)

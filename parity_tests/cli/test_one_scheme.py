@@ -25,6 +25,7 @@ def modules_three_deep():
         Path(f"{name}.py").write_text(f"import {inner}\n\ndef call(x):\n    return {inner}.call(x)\n")
 
 
+@pytest.mark.slow
 def test_one_scheme_in_a_file(shardproof):
     written("several.py", RIGHT, WRONG)
     status, out, err = shardproof("verify", "several.py::right", "--examples", "2")
@@ -33,6 +34,7 @@ def test_one_scheme_in_a_file(shardproof):
     assert shardproof("draw", "several.py::right")[1].startswith("right\n")
 
 
+@pytest.mark.slow
 def test_progress_of_a_single_scheme_counts_examples(shardproof, monkeypatch):
     bars, make = [], session.progress_bar
     monkeypatch.setattr(session, "progress_bar", lambda quiet: bars.append(make(quiet)) or bars[-1])
@@ -84,6 +86,7 @@ def test_a_name_that_the_file_lacks(target, sentence):
     assert str(caught.value) == sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_the_full_traceback_on_request(engine, shardproof):
     modules_three_deep()

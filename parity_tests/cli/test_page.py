@@ -66,6 +66,7 @@ def test_an_example_is_a_command(line):
     VERBS[verb].make_context(verb, arguments)
 
 
+@pytest.mark.fast_values(5)
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_has_examples_and_statuses(shardproof, verb, monkeypatch):
     monkeypatch.setenv("COLUMNS", WIDE)

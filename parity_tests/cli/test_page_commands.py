@@ -66,6 +66,7 @@ def recorded():
     return wrong.name
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("command", every(3, sorted(set(RUN))))
 def test_a_command_runs_as_it_is_shown(command, shardproof):
     for example in (ROOT / "docs" / "examples").glob("my_*"):

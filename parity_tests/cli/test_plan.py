@@ -44,18 +44,18 @@ def test_a_factory(shardproof):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nosuchmodel",), "nosuchmodel: is no model that is known here; give a model type such as qwen3"),
-        (("qwen33",), "qwen33: is no model that is known here (did you mean qwen3?); give a model type such"),
+        (("nosuchmodel",), "nosuchmodel is not a known model; give a model type such as qwen3"),
+        (("qwen33",), "qwen33 is not a known model (did you mean qwen3?); give a model type such"),
         (("empty",), "empty: is a folder without config.json; give a model type such as qwen3"),
         (("./empty",), "./empty: is a folder without config.json; give a model type such as qwen3"),
-        (("./absent",), "./absent: is no folder here, and nothing is downloaded; give a model type such as qwen3"),
+        (("./absent",), "./absent: is not a local folder, and nothing is downloaded; give a model type such as qwen3"),
         (("transformers.NoConfig",), "transformers.NoConfig: module transformers has no attribute NoConfig"),
         (("absent.py:net",), "absent.py: no such file"),
-        (("made.py:absent",), "made.py: has no function 'absent'"),
+        (("made.py:absent",), "made.py has no function 'absent'"),
         (("made.py",), "made.py: which function of it makes the model? Write made.py:make_model"),
         (
             ("qwen3", "--option", "hidden_sise=2"),
-            "--option 'hidden_sise' is no field of Qwen3Config; did you mean hidden_size?",
+            "--option 'hidden_sise' is not a field of Qwen3Config; did you mean hidden_size?",
         ),
         (("made.py:number",), "made.py:number: gives a int; it must give a torch.nn.Module"),
         (
@@ -77,7 +77,7 @@ def test_an_axis_that_is_not_planned_is_rejected(shardproof, axis):
     """Stages are not counted: a rank would be said to hold all of them."""
     status, out, err = shardproof("plan", "qwen3", "--mesh", f"dp=4,{axis}=2", *SMALL)
     assert (status, out) == (2, "")
-    assert err.replace("\n", " ").startswith(f"shardproof: --mesh {axis}=2: is not planned: {axis} ")
+    assert err.replace("\n", " ").startswith(f"shardproof: --mesh {axis}=2 is not planned: {axis} ")
     assert shardproof("plan", "qwen3", "--mesh", f"dp=4,{axis}=1", *SMALL)[0] == 0
 
 
@@ -95,9 +95,7 @@ def test_experts_over_ep_are_planned_and_a_model_without_experts_is_rejected(sha
 
 def test_a_model_without_a_plan_is_named(shardproof, recwarn):
     Path("made.py").write_text(FACTORY)
-    message = (
-        "brings no tensor-parallel plan; use a mesh without tp, or dry_run(model, mesh, tp_shard_plan=...) in Python"
-    )
+    message = "has no tensor-parallel plan; use a mesh without tp, or dry_run(model, mesh, tp_shard_plan=...) in Python"
     for mesh in ("tp=2", "dp=2,tp=4", "tensor_parallel=2"):
         status, out, err = shardproof("plan", "made.py:net", "--mesh", mesh)
         assert (status, out, err.replace("\n", " ")) == (2, "", f"shardproof: made.py:net: Sequential {message} ")

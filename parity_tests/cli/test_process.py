@@ -22,6 +22,7 @@ GONE_S = 10.0  # until the last process has ended, on a loaded machine
 COLOUR = "\x1b[31m"
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("arguments", [PLAIN, ["--help"]])
 def test_nothing_is_printed_where_nobody_reads(arguments):
     """Like `| head`: the reader is gone before the first line."""
@@ -34,6 +35,7 @@ def test_nothing_is_printed_where_nobody_reads(arguments):
     assert (process.returncode, process.stderr) == (141, b"")
 
 
+@pytest.mark.slow
 def test_output_that_is_closed_is_no_mistake():
     shell = ["sh", "-c", 'exec "$0" "$@" >&-', *COMMAND, *PLAIN]
     assert subprocess.run(shell, check=False, timeout=LIMIT_S, capture_output=True).returncode == 0
@@ -61,6 +63,7 @@ def in_a_terminal(arguments, **environment):
     return output.decode()
 
 
+@pytest.mark.slow
 def test_colours_are_for_terminals():
     assert COLOUR in in_a_terminal(WRONG)
     assert "\x1b[" not in in_a_terminal(WRONG, NO_COLOR="1")

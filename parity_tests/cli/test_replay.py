@@ -73,6 +73,7 @@ def alone(file, *arguments):
     return run.returncode, run.stdout, run.stderr
 
 
+@pytest.mark.slow
 def test_a_replay_file_runs_alone():
     path, scheme = declared()
     report = scheme.verify(tp=2, b=4)
@@ -124,6 +125,7 @@ def notes(text):
     return table.split("\n", 1)[1].split()
 
 
+@pytest.mark.slow
 def test_a_replay_prints_the_notes_of_the_failure():
     """Notes of a larger case, and none that other cases refute: the smallest case alone fits several."""
     Path("summed.py").write_text(SUMMED)
@@ -175,6 +177,7 @@ def test_no_file_is_written_where_all_is_equal():
     assert list(Path().glob("replay_*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["<ipython-input-3-0a1b2c>", "/var/ipykernel_31/4231.py"])
 def test_a_notebook_function_is_pickled(file):
     """The cell's namespace is `__main__`, as a kernel's is, and nothing of it can be imported again."""
@@ -197,6 +200,7 @@ def test_a_notebook_function_is_pickled(file):
     del TABLE["__main__:twice"]
 
 
+@pytest.mark.slow
 def test_replays_are_deterministic():
     _, scheme = declared(file="again.py")
     first, second = (scheme.verify(tp=2, b=4, seed=3) for _ in range(2))
@@ -220,6 +224,7 @@ def test_check_leaves_only_the_last_replay_file():
     assert json.loads(listing._recorded(str(left))[0].json)["dims"] == {"b": 2}
 
 
+@pytest.mark.slow
 def test_a_run_replaces_only_its_own_schemes_replay():
     """Renamed replays, and those for another file or scheme, stay."""
     _, scheme = declared(file="first.py")
@@ -234,6 +239,7 @@ def test_a_run_replaces_only_its_own_schemes_replay():
     assert set(Path().glob("replay_*.py")) == {replays[-1], *others}
 
 
+@pytest.mark.slow
 def test_a_file_that_is_imported_and_read_by_its_path_has_one_replay(monkeypatch):
     path, scheme = declared()
     first = Path(scheme.verify(tp=2, b=4).replay)
@@ -246,6 +252,7 @@ def test_a_file_that_is_imported_and_read_by_its_path_has_one_replay(monkeypatch
     forget(imported)
 
 
+@pytest.mark.slow
 def test_a_replay_that_was_moved_together_with_its_file():
     path, scheme = declared()
     file = Path(scheme.verify(tp=2, b=4).replay)
@@ -285,7 +292,7 @@ def test_a_file_that_is_no_replay():
     Path("other.py").write_text("CASE = 1\n")
     with pytest.raises(UnusableTarget) as caught:
         listing.replay_file("other.py", None, 1)
-    assert str(caught.value) == "other.py: is no replay file (it has no CASE and SOURCE)"
+    assert str(caught.value) == "other.py is not a replay file: CASE or SOURCE is missing"
 
 
 def test_a_scheme_that_is_gone(capsys):

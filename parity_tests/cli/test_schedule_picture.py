@@ -81,7 +81,7 @@ def test_a_wrong_file_is_reported_with_its_cell(shardproof):
         ),
         (["zbv", "--pp", "2", "--microbatches", "2", "--times", "1,-1,1"], ": --times 1,-1,1: I must be finite and at"),
         (["zbv", "--pp", "2", "--microbatches", "2", "--p2p", "-1"], ": --p2p -1.0 must be finite and at least 0\n"),
-        (["none.csv", "--figure", "x.jpg"], ": --figure x.jpg is no picture; end it in .png, .svg, .pdf\n"),
+        (["none.csv", "--figure", "x.jpg"], ": --figure x.jpg is not a picture; end it in .png, .svg, .pdf\n"),
         (["none.csv"], "schedule 'none.csv' does not exist"),
     ],
 )

@@ -47,7 +47,7 @@ def test_newer_ones_are_named(older):
 )
 def test_numbers_are_compared(monkeypatch, installed, is_newer):
     monkeypatch.setattr(tested_versions, "TESTED", {"torch": "2.13.0"})
-    monkeypatch.setattr(tested_versions, "version", lambda name: installed)
+    monkeypatch.setattr(tested_versions, "installed_release", lambda name: installed)
     assert bool(tested_versions.newer()) == is_newer
 
 

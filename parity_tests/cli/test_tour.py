@@ -8,8 +8,9 @@ from rich.console import Console
 
 from shardproof.cli import tour, wrong_schemes
 from shardproof.declare import discover
+from shardproof.places import TESTS
 
-LOGPROB = discover.PACKAGE / "vocab_parallel" / "test_logprob.py"
+LOGPROB = TESTS / "vocab_parallel" / "test_logprob.py"
 STATISTICS = LOGPROB.with_name("test_statistics.py")
 
 
@@ -23,6 +24,7 @@ def one_scheme(monkeypatch):
     monkeypatch.setattr(discover, "built_in", lambda: [reader()])
 
 
+@pytest.mark.slow
 def test_all_is_well(one_scheme, tmp_path, capsys):
     figure = tmp_path / "figure.png"
     assert tour.run(str(figure), examples=2) == 0
@@ -65,6 +67,7 @@ def test_a_bug_that_is_not_named_is_not_caught(one_scheme, tmp_path, capsys, mon
     assert f"NOT CAUGHT: {first.mistake}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_scheme_that_is_wrong_is_not_passed_over(tmp_path, capsys, monkeypatch):
     wrong = wrong_schemes.projection_without_backward_sum
     monkeypatch.setattr(discover, "built_in", lambda: [reader(), wrong])

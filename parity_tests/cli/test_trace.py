@@ -25,6 +25,7 @@ def line_of(text):
     return number
 
 
+@pytest.mark.slow
 def test_the_example_is_right(shardproof):
     status, out, err = shardproof("trace", str(EXAMPLE))
     assert (status, err) == (0, "")
@@ -97,7 +98,7 @@ def test_a_file_that_exits_is_not_traced(shardproof):
         (
             (('{"norm": "ln"', '{"nrom": "ln"'),),
             (),
-            "pair 'block': tracing.Pair: names has 'nrom', which is no module of the PyTorch side",
+            "pair 'block': tracing.Pair: names has 'nrom', which is not a module of the PyTorch side",
         ),
         (
             (('nnx.Param(weights["norm.bias"])', 'nnx.Param(weights["norm.bais"])'),),

@@ -77,6 +77,7 @@ def check_law(operation, ranks):
     assert forward == sum(np.vdot(x, g) for x, g in zip(xs, gradients, strict=True))
 
 
+@pytest.mark.fast_values(19)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("strides", [(every_other, every_other), (transposed, transposed), (contiguous, expanded)])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
@@ -86,6 +87,7 @@ def test_any_strides(operation, strides, engine):
     assert [row.rejected for row in ranks.ledger.rows if row.rejected] == []
 
 
+@pytest.mark.fast_values(56)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
@@ -93,12 +95,14 @@ def test_backward_is_the_adjoint(operation, world, dtype):
     check_law(operation, on_ranks(operation, dtype, world, "lockstep"))
 
 
+@pytest.mark.fast_values(13)
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_backward_is_the_adjoint_on_gloo(operation, world):
     check_law(operation, on_ranks(operation, torch.float32, world, "gloo"))
 
 
+@pytest.mark.fast_values(31)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)

@@ -99,6 +99,7 @@ def test_selecting_nothing_and_single_elements(shape: tuple[int, ...], count: in
     assert torch.equal(large_tensors.index_select(x, index), x[index])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch, in make_dual
 def test_selected_rows_have_a_derivative_in_forward_mode() -> None:
     x, index = torch.ones(4, large_tensors.MIN_BYTES // 8), torch.tensor([2, 0, 2])
@@ -114,6 +115,7 @@ def test_rows_selected_under_vmap_are_those_of_torch() -> None:
     assert torch.equal(selected, x.index_select(1, index))
 
 
+@pytest.mark.slow
 def test_tensors_without_memory_of_their_own_are_left_alone() -> None:
     def twice(x: torch.Tensor) -> torch.Tensor:
         return (large_tensors.empty(LARGE, torch.float32, CPU).fill_(2.0)[0, 0] * x).sum()

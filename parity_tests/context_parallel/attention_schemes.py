@@ -5,11 +5,9 @@ Causal and window are inputs, so that one compiled reference serves all of them.
 
 from __future__ import annotations
 
-import math
-
 import jax_ref.layouts
 from shardproof import Cost, integers, values
-from shardproof.cost.attention import key_costs, visible_pairs
+from shardproof.cost.attention import gathered_cost, heads_cost, key_costs, products, visible_pairs
 
 DTYPES = ("float32", "bfloat16", "float64")
 HEADS = {**dict.fromkeys(("q", "k"), values("normal", "ties", "zeros")), "v": values("normal", "ties")}
@@ -25,34 +23,6 @@ SCALE = 0.375  # of all schemes whose rules are data; others leave it out
 def rules(causal, window):
     """The rules as production takes them."""
     return {**dict(zip(("causal", "window"), limits(causal, window), strict=True)), "scale": SCALE}
-
-
-def products(c, causal=False):
-    """Two products of each pair of a query and a key forward, five backward, the share of one rank.
-
-    Causal attention has half of the pairs where a scheme has it as an option; a rule that comes as data takes none off.
-    """
-    pairs = c.s * (c.s + 1) // 2 if causal or c.options.get("causal") else c.s * c.s
-    ranks = math.prod(c.mesh.get(axis, 1) for axis in ("cp", "ring", "heads"))
-    product = 2 * c.b * c.h * pairs * c.p // ranks
-    return 2 * product, 5 * product
-
-
-def gathered_cost(c, rows):
-    keys = c.b * rows * 2 * c.g * c.p
-    return Cost(
-        forward={"all_gather": (1, keys * c.itemsize)},
-        backward={
-            "all_gather": (1, keys * c.itemsize),
-            "reduce_scatter": (1, c.cp * keys * c.accumulator_itemsize),
-        },
-        products=products(c),
-    )
-
-
-def heads_cost(c, a, rows, axis="cp"):
-    mixed = {f"all_to_all/{axis}": (2, c.b * rows * c.p * c.itemsize * (2 * c.h + 2 * max(c.g, a)))}
-    return Cost(forward=mixed, backward=mixed, products=products(c))
 
 
 def can_share_heads(c):

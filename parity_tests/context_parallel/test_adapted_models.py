@@ -173,6 +173,7 @@ def collect(name, results):
     return judge(name, shards, layouts, summed)
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_those_of_one_device(name):
     """The model is called with the full sequence, and computes its positions and places of images itself."""

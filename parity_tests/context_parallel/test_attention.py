@@ -178,6 +178,7 @@ def test_parity(declared):
     check_cases(declared, 30)
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity_on_processes(declared):
     check_cases(declared, 5, engine="gloo")

@@ -105,7 +105,7 @@ VALUE_ERRORS = [
     (lambda m: attend(m, v=KV.to("meta")), "q, k, v are on cpu, cpu, meta; pass one device"),
     (
         lambda m: attend(m, layout=layout_of(m, kind="ragged", counts=[8, 8]), exchange="ulysses"),
-        "exchange='ulysses' needs as many rows on each rank, which ragged has not; use ring or all_gather",
+        "exchange='ulysses' needs equally many rows on each rank, unlike ragged; use ring or all_gather",
     ),
     (
         lambda m: attend(m, q=Q[:, :3], k=KV[:, :1], exchange="ulysses"),
@@ -142,7 +142,7 @@ TYPE_ERRORS = [
     ),
     (
         lambda m: attend(m, layout=stream_of(m), cu_seqlens="ab"),
-        "cu_seqlens='ab' are no offsets; pass a row of integers",
+        "cu_seqlens='ab' are not offsets; pass a row of integers",
     ),
     (
         lambda m: attend(m, layout="contiguous", cu_seqlens=torch.tensor([0.0, 16.0])),
@@ -235,6 +235,7 @@ def test_attention_has_no_dropout():
     assert text.endswith("unexpected keyword argument 'dropout'")
 
 
+@pytest.mark.slow
 def test_masks_go_with_their_layout():
     layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
     mask = weakref.ref(schedule_of(layout, True, 5).blocks[0][0].mask)
@@ -244,6 +245,7 @@ def test_masks_go_with_their_layout():
     assert mask() is None
 
 
+@pytest.mark.slow
 def test_a_copy_on_another_device_goes_with_its_layout():
     layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
     weak = weakref.ref(layout), weakref.ref(attention._on_device(layout, torch.device("meta")))

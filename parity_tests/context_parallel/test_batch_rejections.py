@@ -51,7 +51,7 @@ REJECTED = [
     ),
     (
         lambda m: shard(STREAM | {"cu_seqlens_padded": "ab"}, m),
-        "te: cu_seqlens_padded='ab' are no offsets; pass a row of integers",
+        "te: cu_seqlens_padded='ab' are not offsets; pass a row of integers",
     ),
 ]
 

@@ -165,6 +165,7 @@ def test_what_an_operation_leaves_where_a_query_sees_nothing_is_not_merged(left,
         assert all(map(torch.equal, merged(order), both))
 
 
+@pytest.mark.slow
 def test_parity_of_plain_operations(monkeypatch):
     """Packed sequences have triangles, windows, runs that are filled up and queries that a block leaves blind."""
 

@@ -202,6 +202,7 @@ LENGTHS = {
 }
 
 
+@pytest.mark.fast_values(6)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,6 +218,7 @@ def test_every_pair_meets_once_on_one_rank(name, kind, causal, window):
 LONG = {"one": [2400], "several": [1200, 0, 8, 1232], "alike": [800, 800, 800]}
 
 
+@pytest.mark.fast_values(6)
 @pytest.mark.parametrize(
     "window",
     [None, 3, MAX_SEGMENT_QUERIES - 1, MAX_SEGMENT_QUERIES, MAX_SEGMENT_QUERIES + 44, 2 * MAX_SEGMENT_QUERIES + 3],
@@ -243,6 +245,7 @@ def area(blocks):
     return pairs, sum(masks.values())
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("window", [16, 300, 1000])
 @pytest.mark.parametrize("kind", ["contiguous", "dual_chunk_swap", "striped"])
 def test_a_window_costs_its_width_for_each_token(kind, window):
@@ -321,6 +324,7 @@ def small_triangles(monkeypatch):
     monkeypatch.setattr(block_schedule, "MIN_TRIANGLE_QUERIES", 2)
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_every_pair_meets_once_in_split_triangles(name, kind, small_triangles):
@@ -331,5 +335,6 @@ def test_every_pair_meets_once_in_split_triangles(name, kind, small_triangles):
     np.testing.assert_array_equal(sum(times_seen(layout, True, None) for layout in layouts), expected)
 
 
+@pytest.mark.slow
 def test_parity_of_split_triangles(small_triangles):
     check_cases(packed_attention_of_many_lengths, 20)

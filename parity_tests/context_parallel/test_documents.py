@@ -102,6 +102,7 @@ def attention_over_a_halo(mesh, q, k, v, causal, window, documents):
     return context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout, causal=causal, window=window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "examples"), [("lockstep", 20), ("gloo", 4)])
 def test_parity_over_a_halo(engine, examples):
     check_cases(attention_over_a_halo, examples, engine=engine)

@@ -280,7 +280,8 @@ def a_batch(**changed):
 
 THD = "context_parallel.thd: "
 WITHOUT_LAYOUT = (
-    "batch has 'prefix_of', which offsets cannot say; pass return_layout=True and give attention the layout's tokens"
+    "batch has 'prefix_of', which offsets cannot express; pass return_layout=True and give attention the layout's "
+    "tokens"
 )
 
 

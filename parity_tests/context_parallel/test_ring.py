@@ -100,6 +100,7 @@ def test_what_inference_built_serves_training(exchange, kind):
     assert ranks.results == ((True, [S // 4] * 3),) * 4
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("kind", ["packed", "dual_chunk_swap", "contiguous", "striped"])
 def test_a_token_changes_nothing_before_it_nor_in_another_sequence(kind, exchange):
@@ -122,6 +123,7 @@ def test_a_token_changes_nothing_before_it_nor_in_another_sequence(kind, exchang
             np.testing.assert_array_equal(rows.nonzero()[0], np.arange(token, real))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packed", "dual_chunk_swap", "contiguous", "striped"])
 def test_padding_gives_nothing_and_gets_nothing_whatever_it_holds(kind):
     """Not a number in every padding row: outputs and gradients are those of zeros there."""
@@ -145,6 +147,7 @@ def test_padding_gives_nothing_and_gets_nothing_whatever_it_holds(kind):
                 assert np.isfinite(clean[name]).all() and clean[name].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_what_ranks_send_follows_from_the_layout_alone(engine):
     """Not from the values; and whoever gathers keys or exchanges heads sends as much as every other."""

@@ -129,6 +129,7 @@ def gradient(attention, backward, q):
     return q.grad
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_what_backward_recomputes_sees_the_full_sequence(use_reentrant, engine):

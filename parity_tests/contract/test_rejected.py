@@ -42,7 +42,7 @@ def converted(value):
     except ValueError as error:
         if isinstance(error, Rejected):
             raise
-        raise Rejected(f"value={value!r} is no number; pass digits", KeyError) from error
+        raise Rejected(f"value={value!r} is not a number; pass digits", KeyError) from error
 
 
 LOGITS = torch.zeros(2, 8)
@@ -66,7 +66,7 @@ def test_of_nested_functions_the_one_whose_arguments_are_named():
     ("value", "error", "message"),
     [
         (3, TypeError, "contract.converted: entries[2]=3 is an int; pass a str"),
-        ("x", KeyError, "contract.converted: value='x' is no number; pass digits"),
+        ("x", KeyError, "contract.converted: value='x' is not a number; pass digits"),
     ],
 )
 def test_the_error_is_of_the_stated_type(value, error, message):

@@ -21,6 +21,7 @@ def sent(candidate, phase):
     return round(sum(line.price.inside + line.price.between for line in candidate.lines if line.phase == phase))
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cp", [1, 2, 6, 8, 64, 256])  # production counts the keys that ranks need pair by pair
 @pytest.mark.parametrize("heads", [(64, 64), (64, 8), (48, 1)])
@@ -179,7 +180,7 @@ def test_lengths_are_the_standard_case_or_drawn(seed, counts):
     [
         (None, {}, {"cp": 2, "tp": 2}, "declares no cost; give it one, as docs/reference/scheme.md says"),
         (lambda c: Cost(), {}, {"tp": 2}, "--mesh lacks cp: scheme '<lambda>' has the axes cp, tp; give cp=N"),
-        (lambda c: Cost(), {"v": 3}, {"cp": 2, "tp": 2}, "'v' is no mesh axis, dim or option (cp, tp, b)"),
+        (lambda c: Cost(), {"v": 3}, {"cp": 2, "tp": 2}, "'v' is not a mesh axis, dim or option (cp, tp, b)"),
         (lambda c: Cost(forward={"sum/tp": (1, 4)}), {}, {"cp": 2, "tp": 2}, "cost names 'sum', which has no model"),
         (lambda c: Cost(forward={"all_reduce/pp": (1, 4)}), {}, {"cp": 2, "tp": 2}, "its cost names all_reduce/pp;"),
         (lambda c: Cost(forward={"all_reduce": (1, c.z)}), {}, {"cp": 2, "tp": 2}, "its cost raised AttributeError:"),
@@ -196,7 +197,7 @@ def test_what_has_no_price(cost, names, mesh, message):
     [
         ("attention", {"tp": 2}, {}, "--mesh lacks cp: attention is compared over it; give cp=N"),
         ("attention", {"cp": 2}, {"s": 8}, "--dim lacks h: give h=N, g=N"),
-        ("attention", {"cp": 2}, {"causal": 1}, "--option causal=1: is True or False"),
+        ("attention", {"cp": 2}, {"causal": 1}, "--option causal=1: give True or False"),
         ("mamba", {"cp": 2}, {"s": 8}, "--dim s: mamba has the dims b, t, h, g, p, n, k, d"),
         ("mamba", {"cp": 2}, {"t": 8, "h": 9}, "--dim h=9: mamba needs a multiple of g=8"),
     ],

@@ -59,6 +59,7 @@ def issued_by_rank(ledger):
     return {key: (calls[key], sizes[key]) for key in calls}
 
 
+@pytest.mark.fast_values(9)
 @pytest.mark.parametrize("key", SCHEMES)
 def test_what_is_priced_is_what_is_issued(key):
     for seed in SEEDS:
@@ -77,6 +78,7 @@ def test_there_are_schemes_of_two_axes_and_of_drawn_lengths():
     assert any("ragged" in str(arg.spec) for scheme in SCHEMES.values() for arg in scheme.inputs)
 
 
+@pytest.mark.slow
 def test_there_are_costs_of_each_rank_and_of_values():
     drawn = [(scheme, priced(scheme, seed).case) for scheme in SCHEMES.values() for seed in SEEDS]
     unlike = {scheme.name for scheme, case in drawn if len(costs_of_ranks(scheme, case)) > 1}

@@ -115,7 +115,9 @@ def test_one_rank_sends_nothing(op):
 
 
 def test_an_op_without_a_model():
-    with pytest.raises(ValueError, match=r"cost names 'all_too_all', which has no model of links; those are"):
+    with pytest.raises(
+        ValueError, match=r"cost names 'all_too_all', which has no model of links; the modelled ops are"
+    ):
         price("all_too_all", 1, 4, Placement(2, 1, 2), H100)
 
 
@@ -153,9 +155,9 @@ def test_a_sheet_of_a_json_file():
         ({"between": {}}, "between.bytes_per_second is missing"),
         ({"speed": 3}, "speed is not known; the keys are algorithms, between, inside, measured, message_seconds, name"),
         ({"algorithms": []}, "algorithms has no row; give one of kind 'ring' at least"),
-        ({"algorithms": [3]}, "algorithms[0] is no table of bandwidth_share, between_seconds, call_seconds"),
+        ({"algorithms": [3]}, "algorithms[0] is not a table of bandwidth_share, between_seconds, call_seconds"),
         ({"algorithms": [{**SMALL["algorithms"][0], "kind": "star"}]}, "algorithms[0].kind is 'star'; give one of"),
-        ({"algorithms": [{**SMALL["algorithms"][0], "kind": "tree"}]}, "algorithms has no row of kind 'ring', by"),
+        ({"algorithms": [{**SMALL["algorithms"][0], "kind": "tree"}]}, "algorithms has no row of kind 'ring', which"),
         ({"algorithms": [{**SMALL["algorithms"][0], "bandwidth_share": 2}]}, "algorithms[0].bandwidth_share is 2.0;"),
         ({"operations_per_second": "many"}, "operations_per_second is 'many'; give a positive number"),
     ],
@@ -168,7 +170,7 @@ def test_a_sheet_that_cannot_be_used(change, message):
 
 
 def test_a_sheet_that_is_not_there():
-    with pytest.raises(ValueError, match=r"^--links h200: is no file and no sheet; the sheets are b200, h100$"):
+    with pytest.raises(ValueError, match=r"^--links h200 is neither a file nor a sheet; the sheets are b200, h100$"):
         sheet.read("h200")
     Path("torn.toml").write_text("a = [")
     with pytest.raises(ValueError, match=r"^--links torn.toml: cannot be read: "):

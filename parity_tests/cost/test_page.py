@@ -9,6 +9,7 @@ PAGE = "docs/reference/cost.md"
 SHOWN = [block.text for block in blocks(PAGE) if block.language == "console"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", SHOWN)
 def test_the_page_shows_what_is_printed(shown, shardproof):
     command, _, output = shown.partition("\n")

@@ -94,6 +94,7 @@ def measured(experts, ep, exchange, d, size):
     return sum(map(sent_to_others, ledger.rows))
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @given(data=st.data())
 def test_bytes_are_those_of_the_ledger(ep, data):

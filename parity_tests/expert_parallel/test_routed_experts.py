@@ -178,6 +178,7 @@ def test_parity(declared):
     check_cases(declared, 30)
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity_on_processes(declared):
     check_cases(declared, 4, engine="gloo")
@@ -276,11 +277,13 @@ def report_of(scale):
     return nearly_tied.verify(ep=2, **OF_A_TIE, inside_subgroup=False, examples=1)
 
 
+@pytest.mark.slow
 def test_a_choice_that_rounding_decides_is_undecided():
     report = report_of(1.0)
     assert report.verdict == "undecided" and not report.failed, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [2.0, -1.0])
 def test_a_mistake_beside_it_is_a_mismatch(scale):
     report = report_of(scale)

@@ -212,6 +212,7 @@ def test_there_is_one_for_each_condition():
     assert tuple(WRONG) == CONDITIONS
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize("name", WRONG)
 def test_each_condition_finds_its_own_mistake(name):
     report = declared(name).verify(examples=MANY)
@@ -222,6 +223,7 @@ def test_each_condition_finds_its_own_mistake(name):
     assert (advice in " ".join(str(report).split())) == may_be_meant, str(report)  # a long sentence has line breaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_THE_SAME_SHAPES)
 def test_a_call_with_equal_shapes_finds_state_indexed_by_shape(name):
     report = of_the_same_shapes(name).verify(examples=MANY)
@@ -233,6 +235,7 @@ def test_a_call_with_equal_shapes_finds_state_indexed_by_shape(name):
     assert f"\n  only when the function {when[name]}" in str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_THE_SAME_SHAPES)
 def test_it_is_missed_where_the_other_call_has_other_sizes(name):
     declaration = of_the_same_shapes(name)
@@ -253,6 +256,7 @@ def test_other_calls_have_the_same_shapes_or_other_sizes():
     assert len(same) > 30 and 0.3 < sum(same) / len(same) < 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_without_the_condition_it_is_missed(name):
     report = declared(name, name).verify(examples=EXAMPLES)
@@ -267,6 +271,20 @@ def test_half_of_the_cases_have_no_condition_and_no_condition_is_rare():
     counts = {name: sum(name in case.conditions for case in cases) for name in CONDITIONS}
     assert min(counts.values()) > 8, counts
     assert not any(draw_case(right, seeded_chooser(seed), {}, seed=seed).conditions for seed in range(20))
+
+
+def test_a_parameter_is_never_a_strided_view():
+    """No module has one; by the argument `module`, or by its name."""
+    spec = {"x": "b d tp=I", "weight": "d k tp=I", "scale": "d tp=I"}
+    declaration = scheme(
+        reference=lambda x, weight, scale: (x * scale) @ weight, mesh={"tp": (1,)}, inputs=spec, outputs="b k tp=I"
+    )(lambda mesh, x, weight, scale: (x * scale) @ weight)
+    viewed = set()
+    for seed in range(200):
+        case = draw_case(declaration, seeded_chooser(seed), {}, seed=seed, with_conditions=True)
+        viewed |= {*case.conditions.get("strided", ()), *case.conditions.get("expanded", ())}
+    assert {"x", "scale"} <= viewed
+    assert "weight" not in viewed
 
 
 def test_a_case_travels_with_its_conditions():
@@ -373,6 +391,7 @@ def test_an_unknown_condition_is_rejected(excluded):
         )(lambda mesh, x: x)
 
 
+@pytest.mark.slow
 def test_a_scheme_may_exclude_a_larger_world():
     """Cases stand inside one by default, where a collective of the default group is a finding."""
 

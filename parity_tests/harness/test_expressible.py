@@ -28,6 +28,7 @@ def local_means(x, mesh):
     return (parts / (1.0 + (parts**2).mean(-1, keepdims=True))).reshape(-1)
 
 
+@pytest.mark.slow
 def test_a_reference_takes_the_sizes_of_the_mesh():
     def local(mesh, x):
         return x / (1.0 + (x**2).mean())
@@ -42,6 +43,7 @@ def test_a_reference_takes_the_sizes_of_the_mesh():
     assert right.meshes == ("ep=1", "ep=2", "ep=4")
 
 
+@pytest.mark.slow
 def test_a_dim_follows_from_an_axis():
     """Two experts on each rank, whatever the number of ranks."""
     seen = set()
@@ -78,6 +80,7 @@ def test_wrong_sizes_of_the_mesh(dims, words):
 # Joint constraints
 
 
+@pytest.mark.slow
 def test_a_square_mesh():
     seen = set()
 
@@ -94,6 +97,7 @@ def test_a_square_mesh():
     assert "assume rejects m=" in report.left_out["rows=1,columns=2"]
 
 
+@pytest.mark.slow
 def test_tokens_that_are_a_multiple_of_the_ranks():
     """`b * s` is sharded after it is flattened, neither b nor s is."""
     seen = []
@@ -161,6 +165,7 @@ def test_wrong_assumptions(assume, words):
 # A larger world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2, "b": 3}])
 def test_the_default_group_on_a_one_axis_mesh(sizes):
     """Red among the cases that are drawn by default, and where all sizes are given."""
@@ -168,7 +173,7 @@ def test_the_default_group_on_a_one_axis_mesh(sizes):
     wrong = declared(lambda mesh, x: summed(x, None), lambda x: x * 1.0, **partial).verify(**sizes)
     assert not wrong.ok and wrong.case.mesh["spare"] == 2
     assert "the default group is used inside a sub-group" in wrong.hygiene[0]
-    assert "inside a larger world: spare is no axis of the scheme" in str(wrong)
+    assert "inside a larger world: spare is not an axis of the scheme" in str(wrong)
     right = declared(lambda mesh, x: summed(x, mesh["tp"]), lambda x: x * 1.0, **partial).verify(**sizes)
     assert right.ok and not any("spare" in mesh for mesh in right.meshes), str(right)
 
@@ -186,6 +191,7 @@ def grouped(x, w):
     return x @ w * 2.0
 
 
+@pytest.mark.slow
 def test_dims_that_are_one():
     seen = []
 
@@ -270,6 +276,7 @@ def test_an_input_that_is_overwritten_may_have_no_gradient():
     assert report.ok and [tensor.label for tensor in report.tensors] == ["out", "cache after", "d/d x"]
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("modifies", [("logits",), ()])
 def test_an_input_that_is_overwritten_on_purpose(modifies):
     def first_logprob(mesh, logits):
@@ -326,6 +333,7 @@ def test_wrong_modifies(modifies, words):
 # Random schemes
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("same_for_all", [False, True])
 def test_a_dropout_by_a_mask_that_is_drawn(same_for_all):
     """A mask sharded like x; a rank that takes the first shard's mask is wrong."""

@@ -47,6 +47,7 @@ CORRECT = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("name", CORRECT)
 def test_no_false_alarm(name):
     function, reference, inputs, outputs, draw = CORRECT[name]
@@ -60,6 +61,7 @@ def test_no_false_alarm(name):
         assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_a_masked_logit_over_a_drawn_temperature_leaves_its_row_a_budget():
     """The derivative of -inf / T by T is infinite, and NaN once it is multiplied by the probability 0."""
     declaration = scheme(
@@ -84,6 +86,7 @@ def rms_of_all_columns(x, w):
     return x @ w / jnp.sqrt(1e-3 + ((x @ w) ** 2).mean(-1, keepdims=True))
 
 
+@pytest.mark.slow
 def test_cancelling_gradient_addends_leave_their_roundings():
     """Each rank rounds its own addend of d/d x to bfloat16, which may be a hundred times their sum."""
     declared = scheme(
@@ -105,6 +108,7 @@ def test_cancelling_gradient_addends_leave_their_roundings():
     assert not declared(rounded_again).verify(examples=20).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gelu_that_cancels_in_its_tail_is_right(dtype):
     """Torch's is x / 2 * (1 + erf(x / sqrt 2)); JAX's has erfc, which is exact where that cancels."""

@@ -69,7 +69,7 @@ def test_integer_inputs_are_recognized():
         (
             {"reference": lambda logits, target, mask: logits},
             "takes (logits, target) but reference <lambda> takes (logits, target, mask); "
-            "its argument 'mask' is no input of the scheme (logits, target): rename it or add it",
+            "its argument 'mask' is not an input of the scheme (logits, target): rename it or add it",
         ),
         (
             {"reference": lambda logits: logits},
@@ -108,7 +108,7 @@ def test_integer_inputs_are_recognized():
         ({"dims": {"v": "b*s", "s": "2*v"}}, "dims: v -> s -> v is a cycle"),
         ({"dims": {"v": "v+1"}}, "dims: v -> v is a cycle"),
         ({"dims": {"v": "2*w"}}, "dims['v'] = '2*w': no input has dim w, nor is it an axis (cp, tp)"),
-        ({"dims": {"v": "2*"}}, "dims['v'] = '2*' is no formula; write one such as '2*g'"),
+        ({"dims": {"v": "2*"}}, "dims['v'] = '2*' is not a formula; write for example '2*g'"),
         ({"dims": {"v": "s**2"}}, "dims['v'] = 's**2': a formula has dims, integers and + - * //"),
         ({"dims": {"v": "s*1.5"}}, "dims['v'] = 's*1.5': a formula has dims, integers and + - * //"),
         ({"dims": {"v": ()}}, "dims['v'] is (); give a tuple of sizes or a formula such as '2*g'"),
@@ -120,7 +120,7 @@ def test_integer_inputs_are_recognized():
         ({"reduction": ("w",)}, "reduction has 'w'; the dims are (b, s, v)"),
         ({"nograd": ("labels",)}, "nograd has 'labels', the inputs are (logits, target)"),
         ({"layouts": {"striped": lambda size, world: []}}, "layout 'striped' is built in; give yours another name"),
-        ({"options": {"chunk": (1, 2)}}, "option 'chunk' is no argument of the function (logits, target)"),
+        ({"options": {"chunk": (1, 2)}}, "option 'chunk' is not an argument of the function (logits, target)"),
         ({"options": {"target": (1, 2)}}, "option 'target' is declared twice"),
         ({"options": {"chunk": (1,)}, "rank_options": {"chunk": (1,)}}, "option 'chunk' is declared twice"),
     ],
@@ -197,7 +197,7 @@ def one_more(mesh, logits, target, scale): ...
         (torch.exp, "must be a plain function; got builtin_function_or_method"),
         (starred, "must name its arguments; *args, **kwargs and positional-only arguments cannot be matched"),
         (meshless, "must take the mesh first: def f(mesh, ...)"),
-        (one_more, "takes 'scale', which is no input and no option; add it to inputs"),
+        (one_more, "takes 'scale', which is neither an input nor an option; add it to inputs"),
     ],
 )
 def test_only_plain_functions_are_accepted(function, sentence):
@@ -233,14 +233,14 @@ def test_a_misspelt_keyword_of_verify():
     assert str(caught.value) == "verify has no keyword 'example'; did you mean examples=?"
     with pytest.raises(ValueError) as caught:
         declare().verify(example=3)
-    assert str(caught.value).endswith("is no mesh axis, dim or option (cp, tp, b, s, v); did you mean examples=?")
+    assert str(caught.value).endswith("is not a mesh axis, dim or option (cp, tp, b, s, v); did you mean examples=?")
 
 
 def test_unknown_names_of_sizes_and_axes_are_rejected():
     declaration = declare()
     with pytest.raises(ValueError) as caught:
         declaration.case(cp=4, k=3)
-    assert str(caught.value) == "scheme 'logprob_over_tp': 'k' is no mesh axis, dim or option (cp, tp, b, s, v)"
+    assert str(caught.value) == "scheme 'logprob_over_tp': 'k' is not a mesh axis, dim or option (cp, tp, b, s, v)"
     with pytest.raises(ValueError) as caught:
         declaration.case(cp=0)
     assert str(caught.value) == "scheme 'logprob_over_tp': cp=0; sizes are integers >= 1"

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from parity_tests import warm_python
 from parity_tests.slow import slow_but
 from parity_tests.specimens.small_scheme import declared
 from parity_tests.specimens.user_files import HEAD, RIGHT, WRONG, written
 from shardproof import EnginesDisagree, ValueMismatch, check, second_opinion
+from shardproof.declare.case import CaseSpec
 from shardproof.declare.discover import schemes_of_file
 from shardproof.engines.failure import Raised, Stalled
 from shardproof.engines.lockstep.group import LockstepGroup, reject_missing
@@ -123,6 +125,7 @@ def test_a_rank_that_raises_is_confirmed():
     assert (report.verdict, report.confirmed_on) == ("raised", "gloo")
 
 
+@pytest.mark.slow
 def test_where_gloo_passes_the_engines_disagree(library, first, shardproof):
     status, out, _ = shardproof(
         "verify", written("sharing.py", SHARING, RIGHT), "--junit", "out.xml", "--json", "o.json"
@@ -161,6 +164,7 @@ def masking(mesh, x):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "other"), [("caching", "sizes"), ("masking", "values")])
 def test_state_that_the_function_keeps_between_calls_is_named_and_replayed(function, other, first):
     masked = "reference=lambda x: jnp.where(x > 0, 2.0 * x, jax.lax.stop_gradient(2.0 * x))"
@@ -186,6 +190,7 @@ def counting(mesh, x):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", slow_but([0], range(4)))
 def test_state_that_is_equal_for_many_values_is_named_too(seed, first):
     """A count of ones among zeros: the other call of the smallest case may have as many."""
@@ -214,6 +219,7 @@ def test_a_case_that_fails_before_it_is_shrunk_keeps_no_state(first, monkeypatch
     assert report.case == failing.case and report.meshes == ("tp=2",)
 
 
+@pytest.mark.slow
 def test_a_scheme_may_exclude_that_it_is_called_before(first):
     file = written(
         "excluding.py", CACHING, "declare(caching, dtypes=('float32',), excluded_conditions=('call_before',))\n"
@@ -239,6 +245,7 @@ def test_a_state_that_another_file_left_is_no_verdict_on_this_one(tmp_path):
     assert (report.verdict, report.engines_disagree) == ("engines disagree", second_opinion.PROCESS_CHANGED)
 
 
+@pytest.mark.slow
 def test_gloo_is_judged_again_in_fresh_processes_if_they_served_another_scheme():
     def leaving(mesh, x):
         torch.Tensor.left_over = 1.0
@@ -299,21 +306,41 @@ def test_a_verdict_that_gloo_cannot_see_stays_with_a_remark(function, verdict, r
     assert any(line.startswith(f"  not confirmed on gloo: {reason}") for line in str(report).splitlines())
 
 
-def passes(mesh, x):
+def functional_never_waited(mesh, x):
+    funcol.all_reduce(torch.zeros(1), "sum", mesh["tp"])
     return x * 2
 
 
-def test_work_that_is_never_waited_for_is_confirmed():
-    report = declared(never_waited).verify(examples=1, tp=2)
-    assert (report.verdict, report.confirmed_on, report.engines_disagree) == ("unwaited", "gloo", None)
+def never_waited_and_wrong(mesh, x):
+    return never_waited(mesh, x) * 1.5
 
 
-def test_a_pass_on_gloo_never_overrules_unwaited(monkeypatch):
-    equal = declared(passes).verify(examples=1, tp=2)
+def test_work_that_is_never_waited_for_is_a_line_beside_equal_values():
+    report = declared(functional_never_waited, mesh={"tp": (1, 2)}).verify(examples=6)
+    assert (report.verdict, report.examples, report.meshes) == ("protocol", 6, ("tp=1", "tp=2"))
+    assert all(tensor.ok for tensor in report.tensors)
+    [line] = report.protocol
+    assert line.startswith("rank 0 returned and never waited for all_reduce") and line.endswith("is never read")
+    assert report.confirmed_on == "gloo"
+
+
+def test_a_pass_on_gloo_never_overrules_work_that_is_not_waited_for(monkeypatch):
+    def doubled(mesh, x):
+        return x * 2
+
+    equal = declared(doubled).verify(examples=1, tp=2)
     monkeypatch.setattr(second_opinion, "_on_fresh_gloo", lambda scheme, case: equal)
     report = declared(never_waited).verify(examples=1, tp=2)
-    assert (report.verdict, report.engines_disagree) == ("unwaited", None)
+    assert (report.verdict, report.engines_disagree) == ("protocol", None)
     assert report.not_repeated.startswith("there its work was complete")
+
+
+def test_work_that_is_never_waited_for_hides_no_wrong_number():
+    report = verify_case(
+        declared(never_waited_and_wrong), CaseSpec("doubled", {"tp": 2}, {"b": 4}, values={"x": {"kind": "normal"}})
+    )
+    assert report.verdict == "mismatch"
+    assert "off by the constant factor 1.5" in str(report)
 
 
 def test_a_call_that_only_gloo_accepts_stays_a_finding():
@@ -364,6 +391,7 @@ def test_one_case_alone_is_judged_once(monkeypatch):
     assert "  not confirmed on gloo: the scheme is declared for lockstep only" in str(narrow).splitlines()
 
 
+@pytest.mark.slow
 def test_state_that_gloo_keeps_between_calls_is_named_too(first):
     (scheme,) = schemes_of_file(written("on_gloo.py", CACHING, "declare(caching, dtypes=('float32',))\n"))
     report = scheme.verify("gloo", tp=2, seed=3, examples=12)
@@ -386,6 +414,7 @@ scheme(
 """
 
 
+@pytest.mark.slow
 def test_a_buffer_that_only_grows_shows_after_a_longer_call(first):
     (scheme,) = schemes_of_file(written("growing.py", GROWING))
     report = scheme.verify(tp=2)

@@ -72,6 +72,7 @@ def test_without_triton_the_extra_is_named(backend, x, which, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_triton_is_imported_by_who_asks_for_it():
     program = "import sys, torch_impl.vocab_parallel, torch_impl.kernels; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

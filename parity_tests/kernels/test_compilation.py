@@ -81,6 +81,7 @@ def stack_bytes(binary, folder):
     return [int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", result.stdout + result.stderr)]
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("logits", "accumulator"), [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32")])
 @pytest.mark.parametrize("name", KERNELS)
@@ -97,6 +98,7 @@ def test_a_kernel_spills_nothing_and_moves_several_words_at_once(name, logits, a
         assert re.search(r"st\.global\S*\.v4\.b32", binary.asm["ptx"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_for_float64(name):
     kernel, constants, warps = KERNELS[name]

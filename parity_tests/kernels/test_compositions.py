@@ -37,6 +37,7 @@ COMPOSITIONS = [
 ]
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize(("declared", "sizes", "kernels"), COMPOSITIONS, ids=lambda x: getattr(x, "name", None))
 def test_the_kernels_compute_it(declared, sizes, kernels, monkeypatch):
     called = set()

@@ -69,6 +69,7 @@ def ratio_of_worst(z, k, temperature, normalised, with_entropy, step):
     return worst_ratio(got, twin, (z, *floats), 1 if column is None else column.shape[-1])
 
 
+@pytest.mark.fast_values(10)
 @pytest.mark.parametrize("step", [4, 16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

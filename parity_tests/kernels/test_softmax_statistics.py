@@ -22,6 +22,7 @@ if INTERPRETED:  # a rank's tensors are on the CPU
     def test_parity(case):
         check(case)
 
+    @pytest.mark.slow
     @given(every_case(logprob_in_steps))
     def test_parity_in_steps(case):
         check(case)
@@ -45,6 +46,7 @@ def is_within_budget(z, column, temperature, step):
     return worst_ratio(got[[1, -1]][:, has_softmax], sums, (z[has_softmax],), z.shape[-1])
 
 
+@pytest.mark.fast_values(10)
 @pytest.mark.parametrize("step", [4, 16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

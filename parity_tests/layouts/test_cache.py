@@ -96,6 +96,7 @@ def test_offsets_written_to_are_read_again_and_leave_the_layout_as_it_is():
     assert (after.cu_padded.tolist(), after.cu_real.tolist()) == ([0, 8, 12], [0, 3, 7])
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_passing_strategy])
 @pytest.mark.parametrize("cu", [None, [0, 8, 8, 24]])
 def test_a_mixer_runs_after_its_memory_was_estimated(strategy_of, cu):

@@ -39,7 +39,7 @@ def test_what_is_not_a_permutation_is_rejected(shards, sentence):
 
 
 NO_POSITIONS = [
-    (5, "positions=5 is no sequence; pass a tensor of positions for each rank"),
+    (5, "positions=5 is not a sequence; pass a tensor of positions for each rank"),
     ([], "positions=[] holds no tensor; pass a tensor of positions for each rank"),
     ([[1, 0]], "positions[0] is a list; pass a tensor of positions for each rank"),
     ([torch.tensor([0]), torch.tensor([1.0])], "positions[1] is float32; positions are integers"),

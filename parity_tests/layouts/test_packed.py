@@ -115,7 +115,7 @@ def test_offsets_are_integers():
     assert str(caught.value) == "packed: cu_seqlens: dtype is bool; offsets are integers"
     with pytest.raises(TypeError) as caught:
         packed(4, 1, ["a"])
-    assert str(caught.value) == "packed: cu_seqlens=['a'] are no offsets; pass a row of integers"
+    assert str(caught.value) == "packed: cu_seqlens=['a'] are not offsets; pass a row of integers"
 
 
 @pytest.mark.parametrize(

@@ -72,4 +72,4 @@ def test_lengths_are_one_for_each_rank():
     for call in (lambda: ragged(9, 2, 5), lambda: TokenLayout.dense("ragged", 9, cp_size=2, cp_rank=0, counts=5)):
         with pytest.raises(TypeError) as caught:
             call()
-        assert str(caught.value) == "ragged: lengths=5 is no sequence; give one int for each rank"
+        assert str(caught.value) == "ragged: lengths=5 is not a sequence; give one int for each rank"

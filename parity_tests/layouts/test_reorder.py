@@ -302,7 +302,7 @@ REJECTED = [
     (
         lambda: _deinterleave_packed_seqs(wide(6), None, 2),
         TypeError,
-        "layouts._deinterleave_packed_seqs: cu_seqlens=None are no offsets; pass a row of integers",
+        "layouts._deinterleave_packed_seqs: cu_seqlens=None are not offsets; pass a row of integers",
     ),
     (
         lambda: _reorder_chunks(wide(6), [0, 1], cu(0, 4, 2, 6)),

@@ -94,14 +94,14 @@ REJECTED = [
     (
         lambda: packed(torch.tensor([0, 4, 8]), torch.tensor([0, 3]), total=8, validate=False),
         ValueError,
-        "cu_real: 2 offsets, the padded ones are 3; give as many",
+        "cu_real has 2 offsets and cu_padded has 3; give equally many",
     ),
     (lambda: packed([0, 8], rank=-1), ValueError, "cp_rank=-1 is not in cp=2; ranks are 0 to 1"),
     (lambda: packed([0, 8], n=0), ValueError, "cp=0 is not a number of ranks; it is 1 or more"),
     (
         lambda: dense("striped", 8, real_length=9),
         ValueError,
-        "real_length=9 is outside s=8; it counts the tokens that are no padding",
+        "real_length=9 is outside s=8; it counts the tokens without padding",
     ),
     (
         lambda: dense("striped", 8, counts=[4, 4]),
@@ -158,11 +158,11 @@ REJECTED = [
     (lambda: packed([[0, 4]]), ValueError, "cu_seqlens: shape is (1, 2); offsets are one row of at least [0]"),
     (lambda: packed([]), ValueError, "cu_seqlens: shape is (0,); offsets are one row of at least [0]"),
     (lambda: packed([0.0, 4.0]), TypeError, "TokenLayout.packed: cu_padded: dtype is float32; offsets are integers"),
-    (lambda: packed(None), TypeError, "TokenLayout.packed: cu_padded=None are no offsets; pass a row of integers"),
+    (lambda: packed(None), TypeError, "TokenLayout.packed: cu_padded=None are not offsets; pass a row of integers"),
     (
         lambda: packed([0, 4], "ab"),
         TypeError,
-        "TokenLayout.packed: cu_real='ab' are no offsets; pass a row of integers",
+        "TokenLayout.packed: cu_real='ab' are not offsets; pass a row of integers",
     ),
     (lambda: packed([False, True]), TypeError, "TokenLayout.packed: cu_padded: dtype is bool; offsets are integers"),
     (
@@ -173,7 +173,7 @@ REJECTED = [
     (
         lambda: dense("striped", 8).shard(torch.zeros(2, 7), 1),
         ValueError,
-        "TokenLayout.shard: x has 7 rows along dim 1, the layout 8 global ones; pass the tensor it was made for",
+        "TokenLayout.shard: x has 7 rows along dim 1, but the layout has 8 global rows; pass a tensor of this layout",
     ),
     (
         lambda: dense("striped", 8).shard(torch.zeros(8), 1),
@@ -214,7 +214,7 @@ OF_A_GROUP = [
     (
         lambda m: dense("striped", 8, 2, m.rank("cp")).unshard(torch.zeros(5), 0, m["cp"]),
         ValueError,
-        "TokenLayout.unshard: x has 5 rows along dim 0, the layout 4 local ones; pass the tensor it was made for",
+        "TokenLayout.unshard: x has 5 rows along dim 0, but the layout has 4 local rows; pass a tensor of this layout",
     ),
     (
         lambda m: dense("striped", 8, 2, m.rank("cp")).unshard(torch.zeros(4), 1, m["cp"]),

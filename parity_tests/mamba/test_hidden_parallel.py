@@ -166,6 +166,7 @@ def test_one_rank_gets_the_same_object_and_sends_nothing():
     assert ranks.results == ((True, True),) and ranks.ledger.rows == []
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("layout", "cu"), [("dual_chunk_swap", CU), ("dual_chunk_swap", None), ("contiguous", None)])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_token_changes_what_follows_in_its_sequence_alone(cp, layout, cu):

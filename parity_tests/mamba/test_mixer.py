@@ -142,7 +142,7 @@ REJECTED = [
     (lambda: Mamba2Mixer(**GIVEN, d_conv=0), "d_conv=0 must be at least 1"),
     (lambda: Mamba2Mixer(**GIVEN, norm_groups=5), "norm_groups=5 must divide num_heads * head_dim = 12"),
     (lambda: mixer_of(chunk_size=0), "chunk_size=0 must be at least 1"),
-    (lambda: mixer_of(dt_limit=(2.0, 1.0)), "dt_limit=(2.0, 1.0) is no range of steps; pass 0 <= low <= high"),
+    (lambda: mixer_of(dt_limit=(2.0, 1.0)), "dt_limit=(2.0, 1.0) is not a range of steps; pass 0 <= low <= high"),
     (lambda: mixer_of(norm_eps=-1e-5), "norm_eps=-1e-05 must be at least 0"),
     (lambda: mixer_of()(U), "input is [11, 5] without cu_seqlens; pass them, or [b, s, w]"),
     (

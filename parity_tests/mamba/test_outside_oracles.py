@@ -144,6 +144,7 @@ def agrees(scheme, case, function, has_gradients=True):
         assert (error <= row.element_budgets).all(), (row.label, float(error.max()))
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_scan_is_the_listing_of_the_paper(seed):
     agrees(scanned, scanned.case(seed=seed, dtype="float64", s=9), minimal)
@@ -166,12 +167,14 @@ def test_the_convolution_is_theirs(seed):
     agrees(convolved, convolved.case(seed=seed, dtype="float64", s=9), convolution)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_layer_is_theirs(variant):
     case = mamba2.case(seed=2, dtype="float32", variant=variant, g=2)
     agrees(mamba2, case, layer(case))
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("scheme", [hidden_parallel_packed, state_passing_packed, state_passing_stream])
 def test_the_layer_over_ranks_is_theirs(scheme):
     case = scheme.case(seed=1, dtype="float32", cp=2, g=2)

@@ -246,7 +246,7 @@ OF_ANOTHER_KIND = (
         lambda strategy: strategy().mix(STREAM, torch.tensor([0.0, 24.0])),
         "cu_seqlens: dtype is float32; offsets are integers",
     ),
-    (lambda strategy: strategy().mix(STREAM, "ab"), "cu_seqlens='ab' are no offsets; pass a row of integers"),
+    (lambda strategy: strategy().mix(STREAM, "ab"), "cu_seqlens='ab' are not offsets; pass a row of integers"),
 )
 STRATEGIES = {"MambaContextParallel": hidden_parallel_strategy, "MambaStatePassing": state_passing_strategy}
 test_arguments_of_another_kind_are_rejected = rejected(

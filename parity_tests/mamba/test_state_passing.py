@@ -84,6 +84,7 @@ def test_parity(declared, engine):
     check_cases(declared, 10 if engine == "lockstep" else 2, engine=engine)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("layout", "cu"), CUTS)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_token_changes_what_follows_in_its_sequence_alone(cp, layout, cu):
@@ -154,6 +155,7 @@ def test_getters_give_full_parameters():
     assert on_ranks(body).results == ((True,) * 5,) * 2
 
 
+@pytest.mark.slow
 def test_the_number_of_sequences_changes_no_operation():
     """As many operations for 2, 10 and 1,000 sequences, and for a second layer none for the layout."""
 

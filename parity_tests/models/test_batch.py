@@ -25,6 +25,7 @@ def stream(padded, real, keep=None):
     return Stream(torch.arange(T) * 7 % 11, torch.tensor(padded), torch.tensor(real), keep)
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize(("padded", "real"), DOCUMENTS)
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_a_rank_has_its_shard_of_the_targets(cp, padded, real):

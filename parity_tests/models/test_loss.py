@@ -148,6 +148,7 @@ def test_a_target_outside_of_the_vocabulary_is_ignored(has_count):
         assert outcome == want and want[0] > 0 and want[1] == inside.sum()
 
 
+@pytest.mark.slow
 def test_a_step_without_tokens_has_no_loss():
     assert normalised(torch.zeros(1, 4), torch.tensor(0)).item() == 0.0
     assert whole_normalised([jnp.zeros(4)], [jnp.zeros(4, bool)]) == 0.0

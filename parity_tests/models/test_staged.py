@@ -126,6 +126,7 @@ def test_parity(of):
     checked()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [277, 324])
 def test_a_norm_that_comes_near_to_0_by_rounding_is_undecided_in_bfloat16(seed):
     """The mixer's norm divides by it: the gradient grows by more than any derivative says, from one float64 too."""

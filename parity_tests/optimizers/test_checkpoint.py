@@ -89,6 +89,7 @@ def equal(some, others):
     return list(some) == list(others) and all(torch.equal(some[name], others[name]) for name in some)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(
     ("name", "zero1", "before", "after", "engine"),
     [

@@ -306,11 +306,11 @@ PLAIN = nn.Parameter(torch.zeros(1))
 
 REJECTED = [
     ({"norm_type": 0.0}, "optimizers.clip_grad_norm_: norm_type=0.0 must be positive; pass 1.0, 2.0 or math.inf"),
-    ({"norm_type": "2"}, "norm_type='2' is a str and no number; pass 1.0, 2.0 or math.inf"),
+    ({"norm_type": "2"}, "norm_type='2' is a str, not a number; pass 1.0, 2.0 or math.inf"),
     ({"norm_type": math.nan}, "norm_type=nan must be positive; pass 1.0, 2.0 or math.inf"),
     ({"max_norm": -1.0}, "optimizers.clip_grad_norm_: max_norm=-1.0 must be at least 0; pass a number such as 1.0"),
     ({"max_norm": math.nan}, "optimizers.clip_grad_norm_: max_norm=nan must be at least 0; pass a number"),
-    ({"max_norm": torch.tensor(1.0)}, "is a Tensor and no number; pass a number such as 1.0"),
+    ({"max_norm": torch.tensor(1.0)}, "is a Tensor, not a number; pass a number such as 1.0"),
     ({"parameters": None}, "clip_grad_norm_: parameters is a NoneType; pass tensors, as model.parameters() gives"),
     ({"parameters": nn.Linear(1, 1)}, "parameters is a Linear; pass tensors, as model.parameters() gives"),
     ({"parameters": {"w": PLAIN}}, "parameters is a dict; pass tensors, as model.parameters() gives"),
@@ -319,7 +319,10 @@ REJECTED = [
         {"uncounted": [PLAIN, 3]},
         "clip_grad_norm_: uncounted[1] is a int; pass tensors, as model.parameters() gives",
     ),
-    ({"sharding_groups": []}, "sharding_groups is no function; pass one from a parameter to a list of groups"),
+    (
+        {"sharding_groups": []},
+        "sharding_groups is not a function; pass a function from a parameter to a list of groups",
+    ),
     ({"sharding_groups": lambda _: None}, "sharding_groups of parameters[0] returned None; return a list of"),
     (
         {"sharding_groups": lambda _: [-100]},

@@ -229,6 +229,7 @@ def tall_and_experts(mesh, weights, gradients, buffers, lr, weight_decay, moment
     return muon_step(*arguments, lr, weight_decay, momentum, nesterov)
 
 
+@pytest.mark.slow
 def test_optax_is_as_near_as_our_reference():
     specs, dims = {"tall": "a/dp k", "experts": "e k a/dp"}, {"a": (4,), "k": (2, 3), "e": (2,)}
     options = {"lr": (0.02, 0.5), "weight_decay": (0.1, 0.0), "momentum": (0.95, 0.5), "nesterov": (True, False)}

@@ -43,6 +43,7 @@ def on_ranks(body, mesh, engine):
     return run(body, CaseSpec(scheme="checkpoint", mesh=mesh), engine).results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(("chosen", "engine"), [(CHOSEN[0], "lockstep"), (CHOSEN[1], "gloo")], ids=str)
 def test_distributed_checkpoint(chosen, engine, mesh, tmp_path):
@@ -67,6 +68,7 @@ def test_distributed_checkpoint(chosen, engine, mesh, tmp_path):
     assert all(on_ranks(load_sharded, mesh, engine))
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("chosen", CHOSEN, ids=str)
 def test_safetensors(chosen, mesh, tmp_path):
@@ -91,6 +93,7 @@ def test_safetensors(chosen, mesh, tmp_path):
     assert all(on_ranks(load_sharded, mesh, "lockstep"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_loaded_model_trains_on(mesh, tmp_path):
     """Values that are loaded after the model was sharded are those that it computes with, under both of a tied name."""

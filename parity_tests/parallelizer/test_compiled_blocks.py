@@ -103,6 +103,7 @@ def step_of_compiled_blocks(mesh, token, table, norm, up, down, recomputed, in_s
     return reduced_loss(mesh_axes(mesh.device_mesh), named, local_loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, save_products], ids=["full", "by op"])
 def test_recomputed_blocks_are_compiled_and_change_no_bit(policy):
     """In this process: the compiler takes a checkpoint with the contexts of a policy, and without one."""
@@ -119,6 +120,7 @@ def test_recomputed_blocks_are_compiled_and_change_no_bit(policy):
     assert all(map(torch.equal, gradients(True), gradients(False)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_blocks_are_compiled_on_ranks_that_are_recorded(engine):
     """torch compiles nothing inside of a dispatch mode, unless the mode says that it may."""
@@ -141,7 +143,7 @@ def test_what_a_collective_returns_is_waited_for_with_its_gradient():
         x = torch.ones(2, requires_grad=True)
         y = gather(x, 0, view["tp"])
         z = waited(y)
-        (gradient,) = torch.autograd.grad(z.sum(), x)
+        (gradient,) = torch.autograd.grad(z, x, torch.ones_like(z))  # torch 2.11 takes no expanded cotangent here
         is_waited = isinstance(y, functional.AsyncCollectiveTensor) and type(z) is torch.Tensor
         return is_waited, gradient.tolist(), waited("any")
 

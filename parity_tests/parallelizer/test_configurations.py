@@ -31,6 +31,7 @@ def test_every_configuration_is_on_every_mesh():
     assert {chosen for chosen, *_ in OURS + VIEWS + IN_TURN} == {chosen for chosen, *_ in EVERY}
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize("case", OURS + VIEWS + IN_TURN, ids=label)
 def test_one_step_is_that_of_one_process(case):
     chosen, _, mesh = case
@@ -45,6 +46,7 @@ def test_a_third_of_another_rank_is_reported(monkeypatch):
     assert judged(configuration("gpt2"), {"tp": 2})
 
 
+@pytest.mark.slow
 def test_heads_whose_replicas_are_not_summed_are_reported(monkeypatch):
     monkeypatch.setattr(
         ReplicatedHeads,

@@ -44,12 +44,14 @@ OF_EXPERTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), RUNS, ids=str)
 def test_it_says_what_a_run_does(family, mesh):
     dtype = torch.float32 if family == "llama" else torch.float64  # float32 is computed with in bfloat16
     compare(Chosen(family, tied=family in ("qwen3", "gemma")), dtype, mesh)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("chosen", "dtype", "mesh"), OF_EXPERTS, ids=str)
 def test_it_says_what_a_run_with_experts_over_ep_does(chosen, dtype, mesh):
     compare(chosen, dtype, mesh)
@@ -187,6 +189,7 @@ def test_one_parameter_of_float64_keeps_all_dtypes():
     assert promised(dry_run(Mixed().to("meta"), {"dp_shard": 2})) == measured(ranks.ledger)
 
 
+@pytest.mark.slow
 def test_a_large_model_on_a_mesh_that_is_not_there():
     more = (("num_hidden_layers", 80), ("hidden_size", 8192), ("intermediate_size", 28672), ("vocab_size", 128256),
             ("num_attention_heads", 64), ("num_key_value_heads", 8), ("head_dim", 128))  # fmt: skip

@@ -56,6 +56,7 @@ def on_mesh(mesh, family, engine="lockstep"):
     return run(body, CaseSpec("experts", mesh, dtype="float64"), engine).results
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_one_step_is_that_of_one_process(family, mesh):
@@ -63,11 +64,13 @@ def test_one_step_is_that_of_one_process(family, mesh):
     assert alone(family).norm > MAX_NORM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), OTHERS, ids=str)
 def test_one_step_on_other_meshes(family, mesh):
     assert broken_steps(stepped(family), mesh, on_mesh(mesh, family)) == []
 
 
+@pytest.mark.slow
 def test_one_step_on_processes():
     mesh = {"ep": 2, "tp": 2}
     assert broken_steps(stepped("qwen3_moe"), mesh, on_mesh(mesh, "qwen3_moe", "gloo")) == []

@@ -112,6 +112,7 @@ def on_mesh(mesh, body, engine="lockstep"):
     return run(lambda view, case: body(view), CaseSpec("experts", mesh, dtype="float64"), engine)
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_one_step_is_that_of_one_process(family, mesh):
@@ -120,12 +121,14 @@ def test_one_step_is_that_of_one_process(family, mesh):
     assert alone(family).norm > MAX_NORM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), OTHERS, ids=str)
 def test_one_step_on_other_meshes(family, mesh):
     ranks = on_mesh(mesh, lambda view: on_rank(view, family)).results
     assert broken_steps(alone(family), mesh, ranks) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"ep": 2, "tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
 def test_one_step_of_sharded_sequences(family, mesh):
@@ -148,12 +151,14 @@ def test_experts_of_a_block_itself_cannot_have_shards_of_the_sequence():
         assert all(ranks.results) and ranks.ledger.rows == []
 
 
+@pytest.mark.slow
 def test_one_step_on_processes():
     mesh = {"ep": 2, "tp": 2}
     ranks = on_mesh(mesh, lambda view: on_rank(view, "deepseek_v3"), "gloo").results
     assert broken_steps(alone("deepseek_v3"), mesh, ranks) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switches", [{"activation_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
 def test_what_saves_memory_changes_no_bit(switches):
     plain, saving = (
@@ -164,6 +169,7 @@ def test_what_saves_memory_changes_no_bit(switches):
     assert all(np.array_equal(plain.weights[name], saving.weights[name]) for name in plain.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OF_FAMILY)
 def test_names_and_values_stay_as_they_were(family):
     """Full values by the names of the unsharded model; each dim of a stack is sharded over one axis."""

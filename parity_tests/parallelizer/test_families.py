@@ -44,6 +44,7 @@ def runs(draw, family):
     return mesh, Training(Chosen(family, tied), accumulation), draw(st.sampled_from(SWITCHES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(["llama", "gemma"], OWN))
 def test_three_steps_are_those_of_the_reference(family):
     @settings(max_examples=few(5))
@@ -56,6 +57,7 @@ def test_three_steps_are_those_of_the_reference(family):
     example()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", slow_but([True], [False, True]))
 def test_three_steps_on_processes(tied):
     mesh, training = {"dp_shard": 2, "tp": 2}, Training(Chosen("qwen3", tied), accumulation=2)
@@ -63,6 +65,7 @@ def test_three_steps_on_processes(tied):
     assert verdict(mesh, training, ranks, reference(training.chosen, training.batches)) == []
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_heads_of_one_rank_are_fewer_than_groups(family):
     """Four ranks of tp with four KV heads; the vocabulary of 31 leaves the last rank a shorter part."""
@@ -71,6 +74,7 @@ def test_heads_of_one_rank_are_fewer_than_groups(family):
     assert verdict({"tp": 4}, training, ranks, reference(training.chosen, training.batches)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [3, 37])
 def test_the_lookup_of_padding_has_no_gradient(padding):
     """One id of either rank's vocabulary; the other rank has another id at the same place."""
@@ -80,6 +84,7 @@ def test_the_lookup_of_padding_has_no_gradient(padding):
     assert verdict(mesh, training, ranks, reference(training.chosen, training.batches)) == []
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_missing_is_reported():
     """Without the norms of heads in the plan, losses are right and one gradient is that of the rank's own heads."""
 

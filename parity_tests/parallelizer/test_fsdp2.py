@@ -140,6 +140,7 @@ def ended(mesh, chosen, **switches):
     return [ranks[0].losses, *ranks[0].gradients.values(), *ranks[0].weights.values()]
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize(
     "switches",
@@ -237,6 +238,7 @@ def test_buffers_and_names_stay_as_they_were():
         assert results == ((True, True, True, True, ["FSDPQwen3DecoderLayer"]),) * 2
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("resharded", [None, True, False])
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
 def test_cost_is_that_of_the_docstring(mesh, resharded):
@@ -270,6 +272,7 @@ def _padded(parameters):
     return sum(-(-len(p) // 2) * 2 * p[0].numel() for p in parameters)
 
 
+@pytest.mark.slow
 def test_what_is_returned_may_be_changed_in_place():
     """The logits of a tensor-parallel model end in a view, on which FSDP's backward would be lost."""
 

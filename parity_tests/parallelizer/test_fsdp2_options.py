@@ -51,6 +51,7 @@ def save_nothing(context, operation, *args, **kwargs):
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
+@pytest.mark.slow
 def test_each_scope_recomputes_its_blocks_and_changes_no_bit():
     """Products are counted: so many more than without as the recomputed blocks have."""
     without, gradients = products()
@@ -80,7 +81,11 @@ def test_each_scope_recomputes_its_blocks_and_changes_no_bit():
         ({"selective_ac_option": 0}, ValueError, "selective_ac_option=0 must be at least 1"),
         ({"selective_ac_option": "ops"}, TypeError, "selective_ac_option='ops' is a str; pass 'op', n for each n-th"),
         ({"fsdp2_forward_prefetch_depth": -1}, ValueError, "fsdp2_forward_prefetch_depth=-1 must be at least 0"),
-        ({"tp_shard_plan": "plan"}, ValueError, "tp_shard_plan='plan' is no import path; write 'package.module:NAME'"),
+        (
+            {"tp_shard_plan": "plan"},
+            ValueError,
+            "tp_shard_plan='plan' is not an import path; write 'package.module:NAME'",
+        ),
         (
             {"tp_shard_plan": ".plans:PLAN"},
             ValueError,
@@ -89,7 +94,7 @@ def test_each_scope_recomputes_its_blocks_and_changes_no_bit():
         (
             {"compile_backend": "induct"},
             ValueError,
-            "compile_backend='induct' is no backend.*; nearest: 'inductor'",
+            "compile_backend='induct' is not a backend.*; nearest: 'inductor'",
         ),
         ({"compile_backend": 3}, TypeError, "compile_backend=3 is an int; pass the name of a backend"),
         ({"tp_shard_plan": "no_package.x:plan"}, ValueError, "no module 'no_package'; install it or correct the path"),
@@ -141,6 +146,7 @@ def test_a_plan_that_is_a_function_of_the_model():
 NAMES = {"replicate": "copies", "shard": "shards", "tp": "tensor"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"copies": 2, "shards": 2}, {"shards": 2, "tensor": 2}, {"tensor": 2}], ids=str)
 def test_names_of_a_mesh(mesh):
     """The same gradients under a caller's own names; the rows of a rank follow from its axes of data."""
@@ -158,8 +164,8 @@ def test_names_of_a_mesh(mesh):
 @pytest.mark.parametrize("argument", ARGUMENTS.values())
 def test_a_name_that_is_no_axis(argument):
     message = re.escape(
-        f"{argument}='tensr' is no axis of device_mesh, which has 'dp_replicate', 'tp'; pass the name of one, or leave "
-        f"{argument} out where the mesh has no such axis"
+        f"{argument}='tensr' is not an axis of device_mesh, which has 'dp_replicate', 'tp'; pass one of these names, "
+        f"or leave {argument} out if the mesh has no such axis"
     )
 
     def body(view, case):
@@ -171,7 +177,7 @@ def test_a_name_that_is_no_axis(argument):
 
 def test_a_name_of_axes_that_are_not_flattened_yet():
     def body(view, case):
-        with pytest.raises(ValueError, match="dp_shard_cp_mesh_name='shards' is no axis of device_mesh"):
+        with pytest.raises(ValueError, match="dp_shard_cp_mesh_name='shards' is not an axis of device_mesh"):
             mesh_axes(view.device_mesh, {"shard": "shards"})
         return mesh_axes(view.device_mesh, {"shard": "dp_shard_cp"}).shard_mesh.size()
 
@@ -205,6 +211,7 @@ def test_cp_alone_goes_by_the_name_of_data_and_cp():
     assert run(body, CaseSpec("cp_alone", {"cp": 2})).results == (2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("depths", [(0, 0), (1, 2), (3, 3)])
 def test_prefetching_changes_no_gradient(mesh, depths):
@@ -231,6 +238,7 @@ def test_so_many_blocks_ahead_are_gathered():
     assert run(body, CaseSpec("ahead", {"dp_shard": 2}, dtype="float64")).results == (ahead,) * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "family"),
     [({"dp_shard": 2}, "llama"), pytest.param({"tp": 2}, "qwen3", marks=pytest.mark.slow)],

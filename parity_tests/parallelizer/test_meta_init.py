@@ -65,6 +65,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=few(25))
 @given(st.sampled_from(MESHES), OPTIONS, st.booleans())
 def test_values_of_a_meta_model_are_those_of_one_process(mesh, options, inside):
@@ -73,6 +74,7 @@ def test_values_of_a_meta_model_are_those_of_one_process(mesh, options, inside):
     assert ranks == ([],) * len(ranks)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("units", ["model", "blocks", "modules"])
 def test_values_of_a_meta_model_on_processes(units):
     options = {"strategy": STRATEGIES[-1], "units": units, "seed": "large"}
@@ -109,6 +111,7 @@ FILLED = (ROWS, 1, 0, None)
 MODELS = list(itertools.product((True, False), (True, False), itertools.product(FILLED, repeat=2)))
 
 
+@pytest.mark.fast_values(60)
 @pytest.mark.parametrize(("on_meta", "expected", "filled"), MODELS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_first_layer_that_cannot_be_initialised_is_named(on_meta, expected, filled, ranks):
@@ -130,6 +133,7 @@ def on_ranks(body, **mesh):
     return run(body, CaseSpec(scheme="meta", mesh=mesh or {"dp_shard": 2}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [Chosen("qwen3", tied=True), Chosen("gemma"), Chosen("phi3")], ids=str)
 def test_a_model_of_transformers(chosen):
     """Parameters and buffers, such as the angles of its rotation, as one process initialises them; ties kept."""

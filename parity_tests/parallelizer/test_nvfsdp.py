@@ -124,6 +124,7 @@ REPLICAS = {"dp_replicate": 2}
 LAYER = {"qwen3": "Qwen3", "llama": "Llama", "gemma": "Gemma"}
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [
@@ -266,7 +267,7 @@ def test_what_has_no_effect_natively_is_reported_by_name(name):
             {"overlap_param_gather": False, "data_parallel_sharding_strategy": "no_shard"},
             "overlap_param_gather=False has no effect with no_shard",
         ),
-        ({"data_parallel_sharding_strategy": "params"}, "'params' is no name of any release and is taken for"),
+        ({"data_parallel_sharding_strategy": "params"}, "'params' is not a name of any release and means"),
         (
             {"data_parallel_sharding_strategy": "grads_params"},
             "the names are optim_grads_params, optim_grads, optim, no_shard",

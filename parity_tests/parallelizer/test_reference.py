@@ -18,6 +18,7 @@ LLAMA = Chosen("llama")
 MODELS = [Chosen(family, tied) for family in OWN for tied in (False, True)]
 
 
+@pytest.mark.fast_values(5)
 @pytest.mark.parametrize("chosen", MODELS, ids=str)
 def test_names_are_those_of_the_torch_state_dict(chosen):
     state = model_of(chosen).state_dict()
@@ -27,6 +28,7 @@ def test_names_are_those_of_the_torch_state_dict(chosen):
     assert all(np.array_equal(local[name], tensor.numpy()) for name, tensor in state.items())
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("family", OWN)
 def test_stages_are_the_full_model(family):
     chosen = Chosen(family)
@@ -132,6 +134,7 @@ TRAINED = [
 ]
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize("chosen", TRAINED, ids=str)
 def test_three_steps_are_those_of_transformers(chosen):
     batches = [batch(chosen, 3, 7, seed) for seed in range(3)]

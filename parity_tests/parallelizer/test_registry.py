@@ -175,6 +175,7 @@ def step(parallelize):
     return run(body, CaseSpec("step", {"dp_shard": 2, "tp": 2}, dtype="float64")).results[0]
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(
     ("stage", "name"), [(3, "optim_grads_params"), (2, "optim_grads"), (1, "optim"), (0, "no_shard")]
 )

@@ -217,11 +217,13 @@ def test_parity(declared):
     check_cases(declared, 8)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "cohere", "gemma2", "phi", "gpt_neox", "olmo2"])
 def test_families_on_a_mesh(family):
     assert judged(configuration(family), {"dp_shard": 2, "tp": 2}, EVEN, sequence_parallel=True) == []
 
 
+@pytest.mark.slow
 def test_heads_of_keys_that_ranks_replicate():
     assert judged(configuration("qwen3", kv_heads=1), {"dp_shard": 1, "tp": 4}, EVEN, sequence_parallel=True) == []
 
@@ -244,6 +246,7 @@ def test_between_layers_a_rank_has_its_positions():
     assert (ops.count("reduce_scatter"), ops.count("all_reduce")) == (4, 1)
 
 
+@pytest.mark.slow
 def test_a_norm_whose_positions_are_not_summed_is_reported(monkeypatch):
     from torch_impl.parallelizer import sequence_parallel
     from torch_impl.parallelizer.tp_styles import Replicated

@@ -52,6 +52,7 @@ def trained(model, ids, targets, times):
     return loss, torch.cat(logits).detach().numpy(), outcome
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize(
     ("chosen", "tp"), [(chosen, tp) for chosen in MODELS for tp in (1, 2, 4) if tp > 1 or chosen.tied], ids=str
 )
@@ -100,6 +101,7 @@ def on_ranks(body, tp=2, **options):
     return run(body, CaseSpec(scheme="tp_plan", mesh={"tp": tp}, options=options))
 
 
+@pytest.mark.fast_values(13)
 @pytest.mark.parametrize("name", MISUSES)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_plan_is_rejected_on_every_rank_before_anything_is_sent(name, tp):
@@ -237,6 +239,7 @@ def test_a_style_of_a_user_that_breaks_a_tie_is_reported():
     assert on_ranks(body).results == (True, True)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_experts_are_those_of_the_full_model(family, tp):

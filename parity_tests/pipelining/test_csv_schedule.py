@@ -85,7 +85,7 @@ FAULTS = [
     ("0F0,0B0\n\n1F0,1B0", "row 2, column 1: the row has no action; every rank needs a stage"),
     ("0F0,0B0,1F1,1B1,1F0,1B0,0F1,0B1", "row 1, column 2: deadlock: rank 0 waits in '0B0'"),
     ("", "row 1, column 1: is missing"),
-    (b"\xff\xfe0", "row 1, column 1: is no CSV text"),
+    (b"\xff\xfe0", "row 1, column 1: not CSV text"),
 ]
 SENT = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 TWO = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"

@@ -28,6 +28,7 @@ def case_of(p, **options):
     return CaseSpec("gpt2", {"pp": p}, dtype="float64", options=options)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("p", "name"), [(2, "1F1B"), (2, "Interleaved1F1B"), (4, "GPipe"), (2, "ZBVZeroBubble")])
 def test_gradients_are_those_of_the_full_model(p, name, tied):

@@ -64,6 +64,7 @@ def alternated(rank, n, ahead):
         forwards, backwards = forwards + is_forward, backwards + (not is_forward)
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize("name", RULES)
 def test_orders_are_those_of_torch(name):
     for sizes in legal_sizes(name):

@@ -65,6 +65,7 @@ def run_one(mesh, case):
     return has_first, has_last, {name: g.tobytes() for name, g in full.items()}, sum(units)
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize(
     ("p", "options"),
     [
@@ -94,6 +95,7 @@ def test_gradients_are_those_of_the_full_model(p, options):
     )
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "a file"])
 def test_with_fsdp_inside_stages(name, once, tmp_path):
@@ -119,6 +121,7 @@ def test_with_fsdp_inside_stages(name, once, tmp_path):
         assert (ours - theirs).norm() <= PROMISED * theirs.norm(), parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B"])
 def test_gradients_reduced_after_each_microbatch_are_the_same(name):
     options = {
@@ -156,13 +159,14 @@ def rejection(mesh, case):
     return f"{error.type.__name__}: {error.value}"
 
 
+@pytest.mark.fast_values(8)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"pipeline_parallel_schedule": None}, "ValueError: .*pipeline_parallel_schedule=None; pass one of them"),
         ({"dp_axis_names": ("dp",)}, r"ValueError: .*dp_axis_names=\('dp',\) are not axes of world_mesh \('pp',\)"),
         ({"world_mesh": {"pp": 2}}, "TypeError: .*world_mesh is a dict; pass a torch DeviceMesh"),
-        ({"pp_axis_name": "pipe"}, r"ValueError: .*pp_axis_name='pipe' is no axis of world_mesh \('pp',\)"),
+        ({"pp_axis_name": "pipe"}, r"ValueError: .*pp_axis_name='pipe' is not an axis of world_mesh \('pp',\)"),
         ({"microbatch_size": 3}, "ValueError: .*microbatch_size=3 does not divide local_batch_size=8"),
         ({"local_batch_size": 10}, "ValueError: .*n_microbatches=5 cannot be scheduled by Interleaved1F1B"),
         ({"layers_per_stage": 3}, "ValueError: .*layers_per_stage=3 gives 2 stages for num_layers=4"),

@@ -51,6 +51,7 @@ def pipelined(mesh, x, target, w1, w2, name, source):
     return stepped(mesh, x, target, w1, w2, name, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [range(4), (3, 1, 0, 2)])
 def test_gradients_are_added_in_the_order_passed(order):
     """Micro-batches of different lengths, whose sum in another order has other bits."""

@@ -59,6 +59,7 @@ def case_of(p, dtype="float32", **options):
     return CaseSpec("pipeline", {"pp": p}, dtype=dtype, options=options)
 
 
+@pytest.mark.slow
 @given(named_orders(ranks=range(1, 5), max_microbatches=8), DTYPES, st.integers(1, 2))
 def test_every_schedule_is_accumulation_bit_by_bit(sample, dtype, steps):
     name, p, n, _, order, placed = sample
@@ -66,6 +67,7 @@ def test_every_schedule_is_accumulation_bit_by_bit(sample, dtype, steps):
     check_steps(ranks, order, placed, n, dtype, steps)
 
 
+@pytest.mark.fast_values(5)
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", list(RULES))
 def test_the_fewest_microbatches_and_one_more(name, p):
@@ -75,6 +77,7 @@ def test_the_fewest_microbatches_and_one_more(name, p):
         check_steps(run(stepped, case_of(p, n=n, placed=placed, name=name)), order, placed, n, "float32")
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("name", list(RULES))
 def test_every_schedule_in_processes(name, p):
@@ -93,6 +96,7 @@ def test_any_file_is_accumulation_in_its_order(sample, says_all, dtype):
     check_steps(ranks, order, placed, n, dtype)
 
 
+@pytest.mark.slow
 @given(named_orders(ranks=range(1, 4), max_microbatches=6), st.booleans())
 def test_a_dumped_schedule_gives_what_the_schedule_gives(sample, says_all):
     name, p, n, _, order, placed = sample
@@ -103,6 +107,7 @@ def test_a_dumped_schedule_gives_what_the_schedule_gives(sample, says_all):
     assert by_file.results == by_name.results
 
 
+@pytest.mark.slow
 @given(named_orders(ranks=range(2, 5), max_microbatches=6))
 def test_the_ledger_has_the_messages_of_the_simulation_in_their_order(sample):
     name, p, n, _, order, placed = sample

@@ -106,6 +106,7 @@ def inferred_and_passed(mesh, case):
     return outcomes[0] == outcomes[1], outcomes[1][2]
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_shapes_that_are_passed_equal_those_that_a_run_infers(name):
     ranks = run(inferred_and_passed, case_of(name=name))
@@ -119,6 +120,7 @@ def shapes_sent(mesh, case):
     return [stage._inference_mode.name for stage in stages]
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize("name", list(RULES))
 def test_no_message_has_a_shape(name):
     ranks = run(shapes_sent, case_of(name=name))
@@ -136,6 +138,7 @@ def lengths(mesh, case):
     return gradients(stages)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("name", ["1F1B", "DualPipeV", "InterleavedZeroBubble"])
 def test_lengths_that_change_are_accumulated(name):
     chain = (5, 8, 8, 3)
@@ -241,6 +244,7 @@ def sharded_lengths(mesh, case):
     }
 
 
+@pytest.mark.slow
 def test_lengths_that_change_are_accumulated_under_fsdp():
     chain = (5, 8, 3)
     ranks = run(sharded_lengths, CaseSpec("shapes", {"pp": 2, "dp": 2}, options={"lengths_of": chain}))

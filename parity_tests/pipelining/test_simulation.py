@@ -33,6 +33,7 @@ def in_closed_form(name, max_microbatches=16):
             yield p, n, v
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize("name", list(RULES))
 def test_idle_time_and_bubble_are_the_closed_form(name):
     for p, n, v in in_closed_form(name):
@@ -270,6 +271,7 @@ def boxes(ax):
     return rectangles
 
 
+@pytest.mark.slow
 @given(own_orders())
 def test_every_event_is_a_box_of_its_kind_in_the_row_of_its_rank(sample):
     order, placed, _ = sample

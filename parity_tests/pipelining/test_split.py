@@ -95,6 +95,7 @@ def check_steps(p, family, tied, name, n, dtype, steps=1, cut=(), engine="lockst
     assert [of_rank for of_rank, _ in ranks.results if of_rank] == [losses]
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", list(RULES))
 def test_every_schedule_is_accumulation_bit_by_bit(name, p):
@@ -103,6 +104,7 @@ def test_every_schedule_is_accumulation_bit_by_bit(name, p):
     check_steps(p, family, tied=p in (2, 3), name=name, n=n, dtype=dtype, steps=2 if p < 3 else 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=few(6))
 @given(
     st.sampled_from(sorted(RULES)),
@@ -115,6 +117,7 @@ def test_random_splits_and_ties(name, p, family, tied, dtype):
     check_steps(p, family, tied, name, 2 * p, dtype, cut={"embed_cost": 0.5, "head_cost": 1.5})
 
 
+@pytest.mark.slow
 def test_in_processes():
     check_steps(2, "qwen3", True, "ZBVZeroBubble", 4, "float32", steps=2, engine="gloo")
     check_steps(2, "llama", True, "1F1B", 4, "float32", steps=2, engine="gloo")
@@ -189,11 +192,12 @@ WHOLE = ["model.embed_tokens", "model.norm", "lm_head"]
 L = [f"model.layers.{layer}" for layer in range(LAYERS)]
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"no_model": True}, "TypeError: .*model is a str; pass a torch.nn.Module"),
-        ({"axis": "tp"}, r"ValueError: .*pp_axis_name='tp' is no axis of pp_mesh \('pp',\)"),
+        ({"axis": "tp"}, r"ValueError: .*pp_axis_name='tp' is not an axis of pp_mesh \('pp',\)"),
         ({"pp_schedule": None}, "ValueError: .*pp_schedule=None and pipeline_parallel_schedule_csv=None"),
         ({"pp_schedule": "LopedBFS"}, "ValueError: .*pp_schedule='LopedBFS' is not a schedule; nearest: 'LoopedBFS'"),
         ({"layers_per_stage": 3}, "ValueError: .*layers_per_stage=3 gives 3 stages for num_layers=8"),

@@ -80,6 +80,7 @@ def check_steps(axes, **options):
     assert set(of_ranks) == set(gradients)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(
     ("name", "tied"), [("1F1B", True), ("GPipe", False), ("InterleavedZeroBubble", True), ("ZBVZeroBubble", True)]
@@ -88,11 +89,13 @@ def test_with_tp_inside_stages(family, name, tied):
     check_steps({"pp": 2, "tp": 2}, family=family, tied=tied, name=name, whole_plan=False)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("name", ["1F1B", "DualPipeV"])
 def test_the_plan_of_the_full_model_applies_to_its_parts(name):
     check_steps({"pp": 2, "tp": 2}, family="llama", tied=False, name=name, whole_plan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
 def test_with_tp_and_fsdp_inside_stages(name):
     """Both dp ranks have the same batch, so that the mean over them is the gradient."""

@@ -95,6 +95,7 @@ def copies(mesh, case):
     return gradients, [parameter.detach().numpy().tobytes() for parameter in local], tie
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("name", ["GPipe", "ZBVZeroBubble"])
 def test_both_copies_have_the_same_bits(name):
     ranks = run(copies, CaseSpec("ties", {"pp": 2}, options={"name": name}))

@@ -135,5 +135,54 @@ def written_inputs() -> tuple[torch.Tensor, ...]:
     return (torch.randn(3, 6),)
 
 
+class Routed(nn.Module):
+    """Experts of one weight each: over tp each rank has some and their tokens alone, so `act` has other rows."""
+
+    def __init__(self, mesh: Any = None, scale: float = 1.0, lacks_a_sum: bool = False) -> None:
+        super().__init__()
+        self.mesh, self.scale, self.lacks_a_sum = mesh, scale, lacks_a_sum
+        self.act = nn.SiLU()
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, 36).view(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = torch.arange(len(x)) % 4
+        mine = tokens >= 0 if self.mesh is None else (tokens == 0) == (self.mesh.get_local_rank("tp") == 0)
+        group = None if self.mesh is None else self.mesh.get_group("tp")
+        x = x if group is None else Shared.apply(x, group)
+        weight = self.weight if group is None or self.lacks_a_sum else Shared.apply(self.weight, group)
+        rows = self.act(x[mine] @ weight) * self.scale
+        out = torch.zeros_like(x).index_put((mine.nonzero()[:, 0],), rows)
+        return out if group is None else all_reduce(out, group, out="I")
+
+
+class Layer(nn.Module):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+        self.up, self.experts, self.down = nn.Linear(6, 6), Routed(*arguments), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.experts(self.up(x)))
+
+
+def routed() -> nn.Module:
+    return Layer()
+
+
+def routed_over_tp(mesh: DeviceMesh) -> nn.Module:
+    return Layer(mesh)
+
+
+def routed_with_a_wrong_scale(mesh: DeviceMesh) -> nn.Module:
+    return Layer(mesh, 2.0)
+
+
+def routed_without_a_sum(mesh: DeviceMesh) -> nn.Module:
+    return Layer(mesh, 1.0, True)
+
+
+def routed_inputs() -> tuple[torch.Tensor, ...]:
+    return (torch.randn(7, 6),)
+
+
 def no_inputs() -> int:
     return 3

@@ -90,6 +90,7 @@ def pair(**changed):
     return Pair(**arguments)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_equal_modules_have_no_first_difference(dtype):
     compared = trace_pair(pair(torch_module=Net(dtype=dtype)))
@@ -141,7 +142,7 @@ def test_different_weights_are_located_where_they_are_used():
 
 
 def test_names_that_either_side_lacks_are_rejected():
-    with pytest.raises(ValueError, match=re.escape("names has 'bloc', which is no module of the PyTorch side")):
+    with pytest.raises(ValueError, match=re.escape("names has 'bloc', which is not a module of the PyTorch side")):
         trace_pair(pair(names={**NAMES, "bloc": "ffn"}))
     with pytest.raises(ValueError, match=re.escape("names has 'fnn', which the flax side never calls")):
         trace_pair(pair(names={**NAMES, "block": "fnn"}))
@@ -162,6 +163,7 @@ def test_what_one_side_alone_has_is_reported():
     assert traced.torch_only == ("block.gate",) and traced.flax_only == ("ffn.w_gate",) and first(traced.lines) is None
 
 
+@pytest.mark.slow
 def test_a_copy_in_another_dtype_is_traced():
     original = pair()
     assert traced_pair(original, "bfloat16").dtype == "bfloat16" and original.dtype == "float64"

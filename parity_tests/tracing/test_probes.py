@@ -40,6 +40,7 @@ def test_the_copy_without_rounding_passes_on_what_it_has(dtype):
     assert set(BITS) == set(UNIT_ROUNDOFF) and 2.0 ** -(BITS[dtype][1] + 1) == UNIT_ROUNDOFF[dtype]
 
 
+@pytest.mark.slow
 def test_no_two_arrays_have_the_same_errors():
     through = probes("bfloat16", 1 / 64)
     first, second = through.rounded(jnp.ones(7, float)), through.rounded(jnp.ones(7, float))

@@ -29,6 +29,7 @@ def trace(shardproof):
 # Right models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["gloo", "lockstep"])
 def test_a_llama_over_tp_is_as_on_one_device(trace, engine):
     status, out, err = trace("llama_over_tp", "--engine", engine)
@@ -36,6 +37,7 @@ def test_a_llama_over_tp_is_as_on_one_device(trace, engine):
     assert out.startswith("llama_over_tp  tp=2  float32: 135 tensors as on one device, at most 0.")
 
 
+@pytest.mark.slow
 def test_a_llama_over_fsdp2_and_tp_in_bfloat16(trace):
     status, out, _ = trace("llama_over_dp_and_tp", "--dtype", "bfloat16", mesh="dp=2,tp=2")
     assert status == 0 and " bfloat16: 135 tensors as on one device" in out
@@ -54,9 +56,33 @@ def test_the_example_is_right_at_80_columns(trace, monkeypatch):
     assert (status, err) == (0, "") and out.partition("at most")[0] == shown.partition("at most")[0]
 
 
+def test_tensors_that_fit_nowhere_inside_a_right_module_are_not_compared(trace):
+    """The activation of experts over ranks has other rows than on one device."""
+    status, out, _ = trace("routed_over_tp", "--engine", "lockstep", twin="routed", inputs="routed_inputs")
+    inner = ("input of experts.act", "output of experts.act")
+    tensors = [*inner, *(f"gradient of the {each}" for each in reversed(inner))]
+    assert status == 0
+    assert f"  not compared, inside a module, where other tokens may be held: {', '.join(tensors)}" in out.splitlines()
+
+
 # Wrong models
 
 
+@pytest.mark.parametrize(
+    ("sharded", "first", "note"),
+    [
+        ("routed_with_a_wrong_scale", "output of experts, ", "off by the constant factor 2"),
+        ("routed_without_a_sum", "gradient of experts.weight, ", "gradient missing a sum over tp"),
+    ],
+)
+def test_the_headline_reaches_an_output_or_a_parameter(trace, sharded, first, note):
+    status, out, _ = trace(sharded, "--engine", "lockstep", twin="routed", inputs="routed_inputs")
+    assert status == 1
+    assert f"first to differ: {first}" in out
+    assert note in out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharded", "named"),
     [

@@ -51,6 +51,7 @@ def rejection(run):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_a_folder_has(run):
     folder = Path(run.checkpoint) / "step_000002"
     assert sorted(os.listdir(folder)) == sorted(FILES)
@@ -58,6 +59,7 @@ def test_what_a_folder_has(run):
     assert json.loads((folder / "done").read_text().splitlines()[0])["step"] == 2
 
 
+@pytest.mark.slow
 @settings(max_examples=DAMAGES, deadline=None)
 @given(data=st.data(), name=st.sampled_from(FILES), kind=st.sampled_from(["flip", "truncate", "extend"]))
 def test_a_damaged_file_is_named(run, data, name, kind):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardproof.training.corpus import BLOCK, MOST, global_batch, topics
+from shardproof.training.corpus import BLOCK, DOCUMENTS, global_batch, topics
 from shardproof.training.run import Run
 
 RUN = Run(mesh={}, steps=3)
@@ -31,10 +31,10 @@ def test_documents_are_unequal_and_divisible_by_any_mesh():
     streams = [stream for step in range(20) for stream in global_batch(RUN, step)]
     lengths = np.array([np.diff(stream.padded) for stream in streams])
     real = np.array([np.diff(stream.real) for stream in streams])
-    assert (lengths.sum(1) == RUN.length).all() and (lengths % BLOCK == 0).all() and lengths.shape[1] == MOST
+    assert (lengths.sum(1) == RUN.length).all() and (lengths % BLOCK == 0).all() and lengths.shape[1] == DOCUMENTS
     assert (real <= lengths).all() and ((real > 0) == (lengths > 0)).all()
     assert (lengths == 0).any() and (real < lengths).any() and (real == 1).any()
-    counts = np.maximum(real - 1, 0).reshape(20, RUN.streams, MOST).sum(2)
+    counts = np.maximum(real - 1, 0).reshape(20, RUN.streams, DOCUMENTS).sum(2)
     assert (counts != counts[:, :1]).any(1).all()  # so that a mean of means is another number
 
 

@@ -9,7 +9,7 @@ from shardproof.tracing.comparison import first
 from shardproof.training import record, session, show
 from shardproof.training.follow import ReferenceSteps
 from shardproof.training.run import SIZES, Run
-from shardproof.training.traced import known_of, trace
+from shardproof.training.traced import trace, trace_reference
 from torch_impl.pipelining import tied_weights
 
 # Four layers for the four stages of zbv on two ranks; embedding and head share a weight that two stages hold.
@@ -40,6 +40,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("mesh", "how"), MESHES)
 def test_no_schedule_changes_a_number(mesh, how):
     steps = session.followed(small(mesh, **how), KNOWN, "lockstep")
@@ -47,6 +48,7 @@ def test_no_schedule_changes_a_number(mesh, how):
     assert {name for name in steps[0].rows if "lm_head" in name} == set()
 
 
+@pytest.mark.slow
 def test_processes_give_the_same():
     steps = session.followed(small({"pp": 2, "dp": 2}, schedule="zbv"), KNOWN, "gloo")
     assert [step.wrong for step in steps] == [[], []]
@@ -63,6 +65,7 @@ def test_a_tied_gradient_that_stays_on_its_stage_is_named(monkeypatch):
 PLACES = {"one rank": ({}, "1f1b"), "1f1b": ({"pp": 2}, "1f1b"), "zbv": ({"pp": 2, "dp": 2}, "zbv")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", PLACES)
 def test_a_run_goes_on_with_other_stages_and_to_the_bit_with_the_same(tmp_path, monkeypatch, left):
     original, written = record.write, {}
@@ -83,9 +86,10 @@ def test_a_run_goes_on_with_other_stages_and_to_the_bit_with_the_same(tmp_path, 
             assert all(np.array_equal(written[1].weights[name], x) for name, x in straight.weights.items())
 
 
+@pytest.mark.slow
 def test_every_tensor_of_every_stage_is_traced():
     run = small({"pp": 2, "cp": 2}, schedule="zbv", streams=2)
-    compared = trace(run, known_of(run), "lockstep")
+    compared = trace(run, trace_reference(run), "lockstep")
     assert first(compared) is None
     names = [line.name for line in compared]
     assert names[0] == "output of embed_tokens"

@@ -11,7 +11,7 @@ from shardproof.training.follow import ReferenceSteps
 from shardproof.training.judged import PROMISED
 from shardproof.training.precision import STORED_DTYPE, policy
 from shardproof.training.run import DTYPES, SIZES, Run
-from shardproof.training.traced import known_of, trace
+from shardproof.training.traced import trace, trace_reference
 
 SMALL = {"streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("attention", "mamba")}, "dtype": "bfloat16"}
 MESHES = [
@@ -22,7 +22,7 @@ MESHES = [
 
 @pytest.fixture(scope="module")
 def reference_trace():
-    return known_of(Run(mesh={}, **SMALL))
+    return trace_reference(Run(mesh={}, **SMALL))
 
 
 @pytest.mark.slow
@@ -33,6 +33,7 @@ def test_no_mesh_changes_a_number():
     assert steps[0].rows["loss"].error > PROMISED  # what a float64 run would never be off by
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "how"), MESHES)
 def test_every_tensor_is_within_its_budget(reference_trace, mesh, how):
     assert first(trace(Run.on(mesh, **SMALL, **how), reference_trace, "lockstep")) is None
@@ -41,6 +42,7 @@ def test_every_tensor_is_within_its_budget(reference_trace, mesh, how):
 CAUGHT = ("attention over padding", "several ranks' inconsistent constants", "a loss over the last microbatch's count")
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("name", CAUGHT)
 def test_a_bug_is_located_in_its_module(reference_trace, monkeypatch, name):
     (bug,) = [bug for bug in CATALOGUE if bug.name == name]

@@ -13,12 +13,12 @@ REJECTED = [
     ),
     (
         {"mesh": {"pp": 4}, "schedule": "zbv"},
-        "--schedule ZBVZeroBubble over pp=4 has 8 stages, the model 4 layers; use fewer ranks of pp, or a schedule "
-        "with fewer stages on each",
+        "--schedule ZBVZeroBubble over pp=4 has 8 stages, but the model has 4 layers; use fewer ranks of pp, or a "
+        "schedule with fewer stages on each",
     ),
     (
         {"mesh": {"pp": 4, "dp": 2}},
-        "--mesh pp=4: 2 micro-batches, those of one rank of dp=2, cannot be scheduled by 1F1B over pp_size=4 "
+        "--mesh pp=4: 2 micro-batches on each rank of dp=2 cannot be scheduled by 1F1B over pp_size=4 "
         "(n >= pp_size); use fewer ranks of dp or pp, or another schedule",
     ),
     ({"schedule": "interleaved"}, "--schedule 'interleaved' is not one of Interleaved1F1B, InterleavedZeroBubble"),
@@ -27,11 +27,11 @@ REJECTED = [
     ({"attention": "tree"}, "--attention 'tree' is not one of ring, all_gather, ulysses, usp"),
     ({"steps": 0}, "--steps 0 must be at least 1"),
     ({"mesh": {"dp": 3}}, "--mesh dp=3: cannot share the 4 streams of a step; use one of 1, 2, 4"),
-    ({"mesh": {"dp": 0}}, "--mesh dp_shard=0: sizes are integers >= 1; leave out an axis that is not meant"),
-    ({"mesh": {"cp": 0}}, "--mesh cp=0: sizes are integers >= 1; leave out an axis that is not meant"),
+    ({"mesh": {"dp": 0}}, "--mesh dp_shard=0: sizes are integers >= 1; leave out an unused axis"),
+    ({"mesh": {"cp": 0}}, "--mesh cp=0: sizes are integers >= 1; leave out an unused axis"),
     (
         {"mesh": {"dp": 2, "dp_shard": 4}},
-        "--mesh dp=2,dp_shard=4: dp is dp_shard; give one, or dp_replicate beside it",
+        "--mesh dp=2,dp_shard=4: dp means dp_shard; give one of them, or dp_replicate and dp_shard",
     ),
     ({"mesh": {"cp": 8}}, "--mesh cp=8: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp"),
     ({"mesh": {"tp": 5}}, "--mesh tp=5: cannot share the heads of attention; use one of 1, 2, 3, 4, 6, 12"),
@@ -55,9 +55,9 @@ REJECTED = [
         "--mesh dp=4,ep=2: cannot share the 4 streams of a step; use one of 1, 2, 4",
     ),
     ({"optimizer": "sgd"}, "--optimizer 'sgd' is not one of adamw, muon"),
-    ({"clip": 0.0}, "--clip 0 must be positive and finite; leave it out for gradients as they are"),
-    ({"resume": True}, "--resume needs --checkpoint DIR, where the state is"),
-    ({"overwrite": True}, "--overwrite needs --checkpoint DIR, where the state is"),
+    ({"clip": 0.0}, "--clip 0 must be positive and finite; leave it out to keep gradients unscaled"),
+    ({"resume": True}, "--resume needs --checkpoint DIR, the folder of the saved state"),
+    ({"overwrite": True}, "--overwrite needs --checkpoint DIR, the folder of the saved state"),
     (
         {"resume": True, "overwrite": True, "checkpoint": "here"},
         "--resume goes on from the checkpoints, --overwrite replaces them; give one of the two",

@@ -35,6 +35,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("mesh", "how"), MESHES)
 def test_no_mesh_changes_a_number(mesh, how):
     steps = session.followed(small(mesh, **how), KNOWN, "lockstep")
@@ -51,11 +52,13 @@ def test_a_tied_head_in_float32():
 CLIP = 0.25  # below the norm of every step, so that each is scaled, and not all alike
 
 
+@pytest.mark.slow
 def test_clipping_is_by_the_norm_of_one_device():
     steps = session.followed(small({"dp": 2, "tp": 2}, clip=CLIP), KNOWN, "lockstep")
     assert [step.wrong for step in steps] == [[], []]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_clipped_is_seen(monkeypatch):
     """AdamW's first step knows no scale; its second adds gradients that were scaled by unlike factors."""
     monkeypatch.setattr(Parts, "clip", lambda self, max_norm: None)
@@ -66,6 +69,7 @@ def test_a_step_that_is_not_clipped_is_seen(monkeypatch):
 MUON = {"optimizer": "muon", "clip": CLIP}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "how"), [({"dp": 2, "tp": 2}, {}), ({"pp": 2, "cp": 2}, {"is_tied": True})])
 def test_muon_is_that_of_one_device(mesh, how):
     steps = session.followed(small(mesh, **MUON, **how), KNOWN, "lockstep")
@@ -81,6 +85,7 @@ WITH_EXPERTS = [
 ]
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("mesh", "how"), WITH_EXPERTS, ids=str)
 def test_experts_are_those_of_one_device(mesh, how):
     steps = session.followed(small(mesh, has_experts=True, **how), KNOWN, "lockstep")
@@ -88,6 +93,7 @@ def test_experts_are_those_of_one_device(mesh, how):
     assert "weight/layers.1.mlp.experts.gate_up_proj" in steps[0].rows
 
 
+@pytest.mark.slow
 def test_an_expert_averaged_as_its_router_is_seen(monkeypatch):
     """Over ep an expert has the rows of all ranks already: its gradient is not to be divided by less than all."""
     original = expert_sharding._local_stack
@@ -100,6 +106,7 @@ def test_an_expert_averaged_as_its_router_is_seen(monkeypatch):
 ROUTER = "gradient/layers.1.mlp.router.weight"
 
 
+@pytest.mark.slow
 def test_a_router_that_learns_nothing_from_its_losses_is_seen(monkeypatch):
     """The loss has them all the same."""
     without = staticmethod(lambda ctx, cotangent: (cotangent, 0.0 * cotangent.sum()))
@@ -108,6 +115,7 @@ def test_a_router_that_learns_nothing_from_its_losses_is_seen(monkeypatch):
     assert ROUTER in steps[0].wrong and "loss" not in steps[0].wrong
 
 
+@pytest.mark.slow
 def test_a_routers_losses_are_of_the_whole_step(monkeypatch):
     """As a mean over this rank's sequences, they count once for each rank."""
     original = layers.Moe.begin_step
@@ -116,12 +124,14 @@ def test_a_routers_losses_are_of_the_whole_step(monkeypatch):
     assert {"loss", ROUTER} <= set(steps[0].wrong)
 
 
+@pytest.mark.slow
 def test_muon_goes_on_from_a_checkpoint_on_another_mesh(tmp_path):
     session.followed(small({"dp": 2}, **MUON, checkpoint=str(tmp_path)), KNOWN, "lockstep")
     steps = session.followed(small({"tp": 2}, **MUON, **LEFT, checkpoint=str(tmp_path)), KNOWN, "lockstep")
     assert [step.index for step in steps] == [2] and steps[0].ok
 
 
+@pytest.mark.slow
 def test_processes_give_the_same():
     steps = session.followed(small({"dp": 2}), KNOWN, "gloo")
     assert [step.wrong for step in steps] == [[], []]
@@ -177,6 +187,7 @@ def bound(step, name, expected):
     return step.rows[name].budget * np.linalg.norm(expected)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_the_bit_and_on_another_mesh(tmp_path, written):
     run = small({"dp": 2, "cp": 2}, steps=3, checkpoint=str(tmp_path), every=1)
     session.followed(run, KNOWN, "lockstep")
@@ -219,6 +230,7 @@ def test_a_run_that_begins_anew_replaces_all_when_told_to(tmp_path):
         session.train([run, run], session.TrainOptions("lockstep"))
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_is_skipped(tmp_path):
     run = small({}, checkpoint=str(tmp_path), every=1)
     session.followed(run, KNOWN, "lockstep")
@@ -254,7 +266,7 @@ def test_a_run_that_ends_early_is_not_equal(monkeypatch):
     monkeypatch.setattr(record, "write", lambda folder, step: None if step.index else original(folder, step))
     with pytest.raises(RankFailure) as caught:
         session.followed(small({}), KNOWN, "lockstep")
-    assert str(caught.value) == "failed: the ranks ended with 1 of 2 steps told; run it again"
+    assert str(caught.value) == "failed: the ranks ended after 1 of 2 steps; run it again"
 
 
 @pytest.mark.slow
@@ -276,7 +288,7 @@ def test_the_command(monkeypatch, capsys):
         (entry,) = json.load(file)
         assert entry["mesh"] == {"dp_shard": 2} and entry["verdict"] == "equal" and picture.read(4) == b"\x89PNG"
     monkeypatch.setattr(page, "MESHES", (({"cp": 2}, {"mamba": "state"}),))
-    monkeypatch.setattr(page, "MESHES_OF_EXPERTS", ({"ep": 2},))
+    monkeypatch.setattr(page, "EXPERT_MESHES", ({"ep": 2},))
     monkeypatch.setattr(page, "DTYPES", ("float64",))
     assert call("--page", "page.md")[0] == 0
     with open("page.md") as file:

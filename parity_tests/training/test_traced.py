@@ -12,7 +12,7 @@ from shardproof.cli.app import main
 from shardproof.tracing.comparison import first
 from shardproof.training import ranks, trace_session
 from shardproof.training.run import SIZES, Run
-from shardproof.training.traced import known_of, trace
+from shardproof.training.traced import trace, trace_reference
 from torch_impl.models import staged
 
 SMALL = {**located.SMALL, "sizes": {**SIZES, "layers": ("attention", "mamba")}}
@@ -20,9 +20,10 @@ SMALL = {**located.SMALL, "sizes": {**SIZES, "layers": ("attention", "mamba")}}
 
 @pytest.fixture(scope="module")
 def reference_trace():
-    return known_of(Run(mesh={}, **SMALL))
+    return trace_reference(Run(mesh={}, **SMALL))
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("mesh", "how"), located.HOW)
 def test_every_tensor_is_equal_on_every_mesh(reference_trace, mesh, how):
     compared = trace(Run.on(mesh, **SMALL, **how), reference_trace, "lockstep")
@@ -33,13 +34,15 @@ def test_every_tensor_is_equal_on_every_mesh(reference_trace, mesh, how):
     assert "gradient of layers.1.mixer.A_log" in names and "gradient of the output of lm_head, call 1" in names
 
 
+@pytest.mark.slow
 def test_processes_record_the_same(reference_trace):
     assert first(trace(Run.on({"cp": 2}, **SMALL), reference_trace, "gloo")) is None
 
 
+@pytest.mark.slow
 def test_calls_are_numbered_by_the_streams_of_the_whole_step():
     run = Run.on({"dp": 2}, **{**SMALL, "streams": 4, "length": 24, "sizes": {**SIZES, "layers": ("mamba",)}})
-    compared = trace(run, known_of(run), "lockstep")
+    compared = trace(run, trace_reference(run), "lockstep")
     assert first(compared) is None
     assert {f"output of norm, call {call}" for call in range(1, 4)} <= {line.name for line in compared}
 
@@ -47,6 +50,7 @@ def test_calls_are_numbered_by_the_streams_of_the_whole_step():
 LOCATED = ("attention over padding", "states that run on through documents", "a loss over this rank's count of tokens")
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("name", LOCATED)
 def test_a_bug_is_located_in_its_module(reference_trace, monkeypatch, name):
     (bug,) = [bug for bug in CATALOGUE if bug.name == name]
@@ -55,6 +59,7 @@ def test_a_bug_is_located_in_its_module(reference_trace, monkeypatch, name):
     assert outcome.is_right, outcome
 
 
+@pytest.mark.slow
 def test_the_ranks_that_differ_are_named(reference_trace, monkeypatch):
     original = ranks.rank_batch
     monkeypatch.setattr(
@@ -81,9 +86,10 @@ def test_every_module_is_of_a_bug_that_counts():
     assert without == WITHOUT_A_MODULE
 
 
+@pytest.mark.slow
 def test_the_command(reference_trace, monkeypatch, capsys):
     small = {name: SMALL[name] for name in ("streams", "length", "sizes")}
-    monkeypatch.setattr(trace_session.traced, "known_of", lambda run: reference_trace)
+    monkeypatch.setattr(trace_session.traced, "trace_reference", lambda run: reference_trace)
     monkeypatch.setattr(trace_session.traced, "trace", lambda run, *arguments: trace(run.replace(**small), *arguments))
 
     def call(*arguments):

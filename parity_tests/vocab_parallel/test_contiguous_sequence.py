@@ -115,7 +115,7 @@ def test_an_odd_shard_is_rejected():
     assert on_ranks(2, body) == (messages,) * 2
 
 
-NUMBER, OF = "pass a number", "is no value of"
+NUMBER, OF = "pass a number", "is not a value of"
 FILLS = [
     (torch.int64, None, TypeError, f"fill_value=None is None; {NUMBER}"),
     (torch.int64, "a", TypeError, f"fill_value='a' is a str; {NUMBER}"),

@@ -156,6 +156,7 @@ def test_parity(route):
     every()
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize("calculate_entropy", [True, False])
 @pytest.mark.parametrize("zero_outside_topk", [True, False])
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
@@ -169,6 +170,7 @@ def test_every_combination(route, zero_outside_topk, calculate_entropy):
         ).raise_if_failed()
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("v", [5, 7])
 def test_dtensor_shards_that_are_uneven(v, tp):

@@ -51,6 +51,7 @@ def scores_and_shares(rows, tp, options, dtype):
     return results[0][0], np.eye(SIZE)[rows.argmax(-1)] - slopes * options["temperature"]
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**16),
     kind=st.sampled_from(["normal", "ties", "dyadic", "equal", "peaked"]),

@@ -75,6 +75,7 @@ class Largest(TorchDispatchMode):
         return output
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("chunk_size", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_chunk_bounds_the_working_set(chunk_size, dtype):

@@ -166,6 +166,7 @@ def test_many_small_chunks_are_as_good_as_one(chunk_size):
     verify_case(linear_logprobs, case).raise_if_failed()
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_no_chunk_size_changes_the_ledger(declared):
     rows = set()

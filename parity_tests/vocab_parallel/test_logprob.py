@@ -304,6 +304,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("sizes", slow_but(COMPILED[:1], COMPILED), ids=str)
 def test_parity_of_the_compiled_backend(sizes):

@@ -114,6 +114,7 @@ WITH_GRADIENT = {
 }
 
 
+@pytest.mark.fast_values(1)
 @BOTH
 @pytest.mark.parametrize("name", WITH_GRADIENT)
 def test_a_gradient_and_little_more(name, dtype):
@@ -122,6 +123,7 @@ def test_a_gradient_and_little_more(name, dtype):
     assert 1.0 <= backward <= 1.0 + SHARE
 
 
+@pytest.mark.fast_values(1)
 @BOTH
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_next_to_nothing_in_place(with_entropy, dtype):
@@ -129,6 +131,7 @@ def test_next_to_nothing_in_place(with_entropy, dtype):
     assert forward <= SHARE and backward <= SHARE
 
 
+@pytest.mark.fast_values(2)
 @BOTH
 @pytest.mark.parametrize("f", [vp._compute_distributed_softmax, vp._compute_distributed_log_softmax])
 def test_a_softmax_and_little_more(f, dtype):
@@ -144,6 +147,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize(("top_k", "top_p", "kind", "dtype"), FILTERS, ids=str)
 def test_a_filter_takes_a_tenth_and_its_lists_or_sums(top_k, top_p, kind, dtype):
     def call(rank):
@@ -157,6 +161,7 @@ def test_a_filter_takes_a_tenth_and_its_lists_or_sums(top_k, top_p, kind, dtype)
     assert 1.0 <= backward <= 1.0 + SHARE
 
 
+@pytest.mark.fast_values(1)
 @BOTH
 def test_the_largest_logits_take_a_block_and_their_pairs(dtype):
     def call(rank):

@@ -146,6 +146,7 @@ def with_jax(function, arrays, differentiable, cotangents):
     return [np.asarray(x) for x in (*(outputs if several else (outputs,)), *gradients)]
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(

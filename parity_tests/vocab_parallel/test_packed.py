@@ -228,6 +228,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_the_cost_per_token_is_flat_in_the_number_of_sequences():
     """As many operations for 10, 1,000 and 100,000 sequences of one stream, and no more than twice the time."""
 

@@ -13,6 +13,7 @@ from shardproof.cli import real_text
 SCHEMES = (vocab_parallel_logprob, distributed_logprob, chunked_distributed_logprob)
 
 
+@pytest.mark.fast_values(6)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)

@@ -142,6 +142,7 @@ def sampling_of_flat_and_peaked_rows(mesh, logits, target, top_k, top_p, tempera
     )
 
 
+@pytest.mark.slow
 def test_no_chunk_size_changes_the_ledger():
     for limits in ({"top_k": 3, "top_p": 0.99}, {"top_k": None, "top_p": 0.3}):
         rows = set()
@@ -331,6 +332,7 @@ def test_no_backward_after_inference_or_an_edit_of_the_logits(limits):
     assert all(on_ranks(body))
 
 
+@pytest.mark.slow
 @every_limit
 def test_gradcheck(limits):
     target = torch.tensor([[4, 0, -100], [2, 2, 1]])
@@ -345,6 +347,7 @@ def test_gradcheck(limits):
     assert on_ranks(body, tp=1) == (True,)
 
 
+@pytest.mark.slow
 def test_tokens_need_not_be_sharded_equally():
     for route in (logprob_with_sampling, chunked_logprob_with_sampling):
         for limits in ({"top_k": None, "top_p": 0.5}, {"top_k": 5, "top_p": 0.9}):

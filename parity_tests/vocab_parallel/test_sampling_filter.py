@@ -167,6 +167,7 @@ def filtered_over(widths, logits, top_k, top_p, temperature=1.0):
 CUTS = [[8], [4, 4], [3, 0, 4, 1], [0, 0, 8, 0]]
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("widths", CUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_of_equal_logits_top_k_keeps_all_and_top_p_the_lowest_ids(widths, dtype):

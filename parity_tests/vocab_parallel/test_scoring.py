@@ -103,7 +103,7 @@ REJECTED = [
     (
         lambda m: routed(m, rank=0, seq_index=torch.arange(8)),
         ValueError,
-        f"{ROUTE}: seq_index is given but next_token_logits is no DTensor; drop it or pass a DTensor",
+        f"{ROUTE}: seq_index is given but next_token_logits is not a DTensor; drop it or pass a DTensor",
     ),
     (
         lambda m: routed(m, rank=0, logits=LOCAL.long()),

@@ -86,6 +86,7 @@ def test_parity(declared, engine):
     check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("v", [5, 7, 16])
 def test_uneven_shards_follow_the_ceil_rule(v, tp):

@@ -114,6 +114,7 @@ def test_parity_of_topk_on_gloo(case):
         np.testing.assert_array_equal(tensor.got, tensor.want)
 
 
+@pytest.mark.slow
 @given(every_case(gathered_logits))
 def test_parity_of_gathered_logits(case):
     report = check(case)

@@ -262,6 +262,7 @@ def entries_between_bounds(mesh, logits, low, high):
     return torch.zeros_like(logits).index_put_((rows.long(), columns.long()), chosen)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("declared", [kth_largest_by_groups, entries_between_bounds], ids=lambda d: d.name)
 def test_parity_of_lists(declared):
     check_cases(declared, 40)

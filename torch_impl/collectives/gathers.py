@@ -37,7 +37,7 @@ def all_gather(
 
     Cost:   forward 1 all_gather of the longest shard; backward 1 reduce_scatter of world * longest ("R",
             summed in float32 or wider) or none ("I"). Saves nothing.
-    Errors: TypeError if group is not a ProcessGroup; ValueError for another `out`, a dim that x lacks,
+    Errors: TypeError if group is not a ProcessGroup; ValueError for an unknown `out`, a dim that x lacks,
             or lengths that do not fit the group or x.
     """
     dim = dim_from_front("dim", dim, x)

@@ -30,7 +30,7 @@ def all_reduce(
 
     Cost:   forward 1 all_reduce of x; backward none for "I", 1 all_reduce for "R". bfloat16 and float16
             are sent and summed as float32. Saves nothing.
-    Errors: TypeError if group is not a ProcessGroup; ValueError for another `out`.
+    Errors: TypeError if group is not a ProcessGroup; ValueError for an unknown `out`.
     Source: the gradient types follow meta-pytorch/spmd_types.
     """
     return _AllReduce.apply(x, group, out)
@@ -76,7 +76,7 @@ def broadcast(
 
     Cost:   forward 1 broadcast of x; backward 1 reduce to src ("R", summed in float32 or wider) or none
             ("I"). Saves nothing.
-    Errors: TypeError if group is not a ProcessGroup; ValueError for another `out` or a src outside the group.
+    Errors: TypeError if group is not a ProcessGroup; ValueError for an unknown `out` or a src outside the group.
     """
     if not 0 <= src < group.size():
         raise Rejected(f"src={src} is outside a group of {group.size()} ranks")

@@ -211,7 +211,7 @@ def _exchange_problem(exchange: str, groups: CpGroups, layout: TokenLayout, q: T
     """Why an exchange does not support the layout or cannot shard the heads, or None."""
     label, heads, kv_heads, heads_size = f"exchange={exchange!r}", q.shape[1], k.shape[1], groups.heads.size()
     if layout.kind == "ragged" and exchange in ("ulysses", "usp"):
-        return f"{label} needs as many rows on each rank, which ragged has not; use ring or all_gather"
+        return f"{label} needs equally many rows on each rank, unlike ragged; use ring or all_gather"
     # The stripes of the ranks in a heads group do not make a stripe of the sequence.
     if exchange == "usp" and layout.kind == "striped":
         return f"{label} cannot join striped rows; use ring, all_gather or ulysses, or another layout"

@@ -34,7 +34,7 @@ from torch_impl.layouts.divisibility import first, multiple_of
 FUNCTION = "context_parallel.batch"
 BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "position_ids", "loss_mask", "padding_mask")
 FILLS = {"labels": -100, "padding_mask": True}  # input_ids are padded by the caller's id, all else by 0
-NONE = -1000  # in a table of lengths: no sequence
+NONE = -1000  # marks an unused slot in a table of lengths
 
 
 @dataclass(frozen=True)

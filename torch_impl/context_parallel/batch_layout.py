@@ -80,7 +80,7 @@ class BatchLayout:
 
         Cost:   forward 1 all_gather; backward 1 reduce_scatter (R, summed in float32 or wider) or none (I). None
                 without a group. Saves the index.
-        Errors: ValueError for another gradient type, or if x does not have `local_shape` at `dim`.
+        Errors: ValueError for an unknown gradient type, or if x does not have `local_shape` at `dim`.
         """
         dim = self._place("gather", x, dim, self.local_shape)
         if not self.is_stream:

@@ -77,7 +77,7 @@ def make_cp_batch_for_te(
     torch.Size([4])
 
     Cost:   no collective; one copy of the shard for each key, one host copy of the lengths.
-    Errors: ValueError for another qkv_format, a mesh of several dims, or, on two or more ranks, a slot that is not a
+    Errors: ValueError for an unknown qkv_format, a mesh of several dims, or, on two or more ranks, a slot that is not a
             multiple of 2 * cp; TypeError if cp_mesh is not a mesh; otherwise as `split_batch_into_thd_chunks`.
     """
     _check_format(qkv_format)
@@ -147,10 +147,10 @@ def _shard_thd_chunk_for_te(
     `prefix_of`, and a batch with `prefix_of` needs it.
 
     Cost:   no collective; one copy of the shard for each key, one host copy of the offsets.
-    Errors: ValueError without cu_seqlens or input_ids, for another qkv_format, offsets that do not end at the stream's
-            end, prefixes without `return_layout` or that are not earlier sequences, or, on two or more ranks, a slot
-            that is not a multiple of 2 * cp; TypeError if batch is not a dict, cp_mesh is not a mesh, offsets or
-            prefixes are not integers, or input_ids or max_seqlen are not Tensors.
+    Errors: ValueError without cu_seqlens or input_ids, for an unknown qkv_format, offsets that do not end at the
+            stream's end, prefixes without `return_layout` or that are not earlier sequences, or, on two or more ranks,
+            a slot that is not a multiple of 2 * cp; TypeError if batch is not a dict, cp_mesh is not a mesh, offsets
+            or prefixes are not integers, or input_ids or max_seqlen are not Tensors.
     """
     # 1. Check the dict's keys and that their values are tensors, which the contract cannot.
     _check_format(qkv_format)

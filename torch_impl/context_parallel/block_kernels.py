@@ -20,7 +20,7 @@ from torch import Tensor
 from torch_impl.collectives import accumulator, no_autocast
 
 Heads = Float[Tensor, "b h s p"]
-KVHeads = Float[Tensor, "b hk keys p"]  # another rank may have other numbers of rows than this rank has queries
+KVHeads = Float[Tensor, "b hk keys p"]  # keys of another rank: `keys` may differ from `s`
 _aten = torch.ops.aten
 FLASH, FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward
 EFFICIENT, EFFICIENT_BACKWARD = (

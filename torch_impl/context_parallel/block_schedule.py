@@ -97,7 +97,7 @@ class _Runs:
 
         # 1. Find where a sequence's rows start and stop on each rank, padding included.
         start, stop = row_of(cu[:-1]), row_of(cu[1:])
-        # 2. Add a column, for sequences that start after the last row of a rank, which has none of their rows.
+        # 2. Add a column for sequences that start after the last row of a rank: the rank has no row of them.
         padded_rows = torch.cat([rows, rows.new_full((n, 1), layout.total)], 1)
         # 3. Chunks are halves of the padded run; real rows end at `ends`. Copy everything to the host at once.
         fields = start, row_of(ends) - start, (stop - start) // 2, padded_rows.gather(1, start) - cu[:-1]

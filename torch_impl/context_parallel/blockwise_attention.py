@@ -119,8 +119,8 @@ def _sink_gradient(sinks: Tensor, lse: Tensor, out: Heads, cotangent: Heads) -> 
 class RunningAttention:
     """The running output and lse of this rank's queries over the keys merged so far, in float32 or wider.
 
-    A sink is the first key of each query, with value 0. Rows of padding are in no block and keep output 0 and an lse of
-    -inf or of the sink. Backward reads that lse for the sinks only, where output 0 makes the contribution 0.
+    A sink is the first key of each query, with value 0. Padding rows are in no block: their output stays 0, and their
+    lse stays -inf, or the sink. Backward reads this lse for the sinks' gradient only, to which output 0 adds nothing.
     """
 
     def __init__(self, q: Heads, sinks: Float[Tensor, " h"] | None = None) -> None:
@@ -135,7 +135,7 @@ class RunningAttention:
             self._add_block(q, kv, kernel_block, options)
 
     def _add_block(self, q: Heads, kv: KV, block: Block, options: SoftmaxOptions) -> None:
-        """Merge one kernel call. Its rows are a slice of every batch entry, or m runs that form the kernel's batch."""
+        """Merge one kernel call. Its rows are a slice of every batch entry, or m runs that are the kernel's batch."""
         k, v = kv.unbind()
         out, lse = _forward(
             rows_of_block(q, block.queries), rows_of_block(k, block.keys), rows_of_block(v, block.keys), block, options
@@ -174,7 +174,7 @@ def add_gradients(
     block: Block,
     options: SoftmaxOptions,
 ) -> None:
-    """Add the gradients of one block to dq, and to the buffer of the keys' gradient once it has arrived.
+    """Add the gradients of one block to dq, and to the keys' gradient once its buffer has arrived.
 
     `saved` are the queries, and their output and lse over all blocks.
     """
@@ -210,7 +210,7 @@ def _add_rows(total: Heads, gradient: Float[Tensor, "m h r p"], rows: Rows, scat
 
 
 def _kernel_blocks(block: Block, q: Heads) -> tuple[Block, ...]:
-    """The blocks to call kernels with: CUDA's kernels skip the hidden half of a triangle, the CPU's need it split."""
+    """The blocks of the kernel calls. CUDA's kernels skip the hidden half of a triangle; for the CPU it is split."""
     return (block,) if q.is_cuda else block.triangle_blocks
 
 
@@ -249,7 +249,7 @@ def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, options: SoftmaxOpt
             "context_parallel.block_schedule: a block has queries and no keys; leave it out of the schedule"
         )
     scale = options.scale
-    if options.softcap is not None:  # no kernel caps
+    if options.softcap is not None:  # no kernel supports a softcap
         return plain_forward(q, k, v, block.mask, block.is_causal, scale, options.softcap)
     if q.is_cuda:
         return cuda_forward(q, k, v, block.mask, block.is_causal, scale)

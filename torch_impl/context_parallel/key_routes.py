@@ -158,8 +158,8 @@ class KeyTransfer:
 def key_transfer(layout: TokenLayout, causal: bool, window: int | None) -> KeyTransfer:
     """The route of keys from and to this rank with its block schedule, cached with the layout.
 
-    Cost: as `schedule_of`, and two copies to the host, of n + 1 numbers per rank and of one byte per position; for a
-    halo a third, of one number.
+    Cost: as `schedule_of`, and two copies to the host, of n + 1 numbers per rank and of one byte per position. A halo
+    also copies one number.
     """
     return layout.cached(("route", causal, window), lambda: _key_transfer(layout, causal, window))
 

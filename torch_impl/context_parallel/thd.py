@@ -321,7 +321,7 @@ def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size:
     runs[:, 0] = real[is_slot]
     np.subtract(slots, runs[:, 0], out=runs[:, 1])
     tail = size - padded.sum(1, where=is_slot)
-    # If no run is negative, no slot has a negative length, and so none is fill.
+    # If no run is negative, no slot has a negative length, and so no slot is fill.
     fits = runs.min(initial=0) >= 0 and np.count_nonzero(padded == fill) == real.size - len(slots)
     has_slots = is_slot.any(1) if np.count_nonzero(tail) else None  # None where the slots fill every row
     if not fits or (has_slots is not None and ((tail < 0) | ((tail > 0) & ~has_slots)).any()):
@@ -346,7 +346,7 @@ def _on_host(a: Tensor, b: Tensor) -> tuple[Int64[np.ndarray, "b q"], Int64[np.n
 def require_layout(batch: Mapping[str, Any], is_returned: bool) -> None:
     """ValueError for prefixes without `return_layout`: offsets alone make each continuation a separate sequence."""
     if PREFIXES in batch and not is_returned:
-        cannot = f"batch has {PREFIXES!r}, which offsets cannot say"
+        cannot = f"batch has {PREFIXES!r}, which offsets cannot express"
         raise Rejected(f"{cannot}; pass return_layout=True and give attention the layout's tokens")
 
 
@@ -404,6 +404,6 @@ def _length_problems(
             yield f"row {b}, sequence {j}: {lengths}; {rule}"
     for b in np.flatnonzero(tail < 0)[:1]:
         yield f"row {b}: seq_lens_padded adds up to {size - int(tail[b])}, the row has {size} tokens; shorten it"
-    # A row without slots has none that its tail could join.
+    # In a row without slots, the tail has no slot to join.
     for b in np.flatnonzero(~is_slot.any(1) & (tail > 0))[:1]:
         yield f"row {b} has no sequence; give it seq_lens 0 and seq_lens_padded {size}"

@@ -24,7 +24,7 @@ from torch_impl.contract import Instance, ListOf, OneOf, Rejected, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import sharding_problem
 
-# A context manager is any object with the methods of one.
+# Any object with `__enter__` and `__exit__` is a context manager.
 OneContext = Annotated[
     AbstractContextManager[Any] | Callable[[], AbstractContextManager[Any]],
     Instance((AbstractContextManager, Callable), "pass a context manager, or a function that makes one", False),

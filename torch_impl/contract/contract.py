@@ -52,7 +52,7 @@ class Contract:
 
     @property
     def routes(self) -> dict[str, tuple[str, ...]]:
-        """The spec strings of each tensor argument, one for each route; of most there is one."""
+        """The spec strings of each tensor argument, one for each route; most arguments have one."""
         return {name: (spec, *self._kinds[name].other_specs) for name, spec in self.inputs.items()}
 
     @property
@@ -65,7 +65,7 @@ class Contract:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The arguments that a contract validates and that a call must pass, not even None."""
+        """The validated arguments that a call must pass and that may not be None."""
         return tuple(each.name for each in self.arguments if each.is_required and not each.takes_none)
 
     @property

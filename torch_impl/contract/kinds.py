@@ -26,7 +26,7 @@ class Kind(Protocol):
     """The validation of one argument."""
 
     def problem(self, value: Any) -> str | None:
-        """Why `value` is rejected, as the message goes on after the argument's name (`=0 must be positive`); else None.
+        """Why `value` is invalid, as the text after the argument's name (`=0 must be positive`); None if it is valid.
 
         A `TypeProblem` is raised as a TypeError, another text as a ValueError.
         """
@@ -38,15 +38,16 @@ class RelatedKind(Protocol):
     """A kind that compares an argument with the arguments before it."""
 
     def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
-        """Why `value`, the argument `name`, is rejected, in a whole sentence; None if it is not.
+        """The sentence that rejects `value` as the argument `name`; None if it is valid.
 
-        `sizes` has the dims of the arguments before it, and takes its own. A `TypeProblem` is as in `Kind.problem`.
+        `sizes` has the dims of the arguments before it; the dims of `value` are added. A `TypeProblem` is as in
+        `Kind.problem`.
         """
         ...
 
 
 def check(kind: Kind | RelatedKind, name: str, value: Any, sizes: Sizes | None = None) -> None:
-    """Reject a `value` that is no argument, as an entry of a dict, and that `name` names.
+    """Reject a `value` that is not an argument itself, such as an entry of a dict; messages call it `name`.
 
     `kind` and `sizes` are as in `Contract.validate`. Errors: Rejected.
     """
@@ -191,7 +192,7 @@ class ListOf:
         return self.element.shows_value
 
     def problem(self, value: Any) -> str | None:
-        """Why a `value` that is no such list is rejected; else None."""
+        """Why a `value` is not a list of such elements; None if it is."""
         problem = Instance((list, tuple), f"pass a list of {self.nouns}", self.shows_value).problem(value)
         if problem is not None:
             return problem

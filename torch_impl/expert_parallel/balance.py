@@ -2,17 +2,17 @@
 
     loss = e * sum_e f_e P_e
 
-f_e is the share of the choices that expert e has, a count without a gradient, and P_e the mean probability of e over
-the tokens. The three losses differ in the tokens that f and P are of, and so in their value: the mean over ranks of
+f_e is expert e's share of the choices, a count without a gradient, and P_e is the mean probability of e over the
+tokens. The three losses compute f and P over different sets of tokens, so their values differ: the mean over ranks of
 products is not the product of means.
 
-A token is a row with at least one expert. A row without one, as padding with the id -1, counts nowhere: not in f, not
-in P, not in the number of tokens, and its gradient is 0 whatever it holds. A row with some of its k experts, as after
-capacity has dropped the others, is a token: its probabilities count once, and f has the choices that are left. So the
-loss is 1 for equal loads, however many choices were dropped.
+A token is a row with at least one expert. A row without an expert, such as padding with the id -1, is not counted: not
+in f, not in P, not in the number of tokens, and its gradient is 0 for any values. If capacity has dropped some of a
+row's k experts, the row is still a token: its probabilities count once, and f counts the remaining choices. So the loss
+is 1 for equal loads, for any number of dropped choices.
 
-Each rank returns its addend, so that the ranks' losses add up to the loss and their gradients to its gradient, as those
-of the language model do. What is the same on every rank would count once for each.
+Each rank returns its addend: the ranks' losses add up to the loss, and their gradients to its gradient, like the losses
+of the language model. A value that is equal on all ranks would be counted once per rank.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from torch_impl.contract.derivatives import first_derivative_only
 def load_counts(
     experts: ShardedInt[Tensor, "... k"], num_experts: PositiveInt, group: Group[ProcessGroup, "data"]
 ) -> ShardedInt[Tensor, "e"]:
-    """How many choices each of num_experts experts has on all ranks of `group`: those with other tokens, dp x cp x ep.
+    """The number of choices of each expert on all ranks of `group`, the ranks with other tokens: dp x cp x ep.
 
-    A number that is no expert's, such as -1 for padding, is not counted.
+    An invalid expert id, such as -1 for padding, is not counted.
 
     Cost:   1 all_reduce of num_experts int64. No gradient.
-    Errors: TypeError for another type; ValueError for num_experts below 1.
+    Errors: TypeError for a wrong type; ValueError for num_experts below 1.
     """
     return all_reduce_sum(_totals(experts.flatten()[None, :, None], num_experts)[0, :-1], group)
 
@@ -47,10 +47,10 @@ def load_counts(
 def token_count(
     experts: ShardedInt[Tensor, "... k"], num_experts: PositiveInt, group: Group[ProcessGroup, "data"]
 ) -> ShardedInt[Tensor, ""]:
-    """How many tokens all ranks of `group` have: rows with at least one expert, and so without padding.
+    """The number of tokens on all ranks of `group`: rows with at least one expert, so padding is not counted.
 
     Cost:   1 all_reduce of 1 int64. No gradient.
-    Errors: TypeError for another type; ValueError for num_experts below 1.
+    Errors: TypeError for a wrong type; ValueError for num_experts below 1.
     """
     return all_reduce_sum(_is_token(experts, num_experts).sum(), group)
 
@@ -63,13 +63,13 @@ def global_balance_loss(
 ) -> Sharded[Tensor, "data=P"]:
     """This rank's addend of the balance loss of the tokens of all ranks of `group`, dp x cp x ep.
 
-    e * sum_e f_e P_e with f and P of all tokens: the value does not depend on how they are sharded. The addend is
+    e * sum_e f_e P_e with f and P over all tokens: the value does not depend on the sharding. The addend is
     e * sum_e f_e (sum of this rank's probabilities of e) / t, of the global f and t, so that its gradient is complete
-    without another exchange. 1 where the loads or the probabilities are equal; 0 without tokens. Rows without an expert
-    count nowhere. In float32 or wider.
+    without another exchange. The loss is 1 for equal loads or equal probabilities, and 0 without tokens. Rows without
+    an expert are not counted. In float32 or wider.
 
     Cost:   forward 1 all_reduce of e + 1 int64; backward none. Saves e numbers and t bools.
-    Errors: TypeError for another type; ValueError for shapes that do not fit.
+    Errors: TypeError for a wrong type; ValueError for shapes that do not fit.
     Source: arXiv 2101.03961, 2501.11873 (over the global batch).
     """
     is_token = _is_token(experts, probabilities.shape[-1])
@@ -85,12 +85,12 @@ def sequence_balance_loss(
 ) -> Sharded[Tensor, "b cp=P"]:
     """This rank's addend of the balance loss of each sequence, whose tokens are sharded over cp in any order.
 
-    e * sum_e f_e P_e with f and P of one sequence, whose tokens the ranks of `cp_group` share; 0 for one without
-    tokens. Divide the sum over sequences by their number on all ranks of dp. Rows without an expert count nowhere. In
-    float32 or wider.
+    e * sum_e f_e P_e with f and P over one sequence, whose tokens are on the ranks of `cp_group`; 0 for a sequence
+    without tokens. Divide the sum over sequences by their number on all ranks of dp. Rows without an expert are not
+    counted. In float32 or wider.
 
     Cost:   forward 1 all_reduce of b * (e + 1) int64 over cp; backward none. Saves b * e numbers and b * s bools.
-    Errors: TypeError for another type; ValueError for shapes that do not fit.
+    Errors: TypeError for a wrong type; ValueError for shapes that do not fit.
     Source: arXiv 2412.19437.
     """
     is_token = _is_token(experts, probabilities.shape[-1])
@@ -104,12 +104,12 @@ def rank_balance_loss(
 ) -> Sharded[Tensor, ""]:
     """The balance loss of this rank's tokens alone; 0 without tokens.
 
-    e * sum_e f_e P_e with f and P of one rank. What is trained is a mean of these over ranks, which is another function
-    of the tokens for each number of ranks; it asks every rank for balanced loads. Divide by the number of ranks for
-    that mean. Rows without an expert count nowhere. In float32 or wider.
+    e * sum_e f_e P_e with f and P over one rank's tokens. Divide by the number of ranks: the sum is then the mean over
+    ranks, which balances the loads on every rank and is a different function of the tokens for each number of ranks.
+    Rows without an expert are not counted. In float32 or wider.
 
     Cost:   no collective. Saves e numbers and t bools.
-    Errors: TypeError for another type; ValueError for shapes that do not fit.
+    Errors: TypeError for a wrong type; ValueError for shapes that do not fit.
     Source: arXiv 2006.16668 (of each group of tokens).
     """
     is_token = _is_token(experts, probabilities.shape[-1])
@@ -125,20 +125,20 @@ def z_loss(
 ) -> Sharded[Tensor, "data=P"]:
     """This rank's addend of the mean over the `tokens` of all ranks of (log sum_e exp(logits))^2.
 
-    Keeps the logits of a router small. With `experts`, rows without an expert count nowhere, and `tokens` is the number
-    of the other rows on all ranks: an int, or the tensor of `token_count`, which is not read. Without `experts` every
-    row is a token. In float32 or wider.
+    The loss keeps a router's logits small. With `experts`, rows without an expert are not counted, and `tokens` is the
+    number of the other rows on all ranks: an int, or the tensor of `token_count`, which is not copied to the host.
+    Without `experts` every row is a token. In float32 or wider.
 
     Cost:   no collective. Saves the logits, and t bools with `experts`.
-    Errors: TypeError for another type; ValueError for shapes that do not fit, and for an int `tokens` below 1.
+    Errors: TypeError for a wrong type; ValueError for shapes that do not fit, and for an int `tokens` below 1.
     Source: arXiv 2202.08906.
     """
     wide = logits.to(accumulator(logits.dtype))
     is_token = None if experts is None else _is_token(experts, logits.shape[-1])
     if is_token is not None:
         wide = wide.where(is_token[..., None], 0.0)  # before the exponential: the gradient of NaN * 0 is NaN
-    # The gradient of torch.logsumexp is exp(logits - result), whose error grows with the logits; that of these lines is
-    # exp(logits - maximum) / sum, where nothing is rounded before the exponential but the difference.
+    # The gradient of torch.logsumexp is exp(logits - result), and its error grows with the logits. The gradient of
+    # these lines is exp(logits - maximum) / sum: only the difference is rounded before the exponential.
     row_max = wide.detach().amax(-1, keepdim=True)
     log_sum = (wide - row_max).exp().sum(-1).log() + row_max.squeeze(-1)
     squares = log_sum.square() if is_token is None else log_sum.square().where(is_token, 0.0)
@@ -147,14 +147,14 @@ def z_loss(
 
 @contract
 def with_loss(x: Sharded[Tensor, "..."], loss: Sharded[Tensor, ""]) -> Sharded[Tensor, "..."]:
-    """x as it is, with `loss` added to whatever is differentiated through it.
+    """Return x unchanged; backward through the result also adds the gradient of `loss`.
 
-    A router knows its losses in the middle of a model, whose own loss is elsewhere, in a pipeline on another rank. The
-    gradient of a number L that depends on the result is that of L + `loss`, also where L does not depend on all of it:
-    the cotangent of `loss` is 1, so `loss` is to be scaled as L is.
+    A router computes its losses inside a model, and the model's loss L is computed elsewhere, in a pipeline on another
+    rank. If L depends on any part of the result, backward of L gives the gradient of L + `loss`. The cotangent of
+    `loss` is 1, so scale `loss` like L.
 
     Cost:   no collective. Saves nothing.
-    Errors: TypeError for another type; ValueError for a loss that is no single number; RuntimeError where the gradient
+    Errors: TypeError for a wrong type; ValueError for a `loss` that is not a scalar; RuntimeError if the gradient
             is differentiated again.
     """
     return _WithLoss.apply(x, loss)
@@ -192,7 +192,7 @@ def _totals(experts: Tensor, size: int) -> Tensor:
 
 
 def _loss(probabilities: Tensor, is_token: Tensor, totals: Tensor) -> Tensor:
-    """e * sum_e f_e * (sum of the probabilities of e over this rank's tokens) / t, [b]; f and t are of `totals`."""
+    """e * sum_e f_e * (sum of the probabilities of e over this rank's tokens) / t, [b]; f and t come from `totals`."""
     wide = accumulator(probabilities.dtype)
     counts, tokens = totals[:, :-1], totals[:, -1].clamp_min(1)
     share = counts.to(wide) / counts.sum(-1, keepdim=True).clamp_min(1)

@@ -24,7 +24,7 @@ def checked_backend(backend: str, name: str, x: Tensor) -> str:
 
     Error messages use `name`, the name of x.
 
-    Errors: ValueError for another name, or for Triton with a tensor that is not on CUDA; ImportError without Triton.
+    Errors: ValueError for an unknown name, or for Triton with a tensor that is not on CUDA; ImportError without Triton.
     """
     if backend not in BACKENDS:
         raise Rejected(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")

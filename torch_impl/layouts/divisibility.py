@@ -72,7 +72,7 @@ def length_problem(kind: str, length: int, cp_size: int, real: int, counts: Sequ
     if not can_be_sharded and (problem := sharding_problem("s", length, "cp", cp_size, kind)):
         return problem
     if not 0 <= real <= length:
-        return f"real_length={real} is outside s={length}; it counts the tokens that are no padding"
+        return f"real_length={real} is outside s={length}; it counts the tokens without padding"
     if counts is not None and kind != "ragged":
         return f"counts={counts} are for ragged, the layout is {kind}; leave them out"
     return None
@@ -154,7 +154,7 @@ def offsets_of(name: str, values: Tensor | Sequence[int]) -> Tensor:
     try:
         offsets = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
-        raise Rejected(f"{name}={values!r} are no offsets; pass a row of integers", TypeError) from None
+        raise Rejected(f"{name}={values!r} are not offsets; pass a row of integers", TypeError) from None
     # An empty list becomes a float tensor; leave its error to `check_row`, which complains about the shape.
     if offsets.numel():
         _check_integers(name, offsets)

@@ -120,7 +120,7 @@ def _validate_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     try:
         entries = tuple(lengths)
     except TypeError:
-        raise Rejected(f"lengths={lengths!r} is no sequence; give one int for each rank", TypeError) from None
+        raise Rejected(f"lengths={lengths!r} is not a sequence; give one int for each rank", TypeError) from None
     if not any(isinstance(length, bool) for length in entries):
         with suppress(TypeError):
             return tuple(map(index, entries))
@@ -233,7 +233,7 @@ def _check_permutation(rank_major: Int64[Tensor, " n"]) -> None:
 def _validate_shards(positions: Iterable[Tensor]) -> list[Tensor]:
     """The positions as a list, validated: one row of integers for each rank."""
     if not isinstance(positions, Iterable):
-        raise Rejected(f"positions={positions!r} is no sequence; {_REMEDY}", TypeError)
+        raise Rejected(f"positions={positions!r} is not a sequence; {_REMEDY}", TypeError)
     shards = list(positions)
     if not shards:
         raise Rejected(f"positions=[] holds no tensor; {_REMEDY}", TypeError)

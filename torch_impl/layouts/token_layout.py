@@ -4,7 +4,7 @@
 `cu_padded[j]:cu_padded[j + 1]` of the global stream, and its first `cu_real[j + 1] - cu_real[j]` tokens are real.
 A dense row is one sequence.
 
-Build a TokenLayout once per batch, from lengths or offsets. These are validated on the host; the arrays are computed on
+Build a TokenLayout once per batch, from lengths or offsets. They are validated on the host; the arrays are computed on
 the device.
 """
 
@@ -88,16 +88,16 @@ class TokenLayout:
         real_length: int | None = None,
         counts: Sequence[int] | None = None,
     ) -> TokenLayout:
-        """The layout of one sequence of `length` tokens; the first `real_length` tokens are real (default: all).
+        """The layout of one sequence of `length` tokens. The first `real_length` tokens are real (default: all).
 
-        `kind` is contiguous, ragged, dual_chunk_swap or striped; `counts` are the tokens of each rank, for ragged
-        only (default: DTensor's ceil rule). With `cp_size` 1 any length is valid. Arrays are on `device`, and `cp_rank`
-        is the calling rank.
+        `kind` is contiguous, ragged, dual_chunk_swap or striped. `counts` is the number of tokens on each rank, for
+        ragged only (default: DTensor's ceil rule). With `cp_size` 1 any length is valid. Arrays are on `device`, and
+        `cp_rank` is the calling rank.
 
         >>> TokenLayout.dense("dual_chunk_swap", 8, cp_size=2, cp_rank=0).local_index
         tensor([0, 1, 6, 7])
 
-        Errors: ValueError for another kind, a rank outside cp, a length that cannot be sharded, or counts that do
+        Errors: ValueError for an unknown kind, a rank outside cp, a length that cannot be sharded, or counts that do
                 not add up; TypeError for a length, count, size or rank that is not an integer.
         """
         return build_dense(kind, length, cp_size, cp_rank, device, real_length, counts)
@@ -118,23 +118,23 @@ class TokenLayout:
     ) -> TokenLayout:
         """The layout of packed sequences: `cu_padded` are their padded offsets, `cu_real` cumulative real lengths.
 
-        `kind` packed shards each sequence by DualChunkSwap; contiguous and striped shard the stream and ignore the ends
-        of sequences. Negative entries at the end of the offsets are ignored. The arrays are on the offsets' device.
+        `kind` packed shards each sequence by DualChunkSwap; contiguous and striped shard the stream as a whole.
+        Negative entries at the end of the offsets are ignored. The arrays are on the offsets' device.
 
         `prefix_of[j]` is an earlier sequence that sequence j continues, or -1, for example the shared prompt of several
-        responses. Attention then also sees the real tokens of that sequence and of all its prefixes, and positions
-        count on from them.
+        responses. Sequence j also attends to the real tokens of its prefix, of the prefix's prefix, and so on, and its
+        positions continue after them.
 
         >>> TokenLayout.packed([0, 4, 6, 12], [0, 3, 5, 11], cp_size=1, cp_rank=0).padding_mask.nonzero().flatten()
         tensor([3])
 
         Cost:   one copy of the offsets to the host, or none for tensors with `total` and `validate=False`. Values on a
-                device are then not checked: a `total` that differs from the last offset makes meaningless rows, unless
-                it cannot be sharded at all. Each call builds a new layout: build one per batch.
-        Errors: ValueError for another kind, a rank outside cp, offsets that do not rise from 0 to total, a real
-                length above its padded length, a padded length that cannot be sharded, another number of real lengths,
-                or a prefix that is not an earlier sequence; TypeError for offsets, prefixes, a size or a rank that are
-                not integers.
+                device are then not checked: a `total` that differs from the last offset is accepted and gives a
+                meaningless layout, if it can be sharded. Each call builds a new layout: build one per batch.
+        Errors: ValueError for an unknown kind, a rank outside cp, offsets that do not rise from 0 to total, a real
+                length above its padded length, a padded length that cannot be sharded, `cu_real` with more or fewer
+                sequences, or a prefix that is not an earlier sequence; TypeError for offsets, prefixes, a size or a
+                rank that are not integers.
         """
         layout = build_packed(kind, cu_padded, cu_real, cp_size, cp_rank, total, validate)
         if prefix_of is None:
@@ -179,7 +179,7 @@ class TokenLayout:
 
     @cached_tensor
     def position_ids(self) -> Int64[Tensor, " total"]:
-        """Position of each token within its sequence, counted on from its prefixes and through the padding."""
+        """Position of each token within its sequence, padding included; the tokens of its prefixes come first."""
         return self._places + self.lengths_before[self.sequence_ids] if self.prefix_of else self._places
 
     @cached_tensor
@@ -241,13 +241,13 @@ class TokenLayout:
     ) -> ShardedAny[Tensor, "... t ... cp=R"] | ShardedAny[Tensor, "... t ... cp=I"]:
         """Gather the shards `x` over `group` in global order along `dim`; `trim` drops the padding at the end.
 
-        With `gradient` R the ranks' cotangents are addends, and a rank gets its rows of their sum over cp. With I the
-        cotangents are equal, and a rank takes its rows without a collective.
+        With `gradient` R the ranks' cotangents are summed over cp, and each rank gets its rows of the sum. With I the
+        cotangents are equal on all ranks, and each rank takes its rows without a collective.
 
         Cost:   forward 1 all_gather of the longest shard; backward 1 reduce_scatter (R, summed in float32 or
                 wider) or none (I). Saves the index.
-        Errors: TypeError if group is not a ProcessGroup; ValueError for another gradient type, a group whose size or
-                rank differs from the layout's, or a number of rows that differs from this rank's.
+        Errors: TypeError if group is not a ProcessGroup; ValueError for an unknown gradient type, a group with another
+                size or rank than the layout, or an x with another number of rows than this rank's shard.
         """
         if (group.size(), group.rank()) != (self.cp_size, self.cp_rank):
             of_layout = f"the layout is for cp={self.cp_size} and rank {self.cp_rank}"
@@ -285,8 +285,8 @@ class TokenLayout:
 
     def _check_rows(self, x: Tensor, dim: int, rows: int, where: str) -> None:
         if x.shape[dim] != rows:
-            difference = f"x has {x.shape[dim]} rows along dim {dim}, the layout {rows} {where} ones"
-            raise Rejected(f"{difference}; pass the tensor it was made for")
+            difference = f"x has {x.shape[dim]} rows along dim {dim}, but the layout has {rows} {where} rows"
+            raise Rejected(f"{difference}; pass a tensor of this layout")
 
 
 @cached(16)
@@ -298,7 +298,7 @@ def dense_layout(kind: str, length: int, cp_size: int, cp_rank: int, device: tor
 def stream_layout(
     kind: PackedKind, cu_seqlens: Int[Tensor, " offsets"], total: int, cp_size: int, cp_rank: int
 ) -> TokenLayout:
-    """One cached layout for all calls with equal offsets, for example by all layers for one batch."""
+    """One cached layout for all calls with equal offsets, for example the calls of all layers for one batch."""
     if torch.compiler.is_compiling() or not has_numbers():
         return TokenLayout.packed(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank, kind=kind, total=total)
     return _stream_layout(kind, tuple(cu_seqlens.tolist()), total, cp_size, cp_rank, cu_seqlens.device)
@@ -366,9 +366,9 @@ def build_packed(
             check_row("cu_real", real_offsets)
             real = _replace_fill(real_offsets, None)
         if real.shape != padded.shape:
-            raise ValueError(f"cu_real: {len(real)} offsets, the padded ones are {len(padded)}; give as many")
+            raise ValueError(f"cu_real has {len(real)} offsets and cu_padded has {len(padded)}; give equally many")
         return _build(kind, total, cp_size, cp_rank, padded, real.to(padded.device))
-    # 3. Otherwise validate everything on the host. Packed has a rule per sequence, the other kinds one for the stream.
+    # 3. Otherwise validate everything on the host. With packed, each sequence must be divisible; else the stream.
     multiple = length_multiple(kind, cp_size) if kind == "packed" else 1
     padded = validate_offsets(without_fill(cu_padded), total, cp_size, axis="cp", multiple=multiple)
     size = int(padded[-1])

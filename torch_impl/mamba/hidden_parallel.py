@@ -80,8 +80,8 @@ class MambaContextParallel(MixerStrategy):
         a column of B or C, its gradient is the sum of their gradients.
 
         Cost:   1 all_to_all forward, 1 backward. One host read of the offsets per batch, shared by all layers.
-        Errors: ValueError for another number of columns, offsets that do not end at n * rows, a stream without
-                offsets; TypeError for another dtype.
+        Errors: ValueError for a wrong number of columns, offsets that do not end at n * rows, a stream without
+                offsets; TypeError for an unsupported dtype.
         """
         self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
         tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size, layout)

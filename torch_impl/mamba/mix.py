@@ -76,7 +76,7 @@ def causal_conv(
 
     Cost:   no collective. The eager code copies x for each of the k taps, in float32 or wider, and saves these copies;
             the kernel saves x.
-    Errors: ValueError if weight, bias or seq_idx does not fit x; TypeError for another dtype.
+    Errors: ValueError if weight, bias or seq_idx does not fit x; TypeError for an unsupported dtype.
     """
     return convolution(x, weight, bias, seq_idx)
 

@@ -95,7 +95,7 @@ class Mamba2Mixer(nn.Module):
         self.sizes = mixer_sizes(num_heads, head_dim, n_groups, d_state)
         norm_groups = n_groups if norm_groups is None else norm_groups
         if not 0 <= dt_limit[0] <= dt_limit[1]:
-            raise Rejected(f"dt_limit={dt_limit} is no range of steps; pass 0 <= low <= high")
+            raise Rejected(f"dt_limit={dt_limit} is not a range of steps; pass 0 <= low <= high")
         if self.sizes.inner % norm_groups:
             raise Rejected(f"norm_groups={norm_groups} must divide num_heads * head_dim = {self.sizes.inner}")
         self.d_model, self.d_conv, self.chunk_size, self.dt_limit = d_model, d_conv, chunk_size, dt_limit
@@ -144,7 +144,7 @@ class Mamba2Mixer(nn.Module):
         """Convolution, recurrence and gate of complete sequences: [b, s, w], or [t, w] with offsets.
 
         Errors: ValueError for offsets that do not rise from 0 to t, [t, w] without them, [b, s, w] with them and b > 1;
-                TypeError for another dtype.
+                TypeError for an unsupported dtype.
         """
         check_stream(projected_states, cu_seqlens)
         return self._mix(projected_states, cu_seqlens)

@@ -42,7 +42,7 @@ def chunked_scan(
     Cost:   no collective. Per row and head 2 * s * chunk_size * (n + p) multiplications inside the chunks and
             (s / chunk_size)^2 * p * n between them. Saves the inputs, s * chunk_size decays per row and head, and
             the state at each border between chunks.
-    Errors: ValueError for shapes that do not fit, or chunk_size below 1; TypeError for another dtype.
+    Errors: ValueError for shapes that do not fit, or chunk_size below 1; TypeError for an unsupported dtype.
     Source: arXiv 2405.21060, section 6.
     """
     if not B.shape[2] or x.shape[2] % B.shape[2]:

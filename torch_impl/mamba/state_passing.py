@@ -70,8 +70,8 @@ class MambaStatePassing(MixerStrategy):
         `cu_seqlens` are the padded offsets of the full stream.
 
         Cost:   as the class.
-        Errors: ValueError for another number of columns, offsets that do not end at n * rows, a stream without
-                offsets; TypeError for another dtype.
+        Errors: ValueError for a wrong number of columns, offsets that do not end at n * rows, a stream without
+                offsets; TypeError for an unsupported dtype.
         """
         self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
         tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size)

@@ -84,7 +84,7 @@ class Placement:
     `exchange` is the exchange of context-parallel attention; usp needs `ring_and_heads`, a 2-D mesh over the cp ranks.
     `mamba` is "hidden" to exchange tokens for heads, or "state" to pass states.
 
-    Errors: TypeError unless cp and tp are process groups; ValueError for another exchange, strategy or order.
+    Errors: TypeError unless cp and tp are process groups; ValueError for an unknown exchange, strategy or order.
     """
 
     cp: ProcessGroup

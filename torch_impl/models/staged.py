@@ -59,7 +59,7 @@ def staged_step(
 ) -> list[Float[Tensor, ""]]:
     """Run forward and backward of one step, and return this rank's shares of the loss.
 
-        shares  "dp=P cp=P tp=I pp=P": micro-batches' shares on the rank of the last stage, a router's on its own rank
+        shares  "dp=P cp=P tp=I pp=P": micro-batches' losses on the last stage's rank, router losses on the router's
 
     `schedule` and `stages` come from `pipeline_model`, with one micro-batch of one row per stream, and `loss` is its
     `loss_fn`; `groups` shard the batch, as for `valid_count`. Gradients are left in the parameters' `.grad`.
@@ -89,7 +89,7 @@ def staged_step(
 
 
 def _check_lengths(streams: Sequence[RankStream], groups: Sequence[ProcessGroup]) -> None:
-    """Rejected unless all streams have one length on every rank; ranks have different streams and must agree."""
+    """Reject streams of different lengths, on every rank: each rank sees only its own streams."""
     lengths = sorted({stream.ids.shape[1] for stream in streams})
     differ = torch.tensor(int(len(lengths) > 1), device=streams[0].ids.device)
     for group in groups:

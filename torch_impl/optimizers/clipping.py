@@ -41,7 +41,7 @@ class _NumberOrInfinity:
 
     def problem(self, value: Any) -> str | None:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            return TypeProblem(f"={value!r} is a {type(value).__name__} and no number; {self.remedy}")
+            return TypeProblem(f"={value!r} is a {type(value).__name__}, not a number; {self.remedy}")
         number: Any = value  # numbers.Real declares no order
         if not (number > 0 if self.above else number >= 0):
             rule = "be positive" if self.above else "be at least 0"
@@ -144,7 +144,9 @@ def _distinct_shards(
     """One shard for each parameter, with or without a gradient, so that the ranks of a group reduce the same list."""
     parameters = _validate_tensors(name, tensors)
     if sharding_groups is not None and not callable(sharding_groups):
-        raise Rejected("sharding_groups is no function; pass one from a parameter to a list of groups", TypeError)
+        raise Rejected(
+            "sharding_groups is not a function; pass a function from a parameter to a list of groups", TypeError
+        )
     shards = []
     for label, parameter in {id(each): (label, each) for label, each in parameters}.values():
         gradient = parameter.grad

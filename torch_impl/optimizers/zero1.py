@@ -138,7 +138,7 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
         raise Rejected("a parameter is passed twice; pass each once, as model.parameters() gives")
     groups = [{**group, "params": [each for each in group["params"] if each.requires_grad]} for group in groups]
     if not any(group["params"] for group in groups):
-        raise Rejected("there are no parameters to step; pass those of a model")
+        raise Rejected("there are no parameters to step; pass the parameters of a model")
     return groups
 
 

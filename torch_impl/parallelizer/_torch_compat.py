@@ -63,6 +63,19 @@ def parts_as_shards(x: DTensor) -> DTensor:
     return DTensor(_private_attribute(x, "_local_tensor"), of_shards, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
+def register_first(module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> None:
+    """Register a forward pre-hook that runs before the module's other ones.
+
+    torch 2.11's compiler counts hooks in the order in which they entered the dictionary, which `prepend=True` does not
+    change, and then takes one hook for another. They are entered again, in the order in which they run.
+    """
+    module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
+    hooks = module._forward_pre_hooks
+    in_order = list(hooks.items())
+    hooks.clear()
+    hooks.update(in_order)
+
+
 def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Apply data parallelism with replicated parameters and reduced gradients; same interface as `fully_shard`."""
     try:

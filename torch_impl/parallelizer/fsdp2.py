@@ -83,7 +83,7 @@ class BackendKind:
         # Do not look up torch's default: listing the backends loads the compiler.
         if value != DEFAULT_BACKEND and value not in (backends := torch.compiler.list_backends(exclude_tags=())):
             nearest = get_close_matches(value, backends, n=1, cutoff=0.0)
-            return f"={value!r} is no backend of torch.compile; nearest: {', '.join(map(repr, nearest))}"
+            return f"={value!r} is not a backend of torch.compile; nearest: {', '.join(map(repr, nearest))}"
         return None
 
 

@@ -171,8 +171,8 @@ def _check_own_names(
         if not (role == "shard" and is_flattened):
             argument = ARGUMENTS[role]
             raise ValueError(
-                f"{argument}={name!r} is no axis of device_mesh, which has {', '.join(map(repr, axes))}; pass the name "
-                f"of one, or leave {argument} out where the mesh has no such axis"
+                f"{argument}={name!r} is not an axis of device_mesh, which has {', '.join(map(repr, axes))}; pass one "
+                f"of these names, or leave {argument} out if the mesh has no such axis"
             )
 
 

@@ -68,7 +68,7 @@ def imported_plan(path: str, model: nn.Module) -> Any:
     if module_name.startswith("."):
         raise ValueError(f"{begin} is relative, and there is no package to begin at; write 'package.module:NAME'")
     if not module_name or not name:
-        raise ValueError(f"{begin} is no import path; write 'package.module:NAME'")
+        raise ValueError(f"{begin} is not an import path; write 'package.module:NAME'")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from torch_impl.parallelizer._torch_compat import register_first
 from torch_impl.parallelizer.blocks import blocks
 from torch_impl.parallelizer.head_styles import ReplicatedHeads
 from torch_impl.parallelizer.tp_plan import PlanEntry
@@ -86,7 +87,7 @@ def shard_sequences(
         layer = model.get_submodule(path)
         is_summed = _last_rowwise(path, layer, styles) is not None
         # This runs before the styles' hooks, which expect the full sequence.
-        layer.register_forward_pre_hook(partial(_gather_before, mesh, is_summed), with_kwargs=True, prepend=True)
+        register_first(layer, partial(_gather_before, mesh, is_summed), with_kwargs=True)
         if not is_summed:
             layer.register_forward_hook(partial(_shard_after, mesh))
     # 2. Hook the first and the last block of each list.

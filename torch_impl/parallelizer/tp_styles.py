@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from torch_impl.parallelizer._torch_compat import strided_shard
+from torch_impl.parallelizer._torch_compat import register_first, strided_shard
 
 HALVES = 2  # gate and up in one weight
 STACK_DIMS = 3  # the dims of a stack of experts: experts, rows, columns
@@ -188,7 +188,7 @@ class Rowwise(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         applied = super()._apply(module, device_mesh)
         if isinstance(module, nn.Linear) and self.input_layouts == (Shard(-1),):
-            module.register_forward_pre_hook(partial(_with_full_width, device_mesh), prepend=True)
+            register_first(module, partial(_with_full_width, device_mesh))
         return applied
 
 
@@ -258,7 +258,7 @@ class PackedRowwise(LocalForward):
 
 
 def _packed_parameters(style: str, module: nn.Module, width: str) -> list[str]:
-    """The names of a linear layer's parameters. Errors: ValueError for another module, or an odd width."""
+    """The names of a linear layer's parameters. Errors: ValueError unless it is an nn.Linear of even width."""
     if not isinstance(module, nn.Linear):
         raise ValueError(f"{style}: shards the halves of a Linear, not a {type(module).__name__}")
     if getattr(module, width) % HALVES:

@@ -18,7 +18,7 @@ Arguments have this meaning unless a function says otherwise:
     round_to_pp_multiple              "up" or "down": round the number of stages to a multiple of pp_size
     embed_cost, head_cost             cost of the embedding and of the head, in layers
     module_names_per_stage, module_fqns_per_model_part   names of each stage's modules; None divides them evenly
-    include_embeddings, include_lm_head, include_rotary_emb, include_multimodal_encoders   whether to list these
+    include_embeddings, include_lm_head, include_rotary_emb, include_multimodal_encoders   whether names include these
     extra_module_fqns, fqn_prefix, lm_head_fqn   more names for the first stage; the layers' prefix; the head's name
     model_config                      the model's configuration, with its sizes
     patch_inner_model, patch_causal_lm_model     whether a stage runs its family's forward around its modules

@@ -103,7 +103,7 @@ def _rows(path: str | os.PathLike[str], argument: str) -> list[list[str]]:
         raise FileNotFoundError(2, f"{argument}={name!r} does not exist; pass the path of a CSV file") from None
     except (OSError, ValueError, csv.Error) as error:
         raise ValueError(
-            f"{argument}={name!r} row 1, column 1: is no CSV text ({error}); pass a file of actions"
+            f"{argument}={name!r} row 1, column 1: not CSV text ({error}); pass a file of actions"
         ) from None
     # Editors and spreadsheets end files with blank lines; a blank line between rows is an error.
     while rows and not any(cell.strip() for cell in rows[-1]):

@@ -30,7 +30,7 @@ def stage_ids_this_rank(
             style.
     """
     if not 0 <= pp_rank < pp_size:
-        raise Rejected(f"pp_rank={pp_rank} is no rank of pp_size={pp_size}; pass 0 to {pp_size - 1}")
+        raise Rejected(f"pp_rank={pp_rank} is not a rank of pp_size={pp_size}; pass 0 to {pp_size - 1}")
     if uneven := _sharing_problem(pp_size, num_stages):
         raise Rejected(uneven)
     return stage_ids(pp_rank, pp_size, num_stages, style)

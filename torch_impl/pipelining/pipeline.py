@@ -169,7 +169,7 @@ def _axis_problems(mesh: DeviceMesh, pp_axis_name: str, names_of_axes: Mapping[s
     """The names that are not axes of the mesh; a flattened axis counts as an axis."""
     axes = mesh.mesh_dim_names or ()
     if pp_axis_name not in axes:
-        yield f"pp_axis_name={pp_axis_name!r} is no axis of world_mesh {axes}"
+        yield f"pp_axis_name={pp_axis_name!r} is not an axis of world_mesh {axes}"
     for argument, names in names_of_axes.items():
         for axis in names if isinstance(names, (tuple, list)) else [names] if names is not None else []:
             try:

@@ -57,7 +57,7 @@ class Times:
                 try:
                     is_time = math.isfinite(time) and time >= 0 and not isinstance(time, bool)
                 except TypeError:
-                    raise Rejected(f"{field.name}={value!r} is no number; pass one", TypeError) from None
+                    raise Rejected(f"{field.name}={value!r} is not a number; pass a number", TypeError) from None
                 if not is_time:
                     raise Rejected(f"{field.name}={value!r} must be finite and at least 0")
 

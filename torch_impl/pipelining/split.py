@@ -59,7 +59,7 @@ def split_model_into_stages(
             stage or on two.
     """
     if pp_axis_name not in (pp_mesh.mesh_dim_names or ()):
-        raise Rejected(f"pp_axis_name={pp_axis_name!r} is no axis of pp_mesh {pp_mesh.mesh_dim_names}")
+        raise Rejected(f"pp_axis_name={pp_axis_name!r} is not an axis of pp_mesh {pp_mesh.mesh_dim_names}")
     if pp_schedule is None and pipeline_parallel_schedule_csv is None:
         raise Rejected("pp_schedule=None and pipeline_parallel_schedule_csv=None; pass one")
     rule = None if pp_schedule is None else rule_of("pp_schedule", pp_schedule)

@@ -95,7 +95,7 @@ def get_next_token_logprobs_from_logits(
     cp, local = rank_and_size(context_parallel_group)[1], next_token_logits.shape[1]
     reason = why_not_rank(vocab_parallel_rank, vocab_parallel_group)
     if seq_index is not None:
-        reason = "seq_index is given but next_token_logits is no DTensor; drop it or pass a DTensor"
+        reason = "seq_index is given but next_token_logits is not a DTensor; drop it or pass a DTensor"
     reason = reason or why_not_covered("input_ids", input_ids.shape[1], "next_token_logits", local, cp)
     if reason:
         raise Rejected(reason)

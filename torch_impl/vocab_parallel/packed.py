@@ -51,7 +51,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     sequence's last position on, and truncated at u. `cu_seqlens_padded` [b + 1] are offsets into the full stream;
     tokens past the last offset are padding. Positions between a sequence's real and its padded end score their padding
     ids; `cu_seqlens` (real lengths) makes them 0.0 without gradient. With `target_is_pre_rolled` the target is shifted
-    inside each sequence and sharded as the logits are, "1 t/cp:packed". `with_entropy` returns the pair
+    inside each sequence and sharded like the logits, "1 t/cp:packed". `with_entropy` returns the pair
     (log-probability, sum p log p of its position), both 0.0 at positions without a next token.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
     or use each score in the loss of one rank alone.

@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.benchmarks`, or `make bench`: measure the promised figures, write docs/benchmarks.md.
+"""`python -m parity_tests.evidence.benchmarks`, or `make bench`: measure the promised figures, write the page.
 
 A promise that is missed is printed as missed. With --only the page keeps its other sections; without, it keeps those
 that were measured apart and of which nothing can run here, as the kernels without a GPU.
@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from parity_tests.evidence.benchmarks.figure import Figure
+from parity_tests.evidence.page import write
 
 SECTIONS = {
     "engines": "Engines",
@@ -65,10 +66,9 @@ def main(
                 figures.append(figure)
             sections.append((title, figures))
     if only is None:
-        page.write_text(text(sections, on, time.perf_counter() - start, before))
+        write(text(sections, on, time.perf_counter() - start, before), page)
     else:
-        page.write_text(with_section(before, *sections[0], on))
-    console.print(f"written: {page}")
+        write(with_section(before, *sections[0], on), page)
 
 
 def _figures(name: str, **seconds: float) -> Iterator[Figure]:

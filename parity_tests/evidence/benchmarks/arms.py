@@ -1,8 +1,8 @@
 """One rank of the comparison with peers: the arms, each first compared with its budgets, then timed in turn.
 
-Run as `python -m parity_tests.evidence.benchmarks.arms RANK FOLDER`; no JAX is loaded here. The folder holds what the parent
-drew and computed, and takes this rank's findings. Budgets are those of the parent's sizes; what is timed is larger than
-a reference in float64 can be, and is drawn here.
+Run as `python -m parity_tests.evidence.benchmarks.arms RANK FOLDER`; no JAX is loaded here. The folder holds what the
+parent drew and computed, and takes this rank's findings. Budgets are those of the parent's sizes; what is timed is
+larger than a reference in float64 can be, and is drawn here.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _worst(results: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float
         ratios.append(torch.where(error == 0, 0.0, error / budget).max())
     worst = float(torch.stack(ratios).max())  # torch's, in which one that is no number is the largest
     if math.isnan(worst):
-        raise RuntimeError("benchmarks: an arm gives what is no number; it is not timed")
+        raise RuntimeError("benchmarks: an arm's result is not a number, so the arm is not timed")
     return worst
 
 

@@ -1,7 +1,7 @@
 """Ring attention over gloo processes beside one process's scaled_dot_product_attention: CPU time of all ranks together.
 
-Run as `python -m parity_tests.evidence.benchmarks.attention RANK WORLD FOLDER` it is one rank; no JAX is loaded there. Rank 0
-also has the full sequence, on which it runs torch's own in turn with the ring, while the others wait.
+Run as `python -m parity_tests.evidence.benchmarks.attention RANK WORLD FOLDER` it is one rank; no JAX is loaded there.
+Rank 0 also has the full sequence, on which it runs torch's own in turn with the ring, while the others wait.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The model against gloo on this CPU: links are fitted to messages alone, then collectives are predicted and timed.
 
-`python -m parity_tests.evidence.benchmarks.cost_model` prints the table of docs/reference/cost.md. Times are the minimum of many,
-because other work on the machine only adds to them.
+`python -m parity_tests.evidence.benchmarks.cost_model` prints the table of docs/reference/cost.md. Times are the
+minimum of many, because other work on the machine only adds to them.
 """
 
 from __future__ import annotations

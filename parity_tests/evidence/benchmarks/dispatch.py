@@ -1,8 +1,8 @@
 """Dispatch and combine over gloo processes beside their bare messages and Megatron-core's: CPU time of all ranks.
 
-Run as `python -m parity_tests.evidence.benchmarks.dispatch RANK WORLD FOLDER` it is one rank; no JAX is loaded there. Experts
-return their rows as they are, so that an arm does what is around them and nothing else; its output and its gradients
-of tokens and of gates are compared first.
+Run as `python -m parity_tests.evidence.benchmarks.dispatch RANK WORLD FOLDER` it is one rank; no JAX is loaded there.
+Experts return their rows as they are, so that an arm does what is around them and nothing else; its output and its
+gradients of tokens and of gates are compared first.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The other way gives each rank full rows of some tokens, takes the k largest of them or sorts them, masks, takes
 log_softmax, and sends the gradient back by another all_to_all. Both are first compared with float64, then timed in
-turn: CPU time of the slower of two gloo ranks. Run as `python -m parity_tests.evidence.benchmarks.filters RANK FOLDER` it is one
-rank; no JAX is loaded there.
+turn: CPU time of the slower of two gloo ranks. Run as `python -m parity_tests.evidence.benchmarks.filters RANK FOLDER`
+it is one rank; no JAX is loaded there.
 """
 
 from __future__ import annotations

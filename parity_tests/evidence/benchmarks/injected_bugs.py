@@ -8,6 +8,7 @@ from parity_tests.evidence.benchmarks.figure import Figure
 from parity_tests.evidence.injected_bugs import report
 from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
 from parity_tests.evidence.injected_bugs.runner import EXAMPLES, BugRunner, run_bugs
+from parity_tests.evidence.page import share
 
 PROMISED = 0.95
 EVERY = 16  # `make bugs` injects them all
@@ -23,7 +24,7 @@ def figures() -> Iterator[Figure]:
     yield Figure(
         "injected bugs caught, of those that are not equivalent",
         ">= 95 % of 100 or more",
-        report.share(len(caught), len(counted)) + (f"; survived: {lost}" if lost else ""),
+        share(len(caught), len(counted)) + (f"; survived: {lost}" if lost else ""),
         len(CATALOGUE) >= 100 and len(caught) >= PROMISED * len(counted),
         f"within {EXAMPLES} drawn examples of each affected scheme; median {needed[len(needed) // 2]}, "
         f"most {needed[-1]}; every {EVERY}th of the {len(CATALOGUE)} that the catalogue then had; "
@@ -32,8 +33,8 @@ def figures() -> Iterator[Figure]:
     yield Figure(
         "the same by a test of one shape on two ranks, three seeds",
         "-",
-        f"{report.share(sum(outcome.baseline for outcome in counted), len(counted))} by values, "
-        f"{report.share(sum(outcome.baseline_all_oracles for outcome in counted), len(counted))} by all oracles",
+        f"{share(sum(outcome.baseline for outcome in counted), len(counted))} by values, "
+        f"{share(sum(outcome.baseline_all_oracles for outcome in counted), len(counted))} by all oracles",
         None,
         "the same budgets",
     )

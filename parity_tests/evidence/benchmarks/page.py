@@ -7,12 +7,13 @@ import platform
 import re
 from collections.abc import Sequence
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
+from parity_tests.evidence import page as pages
 from parity_tests.evidence.benchmarks.figure import Figure
+from parity_tests.evidence.page import bullets, joined, markdown_table, sections, versions
 
-LAST = "The run took"
+LAST, APART = "The run took", "Measured apart, "
 HEAD = """# Benchmarks
 
 Every promised figure beside what one run measured, kept or missed. Ratios are taken between arms of the same run, in
@@ -20,17 +21,16 @@ turn, so that the machine's load meets both; absolute times are this machine's. 
 was measured apart, by `python -m parity_tests.evidence.benchmarks --only` and its name, says when.
 
 {machine}
-
 """
 
 
 def machine() -> str:
     """What the figures were measured on, in one sentence."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax", "numpy", "hypothesis"))
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return (
-        f"{date.today().isoformat()}: {_processor()}, {os.cpu_count()} cores, {platform.system()}; "
-        f"Python {platform.python_version()}, {versions}. Load average at the start over 1, 5 and 15 minutes: {load}."
+        f"{date.today()}: {_processor()}, {os.cpu_count()} cores, {platform.system()}; "
+        f"{versions('torch', 'jax', 'numpy', 'hypothesis')}. "
+        f"Load average at the start over 1, 5 and 15 minutes: {load}."
     )
 
 
@@ -43,15 +43,14 @@ def _processor() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def text(sections: Sequence[tuple[str, Sequence[Figure]]], on: str, seconds: float, before: str = "") -> str:
+def text(measured: Sequence[tuple[str, Sequence[Figure]]], on: str, seconds: float, before: str = "") -> str:
     """The text of the page. A section of which nothing ran here stays as `before`, the page, has it: with its date."""
-    measured_apart = {title: text for title, text in _texts(before)[1].items() if "\nMeasured apart, " in text}
-    parts = [HEAD.format(machine=on)]
-    for title, figures in sections:
-        kept = measured_apart.get(f"## {title}") if _nothing_ran(figures) else None
-        parts.append(kept or _section(title, figures))
-    parts.append(f"{LAST} {seconds:.0f} s.\n")
-    return "".join(parts)
+    kept = _measured_apart(before)
+    parts = (
+        kept[title] if _nothing_ran(figures) and title in kept else f"## {title}\n\n{_figures(figures)}"
+        for title, figures in measured
+    )
+    return joined(HEAD.format(machine=on), *parts, f"{LAST} {seconds:.0f} s.")
 
 
 def with_section(page: str, title: str, figures: Sequence[Figure], on: str) -> str:
@@ -59,30 +58,28 @@ def with_section(page: str, title: str, figures: Sequence[Figure], on: str) -> s
 
     It stays as it is if nothing of the section ran here and it was measured elsewhere.
     """
-    head, texts, last = _texts(page)
-    if _nothing_ran(figures) and "\nMeasured apart, " in texts.get(f"## {title}", ""):
+    if _nothing_ran(figures) and title in _measured_apart(page):
         return page
-    texts[f"## {title}"] = _section(title, figures, f"Measured apart, {on}\n\n")
+    body, last, seconds = page.partition(LAST)
+    head = sections(body)[""]
     (whole_run,) = re.findall(r"^\d{4}-.*$", head, re.MULTILINE)
-    return HEAD.format(machine=whole_run) + "".join(texts.values()) + last
+    body = joined(HEAD.format(machine=whole_run), body.removeprefix(head))
+    return joined(pages.with_section(body, title, f"{APART}{on}\n\n{_figures(figures)}"), last + seconds)
+
+
+def _measured_apart(page: str) -> dict[str, str]:
+    texts = sections(page.partition(LAST)[0])
+    return {title: text for title, text in texts.items() if f"\n{APART}" in text}
 
 
 def _nothing_ran(figures: Sequence[Figure]) -> bool:
     return all(figure.measured.startswith("not run") for figure in figures)
 
 
-def _texts(page: str) -> tuple[str, dict[str, str], str]:
-    """What stands before the sections of a page, the sections by their titles, and the last line."""
-    head, *sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
-    *body, last = re.split(rf"^(?={LAST})", "".join(sections), flags=re.MULTILINE)
-    texts = (text for text in re.split(r"^(?=## )", "".join(body), flags=re.MULTILINE) if text)
-    return head, {text.partition("\n")[0]: text for text in texts}, last
-
-
-def _section(title: str, figures: Sequence[Figure], on: str = "") -> str:
-    rows = "".join(f"| {f.name} | {f.promised} | {f.measured} | {f.verdict} |\n" for f in figures)
-    how = "".join(f"- {names}: {how}.\n" for how, names in _named_by_how(figures))
-    return f"## {title}\n\n{on}| figure | promised | measured | |\n| --- | --- | --- | --- |\n{rows}\n{how}\n"
+def _figures(figures: Sequence[Figure]) -> str:
+    rows = [(each.name, each.promised, each.measured, each.verdict) for each in figures]
+    how = bullets(f"{names}: {how}." for how, names in _named_by_how(figures))
+    return f"{markdown_table(('figure', 'promised', 'measured', ''), rows)}\n\n{how}"
 
 
 def _named_by_how(figures: Sequence[Figure]) -> list[tuple[str, str]]:

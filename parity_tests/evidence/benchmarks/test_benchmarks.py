@@ -24,6 +24,7 @@ def test_the_toy_is_the_same_on_every_engine(engine):
     assert run(toy, case, engine).results == run(toy, case, "lockstep").results
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("name", FAILING)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_what_should_fail_fails_for_its_cause(name, engine):

@@ -67,7 +67,7 @@ def test_an_arm_that_gives_what_is_no_number_is_not_timed(which):
     outputs[which][1] = torch.nan
     with pytest.raises(RuntimeError) as caught:
         _worst(outputs, arrays, 0)
-    assert str(caught.value) == "benchmarks: an arm gives what is no number; it is not timed"
+    assert str(caught.value) == "benchmarks: an arm's result is not a number, so the arm is not timed"
 
 
 @pytest.mark.parametrize("arms", [LOGPROB, HEAD], ids=["logprob", "head"])

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from parity_tests.evidence.benchmarks.ranks import found_by, started
+from parity_tests.evidence.benchmarks.ranks import found_by
 
 # Writes its process id where the test looks for it; then rank 1 ends as it is asked to, once rank 0 is there.
 RANK = """
@@ -42,6 +42,7 @@ def test_results_of_every_rank(tmp_path):
     assert not any(map(is_there, pids(tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "seconds", "text"),
     [
@@ -54,12 +55,3 @@ def test_no_rank_outlives_one_that_fails_or_hangs(how, seconds, text, tmp_path):
         found_by(COMMAND, 2, tmp_path, how, topic="this", seconds=seconds)
     assert str(caught.value) == text
     assert not any(map(is_there, pids(tmp_path)))
-
-
-def test_what_is_started_ends_with_the_block():
-    sleeping = [[sys.executable, "-c", "import time; time.sleep(600)"]]
-    with pytest.raises(FileNotFoundError), started([*sleeping, ["/no/such/program"]]):
-        pass
-    with pytest.raises(KeyboardInterrupt), started(sleeping * 2) as running:
-        raise KeyboardInterrupt
-    assert not any(is_there(process.pid) for process in running)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from parity_tests.evidence.failures.cells import ENGINES, bodies, cells
+from parity_tests.evidence.page import write
 
 
 def main(
@@ -36,10 +37,9 @@ def main(
         for world in ranks or (2, 4)
     }
     if page is not None:
-        page.write_text(pages.summary(matrix))
+        write(pages.summary(matrix), page)
     if table is not None:
-        table.parent.mkdir(parents=True, exist_ok=True)
-        table.write_text(pages.sentences(matrix))
+        write(pages.sentences(matrix), table)
     lacking = 0
     for (name, world), row in matrix.items():
         for cell in row:

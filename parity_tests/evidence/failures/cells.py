@@ -1,6 +1,6 @@
 """The cells of the matrix: a kind of failure on an engine, in a process that may die of it.
 
-`python -m parity_tests.evidence.failures.cells ENGINE RANKS OUTPUT KIND ...` appends a line of JSON for each kind to OUTPUT.
+`python -m parity_tests.evidence.failures.cells ENGINE RANKS OUTPUT KIND ...` appends a line of JSON for each kind.
 """
 
 from __future__ import annotations

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from parity_tests.evidence.failures.cells import Cell, bodies
+from parity_tests.evidence.page import joined, markdown_table, written_by
 
 ROOT = f"{Path(__file__).resolve().parents[3]}/"
 Matrix = Mapping[tuple[str, int], Sequence[Cell]]
 HEAD = """# What a failure says
 
-Kinds of failure on the engines of the columns: `make failures` runs them and writes this page. It also writes the code
-of each kind and every sentence that is printed into `build/failures.md`. [Read a failure](how-to/read-a-failure.md)
-explains the sentences.
+Kinds of failure on the engines of the columns. [Read a failure](how-to/read-a-failure.md) explains the sentences.
 
 A cell is the cause that the sentence begins with. *done*: nothing failed there. *ended*: the process of
 the command ended before it could answer; under torchrun a rank that is left says why. After the cause stands what the
@@ -24,33 +23,30 @@ sentence does not name of rank, operation and line.
 On lockstep the ranks are threads of the command, so that a rank which is killed, or crashes in native code, ends the
 command with it: its parent, which waits for it, says where the ranks were. Of a wrong return value the rank is all that
 there is to name.
+
+{written_by}
+It also writes the code of each kind and every sentence that is printed into `build/failures.md`.
+
+{table}
 """
 
 
 def summary(matrix: Matrix) -> str:
     """The page, as Markdown: the cause of each cell. The cells by engine and number of ranks are of the same kinds."""
-    lines = [HEAD]
-    lines += [f"| kind | {' | '.join(f'{engine}, {world} ranks' for engine, world in matrix)} |"]
-    lines += [f"|---{'|---' * len(matrix)}|"]
-    lines += [f"| {_title(row[0].kind)} | {' | '.join(map(_brief, row))} |" for row in _rows(matrix)]
-    return "\n".join(lines) + "\n"
+    columns = ("kind", *(f"{engine}, {world} ranks" for engine, world in matrix))
+    rows = [(_title(row[0].kind), *map(_brief, row)) for row in _rows(matrix)]
+    return HEAD.format(written_by=written_by("make failures"), table=markdown_table(columns, rows))
 
 
 def sentences(matrix: Matrix) -> str:
     """What each cell printed, below the code of its kind, as Markdown."""
-    lines = ["# What each failure says"]
+    parts = ["# What each failure says"]
     for row in _rows(matrix):
-        lines += ["", f"## {_title(row[0].kind)}", "", *_code(row[0].kind)]
+        parts += [f"## {_title(row[0].kind)}", _code(row[0].kind)]
         for (engine, world), cell in zip(matrix, row, strict=True):
-            lines += [
-                "",
-                f"{engine}, {world} ranks, after {cell.seconds:.1f} s:",
-                "",
-                "```text",
-                _without_folders(cell.sentence),
-                "```",
-            ]
-    return "\n".join(lines) + "\n"
+            parts += [f"{engine}, {world} ranks, after {cell.seconds:.1f} s:"]
+            parts += [f"```text\n{_without_folders(cell.sentence)}\n```"]
+    return joined(*parts)
 
 
 def _rows(matrix: Matrix) -> list[tuple[Cell, ...]]:
@@ -65,13 +61,13 @@ def _brief(cell: Cell) -> str:
     return f"{cell.cause}; no {', no '.join(cell.lacks)}" if cell.lacks else cell.cause
 
 
-def _code(kind: str) -> list[str]:
+def _code(kind: str) -> str:
     body = bodies()[kind]
     if body is None:
         from parity_tests.evidence.failures import returned
 
         body = getattr(returned, kind).fn
-    return ["```text", inspect.getsource(body).rstrip(), "```"]
+    return f"```text\n{inspect.getsource(body).rstrip()}\n```"
 
 
 def _without_folders(sentence: str) -> str:

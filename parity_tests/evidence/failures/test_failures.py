@@ -16,6 +16,7 @@ from shardproof.declare.case import CaseSpec
 from shardproof.engines.engines import run
 
 
+@pytest.mark.slow
 def test_a_few_cells() -> None:
     dead, equal, odd = cells("lockstep", 2, ["is_killed", "prints_much", "other_shape"])
     assert (dead.cause, dead.lacks) == ("died", [])

@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.false_alarms`, or `make alarms`: judge drawn examples of right schemes, write the page."""
+"""`python -m parity_tests.evidence.false_alarms`, or `make alarms`: judge examples of right schemes, write the page."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import typer
 
 from parity_tests.evidence.false_alarms import page as pages
 from parity_tests.evidence.false_alarms.run import all_counts, counts_of
+from parity_tests.evidence.page import bullets, joined, write
+from parity_tests.evidence.workers import Workers
 
 EPILOG = """\b
 Exit status:
@@ -23,7 +25,6 @@ Exit status:
     1  at least one
     2  usage
 """
-SHOWN_EVERY_S = 30.0
 
 
 def main(
@@ -37,48 +38,31 @@ def main(
     A run that was stopped goes on where it stood, with as many processes; remove the folder of outcomes to begin anew,
     as after a change of the code.
     """
-    build.mkdir(parents=True, exist_ok=True)
-    journals = [build / f"share_{share}_of_{jobs}.jsonl" for share in range(jobs)]
-    workers = {share: _worker(journals[share], share, jobs, examples) for share in range(jobs)}
-    start, shown, judged = time.monotonic(), 0.0, dict.fromkeys(workers, -1)
-    try:
-        while workers:
-            time.sleep(1.0)
-            for share, worker in list(workers.items()):
-                if worker.poll() is None:
-                    continue
-                total = sum(each.examples.total() for each in counts_of(journals[share]).values())
-                if worker.returncode == 0:
-                    del workers[share]
-                elif total > judged[share]:  # after a case that never ended the process is of no more use
-                    judged[share], workers[share] = total, _worker(journals[share], share, jobs, examples)
-                else:
-                    raise SystemExit(f"a process ended with {worker.returncode} twice at {journals[share]}")
-            if time.monotonic() - shown > SHOWN_EVERY_S:
-                shown = time.monotonic()
-                print(f"{pages.closing(all_counts(journals))[0]} {shown - start:.0f} s", flush=True)
-    finally:
-        for worker in workers.values():
-            worker.kill()
+    journals = [build.resolve() / f"share_{share}_of_{jobs}.jsonl" for share in range(jobs)]
+    workers, start = Workers(jobs), time.monotonic()
+
+    def judge(share: int) -> None:
+        judged, journal = -1, journals[share]
+        wanted = (examples // jobs + (share < examples % jobs)) * jobs  # those that do not divide go to the first ones
+        command = [sys.executable, "-m", "parity_tests.evidence.false_alarms.run", str(journal)]
+        while True:
+            with workers.process([*command, *map(str, (share, jobs, wanted))], stdout=subprocess.DEVNULL) as process:
+                status = process.wait()
+            before, judged = judged, sum(each.examples.total() for each in counts_of(journal).values())
+            if status == 0:
+                return
+            if judged == before:  # else it met a case that never ended, and is of no more use
+                raise SystemExit(f"a process ended with {status} twice at {journal}")
+
+    def show() -> None:
+        print(f"{pages.closing(all_counts(journals))[0]} {time.monotonic() - start:.0f} s", flush=True)
+
+    workers.each(judge, range(jobs), show)
     counts = all_counts(journals)
-    print("\n".join([*pages.closing(counts), "", pages.table(counts), *pages.sentences(counts)]))
+    print(joined(bullets(pages.closing(counts)), pages.table(counts), bullets(pages.sentences(counts))))
     if page:
-        pages.write(counts, page)
-        print(f"written: {page}")
+        write(pages.text(counts), page)
     raise typer.Exit(int(any(each.alarms for each in counts)))
-
-
-def _worker(journal: Path, share: int, shares: int, examples: int) -> subprocess.Popen[bytes]:
-    """The process of one share; examples that do not divide go to the first ones."""
-    wanted = (examples // shares + (share < examples % shares)) * shares
-    command = [
-        sys.executable,
-        "-m",
-        "parity_tests.evidence.false_alarms.run",
-        str(journal),
-        *map(str, (share, shares, wanted)),
-    ]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

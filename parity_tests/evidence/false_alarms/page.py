@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 
 from parity_tests.evidence.false_alarms.run import EACH, Counts
-from parity_tests.evidence.injected_bugs.report import markdown
+from parity_tests.evidence.page import bullets, by_component, joined, markdown_table, written_by
 from shardproof.declare.counted import counted
 
 PROMISED = 100_000
@@ -26,7 +22,7 @@ another oracle is a false alarm. *Undecided* is a case in which the reference it
 Each scheme has {each} examples, and then each the same time: functions have a thousand, whole models some dozens.
 Schemes that lockstep does not run are left out, and one that would be compiled anew for each shape.
 
-Written by `make alarms` on {date} with Python {python}, torch {torch}, jax {jax}.
+{written_by}
 
 {closing}
 
@@ -54,36 +50,26 @@ def closing(counts: Iterable[Counts]) -> list[str]:
 
 def table(counts: Iterable[Counts]) -> str:
     """A line for each component and one for all."""
-    by_component: dict[str, list[Counts]] = {}
-    for each in sorted(counts, key=lambda each: each.scheme):
-        by_component.setdefault(each.scheme.split(".")[1], []).append(each)
-    every = [each for group in by_component.values() for each in group]
-    return markdown(COLUMNS, [_row(name, group) for name, group in [*by_component.items(), ("all", every)]])
+    counts = list(counts)
+    groups = [*by_component(counts, lambda each: each.scheme.split(".")[1]), ("all", counts)]
+    return markdown_table(COLUMNS, [_row(name, group) for name, group in groups])
 
 
 def sentences(counts: Iterable[Counts]) -> list[str]:
     """A line for each false alarm, then for each undecided example."""
     counts = list(counts)
     return [
-        *(f"- false alarm: {_name(each)} {sentence}" for each in counts for sentence in each.alarms),
-        *(f"- undecided: {_name(each)} {sentence}" for each in counts for sentence in each.undecided),
+        *(f"false alarm: {_name(each)} {sentence}" for each in counts for sentence in each.alarms),
+        *(f"undecided: {_name(each)} {sentence}" for each in counts for sentence in each.undecided),
     ]
 
 
-def write(counts: Sequence[Counts], path: Path) -> None:
-    """Write the page."""
-    lines = closing(counts)
-    text = HEAD.format(
-        each=EACH,
-        date=date.today().isoformat(),
-        python=platform.python_version(),
-        torch=version("torch"),
-        jax=version("jax"),
-        closing="\n".join(f"- {line}" for line in lines),
-        table=table(counts),
+def text(counts: Sequence[Counts]) -> str:
+    """The page."""
+    head = HEAD.format(
+        each=EACH, written_by=written_by("make alarms"), closing=bullets(closing(counts)), table=table(counts)
     )
-    listed = sentences(counts)
-    path.write_text(text.rstrip("\n") + "\n" + ("\n" + "\n".join(listed) + "\n" if listed else ""))
+    return joined(head, bullets(sentences(counts)))
 
 
 def _row(name: str, group: Sequence[Counts]) -> tuple[str, ...]:

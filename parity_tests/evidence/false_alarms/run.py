@@ -3,8 +3,9 @@
 Time is shared equally, after some examples of each: the next are of the scheme that had the least time so far, so that
 a function is judged a thousand times and a whole model some dozens. The example of a number is the same in each run.
 
-As `python -m parity_tests.evidence.false_alarms.run JOURNAL SHARE SHARES EXAMPLES` it is one process of several, which judges
-every so-manyth scheme until they have their part of the examples. What stands in its journal is not judged again.
+As `python -m parity_tests.evidence.false_alarms.run JOURNAL SHARE SHARES EXAMPLES` it is one process of several, which
+judges every so-manyth scheme until they have their part of the examples. What stands in its journal is not judged
+again.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
-import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from parity_tests.evidence.injected_bugs.report import without_schedule_warnings
 from parity_tests.evidence.injected_bugs.runner import NOT_TRIED
+from parity_tests.evidence.journal import Journal
 from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
@@ -75,15 +76,7 @@ class Counts:
 
 def counts_of(journal: Path) -> dict[str, Counts]:
     """What a journal says, by the key of the scheme."""
-    counts: dict[str, Counts] = {}
-    for number, line in enumerate(journal.read_text().splitlines() if journal.is_file() else [], start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            raise SystemExit(f"{journal}:{number} is no record; remove this line, or the file to begin anew") from None
-        record["examples"] = Counter(record["examples"])
-        counts.setdefault(record["scheme"], Counts(record["scheme"])).add(Counts(**record))
-    return counts
+    return {key: _counts(**record) for key, record in Journal(journal).records.items()}
 
 
 def all_counts(journals: Iterable[Path]) -> list[Counts]:
@@ -124,23 +117,22 @@ def main(arguments: Sequence[str]) -> None:
     path, share, shares, wanted = Path(arguments[0]), *map(int, arguments[1:])
     bridge.start()
     tried = {scheme.key: scheme for scheme in schemes(share, shares)}
-    done = counts_of(path)
-    counts = {key: done.get(key, Counts(key)) for key in tried}
+    journal = Journal(path)
+    counts = {key: _counts(**journal.of(key)) if journal.of(key) else Counts(key) for key in tried}
     left = wanted // shares - sum(each.examples.total() for each in counts.values())
-    with path.open("a") as journal, without_schedule_warnings():
+    with without_schedule_warnings():
         while left > 0:
             key = min(counts, key=lambda each: (counts[each].examples.total() >= EACH, counts[each].seconds))
             judged = judge(tried[key], counts[key].examples.total(), left)
             counts[key].add(judged)
             left -= judged.examples.total()
-            journal.write(json.dumps(_record(judged)) + "\n")
-            journal.flush()
+            journal.add({"key": key, **asdict(counts[key]), "examples": dict(counts[key].examples)})
             if any("stalled" in alarm for alarm in judged.alarms):
                 os._exit(1)  # a rank still computes in a thread of this process
 
 
-def _record(counts: Counts) -> dict[str, Any]:
-    return asdict(counts) | {"examples": dict(counts.examples)}
+def _counts(key: str, examples: Mapping[str, int], **record: Any) -> Counts:
+    return Counts(examples=Counter(examples), **record)
 
 
 if __name__ == "__main__":

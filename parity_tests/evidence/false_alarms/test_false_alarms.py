@@ -24,6 +24,7 @@ def test_a_right_scheme_has_no_alarm_and_the_same_examples_again():
     assert first.conditions and set(first.examples) == {"float32", "bfloat16"}
 
 
+@pytest.mark.slow
 def test_what_is_reported_as_wrong_is_an_alarm_with_its_case():
     doubled = scheme(reference=lambda x: 2.0 * x, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp")(
         lambda mesh, x: 2 * x + (x.shape[0] > 1)
@@ -33,6 +34,7 @@ def test_what_is_reported_as_wrong_is_an_alarm_with_its_case():
     assert f"{len(counts.alarms)} false alarms in 40 examples of 1 of 1 schemes" in page.closing([counts])[0]
 
 
+@pytest.mark.slow
 def test_a_choice_within_rounding_is_undecided_and_no_alarm():
     ranked = scheme(
         reference=lambda x: jnp.argsort(x, stable=True).astype(x.dtype),
@@ -46,7 +48,7 @@ def test_a_choice_within_rounding_is_undecided_and_no_alarm():
     )(lambda mesh, x: x.argsort(descending=True).flip(-1).to(x.dtype))
     counts = judge(ranked, 0, 60)
     assert counts.undecided and not counts.alarms
-    assert sum(line.startswith("- undecided: ") for line in page.sentences([counts])) == len(counts.undecided)
+    assert sum(line.startswith("undecided: ") for line in page.sentences([counts])) == len(counts.undecided)
 
 
 def test_time_ends_a_turn_after_one_example():
@@ -71,7 +73,9 @@ def test_a_stopped_run_goes_on_where_it_stood(tmp_path, monkeypatch):
 def test_a_scheme_that_was_not_judged_counts_as_none(tmp_path, monkeypatch):
     journal = tmp_path / "journal.jsonl"
     record = {"examples": {"float32": 3}, "conditions": 0, "worst": {}, "undecided": [], "alarms": [], "seconds": 1.0}
-    journal.write_text("".join(json.dumps(record | {"scheme": key}) + "\n" for key in (SUM, "of:another tree")))
+    journal.write_text(
+        "".join(json.dumps(record | {"scheme": key, "key": key}) + "\n" for key in (SUM, "of:another tree"))
+    )
     monkeypatch.setattr(run, "schemes", lambda: [discover.lookup(SUM), discover.lookup(TERM)])
     counts = run.all_counts([journal, tmp_path / "none.jsonl"])
     assert [(each.scheme, each.examples.total()) for each in counts] == [(SUM, 3), (TERM, 0)]
@@ -81,19 +85,12 @@ def test_a_scheme_that_was_not_judged_counts_as_none(tmp_path, monkeypatch):
     )
 
 
-def test_a_record_that_was_cut_off_is_named(tmp_path):
-    journal = tmp_path / "journal.jsonl"
-    journal.write_text('{"scheme": "x"')
-    with pytest.raises(SystemExit, match=r"journal.jsonl:1 is no record; remove this line"):
-        counts_of(journal)
-
-
 def test_every_scheme_has_its_examples_before_time_decides(tmp_path, monkeypatch):
     slow, quick = (discover.lookup(f"parity_tests.collectives.test_schemes:{name}") for name in sorted(_names())[:2])
     record = {"conditions": 0, "worst": {}, "undecided": [], "alarms": []}
     rows = [
-        record | {"scheme": slow.key, "examples": {"float32": run.EACH - 1}, "seconds": 900.0},
-        record | {"scheme": quick.key, "examples": {"float32": run.EACH}, "seconds": 1.0},
+        record | {"scheme": slow.key, "key": slow.key, "examples": {"float32": run.EACH - 1}, "seconds": 900.0},
+        record | {"scheme": quick.key, "key": quick.key, "examples": {"float32": run.EACH}, "seconds": 1.0},
     ]
     journal = tmp_path / "journal.jsonl"
     journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -111,8 +108,7 @@ def _names() -> list[str]:
 
 
 @pytest.mark.parametrize(("examples", "words"), [(99_999, "the promise is made of 100000"), (100_000, "; promised")])
-def test_the_page_says_what_the_promise_is_made_of(examples, words, tmp_path):
+def test_the_page_says_what_the_promise_is_made_of(examples, words):
     counts = Counts("parity_tests.layouts.test_x:x", Counter(float32=examples), 7, {"float32": 0.5}, [], [], 1.0)
-    page.write([counts], tmp_path / "page.md")
-    text = (tmp_path / "page.md").read_text()
+    text = page.text([counts])
     assert words in text and f"| layouts | 1 | {examples} | 7 | 0 | 0 | 0.50 / 0.00 |" in text

@@ -65,6 +65,7 @@ def main(
         raise typer.BadParameter(f"no scheme has {scheme!r} in its name", param_hint="--scheme") from None
     from parity_tests.evidence.injected_bugs import report
     from parity_tests.evidence.injected_bugs.processes import Trying, run_in_processes
+    from parity_tests.evidence.page import write
 
     console = Console(width=None if Console().is_terminal else 170)
     outcomes = run_in_processes(jobs, chosen, Trying(examples, engine, jax_cache, scheme))
@@ -74,9 +75,9 @@ def main(
     if json:
         json.write_text(report.as_json(outcomes, examples))
     if page:
-        console.print(f"written: {report.write_page(outcomes, examples, page)}")
+        report.write_page(outcomes, examples, page)
     if table:
-        console.print(f"written: {report.write_table(outcomes, table)}")
+        write(report.one_by_one(outcomes), table)
     counted = report.counted(outcomes)
     raise typer.Exit(int(sum(outcome.caught for outcome in counted) < PROMISED * len(counted)))
 

@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.injected_bugs.first_notes`: of a sample of the catalogue, the share of true first notes.
+"""`python -m parity_tests.evidence.injected_bugs.first_notes`: the share of true first notes, of a sample.
 
 A first note is the headline of a report. Each bug knows what kind of mistake it is, and each kind of note says what
 mistake it means, so that a note is false where the two do not go together: a rounding where a sum was left out, an

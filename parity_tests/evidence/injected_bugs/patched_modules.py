@@ -21,7 +21,8 @@ import cloudpickle
 
 from parity_tests.evidence.injected_bugs.injected_bug import ROOT, InjectedBug, patched_text
 
-HARNESS_FOLDERS = ("harness", "injected_bugs", "mutants", "specimens", "benchmarks", "cli")
+# Of the tests' folders those that judge, and of the package's rooms those that run production themselves.
+NOT_UNDER_TEST, UNDER_TEST = ("cli", "evidence", "harness", "specimens"), ("cost", "tracing", "training")
 
 
 class PatchedModules:
@@ -133,11 +134,13 @@ class _Loader(SourceFileLoader):
 
 
 def _is_under_test(name: str) -> bool:
-    """Production, and the parity tests of components; the harness judges and stays as it is."""
+    """Production, the parity tests of components, and what trains or traces; what judges stays as it is."""
     package, _, rest = name.partition(".")
     if package == "torch_impl":
         return True
-    return package == "parity_tests" and "." in rest and rest.split(".")[0] not in HARNESS_FOLDERS
+    if package == "shardproof":
+        return rest.split(".")[0] in UNDER_TEST
+    return package == "parity_tests" and "." in rest and rest.split(".")[0] not in NOT_UNDER_TEST
 
 
 def _remove_modules() -> dict[str, ModuleType]:

@@ -6,15 +6,14 @@ Not a part of `__main__`: a spawned process imports the module of what it is to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 
 from rich.console import Console
 
 from parity_tests.evidence.injected_bugs import report
 from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug
 from parity_tests.evidence.injected_bugs.runner import BugRunner, Outcome, run_bugs
+from parity_tests.evidence.workers import Workers
 from shardproof.declare import discover
 
 
@@ -32,9 +31,9 @@ def run_in_processes(jobs: int, bugs: Sequence[InjectedBug], trying: Trying) -> 
     """Outcomes in the order of the bugs. Process i of `jobs` tries every `jobs`-th bug from the i-th on."""
     if jobs == 1:
         return _outcomes(bugs, trying)
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:  # JAX starts in no process that is forked
-        shares = [pool.submit(_outcomes, bugs[i::jobs], trying) for i in range(jobs)]
-        by_name = {outcome.bug.name: outcome for share in shares for outcome in share.result()}
+    workers = Workers(jobs)
+    shares = workers.each(lambda i: workers.call(_outcomes, bugs[i::jobs], trying), range(jobs))
+    by_name = {outcome.bug.name: outcome for share in shares for outcome in share}
     return [by_name[bug.name] for bug in bugs]
 
 

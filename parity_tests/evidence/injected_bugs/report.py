@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from rich.table import Table
 
 from parity_tests.evidence.injected_bugs.catalogue import WITHOUT_A_COMPONENT
 from parity_tests.evidence.injected_bugs.runner import NOT_TRIED, Outcome
+from parity_tests.evidence.page import bullets, by_component, markdown_table, share, tables, write, written_by
 from shardproof.report import colours, themes
 
 COLUMNS = ("bug", "kind", "caught by", "scheme", "examples", "values alone", "words", "one shape", "all oracles")
@@ -28,8 +26,8 @@ SCHEDULE_LOGGER = "torch_impl.pipelining.schedule"  # warns of few micro-batches
 
 HEAD = """# Injected bugs
 
-A test suite is worth what it catches. `parity_tests/evidence/injected_bugs/` is a catalogue of bugs, written by hand, that are
-injected one at a time into our own components, in memory; the tree is never written. An oracle should
+A test suite is worth what it catches. `parity_tests/evidence/injected_bugs/` is a catalogue of bugs, written by hand,
+that are injected one at a time into our own components, in memory; the tree is never written. An oracle should
 catch each bug, and report it in the right words, on the drawn examples that the parity tests judge; those that survive
 are listed. Every fourth example stands inside sub-groups of a larger world.
 
@@ -37,7 +35,7 @@ Beside it stands a test as it is often written: two ranks, one shape, equal shar
 budgets. *By one shape* counts its values and failed ranks; *by values alone* what drawn examples catch without the
 oracles of protocol, cost and hygiene. *Examples* is how many drawn examples of the scheme it took.
 
-Written by `make bugs`{stamp}.
+{written_by}
 It also writes a line for each bug into `build/injected_bugs.md`.
 
 {figure}
@@ -47,7 +45,8 @@ It also writes a line for each bug into `build/injected_bugs.md`.
 
 Without the bugs that are equivalent.
 
-{summary}"""
+{summary}
+"""
 
 
 class Progress:
@@ -146,10 +145,6 @@ def closing(outcomes: Sequence[Outcome], examples: int) -> list[str]:
     return lines + [f"no bugs of kind {kind}: {reason}" for kind, reason in WITHOUT_A_COMPONENT.items()]
 
 
-def share(part: int, total: int) -> str:
-    return f"{part} of {total} ({part / total:.1%})" if total else "0 of 0"
-
-
 def median(ordered: Sequence[int]) -> int:
     return ordered[len(ordered) // 2] if ordered else 0
 
@@ -176,48 +171,38 @@ def as_json(outcomes: Sequence[Outcome], examples: int) -> str:
     return json.dumps({"examples": examples, "closing": closing(outcomes, examples), "bugs": records}, indent=2)
 
 
-def write_page(outcomes: Sequence[Outcome], examples: int, folder: Path) -> Path:
-    """Write injected-bugs.md, the summary, and its figures into a folder; returns the page's path."""
+def write_page(outcomes: Sequence[Outcome], examples: int, folder: Path) -> None:
+    """Write injected-bugs.md, the summary, and its figures into a folder."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     picture = themes.write(lambda: figure(outcomes, examples), folder / "images" / "injected_bugs.svg")
     shown = themes.directives(f"images/{picture.name}", "Share of bugs caught by number of drawn examples")
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax", "hypothesis"))
-    stamp = f" on {date.today().isoformat()} with Python {platform.python_version()}, {versions}"
-    lines = "\n".join(f"- {line}" for line in closing(outcomes, examples))
-    rows = [(outcome.bug.component, cells(outcome)) for outcome in outcomes]
-    path = folder / "injected-bugs.md"
-    path.write_text(HEAD.format(stamp=stamp, figure=shown, closing=lines, summary=summary(rows)))
-    return path
+    text = HEAD.format(
+        written_by=written_by("make bugs", "hypothesis"),
+        figure=shown,
+        closing=bullets(closing(outcomes, examples)),
+        summary=summary([(outcome.bug.component, cells(outcome)) for outcome in outcomes]),
+    )
+    write(text, folder / "injected-bugs.md")
 
 
 def summary(rows: Sequence[tuple[str, tuple[str, ...]]]) -> str:
     """A table of one line for each component, from (component, cells) of each bug."""
     lines = []
-    for component in sorted({component for component, _ in rows}):
-        records = [dict(zip(COLUMNS, row, strict=True)) for name, row in rows if name == component]
+    for component, of_component in by_component(rows, lambda row: row[0]):
+        records = [dict(zip(COLUMNS, row, strict=True)) for _, row in of_component]
         records = [record for record in records if record["caught by"] != EQUIVALENT]
         needed = sorted(int(record["examples"]) for record in records if record["caught by"] != SURVIVED)
         by_value = sum(record["values alone"] != "-" for record in records)
         by_one_shape = sum(record["one shape"] == CAUGHT for record in records)
         figures = (len(records), len(needed), by_value, by_one_shape, median(needed), max(needed, default=0))
         lines.append((component, *map(str, figures)))
-    return markdown(SUMMARY, lines)
+    return markdown_table(SUMMARY, lines)
 
 
-def write_table(outcomes: Sequence[Outcome], path: Path) -> Path:
-    """Write the line of every bug, a table for each component; returns the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "# Injected bugs, one by one\n"
-    for component in sorted({outcome.bug.component for outcome in outcomes}):
-        of_component = [outcome for outcome in outcomes if outcome.bug.component == component]
-        text += f"\n## {component}\n\n" + markdown(COLUMNS, [_with_source(outcome) for outcome in of_component])
-    path.write_text(text)
-    return path
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
-    return "".join(f"| {' | '.join(row)} |\n" for row in (columns, ("---",) * len(columns), *rows))
+def one_by_one(outcomes: Sequence[Outcome]) -> str:
+    """The line of every bug, a table for each component."""
+    rows = ((outcome.bug.component, _with_source(outcome)) for outcome in outcomes)
+    return tables("Injected bugs, one by one", COLUMNS, rows)
 
 
 def figure(outcomes: Sequence[Outcome], examples: int) -> Any:

@@ -46,6 +46,7 @@ def command_line(monkeypatch, tmp_path):
     return lambda *arguments: CliRunner().invoke(app, arguments)
 
 
+@pytest.mark.slow
 def test_it_prints_progress_and_no_warning_of_a_schedule(command_line, caplog, tmp_path):
     result = command_line("local mean not divided by its sum", "--examples", "20", "--jax-cache", str(tmp_path))
     assert result.exit_code == 0, result.output

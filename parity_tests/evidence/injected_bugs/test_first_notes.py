@@ -33,6 +33,7 @@ def test_a_sample_is_drawn_across_components_and_repeats():
     assert {bug.component for bug in drawn} >= components
 
 
+@pytest.mark.slow
 def test_the_notes_of_a_sum_that_was_averaged():
     (bug,) = (bug for bug in CATALOGUE if bug.name == "sum averaged" and bug.component == "collectives")
     near = [SchemeTrials(scheme, EXAMPLES) for scheme in discover.built_in() if ".collectives." in scheme.key]

@@ -70,6 +70,7 @@ def test_the_table_keeps_the_healthy_schemes():
     assert patched[schemes.sum_to_invariant.key] is not schemes.sum_to_invariant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_a_bug_is_caught_and_gone_afterwards(engine):
     text = (ROOT / PLAIN).read_bytes()

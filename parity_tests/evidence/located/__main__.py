@@ -11,24 +11,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one t
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
-from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug
+from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug, patched_text
 from parity_tests.evidence.injected_bugs.patched_modules import PatchedModules
+from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.located import page as located_page
 from parity_tests.evidence.located import reached
-from parity_tests.evidence.located.answer_cache import AnswerCache
 from parity_tests.evidence.located.page import EQUAL, FAILED, NOT_RUN, RIGHT, WRONG, Located
+from parity_tests.evidence.page import write
 from shardproof.engines.failure import RankFailure
 from shardproof.judge import bridge
 from shardproof.tracing.comparison import first
 from shardproof.tracing.flax_side import ReferenceTrace
 from shardproof.training.run import SIZES, Run
-from shardproof.training.traced import known_of
+from shardproof.training.traced import trace_reference
 
 PROMISED = 0.9
 SMALL: dict[str, Any] = {
@@ -80,19 +82,25 @@ def located(bug: InjectedBug, reference_trace: ReferenceTrace, tried: Sequence[R
     return Located(bug, home, EQUAL if tried else NOT_RUN)
 
 
-def all_located(bugs: Sequence[InjectedBug], dtype: str, cache: AnswerCache) -> Iterator[Located]:
-    """Every bug in turn, those that `cache` has an answer of at once."""
+def key(bug: InjectedBug, dtype: str) -> str:
+    """An answer holds for the text of the bug's file as it was. Errors: StaleBug."""
+    patched = patched_text(bug)
+    return sha256(f"{dtype} {patched.file} {patched.text}".encode()).hexdigest()
+
+
+def all_located(bugs: Sequence[InjectedBug], dtype: str, journal: Journal) -> Iterator[Located]:
+    """Every bug in turn, at once where the journal has an answer."""
     tried, reference_trace, ran = runs(dtype), None, None
     for bug in bugs:
-        before = cache.answer(bug, dtype)
-        if before is None:
-            reference_trace = reference_trace or known_of(Run(mesh={}, dtype=dtype, **SMALL))
+        answer = journal.of(key(bug, dtype)).get("answer")
+        if answer is None:
+            reference_trace = reference_trace or trace_reference(Run(mesh={}, dtype=dtype, **SMALL))
             ran = ran or [reached.functions_run(run) for run in tried]
             reaching = [run for run, functions in zip(tried, ran, strict=True) if reached.is_reached(bug, functions)]
             outcome = located(bug, reference_trace, reaching)
-            before = {name: value for name, value in vars(outcome).items() if name != "bug"}
-            cache.keep(bug, dtype, before)
-        yield Located(bug, **before)
+            answer = {name: value for name, value in vars(outcome).items() if name != "bug"}
+            journal.add({"key": key(bug, dtype), "name": bug.name, "answer": answer})
+        yield Located(bug, **answer)
 
 
 def main(
@@ -110,15 +118,15 @@ def main(
     if not chosen:
         raise typer.BadParameter(f"no bug with a home has one of {names} in its name or symbol")
     outcomes = []
-    for outcome in all_located(chosen, dtype, AnswerCache(keep)):
+    for outcome in all_located(chosen, dtype, Journal(keep)):
         outcomes.append(outcome)
         if outcome.word != NOT_RUN:
             print(f"{outcome.word:6}  {outcome.bug.name}: {outcome.message}", flush=True)
     print(located_page.closing(outcomes))
     if page:
-        print(f"written: {located_page.write(outcomes, dtype, page)}")
+        write(located_page.text(outcomes, dtype), page / "located.md")
     if table:
-        print(f"written: {located_page.write_table(outcomes, table)}")
+        write(located_page.one_by_one(outcomes), table)
     raise typer.Exit(int(not meets_promise(outcomes)))
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 
 from parity_tests.evidence.injected_bugs.catalogue.published import MISTAKES
 from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug
-from parity_tests.evidence.injected_bugs.report import markdown
+from parity_tests.evidence.page import by_component, markdown_table, tables, written_by
 
 HEAD = """# Injected bugs, located
 
@@ -24,7 +20,7 @@ that the trace says to look in; *right* means that the bug stands there.
 A bug that lets a rank fail is not located: its own message says what was raised, and where. One whose lines no
 traced step calls, or that changes no tensor there, cannot be seen in this model.
 
-Written by `python -m parity_tests.evidence.located --page docs`{stamp}.
+{written_by}
 With `--table build/located.md` it also writes a line for each bug.
 
 {closing}
@@ -35,11 +31,13 @@ The classes of TrainVerify's artifact and the readable findings of NVIDIA/Megatr
 stands for it in this model, or the reason why none does.
 
 {classes}
+
 ## By component
 
 Of the bugs that change a tensor of the step or let a rank fail.
 
-{summary}"""
+{summary}
+"""
 COLUMNS = ("bug", "mesh", "first to differ", "located in", "verdict")
 MISTAKE_COLUMNS = ("source", "mistake", "injected bug", "located in", "verdict")
 NOT_RUN, EQUAL, FAILED, RIGHT, WRONG = "not run", "equal", "failed", "right", "wrong"
@@ -77,37 +75,29 @@ def closing(outcomes: Sequence[Located]) -> str:
     )
 
 
-def write(outcomes: Sequence[Located], dtype: str, folder: Path) -> Path:
-    """Write the page, the published mistakes and a summary; returns its path."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax", "flax"))
-    stamp = f" on {date.today().isoformat()} with Python {platform.python_version()}, {versions}"
-    by_component = summary([(outcome.bug.component, outcome.word) for outcome in outcomes])
-    text = HEAD.format(
-        dtype=dtype, stamp=stamp, closing=closing(outcomes), classes=_mistakes(outcomes), summary=by_component
+def text(outcomes: Sequence[Located], dtype: str) -> str:
+    """The page, the published mistakes and a summary."""
+    return HEAD.format(
+        dtype=dtype,
+        written_by=written_by("python -m parity_tests.evidence.located --page docs", "flax"),
+        closing=closing(outcomes),
+        classes=_mistakes(outcomes),
+        summary=summary(outcomes),
     )
-    path = folder / "located.md"
-    path.write_text(text)
-    return path
 
 
-def summary(words: Sequence[tuple[str, str]]) -> str:
-    """A table of one line for each component, from (component, word) of each bug."""
-    seen = Counter(words)
-    components = sorted({component for component, word in seen if word in SHOWN})
-    rows = [(component, *(str(seen[component, word]) for word in SHOWN)) for component in components]
-    return markdown(("component", *SHOWN), rows)
+def summary(outcomes: Sequence[Located]) -> str:
+    """A table of one line for each component."""
+    seen = [(outcome.bug.component, outcome.word) for outcome in outcomes if outcome.word in SHOWN]
+    groups = by_component(seen, lambda each: each[0])
+    rows = [(component, *(str(group.count((component, word))) for word in SHOWN)) for component, group in groups]
+    return markdown_table(("component", *SHOWN), rows)
 
 
-def write_table(outcomes: Sequence[Located], path: Path) -> Path:
-    """Write a line for each bug that changes something, a table for each component; returns the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    seen = [outcome for outcome in outcomes if outcome.word in SHOWN]
-    text = "# Injected bugs, located one by one\n"
-    for component in sorted({outcome.bug.component for outcome in seen}):
-        rows = [_row(outcome) for outcome in seen if outcome.bug.component == component]
-        text += f"\n## {component}\n\n" + markdown(COLUMNS, rows)
-    path.write_text(text)
-    return path
+def one_by_one(outcomes: Sequence[Located]) -> str:
+    """A line for each bug that changes something, a table for each component."""
+    rows = ((outcome.bug.component, _row(outcome)) for outcome in outcomes if outcome.word in SHOWN)
+    return tables("Injected bugs, located one by one", COLUMNS, rows)
 
 
 def _mistakes(outcomes: Sequence[Located]) -> str:
@@ -117,7 +107,7 @@ def _mistakes(outcomes: Sequence[Located]) -> str:
         outcome = by_name.get(mistake.bug or "")
         verdict = (_home(outcome), outcome.word) if outcome else ("-", mistake.reason or "not tried")
         rows.append((mistake.source, mistake.words, *map(_cell, (mistake.bug or "-", *verdict))))
-    return markdown(MISTAKE_COLUMNS, rows)
+    return markdown_table(MISTAKE_COLUMNS, rows)
 
 
 def _row(outcome: Located) -> tuple[str, ...]:

@@ -6,10 +6,10 @@ from typer.testing import CliRunner
 from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
 from parity_tests.evidence.injected_bugs.catalogue.published import MISTAKES
 from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug
+from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.located import __main__ as located
 from parity_tests.evidence.located import page as located_page
 from parity_tests.evidence.located import reached
-from parity_tests.evidence.located.answer_cache import AnswerCache
 from parity_tests.evidence.located.page import Located
 from shardproof.training.run import SIZES, Run
 
@@ -22,6 +22,7 @@ def ran():
     return reached.functions_run(Run.on({"cp": 2, "tp": 2}, **SMALL, attention="ring"))
 
 
+@pytest.mark.slow
 def test_a_bug_is_reached_where_its_function_runs(ran):
     assert reached.is_reached(BY_NAME["gate and up exchanged"], ran)
     assert reached.is_reached(BY_NAME["the gradient of a rank's own keys dropped"], ran)  # of a backward
@@ -55,16 +56,16 @@ SOME = [
 ]
 
 
-def test_the_page(tmp_path):
-    text = located_page.write(SOME, "float64", tmp_path).read_text()
+def test_the_page():
+    text = located_page.text(SOME, "float64")
     assert "5 bugs: 2 change a tensor of the step, and 1 of these are located in the right module; 1 end in a" in text
     assert "| context_parallel | 0 | 0 | 1 |\n| models | 1 | 1 | 0 |\n" in text
     assert "| TrainVerify | one rank's other constant | one rank's other norm eps | norm | wrong |" in text
     assert all(f"| {each.words} |" in text for each in MISTAKES)
 
 
-def test_the_table(tmp_path):
-    text = located_page.write_table(SOME, tmp_path / "build" / "located.md").read_text()
+def test_the_table():
+    text = located_page.one_by_one(SOME)
     assert "| gate and up exchanged | cp=2 | input of layers.0.mlp.down_proj | layers.0.mlp | right |" in text
     assert "rank 1 raised a \\| b | - | failed |" in text
 
@@ -83,12 +84,20 @@ def test_no_answer_is_not_cached(words, meets_promise):
     assert located.meets_promise([outcome("gate and up exchanged", word) for word in words]) is meets_promise
 
 
-def test_an_answer_is_cached(tmp_path):
+def test_an_answer_is_of_one_bug_in_one_dtype():
+    bugs, dtypes = (SOME[0].bug, SOME[1].bug), ("float64", "float32")
+    assert len({located.key(bug, dtype) for bug in bugs for dtype in dtypes}) == 4
+    assert located.key(bugs[0], dtypes[0]) == located.key(bugs[0], dtypes[0])
+
+
+def test_a_kept_answer_is_not_looked_for_again(tmp_path, monkeypatch):
     answer = {"home": "norm", "word": "right", "first_module": "norm", "message": "output of norm", "mesh": "cp=2"}
-    AnswerCache(tmp_path / "answers").keep(SOME[0].bug, "float64", answer)
-    again = AnswerCache(tmp_path / "answers")
-    assert again.answer(SOME[0].bug, "float64") == answer
-    assert again.answer(SOME[0].bug, "float32") is None and again.answer(SOME[1].bug, "float64") is None
+    journal = Journal(tmp_path / "answers")
+    journal.add({"key": located.key(SOME[0].bug, "float64"), "answer": answer})
+    monkeypatch.setattr(located, "located", None)
+    assert list(located.all_located([SOME[0].bug], "float64", Journal(journal.path))) == [
+        Located(SOME[0].bug, **answer)
+    ]
 
 
 def test_every_published_class_has_a_bug_that_counts_or_a_reason():
@@ -104,6 +113,7 @@ SAMPLE = (
 )
 
 
+@pytest.mark.slow
 def test_the_command(monkeypatch, tmp_path):
     """A sample is found in the right modules, written, and answered from the file the second time."""
     monkeypatch.setattr(located, "SMALL", SMALL)

@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.mutants`: judge a sample of mutants, print what is caught; `make mutants` writes the page."""
+"""`python -m parity_tests.evidence.mutants`: judge a sample of mutants; `make mutants` writes the page."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 EPILOG = """\b
 Examples:
@@ -42,31 +43,26 @@ def main(
     """
     if folders not in ("all", "own"):
         raise typer.BadParameter(f"--folders {folders!r} is not all or own")
+    from parity_tests.evidence.journal import Journal
     from parity_tests.evidence.mutants import page as pages
     from parity_tests.evidence.mutants import places, reached, run
-    from parity_tests.evidence.mutants.journal import Journal
-    from parity_tests.evidence.mutants.workers import Workers
+    from parity_tests.evidence.mutants.outcomes import outcomes as outcomes_of
+    from parity_tests.evidence.page import bullets, joined, read, write
+    from parity_tests.evidence.workers import Workers
 
-    stderr = Console(stderr=True)
-
-    def show(line: str) -> None:
-        stderr.print(line, highlight=False, markup=False, soft_wrap=True)
-
+    show = partial(print, file=sys.stderr, flush=True)
     sample = places.sampled(count, seed, component)
     if not sample:
         raise typer.BadParameter(f"--component {component!r}: no folder of torch_impl with mutants")
-    memory, journal = reached.Memory(build / "mutants_lines.json"), Journal(build / f"mutants_{examples}.jsonl")
+    memory, journal = reached.Memory(build / "mutants_lines.jsonl"), Journal(build / f"mutants_{examples}.jsonl")
     workers, cache = Workers(jobs), str(Path(jax_cache).resolve())
     schemes = reached.of_schemes(memory, examples, workers, show)
     run.by_drawn_cases(sample, schemes, journal, examples, cache, workers, show)
     run.by_tests(sample, memory, journal, folders, workers, show)
-    outcomes = journal.outcomes(sample)
-    console = Console(width=None if Console().is_terminal else 120)
-    for line in [*pages.closing(outcomes), "", pages.table(outcomes), pages.survivors(outcomes)]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    outcomes = outcomes_of(journal, sample)
+    print(joined(bullets(pages.closing(outcomes)), pages.table(outcomes), pages.survivors(outcomes)))
     if page:
-        pages.write(outcomes, page, seed, examples, len(places.candidates()))
-        console.print(f"written: {page}", highlight=False)
+        write(pages.text(outcomes, seed, examples, len(places.candidates()), before=read(page)), page)
     raise typer.Exit(int(not pages.is_promised(outcomes)))
 
 

@@ -21,7 +21,7 @@ from parity_tests.evidence.mutants import pytest_process
 from parity_tests.evidence.mutants.mutant import Mutant, changed
 from parity_tests.evidence.mutants.places import lines_of_users
 from parity_tests.evidence.mutants.reached import TestReach
-from parity_tests.evidence.mutants.workers import Workers
+from parity_tests.evidence.workers import Workers
 
 CAP_S = 150.0  # for all tests of a mutant
 SLOWER, AT_LEAST_S = 3.0, 90.0  # the time limit of a test: times what the healthy run took, and not less than that

@@ -1,8 +1,7 @@
 """Which lines of production each drawn case of a scheme runs.
 
-As `python -m parity_tests.evidence.mutants.case_lines TASK` it is a process of its own for some schemes: coverage.py's tracer
-must be there before the ranks' threads are. Caches are emptied before each case, so that none reads what another one
-computed.
+Some schemes have a process of their own: coverage.py's tracer must be there before the ranks' threads are. Caches are
+emptied before each case, so that none reads what another one computed.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
+os.environ["COVERAGE_CORE"] = "ctrace"
 
-import json
-import sys
+import contextlib
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import coverage
 from parity_tests.evidence.injected_bugs.injected_bug import PRODUCTION, ROOT
 from parity_tests.evidence.mutants.lines_plugin import empty_caches
 
-Masks = dict[str, dict[int, int]]  # of each file, relative to the root: bit n of a line's number, if case n runs it
+Masks = dict[str, dict[str, int]]  # of each file, relative to the root: bit n of a line's number, if case n runs it
 
 
 def masks_of(keys: Sequence[str], examples: int) -> dict[str, Masks]:
@@ -35,7 +35,7 @@ def masks_of(keys: Sequence[str], examples: int) -> dict[str, Masks]:
     from shardproof.engines.program import Program
     from shardproof.engines.speed_advice import without_advice
 
-    with without_advice():
+    with without_advice(), contextlib.redirect_stdout(io.StringIO()):
         for scheme_number, key in enumerate(keys):
             scheme = discover.lookup(key)
             for number, trial in enumerate(drawn_trials(scheme, examples)):
@@ -54,16 +54,5 @@ def _by_scheme(data: coverage.CoverageData, keys: Sequence[str]) -> dict[str, Ma
         for line, contexts in data.contexts_by_lineno(path).items():
             for scheme_number, number in (map(int, context.split()) for context in contexts if context):
                 of_file = masks[keys[scheme_number]].setdefault(file, {})
-                of_file[line] = of_file.get(line, 0) | 1 << number
+                of_file[str(line)] = of_file.get(str(line), 0) | 1 << number
     return masks
-
-
-def main(task: str) -> None:
-    """Write to the file `to` of a task, a JSON file of `keys` and `examples` besides."""
-    record = json.loads(Path(task).read_text())
-    masks = masks_of(record["keys"], record["examples"])
-    Path(record["to"]).write_text(json.dumps(masks))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,7 +1,7 @@
 """Judge mutants by the drawn cases that run the changed line, those of the nearest schemes first.
 
-As `python -m parity_tests.evidence.mutants.drawn BATCH` it is a process of its own for a batch: a mutant may leave a process
-unusable. It writes a line of JSON for each, and ends after one whose ranks never came back.
+As `python -m parity_tests.evidence.mutants.drawn BATCH` it is a process of its own for a batch: a mutant may leave a
+process unusable. It writes a line of JSON for each, and ends after one whose ranks never came back.
 """
 
 from __future__ import annotations

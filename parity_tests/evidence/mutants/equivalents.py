@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.mutants.equivalents`: run all tests on one tree that has every mutant read as equivalent.
+"""`python -m parity_tests.evidence.mutants.equivalents`: run all tests on a tree with all equivalents.
 
 Changes that no test can see remain so together, and one run of the tests judges all entries of `judged.toml`. Where a
 test fails, halves of the mutants lead to the one that it sees: that entry is wrong.
@@ -20,7 +20,6 @@ from typing import Annotated
 
 import pytest
 import typer
-from rich.console import Console
 
 from parity_tests.evidence.injected_bugs.injected_bug import ROOT
 from parity_tests.evidence.mutants import page as pages
@@ -28,6 +27,7 @@ from parity_tests.evidence.mutants import places
 from parity_tests.evidence.mutants.by_tests import tree_of
 from parity_tests.evidence.mutants.judged import why_equivalent
 from parity_tests.evidence.mutants.mutant import Mutant
+from parity_tests.evidence.page import read, with_section, write
 
 # They compare the text of production with what is written about it, which any change alters.
 OF_THE_TEXT = ("parity_tests/evidence/injected_bugs", "parity_tests/evidence/mutants", "parity_tests/test_house.py")
@@ -44,7 +44,6 @@ def main(
     page: Annotated[Path | None, typer.Option(help="Write the outcome into this page.")] = None,
 ) -> None:
     """Test all mutants that are read as equivalent at once, and name those that a test sees."""
-    console = Console(width=None if Console().is_terminal else 120)
     mutants = [mutant for mutant in places.candidates() if why_equivalent(mutant)]
     everything = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "parity_tests").rglob("test_*.py"))]
     tests = [path for path in everything if not path.startswith(OF_THE_TEXT)]
@@ -55,11 +54,11 @@ def main(
         wrong |= by_itself
         left += [met] if met else []  # without those that they met
     for mutant, test in wrong.items():
-        console.print(f"{mutant.file}:{mutant.first_line}: {mutant.change} is seen by {test}", highlight=False)
+        print(f"{mutant.file}:{mutant.first_line}: {mutant.change} is seen by {test}")
     line = pages.of_equivalents(len(mutants), len(wrong))
-    console.print(line, highlight=False)
+    print(line)
     if page:
-        pages.write_of_equivalents(line, page)
+        write(with_section(read(page), pages.TESTED_AT_ONCE, line), page)
     raise typer.Exit(int(bool(wrong)))
 
 

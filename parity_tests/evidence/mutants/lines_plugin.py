@@ -25,8 +25,7 @@ import pytest
 
 Lines = dict[str, set[int]]
 STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.sendmsg")
-CACHES = ("torch_impl.", "parity_tests.")
-NOT_EMPTIED = ("shardproof.",)
+CACHES = ("torch_impl.", "parity_tests.", "shardproof.cost.", "shardproof.tracing.", "shardproof.training.")
 COLLECTED, WIDE = "collected ", "wide "  # contexts of a file: what collecting it ran, and its wide fixtures
 
 
@@ -121,7 +120,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def empty_caches() -> None:
     """Of production, and of tests that call it; the harness's hold references, which no mutant changes."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(CACHES) and not name.startswith(NOT_EMPTIED):
+        if name.startswith(CACHES):
             for value in list(vars(module).values()):
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 
-from parity_tests.evidence.injected_bugs.report import markdown, share
 from parity_tests.evidence.injected_bugs.runner import FARTHEST
 from parity_tests.evidence.mutants.by_tests import CAP_S
-from parity_tests.evidence.mutants.journal import Outcome
 from parity_tests.evidence.mutants.operators import KINDS
+from parity_tests.evidence.mutants.outcomes import Outcome
 from parity_tests.evidence.mutants.places import RULES
+from parity_tests.evidence.page import bullets, by_component, joined, markdown_table, sections, share, written_by
 
 PROMISED_DRAWN, PROMISED_TESTS, PROMISED_COUNT = 0.85, 0.97, 1000
-TESTED_AT_ONCE = "\n## Read as equivalent, tested at once\n\n"
+TESTED_AT_ONCE = "Read as equivalent, tested at once"
 COLUMNS = ("component", "mutants", "drawn cases", "with the tests", "survive", "equivalent")
 HEAD = """# Mutants
 
@@ -39,11 +35,11 @@ Not made are mutants of
 {rules}
 
 A survivor that was looked at and that no test on a CPU can see is equivalent and not counted: its values are the same,
-or it changes cost alone, or CUDA or another version of torch alone runs it. `parity_tests/evidence/mutants/judged.toml` says
-why, line by line.
+or it changes cost alone, or CUDA or another version of torch alone runs it. `parity_tests/evidence/mutants/judged.toml`
+says why, line by line.
 
-Written by `make mutants` on {date} with Python {python}, torch {torch}, jax {jax}:
-{count} mutants of {candidates}, seed {seed}.
+{written_by}
+{count} mutants of {candidates}.
 
 {closing}
 
@@ -90,9 +86,8 @@ def is_promised(outcomes: Sequence[Outcome]) -> bool:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """A line for each component and one for all."""
-    names = sorted({outcome.mutant.component for outcome in outcomes})
-    rows = [(name, [each for each in outcomes if each.mutant.component == name]) for name in names]
-    return markdown(COLUMNS, [_row(name, each) for name, each in [*rows, ("all", list(outcomes))]])
+    groups = [*by_component(outcomes, lambda each: each.mutant.component), ("all", outcomes)]
+    return markdown_table(COLUMNS, [_row(name, group) for name, group in groups])
 
 
 def survivors(outcomes: Sequence[Outcome]) -> str:
@@ -109,47 +104,30 @@ def survivors(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def write(outcomes: Sequence[Outcome], path: Path, seed: int, examples: int, candidates: int) -> None:
-    """Write the page."""
-    text = HEAD.format(
+def text(outcomes: Sequence[Outcome], seed: int, examples: int, candidates: int, before: str = "") -> str:
+    """The page, with the section on equivalents that it had before."""
+    head = HEAD.format(
         kinds=", ".join(KINDS),
         rules=";\n".join(f"- {rule}" for rule in RULES) + ".",
         examples=examples,
         farthest=FARTHEST,
         cap=CAP_S,
-        date=date.today().isoformat(),
-        python=platform.python_version(),
-        torch=version("torch"),
-        jax=version("jax"),
+        written_by=written_by("make mutants", seed=seed),
         count=len(outcomes),
         candidates=candidates,
-        seed=seed,
-        closing="\n".join(f"- {line}" for line in closing(outcomes)),
+        closing=bullets(closing(outcomes)),
         table=table(outcomes),
     )
     listed = survivors(outcomes)
-    tested = _section_of_equivalents(path)
-    path.write_text(text + (f"\n## Survivors\n\n{listed}\n" if listed else "") + tested)
+    return joined(head, f"## Survivors\n\n{listed}" if listed else "", sections(before).get(TESTED_AT_ONCE, ""))
 
 
 def of_equivalents(count: int, seen: int) -> str:
-    """What all tests say of the mutants that are read as equivalent, in a sentence."""
-    versions = f"Python {platform.python_version()}, torch {version('torch')}"
+    """How many of the mutants that are read as equivalent all tests see, and when they were run."""
     return (
-        f"On {date.today().isoformat()}, with {versions}: of {count} mutants that are read as equivalent, {seen} are"
-        " seen by a test. `python -m parity_tests.evidence.mutants.equivalents` makes them all at once, and runs all tests."
+        f"Of {count} mutants that are read as equivalent, {seen} are seen by a test: all are made at once, and all "
+        f"tests are run.\n\n{written_by('python -m parity_tests.evidence.mutants.equivalents')}"
     )
-
-
-def write_of_equivalents(sentence: str, path: Path) -> None:
-    """Put the sentence at the end of the page, in place of an earlier one."""
-    text = path.read_text().removesuffix(_section_of_equivalents(path))
-    path.write_text(f"{text}{TESTED_AT_ONCE}{sentence}\n")
-
-
-def _section_of_equivalents(path: Path) -> str:
-    _, heading, sentence = (path.read_text() if path.is_file() else "").partition(TESTED_AT_ONCE)
-    return heading + sentence
 
 
 def _row(name: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from parity_tests import warm_python
-from parity_tests.evidence.mutants.workers import Workers
+from parity_tests.evidence.workers import Workers
 
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", "-c", "pyproject.toml")
 IMPORTED = (*warm_python.TORCH_AND_JAX, "flax", "optax", "torch.distributed.tensor", "torch.distributed.fsdp")

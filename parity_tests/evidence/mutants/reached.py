@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +12,13 @@ from typing import Any
 
 from parity_tests.evidence.injected_bugs.injected_bug import PRODUCTION, ROOT
 from parity_tests.evidence.injected_bugs.runner import NOT_TRIED
+from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.mutants import pytest_process
+from parity_tests.evidence.mutants.case_lines import masks_of
 from parity_tests.evidence.mutants.lines_plugin import COLLECTED, WIDE
-from parity_tests.evidence.mutants.workers import Workers
+from parity_tests.evidence.workers import Workers
 from shardproof.declare import discover
+from shardproof.places import component_folders
 
 Lines = dict[str, list[int]]  # of each file, relative to the root
 Progress = Callable[[str], Any]
@@ -74,19 +73,18 @@ class TestReach:
 
 
 class Memory:
-    """What was found, by name in a JSON file, as long as the text that it was found of and what it runs are the same.
+    """What was found, by name in a journal, as long as the text that it was found of and what it runs are the same.
 
     `found` of a scheme are lines by file of production; a file that is none of them cannot make it run another one.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._production, self._lock = path, _production(), threading.Lock()
-        self._records: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        self._journal, self._production = Journal(path), _production()
 
     def get(self, name: str, text: str) -> Any:
         """What was found, or None."""
-        record = self._records.get(name)
-        if record is None or record.get("stamp") != _stamp(text):
+        record = self._journal.of(name)
+        if record.get("stamp") != _stamp(text):
             return None
         is_as_before = all(self._production.get(file) == stamp for file, stamp in record["files"].items())
         return record["found"] if is_as_before else None
@@ -94,10 +92,7 @@ class Memory:
     def put(self, name: str, text: str, found: Any, files: Iterable[str]) -> None:
         """Remember what was found of a text, and the files of production that it runs."""
         stamps = {file: self._production[file] for file in files}
-        with self._lock:
-            self._records[name] = {"stamp": _stamp(text), "files": stamps, "found": found}
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self._records))
+        self._journal.add({"key": name, "stamp": _stamp(text), "files": stamps, "found": found})
 
 
 def of_schemes(memory: Memory, examples: int, workers: Workers, progress: Progress) -> dict[str, CaseReach]:
@@ -110,7 +105,7 @@ def of_schemes(memory: Memory, examples: int, workers: Workers, progress: Progre
 
     def find(keys: Sequence[str]) -> None:
         progress(f"lines of {', '.join(key.rpartition(':')[2] for key in keys)}")
-        for key, masks in _masks(keys, examples, workers).items():
+        for key, masks in workers.call(masks_of, keys, examples, limit_s=TIMEOUT_S).items():
             memory.put(key, texts[key], masks, masks)
 
     missing = [key for key, text in texts.items() if memory.get(key, text) is None]
@@ -118,27 +113,9 @@ def of_schemes(memory: Memory, examples: int, workers: Workers, progress: Progre
     return {key: CaseReach(memory.get(key, text)) for key, text in texts.items()}
 
 
-def _masks(keys: Sequence[str], examples: int, workers: Workers) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        task, out = Path(folder) / "task.json", Path(folder) / "masks.json"
-        task.write_text(json.dumps({"keys": keys, "examples": examples, "to": str(out)}))
-        command = [sys.executable, "-m", "parity_tests.evidence.mutants.case_lines", str(task)]
-        environment = {**os.environ, "COVERAGE_CORE": "ctrace"}
-        with (
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
-            ) as process,
-            workers.session(process.pid),
-        ):
-            process.wait(TIMEOUT_S)
-        return json.loads(out.read_text())
-
-
 def test_files(component: str) -> list[Path]:
     """Files of tests, those of the component first; the harness and the tools judge nothing of production."""
-    folders = [folder for folder in sorted((ROOT / "parity_tests").iterdir()) if folder.is_dir()]
-    folders = [folder for folder in folders if folder.name not in discover.NOT_COMPONENTS]
-    folders.sort(key=lambda folder: folder.name != component)
+    folders = sorted(component_folders(), key=lambda folder: folder.name != component)
     return [file for folder in folders for file in sorted(folder.glob("test_*.py"))]
 
 

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parity_tests.evidence.injected_bugs.injected_bug import ROOT
+from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.mutants.by_tests import CAP_S, TestRuns, reaching
-from parity_tests.evidence.mutants.journal import Journal
 from parity_tests.evidence.mutants.judged import why_equivalent
 from parity_tests.evidence.mutants.mutant import Mutant
+from parity_tests.evidence.mutants.outcomes import without_cases, without_tests
 from parity_tests.evidence.mutants.places import lines_of_statement, lines_of_users
 from parity_tests.evidence.mutants.reached import CaseReach, Memory, TestReach, of_tests, test_files
-from parity_tests.evidence.mutants.workers import Workers
+from parity_tests.evidence.workers import Workers
 
 BATCH = 24  # mutants of one component, which share references: the more, the nearer they stand
 STARTED_S = 120.0  # for a process to import what it needs, and for its first mutant besides
@@ -45,7 +45,7 @@ def by_drawn_cases(
     """Judge those that the journal lacks."""
 
     def judge(batch: Sequence[Mutant]) -> None:
-        show(f"drawn cases: {len(sample) - len(journal.lacks_cases(sample))} of {len(sample)} mutants")
+        show(f"drawn cases: {len(sample) - len(without_cases(journal, sample))} of {len(sample)} mutants")
         left = [(mutant, _nearest(mutant, schemes)) for mutant in batch]
         while left:
             for record in _of_batch(left, examples, cache, workers):
@@ -53,11 +53,11 @@ def by_drawn_cases(
             if workers.stopped.is_set():
                 return
             (first, cases), *_ = left
-            if journal.lacks_cases([first]):  # it was given all its time, or its process died
+            if without_cases(journal, [first]):  # it was given all its time, or its process died
                 journal.add({"key": first.key, "schemes": len(cases), "examples": 0, "drawn": None, "oracle": None})
-            left = [(mutant, cases) for mutant, cases in left if journal.lacks_cases([mutant])]
+            left = [(mutant, cases) for mutant, cases in left if without_cases(journal, [mutant])]
 
-    left = journal.lacks_cases(sample)
+    left = without_cases(journal, sample)
     workers.each(judge, batches(left, min(BATCH, -(-len(left) // workers.jobs))))
 
 
@@ -78,30 +78,30 @@ def by_tests(
     """
     runs, is_all = TestRuns(workers), folders == "all"
     sample = [mutant for mutant in sample if not why_equivalent(mutant)]
-    left = journal.lacks_tests(sample)
+    left = without_tests(journal, sample)
     names = {mutant.component for mutant in left}
     tests = of_tests(memory, [file for file in test_files("") if file.parent.name in names], workers, show)
 
     def judge_by_own(mutant: Mutant) -> None:
-        show(f"tests: {len(journal.lacks_tests(sample))} mutants left, {mutant.file} {mutant.symbol}")
+        show(f"tests: {len(without_tests(journal, sample))} mutants left, {mutant.file} {mutant.symbol}")
         own = [test for test in tests if test.component == mutant.component]
         _judge(mutant, own, runs, journal, is_last=not is_all)
 
     workers.each(judge_by_own, left)
-    left = journal.lacks_tests(sample)
+    left = without_tests(journal, sample)
     if not left:
         return
     all_tests = of_tests(memory, test_files(""), workers, show)
 
     def judge_by_others(mutant: Mutant) -> None:
-        show(f"tests of other components: {len(journal.lacks_tests(sample))} mutants left, {mutant.file}")
+        show(f"tests of other components: {len(without_tests(journal, sample))} mutants left, {mutant.file}")
         _judge(mutant, [test for test in all_tests if test.component != mutant.component], runs, journal, is_last=True)
 
     workers.each(judge_by_others, left)
 
 
 def _judge(mutant: Mutant, tests: Sequence[TestReach], runs: TestRuns, journal: Journal, is_last: bool) -> None:
-    spent, start = journal.of(mutant).get("spent", 0.0), time.monotonic()
+    spent, start = journal.of(mutant.key).get("spent", 0.0), time.monotonic()
     failure = runs.first_failing(mutant, reaching(mutant, tests), CAP_S - spent)
     record = {"key": mutant.key, "spent": round(spent + time.monotonic() - start, 1), "capped": failure.capped}
     is_judged = is_last or failure.test or failure.capped
@@ -131,11 +131,9 @@ def _of_batch(
         pairs = [(mutant.to_dict(), cases) for mutant, cases in batch]
         file.write_text(json.dumps({"examples": examples, "cache": cache, "mutants": pairs}))
         command = [sys.executable, "-m", "parity_tests.evidence.mutants.drawn", str(file)]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-        )
-        assert process.stdout is not None
-        with process, workers.session(process.pid):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        with workers.process(command, **pipes) as process:
+            assert process.stdout is not None
             waiting = selectors.DefaultSelector()
             waiting.register(process.stdout, selectors.EVENT_READ)
             limit = STARTED_S + TIMEOUT_S

@@ -4,8 +4,6 @@ import ast
 import gc
 import json
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +12,20 @@ import pytest
 
 from parity_tests import warm_python
 from parity_tests.evidence.injected_bugs.injected_bug import ROOT
+from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.mutants import equivalents, page, places
 from parity_tests.evidence.mutants import mutant as mutant_module
 from parity_tests.evidence.mutants.by_tests import CAP_S, Failure, TestRuns, reaching, tree_of
+from parity_tests.evidence.mutants.case_lines import masks_of
 from parity_tests.evidence.mutants.drawn import AT_IMPORT, DrawnCases
-from parity_tests.evidence.mutants.journal import Journal, Outcome
 from parity_tests.evidence.mutants.judged import equivalent
 from parity_tests.evidence.mutants.mutant import Mutant, changed
 from parity_tests.evidence.mutants.operators import changes
-from parity_tests.evidence.mutants.reached import CaseReach, Memory, TestReach, _masks, _of_file, of_tests
+from parity_tests.evidence.mutants.outcomes import Outcome, outcomes, without_cases, without_tests
+from parity_tests.evidence.mutants.reached import CaseReach, Memory, TestReach, _of_file, of_tests
 from parity_tests.evidence.mutants.run import BATCH, _nearest, batches
-from parity_tests.evidence.mutants.workers import Workers
+from parity_tests.evidence.page import with_section
+from parity_tests.evidence.workers import Workers
 
 PLAIN = "torch_impl/collectives/plain.py"
 SUM = "parity_tests.collectives.test_schemes:sum_to_invariant"
@@ -123,6 +124,7 @@ def test_a_sample_repeats_and_has_each_component():
     assert {mutant.component for mutant in places.sampled(4, 3, "layouts")} == {"layouts"}
 
 
+@pytest.mark.slow
 def test_a_change_of_other_lines_leaves_sample_and_outcomes_as_they_were(monkeypatch, tmp_path):
     def named(root):
         monkeypatch.setattr(places, "ROOT", root)
@@ -167,14 +169,16 @@ def test_a_line_that_is_not_counted_is_judged_by_the_cases_that_run_its_statemen
     assert cases(6, 2) == cases(6, 7) == cases(3, 5) == {}
 
 
+@pytest.mark.slow
 def test_cases_have_the_lines_that_their_ranks_run():
     """Ranks are threads. Of a function that another scheme runs, they have none."""
     keys = [SUM, SUM.replace("sum_to_invariant", "maximum")]
-    total, maximum = (CaseReach(masks).masks for masks in _masks(keys, 3, Workers(1)).values())
+    total, maximum = (CaseReach(masks).masks for masks in Workers(1).call(masks_of, keys, 3).values())
     line = str(mutant_of(RETURNED, "return total").first_line)
     assert total[PLAIN][line] == 0b111 and maximum and line not in maximum.get(PLAIN, {})
 
 
+@pytest.mark.slow
 def test_drawn_cases_catch_a_mutant_and_pass_what_is_none():
     cases = DrawnCases(examples=4)
     caught = cases.judge(mutant_of(RETURNED, "return (total / 2).to(x.dtype)"), {SUM: range(4)})
@@ -212,13 +216,13 @@ def test_the_first_test_that_fails_catches_a_mutant_if_it_passes_without():
 def test_a_run_goes_on_where_it_was_stopped():
     mutant = mutant_of(RETURNED, "return total")
     journal = Journal(Path("build") / "mutants.jsonl")
-    assert journal.lacks_cases([mutant]) == [mutant]
+    assert without_cases(journal, [mutant]) == [mutant]
     journal.add({"key": mutant.key, "schemes": 1, "examples": 4, "drawn": None, "oracle": None})
-    assert not journal.lacks_cases([mutant]) and not journal.outcomes([mutant])[0].is_tested
+    assert not without_cases(journal, [mutant]) and not outcomes(journal, [mutant])[0].is_tested
     journal.add({"key": mutant.key, "spent": 2.0})
-    assert Journal(journal.path).lacks_tests([mutant]) == [mutant]
+    assert without_tests(Journal(journal.path), [mutant]) == [mutant]
     journal.add({"key": mutant.key, "tests": "parity_tests/collectives/test_schemes.py"})
-    (outcome,) = Journal(journal.path).outcomes([mutant])
+    (outcome,) = outcomes(Journal(journal.path), [mutant])
     assert (outcome.drawn, outcome.is_tested, outcome.tests) == (None, True, "parity_tests/collectives/test_schemes.py")
 
 
@@ -231,6 +235,7 @@ def test_a_batch_is_of_one_component_and_the_largest_comes_first():
     assert [mutant.start for mutant in first] == sorted(mutant.start for mutant in first) and last[0].component == "a"
 
 
+@pytest.mark.slow
 def test_threads_may_look_for_lines_at_the_same_time():
     """Python 3.11 parses in one thread at a time, and a collection of garbage lets another one in."""
     mutant = replace(mutant_of(RETURNED, "return total"), file="torch_impl/context_parallel/attention.py")
@@ -249,31 +254,13 @@ def test_threads_may_look_for_lines_at_the_same_time():
     assert len(set(lines)) == 1
 
 
-def test_workers_hand_out_tasks_in_turn_and_end_what_runs_when_one_raises():
-    workers, order = Workers(2), []
-    assert sorted(workers.each(lambda task: order.append(task) or -task, range(6))) == [-5, -4, -3, -2, -1, 0]
-    assert sorted(order) == list(range(6)) and not workers.stopped.is_set()
-
-    def task(is_long):
-        command = [sys.executable, "-c", f"import time; time.sleep({600 if is_long else 0})"]
-        with subprocess.Popen(command, start_new_session=True) as process, workers.session(process.pid):
-            process.wait()
-        if not is_long:
-            raise ZeroDivisionError
-        return process.returncode
-
-    with pytest.raises(ZeroDivisionError):
-        workers.each(task, [True, False])
-    assert workers.stopped.is_set()
-
-
 def test_what_is_reached_is_remembered_while_the_text_is_the_same():
-    memory = Memory(Path("lines.json"))
+    memory = Memory(Path("lines.jsonl"))
     assert memory.get("a", "text") is None
     memory.put("a", "text", {PLAIN: {"2": 0b100}}, [PLAIN])
-    reach = CaseReach(Memory(Path("lines.json")).get("a", "text"))
+    reach = CaseReach(Memory(Path("lines.jsonl")).get("a", "text"))
     assert memory.get("a", "another text") is None
-    other = Memory(Path("lines.json"))
+    other = Memory(Path("lines.jsonl"))
     other._production["torch_impl/collectives/lengths.py"] = "changed"
     assert other.get("a", "text") is not None  # which it does not run
     other._production[PLAIN] = "changed"
@@ -281,9 +268,10 @@ def test_what_is_reached_is_remembered_while_the_text_is_the_same():
     assert (reach.cases(PLAIN, [2]), reach.cases(PLAIN, [1])) == ([2], [])
 
 
+@pytest.mark.slow
 def test_a_test_has_the_lines_that_its_ranks_run():
     """Ranks are threads; of the function beside it, which another test of the file runs, it has none."""
-    tests = of_tests(Memory(Path("lines.json")), [ROOT / SUM_FILE], Workers(1), print)
+    tests = of_tests(Memory(Path("lines.jsonl")), [ROOT / SUM_FILE], Workers(1), print)
     (total,) = [test for test in tests if test.name.endswith("test_narrow_dtypes_are_summed_in_float32")]
     (maximum,) = [test for test in tests if test.name.endswith("no_gradient[torch.float64]")]
     line = mutant_of(RETURNED, "return total").first_line
@@ -345,10 +333,9 @@ def test_the_page_counts_by_component_and_lists_survivors(monkeypatch):
     assert "| collectives | 3 | 1 of 2 (50.0%) | 2 of 3 (66.7%) | 1 | 0 |" in page.table(outcomes)
     assert page.survivors(outcomes).startswith(f"- `{PLAIN}:{mutant.first_line}`, `all_reduce_sum`, arithmetic: ")
     assert not page.is_promised(outcomes) and "the promise is made of 1000" in page.closing(outcomes)[0]
-    monkeypatch.setattr("parity_tests.evidence.mutants.journal.why_equivalent", lambda mutant: "no caller sees it")
+    monkeypatch.setattr("parity_tests.evidence.mutants.outcomes.why_equivalent", lambda mutant: "no caller sees it")
     assert page.table(outcomes).splitlines()[-1].endswith("| 0 | 1 |")
-    page.write(outcomes, Path("mutants.md"), 0, 16, 10)
-    assert "Equivalent: no caller sees it" in Path("mutants.md").read_text()
+    assert "Equivalent: no caller sees it" in page.text(outcomes, 0, 16, 10)
     assert json.dumps(mutant.to_dict())
 
 
@@ -395,10 +382,9 @@ def test_what_fails_on_a_tree_of_mutants_is_named():
 
 
 def test_the_sentence_on_equivalents_replaces_the_one_before():
-    file = Path("mutants.md")
-    file.write_text("# Mutants\n")
+    text = "# Mutants\n"
     for seen in (2, 0):
-        page.write_of_equivalents(page.of_equivalents(70, seen), file)
-    assert file.read_text().count("of 70 mutants that are read as equivalent, 0 are seen") == 1
-    page.write([], file, 0, 16, 10)
-    assert "0 are seen by a test" in file.read_text() and file.read_text().count(page.TESTED_AT_ONCE) == 1
+        text = with_section(text, page.TESTED_AT_ONCE, page.of_equivalents(70, seen))
+    assert "Of 70 mutants that are read as equivalent, 0 are seen by a test" in text
+    again = page.text([], 0, 16, 10, before=text)
+    assert text.count("are seen by a test") == again.count("0 are seen by a test") == again.count("## Read as") == 1

@@ -1,18 +1,20 @@
 """Two tiers of tests: which bugs are judged, by which tests, and what the page counts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
 from parity_tests.evidence.injected_bugs.injected_bug import patched_text
+from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.mutants import tiers
 from parity_tests.evidence.mutants.by_tests import Failure, TestRuns
-from parity_tests.evidence.mutants.journal import Journal
 from parity_tests.evidence.mutants.mutant import changed
 from parity_tests.evidence.mutants.reached import Memory, TestReach
 from parity_tests.evidence.mutants.tiers import INJECTED, MUTANTS, Verdict, of_bug
-from parity_tests.evidence.mutants.workers import Workers
+from parity_tests.evidence.workers import Workers
 
 BUG = of_bug(CATALOGUE[0])
 REACHED = {BUG.file: list(range(BUG.first_line, BUG.last_line + 1))}
@@ -38,8 +40,8 @@ def judged(monkeypatch):
         monkeypatch.setattr(TestRuns, "first_failing", first_failing)
         monkeypatch.setattr(tiers, "of_tests", lambda *_: [FAST, SLOW])
         journal = Journal(Path("tiers.jsonl"))
-        tiers.judge([BUG], Memory(Path("lines.json")), journal, Workers(1), 1.0, print)
-        return tiers.verdict(INJECTED, BUG, journal.of(BUG))
+        tiers.judge([BUG], Memory(Path("lines.jsonl")), journal, Workers(1), 1.0, print)
+        return tiers.verdict(INJECTED, BUG, journal.of(BUG.key))
 
     return record, runs
 
@@ -59,6 +61,37 @@ def test_a_bug_that_a_fast_test_catches_is_judged_once(judged):
 def test_what_no_test_had_time_for_is_not_judged(judged):
     record, _ = judged
     assert record(capped=True).is_open
+
+
+def test_the_tests_of_a_component_are_traced_when_the_first_of_its_bugs_is_judged(monkeypatch):
+    other = next(of_bug(bug) for bug in CATALOGUE if of_bug(bug).component != BUG.component)
+    again = replace(BUG, new=f"{BUG.new} ")
+    events = []
+    monkeypatch.setattr(tiers, "of_tests", lambda memory, files, *_: events.append(files[0].parent.name) or [FAST])
+    judged = Failure(FAST.name)
+    monkeypatch.setattr(TestRuns, "first_failing", lambda self, mutant, *_: events.append(mutant) or judged)
+    memory, journal = Memory(Path("lines.jsonl")), Journal(Path("tiers.jsonl"))
+    tiers.judge([BUG, other, again], memory, journal, Workers(1), 1.0, print)
+    assert events == [BUG.component, BUG, other.component, other, again]
+
+
+def test_an_interrupted_run_has_judged_bugs_of_many_components_and_writes_the_page(monkeypatch):
+    sample, judged = [(INJECTED, of_bug(bug)) for bug in CATALOGUE[::20]], []
+    monkeypatch.setattr(tiers, "bugs", lambda count, seed: sample)
+
+    def judge(mutants, memory, journal, *_):
+        for mutant in mutants[:20]:
+            judged.append(mutant)
+            journal.add({"key": mutant.key, "fast": "a", "fast_capped": False})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiers, "judge", judge)
+    app = tiers.typer.Typer()
+    app.command()(tiers.main)
+    assert CliRunner().invoke(app, ["--page", "tiers.md"]).exit_code == 0
+    words = f"20 of 20 (100.0%) of those that all tests catch; 20 of {len(sample)} are judged"
+    assert words in Path("tiers.md").read_text()
+    assert len({mutant.component for mutant in judged}) > len({mutant.component for _, mutant in sample[:20]})
 
 
 def test_the_page_counts_what_is_judged():

@@ -1,7 +1,7 @@
 """`python -m parity_tests.evidence.mutants.tiers`: how many bugs the fast tests catch of those that all tests catch.
 
-A bug is a mutant of a seeded sample or one of the catalogue of injected bugs. `make tiers` writes the page; it goes on
-where it was stopped.
+A bug is a mutant of a seeded sample or one of the catalogue of injected bugs. `make tiers` writes the page. A run that
+is interrupted writes the page of the bugs that are judged so far; the next one goes on from there.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
-import platform
+import contextlib
+import random
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
 from parity_tests.evidence.injected_bugs.injected_bug import ROOT, InjectedBug, named, patched_text, source
-from parity_tests.evidence.injected_bugs.report import markdown, share
+from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.mutants import places
 from parity_tests.evidence.mutants.by_tests import TestRuns, reaching
-from parity_tests.evidence.mutants.journal import Journal
 from parity_tests.evidence.mutants.judged import why_equivalent
 from parity_tests.evidence.mutants.mutant import Mutant
-from parity_tests.evidence.mutants.reached import Memory, of_tests, test_files
-from parity_tests.evidence.mutants.workers import Workers
+from parity_tests.evidence.mutants.reached import Memory, TestReach, of_tests, test_files
+from parity_tests.evidence.page import bullets, by_component, joined, markdown_table, share, write, written_by
+from parity_tests.evidence.workers import Workers
 from shardproof.draw.profiles import EXAMPLES
 
 PROMISED = 0.97
@@ -39,20 +40,22 @@ MUTANTS, INJECTED = "mutants", "injected bugs"
 COLUMNS = ("component", f"{MUTANTS}: fast of all", f"{INJECTED}: fast of all", "caught by none", "not run yet")
 HEAD = """# Two tiers of tests
 
-`make test` runs the fast tests: all but those marked `slow`, with {fast} examples for a property. `make test-all` runs
-every test, with {all} examples. This page counts the bugs that the fast tests catch of those that all tests catch; the
-promise is {promised:.0%}.
+`make test` runs the fast tests: all tests without the mark `slow`, with {fast} examples for a property.
+`make test-all` runs every test, with {all} examples. Of the bugs that all tests catch, the fast tests promise to
+catch {promised:.0%}. This page has the counts.
 
 A bug is one of {count} [mutants](mutants.md), drawn by a seed, or one of the [injected bugs](injected-bugs.md). A bug
 is judged by the tests of its component that run the changed line: by the fast tests first, then, if these miss it, by
-all tests. Tests outside of the component's folder, as those of every scheme, are not run, in either tier. Left out are
-mutants that are read as equivalent, and injected bugs that are equivalent or expected to survive. A bug whose tests
-take more than {cap:.0f} s is counted as not run.
+all tests. Tests outside the component's folder, such as the tests of every scheme, are not run in either tier. Mutants
+and injected bugs that are equivalent are left out, and so are injected bugs that are expected to survive. A bug
+whose tests take more than {cap:.0f} s is counted as not run.
+
+Bugs are judged in an order that the seed draws, across components: those of a run that was stopped are a sample of all.
+The run goes on where it was stopped: `build/tiers.jsonl` remembers what is judged.
 
 {closing}
 
-Written by `make tiers` on {date} with Python {python}, torch {torch}, jax {jax}, seed {seed}.
-It goes on where it was stopped: `build/tiers.jsonl` remembers what is judged.
+{written_by}
 
 {table}
 """
@@ -104,30 +107,31 @@ def judge(
     cap: float,
     show: Callable[[str], Any],
 ) -> None:
-    """Judge the mutants of one component that the journal lacks: by its fast tests, and by all where these miss one."""
-    left = [mutant for mutant in mutants if verdict(MUTANTS, mutant, journal.of(mutant)).is_open]
-    if not left:
-        return
-    tests = of_tests(memory, _files(left[0].component), workers, show)
+    """Judge those that the journal lacks, in turn: by the fast tests of a component, and by all if these miss one."""
+    left = [mutant for mutant in mutants if verdict(MUTANTS, mutant, journal.of(mutant.key)).is_open]
+    locks, traced = {mutant.component: threading.Lock() for mutant in left}, dict[str, list[TestReach]]()
     fast, every = (TestRuns(workers, (f"--hypothesis-profile={name}",)) for name in ("fast", "ci"))
-    tiers = (("fast", fast, [test for test in tests if not test.slow]), ("any", every, tests))
+
+    def tests_of(component: str) -> list[TestReach]:
+        with locks[component]:
+            if component not in traced:
+                files = [file for file in test_files(component) if file.parent.name == component]
+                traced[component] = of_tests(memory, files, workers, show)
+            return traced[component]
 
     def judge_one(mutant: Mutant) -> None:
-        show(f"{sum(not journal.of(each) for each in left)} left, {mutant.file} {mutant.symbol}")
-        for name, runs, of_tier in tiers:
-            if name not in journal.of(mutant):
+        tests = tests_of(mutant.component)
+        show(f"{sum(not journal.of(each.key) for each in left)} left, {mutant.file} {mutant.symbol}")
+        for name, runs, of_tier in (("fast", fast, [test for test in tests if not test.slow]), ("any", every, tests)):
+            if name not in journal.of(mutant.key):
                 failure = runs.first_failing(mutant, reaching(mutant, of_tier), cap)
                 if workers.stopped.is_set():
                     return
                 journal.add({"key": mutant.key, name: failure.test, f"{name}_capped": failure.capped})
-            if journal.of(mutant)[name]:
+            if journal.of(mutant.key)[name]:
                 return
 
     workers.each(judge_one, left)
-
-
-def _files(component: str) -> list[Path]:
-    return [file for file in test_files(component) if file.parent.name == component]
 
 
 def verdict(kind: str, mutant: Mutant, record: dict[str, Any]) -> Verdict:
@@ -152,9 +156,8 @@ def _counts(verdicts: Sequence[Verdict]) -> tuple[int, int]:
 
 def table(verdicts: Sequence[Verdict]) -> str:
     """A line for each component and one for all."""
-    names = sorted({each.mutant.component for each in verdicts})
-    rows = [(name, [each for each in verdicts if each.mutant.component == name]) for name in names]
-    return markdown(COLUMNS, [_row(name, each) for name, each in [*rows, ("all", list(verdicts))]])
+    groups = [*by_component(verdicts, lambda each: each.mutant.component), ("all", verdicts)]
+    return markdown_table(COLUMNS, [_row(name, group) for name, group in groups])
 
 
 def _row(name: str, verdicts: Sequence[Verdict]) -> tuple[str, ...]:
@@ -164,9 +167,9 @@ def _row(name: str, verdicts: Sequence[Verdict]) -> tuple[str, ...]:
 
 
 def missed(verdicts: Sequence[Verdict]) -> list[str]:
-    """A line for each bug that only a slow test, or more examples, catches."""
+    """The bugs that only a slow test, or more examples, catches."""
     only = [(each.mutant, each.any) for each in verdicts if not each.is_open and each.any and not each.fast]
-    return [f"- `{bug.file}:{bug.first_line}`, {bug.kind}: `{bug.change}`, by `{test}`." for bug, test in only]
+    return [f"`{bug.file}:{bug.first_line}`, {bug.kind}: `{bug.change}`, by `{test}`." for bug, test in only]
 
 
 def is_promised(verdicts: Sequence[Verdict]) -> bool:
@@ -177,14 +180,13 @@ def is_promised(verdicts: Sequence[Verdict]) -> bool:
 
 def page(verdicts: Sequence[Verdict], count: int, seed: int) -> str:
     """The page's text."""
-    text = HEAD.format(
-        fast=EXAMPLES["fast"], all=EXAMPLES["ci"], promised=PROMISED, count=count, cap=CAP_S, seed=seed,
-        closing="\n".join(f"- {closing(verdicts, kind)}" for kind in (MUTANTS, INJECTED)),
-        date=date.today().isoformat(), python=platform.python_version(), torch=version("torch"), jax=version("jax"),
-        table=table(verdicts),
+    head = HEAD.format(
+        fast=EXAMPLES["fast"], all=EXAMPLES["ci"], promised=PROMISED, count=count, cap=CAP_S,
+        closing=bullets(closing(verdicts, kind) for kind in (MUTANTS, INJECTED)),
+        written_by=written_by("make tiers", seed=seed), table=table(verdicts),
     )  # fmt: skip
     lines = missed(verdicts)
-    return text + ("\n## Caught by all tests alone\n\n" + "\n".join(lines) + "\n" if lines else "")
+    return joined(head, *(("## Caught by all tests alone", bullets(lines)) if lines else ()))
 
 
 def main(
@@ -204,22 +206,17 @@ def main(
     names = sorted({mutant.component for _, mutant in sample})
     if unknown := set(component or ()) - set(names):
         raise typer.BadParameter(f"--component {', '.join(sorted(unknown))} is not one of {', '.join(names)}")
-    stderr = Console(stderr=True)
-
-    def show(line: str) -> None:
-        stderr.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    memory, journal = Memory(build / "mutants_lines.json"), Journal(build / "tiers.jsonl")
-    for name in component or names:
-        chosen = [each for its_kind, each in sample if each.component == name and kind in ("", its_kind)]
+    show = partial(print, file=sys.stderr, flush=True)
+    memory, journal = Memory(build / "mutants_lines.jsonl"), Journal(build / "tiers.jsonl")
+    chosen = [each for its_kind, each in sample if each.component in (component or names) and kind in ("", its_kind)]
+    random.Random(seed).shuffle(chosen)
+    with contextlib.suppress(KeyboardInterrupt):  # what is judged so far is shown and written
         judge(chosen, memory, journal, Workers(jobs), cap, show)
-    verdicts = [verdict(its_kind, each, journal.of(each)) for its_kind, each in sample]
-    console = Console(width=None if Console().is_terminal else 120)
-    for line in [*(closing(verdicts, each) for each in (MUTANTS, INJECTED)), "", table(verdicts), *missed(verdicts)]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    verdicts = [verdict(its_kind, each, journal.of(each.key)) for its_kind, each in sample]
+    shares = bullets(closing(verdicts, each) for each in (MUTANTS, INJECTED))
+    print(joined(shares, table(verdicts), bullets(missed(verdicts))))
     if page_file:
-        page_file.write_text(page(verdicts, count, seed))
-        console.print(f"written: {page_file}", highlight=False)
+        write(page(verdicts, count, seed), page_file)
     raise typer.Exit(int(not is_promised(verdicts)))
 
 

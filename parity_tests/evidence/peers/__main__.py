@@ -1,13 +1,12 @@
 """`python -m parity_tests.evidence.peers`, or `make peers`: judge other projects' functions, write docs/findings.md.
 
 Each verdict is compared with the expected one; the exit status is 1 where one differs. The verdicts of each file are
-kept in build/peers, from which the page is written; it is not where a project or an engine has none.
+kept in build/peers.jsonl, from which the page is written; it is not where a project or an engine has none.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -18,13 +17,15 @@ from typing import Annotated
 
 import typer
 
+from parity_tests.evidence.journal import Journal
+from parity_tests.evidence.page import write
 from parity_tests.evidence.peers.findings import FINDINGS, PROJECTS, Finding
-from parity_tests.evidence.peers.outcome import FOLDER, Outcome
+from parity_tests.evidence.peers.outcome import FOLDER, Outcome, key
 
 ROOT = FOLDER.parents[2]
 ENGINES = ("lockstep", "gloo")
 CHATTER = ("[WARNING]", "built successfully")  # what a library prints of itself
-TABLES = ROOT / "build" / "peers"
+JOURNAL = ROOT / "build" / "peers.jsonl"
 TIMEOUT_S = 1800  # for one file on one engine
 
 
@@ -41,7 +42,6 @@ def main(
         raise typer.BadParameter(f"--only {only!r} is not one of {', '.join(PROJECTS)}")
     if engine is not None and engine not in ENGINES:
         raise typer.BadParameter(f"--engine {engine!r} is not one of {', '.join(ENGINES)}")
-    TABLES.mkdir(parents=True, exist_ok=True)
     versions = {folder: version(folder) for folder in PROJECTS if only in (None, folder)}
     outcomes: list[Outcome] = []
     for folder, outcome_set in versions.items():
@@ -51,14 +51,13 @@ def main(
         for name in (engine,) if engine else ENGINES:
             for file in files(folder):
                 outcomes += judged(file, name, examples)
-    every = [each for name in ENGINES for file in files() for each in read(table(file, name))]
-    missing = {file.parent.name for name in ENGINES for file in files() if not table(file, name).exists()}
-    if missing:
+    kept = {(file, name): read(file, name) for name in ENGINES for file in files()}
+    if missing := {file.parent.name for (file, _), of_file in kept.items() if of_file is None}:
         print(f"the page is not written: no verdicts of {', '.join(sorted(missing))} on {' and '.join(ENGINES)}")
     else:
         scripts = {finding.script: printed(finding) for finding in FINDINGS}
-        page.write_text(text(every, {folder: version(folder) or "" for folder in PROJECTS}, scripts))
-        print(f"written: {page}")
+        every = [each for of_file in kept.values() for each in of_file or ()]
+        write(text(every, {folder: version(folder) or "" for folder in PROJECTS}, scripts), page)
     unexpected = [each for each in outcomes if not each.is_expected]
     print(
         f"{len(outcomes)} verdicts, {len(unexpected)} of them unexpected; {dict(Counter(e.verdict for e in outcomes))}"
@@ -72,13 +71,10 @@ def files(*folders: str) -> list[Path]:
     return [path for path in paths if "scheme(" in path.read_text() and not path.name.startswith("test_")]
 
 
-def table(file: Path, engine: str) -> Path:
-    return TABLES / f"{file.parent.name}-{file.stem}-{engine}.json"
-
-
-def read(path: Path) -> list[Outcome]:
-    rows = json.loads(path.read_text()) if path.exists() else []
-    return [Outcome(**{**row, "wrong": tuple(row["wrong"])}) for row in rows]
+def read(file: Path, engine: str) -> list[Outcome] | None:
+    """The outcomes that the journal has of a file; None before they are judged."""
+    rows = Journal(JOURNAL).of(key(file, engine)).get("outcomes")
+    return None if rows is None else [Outcome(**{**row, "wrong": tuple(row["wrong"])}) for row in rows]
 
 
 def version(folder: str) -> str | None:
@@ -92,13 +88,13 @@ def version(folder: str) -> str | None:
 def judged(file: Path, engine: str, examples: int) -> list[Outcome]:
     """The outcomes of one file in a process of its own, printed as they come."""
     start = time.perf_counter()
-    path = table(file, engine)
-    path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "parity_tests.evidence.peers.outcome", str(file), engine, str(examples), str(path)]
+    Journal(JOURNAL).add({"key": key(file, engine), "outcomes": None})
+    program = [sys.executable, "-m", "parity_tests.evidence.peers.outcome"]
+    command = [*program, str(file), engine, str(examples), str(JOURNAL)]
     done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
-    if not path.exists():
+    outcomes = read(file, engine)
+    if outcomes is None:
         raise SystemExit(f"{file}: no verdicts\n{done.stderr[-2000:]}")
-    outcomes = read(path)
     counts = dict(Counter(each.verdict.partition(":")[0] for each in outcomes))
     print(f"{file.parent.name}/{file.stem} on {engine}: {counts}, {time.perf_counter() - start:.0f} s", flush=True)
     for each in outcomes:

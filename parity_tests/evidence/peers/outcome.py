@@ -1,7 +1,7 @@
 """The verdict on every scheme of one file, and whether it is the expected one.
 
-`python -m parity_tests.evidence.peers.outcome FILE ENGINE EXAMPLES TABLE` writes them as JSON: a process for each file, so that
-what one project leaves behind in a process is no other's matter.
+`python -m parity_tests.evidence.peers.outcome FILE ENGINE EXAMPLES JOURNAL` adds them to a journal: a process for each
+file, so that what one project leaves behind in a process is no other's matter.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
-import json
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.peers.findings import RIGHT, expected, expected_verdict
 from shardproof.declare.declared import Declared
 from shardproof.declare.discover import schemes_of_file
@@ -89,10 +89,15 @@ def known(scheme: Declared, engine: str, examples: int) -> Report:
     return report
 
 
-def main(file: str, engine: str, examples: str, table: str) -> None:
+def key(file: Path, engine: str) -> str:
+    """Under which the journal has the outcomes of a file."""
+    return f"{file.parent.name}/{file.stem} {engine}"
+
+
+def main(file: str, engine: str, examples: str, journal: str) -> None:
     path = Path(file).resolve()
     results = [outcome(scheme, path, engine, int(examples)) for scheme in schemes_of_file(str(path))]
-    Path(table).write_text(json.dumps([asdict(each) for each in results]))
+    Journal(Path(journal)).add({"key": key(path, engine), "outcomes": [asdict(each) for each in results]})
 
 
 if __name__ == "__main__":

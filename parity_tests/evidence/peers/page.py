@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from parity_tests.evidence.page import bullets, joined, markdown_table, written_by
 from parity_tests.evidence.peers.findings import CONTRACTS, FINDINGS, PROJECTS, RIGHT, Finding, expected
 from parity_tests.evidence.peers.outcome import Outcome
 
 INTRODUCTION = """# Findings in other projects
 
-Functions of other projects, each called as its user calls it, judged by `shardproof verify` against a reference that
-is written from the mathematics. `make peers` runs them all, on lockstep and on processes of gloo, and writes this
-page. Corrections are welcome: a scheme that calls a function otherwise than its manual says is our mistake.
+Functions of other projects, each called as its user calls it, judged by `shardproof verify` on lockstep and on
+processes of gloo, against a reference that is written from the mathematics. Corrections are welcome: a scheme that
+calls a function otherwise than its manual says is our mistake.
 
 Every script below runs without Shardproof, on the versions named. Under it are the lines that it printed; those that
 begin with a rank are sorted, and what the library logs is left out.
@@ -20,15 +21,17 @@ begin with a rank are sorted, and what the library logs is left out.
 
 def text(outcomes: Sequence[Outcome], versions: Mapping[str, str], printed: Mapping[str, str]) -> str:
     """The page. `versions` are by folder, `printed` is the output of each script."""
-    parts = [INTRODUCTION, "## What differs from its mathematics\n"]
-    for number, finding in enumerate(FINDINGS, 1):
-        parts.append(_finding(number, finding, outcomes, versions, printed))
-    parts.append("## What a function does not take\n")
-    parts.append("\n".join(f"- {each.project}: {each.what}." for each in CONTRACTS) + "\n")
-    parts.append("## What is right\n")
-    parts.append("On both engines, every drawn case within its budget: values, gradients, and the ranks' agreement.\n")
-    parts += [_right(folder, outcomes, verdict_set) for folder, verdict_set in versions.items()]
-    return "\n".join(parts)
+    return joined(
+        INTRODUCTION,
+        written_by("make peers"),
+        "## What differs from its mathematics",
+        *(_finding(number, each, outcomes, versions, printed) for number, each in enumerate(FINDINGS, 1)),
+        "## What a function does not take",
+        bullets(f"{each.project}: {each.what}." for each in CONTRACTS),
+        "## What is right",
+        "On both engines, every drawn case within its budget: values, gradients, and the ranks' agreement.",
+        *(_right(folder, outcomes, version) for folder, version in versions.items()),
+    )
 
 
 def _finding(
@@ -54,10 +57,10 @@ def _finding(
         ("issue", finding.issue or "none is known to us"),
         ("script", f"the one below, by `torchrun --nproc-per-node {finding.ranks}` and its path"),
     ]
-    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows if value)])
+    table = markdown_table(("", ""), [row for row in rows if row[1]])
     script = f"```{{literalinclude}} ../parity_tests/evidence/peers/scripts/{finding.script}.py\n:language: python\n```"
     output = f"```text\n{printed[finding.script]}\n```"
-    return f"### {number}. {finding.title}\n\n{finding.what}\n\n{table}\n\n{script}\n\n{output}\n"
+    return joined(f"### {number}. {finding.title}", finding.what, table, script, output)
 
 
 def _right(folder: str, outcomes: Iterable[Outcome], version: str) -> str:
@@ -71,5 +74,5 @@ def _right(folder: str, outcomes: Iterable[Outcome], version: str) -> str:
     for scheme in right:
         file, _, name = scheme.partition("::")
         by_file.setdefault(file.partition("/")[2], []).append(f"`{name}`")
-    lines = "\n".join(f"- {file}: {', '.join(names)}" for file, names in by_file.items())
-    return f"### {PROJECTS[folder]} {version}: {len(right)} of {len(verdicts)}\n\n{lines}\n"
+    lines = bullets(f"{file}: {', '.join(names)}" for file, names in by_file.items())
+    return joined(f"### {PROJECTS[folder]} {version}: {len(right)} of {len(verdicts)}", lines)

@@ -35,12 +35,14 @@ def judged(name: str, engine: str = "lockstep") -> Outcome:
     return outcome(scheme_of_file(str(LOSSES), name), LOSSES, engine, examples=4)
 
 
+@pytest.mark.slow
 def test_a_finding_is_seen_where_it_is_expected():
     found = judged("mse_loss_mean_even")
     assert (found.verdict, found.wrong) == ("mismatch", ("d/d x",)) and found.is_expected
     assert found.smallest.startswith("dp=2 n=2 c=1")
 
 
+@pytest.mark.slow
 def test_the_first_note_of_a_finding_is_true():
     name = "mse_loss_mean_even"
     ((scheme, finding),) = (each for each in first_notes.findings_of(LOSSES) if each[0].name == name)
@@ -52,10 +54,12 @@ def test_every_finding_has_the_kind_of_an_injected_bug():
     assert [finding for finding in FINDINGS if finding.kind not in KINDS] == []
 
 
+@pytest.mark.slow
 def test_right_functions_are_right():
     assert [judged(name).verdict for name in ("l1_loss_mean_even", "poisson_nll_loss_mean_uneven")] == [RIGHT] * 2
 
 
+@pytest.mark.slow
 def test_a_verdict_on_a_dtensors_backward_leaves_no_thread_dead(tmp_path):
     """Repairing a line hands DTensors to collectives, and what is left of them is waited for."""
     report = verify(scheme_of_file(str(LOSSES), "mse_loss_mean_even"), examples=20, replay_folder=str(tmp_path))

@@ -35,7 +35,7 @@ def test_a_folder_is_searched_without_installed_packages(tmp_path: Path) -> None
 def test_a_root_directory_is_not_a_project() -> None:
     with pytest.raises(discover.UnusableTarget) as caught:
         discover.find(["/"])
-    assert str(caught.value) == "/: is a whole disk; give a file, or the folder of a project"
+    assert str(caught.value) == "/ is a whole disk; give a file, or the folder of a project"
 
 
 def test_a_mistake_without_a_line_has_no_line_in_its_message(tmp_path: Path) -> None:

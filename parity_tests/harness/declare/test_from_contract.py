@@ -67,8 +67,7 @@ def test_declared_specs_take_precedence():
         (
             lambda mesh, x: x,
             weighted,
-            "takes (x), of which the contract of weighted has none (logits, weight); name the arguments alike, "
-            "or pass inputs",
+            "takes (x), but the contract of weighted has only (logits, weight); rename the arguments, or pass inputs",
         ),
     ],
 )
@@ -125,7 +124,7 @@ def test_specs_that_are_no_instance_are_rejected(inputs, outputs, own):
 
     with pytest.raises(ValueError) as caught:
         scheme(reference=reference, mesh={"tp": (1, 2)}, contract=weighted, inputs=inputs, outputs=outputs)(written)
-    sentence = f"has {own}, which is no instance of the contract of weighted: {GENERAL}"
+    sentence = f"has {own}, which does not match the contract of weighted: {GENERAL}"
     assert sentence in str(caught.value)
 
 

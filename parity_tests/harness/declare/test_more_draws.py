@@ -112,6 +112,7 @@ def test_a_function_of_the_case():
     assert declaration.inputs[0].is_integer
 
 
+@pytest.mark.slow
 def test_a_strategy_of_numbers():
     temperature = st.floats(0.5, 2.0)
     found = [x for x in drawn_arrays(temperature, **FLOATING)]
@@ -119,6 +120,7 @@ def test_a_strategy_of_numbers():
     assert {1, 5} >= {int(i) for x in drawn_arrays(st.sampled_from([1, 5]), function=integer) for i in x.ravel()}
 
 
+@pytest.mark.slow
 def test_a_strategys_numbers_are_recorded_and_shrink():
     def wrong_above_seven(mesh, x):
         return x * torch.where(x > 7, 3.0, 2.0)
@@ -175,6 +177,7 @@ def test_a_wrong_count(count):
         exactly(count)
 
 
+@pytest.mark.slow
 def test_processes_draw_the_references_numbers():
     """Ranks get the record of a strategy, not the strategy, and the function itself."""
 

@@ -33,6 +33,7 @@ def few_pictures(monkeypatch):
     monkeypatch.setattr(declared_pictures, "declared_pictures", lambda scheme: {"tp=2": f"drawn: {scheme.name}"})
 
 
+@pytest.mark.slow
 def test_the_index_equals_an_import(cache, monkeypatch, few_pictures):
     imported = scheme_index.entries()
     assert [entry.key for entry in imported] == [scheme.key for scheme in discover.built_in()]
@@ -41,6 +42,7 @@ def test_the_index_equals_an_import(cache, monkeypatch, few_pictures):
     assert [file.name.partition("-")[0] for file in cache.iterdir()] == ["schemes"]
 
 
+@pytest.mark.slow
 def test_a_name_imports_its_file_and_no_other(cache, few_pictures):
     scheme_index.entries()
     script = (
@@ -52,6 +54,7 @@ def test_a_name_imports_its_file_and_no_other(cache, few_pictures):
     assert run.stdout == "True\n", run.stderr
 
 
+@pytest.mark.slow
 def test_the_list_loads_neither_torch_nor_jax(cache, few_pictures):
     names = [entry.name for entry in scheme_index.entries() if entry.public]
     command = [sys.executable, "-c", QUIET_LIST + LOADED]
@@ -59,6 +62,7 @@ def test_the_list_loads_neither_torch_nor_jax(cache, few_pictures):
     assert run.stdout.splitlines() == [*names, "[]"], run.stderr
 
 
+@pytest.mark.slow
 def test_a_picture_of_a_declared_mesh_loads_neither_torch_nor_jax(cache):
     scheme = next(each for each in discover.built_in() if {"cp", "tp"} <= set(each.mesh))
     scheme_index.entries()
@@ -71,6 +75,7 @@ def test_a_picture_of_a_declared_mesh_loads_neither_torch_nor_jax(cache):
         assert run.stdout == f"{scheme.name}\n{picture}\n\n[]\n", run.stderr
 
 
+@pytest.mark.slow
 def test_other_sizes_have_no_stored_picture(cache):
     assert scheme_index.stored_picture("vocab_parallel_logprob", {"tp": 2}) is None
     scheme_index.entries()
@@ -83,6 +88,7 @@ def test_other_sizes_have_no_stored_picture(cache):
         assert scheme_index.stored_picture(name, sizes) is None
 
 
+@pytest.mark.slow
 def test_a_failed_import_stores_no_index(cache, monkeypatch):
     """A process with a hidden package, or that looks for schemes elsewhere, leaves no index for the next."""
     monkeypatch.setattr(discover, "left_out", lambda: {"test_hf_plan.py": "needs torch; pip install it"})
@@ -99,6 +105,7 @@ NO_SCHEMES = '{"schemes": [], "pictures": {}}'
 DAMAGED = ["", "[{", "[]", "5", "[" * 200_000, NO_SCHEMES, OF_ANOTHER_VERSION, "\x00\xff"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", slow_but(["[{", OF_ANOTHER_VERSION], DAMAGED), ids=len)
 def test_a_damaged_index_is_made_anew(text, cache, few_pictures):
     expected = scheme_index.entries()
@@ -112,7 +119,7 @@ def test_a_changed_source_has_another_index(cache, tmp_path, monkeypatch):
     source = tmp_path / "root" / "parity_tests" / "test_new.py"
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
-    monkeypatch.setattr(scheme_index, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(scheme_index, "SOURCES", [tmp_path / "root"])
     names = [scheme_index._file().name]
     os.utime(source, ns=(1, 1))
     names.append(scheme_index._file().name)
@@ -124,6 +131,7 @@ def test_a_changed_source_has_another_index(cache, tmp_path, monkeypatch):
     assert len(set(names)) == 4
 
 
+@pytest.mark.slow
 def test_pictures_that_are_no_text_are_made_anew(cache, few_pictures):
     expected = scheme_index.entries()
     (file,) = cache.iterdir()
@@ -135,6 +143,7 @@ def test_pictures_that_are_no_text_are_made_anew(cache, few_pictures):
     assert json.loads(file.read_text()) == index
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_costs_time_alone(cache, monkeypatch, few_pictures):
     expected = scheme_index.entries()
     for file in cache.iterdir():
@@ -145,12 +154,13 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(cache, monkeypatch, fe
     assert scheme_index.entries() == expected
 
 
+@pytest.mark.slow
 def test_a_few_old_ones_are_kept(cache, few_pictures):
     cache.mkdir()
-    for number in range(scheme_index.MOST_FILES + 3):
+    for number in range(scheme_index.MAX_FILES + 3):
         file = cache / f"schemes-{number:016x}.json"
         file.write_text("[]")
         os.utime(file, (number, number))
     scheme_index.entries()
     left = sorted(Path(file).name for file in cache.glob("schemes-*"))
-    assert len(left) == scheme_index.MOST_FILES and f"schemes-{0:016x}.json" not in left
+    assert len(left) == scheme_index.MAX_FILES and f"schemes-{0:016x}.json" not in left

@@ -70,6 +70,7 @@ def test_custom_layouts():
     )
 
 
+@pytest.mark.slow
 def test_thousands_of_dims():
     names = [f"d{i}" for i in range(3000)]
     assert parse(" ".join(names), AXES, typeless_ok=True).dim_names == tuple(names)

@@ -66,7 +66,7 @@ SAID_OF_TWO = {
 def test_one_import_declares_a_name_once(tmp_path, case):
     text, sentence = SAID_OF_TWO[case]
     file = tmp_path / "declared_twice.py"
-    file.write_text("from parity_tests import scheme\n" + text)
+    file.write_text("from shardproof import scheme\n" + text)
     with pytest.raises(UnusableTarget) as caught:
         schemes_of_file(str(file))
     assert re.search(rf"declared_twice\.py:\d+: scheme 'scaled': {re.escape(sentence)}$", str(caught.value))
@@ -74,7 +74,7 @@ def test_one_import_declares_a_name_once(tmp_path, case):
 
 def test_a_module_imported_again_replaces_its_scheme(tmp_path):
     file = tmp_path / "imported_again.py"
-    file.write_text("from parity_tests import scheme\n" + IN_A_LOOP.replace("(2.0, 3.0)", "(3.0,)"))
+    file.write_text("from shardproof import scheme\n" + IN_A_LOOP.replace("(2.0, 3.0)", "(3.0,)"))
     module = module_of_file(str(file))
     key = f"{module.__name__}:scaled"
     first = lookup(key)

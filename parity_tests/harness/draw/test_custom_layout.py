@@ -83,6 +83,7 @@ def message_of(call, *args, **keywords):
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [viewed, reshaped, asserted])
 def test_a_rejection_by_a_library_counts(layout):
     """As of a view, a reshape, an assertion; and a generator of rows is as good as a list of them."""
@@ -121,6 +122,7 @@ def test_size_choices_are_checked_against_the_layout():
     assert drawn(declared(odd, dims={"t": (4, 5, 9)})) == {(world, size) for world in MESH for size in (5, 9)}
 
 
+@pytest.mark.slow
 def test_a_second_sharding_divides_the_shards_of_the_first():
     axes = {"dp": (1, 2), "ring": (1, 2)}
     outer, inner = "b t/ring:mine/dp", "b t/dp/ring:mine"
@@ -229,6 +231,7 @@ def test_a_layout_without_a_row_for_each_rank_is_rejected(layout, message):
         check(declaration.case(ring=2))
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("sharding", ["1/ring:ragged b", "1/ring:mine b"])
 def test_a_dim_of_size_one_may_be_sharded(sharding):
     """One rank has it, whichever."""

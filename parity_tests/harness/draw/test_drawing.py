@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parity_tests.specimens.drawn_schemes import array, cases, sequences, tokens
 from parity_tests.specimens.small_scheme import declared
-from shardproof import every_case
+from shardproof import every_case, offsets
 from shardproof.draw import inputs
 from shardproof.draw.choosers import even_chooser, seeded_chooser
 from shardproof.draw.drawing import draw_case
@@ -40,6 +40,7 @@ def fingerprint(schemes):
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same():
     program = "from parity_tests.harness.draw.test_drawing import *; print(fingerprint([tokens, sequences]))"
     environment = {"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}
@@ -91,6 +92,23 @@ def test_packed_lengths():
         counts["uneven"] += len(set(real[real > 0])) > 1
         counts["no padding"] += bool((real == padded).all())
     assert min(counts[what] for what in ("empty", "one token", "padding inside", "uneven", "no padding")) >= 15, counts
+
+
+def test_no_sequence_is_empty_if_so_declared():
+    """Nor is a dim so short that one would have to be."""
+
+    def kept(mesh, x, cu):
+        return x
+
+    more = {"inputs": {"x": "t/tp:packed", "cu": "m"}, "outputs": "t/tp:packed", "mesh": {"tp": (1, 2)}}
+    declaration = declared(kept, lambda x, cu: x, draw={"cu": offsets("t", empty=False)}, **more)
+    drawn = cases(declaration, 100)
+    assert len({case.m for case in drawn}) > 2
+    for case in drawn:
+        assert min(case.lengths["t"]["real"]) >= 1
+        assert len(case.lengths["t"]["real"]) == case.m - 1
+    with pytest.raises(ValueError, match="t=4 is too short for 3 nonempty sequences; give 12"):
+        draw_case(declaration, seeded_chooser(0), {"tp": 2, "t": 4, "m": 4})
 
 
 def test_offsets_and_lengths_share_one_draw():

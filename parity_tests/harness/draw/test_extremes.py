@@ -39,6 +39,7 @@ def test_a_masked_shard_leaves_one_value_of_a_row():
     assert not np.isfinite(bordered("neg_inf_mask", 0, "all", (2, 4), full_rows=True))[:2].any()
 
 
+@pytest.mark.slow
 def test_a_nan_at_a_shard_border_is_found_in_few_examples():
     """-inf times the 0 of a rank that does not own the id: it needs a mask and an id at one border."""
     found = [seed for seed in range(4) if not looked_up().verify(examples=20, seed=seed).ok]

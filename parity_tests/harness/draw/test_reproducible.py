@@ -1,5 +1,6 @@
 """The cases of a seed are the same, whatever modules the process has imported."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import seed as hypothesis_seed
 
@@ -57,6 +58,7 @@ simplest(numbers), [even_chooser(number)(numbers) for number in range(4)]
 """
 
 
+@pytest.mark.slow
 def test_examples_of_a_strategy_leave_no_folder(tmp_path):
     in_a_process(tmp_path, EXAMPLES)
     assert list(tmp_path.iterdir()) == []

@@ -151,6 +151,7 @@ def beyond_gloo(mesh: Any, case: CaseSpec) -> Pairs:
 BODIES = (reductions, dtypes_and_shapes, gathers, scatters, exchanges, asynchronous)
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("body", BODIES)
 def test_lockstep_and_gloo_agree(body, world):

@@ -127,6 +127,7 @@ PIPELINES = (
 )
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("body", (*WRAPPERS, *PIPELINES), ids=lambda body: body.__name__)
 def test_lockstep_and_gloo_agree(body, world):
@@ -143,6 +144,7 @@ def test_world_of_one_takes_the_same_path(body):
     verify(body, "lockstep", {"tp": 1})
 
 
+@pytest.mark.fast_values(7)
 @pytest.mark.parametrize("schedule", (1, 2, 3))
 @pytest.mark.parametrize("body", (*WRAPPERS, *PIPELINES), ids=lambda body: body.__name__)
 def test_values_do_not_depend_on_the_interleaving(body, schedule):

@@ -65,6 +65,7 @@ def runs_what_is_compiled(mesh, case):
     dist.barrier(group=mesh["tp"])
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("function", [compiles, tunes_a_kernel, compiles_and_computes])
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_a_compilation_is_waited_for(engine, function):
@@ -77,6 +78,7 @@ def launches_a_tuned_kernel(mesh, case):
     dist.barrier(group=mesh["tp"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [runs_what_is_compiled, launches_a_tuned_kernel])
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_compiled_code_that_hangs_is_stalled(engine, function):

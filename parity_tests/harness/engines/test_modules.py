@@ -65,6 +65,7 @@ def with_fsdp2(mesh, x, parameters):
     return accumulated(mesh, model, x, model.set_requires_gradient_sync)
 
 
+@pytest.mark.slow
 def test_ddp_with_micro_batches():
     report = declared(with_ddp, "f d dp=I", "d f dp=I").verify(examples=8)
     assert report.ok, str(report)
@@ -75,6 +76,7 @@ def test_ddp_with_micro_batches():
     ]
 
 
+@pytest.mark.slow
 def test_ddp_that_never_synchronises():
     def local(mesh, x, parameters):
         model = load_parameters(Mlp(x.shape[2], parameters["up"]["weight"].shape[0], x.dtype), parameters)
@@ -83,6 +85,7 @@ def test_ddp_that_never_synchronises():
     assert declared(local, "f d dp=I", "d f dp=I").verify(examples=8).verdict == "mismatch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_fsdp2_with_micro_batches(engine):
     """Shards of dim 0, whose sizes are multiples of dp here."""
@@ -92,6 +95,7 @@ def test_fsdp2_with_micro_batches(engine):
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_a_hook_that_averages_the_accumulated_gradient_at_each_micro_batch():
     """A defect of real plans: the first of m micro-batches is averaged m times."""
 

@@ -28,6 +28,7 @@ def scaled_by_calls(mesh, x):
     return x * 2 * CALLS[place] + 0 * total
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_setup_runs_once_per_rank_and_mesh_and_its_groups_stay(engine):
     CALLS.clear(), GROUPS.clear()
@@ -136,6 +137,7 @@ def test_rejections_at_declaration(change, sentence):
     assert str(caught.value) == f"scheme '<lambda>': {sentence}"
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_example_of_the_page(engine):
     file = Path(__file__).parents[3] / "docs" / "examples" / "my_globals.py"

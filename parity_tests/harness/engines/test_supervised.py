@@ -59,6 +59,7 @@ def test_status_and_output_equal_the_calls(body, status):
     assert ending(body) == (status, "done\n", "")
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGALRM, signal.SIGRTMIN + 6])
 def test_a_fatal_signal_is_reported(number):
     status, _, err = ending(f"os.kill(os.getpid(), {int(number)})")

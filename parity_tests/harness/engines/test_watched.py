@@ -149,6 +149,7 @@ def test_without_a_mesh_the_default_group_is_world():
 # Tensor parallelism
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_tensor_parallelism_by_module_phase_and_bytes(engine):
     size = TOKENS * D * FLOAT
@@ -267,6 +268,7 @@ def test_recomputed_modules_belong_to_their_own_backward():
     assert rows.count(("bwd", "Net.first.up")) == 1
 
 
+@pytest.mark.slow
 def test_compiled_code_is_watched():
     def job(mesh, case):
         model = torch.compile(tensor_parallel(mesh), backend="eager")

@@ -75,6 +75,7 @@ class Jax:
     at = staticmethod(lambda x, target: jnp.take_along_axis(x, target[..., None], -1)[..., 0])
 
 
+@pytest.mark.slow
 def test_an_error_that_stays_in_a_wider_dtype_is_no_rounding():
     loss = smoothed(0.1 * 9 / 8, Torch)
     declaration = declared(
@@ -140,6 +141,7 @@ def reduced_by(op, factor=1.0):
     return total
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(
     ("op", "reference", "words"),
     [
@@ -172,6 +174,7 @@ def test_a_claim_is_tried_on_the_values_that_are_declared():
     assert report.values_to_avoid == ()  # that a mask of other values would hide it is no advice
 
 
+@pytest.mark.slow
 def test_a_mean_of_local_means_keeps_a_factor_on_each_rank():
     """Cases of a rank without a kept element, and of one factor for all ranks, do not refute it."""
 
@@ -201,6 +204,7 @@ def test_a_sum_is_not_blamed_for_a_factor_that_is_the_ranks_by_chance():
     assert not any("right once" in note for note in notes(declaration.verify()))
 
 
+@pytest.mark.slow
 def test_a_sum_is_not_blamed_for_a_count_that_all_ranks_have_alike_where_nothing_is_masked():
     def mean_by_a_local_count(mesh, x, keep):
         return summed((x * keep).sum(), mesh["cp"]) / keep.sum().clamp(min=1)
@@ -248,6 +252,7 @@ class SumOverTheWorld(torch.autograd.Function):
         return total
 
 
+@pytest.mark.slow
 def test_a_sum_that_another_mesh_needs_is_not_one_too_many():
     """A group that is too large: where tp has one rank, to leave the sum out is right, and nowhere else."""
     declaration = declared(
@@ -258,6 +263,7 @@ def test_a_sum_that_another_mesh_needs_is_not_one_too_many():
     assert not any("one too many" in note for note in notes(declaration.verify()))
 
 
+@pytest.mark.slow
 def test_one_zero_element_is_not_an_all_zero_tensor():
     """The offset of a shard by its own width: the smallest case is of one row, the larger uneven ones are not zero."""
 
@@ -274,6 +280,7 @@ def test_one_zero_element_is_not_an_all_zero_tensor():
     assert not any(note.startswith(("output is zero", "gradient is zero")) for note in notes(declaration.verify()))
 
 
+@pytest.mark.slow
 def test_a_rank_with_only_ignored_labels_lacks_no_addend():
     """The mean of the ranks' means: where a rank has no label to count, its mean is zero in the right function too."""
 
@@ -352,7 +359,7 @@ def test_a_stage_without_a_loss_does_not_lack_an_addend():
 
     assert not any("only zeros" in note for note in notes(loss_of_the_last(wrong_from=5).verify(b=6)))
     of_all = [note for note in notes(loss_of_the_last(wrong_from=0).verify(b=6)) if "only zeros" in note]
-    assert of_all == ["tp rank 0 gave only zeros to the sum, which is right only where it has no part in it"]
+    assert of_all == ["tp rank 0 gave only zeros to the sum, which is right only if this rank has no share in the sum"]
 
 
 def test_a_rank_that_gives_its_addend_in_cases_that_pass_gives_it_not_here():
@@ -365,6 +372,7 @@ def test_a_rank_that_gives_its_addend_in_cases_that_pass_gives_it_not_here():
     assert "tp rank 1 gave only zeros to the sum, unlike in cases that pass" in notes(declaration.verify(b=12))
 
 
+@pytest.mark.slow
 def test_an_element_that_one_dtype_misses_is_no_rounding():
     """In a wider dtype the error vanishes, but it stays where the inputs move a little: a branch for one dtype."""
 
@@ -400,6 +408,7 @@ def test_an_order_among_large_numbers_is_no_rounding(seed):
     assert not any("accumulation may do" in note for note in notes(check_notes(declaration, report)))
 
 
+@pytest.mark.slow
 def test_errors_are_compared_within_one_copy():
     """Each of two ranks keeps the mean of its own half: one adds as much as the other subtracts."""
 
@@ -420,6 +429,7 @@ def test_errors_are_compared_within_one_copy():
         assert of_all[0] == "tp ranks hold different copies of what should be one value", of_all
 
 
+@pytest.mark.slow
 def test_a_wrong_order_may_come_from_the_other_call(monkeypatch):
     """A cached permutation: the layout is right, the order is the first call's."""
     orders = {}

@@ -23,6 +23,7 @@ def notes(report):
     return [note for of_tensor in report.notes.values() for note in of_tensor]
 
 
+@pytest.mark.slow
 def test_a_halo_without_backward_is_named_by_its_width():
     """The rows that the next rank reads have no gradient from there, whatever the mesh."""
 
@@ -72,6 +73,7 @@ class BorrowsWithoutReturning(torch.autograd.Function):
         return gradient[:, :-1], None
 
 
+@pytest.mark.slow
 def test_a_missing_border_gradient_is_not_a_ranks_region():
     """On two ranks it is rank 1 alone that lacks it, on three rank 2 as well."""
 
@@ -89,6 +91,7 @@ def test_a_missing_border_gradient_is_not_a_ranks_region():
     assert not any("rank 1 owns" in note for note in others)
 
 
+@pytest.mark.slow
 def test_a_region_is_counted_in_a_larger_case_and_names_a_mesh_that_refutes_it():
     def wrong_on_the_last_rank(mesh, x):
         is_last = mesh.rank("cp") == mesh.size("cp") - 1
@@ -101,6 +104,7 @@ def test_a_region_is_counted_in_a_larger_case_and_names_a_mesh_that_refutes_it()
     assert note.startswith("wrong only where cp rank 1 owns (") and note.endswith("); not so on cp=3"), note
 
 
+@pytest.mark.slow
 def test_a_halo_that_small_cases_hide_is_named_by_a_case_that_shows_it():
     """Of four places on two ranks the first two after a border are all that rank 1 has."""
 
@@ -144,6 +148,7 @@ def test_a_note_on_a_border_does_not_fit_a_case_that_has_no_such_border():
     assert [note.fits(each) for each in (evidence, elsewhere, without)] == [True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2, "h": 8}], ids=str)
 def test_a_border_is_not_named_where_a_declared_size_or_the_printed_case_has_other_places(sizes):
     """Each rank scales its heads as if it had them all: of two heads a rank the wrong ones are at the border."""

@@ -44,6 +44,7 @@ def failing(declaration):
     raise AssertionError("no case fails")
 
 
+@pytest.mark.slow
 def test_choices_repeat_a_case():
     declaration = doubled_where(lambda *_: False, st.integers(-50, 50))
     for number in range(20):
@@ -53,6 +54,7 @@ def test_choices_repeat_a_case():
         assert draw_case(declaration, again, {}, with_conditions=True) == case and again.choices == chooser.choices
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(
     ("is_wrong", "mesh", "option"),
     [
@@ -70,12 +72,14 @@ def test_choices_that_the_failure_needs_stay(is_wrong, mesh, option):
     assert (case.dims, case.layouts) == (of_this_mesh.dims, of_this_mesh.layouts)
 
 
+@pytest.mark.slow
 def test_ragged_lengths_stay_where_they_are_needed():
     search = failing(doubled_where(lambda mesh, x, y, exponent: x.shape[1] == 1))
     lengths = search.search().case.layouts["s/tp"]["lengths"]
     assert 1 in lengths and len(lengths) > 1
 
 
+@pytest.mark.slow
 def test_the_example_of_a_strategy_shrinks():
     search = failing(doubled_where(lambda mesh, x, y, exponent: bool((y.abs() > 7).any()), st.integers(-50, 50)))
     assert search.search().case.values["y"]["numbers"] == [8]
@@ -88,6 +92,7 @@ def test_a_wrong_output_stays_wrong():
     assert any(not tensor.ok and tensor.role == "output" for tensor in report.tensors)
 
 
+@pytest.mark.slow
 def test_an_example_stays_with_its_strategys_input():
     """If a choice disappears, the choices after it belong to other inputs."""
 
@@ -109,6 +114,7 @@ def test_an_example_stays_with_its_strategys_input():
     assert all(1 <= number <= 2 for number in case.values["y"]["numbers"])
 
 
+@pytest.mark.slow
 def test_a_function_with_random_results_ends_the_search():
     calls = []
     declaration = doubled_where(lambda *_: calls.append(1) or len(calls) % 3 == 0, st.integers(-50, 50))

@@ -1,8 +1,11 @@
 """The smallest failing case is the smallest: no size of it can be one step smaller."""
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from shardproof import offsets, scheme, values
+from shardproof import offsets, scheme, token_below, values
+from shardproof.engines.program import Program
 from shardproof.experiments.smallest import MAX_RUNS, shrink
 from shardproof.verify_one_case import verify_case
 
@@ -15,6 +18,7 @@ def declared(function, inputs, outputs=None, **more):
     )
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_failure_at_two_heads_is_reported_at_two_heads(seed):
     def wrong_from_two_heads(mesh, x):
@@ -31,6 +35,49 @@ def test_sizes_stay_divisible_and_declared():
 
     report = declared(wrong_on_wide_shards, "b v/tp", mesh={"tp": (2,)}, dims={"b": (4, 6)}).verify()
     assert dict(report.case.dims) == {"b": 4, "v": 6} and report.smallest
+
+
+def test_sizes_in_proportion_to_fewer_ranks_stay_declared():
+    seen = set()
+
+    def wrong_on_two_ranks(mesh, x):
+        seen.add(mesh.total("b"))
+        return x * (3.0 if mesh.size("tp") == 1 else 4.5)
+
+    declaration = declared(wrong_on_two_ranks, "b/tp", mesh={"tp": (1, 2, 4)}, dims={"b": (16, 32)})
+    failing = verify_case(declaration, declaration.case(tp=4, b=32, dtype="float32"))
+    report = shrink(declaration, failing, {})
+    assert (report.case.tp, report.case.b, report.smallest) == (2, 16, True)
+    assert seen == {16, 32}
+
+
+def test_a_tensor_that_is_not_finite_is_no_smaller_case():
+    def wrong(mesh, x):
+        return x * (float("nan") if x.shape[0] < 4 else 2.0)
+
+    declaration = declared(wrong, "b", mesh={"tp": (1,)})
+    report = shrink(declaration, verify_case(declaration, declaration.case(b=9, dtype="float32")), {})
+    assert dict(report.case.dims) == {"b": 4}
+
+
+def test_ids_stay_the_same_on_fewer_ranks():
+    """They are drawn as places in shards; an axis that has no part in a failure can go all the same."""
+
+    def wrong_for_five(mesh, ids, table):
+        parts = [torch.empty_like(table) for _ in range(mesh.size("tp"))]
+        dist.all_gather(parts, table.contiguous(), group=mesh["tp"])
+        return torch.cat(parts)[ids] * (2.0 if bool((ids == 5).any()) else 1.0)
+
+    declaration = scheme(
+        reference=lambda ids, table: table[ids], mesh={"tp": (1, 2, 4)}, inputs={"ids": "s", "table": "v/tp d"},
+        outputs="s d tp=I", draw={"ids": token_below("v"), "table": values("normal")}, dims={"v": (8,)},
+        nograd=("table",), dtypes=("float32",),
+    )(wrong_for_five)  # fmt: skip
+    case = declaration.case(tp=4, s=1, d=1, v=8, dtype="float32")
+    case = case.replace(values={**case.values, "ids": {**case.values["ids"], "picks": [[2, "last"]]}})
+    report = shrink(declaration, verify_case(declaration, case), {})
+    assert report.case.tp == 1
+    assert Program.of(declaration).full_array(declaration.inputs[0], report.case).tolist() == [5]
 
 
 def test_the_least_size_that_can_be_sharded_is_tried():

@@ -174,6 +174,7 @@ def test_a_wrong_boolean_is_a_mismatch(right):
     assert report.verdict == ("equal" if right(1.0) else "mismatch")
 
 
+@pytest.mark.slow
 def test_a_hint_names_the_values_that_would_avoid_the_point():
     report = greatest(kinds=("ties",)).verify(examples=8, b=8)
     hint = "equal with normal values, drawn for it: x ties; if they never occur, declare draw={'x': values('normal')}"
@@ -223,6 +224,7 @@ def test_a_mistake_at_zeros_is_no_tie():
     assert declaration.verify(examples=4).verdict == "mismatch"
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -266,6 +268,7 @@ def mixture(scale=1.0):
     )(of_ranks)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_correct_bfloat16_mixture_of_experts_passes():
     declaration = mixture()
     verdicts = set()

@@ -111,6 +111,7 @@ def sentence(places):
     return f"forward equal, gradient not: the backward of {named} lacks a sum over tp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_line_is_named(name):
     function, reference, places_of_input = CASES[name]
@@ -120,12 +121,14 @@ def test_the_line_is_named(name):
         assert sentence(places) in report.notes[f"d/d {label}"]
 
 
+@pytest.mark.slow
 def test_a_use_with_its_own_sum_is_not_named():
     function = right_product_beside_a_wrong_one
     notes = wrong(function, both).verify().notes["d/d x"]
     assert sentence([("mm", function, "second = x @ u")]) in notes
 
 
+@pytest.mark.slow
 def test_infinities_do_not_hide_wrong_elements():
     """Where every weight of a column is -inf the gradient is undefined, and only the replicas' bits tell."""
     declared = scheme(

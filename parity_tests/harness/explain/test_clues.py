@@ -53,7 +53,7 @@ def test_the_report_of_the_manual():
 def test_a_collective_over_the_full_mesh():
     want, other = numbers(5), numbers(5, seed=1)
     fields = {"axes": {"dp": 2, "tp": 4}, "full_mesh_collective": CallSite("all_reduce", "my_scheme.py:9")}
-    clue = "all_reduce at my_scheme.py:9 is over all 8 ranks, which is no one axis: pass group=mesh[axis]"
+    clue = "all_reduce at my_scheme.py:9 is over all 8 ranks, which is more than one axis: pass group=mesh[axis]"
     assert clue in explain(evidence(other, want, **fields))
 
 

@@ -32,3 +32,18 @@ def test_it_is_the_only_note_on_a_bias():
     want = numbers(4, 5)
     notes = explain(evidence(want + 3 * BIAS, want, inputs={"bias": BIAS}, dims=("b", "n")))
     assert list(notes) == ["bias is counted 4 times (= tp): each rank adds it before the sum"]
+
+
+def test_no_sum_counts_an_input_where_nothing_is_summed():
+    """Without a sum over tp in the ledger, an input cannot be counted once for each of its ranks."""
+    want = numbers(4, 5)
+    got = want + 3 * BIAS
+    assert headline(got, want, inputs={"bias": BIAS}, summed_axes=frozenset({"tp"})).startswith("bias is counted 4")
+    assert headline(got, want, inputs={"bias": BIAS}, summed_axes=frozenset()).startswith("no pattern")
+
+
+def test_a_factor_says_more_than_an_input_in_proportion():
+    want = 2 * numbers(4, 5)
+    assert headline(3 * want / 2, want, inputs={"x": want / 2}) == (
+        "off by the constant factor 1.5: a scale is missing or wrong"
+    )

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 
 from parity_tests.specimens.evidence_by_hand import evidence, headline, numbers
@@ -34,6 +35,7 @@ def test_one_element_is_reported_as_such():
     assert clue == "within what bfloat16 accumulation may do; rests on a single element"
 
 
+@pytest.mark.slow
 def test_a_norm_whose_input_is_cast_twice():
     """At d=1 the two gradients of x cancel but for their roundings to bfloat16."""
 

@@ -45,6 +45,7 @@ def scheme_named(name):
     return scheme
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_right_functions_are_equal(engine, shardproof):
     file = written(f"right_on_{engine}.py", RIGHT)
@@ -64,6 +65,7 @@ def test_right_functions_are_equal(engine, shardproof):
     assert TABLE[record["reports"][0]["scheme"]].implementation is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_a_mismatch_names_the_function_and_its_line_and_is_replayed_on_it(engine, shardproof):
     file = written(f"wrong_on_{engine}.py", WRONG)
@@ -98,7 +100,7 @@ def test_our_own_functions_under_our_names_are_not_offered(shardproof):
     ("source", "reason"),
     [
         ("def vocab_parallel_logprobs(): ...", "has no vocab_parallel_logprob (it has vocab_parallel_logprobs)"),
-        ("vocab_parallel_logprob = 3", "has a vocab_parallel_logprob that cannot be called as ours (type int)"),
+        ("vocab_parallel_logprob = 3", "has a vocab_parallel_logprob that cannot be called like ours (type int)"),
         ("from torch_impl.vocab_parallel import vocab_parallel_logprob", "imports vocab_parallel_logprob from here"),
     ],
 )
@@ -112,7 +114,7 @@ def test_why_a_function_is_not_offered(source, reason, shardproof):
 def test_a_target_must_be_a_python_file(target, shardproof):
     Path("some.txt").write_text("text")
     status, _, err = shardproof("verify", "vocab_parallel_logprob", "--implementation", target)
-    assert status == 2 and f"{target} is no Python file" in err
+    assert status == 2 and f"{target} is not a Python file" in err
 
 
 def test_a_file_of_expected_failures_is_text(shardproof):
@@ -142,6 +144,7 @@ def test_a_rank_that_raises_names_the_line_of_the_module(shardproof):
 # Expected failures
 
 
+@pytest.mark.slow
 def test_an_expected_failure_is_listed_and_does_not_count(shardproof):
     file = written("wrong_as_expected.py", WRONG)
     written("expected.txt", "# known\nvocab_parallel_logprob  mismatch  # the slope\nvocab_topk mismatch\n")
@@ -166,6 +169,7 @@ def test_an_unexpected_pass_fails(shardproof):
     assert ElementTree.parse("out.xml").getroot().get("failures") == "1"
 
 
+@pytest.mark.slow
 def test_another_failure_than_the_expected_fails(shardproof):
     written("expected.txt", "vocab_parallel_logprob raised\n")
     file = written("wrong_otherwise.py", WRONG)
@@ -178,7 +182,7 @@ def test_another_failure_than_the_expected_fails(shardproof):
     ("line", "sentence"),
     [
         ("vocab_topkk mismatch", "no scheme is called 'vocab_topkk'; did you mean vocab_topk?"),
-        ("vocab_topk wrong", "'wrong' is no verdict of a failure"),
+        ("vocab_topk wrong", "'wrong' is not the verdict of a failure"),
         ("vocab_topk mismatch\nvocab_topk raised", "vocab_topk stands in the file a second time"),
     ],
 )

@@ -50,6 +50,7 @@ print(bridge.start().config.jax_platforms)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "configured", "expected"),
     [({}, [], "cpu"), ({"JAX_PLATFORMS": "cuda"}, [], "cuda"), ({}, ["cuda"], "cuda")],

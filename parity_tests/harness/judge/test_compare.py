@@ -151,6 +151,7 @@ def test_every_output_and_gradient_is_compared():
     assert all(tensor.ok for tensor in tensors.values())
 
 
+@pytest.mark.fast_values(10)
 @pytest.mark.parametrize("label", ["out[0]", "out[1]", "d/d x", "d/d w"])
 @pytest.mark.parametrize("times", [1.5, 10.0, 1e6])
 @pytest.mark.parametrize("dtype", DTYPES)

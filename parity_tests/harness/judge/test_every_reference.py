@@ -40,6 +40,7 @@ def traced(monkeypatch):
     return calls
 
 
+@pytest.mark.fast_values(4)
 @pytest.mark.parametrize("scheme", every(STEP, SCHEMES.values()), ids=lambda scheme: scheme.key)
 def test_numpy_and_xla_agree(scheme, traced):
     case = draw_case(scheme, seeded_chooser(0), {}, seed=0, limit=SHAPES)
@@ -62,6 +63,7 @@ def moves(scheme, number):
     return any((before[name] != after[name])[finite[name]].any() for name in before)
 
 
+@pytest.mark.fast_values(7)
 @pytest.mark.parametrize("scheme", every(STEP, BUILT_IN), ids=lambda scheme: scheme.key)
 def test_other_inputs_give_other_outputs(scheme):
     """What reads no value of its inputs is a table of answers: compare these in a parametrized test, by name."""

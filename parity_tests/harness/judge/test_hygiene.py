@@ -7,6 +7,7 @@ import torch.distributed as dist
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import integers, values
 from shardproof.declare import conditions
+from shardproof.declare.case import CaseSpec
 from shardproof.verify_one_case import verify_case
 
 
@@ -120,6 +121,7 @@ def test_a_cotangent_that_is_modified():
     )
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_in_the_last_bit():
     def doubled(mesh, x):
         y = x * 2
@@ -183,6 +185,7 @@ def test_ranks_with_different_dtypes():
     assert findings(doubled).hygiene == ("rank 1: 'out' is float64, on rank 0 it is float32",)
 
 
+@pytest.mark.slow
 def test_the_default_group_inside_a_sub_group():
     def total(mesh, x):
         return summed(x, None)
@@ -201,6 +204,58 @@ def test_the_default_group_inside_a_sub_group():
     assert (
         declared(well_behaved, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I").verify(examples=5, inside_subgroup=True).ok
     )
+
+
+def exchanged(mesh, x, peer):
+    """x of the other rank of tp, by messages without a group."""
+    mine, theirs = x.detach().contiguous().clone(), torch.empty(x.shape)
+    if mesh.rank("tp") == 0:
+        dist.send(mine, peer)
+        dist.recv(theirs, peer)
+    else:
+        dist.recv(theirs, peer)
+        dist.send(mine, peer)
+    return theirs
+
+
+def in_a_batch(mesh, x, peer):
+    """The same by the idiom of pipelines."""
+    mine, theirs = x.detach().contiguous().clone(), torch.empty(x.shape)
+    calls = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+    return theirs
+
+
+@pytest.mark.parametrize("exchange", [exchanged, in_a_batch])
+def test_messages_by_global_rank_are_right_in_every_mesh(exchange):
+    def scheme_of(factor):
+        def other(mesh, x):
+            peer = dist.get_global_rank(mesh["tp"], 1 - mesh.rank("tp"))
+            return exchange(mesh, x, peer) * factor
+
+        mesh = {"dp": (2,), "tp": (2,)}
+        spec = "b dp=I tp=I"
+        return declared(other, lambda x: x * 1.0, {"x": spec}, spec, mesh=mesh, nograd=("x",))
+
+    assert scheme_of(1).verify(b=3, inside_subgroup=True).ok
+    case = CaseSpec("other", mesh={"dp": 2, "tp": 2}, dims={"b": 3}, values={"x": {"kind": "normal"}})
+    wrong = verify_case(scheme_of(3), case)
+    assert not wrong.ok
+    assert "send at" not in str(wrong)
+
+
+def test_a_message_that_leaves_the_mesh():
+    """The last rank of the world is the other one of tp only where the mesh is the world; its values are the same."""
+
+    def other(mesh, x):
+        return exchanged(mesh, x, dist.get_world_size() - 1 - dist.get_rank())
+
+    declaration = declared(other, lambda x: x * 1.0, {"x": "b tp=I"}, "b tp=I", nograd=("x",))
+    alone = CaseSpec("other", mesh={"tp": 2}, dims={"b": 3}, values={"x": {"kind": "normal"}})
+    assert verify_case(declaration, alone).ok
+    [finding] = verify_case(declaration, alone.replace(mesh={"spare": 2, "tp": 2})).hygiene
+    assert finding.startswith("a message leaves the mesh: rank 0, send float32[3] peer=3 tag=0 (group world, #0)")
 
 
 def test_global_ranks_inside_a_sub_group():
@@ -227,6 +282,7 @@ def test_a_scheme_sees_only_its_axes():
     assert sorted(seen) == [(("tp",), 2, 0, 2)] * 2 + [(("tp",), 2, 1, 2)] * 2
 
 
+@pytest.mark.slow
 def test_the_default_group_on_a_mesh_of_two_axes_is_named():
     def both(mesh, x):
         return summed(x, None)
@@ -234,6 +290,6 @@ def test_the_default_group_on_a_mesh_of_two_axes_is_named():
     declared_on = {"mesh": {"dp": (2,), "tp": (2,)}, "inputs": {"x": "b/dp tp=P"}, "outputs": "b/dp tp=I"}
     report = declared(both, lambda x: x * 1.0, **declared_on).verify(b=6)
     all_notes = [note for notes in report.notes.values() for note in notes]
-    assert any("is over all 4 ranks, which is no one axis: pass group=mesh[axis]" in note for note in all_notes), (
-        all_notes
-    )
+    assert any(
+        "is over all 4 ranks, which is more than one axis: pass group=mesh[axis]" in note for note in all_notes
+    ), all_notes

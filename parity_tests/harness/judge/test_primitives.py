@@ -197,6 +197,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_of_each_primitive(name):
     function, operands = PROGRAMS[name]
@@ -300,6 +301,7 @@ def loops(draw):
     return function, [normal((length, 2)), normal((2,), 1)]
 
 
+@pytest.mark.slow
 @given(st.one_of(products(), places(), batched_places(), paddings(), sorts(), loops()))
 @settings(deadline=None)
 def test_a_drawn_program(program):

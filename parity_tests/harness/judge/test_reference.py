@@ -2,12 +2,13 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from shardproof import integers, mask, scheme, token_below, values
+from shardproof import integers, scheme, token_below, values
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
 from shardproof.judge import reference
@@ -260,30 +261,60 @@ def test_an_error_of_the_reference_is_one_sentence():
     at = f"test_reference.py:{broken.__code__.co_firstlineno + 1}"
     assert str(caught.value) == (
         f"scheme 'on_ranks': reference broken raised ValueError at {at}: no mathematics for (4,); "
-        "if it is not for b=4, declare the sizes that it is for: dims={...} or assume="
+        "if the reference does not support b=4, declare the sizes that it supports: dims={...} or assume="
     )
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_a_reference_that_mixes_dtypes_is_rejected_with_the_conversion_to_write():
-    declaration = scheme(
-        reference=lambda x, keep: x * keep, mesh={"tp": (1,)}, inputs={"x": "b/tp", "keep": "b/tp"}, outputs="b/tp",
-        draw={"keep": mask("b")},
-    )(lambda mesh, x, keep: x * keep)  # fmt: skip
+def of_one_input(reference):
+    return scheme(reference=reference, mesh={"tp": (1,)}, inputs={"x": "b tp=I"}, outputs="b tp=I")(lambda mesh, x: x)
+
+
+def test_a_reference_that_mixes_floats_is_rejected_with_the_conversion_to_write():
+    declaration = of_one_input(lambda x: x * x.astype(jnp.float32) + jnp.arange(4))
     with pytest.raises(ReferenceFailure) as caught:
         evaluated(declaration, declaration.case(b=4))
     # JAX lists the dtypes in the order of a set
     assert re.search(
         r"TypePromotionError at test_reference.py:\d+: Input dtypes \('.+', '.+'\) have no", str(caught.value)
     )
-    remedy = "a reference mixes no dtypes by itself: convert one, as in mask.astype(x.dtype)"
+    remedy = "a reference does not mix floats of two widths: convert one, as in table.astype(x.dtype)"
     assert str(caught.value).endswith(f"dtype promotion path; {remedy}")
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        lambda x: x + (jnp.arange(x.shape[0]) + 0.0),
+        lambda x: x * jnp.arange(x.shape[0]),
+        lambda x: x * (jnp.arange(x.shape[0]) > 1),
+        lambda x: x * 10000.0 ** (-jnp.arange(0, 2 * x.shape[0], 2) / x.shape[0]),
+    ],
+)
+def test_integers_and_booleans_become_floats_in_a_users_reference(reference):
+    declaration = of_one_input(reference)
+    case = declaration.case(b=4)
+    x = Program.of(declaration).full_array(declaration.inputs[0], case)
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_array_equal(evaluated(declaration, case).outputs["out"], reference(jnp.asarray(x)))
+
+
+def test_a_function_of_jax_that_computes_in_float32_is_named():
+    def attention(x):
+        q = x[None, :, None, None]
+        return jax.nn.dot_product_attention(q, q, q)[0, :, 0, 0]
+
+    declaration = of_one_input(attention)
+    with pytest.raises(ReferenceFailure) as caught:
+        evaluated(declaration, declaration.case(b=4))
+    way_out = "dot_product_attention computes in float32 inside JAX: write its formula in jnp, which keeps float64"
+    assert str(caught.value).endswith(f"; {way_out}")
 
 
 @pytest.mark.parametrize("doubled", [lambda x: torch.cat([x, x]), lambda x: np.asarray(x) * 2], ids=["torch", "numpy"])
 def test_a_torch_or_numpy_reference_is_rejected_with_a_remedy(doubled):
     declaration = scheme(reference=doubled, mesh={"tp": (1,)}, inputs={"x": "b/tp"}, outputs="b/tp")(lambda mesh, x: x)
-    with pytest.raises(ReferenceFailure, match="JAX traces a reference: write jnp and jax there, not torch or numpy"):
+    with pytest.raises(ReferenceFailure, match="JAX traces a reference: write jnp and jax, not torch or numpy"):
         evaluated(declaration, declaration.case(b=4))
 
 
@@ -294,7 +325,7 @@ def test_a_reference_that_branches_on_a_value_is_rejected_with_a_remedy():
     declaration = scheme(reference=branching, mesh={"tp": (1,)}, inputs={"x": "b/tp"}, outputs="b/tp")(
         lambda mesh, x: x
     )
-    with pytest.raises(ReferenceFailure, match=r"write jnp\.where or jax\.lax\.cond where a value decides"):
+    with pytest.raises(ReferenceFailure, match=r"write jnp\.where or jax\.lax\.cond if a value decides"):
         evaluated(declaration, declaration.case(b=4))
 
 

@@ -45,6 +45,7 @@ def test_one_operation_errs_by_its_result(rounding_errors):
     assert set(np.sign(rounding_errors(lambda x: x * x, np.ones(100)))) == {-1.0, 1.0}
 
 
+@pytest.mark.fast_values(9)
 @pytest.mark.parametrize(
     "function",
     [

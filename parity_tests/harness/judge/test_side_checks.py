@@ -40,6 +40,7 @@ def costs(cost):
     return declared(total, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I", cost=cost).verify(tp=2, b=3)
 
 
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize(
     ("cost", "violations"),
     [
@@ -129,6 +130,7 @@ def test_cost_of_each_rank_in_every_part_of_a_world():
         assert verify_case(scheme, case).cost == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside_subgroup", [False, True])
 def test_cost_of_values_and_of_each_rank(inside_subgroup):
     def verified(cost):
@@ -149,7 +151,7 @@ def test_cost_of_values_and_of_each_rank(inside_subgroup):
     ("cost", "message"),
     [
         (Cost(), "cost is Cost; pass a function of the case: def cost(case): ..."),
-        (lambda c, y: Cost(), "cost takes 'y', which is no input of the scheme (x)"),
+        (lambda c, y: Cost(), "cost takes 'y', which is not an input of the scheme (x)"),
     ],
 )
 def test_a_cost_that_cannot_be_called(cost, message):

@@ -57,6 +57,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [in_a_gc_callback, in_a_finalizer])
 @pytest.mark.parametrize("times", [1, 3])
 def test_an_interrupt_that_python_drops_ends_the_run(

@@ -74,4 +74,4 @@ def test_a_large_weight_is_sampled():
 def test_only_dtensors_can_be_shown():
     with pytest.raises(TypeError) as caught:
         show(torch.ones(2))
-    assert str(caught.value) == "show: tensor is a Tensor, which says nothing of other ranks; pass a DTensor"
+    assert str(caught.value) == "show: tensor is a Tensor, which has no record of other ranks; pass a DTensor"

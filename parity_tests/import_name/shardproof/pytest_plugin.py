@@ -1,13 +1,11 @@
 """The pytest plugin: a file's schemes are tests, and tracebacks end at the user's own lines.
 
-pytest loads this wherever Shardproof is installed, even next to a user's own folder `parity_tests`; so it lies in this
-package and, before a scheme is collected, imports nothing else of Shardproof, neither torch nor JAX.
+pytest loads this wherever Shardproof is installed: it imports neither torch nor JAX before a scheme is collected.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -58,9 +56,6 @@ class ModuleOfSchemes(pytest.Module):
     """The module of a file with schemes; `SchemeFile` reports those with a failed declaration."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
-        import shardproof
-
-        _ = shardproof.schemes_of_file  # first: it makes our modules importable next to a user's
         from shardproof.declare.failed_declaration import collected
 
         with collected(self.path.stem):
@@ -71,9 +66,6 @@ class SchemeFile(pytest.File):
     """A file that declares schemes."""
 
     def collect(self) -> Iterator[SchemeTest]:
-        import shardproof
-
-        _ = shardproof.schemes_of_file  # first: it makes our modules importable next to a user's
         from shardproof.declare.discover import UnusableTarget, declarations_of_file
 
         try:
@@ -130,14 +122,11 @@ class SchemeTest(pytest.Item):
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
     """Mark the harness's frames in a test's exception, which pytest then hides unless --full-trace is given."""
     error = None if call.excinfo is None else call.excinfo.value
-    harness = getattr(sys.modules.get("shardproof"), "__path__", None)
-    if harness is None:  # no scheme has run
-        return
+    ours = f"{Path(__file__).parent}/"
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            name = frame.f_code.co_filename
-            if name.startswith(tuple(harness)) and not Path(name).name.startswith("test_"):
+            if frame.f_code.co_filename.startswith(ours):
                 frame.f_globals.setdefault("__tracebackhide__", True)
         error = error.__cause__ or error.__context__

@@ -41,7 +41,7 @@ MAX_RANKS = 16
 FRESH_PROCESS_TIMEOUT_S = 180.0  # a fresh interpreter imports torch and JAX and traces the reference
 REMEDY = "bind it in setup=, name its module in isolate=, or verify with --engine gloo"
 PASSES_ON_GLOO = (
-    "gloo passes this case in fresh processes, so lockstep's result is no verdict on the function. Ranks of lockstep "
+    "gloo passes this case in fresh processes, so lockstep's result says nothing about the function. Ranks of lockstep "
     f"are threads, which share what a library keeps for its process: {REMEDY}. Or a buffer is used before its wait, "
     "which gloo does not see"
 )
@@ -84,7 +84,7 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
         return replace(report, confirmed_on="gloo")
     if on_gloo.verdict != "equal":
         return _not_repeated(report, f"it fails there in another way, {on_gloo.verdict}")
-    if isinstance(report.failure, Unwaited):
+    if isinstance(report.failure, Unwaited) or report.only_unwaited:
         return _not_repeated(report, "there its work was complete when the rank returned, which need not be so")
     if _is_rejection_only(report):
         return _not_repeated(report, CARRIED_OUT)

@@ -58,7 +58,7 @@ Progress = Callable[[int, int, str], None]
 FAILS = "fails; shrinking"
 
 
-VALUE_EXAMPLES = 8  # if all sizes are given
+VALUE_EXAMPLES = 8  # least number of examples if all sizes are given
 MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
 
 
@@ -97,8 +97,8 @@ def verify(
 
     `found` is called with the first failing report, before other cases are tried for a smaller one.
 
-    `progress(done, total, state)` is called after each drawn example, but not after the first cases, which are the only
-    ones if nothing but values is drawn; `state` is empty until an example fails.
+    `progress(done, total, state)` is called after each drawn example, but not after the first cases (if only values are
+    drawn, there are no others); `state` is empty until an example fails.
     """
     fixed = dict(fixed or {})
     if engine not in ENGINES:
@@ -118,15 +118,15 @@ def verify(
         total = max(total, len(first_cases) + len(first_choices))
     reports = _until_one_fails(scheme, first_cases)
     # 2. The rest is drawn, and a failure is reduced to the simplest case.
-    search = Search(reports, as_drawn=next((report.case for report in reports if report.failed), None))
+    search = Search(reports, as_drawn=next((report.case for report in reports if _ends(report)), None))
     if found and search.as_drawn is not None:
         found(merge_reports(reports))
     if total > len(reports) and search.as_drawn is None:
         search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, found, first_choices)
         reports += search.reports
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
-    equal = [report for report in reports if report.ok]
-    if equal and not any(report.failed for report in reports):
+    equal = [report for report in reports if report.ok or report.only_unwaited]
+    if equal and not any(_ends(report) for report in reports):
         _check_compared(scheme, equal)
     left_out = {mesh_text(mesh): reason for mesh, reason in meshes_left_out(scheme, fixed, world, SHAPES[profile()])}
     trace_seconds = CLOCK.seconds - trace_seconds_before
@@ -143,6 +143,8 @@ def _tried_further(scheme: Declared, report: Report, fixed: Mapping[str, Any], a
     """The report after more has been tried on other cases; a step that raises leaves it as it is."""
     if report.is_undecided:
         return _kept(report, lambda found: name_values_to_avoid(scheme, found))
+    if report.only_unwaited:
+        return _kept(report, lambda found: second_opinion(scheme, found))
     report = _kept(report, lambda found: _with_smallest_case(scheme, found, fixed))
     report = _kept(report, lambda found: name_values_to_avoid(scheme, found))
     report = _kept(report, lambda found: second_opinion(scheme, found, as_drawn))
@@ -226,7 +228,7 @@ def _case_of_each_mesh_and_dtype(
 def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
     """Errors: NothingCompared if every tensor is empty, or if the reference of one is always NaN.
 
-    NaN in the reference equals NaN, which is evidence only if infinities were drawn.
+    A result of NaN passes where the reference is NaN; this is evidence only if infinities were drawn.
     """
     if not any(tensor.want.size for report in reports for tensor in report.tensors):
         raise NothingCompared(
@@ -246,10 +248,15 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
             )
 
 
+def _ends(report: Report) -> bool:
+    """Whether no more cases are drawn after this one. A finding that changes no number hides no later one."""
+    return report.failed and not report.only_unwaited
+
+
 def _until_one_fails(scheme: Declared, cases: Sequence[CaseSpec]) -> list[Report]:
     reports: list[Report] = []
     for case in cases:
-        if not reports or not reports[-1].failed:
+        if not reports or not _ends(reports[-1]):
             reports.append(verify_or_undecided(scheme, case))
     return reports
 
@@ -276,11 +283,11 @@ def _search(
         chooser = RecordingChooser(even_chooser(number, seed), planned)
         reports.append(verify_or_undecided(scheme, draw(chooser)))
         if progress:
-            progress(len(reports), total, FAILS if reports[-1].failed else "")
-        if reports[-1].failed:
+            progress(len(reports), total, FAILS if _ends(reports[-1]) else "")
+        if _ends(reports[-1]):
             if found:
                 found(merge_reports(reports))
-            pool.start_ahead()  # it serves the second opinion
+            pool.start_ahead()  # ranks for the second opinion
             return _with_simplest(scheme, reports, draw, chooser)
     return Search(reports)
 
@@ -290,7 +297,7 @@ def _with_simplest(
 ) -> Search:
     """The reports, with the simplest failing case as the last."""
     *passing, failing = reports
-    # On other engines each run starts processes, and after a stalled rank each run waits as long as this one.
+    # A search is too slow where each run starts processes, as on other engines, or waits for a stalled rank again.
     if failing.case.engine != "lockstep" or isinstance(failing.failure, Stalled):
         return Search(reports, as_drawn=failing.case)
     search = SimplestCase(draw, partial(verify_or_undecided, scheme), failing, chooser.choices)
@@ -317,17 +324,23 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
     number. `fixed` gives mesh axes, dims and options. Raises like `check`, for the smallest failing case.
     """
 
-    from hypothesis import given, settings
+    from hypothesis import Phase, given, settings
 
+    from shardproof.draw.reproducible import reproducible_draws
     from shardproof.draw.strategy import every_case
 
+    count = few(examples) if examples else settings().max_examples
+    # Hypothesis's phase explain would call the test about 100 times more, and the report explains a failure already.
+    phases = [phase for phase in settings().phases if phase is not Phase.explain]
+
     # No deadline: the first case of a shape traces the reference.
-    @settings(max_examples=few(examples) if examples else settings().max_examples, deadline=None)
+    @settings(max_examples=count, deadline=None, phases=phases)
     @given(every_case(scheme, engine=engine, **fixed))
     def each(case: CaseSpec) -> None:
         check(case)
 
-    each()
+    with reproducible_draws():
+        each()
 
 
 def with_replay_file(scheme: Declared, report: Report, folder: str) -> Report:

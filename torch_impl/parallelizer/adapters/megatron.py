@@ -13,7 +13,7 @@ from torch import nn
 from torch_impl.parallelizer.mesh_axes import MeshAxes
 
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
-ALIASES = ("params", "grads_params")  # in no release; optim_grads_params shards everything that they name
+ALIASES = ("params", "grads_params")  # not in any release; optim_grads_params shards everything that they name
 EXTRA = "pip install -e '.[megatron]' in the clone"
 CUDA_ONLY = ("keep_fp8_transpose_cache_when_using_custom_fsdp", "nccl_ub", "fsdp_double_buffer")
 
@@ -62,7 +62,7 @@ class Settings:
         name = self.data_parallel_sharding_strategy
         if name in ALIASES:
             _warn(
-                f"data_parallel_sharding_strategy={name!r} is no name of any release and is taken for "
+                f"data_parallel_sharding_strategy={name!r} is not a name of any release and means "
                 f"{STRATEGIES[0]!r}, which shards all that it names; the names are {', '.join(STRATEGIES)}"
             )
 

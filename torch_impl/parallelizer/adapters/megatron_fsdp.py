@@ -13,7 +13,7 @@ from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.adapters.unit_modules import ClassPaths
 from torch_impl.parallelizer.tp_plan import Plan
 
-STAGES = dict(enumerate(reversed(STRATEGIES)))  # of ZeRO, from 0: nothing is sharded
+STAGES = dict(enumerate(reversed(STRATEGIES)))  # ZeRO's stages; at stage 0 nothing is sharded
 Optimizer = Annotated[
     torch.optim.Optimizer, Instance(torch.optim.Optimizer, "pass a torch optimizer or None", shows_value=False)
 ]

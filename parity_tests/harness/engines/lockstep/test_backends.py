@@ -12,6 +12,7 @@ from shardproof.declare.case import CaseSpec
 from shardproof.engines.engines import run
 from shardproof.engines.failure import CollectiveMismatch
 from shardproof.engines.lockstep.backends import UNEVEN, rejection
+from shardproof.engines.protocol import disagreement
 
 CONTIGUOUS = torch.zeros(4, 6)
 STRIDED = {
@@ -84,6 +85,14 @@ def gathered_unevenly(mesh, case):
     return [part.tolist() for part in parts]
 
 
+def gathered_in_other_shapes(mesh, case):
+    """Entry r of each list has rank r's shape; no two are alike in any dim."""
+    shapes = [(2, 4), (3,), (1, 6, 2)]
+    parts = [torch.empty(shape) for shape in shapes]
+    dist.all_gather(parts, torch.full(shapes[mesh.rank("tp")], float(mesh.rank("tp"))), group=mesh["tp"])
+    return [(tuple(part.shape), part.unique().tolist()) for part in parts]
+
+
 def scattered_unevenly(mesh, case):
     out = torch.empty(mesh.rank("tp") + 1, 2)
     dist.reduce_scatter(out, [torch.ones(rank + 1, 2) for rank in range(mesh.size("tp"))], group=mesh["tp"])
@@ -101,6 +110,9 @@ def test_lists_of_unlike_sizes_are_carried_out():
     ranks = run(gathered_unevenly, three)
     assert ranks.results == ([[[0.0] * 2], [[1.0] * 2] * 2, [[2.0] * 2] * 3],) * 3
     assert [row.rejected for row in ranks.ledger.rows] == [UNEVEN] * 3
+    ranks = run(gathered_in_other_shapes, three)
+    assert ranks.results == ([((2, 4), [0.0]), ((3,), [1.0]), ((1, 6, 2), [2.0])],) * 3
+    assert disagreement(ranks.ledger) is None
     assert run(scattered_unevenly, pair).results == run(scattered_unevenly, pair, "gloo").results
     with pytest.raises(CollectiveMismatch) as caught:
         run(gathered_otherwise, three)

@@ -32,6 +32,7 @@ def of_different_places(mesh, case):
     return compiled(lambda x: 2 * x)(total).sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)  # it would end as stalled after ten minutes
 @pytest.mark.parametrize("function", [of_an_unfinished_tensor, of_different_places])
 @pytest.mark.parametrize("schedule", range(3))
@@ -39,6 +40,7 @@ def test_a_rank_that_compiles_lets_the_others_run(function, schedule):
     assert run(function, case(3, schedule)).results == (36.0,) * 3
 
 
+@pytest.mark.slow
 def test_the_lock_is_torchs_own_afterwards():
     from torch._dynamo import convert_frame
 

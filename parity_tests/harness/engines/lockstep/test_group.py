@@ -183,10 +183,6 @@ MISTAKES = {
     "all_to_all: the input has 3 rows for 2 ranks, its splits are [1, 1]": (
         lambda group: group.all_to_all_single(torch.ones(2), torch.ones(3), [], [1, 1])
     ),
-    "lockstep: reduce op PREMUL_SUM is not one of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR; "
-    "scale the tensor before": (
-        lambda group: dist.all_reduce(torch.ones(2), torch._C._distributed_c10d._make_nccl_premul_sum(2.0), group=group)
-    ),
     "lockstep: AVG of torch.bool has no meaning; use SUM, which is logical or": (
         lambda group: dist.all_reduce(torch.ones(2) > 0, dist.ReduceOp.AVG, group=group)
     ),
@@ -198,6 +194,25 @@ def test_a_call_that_cannot_be_right_is_rejected(message):
     with pytest.raises(failure.Raised) as caught:
         lockstep.run(lambda mesh, case: MISTAKES[message](mesh["tp"]), CASE)
     assert str(caught.value.__cause__) == message
+
+
+@pytest.mark.parametrize(("factor", "name"), [(0.25, "PREMUL_SUM(0.25)"), (1 / 3, f"PREMUL_SUM({1 / 3!r})")])
+def test_the_sum_of_nccl_that_multiplies_before(factor, name):
+    """FSDP2 divides gradients by it where a divide factor is set."""
+    scatter = named(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+
+    def body(mesh: Any, case: CaseSpec) -> list[float]:
+        op = torch._C._distributed_c10d._make_nccl_premul_sum(factor)
+        x, part = torch.arange(2.0) + mesh.rank("tp"), torch.empty(1)
+        scatter(part, x.clone(), op=op, group=mesh["tp"])
+        dist.all_reduce(x, op, group=mesh["tp"])
+        return [*x.tolist(), *part.tolist()]
+
+    ranks = lockstep.run(body, CASE)
+    first, second = ranks.results
+    assert first[:2] == second[:2] == (torch.arange(2.0) * factor + (torch.arange(2.0) + 1) * factor).tolist()
+    assert [first[2], second[2]] == first[:2]
+    assert {row.reduce_op for row in ranks.ledger.rows} == {name}
 
 
 @pytest.mark.parametrize("schedule", range(1, 9))

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import sys
 from shardproof.declare.case import CaseSpec
@@ -48,6 +50,7 @@ def test_a_plain_function_loads_no_dtensor(tmp_path):
     assert printed(tmp_path, "user_plain", "body") == ["[]"]
 
 
+@pytest.mark.slow
 def test_a_functions_imports_precede_the_default_group(tmp_path):
     (tmp_path / "user_deferred.py").write_text(DEFERRED)
     (tmp_path / "user_layers.py").write_text(LAYERS)

@@ -244,6 +244,7 @@ def test_failures_leave_no_threads_behind():
     assert threading.active_count() <= before
 
 
+@pytest.mark.slow
 def test_many_meshes_do_not_keep_their_threads():
     for mesh in [{"a": a, "b": b} for a in (1, 2, 3, 4) for b in (1, 2, 3, 4, 5)] * 2:
         outcome = lockstep.run(lambda mesh, case: (mesh.rank("a"), mesh.rank("b")), CaseSpec("many", mesh))
@@ -252,6 +253,7 @@ def test_many_meshes_do_not_keep_their_threads():
     assert len(ranks) <= 16 * 20
 
 
+@pytest.mark.slow
 def test_overhead_of_an_example(capsys):
     """At most 10 times its ranks' computation, run one after the other without collectives.
 

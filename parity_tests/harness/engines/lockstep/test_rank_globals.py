@@ -103,6 +103,7 @@ def declared(folder: Path, name: str, body: str, more: str = ""):
     return scheme
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BODIES)
 def test_ranks_do_not_share(what, tmp_path):
     name = what.replace(" ", "_")
@@ -156,6 +157,7 @@ def test_a_module_of_a_library_is_isolated_where_it_is_named(tmp_path):
         sys.path.remove(str(library))
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_process_has_its_own_values(tmp_path):
     body = "S.RANK = mesh.rank('tp'); S.NEW = 1; dist.barrier(group=mesh['tp']); return {}[S.RANK]"
     scheme = declared(tmp_path, "failing", body)
@@ -184,6 +186,7 @@ def loss_of_a_sharded_vocabulary(mesh, logits, target):
 """
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_loss_parallel_patches_each_rank_separately(engine, tmp_path):
     (tmp_path / "loss.py").write_text(LOSS_PARALLEL)

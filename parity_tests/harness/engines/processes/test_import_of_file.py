@@ -84,6 +84,7 @@ def test_jax_is_imported_once_in_the_server_and_starts_no_thread_there(tmp_path)
         assert len(os.listdir(f"/proc/{pool.pids()[0]}/task")) == 1
 
 
+@pytest.mark.slow
 def test_a_file_that_verifies_as_it_is_imported_does_so_in_the_parent_alone(tmp_path):
     file = written(tmp_path, "recursive.py", imports=SHIM, body="x.twice()")
     with open(file, "a") as end:
@@ -100,6 +101,7 @@ def test_a_file_that_cannot_be_imported_on_a_rank_is_reported_with_its_line(tmp_
     assert "OSError: no disk at raising_on_ranks.py:6" in str(report.failure)
 
 
+@pytest.mark.slow
 def test_warnings_are_written_once(tmp_path, capfd):
     pool.close()  # the next ranks write where this test reads
     with pytest.warns(UserWarning, match="on import"):

@@ -121,6 +121,7 @@ def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*start, *command], capture_output=True, text=True, timeout=LIMIT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(30)
 def test_ranks_of_a_test_may_print_more_than_a_pipe_buffers(tmp_path: Path) -> None:
     wordy = "import os; print('x' * 200_000 * (1 + int(os.environ['RANK'])))"
@@ -130,6 +131,7 @@ def test_ranks_of_a_test_may_print_more_than_a_pipe_buffers(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.slow
 def test_healthy_runs_and_one_status(script: Path) -> None:
     (lead, printed), (follow, served) = two_ranks(script.parent, str(script), "healthy", "healthy", "large")
     assert (lead, follow) == (3, 3)
@@ -137,6 +139,7 @@ def test_healthy_runs_and_one_status(script: Path) -> None:
     assert served == "served 3 False\n"
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_ranks_meet_again(script: Path) -> None:
     (lead, printed), (follow, _) = two_ranks(
         script.parent, str(script), "raises", "healthy", "other_dtype", "skips", "healthy"
@@ -151,6 +154,7 @@ def test_after_a_failure_the_ranks_meet_again(script: Path) -> None:
     assert "rank 1 waits in all_reduce float32[3] SUM (group tp, #0)" in stalled
 
 
+@pytest.mark.slow
 def test_a_compilation_is_waited_for(script: Path) -> None:
     (lead, printed), (follow, _) = two_ranks(script.parent, str(script), "compiles", "skips")
     assert (lead, follow) == (3, 3)
@@ -158,6 +162,7 @@ def test_a_compilation_is_waited_for(script: Path) -> None:
     assert compiled == "compiles 2 3 3" and stalled.startswith("skips Stalled stalled")
 
 
+@pytest.mark.slow
 def test_a_rank_in_an_endless_loop_ends_the_job(script: Path) -> None:
     (lead, printed), (follow, _) = two_ranks(script.parent, str(script), "loops", "loops", "healthy")
     assert (lead, follow) == (3, 3)
@@ -168,6 +173,7 @@ def test_a_rank_in_an_endless_loop_ends_the_job(script: Path) -> None:
     assert third.startswith("healthy NotRun torchrun: a rank still hangs")
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("bug", "status"), [("y = y + mesh.rank('tp')", 1), ("y.no_such_method()", 3)])
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: str, status: int) -> None:
     path = tmp_path / "total.py"
@@ -179,6 +185,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: str, stat
     assert "total    tp=2   torchrun" in printed
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it(tmp_path: Path) -> None:
     path = tmp_path / "total.py"
     path.write_text(textwrap.dedent(SCHEME).replace("BUG", ""))

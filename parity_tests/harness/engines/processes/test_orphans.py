@@ -114,6 +114,7 @@ def test_suspended_ranks_end_with_their_server(start: Callable[..., Parent]) -> 
     assert [pid for pid in parent.pids if _runs(pid)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["with_a_child", "with_a_session"])
 def test_a_ranks_processes_end_with_it(start: Callable[..., Parent], what: str) -> None:
     parent = start(what)
@@ -172,6 +173,7 @@ def test_a_server_that_no_pool_takes_ends_with_the_process() -> None:
     assert not runs
 
 
+@pytest.mark.slow
 def test_parent_is_interrupted(start: Callable[..., Parent]) -> None:
     parent = start("in_a_loop")
     parent.process.send_signal(signal.SIGINT)

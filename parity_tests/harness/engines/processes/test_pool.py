@@ -92,6 +92,7 @@ def processor_seconds(pids: list[int]) -> float:
     return sum(int(ticks) for each in times for ticks in each) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 def test_an_idle_pool_takes_no_processor_time_and_runs_again() -> None:
     def with_groups(mesh: Any, case: CaseSpec) -> float:
         return total(mesh, case) + sum(dist.new_group([0, 1]).size() for _ in range(10))
@@ -268,6 +269,7 @@ def test_a_rank_killed_between_runs_is_replaced() -> None:
     assert pool._pools[2, "gloo"].pids != before
 
 
+@pytest.mark.slow
 def test_a_server_killed_between_runs_is_replaced() -> None:
     pool.run(total, case(2))
     os.kill(pool.pids()[0], signal.SIGKILL)
@@ -275,6 +277,7 @@ def test_a_server_killed_between_runs_is_replaced() -> None:
     assert pool.run(total, case(2)).results == (1.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_killed", slow_but([False], [False, True]))
 def test_a_server_started_ahead_is_taken_while_it_is_alive(is_killed: bool) -> None:
     pool.close()
@@ -292,6 +295,7 @@ def test_a_server_started_ahead_is_taken_while_it_is_alive(is_killed: bool) -> N
 SETTINGS = [("JAX_NUMPY_RANK_PROMOTION", True), ("TORCH_COMPILE_DISABLE", False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "is_taken"), slow_but(SETTINGS[:1], SETTINGS))
 def test_ranks_of_an_early_server_have_the_current_environment(
     name: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
@@ -312,6 +316,7 @@ def test_ranks_of_an_early_server_have_the_current_environment(
     pool.close()  # the next one has the environment of the other tests
 
 
+@pytest.mark.slow
 def test_threads_of_the_caller_take_turns() -> None:
     results: dict[int, tuple] = {}
 

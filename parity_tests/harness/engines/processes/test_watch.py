@@ -37,6 +37,7 @@ def most_idle_seconds(code: str) -> float:
     return most
 
 
+@pytest.mark.slow
 def test_a_rank_at_work_is_not_idle() -> None:
     assert most_idle_seconds("print(1, flush=True)\nwhile True: pass") == 0
 
@@ -53,6 +54,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["import time\nprint(1, flush=True)\ntime.sleep(60)", LOOKING])
 def test_a_rank_asleep_is_idle_also_if_each_of_its_groups_looks_for_messages(code: str) -> None:
     assert most_idle_seconds(code) > 0  # a thread that is ready and has to wait, on a busy machine, counts as work

@@ -181,6 +181,7 @@ def on_gloo() -> tuple[dict[str, Any], ...]:
     return run(all_called, CaseSpec("public_functions", MESH), "gloo", quiet_s=60.0).results
 
 
+@pytest.mark.fast_values(8)
 @pytest.mark.parametrize("name", sorted(set(CASES) - set(BEYOND_GLOO)))
 def test_lockstep_and_gloo_agree(name, on_gloo):
     ours, theirs = on_lockstep(name), tuple(values[name] for values in on_gloo)

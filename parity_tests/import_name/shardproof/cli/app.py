@@ -1,6 +1,6 @@
 """shardproof: the command. A verb's options are in one file of this folder, its examples in help.py.
 
-Each verb reads its arguments, calls one function, and turns the outcome into a status; harness/run/exit_status.py lists
+Each verb reads its arguments, calls one function, and turns the outcome into a status; engines/exit_status.py lists
 the statuses.
 """
 
@@ -33,7 +33,7 @@ class Verbs(typer.core.TyperGroup):
         file = args[0].partition("::")[0]
         if file.endswith(".py"):
             verb = "replay" if os.path.basename(file).startswith("replay_") else "verify"
-            raise ValueError(f"{args[0]}: is a file and no verb; write shardproof {verb} {shlex.join(args)}")
+            raise ValueError(f"{args[0]}: is a file, not a verb; write shardproof {verb} {shlex.join(args)}")
         return super().resolve_command(ctx, args)
 
 
@@ -87,7 +87,7 @@ def _version(is_wanted: bool) -> None:
 @app.callback()
 def _about(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
 ) -> None:
     """Options before a verb."""

@@ -34,13 +34,13 @@ def replay(
     file: Replay,
     engine: Annotated[
         str | None,
-        typer.Option(help="Another engine than the one recorded.", autocompletion=complete.engines),
+        typer.Option(help="The engine to run on; default: the recorded engine.", autocompletion=complete.engines),
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="How many times.")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="Number of runs.")] = 1,
     timeout: Timeout = None,
     html: HtmlPath = None,
     json: JsonPath = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each time only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only one line for each run.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the ledger as well.")] = False,
     traceback: Traceback = False,
 ) -> None:

@@ -6,14 +6,20 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1]
+from shardproof.places import component_folders
+
 DECLARED = re.compile(r"^@scheme\($.*?^def (\w+)\(", re.MULTILINE | re.DOTALL)
 AXES, SIZES = ("tp", "cp", "dp", "pp", "ep"), (2, 4)
 
 
 def targets(incomplete: str) -> list[str]:
     """Schemes that the parity tests declare with the decorator, and Python files of this folder."""
-    declared = [name for file in PACKAGE.glob("*/test_*.py") for name in DECLARED.findall(file.read_text())]
+    declared = [
+        name
+        for folder in component_folders()
+        for file in folder.glob("test_*.py")
+        for name in DECLARED.findall(file.read_text())
+    ]
     return _begin(incomplete, [*_files("*.py"), *sorted(declared)])
 
 

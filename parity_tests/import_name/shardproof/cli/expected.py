@@ -30,7 +30,7 @@ def read(file: str | None, names: Sequence[str]) -> dict[str, Expected]:
             raise ValueError(f"{at}: no scheme is called {name!r}{nearest(name, names)}")
         if verdict not in VERDICTS:
             raise ValueError(
-                f"{at}: {verdict!r} is no verdict of a failure; give one of {', '.join(sorted(set(VERDICTS)))}"
+                f"{at}: {verdict!r} is not the verdict of a failure; give one of {', '.join(sorted(set(VERDICTS)))}"
             )
         if name in expected:
             raise ValueError(f"{at}: {name} stands in the file a second time")

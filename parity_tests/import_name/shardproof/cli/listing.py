@@ -1,4 +1,4 @@
-"""Output of the command about a case: pictures, replays and timelines."""
+"""The commands that print a case: pictures, replays and timelines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pictures(target: str, sizes: Mapping[str, Any], figure: str | None, json: st
 
 
 def json_of_case(scheme: Declared, case: CaseSpec) -> dict[str, Any]:
-    """A picture as JSON: for each sharding of a tensor the rank of each position, for other axes their types."""
+    """A picture as JSON: for each sharding, the rank that holds each position; for each other axis, its type."""
     tensors = {
         name: {
             "spec": str(spec),
@@ -137,14 +137,14 @@ def _replayed(file: str) -> Report:
 
 
 def _recorded(file: str) -> tuple[CaseSpec, Declared]:
-    """The case of a replay file, which is read but not run, and its scheme."""
+    """The case and the scheme of a replay file. The file is parsed and not executed."""
     try:
         constants = constants_of(file)
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise discover.UnusableTarget(f"cannot read {file}: {reason}") from None
     if not {"CASE", "SOURCE"} <= set(constants):
-        raise discover.UnusableTarget(f"{file}: is no replay file (it has no CASE and SOURCE)")
+        raise discover.UnusableTarget(f"{file} is not a replay file: CASE or SOURCE is missing")
     try:
         case = CaseSpec.from_json(constants["CASE"])
     except ValueError as error:

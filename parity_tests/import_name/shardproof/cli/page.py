@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,43 +11,43 @@ import typer
 from shardproof.cli.app import app
 from shardproof.cli.help import EXAMPLES, STATUS
 from shardproof.cli.shapes import SHAPES
+from shardproof.places import ROOT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "command-line.md"
+PAGE = ROOT / "docs" / "reference" / "command-line.md"
 HEAD = """# The command line
 
-`shardproof VERB --help` prints what stands here. This page is written by `python -m shardproof.cli.page`,
-and a test holds it to the options that there are.
+`shardproof VERB --help` prints the same text. `python -m shardproof.cli.page` writes this page, and a test compares it
+with the command's options.
 
 | verb | does |
 |---|---|
 {verbs}
 
-Before a verb: `--version`; `--install-completion` and `--show-completion` for bash, zsh, fish and PowerShell. What is
-completed are verbs, options, names of schemes and schedules, engines, profiles, dtypes, mesh sizes and files.
+Before a verb: `--version`; `--install-completion` and `--show-completion` for bash, zsh, fish and PowerShell. They
+complete verbs, options, names of schemes and schedules, engines, profiles, dtypes, mesh sizes and files.
 
 | exit status | |
 |---|---|
 {statuses}
 
-Of several outcomes the worst wins: 70, then 3, then 1, then 2 for a scheme whose reference cannot be used. A command
-runs in a process whose parent watches it. The parent returns a status only if the command has come to its end. Code
-that exits, crashes or holds the interpreter is reported with its line, costs the verdict of its own scheme, and the
-other schemes are judged. Under torchrun the command's status stands in the agent's report, and the agent leaves with 1.
+With several outcomes the worst status is returned: 70, then 3, then 1, then 2 for a scheme with an unusable reference.
+A command runs in a process whose parent watches it. The parent returns a status only if the command has come to its
+end. Code that exits, crashes or holds the interpreter is reported with its line and costs the verdict of its own
+scheme; the other schemes are judged. Under torchrun the agent exits with 1, and its report shows the command's status.
 
-- **What is printed.** Verdicts and tables go to standard output; progress bars, and one sentence for what cannot be
-  done, to standard error. Bars and colours are for terminals only; `NO_COLOR=1` turns colours off there too.
-- **Less and more.** `-q` leaves failures and the closing line, `-v` adds what is otherwise left out, where a verb has
-  them.
+- **Output.** Verdicts and tables go to standard output; progress bars, and one sentence for an error, to standard
+  error. Bars and colours appear on terminals only; `NO_COLOR=1` turns colours off there too.
+- **Less and more output.** `-q` prints only failures and the closing line, `-v` prints more. Not every verb has them.
 - **JSON.** `--json PATH` writes a file that ends in `.json`, besides what is printed. `--json -`, or `--json` at the
   end or before another option, puts the JSON on standard output, and all else on standard error. Keys are never taken
   away; more may come. A number that is not finite is text: `"inf"`.
 - **Files.** `--figure PATH` is a picture, `--html PATH` a page, `--junit PATH` JUnit XML, `--csv PATH` a schedule, and
-  `--out PATH` the file that the verb is there to write. Of those that are text, one may be `-` for standard output. A
-  file that could not be written is rejected before anything runs.
+  `--out PATH` the file that the verb writes. One of the text files may be `-` for standard output. A path that cannot
+  be written is rejected before anything runs.
 - **Examples.** `my_scheme.py` is the file of [Verify your own scheme](../how-to/verify-your-own-scheme.md),
-  `my_function.py` that of [a function](../how-to/start-from-a-function.md),
-  `my_pair.py` that of [two modules](../how-to/use-flax-and-modules.md#where-two-modules-first-differ), and
-  `my_sharded.py` that of [a sharded model and its twin](../how-to/trace-a-sharded-model.md).
+  `my_function.py` is in [Start from a function](../how-to/start-from-a-function.md), `my_pair.py` in
+  [two modules](../how-to/use-flax-and-modules.md#where-two-modules-first-differ), and `my_sharded.py` in
+  [Trace a sharded model](../how-to/trace-a-sharded-model.md).
 """
 
 

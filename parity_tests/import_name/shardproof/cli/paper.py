@@ -18,9 +18,13 @@ def schedule(
             help="A schedule's name or its beginning (zbv), or a .csv file.", autocompletion=complete.schedules
         ),
     ],
-    pp: Annotated[int | None, typer.Option(min=1, help="Ranks; for a file they are its rows.")] = None,
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Micro-batches; for a file they are its own.")] = None,
-    stages_per_rank: Annotated[int | None, typer.Option(min=1, help="Default: 2, or what the schedule has.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Number of ranks; a file has one row for each.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Number of micro-batches; a file has its own.")
+    ] = None,
+    stages_per_rank: Annotated[
+        int | None, typer.Option(min=1, help="Default: 2, or the schedule's own number.")
+    ] = None,
     times: Annotated[
         str, typer.Option(help="Forward, input gradient, weight gradient of a chunk.", metavar="F,I,W")
     ] = "1,1,1",
@@ -67,7 +71,7 @@ def cost(
     targets: Annotated[
         list[str],
         typer.Argument(
-            help="Scheme names, files, file.py::name; or attention, mamba, logprob: all ways to do that.",
+            help="Scheme names, files, file.py::name; or attention, mamba, logprob: all schemes for it.",
             autocompletion=complete.priced,
         ),
     ],

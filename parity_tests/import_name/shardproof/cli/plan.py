@@ -53,7 +53,7 @@ def _check_axes(mesh: Mapping[str, int]) -> None:
     axes = [axis for axis in dict.fromkeys([*NEWER.values(), *AXIS_NAMES]) if axis not in NOT_PLANNED]
     for axis, size in mesh.items():
         if size > 1 and axis in NOT_PLANNED:
-            raise ValueError(f"--mesh {axis}={size}: is not planned: {NOT_PLANNED[axis]}")
+            raise ValueError(f"--mesh {axis}={size} is not planned: {NOT_PLANNED[axis]}")
         if axis not in (*axes, *NOT_PLANNED, "dp"):
             names = ", ".join(["dp (short for dp_shard)", *axes])
             raise ValueError(f"--mesh {axis}={size}: plan knows the axes {names}")
@@ -66,7 +66,7 @@ def _check_has_plan(target: str, model: torch.nn.Module) -> None:
         plan = get_hf_tp_shard_plan(model)
     if not plan:
         raise UnusableTarget(
-            f"{target}: {type(model).__name__} brings no tensor-parallel plan; use a mesh without tp, "
+            f"{target}: {type(model).__name__} has no tensor-parallel plan; use a mesh without tp, "
             "or dry_run(model, mesh, tp_shard_plan=...) in Python"
         )
 
@@ -108,7 +108,7 @@ def _of_config(target: str, changes: Mapping[str, Any]) -> Any:
                 raise UnusableTarget(f"{target}: {_folder(target)}; give {FORMS}") from error
             hint = nearest(target, sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)).removeprefix("; ")
             hint_text = f" ({hint})" if hint else ""
-            raise UnusableTarget(f"{target}: is no model that is known here{hint_text}; give {FORMS}") from error
+            raise UnusableTarget(f"{target} is not a known model{hint_text}; give {FORMS}") from error
     _check_fields(type(config)(), changes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
@@ -117,7 +117,7 @@ def _folder(target: str) -> str:
     """Why a path is not a model's folder."""
     if Path(target).is_dir():
         return "is a folder without config.json"
-    return "is no folder here, and nothing is downloaded"
+    return "is not a local folder, and nothing is downloaded"
 
 
 def _check_fields(default: Any, changes: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ def _check_fields(default: Any, changes: Mapping[str, Any]) -> None:
     for name in changes:
         if not hasattr(default, name):
             hint = nearest(name, sorted(vars(default)))
-            raise UnusableTarget(f"--option {name!r} is no field of {type(default).__name__}{hint}")
+            raise UnusableTarget(f"--option {name!r} is not a field of {type(default).__name__}{hint}")
 
 
 def _attribute(path: str) -> Callable[..., Any]:
@@ -139,5 +139,5 @@ def _attribute(path: str) -> Callable[..., Any]:
 def _factory(file: Path, name: str) -> Callable[..., Any]:
     module = module_of_file(str(file))
     if not callable(getattr(module, name, None)):
-        raise UnusableTarget(f"{file}: has no function {name!r}")
+        raise UnusableTarget(f"{file} has no function {name!r}")
     return getattr(module, name)

@@ -49,7 +49,7 @@ def compare(targets: Sequence[str], request: Request) -> list[Comparison]:
     meshes, dims, links = sweep.meshes(request.mesh), sweep.rules(request.dims), sheet.read(request.links)
     words = [target for target in targets if target in exchanges.COMPARISONS]
     if words and len(targets) > 1:
-        raise ValueError(f"{words[0]}: is a comparison of schemes already; give it alone")
+        raise ValueError(f"{words[0]} is already a comparison of schemes; give it alone")
     schemes = [] if words else discover.find(list(targets))
     comparisons = []
     for mesh in meshes:

@@ -21,7 +21,7 @@ from shardproof.verify_one_case import verify_case
 
 BYTES = 256
 ROWS, LENGTH = 4, 64  # number of passages, and bytes of each
-DIGITS = 12  # of a printed perplexity: the digits that agree in float64, less a few
+DIGITS = 12  # printed digits of a perplexity: a few less than agree in float64
 
 
 @cache

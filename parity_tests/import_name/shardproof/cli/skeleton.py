@@ -83,7 +83,7 @@ def new(target: str, out: str | None, inputs: str | None, axes: Mapping[str, int
         raise UnusableTarget(f"{target}: takes no tensor; a scheme is of a function of tensors")
     path = Path(out) if out else Path(file).with_name(f"scheme_{name}.py")
     if path.exists():
-        raise ValueError(f"{path}: is already there; give another --out")
+        raise ValueError(f"{path} already exists; give another --out")
     if path.suffix != ".py":
         raise ValueError(f"--out {path}: a scheme is in a Python file; end it in .py")
     check_writable(out=str(path))

@@ -80,9 +80,7 @@ def train(
             help="adamw, or muon for matrices and AdamW for the others.", autocompletion=complete.of_run("OPTIMIZERS")
         ),
     ] = "adamw",
-    clip: Annotated[
-        float | None, typer.Option(help="Largest norm of the gradients that are stepped by.", metavar="NORM")
-    ] = None,
+    clip: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.", metavar="NORM")] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the weights and the batches.")] = 0,
     engine: Annotated[
         str, typer.Option(help="gloo, lockstep, nccl or torchrun.", autocompletion=complete.engines)

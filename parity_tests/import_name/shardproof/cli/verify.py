@@ -50,7 +50,7 @@ def verify(
             autocompletion=complete.profiles,
         ),
     ] = "dev",
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Another number gives other cases.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Each seed draws other cases.")] = 0,
     mesh: Mesh = None,
     dim: Dims = None,
     dtype: Annotated[
@@ -72,12 +72,15 @@ def verify(
     implementation: Annotated[
         str | None,
         typer.Option(
-            help="Judge the functions that this module or FILE.py offers by the names of ours.", metavar="MODULE"
+            help="Test the functions of this module or FILE.py that have the names of torch_impl's.", metavar="MODULE"
         ),
     ] = None,
     expected_failures: Annotated[
         str | None,
-        typer.Option(help="A line for each: scheme, verdict, # reason; one that passes is reported.", metavar="FILE"),
+        typer.Option(
+            help="File with a line for each: scheme, verdict, # reason. A scheme that passes is reported.",
+            metavar="FILE",
+        ),
     ] = None,
     timeout: Timeout = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")] = False,
@@ -134,13 +137,13 @@ def verify(
 
 def new(
     target: Annotated[
-        str, typer.Argument(help="file.py::function, of one rank or on DTensors.", metavar="FILE::FUNCTION")
+        str, typer.Argument(help="file.py::function, on one rank's tensors or on DTensors.", metavar="FILE::FUNCTION")
     ],
     inputs: Annotated[
         str | None,
         typer.Option(
-            help="A function of the mesh that returns inputs, a tuple or a dict; with them the function is run, and "
-            "the placements of its DTensors are the specs.",
+            help="A function that takes the mesh and returns inputs, as a tuple or a dict. FUNCTION is run with them, "
+            "and the placements of its DTensors become the specs.",
             metavar="FILE::FUNCTION",
         ),
     ] = None,
@@ -149,7 +152,7 @@ def new(
         str | None, typer.Option(help="The file to write; default: scheme_FUNCTION.py beside FILE.", metavar="PATH")
     ] = None,
 ) -> None:
-    """Write a scheme's file for an existing function. You add the reference, and specs that cannot be inferred."""
+    """Write a scheme for an existing function. You add the reference, and specs that cannot be inferred."""
     from shardproof.cli import skeleton
 
     raise typer.Exit(skeleton.new(target, out, inputs, sizes(mesh, "--mesh")))

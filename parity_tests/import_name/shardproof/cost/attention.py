@@ -1,19 +1,50 @@
-"""What ranks send so that queries meet the keys of other ranks, message by message, from the pairs that meet."""
+"""The costs of attention over cp: products, all-gathers of keys, exchanges of heads, and messages by listed pairs."""
+
+import math
+from typing import Any
 
 import numpy as np
 
-from shardproof import Cost
+from shardproof.declare.declared import Cost
 
-MOST_POSITIONS, MOST_RANKS = 4096, 64  # of a cost: pairs are listed one by one
+MAX_POSITIONS, MAX_RANKS = 4096, 64  # limits, because pairs are listed one by one
+
+
+def products(c, causal=False):
+    """The floating-point operations of one rank: for each (query, key) pair two products forward, five backward.
+
+    `causal`, or a scheme's option `causal`, halves the pairs; a mask that is passed as data does not.
+    """
+    pairs = c.s * (c.s + 1) // 2 if causal or c.options.get("causal") else c.s * c.s
+    ranks = math.prod(c.mesh.get(axis, 1) for axis in ("cp", "ring", "heads"))
+    product = 2 * c.b * c.h * pairs * c.p // ranks
+    return 2 * product, 5 * product
+
+
+def gathered_cost(c, rows):
+    keys = c.b * rows * 2 * c.g * c.p
+    return Cost(
+        forward={"all_gather": (1, keys * c.itemsize)},
+        backward={
+            "all_gather": (1, keys * c.itemsize),
+            "reduce_scatter": (1, c.cp * keys * c.accumulator_itemsize),
+        },
+        products=products(c),
+    )
+
+
+def heads_cost(c, a, rows, axis="cp"):
+    mixed = {f"all_to_all/{axis}": (2, c.b * rows * c.p * c.itemsize * (2 * c.h + 2 * max(c.g, a)))}
+    return Cost(forward=mixed, backward=mixed, products=products(c))
 
 
 def visible_pairs(size, causal, window, padded=None, real=None, prefix_of=()):
-    """`[i, j]`: whether the query at position i of a stream sees the key at j, by listing all pairs.
+    """`[i, j]`: whether the query at position i of a stream sees the key at position j, by listing all pairs.
 
-    Sequence j continues `prefix_of[j]`, whose keys it sees, too, and those of what that continues.
+    Sequence j continues sequence `prefix_of[j]`: it also sees that sequence's keys, and so on along the prefixes.
     """
-    if size > MOST_POSITIONS:
-        raise ValueError(f"pairs of {size:,} positions are not listed; the limit is {MOST_POSITIONS:,}")
+    if size > MAX_POSITIONS:
+        raise ValueError(f"pairs of {size:,} positions are not listed; the limit is {MAX_POSITIONS:,}")
     padded = np.array([0, size]) if padded is None else np.asarray(padded)
     real = padded if real is None else np.asarray(real)
     token = np.arange(size)
@@ -29,7 +60,7 @@ def visible_pairs(size, causal, window, padded=None, real=None, prefix_of=()):
 
 
 def _add_prefixes(seen, j, padded, real, prefix_of, window):
-    """The pairs of sequence j's queries and the keys of all that it continues, nearest first."""
+    """Mark the pairs of sequence j's queries with the keys of its prefix, of the prefix's prefix, and so on."""
     between, i = 0, prefix_of[j]
     while i >= 0:
         for query in range(real[j]):
@@ -68,7 +99,7 @@ def record(table, op, rows):
 
 
 def around_the_ring(needed):
-    """Each source's keys go from rank to rank until the last that needs one; their gradient follows, and returns."""
+    """Keys go from their source to the last rank that needs them; their gradient follows and returns to the source."""
     n, sent = len(needed), Sent(len(needed))
     for source in range(n):
         rows = len(set().union(*(needed[r][source] for r in range(n))))
@@ -84,7 +115,7 @@ def around_the_ring(needed):
 
 
 def as_a_halo(needed):
-    """Every rank sends each other the keys that this one needs, and gets their gradients back, by an all_to_all."""
+    """One all_to_all sends each rank the keys that it needs, and another returns their gradients."""
     n, sent = len(needed), Sent(len(needed))
     for rank in range(n):
         record(sent.keys[rank], "all_to_all", sum(len(needed[other][rank]) for other in range(n)))
@@ -93,7 +124,7 @@ def as_a_halo(needed):
 
 
 def cheaper(needed):
-    """The ring, unless the peak of a halo is a quarter lower, or a rank has no message before step 1."""
+    """The ring, unless the halo's peak is a quarter lower, or a rank would have no message before step 1."""
     n, ring, halo = len(needed), around_the_ring(needed), as_a_halo(needed)
     sources = {s for s in range(n) if any(needed[r][s] for r in range(n))}
     idle = [r for r in range(n) if r not in sources and (r - 1) % n not in sources]
@@ -103,9 +134,9 @@ def cheaper(needed):
 
 
 def key_costs(c, positions, visible, heads, products=None, axis="cp"):
-    """The cost of each rank, of K and V of `heads` heads, sent over `axis`."""
-    if len(positions) > MOST_RANKS:
-        raise ValueError(f"messages of {len(positions):,} ranks are not listed; the limit is {MOST_RANKS}")
+    """The cost of each rank for sending K and V of `heads` heads over `axis`."""
+    if len(positions) > MAX_RANKS:
+        raise ValueError(f"messages of {len(positions):,} ranks are not listed; the limit is {MAX_RANKS}")
     sent = cheaper(needed_keys(positions, visible))
     row = 2 * c.b * heads * c.p
 
@@ -119,6 +150,6 @@ def key_costs(c, positions, visible, heads, products=None, axis="cp"):
     return costs
 
 
-def added(one, other):
-    """Calls and bytes of both, by op."""
+def added(one: Any, other: Any) -> dict[str, Any]:
+    """The sum of two costs: calls and bytes by op."""
     return {op: tuple(map(sum, zip(one.get(op, (0, 0)), other.get(op, (0, 0)), strict=True))) for op in {*one, *other}}

@@ -14,13 +14,13 @@ from shardproof.declare.declared import Cost
 
 
 def ring_form(case: CaseSpec, ranks: int, heads: int, causal: bool, axis: str) -> Cost:
-    """Keys of `heads` heads travel to all other ranks, and so do their gradients, which then return."""
+    """A ring: keys of `heads` heads travel to all other ranks; their gradients follow them and return to the source."""
     messages, rows = ranks - 1, case.s // ranks
     row = case.b * 2 * heads * case.p
     unseen = rows // 2 if causal else 0
     keys, gradients = row * case.itemsize, row * case.accumulator_itemsize
-    # Only the last rank does not pass on the first rank's keys, and only the first keeps a gradient of its own: no rank
-    # sends all of both.
+    # The last rank does not pass on the first rank's keys, and the first rank keeps its own gradient: no rank sends
+    # both in full.
     back = messages * rows * (keys + gradients) - unseen * min(keys, gradients)
     ends = (f"send/{axis}", f"recv/{axis}") if messages else ()
     forward = dict.fromkeys(ends, (messages, messages * rows * keys))
@@ -28,7 +28,7 @@ def ring_form(case: CaseSpec, ranks: int, heads: int, causal: bool, axis: str) -
 
 
 def over_one_axis(causal: bool) -> Callable[[CaseSpec], Cost]:
-    """The cost of the exchange that a case's options name, over cp."""
+    """The cost of attention over cp, with the exchange that the case's options name."""
 
     def cost(case: CaseSpec) -> Cost:
         rows = case.s // case.cp

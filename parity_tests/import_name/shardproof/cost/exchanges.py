@@ -1,17 +1,15 @@
-"""Comparisons of schemes that compute the same: attention over cp, the Mamba mixer over cp, the loss over tp."""
+"""Costs of schemes for the same result: attention over cp, the Mamba mixer over cp, the loss over tp."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shardproof.cost.candidates import Comparison, Setting, candidates
 from shardproof.declare import discover
 from shardproof.declare.declared import Declared
-
-TESTS = Path(__file__).resolve().parents[1]
+from shardproof.places import TESTS
 
 
 def attention(setting: Setting) -> Comparison:
@@ -23,7 +21,7 @@ def attention(setting: Setting) -> Comparison:
 
     causal = setting.names.get("causal", False)
     if not isinstance(causal, bool):
-        raise ValueError(f"--option causal={causal}: is True or False")
+        raise ValueError(f"--option causal={causal}: give True or False")
     names = {name: value for name, value in setting.names.items() if name != "causal"}
     setting = replace(setting, names=names)
     dims = _dims(setting, "attention", {"b": 1, "s": None, "h": None, "g": None, "p": 128}) | {"one": 1}
@@ -34,9 +32,9 @@ def attention(setting: Setting) -> Comparison:
     usp = _scheme("context_parallel/test_attention.py", "attention_over_two_axes")
     usp = replace(usp, cost=over_two_axes(causal))
     for heads in _divisors(setting.mesh["cp"]):
-        mesh = _in_place_of(setting.mesh, "cp", {"ring": setting.mesh["cp"] // heads, "heads": heads})
+        mesh = _split_axis(setting.mesh, "cp", {"ring": setting.mesh["cp"] // heads, "heads": heads})
         join(comparison, usp, replace(sized, mesh=mesh), f"usp heads={heads}")
-    return _without("exchange=", comparison)
+    return _without_prefix("exchange=", comparison)
 
 
 def mamba(setting: Setting) -> Comparison:
@@ -60,7 +58,7 @@ def mamba(setting: Setting) -> Comparison:
 def logprob(setting: Setting) -> Comparison:
     """Log-probabilities of hidden states over tp, the states replicated or sharded along the sequence.
 
-    A chunk size changes no byte and no call: it saves memory. Dims: b, s, d the hidden size, v.
+    A chunk size saves memory; it does not change bytes or calls. Dims: b, s, d the hidden size, v.
     """
     dims = _dims(setting, "logprob", {"b": 1, "s": None, "d": None, "v": None})
     sized = replace(setting, names=dims)
@@ -97,12 +95,12 @@ def _dims(setting: Setting, name: str, defaults: Mapping[str, int | None]) -> di
 
 
 def _divisors(ranks: int) -> list[int]:
-    """The divisors of `ranks` between 1 and itself."""
+    """The divisors of `ranks`, without 1 and `ranks`."""
     return [number for number in range(2, ranks // 2 + 1) if ranks % number == 0]
 
 
-def _in_place_of(mesh: Mapping[str, int], axis: str, axes: Mapping[str, int]) -> dict[str, int]:
-    """The mesh with several axes in place of one, and ranks in the same order."""
+def _split_axis(mesh: Mapping[str, int], axis: str, axes: Mapping[str, int]) -> dict[str, int]:
+    """The mesh with one axis replaced by several, and the ranks in the same order."""
     ordered: dict[str, int] = {}
     for name, size in mesh.items():
         ordered |= axes if name == axis else {name: size}
@@ -110,7 +108,7 @@ def _in_place_of(mesh: Mapping[str, int], axis: str, axes: Mapping[str, int]) ->
 
 
 def join(comparison: Comparison, scheme: Declared, setting: Setting, label: str = "") -> Comparison:
-    """Add the candidates of a scheme to a comparison, or under its label the reason why it has none."""
+    """Add the candidates of a scheme to a comparison; if there are none, store the reason in `left_out`."""
     try:
         more = candidates(scheme, setting, label)
     except ValueError as reason:
@@ -121,7 +119,7 @@ def join(comparison: Comparison, scheme: Declared, setting: Setting, label: str 
     return comparison
 
 
-def _without(prefix: str, comparison: Comparison) -> Comparison:
+def _without_prefix(prefix: str, comparison: Comparison) -> Comparison:
     """Labels without the option's name: `ring` for `exchange=ring`."""
     shorter = [replace(each, label=each.label.removeprefix(prefix)) for each in comparison.candidates]
     left_out = {name.removeprefix(prefix): reason for name, reason in comparison.left_out.items()}

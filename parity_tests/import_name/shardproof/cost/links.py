@@ -40,9 +40,9 @@ class Price:
 
 
 def price(op: str, calls: int, size: int, place: Placement, sheet: Sheet) -> Price:
-    """The price of `calls` calls of an op with `size` bytes of input in total. Errors: ValueError for another op."""
+    """The price of `calls` calls of an op with `size` bytes of input in total. Errors: ValueError for an unknown op."""
     if op not in OPS:
-        raise ValueError(f"cost names {op!r}, which has no model of links; those are {', '.join(OPS)}")
+        raise ValueError(f"cost names {op!r}, which has no model of links; the modelled ops are {', '.join(OPS)}")
     if place.ranks == 1 or calls == 0:
         return Price()
     rings = [algorithm for algorithm in sheet.algorithms if algorithm.kind == "ring"]
@@ -57,7 +57,7 @@ def price(op: str, calls: int, size: int, place: Placement, sheet: Sheet) -> Pri
 
 
 def _cheapest(prices: list[Price]) -> Price:
-    """The choice of a library that knows its own model."""
+    """The lowest price: a library is assumed to choose its fastest algorithm."""
     return min(prices, key=lambda each: each.seconds)
 
 

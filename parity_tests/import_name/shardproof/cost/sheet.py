@@ -49,7 +49,7 @@ def read(name: str) -> Sheet:
     """A built-in sheet by name, or one from a TOML or JSON file. Errors: ValueError that names --links."""
     path = FOLDER / f"{name}.toml" if name in names() else Path(name)
     if not path.is_file():
-        raise ValueError(f"--links {name}: is no file and no sheet; the sheets are {', '.join(names())}")
+        raise ValueError(f"--links {name} is neither a file nor a sheet; the sheets are {', '.join(names())}")
     text = path.read_text()
     try:
         record = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -75,7 +75,7 @@ def _sheet(record: Mapping[str, Any], stem: str) -> Sheet:
         raise ValueError("algorithms has no row; give one of kind 'ring' at least")
     algorithms = tuple(_algorithm(row, f"algorithms[{number}].") for number, row in enumerate(rows))
     if not any(algorithm.kind == "ring" for algorithm in algorithms):
-        raise ValueError("algorithms has no row of kind 'ring', by which all but all_reduce travels")
+        raise ValueError("algorithms has no row of kind 'ring', which all ops except all_reduce need")
     ranks = record["ranks_per_host"]
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks_per_host is {ranks!r}; give a whole number of at least 1")
@@ -96,7 +96,7 @@ def _algorithm(row: Any, place: str) -> Algorithm:
     seconds = ("call_seconds", "inside_seconds", "between_seconds")
     keys = {"kind", "bandwidth_share", *seconds}
     if not isinstance(row, Mapping):
-        raise ValueError(f"{place.rstrip('.')} is no table of {', '.join(sorted(keys))}")
+        raise ValueError(f"{place.rstrip('.')} is not a table of {', '.join(sorted(keys))}")
     _check_keys(place, row, keys | {"protocol"}, keys)
     if row["kind"] not in KINDS:
         raise ValueError(f"{place}kind is {row['kind']!r}; give one of {', '.join(KINDS)}")

@@ -55,7 +55,7 @@ def sizes_on(mesh: Mapping[str, int], dims: Mapping[str, str]) -> dict[str, int]
     for name, rule in dims.items():
         unknown = [axis for axis in names_in(rule) if axis not in mesh]
         if unknown:
-            raise ValueError(f"--dim {name}={rule}: {unknown[0]!r} is no axis of --mesh ({', '.join(mesh)})")
+            raise ValueError(f"--dim {name}={rule}: {unknown[0]!r} is not an axis of --mesh ({', '.join(mesh)})")
     try:
         sizes = complete_dims(dims, {}, mesh)
     except ZeroDivisionError:

@@ -57,7 +57,8 @@ def excluded_by_default(module: str) -> tuple[str, ...]:
 
     Tensors created in inference mode cannot be saved for backward, and on one rank many functions return their input.
     """
-    is_ours = module.partition(".")[0] == "parity_tests" and not module.startswith("parity_tests.evidence.peers.")
+    is_peers = module.startswith("parity_tests.evidence.peers.")
+    is_ours = module.partition(".")[0] in ("parity_tests", "shardproof") and not is_peers
     return ("inference_mode",) if is_ours else ("inference_mode", "overwritten")
 
 

@@ -162,7 +162,7 @@ class Declared:
     sums: str | None = None  # "float32": only inputs and results are rounded to a narrower tested dtype
     inside: str | None = None  # the dtype of intermediates, if narrower than the tested one
     isolate: tuple[str, ...] = ()  # further modules with separate globals for each rank of lockstep
-    implementation: Implementation | None = None  # judged in place of ours, see harness/implementation
+    implementation: Implementation | None = None  # tested in place of torch_impl, see shardproof/implementation
 
     @property
     def all_options(self) -> dict[str, tuple[Any, ...]]:

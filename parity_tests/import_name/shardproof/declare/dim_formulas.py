@@ -77,7 +77,7 @@ def formula_names(text: str, name: str, errors: DeclarationErrors) -> list[str]:
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
-        raise errors(f"dims[{name!r}] = {text!r} is no formula; write one such as '2*g'") from None
+        raise errors(f"dims[{name!r}] = {text!r} is not a formula; write for example '2*g'") from None
     allowed = (ast.BinOp, ast.Name, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Load)
     numbers = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     if not all(isinstance(node, allowed) for node in ast.walk(tree)) or any(type(n) is not int for n in numbers):

@@ -24,6 +24,7 @@ from shardproof.declare.failed_declaration import FailedDeclaration, FailedImpor
 from shardproof.engines import exits, journal
 from shardproof.engines.exit_status import RANK_FAILED
 from shardproof.engines.raised import message_of
+from shardproof.places import SHARDPROOF, TESTS, component_folders
 
 TABLE: dict[str, Declared] = {}
 
@@ -71,22 +72,12 @@ def lookup(key: str) -> Declared:
     return TABLE[key]
 
 
-PACKAGE = Path(__file__).resolve().parents[2]
-NOT_COMPONENTS = (
-    "cli",
-    "harness",
-    "injected_bugs",
-    "failures",
-    "false_alarms",
-    "mutants",
-    "specimens",
-    "benchmarks",
-    "cost",
-    "peers",
-    "tracing",
-    "training",
-)
-NOT_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # folders of others in a project
+NOT_OWN = (
+    "site-packages",
+    "dist-packages",
+    "node_modules",
+    "__pycache__",
+)  # folders in a project with other people's code
 EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components need, with the extra of each
 
 
@@ -150,7 +141,7 @@ def _usable(declarations: Sequence[Declared | FailedDeclaration | FailedImport])
 def _python_files(folder: Path) -> list[Path]:
     """Python files below a folder, except installed or hidden ones. Errors: UnusableTarget for a root directory."""
     if folder.resolve() == Path(folder.resolve().anchor):
-        raise UnusableTarget(f"{folder}: is a whole disk; give a file, or the folder of a project")
+        raise UnusableTarget(f"{folder} is a whole disk; give a file, or the folder of a project")
     paths: list[Path] = []
     for place, inner, files in os.walk(folder):
         inner[:] = [name for name in inner if name not in NOT_OWN and not name.startswith(".")]
@@ -165,11 +156,11 @@ def built_in() -> list[Declared]:
 
 def left_out() -> dict[str, str]:
     """Files whose schemes are missing from `built_in`, each with the extra that it needs."""
-    return {str(file.relative_to(PACKAGE.parent)): reason for file in _declaring() if (reason := _needs(file))}
+    return {str(file.relative_to(TESTS.parent)): reason for file in _declaring() if (reason := _needs(file))}
 
 
 def _declaring() -> list[Path]:
-    files = (p for p in sorted(PACKAGE.glob("*/test_*.py")) if p.parent.name not in NOT_COMPONENTS)
+    files = [file for folder in component_folders() for file in sorted(folder.glob("test_*.py"))]
     return [file for file in files if "scheme(" in file.read_text()]  # it may be called by a test's own wrapper
 
 
@@ -254,7 +245,7 @@ def module_of_file(file: str) -> ModuleType:
         raise LeftImport(f"cannot import {file}: it exits{what}{at}; {remedy}", _line_of(path, at)) from None
     except Exception as error:
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        if package in EXTRAS and path.is_relative_to(PACKAGE):
+        if package in EXTRAS and path.is_relative_to(TESTS):
             raise NeedsExtra(f"needs {package}; pip install -e '.[{EXTRAS[package]}]' in the clone") from error
         raise UnusableTarget(f"cannot import {file}{_message_of(error, path)}") from error
 
@@ -269,12 +260,14 @@ def _schemes_by_pattern(pattern: str) -> list[Declared]:
     matches = [entry for entry in entries if fnmatch.fnmatch(entry.name, pattern) or entry.key == pattern]
     if not matches:
         if "=" in pattern:
-            raise UnusableTarget(f"{pattern}: is no target; sizes stand after --mesh or --dim, as in --mesh dp=2,cp=2")
+            raise UnusableTarget(
+                f"{pattern} is not a target; write sizes after --mesh or --dim, as in --mesh dp=2,cp=2"
+            )
         file_hint = f"; did you mean {pattern}.py?" if Path(f"{pattern}.py").is_file() else ""
         hint = file_hint or nearest(pattern, [entry.name for entry in entries])
         raise UnusableTarget(f"{pattern}: no file and no scheme of this name{hint} (shardproof list --all shows all)")
     for file in {entry.file for entry in matches}:
-        schemes_of_file(str(PACKAGE.parent / file))
+        schemes_of_file(str(TESTS.parent / file))
     return [TABLE[entry.key] for entry in matches]
 
 
@@ -295,14 +288,15 @@ is_importing_on_rank = False
 def file_of(job: Any) -> str | None:
     """The file that a rank's process imports before it loads a job with a scheme's function as `.fn`.
 
-    None for a notebook cell, for the running script, which must not run again, and for this project's files.
+    None for a notebook cell, for the running script, which must not run again, and for this project's files, unless a
+    folder of the user hides them.
     """
     module = getattr(getattr(job, "fn", None), "__module__", None) or "__main__"
     file = getattr(sys.modules.get(module), "__file__", None)
     if module == "__main__" or file is None or not Path(file).is_file():
         return None
     path = Path(file).resolve()
-    return None if path.is_relative_to(PACKAGE) else str(path)
+    return None if _is_ours(path) and not _are_tests_hidden() else str(path)
 
 
 def import_on_rank(file: str) -> None:
@@ -333,8 +327,10 @@ def _name_of(path: Path) -> str:
 
 
 def _imported(path: Path) -> ModuleType:
-    if path.is_relative_to(PACKAGE):
-        return importlib.import_module(".".join(["parity_tests", *path.relative_to(PACKAGE).with_suffix("").parts]))
+    if path.is_relative_to(SHARDPROOF):
+        return importlib.import_module(".".join(path.relative_to(SHARDPROOF.parent).with_suffix("").parts))
+    if path.is_relative_to(TESTS):
+        return _imported_test(path)
     if (path.parent / "__init__.py").is_file():
         return _imported_with_package(path)
     name = _name_of(path)
@@ -363,6 +359,25 @@ def _imported(path: Path) -> ModuleType:
         sys.path.remove(str(path.parent))
     travel.IMPORTED_WITH_SCHEMES |= {name} | {new for new in set(sys.modules) - before if _beside(new, path.parent)}
     return module
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_relative_to(TESTS) or path.is_relative_to(SHARDPROOF)
+
+
+def _are_tests_hidden() -> bool:
+    """Whether a package or file `parity_tests` of the user's stands before ours on the path."""
+    package = importlib.import_module(TESTS.name)
+    first, *_ = [*vars(package).get("__path__", ()), ""]  # a file parity_tests.py has none
+    return Path(first).resolve() != TESTS
+
+
+def _imported_test(path: Path) -> ModuleType:
+    """A file of the built-in schemes, which Python finds behind a package of the user's that has the same name."""
+    if _are_tests_hidden():
+        package = importlib.import_module(TESTS.name)
+        package.__path__ = list(dict.fromkeys([*vars(package).get("__path__", ()), str(TESTS)]))
+    return importlib.import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
 
 
 def _imported_with_package(path: Path) -> ModuleType:

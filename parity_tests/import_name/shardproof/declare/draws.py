@@ -16,10 +16,10 @@ from numpy.random import Generator
 
 from shardproof.declare.case import CaseSpec
 
-EXTREME = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never meet
+EXTREME = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never get in practice
 FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", *EXTREME)
 BY_NAME = ("positive", "uniform", "sorted", "probabilities")  # drawn only if named, for functions of such inputs
-# Values at the border of a shard, against the ways to leave it unchanged: a masked border is as likely as one of an id.
+# Values for the border of a shard; with UNCHANGED in the same draw, a masked border is as likely as a border id.
 EXTREMES = ("neg_inf_mask", "neg_inf_mask", "neg_inf_mask", "large", "zeros")
 UNCHANGED = ("none", "none", "none")
 # Which elements a mask keeps or of which an id is ignored: those of one shard, all others, a random prefix of each row.
@@ -58,6 +58,7 @@ class Draw:
     high: int = 0
     ignore: int | None = None
     padded: bool = False
+    empty: bool = True  # whether a sequence may have no token
     full_rows: bool = False
 
     @property
@@ -91,7 +92,7 @@ class Draw:
         if self.kind == "float":
             return _floats(value["kind"], shape, rng, case.dtype, self.full_rows)
         if self.kind == "ids":
-            return self._ids(value["picks"], shape, rng, case)
+            return self._ids(value, shape, rng, case)
         if self.kind == "mask":
             return _mask(value["keep"], shape, rng)
         if self.kind == "integers":
@@ -99,9 +100,9 @@ class Draw:
         lengths = np.array(case.lengths[self.dim or ""]["padded" if self.padded else "real"], dtype=np.int64)
         return lengths if self.kind == "lengths" else np.concatenate([[0], np.cumsum(lengths)])
 
-    def _ids(self, picks: list[list[Any]], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
-        size = case.dims[self.dim or ""]
-        borders = shard_borders(self.dim or "", case)
+    def _ids(self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
+        picks, size = value["picks"], case.dims[self.dim or ""]
+        borders = value.get("borders") or shard_borders(self.dim or "", case)  # of the case that they were drawn for
         out = rng.integers(0, max(size, 1), size=math.prod(shape))
         for i in range(len(out)):
             shard, place = picks[i % len(picks)]
@@ -242,14 +243,17 @@ def mask(dim: str | None = None) -> Draw:
     return Draw("mask", dim)
 
 
-def offsets(dim: str, padded: bool = False) -> Draw:
-    """cu_seqlens of the drawn sequences of packed dim `dim`: their real or their padded borders."""
-    return Draw("offsets", dim, padded=padded)
+def offsets(dim: str, padded: bool = False, *, empty: bool = True) -> Draw:
+    """cu_seqlens of the drawn sequences of packed dim `dim`: their real or their padded borders.
+
+    With `empty=False` each sequence has a token or more.
+    """
+    return Draw("offsets", dim, padded=padded, empty=empty)
 
 
-def lengths(dim: str, padded: bool = False) -> Draw:
-    """Lengths of the drawn sequences of packed dim `dim`."""
-    return Draw("lengths", dim, padded=padded)
+def lengths(dim: str, padded: bool = False, *, empty: bool = True) -> Draw:
+    """Lengths of the drawn sequences of packed dim `dim`; with `empty=False` each has a token or more."""
+    return Draw("lengths", dim, padded=padded, empty=empty)
 
 
 def integers(low: int, high: int) -> Draw:

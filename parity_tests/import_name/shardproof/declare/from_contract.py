@@ -27,7 +27,7 @@ def specs(
 
     Takes the contract's inputs with names in `signature`, and the first form of its result.
 
-    Errors: ValueError for missing specs, and for declared specs that are no instance of the specs of `contract`.
+    Errors: ValueError for missing specs, and for declared specs that do not match the specs of `contract`.
     """
     if contract is None and inputs is not None and outputs is not None:
         return inputs, outputs
@@ -42,8 +42,8 @@ def specs(
         inputs = {key: spec for key, spec in stated.inputs.items() if key in signature}
         if not inputs:
             raise errors(
-                f"takes ({', '.join(signature)}), of which the contract of {name} has none "
-                f"({', '.join(stated.inputs)}); name the arguments alike, or pass inputs"
+                f"takes ({', '.join(signature)}), but the contract of {name} has only "
+                f"({', '.join(stated.inputs)}); rename the arguments, or pass inputs"
             )
     if outputs is None and not stated.outputs:
         raise errors(f"has no outputs, and the signature of {name} states none; pass outputs")
@@ -63,7 +63,7 @@ def _meaning(
     mesh: Sequence[str],
     errors: Callable[[str], ValueError],
 ) -> Meaning:
-    """What the scheme means by the contract's dims and axes. Errors: ValueError if it is no instance of it."""
+    """What the scheme means by the contract's dims and axes. Errors: ValueError if the specs do not match it."""
     own_inputs = {path: spec for path, spec in flat(inputs).items() if isinstance(spec, str)}
     returned = outputs.values() if isinstance(outputs, Mapping) else (outputs,) if isinstance(outputs, str) else outputs
     own_outputs = None if outputs is None else [spec for spec in returned if isinstance(spec, str)]
@@ -72,5 +72,5 @@ def _meaning(
         own = ", ".join(f'{path} "{spec}"' for path, spec in own_inputs.items())
         result = "" if own_outputs is None else " -> " + ", ".join(f'"{spec}"' for spec in own_outputs)
         line = " ".join(spec_line(contract).split())
-        raise errors(f"has {own}{result}, which is no instance of the contract of {name}: {line}")
+        raise errors(f"has {own}{result}, which does not match the contract of {name}: {line}")
     return meaning

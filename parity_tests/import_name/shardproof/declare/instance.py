@@ -1,7 +1,7 @@
-"""Whether the specs of a scheme are an instance of those of a contract.
+"""Check whether the specs of a scheme are an instance of a contract's specs.
 
-A contract is general: `...` are any dims, a dim is a letter that a scheme may write otherwise, an axis is the argument
-of a group. A scheme says which: `logits "b s v/tp:ragged"` is an instance of `vocab_parallel_logits "... v/tp"`.
+A contract is general: `...` stands for any dims, a scheme may use other letters for dims, and an axis is the name of a
+group argument. A scheme is specific: `logits "b s v/tp:ragged"` is an instance of `vocab_parallel_logits "... v/tp"`.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from typing import Any
 from torch_impl.contract import Contract
 
 LEADING = "..."
-TRAILING = "... at the end"  # what a meaning calls the `...` behind other dims
+TRAILING = "... at the end"  # the key of a `...` that follows other dims
 _WORD = re.compile(r"\([^)]*\)\S*|\S+")
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a scheme means by the words of a contract: the dims of each letter and of `...`, the axes of each axis.
+    """A translation of a contract's words into a scheme's: the dims for each letter and `...`, the axes for an axis.
 
-    An axis means several where a scheme shards over each of them in turn, and none where its mesh has no such axis.
+    An axis becomes several axes if the scheme shards over each in turn, and no axis if its mesh does not have it.
     """
 
     dims: Mapping[str, Any] = field(default_factory=dict)
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def with_dim(self, name: str, value: Any) -> Meaning | None:
-        """With one dim more; None if the name means another already."""
+        """Add a dim; None if the name already stands for another dim."""
         return Meaning({**self.dims, name: value}, self.axes) if self.dims.get(name, value) == value else None
 
     def further_axes(self) -> set[str]:
-        """The axes that shard dims beyond the contract's own."""
+        """The axes that shard the scheme's dims in addition to the contract's axes."""
         return {axis for name, value in self.dims.items() if not name.startswith(LEADING) for axis in value[1]}
 
     def with_axis(self, name: str, value: tuple[str, ...]) -> Meaning | None:
-        """With one axis more; None if the name means another already."""
+        """Add an axis; None if the name already stands for other axes."""
         return Meaning(self.dims, {**self.axes, name: value}) if self.axes.get(name, value) == value else None
 
 
 def meaning_of(
     general: Contract, inputs: Mapping[str, str], outputs: Sequence[str] | None, axes: Sequence[str]
 ) -> Meaning | None:
-    """A meaning under which the inputs and outputs of a scheme on these axes are those of a contract; None without one.
+    """A meaning that turns the contract's inputs and outputs into the scheme's, on these axes; None if there is none.
 
-    Every tensor that a call must pass is an input of the scheme, by its name or in the order of both. A scheme may have
-    further inputs, as the offsets that its layout is made of. The outputs are one of the forms of the result;
-    with None they are not compared.
+    Every required tensor of the contract is an input of the scheme, by its name or by its order. The scheme may have
+    further inputs, such as the offsets for its layout. The outputs match one form of the contract's result; with None
+    they are not compared.
     """
-    # An axis means none of the mesh only where all of the mesh are known by their names, as cp alone without tp.
+    # A contract's axis may be absent only if the contract has every axis of the mesh by name, as a mesh of cp alone.
     absent = general.axes - set(axes) if set(axes) <= general.axes else set()
     for of_inputs in _pairings(general.routes, general.required, inputs, Meaning(), axes):
         for form in general.outputs if outputs is not None and general.outputs else ((),):
@@ -63,7 +63,7 @@ def meaning_of(
 
 
 def instance_of(general: str, meaning: Meaning) -> str:
-    """A spec of a contract in the words of a scheme: `... tp=I` as `b s tp=I`. Layouts are the default ones."""
+    """Write a contract's spec in a scheme's words: `... tp=I` as `b s tp=I`. Layouts are the default layouts."""
     words: list[str] = []
     dims, types = _read(general)
     for i, dim in enumerate(dims):
@@ -86,7 +86,7 @@ def _pairings(
     meaning: Meaning,
     axes: Sequence[str],
 ) -> Iterator[Meaning]:
-    """The meanings for each way to pair the arguments of a contract with inputs of a scheme."""
+    """Yield the meanings for each pairing of the contract's arguments with the scheme's inputs."""
     if not general:
         yield meaning
         return
@@ -110,7 +110,7 @@ def _all(pairs: list[tuple[str, str]], meaning: Meaning, axes: Sequence[str]) ->
 
 
 def _instances(general: str, spec: str, meaning: Meaning, axes: Sequence[str]) -> Iterator[Meaning]:
-    """The meanings under which a spec of a scheme is one of a contract."""
+    """Yield the meanings that turn a contract's spec into a scheme's spec."""
     general_dims, general_types = _read(general)
     dims, types = _read(spec)
     for more in _dims(general_dims, dims, meaning):
@@ -118,7 +118,7 @@ def _instances(general: str, spec: str, meaning: Meaning, axes: Sequence[str]) -
 
 
 def _read(spec: str) -> tuple[list[str], dict[str, str]]:
-    """The dims of a spec, as they are written, and the gradient type on each axis."""
+    """The dims of a spec as written, and the gradient type of each axis."""
     words = _WORD.findall(spec)
     types = dict(word.split("=") for word in words if "=" in word)
     return [word for word in words if "=" not in word], types
@@ -134,7 +134,7 @@ def _dims(general: list[str], dims: list[str], meaning: Meaning, ellipsis: str =
             if (more := meaning.with_dim(ellipsis, tuple(dims[:count]))) is not None:
                 yield from _dims(general[1:], dims[count:], more, TRAILING)
         return
-    # `2f` may be written as one dim or as two, of which the first has that size: `two f`.
+    # A scheme may write `2f` as one dim, or as two dims with the first of size 2: `two f`.
     for own in (dims[:1], [" ".join(dims[:2])] if general[0][0].isdigit() and len(dims) > 1 else []):
         for each in own:
             if (more := _dim(general[0], each, meaning)) is not None:
@@ -142,9 +142,9 @@ def _dims(general: list[str], dims: list[str], meaning: Meaning, ellipsis: str =
 
 
 def _dim(general: str, dim: str, meaning: Meaning) -> Meaning | None:
-    """The meaning with one dim more, sharded as the contract says.
+    """Add a dim that is sharded according to the contract; None if it does not fit.
 
-    It may be sharded over further axes, which the contract does not know: rows of a batch over dp.
+    The scheme may shard it over further axes that the contract does not have, such as the rows of a batch over dp.
     """
     name, *stated = general.split("/")
     own_name, *own = dim.split("/")
@@ -164,7 +164,7 @@ def _dim(general: str, dim: str, meaning: Meaning) -> Meaning | None:
 
 
 def _shares(stated: list[str], own: list[str]) -> tuple[list[list[str]], tuple[str, ...]]:
-    """The shardings of a scheme's dim that each stated one means, and the axes of all others."""
+    """The scheme's shardings for each stated sharding of a dim, and the axes of the remaining shardings."""
     axes = [each.partition(":")[0] for each in own]
     names = [each.partition(":")[0] for each in stated]
     if len(stated) == 1 and names[0] not in axes:  # one axis of a contract may be several of a mesh, or none
@@ -178,12 +178,12 @@ def _shares(stated: list[str], own: list[str]) -> tuple[list[list[str]], tuple[s
 def _types(
     stated: list[tuple[str, str]], types: Mapping[str, str], meaning: Meaning, axes: Sequence[str]
 ) -> Iterator[Meaning]:
-    """Each stated type is that of the spec on the same axis; the spec may have types on further axes."""
+    """Yield the meanings under which the spec has every stated type; it may have types on further axes."""
     if not stated:
         yield meaning
         return
     (axis, letter), *rest = stated
-    # An axis that shards no input: the one of the same name, else any with the stated type, else none.
+    # An axis that shards no input becomes the axis of the same name, else any axis with a type, else no axis.
     others = [(axis,)] if axis in axes else [*((each,) for each in types), ()]
     for candidate in [meaning.axes[axis]] if axis in meaning.axes else others:
         if all(types.get(each, letter) == letter for each in candidate):

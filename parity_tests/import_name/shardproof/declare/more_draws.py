@@ -195,7 +195,7 @@ def exactly(count: int | str) -> Draw:
     if isinstance(count, str):
         return Exactly("exactly", count)
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ValueError(f"exactly: {count!r} is no number of elements; give an integer >= 0 or the name of a dim")
+        raise ValueError(f"exactly: {count!r} is not a number of elements; give an integer >= 0 or the name of a dim")
     return Exactly("exactly", count=count)
 
 

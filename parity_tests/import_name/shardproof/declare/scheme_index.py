@@ -1,9 +1,9 @@
-"""An index of the built-in schemes' files, stored between processes, so that finding a name imports no test.
+"""A cached index of the built-in schemes, so that finding a scheme by its name imports no test.
 
-It also stores pictures of each scheme on its declared meshes: `shardproof draw` prints them without torch and JAX. The
-index is built from the imported schemes and is valid for these sources: a change of a source, of Python, torch or JAX,
-or of the optional packages builds a new one. It lies in the user's cache folder; if that is not writable, every process
-imports the schemes. This file imports nothing slow.
+The index also has pictures of each scheme on its declared meshes, which `shardproof draw` prints without torch and JAX.
+It is built from the imported schemes, and built anew when a source, Python or a package in `VERSIONS` changes. It is
+stored in the user's cache folder; if the folder is not writable, every process imports the schemes. This file imports
+nothing slow.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardproof.places import ROOT, SOURCES
+
 if TYPE_CHECKING:
     from shardproof.declare.declared import Declared
 
-ROOT = Path(__file__).resolve().parents[3]
-SOURCES = ("jax_ref", "parity_tests", "torch_impl")
-VERSIONS = ("torch", "jax", "numpy", "transformers", "safetensors")  # that declarations depend on
-MOST_FILES = 8  # of other checkouts and environments
+VERSIONS = ("torch", "jax", "numpy", "transformers", "safetensors")  # declarations depend on these packages
+MAX_FILES = 8  # indexes to keep: each checkout and environment has its own
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def entry_of(scheme: Declared) -> Entry:
 
 
 def entries() -> list[Entry]:
-    """Every built-in scheme, in order of file and line, from the stored index or else by importing them."""
+    """Every built-in scheme, in order of file and line: from the stored index if there is one, else by importing."""
     if index := _stored():
         return [Entry(**record) for record in index["schemes"]]
     from shardproof.declare import discover
@@ -130,7 +130,7 @@ def _stored() -> dict[str, Any] | None:
 
 
 def _store(index: Callable[[], dict[str, Any]]) -> None:
-    """Write the index if the folder is writable. It is moved into place, so that no process reads half of it."""
+    """Write the index if the folder is writable. Moving it into place keeps other processes from reading half of it."""
     file = _file()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def _store(index: Callable[[], dict[str, Any]]) -> None:
             part.write_text(json.dumps(index()))
             os.replace(part, file)
         by_age = sorted(file.parent.glob("schemes-*.json"), key=lambda file: file.stat().st_mtime)
-        for old in by_age[:-MOST_FILES]:
+        for old in by_age[:-MAX_FILES]:
             old.unlink(missing_ok=True)
 
 
@@ -154,7 +154,7 @@ def _fingerprint() -> str:
     for name in VERSIONS:
         digest.update(f"{name} {version(name) if _is_installed(name) else None}".encode())
     for source in SOURCES:
-        for folder, inner, files in os.walk(ROOT / source):
+        for folder, inner, files in os.walk(source):
             inner[:] = sorted(name for name in inner if name != "__pycache__")
             for name in sorted(name for name in files if name.endswith(".py")):
                 status = os.stat(os.path.join(folder, name))

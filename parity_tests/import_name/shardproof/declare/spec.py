@@ -294,7 +294,9 @@ def placements(spec: Spec, axes: tuple[str, ...]) -> tuple[Any, ...]:
             raise ValueError(f"not expressible: {dim} is sharded against the order of the mesh ({', '.join(axes)})")
         for sharding in dim.shardings:
             if sharding.layout == "ragged":
-                raise ValueError("not expressible: ragged lengths are free, DTensor's follow its ceil rule")
+                raise ValueError(
+                    "not expressible: ragged shards may have any lengths, DTensor's shards follow its ceil rule"
+                )
             if sharding.layout != "contiguous":
                 raise ValueError(f"not expressible: {sharding.layout} is a permutation")
             by_axis[sharding.axis] = Shard(index)

@@ -21,7 +21,7 @@ from shardproof.declare.more_draws import OfFunction, draw_of
 from shardproof.declare.spec import BUILTIN, Spec, parse
 
 INTEGER = ("int", "uint", "bool")
-NO_DRAW = OfFunction("own")  # in place of an invalid draw, which may or may not give integers
+NO_DRAW = OfFunction("own")  # replaces an invalid draw, which may or may not give integers
 SHARED = ("torch", "numpy", "jax")  # packages too large to copy for each rank
 
 
@@ -198,7 +198,7 @@ def check_options(
         if name in inputs:
             raise errors(f"option {name!r} is declared twice")
         if name not in signature:
-            raise errors(f"option {name!r} is no argument of the function ({', '.join(signature)})")
+            raise errors(f"option {name!r} is not an argument of the function ({', '.join(signature)})")
         if not isinstance(choices, tuple | list) or not choices:
             raise errors(f"option {name!r} is {choices!r}; give a tuple of values to try")
 
@@ -234,7 +234,7 @@ def check_reference(
             where = "inputs or options" if options else "inputs"
             raise errors(f"takes {missing[0]!r}, as {title} does, which is not among the {where}: add it")
         raise errors(
-            f"{asks}; its argument {missing[0]!r} is no {kinds} of the scheme ({', '.join(arguments)}): "
+            f"{asks}; its argument {missing[0]!r} is not an {kinds} of the scheme ({', '.join(arguments)}): "
             "rename it or add it"
         )
     unknown = [name for name in arguments if name not in parameters]
@@ -253,7 +253,7 @@ def check_covered(fn: Any, names: Sequence[str], errors: DeclarationErrors) -> N
     """Every parameter without a default must be an input or an option."""
     for parameter in list(inspect.signature(fn).parameters.values())[1:]:
         if parameter.default is parameter.empty and parameter.name not in names:
-            raise errors(f"takes {parameter.name!r}, which is no input and no option; add it to inputs")
+            raise errors(f"takes {parameter.name!r}, which is neither an input nor an option; add it to inputs")
 
 
 def user_draws(fn: Any, draw: Mapping[str, Any], errors: DeclarationErrors) -> dict[str, Draw]:
@@ -375,7 +375,7 @@ def _check_cost(cost: Any, inputs: Mapping[str, Any], errors: DeclarationErrors)
         raise errors(f"cost is {type(cost).__name__}; pass a function of the case: def cost(case): ...")
     for name, parameter in list(inspect.signature(cost).parameters.items())[1:]:
         if name not in inputs and parameter.default is inspect.Parameter.empty:
-            raise errors(f"cost takes {name!r}, which is no input of the scheme ({', '.join(inputs)})")
+            raise errors(f"cost takes {name!r}, which is not an input of the scheme ({', '.join(inputs)})")
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -26,6 +26,9 @@ HOW_MANY = (0, 0, 2, 3)
 # Relative frequency of conditions; those with many variants, one per tensor, are drawn more often.
 SHARES = {"strided": 3, "expanded": 2, "frozen": 2, "unused": 2}
 STRIDES = ("transposed", "stepped")
+TREES_OF_PARAMETERS = ("parameters", "params", "weights")
+PARAMETERS = ("weight", "bias")
+ENDINGS = ("_weight", "_bias")
 OF_FREE_INTEGERS = ("ids", "mask", "integers")  # kinds of draws that stay valid if all rows are equal
 OF_EQUAL_FLOATS = ("zeros", "ones")
 # Conditions of the backward; a call without gradients has none of them.
@@ -63,7 +66,7 @@ def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]
     active = [arg.name for arg in scheme.inputs if arg.differentiable]
     with_gradient = [arg for arg in scheme.outputs if arg.differentiable] if active else []
     floating = [arg for arg in scheme.inputs if not arg.is_integer]
-    viewed = [arg.name for arg in scheme.inputs if arg.spec.dims]
+    viewed = [arg.name for arg in scheme.inputs if arg.spec.dims and not is_parameter(scheme, arg.name)]
     viewed += [COTANGENT + arg.name for arg in with_gradient if arg.spec.dims]
     equal = [arg.name for arg in scheme.inputs if may_be_expanded(scheme, arg)]
     equal += [COTANGENT + arg.name for arg in with_gradient if not addend_axes(arg, "cotangent")]
@@ -91,6 +94,12 @@ def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]
     }
 
 
+def is_parameter(scheme: Declared, name: str) -> bool:
+    """Whether an input is a parameter, of `module=` or by its name: a module's parameters are no strided views."""
+    first, last = name.partition(".")[0], name.rpartition(".")[2]
+    return first in (scheme.module, *TREES_OF_PARAMETERS) or last in PARAMETERS or last.endswith(ENDINGS)
+
+
 def may_be_expanded(scheme: Declared, arg: Argument) -> bool:
     """Whether all rows of an input may be equal: its draw allows it, and it is not a sum over ranks.
 
@@ -99,7 +108,8 @@ def may_be_expanded(scheme: Declared, arg: Argument) -> bool:
     """
     draw = scheme.draws[arg.name]
     are_equal = set(OF_EQUAL_FLOATS) & set(draw.kinds) if draw.kind == "float" else draw.kind in OF_FREE_INTEGERS
-    return len(arg.spec.dims) > 1 and bool(are_equal) and not addend_axes(arg, role="input")
+    is_plain = not is_parameter(scheme, arg.name) and not addend_axes(arg, role="input")
+    return len(arg.spec.dims) > 1 and bool(are_equal) and is_plain
 
 
 def _may_be_one(scheme: Declared, a: Argument, b: Argument) -> bool:

@@ -21,8 +21,8 @@ from shardproof.draw.choosers import seeded_chooser
 DEFAULT_LIMIT = 8
 INSIDE = (False, False, False, True)  # a larger world
 ASSUMED = "assume rejects"
-KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # of Scheme.verify, besides sizes and options
-OTHER_SIZES_TRIED = 3  # to find other sizes for a second call
+KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # Scheme.verify also takes sizes and options
+OTHER_SIZES_TRIED = 3  # a second call has other sizes, found in this many tries
 
 
 class MeshChoices(NamedTuple):
@@ -140,8 +140,8 @@ def another(
 ) -> CaseSpec:
     """A case for a second call on the same mesh: with the same shapes, or with other sizes if some are free.
 
-    `same_shapes` chooses; by default it is drawn. The same shapes reveal a buffer or cache that is indexed by shape,
-    other sizes one that is not.
+    `same_shapes` chooses; by default it is drawn. The same shapes reveal a buffer or cache that is indexed by shape;
+    other sizes reveal a buffer or cache that is not.
     """
     if choose((True, False)) if same_shapes is None else same_shapes:
         return _of_the_same_shapes(scheme, case, choose)
@@ -230,7 +230,7 @@ def _mesh_choices(
         elif reason := size_choices.never(scheme, mesh, sizes):
             raise rejection(reason)
         else:
-            reason = _assumed_away(scheme, sizes, mesh, options)
+            reason = _rejected_by_assume(scheme, sizes, mesh, options)
             reason = reason or (size_choices.objection(scheme, shapes[0], mesh, sizes) if shapes else None)
             sorted_meshes.left_out.append((mesh, reason or nothing))
     # If sizes were given, meshes that cannot shard them are left out; otherwise it is a mistake in the declaration.
@@ -246,7 +246,7 @@ def _mesh_choices(
     return sorted_meshes
 
 
-def _assumed_away(
+def _rejected_by_assume(
     scheme: Declared, sizes: Mapping[str, int], mesh: Mapping[str, int], options: Mapping[str, Any]
 ) -> str | None:
     """A sentence if only `assume` rejects this mesh, with the simplest rejected sizes; else None."""
@@ -276,7 +276,7 @@ def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict
             names = [*scheme.mesh, *sorted(dims), *options]
             hint = nearest_keyword(name, [*names, *KEYWORDS])
             raise ValueError(
-                f"scheme '{scheme.name}': {name!r} is no mesh axis, dim or option ({', '.join(names)}){hint}"
+                f"scheme '{scheme.name}': {name!r} is not a mesh axis, dim or option ({', '.join(names)}){hint}"
             )
     return sizes, chosen
 
@@ -336,11 +336,18 @@ def _lengths(
     """Real and padded lengths of the sequences of every packed dim: uneven, some empty, some of one token."""
     lengths: dict[str, dict[str, list[int]]] = {}
     for name in _packed_dims(scheme):
-        unit = 2 * _shards(scheme, mesh, name) if _is_packed(scheme, name) else 1
+        unit = size_choices.sequence_unit(scheme, mesh, name)
         count = sequence_count(scheme, name, shape)
         blocks = shape[name] // unit
-        borders = sorted(choose(range(blocks + 1)) for _ in range((count or choose((1, 2, 3))) - 1))
-        padded = [unit * int(n) for n in np.diff([0, *borders, blocks])]
+        may_be_empty = all(draw.empty for draw in scheme.draws.values() if draw.dim == name)
+        places = list(range(blocks + 1) if may_be_empty else range(1, blocks))
+        borders: list[int] = []
+        for _ in range((count or choose((1, 2, 3))) - 1):
+            if places:
+                borders.append(choose(places))
+            if borders and not may_be_empty:
+                places = [place for place in places if place != borders[-1]]
+        padded = [unit * int(n) for n in np.diff([0, *sorted(borders), blocks])]
         lengths[name] = {
             "padded": padded,
             "real": [n - choose(range(min(n, unit))) if n else 0 for n in padded],
@@ -354,11 +361,6 @@ def _packed_dims(scheme: Declared) -> Sequence[str]:
     ]
     described = [draw.dim for draw in scheme.draws.values() if draw.kind in ("offsets", "lengths") and draw.dim]
     return list(dict.fromkeys([*sharding, *described]))
-
-
-def _is_packed(scheme: Declared, name: str) -> bool:
-    arguments = (*scheme.inputs, *scheme.outputs)
-    return any(c.layout == "packed" for a in arguments for d in a.spec.dims if d.name == name for c in d.shardings)
 
 
 def sequence_count(scheme: Declared, name: str, shape: Mapping[str, int]) -> int | None:

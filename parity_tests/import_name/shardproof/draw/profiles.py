@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 EXAMPLES = {"quick": 8, "fast": 16, "dev": 20, "ci": 60, "nightly": 2000}
 SHAPES = {"quick": 1, "fast": 4, "dev": 8, "ci": 12, "nightly": 48}
-REPEATED = ("fast", "ci")  # of `make test` and `make test-all`: each run draws the same examples
+REPEATED = ("fast", "ci")  # `make test` and `make test-all` draw the same examples in each run
 _IN_FORCE: list[str] = []
 
 
@@ -17,10 +17,11 @@ def register_profiles() -> None:
     from hypothesis import HealthCheck, settings
 
     quiet = {"deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
-    new = {"derandomize": False}  # said, since Hypothesis's own default repeats examples where CI is set
-    repeated = {"derandomize": True, "database": None}
     for name, examples in EXAMPLES.items():
-        settings.register_profile(name, max_examples=examples, **quiet, **(repeated if name in REPEATED else new))
+        # Said of each profile, since Hypothesis's own default repeats examples where CI is set.
+        repeated = name in REPEATED
+        stored = {"database": None} if repeated else {}
+        settings.register_profile(name, max_examples=examples, derandomize=repeated, **quiet, **stored)
 
 
 def few(examples: int) -> int:

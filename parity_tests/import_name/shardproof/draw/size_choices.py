@@ -270,7 +270,25 @@ def objection(
                 except ValueError as error:
                     return str(error)
             sizes = list(dict.fromkeys(pieces))
-    return _no_room(scheme, shape)
+    return _no_room(scheme, shape) or _too_short(scheme, shape, mesh)
+
+
+def sequence_unit(scheme: Declared, mesh: Mapping[str, int], name: str) -> int:
+    """Padded sequences of a dim have multiples of this many tokens: 1, or what a packed layout divides evenly."""
+    shardings = [c for dim in _sharded_dims(scheme) if dim.name == name for c in dim.shardings if c.layout == "packed"]
+    return 2 * math.prod({c.axis: mesh[c.axis] for c in shardings}.values()) if shardings else 1
+
+
+def _too_short(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]) -> str | None:
+    """A sentence if a dim is too short for as many sequences, none of them empty, as its offsets name; else None."""
+    for arg in scheme.inputs:
+        draw, rest = scheme.draws[arg.name], {"offsets": 1, "lengths": 0}
+        if draw.kind in rest and draw.dim is not None and not draw.empty:
+            count = max(arg.spec.dims[0].size(shape) - rest[draw.kind], 1)
+            least = count * sequence_unit(scheme, mesh, draw.dim)
+            if shape[draw.dim] < least:
+                return f"{draw.dim}={shape[draw.dim]} is too short for {count} nonempty sequences; give {least}"
+    return None
 
 
 def _no_room(scheme: Declared, shape: Mapping[str, int]) -> str | None:

@@ -92,7 +92,7 @@ def gradients(
 def wait_for(results: Iterable[torch.Tensor | None]) -> None:
     """Wait for asynchronous results, which torch waits for at their first use.
 
-    One that nobody uses is never waited for.
+    A result that nobody uses is never waited for.
     """
     for tensor in results:
         if isinstance(tensor, AsyncCollectiveTensor):

@@ -9,7 +9,7 @@ import sys
 
 from shardproof.engines.ledger import is_plumbing
 
-LIMIT_S = 600.0  # for one compilation; after that the rank counts as stalled
+LIMIT_S = 600.0  # a rank that compiles longer counts as stalled
 COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/compiler/", "/triton/runtime/build.py")
 TUNER = ("/triton/runtime/autotuner.py", "_bench")  # its other functions are also on the stack of a plain launch
 

@@ -14,8 +14,8 @@ from shardproof.engines.raised import chain, message_of
 
 # Follows the name of a missing attribute of a process group, as in mesh["tp"].get_group().
 GROUP_HINT = "mesh[axis] is a process group; mesh.device_mesh[axis] is torch's DeviceMesh"
-CANNOT_RUN = "lockstep cannot run this"  # in errors of lockstep itself; through torch's C++ only the message survives
-WRAPPED = "failed to run forward"  # in the message of the exception in which torch wraps a pipeline stage's exception
+CANNOT_RUN = "lockstep cannot run this"  # marks lockstep's own errors; torch's C++ passes on the message only
+WRAPPED = "failed to run forward"  # torch wraps a pipeline stage's exception in an exception with this message
 
 
 def raised_by_function(error: BaseException) -> BaseException:

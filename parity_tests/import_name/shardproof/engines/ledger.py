@@ -13,23 +13,23 @@ from typing import Any, Self
 
 import torch
 
-PHASES = {"forward": "fwd", "backward": "bwd"}  # of a declared cost, and of a row
+from shardproof.places import SHARDPROOF, TORCH_IMPL
+
+PHASES = {"forward": "fwd", "backward": "bwd"}  # phases of a declared cost, and their names in a row
 _PYTHON = str(Path(contextlib.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
-_HARNESS = str(Path(__file__).parents[1])
-_MESH_VIEW = str(Path(__file__).parents[3] / "torch_impl" / "collectives" / "mesh.py")
-_CONTRACT = str(Path(__file__).parents[3] / "torch_impl" / "contract")
-_COLLECTIVES = str(Path(__file__).parents[3] / "torch_impl" / "collectives")
+_HARNESS = f"{SHARDPROOF}/"
+_LIKE_A_USERS = tuple(f"{SHARDPROOF}/{room}/" for room in ("cli", "tracing", "training"))  # schemes and models of ours
+_MESH_VIEW = str(TORCH_IMPL / "collectives" / "mesh.py")
+_CONTRACT = str(TORCH_IMPL / "contract")
+_COLLECTIVES = str(TORCH_IMPL / "collectives")
 
 
 @cache
 def is_plumbing(name: str) -> bool:
-    """Whether a source file belongs to torch, Python, the harness, the argument checks or the mesh.
-
-    The harness's tests do not: they are its users.
-    """
+    """Whether a source file belongs to torch, Python, the harness, the argument checks or the mesh."""
     if name.startswith((_TORCH, _HARNESS, _MESH_VIEW, _CONTRACT, "<frozen", "<string", "<__array")):
-        return not base(name).startswith("test_")
+        return not name.startswith(_LIKE_A_USERS)
     return (name.startswith(_PYTHON) and "site-packages" not in name) or base(name) == "typing_extensions.py"
 
 
@@ -86,6 +86,7 @@ class LedgerRow:
     members: tuple[int, ...] | None = None  # of a new group, global ranks
     module: str = field(default="", compare=False)  # of watched code: the calling module, as Model.layers.0
     rejected: str | None = field(default=None, compare=False)  # lockstep: why a real backend would reject it
+    unwaited: bool = field(default=False, compare=False)  # the rank returned without waiting for it
 
     @property
     def payload(self) -> int:

@@ -30,7 +30,7 @@ def table(ledger: Ledger, rank: int | None = None) -> str:
     """Collectives and bytes by module, phase and group, as text; bytes count the input of one rank.
 
     A module's numbers include its parts, which are indented below it. `rank` selects one rank of the ledger; the
-    default is the first in it.
+    default is the ledger's first rank.
     """
     ranks = sorted({row.rank for row in ledger.rows})
     if not ranks:

@@ -1,6 +1,6 @@
-"""How much memory a piece of torch code holds at its worst: bytes of the storages that its operations made.
+"""The peak memory of torch code: the most bytes alive at one time in storages that its operations made.
 
-What there was before is not counted, and neither is what an operation uses and gives back within itself.
+Earlier storages are not counted, nor memory that an operation frees before it returns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LivePeak(TorchDispatchMode):
-    """Within it, on this thread: `now` bytes are alive of what was made since, and at worst `most` were."""
+    """Counts the bytes of storages made inside it on this thread: `now` are alive, and at most `most` were."""
 
     def __init__(self) -> None:
         super().__init__()

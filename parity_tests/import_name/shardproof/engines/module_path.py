@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardproof.engines.lockstep import world
 
-FSDP_GROUP = "_fsdp_param_group.py"  # in torch, where fully_shard communicates
+FSDP_GROUP = "_fsdp_param_group.py"  # torch's file in which fully_shard communicates
 _ORIGINAL = nn.Module.__call__
 _open: list[ModulePath] = []
 _lock = threading.Lock()

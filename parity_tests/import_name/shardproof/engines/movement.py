@@ -1,4 +1,4 @@
-"""Which rank hands which block to which: the rows of a ledger as steps, each with the transfers between its ranks.
+"""The rows of a ledger as steps, each with the blocks that its ranks hand to each other.
 
 A step shows the operation and not the algorithm: in an all-gather each rank hands its block to every other, whether
 over a ring or a tree. In a reduction all ranks hand their blocks to a sum, and the sum goes to the ranks that receive

@@ -16,7 +16,7 @@ from shardproof.declare.counted import counted
 from shardproof.engines.failure import CollectiveMismatch
 from shardproof.engines.ledger import CallSite, Finding, Ledger, LedgerRow
 
-_P2P = ("send", "recv")
+MESSAGES = ("send", "recv")
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | Non
 
 def crossed(waiting: Mapping[int, LedgerRow], ledger: Ledger) -> Disagreement | None:
     """Two waiting ranks, each in a collective that the other should have joined and has not issued."""
-    issued = Counter((row.rank, row.group, row.group_name) for row in ledger.rows if row.op not in _P2P)
+    issued = Counter((row.rank, row.group, row.group_name) for row in ledger.rows if row.op not in MESSAGES)
 
     def lacks(rank: int, row: LedgerRow) -> bool:
-        return row.op not in _P2P and rank in row.group and issued[rank, row.group, row.group_name] <= row.seq
+        return row.op not in MESSAGES and rank in row.group and issued[rank, row.group, row.group_name] <= row.seq
 
     for rank, row in waiting.items():
         for other, other_row in waiting.items():
@@ -76,7 +76,7 @@ def _collectives(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
     """At most one per group: the first."""
     groups: dict[tuple, dict[int, list[LedgerRow]]] = {}
     for row in ledger.rows:
-        if row.op not in _P2P:
+        if row.op not in MESSAGES:
             key = (row.group, row.group_name)
             groups.setdefault(key, {rank: [] for rank in row.group}).setdefault(row.rank, []).append(row)
     for lists in groups.values():
@@ -113,6 +113,8 @@ def _difference(issued: Mapping[int, LedgerRow]) -> Disagreement | None:
 
 def _common_shapes(row: LedgerRow) -> object:
     """The shape that must be equal on all ranks; for a tensor that is split by rows, the shape of one row."""
+    if row.op == "all_gather" and row.splits:  # of unlike tensors: entry r of each list is of rank r's shape
+        return None
     if row.splits or row.op == "all_to_all":
         return row.shapes[0][1:] if len(row.shapes) == 1 and math.prod(row.shapes[0]) else None
     return None if row.op == "scatter" else row.shapes
@@ -161,7 +163,7 @@ def _messages(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
     pairs: dict[tuple, tuple[list[LedgerRow], list[LedgerRow]]] = defaultdict(lambda: ([], []))
     anyone = {(row.group_name, row.rank) for row in ledger.rows if row.op == "recv" and row.peer is None}
     for row in ledger.rows:
-        if row.op in _P2P and row.peer is not None:
+        if row.op in MESSAGES and row.peer is not None:
             source, target = (row.rank, row.peer) if row.op == "send" else (row.peer, row.rank)
             if (row.group_name, target) not in anyone:  # a receive from any rank has no fixed partner
                 pairs[row.group, row.group_name, source, target, row.tag][row.op == "recv"].append(row)

@@ -21,8 +21,14 @@ from shardproof.verify_one_case import verify_case
 SHAPES_TRIED = 12
 MAX_ELEMENTS = 10**5  # over all dims together
 WIDE = 12  # elements along a dim that has one id among many
-ORDINARY = ("normal", *BY_NAME, "ties", "iota", "ones")  # kinds of values; first those without equal or extreme numbers
-MIN_DIM_SIZE = 3  # of a dim: with two elements, every error is at one end or the other
+ORDINARY = (
+    "normal",
+    *BY_NAME,
+    "ties",
+    "iota",
+    "ones",
+)  # kinds of values; kinds without equal or extreme numbers come first
+MIN_DIM_SIZE = 3  # along a dim of two elements, every error is at one end or the other
 
 
 def reports(
@@ -85,7 +91,7 @@ def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | N
 
 
 @none_if_raised  # `assume` or a layout allows these options only with sizes that are never drawn
-def of_the_menu(scheme: Declared, case: CaseSpec, number: int) -> CaseSpec:
+def of_drawn_sizes(scheme: Declared, case: CaseSpec, number: int) -> CaseSpec:
     """Normal values at drawn sizes on the same mesh, with the same dtype and options."""
     fixed = {**case.scheme_mesh, **case.options}
     drawn = draw_case(scheme, even_chooser(number), fixed, dtype=case.dtype, engine=case.engine)

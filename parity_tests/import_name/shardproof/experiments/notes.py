@@ -1,6 +1,6 @@
 """Test notes: a note that other cases could refute is printed only if none of the cases run here refutes it.
 
-`harness.verify` lists all steps from a mismatch to its printed notes; these are the sixth and seventh.
+`shardproof.verification` lists all steps from a mismatch to its printed notes; these are the sixth and seventh.
 
 A note from one case is tested on other cases: larger ones with the same kinds of values and with normal ones, another
 mesh, a wider dtype, slightly changed inputs. A claim must hold in every case that fails on the same tensor, and be of a
@@ -254,7 +254,9 @@ def _of_the_other_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> d
     """The notes; if a case fails only after another call, a note on values in another order names that call."""
     if not (report.conditions_needed and set(OTHER_CALLS) & set(report.case.conditions)):
         return {label: tuple(of_tensor) for label, of_tensor in notes.items()}
-    order = Note(f"{SAME_VALUES}, that of the other call: what depends on its sizes or values is kept between calls")
+    order = Note(
+        f"{SAME_VALUES}, that of the other call: state that depends on the call's sizes or values is kept between calls"
+    )
     return {
         label: tuple(dict.fromkeys(order if note.startswith(SAME_VALUES) else note for note in of_tensor))
         for label, of_tensor in notes.items()
@@ -266,7 +268,7 @@ def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: N
 
     The passing case has the same mesh and options.
     """
-    tried = (cases.of_the_menu(scheme, case, number) for number in range(PASSING_TRIED))
+    tried = (cases.of_drawn_sizes(scheme, case, number) for number in range(PASSING_TRIED))
     for report in cases.reports(scheme, tried):
         tensor = next(tensor for tensor in report.tensors if tensor.label == label) if report.ok else None
         if tensor is not None and tensor.want.any():
@@ -275,13 +277,13 @@ def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: N
             evidence = replace(_evidence(scheme, report, label), by_rank=by_rank, at=at)
             is_zero = any(note.claims.keys() & other.claims.keys() for other in zero_addend(evidence))
             return None if is_zero else note.extended(", unlike in cases that pass")
-    return note.extended(", which is right only where it has no part in it")
+    return note.extended(", which is right only if this rank has no share in the sum")
 
 
 WIDER = ("float64", "float32")
-ROUNDINGS_OFF = 8  # of the narrower dtype; the change of each input
-FEW = 0.05  # of the elements
-MIN_ELEMENTS = 8  # of a tensor, so that two errors are not alike by chance
+ROUNDINGS_OFF = 8  # each input is changed by this many roundings of the narrower dtype
+FEW = 0.05  # largest share of the elements
+MIN_ELEMENTS = 8  # in smaller tensors, two errors may be alike by chance
 PASSING_TRIED = 4
 
 

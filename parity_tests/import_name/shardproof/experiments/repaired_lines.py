@@ -1,10 +1,10 @@
 """Name the line of the collective to blame: the one whose repair makes a wrong tensor right.
 
 A gradient may be wrong although every collective is right, and the first collective of the backward is not to blame for
-being first. So the case, or a larger one with the same failure, runs again with one line repaired at a time (see
-run/lockstep/repair.py), and the line is named whose repair makes the tensor right, here and on another mesh; if there
-is none and a sum is missing, `unsummed_edges` searches for its place in the autograd graph. For a wrong output, each
-reduction of the forward is run with SUM in place of AVG, or the reverse, in every failing case. An asynchronous
+being first. So the case, or a larger case with the same failure, runs again with one line repaired at a time (see
+engines/lockstep/repair.py). A line is named if its repair makes the tensor right, here and on another mesh. If there is
+no such line and a sum is missing, `unsummed_edges` searches for its place in the autograd graph. For a wrong output,
+each reduction of the forward is run with SUM in place of AVG, or the reverse, in every failing case. An asynchronous
 collective is named as read before its wait if a tensor has fewer unexpected NaN without its poison, even if the tensor
 stays wrong for another reason.
 """
@@ -200,7 +200,7 @@ def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:
 def _words(repair: Repair, share: str | None) -> str:
     return {
         OMIT: f"{repair.site} [bwd] is one too many",
-        SWAP_SUM_AND_MEAN: f"{repair.site} [bwd] takes a sum for a mean, or a mean for a sum",
+        SWAP_SUM_AND_MEAN: f"{repair.site} [bwd] sums in place of averaging, or averages in place of summing",
         SUM_GRADIENT: _words_of_sum(f"the backward of {repair.site}", share, "a sum of the ranks' gradients"),
     }[repair.action]
 

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from shardproof.declare.case import SPARE, CaseSpec
 from shardproof.declare.conditions import OTHER_CALLS, record_of, with_one_less
 from shardproof.declare.declared import Declared
 from shardproof.declare.dim_formulas import complete_dims
+from shardproof.declare.draws import shard_borders
 from shardproof.draw import size_choices
 from shardproof.draw.choosers import simplest
 from shardproof.draw.drawing import another, draw_case, sequence_count
@@ -87,6 +90,7 @@ def _given_above_least(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any
 def fails_alike(report: Report, other: Report) -> bool:
     """The same oracle, and a tensor in common, an output if one is wrong; for a failed rank, the same cause and line.
 
+    A tensor that is not finite is no smaller case of a finite one: there the reference may have no value.
     A mismatch matches a hygiene failure only if the same replicas differ: infinities hide the wrong values.
     """
     if not report.ok and report.verdict == "mismatch" and other.verdict == "hygiene":
@@ -95,9 +99,15 @@ def fails_alike(report: Report, other: Report) -> bool:
         return False
     if report.failure is not None and other.failure is not None:
         return _places(report.failure) == _places(other.failure)
-    wrong = _wrong_labels(report)
+    wrong = _wrong_labels(report) - (_not_finite(report) - _not_finite(other))
     wrong_outputs, wrong_tensors = _wrong_labels(other, "output"), _wrong_labels(other)
-    return bool(wrong & (wrong_outputs or wrong_tensors)) if wrong_tensors else not wrong
+    return bool(wrong & (wrong_outputs or wrong_tensors)) if wrong_tensors else not _wrong_labels(report)
+
+
+def _not_finite(report: Report) -> set[str]:
+    """The wrong tensors that are not finite where the reference is."""
+    wrong = (tensor for tensor in report.tensors if not tensor.ok)
+    return {tensor.label for tensor in wrong if not np.isfinite(tensor.got[np.isfinite(tensor.want)]).all()}
 
 
 def _places(failure: RankFailure) -> set[str]:
@@ -122,15 +132,17 @@ def _smaller(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> Iter
         for size in sorted(choice for choice in choices if axis not in fixed and choice < case.mesh[axis]):
             mesh, free = {**case.scheme_mesh, axis: size}, _free(scheme, case)
             yield _resized(scheme, case, mesh, free)
-            yield _resized(scheme, case, mesh, _in_proportion(free, case.mesh[axis], size))
+            yield _resized(scheme, case, mesh, _in_proportion(scheme, free, case.mesh[axis], size))
     for dim in size_choices.free_dims(scheme):
         for size in _smaller_sizes(scheme, case, dim) if dim not in fixed else ():
             yield _resized(scheme, case, case.scheme_mesh, {**_free(scheme, case), dim: size})
 
 
-def _in_proportion(free: Mapping[str, int], ranks: int, fewer: int) -> dict[str, int]:
-    """Sizes that give each of fewer ranks as much as each rank has now, if they divide evenly."""
-    return {dim: size // ranks * fewer if size % ranks == 0 else size for dim, size in free.items()}
+def _in_proportion(scheme: Declared, free: Mapping[str, int], ranks: int, fewer: int) -> dict[str, int]:
+    """Sizes that give each of fewer ranks as much as each rank has now, if they divide evenly and are declared."""
+    smaller = {dim: size // ranks * fewer if size % ranks == 0 else size for dim, size in free.items()}
+    declared = {dim: _declared_sizes(scheme, dim) for dim in free}
+    return {dim: size if size in (declared[dim] or (size,)) else free[dim] for dim, size in smaller.items()}
 
 
 def _free(scheme: Declared, case: CaseSpec) -> dict[str, int]:
@@ -194,10 +206,19 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
         mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()},
         layouts=layouts,
         lengths=lengths,
-        values=case.values,
+        values=_with_borders(scheme, case) if mesh != case.scheme_mesh and dims == case.dims else case.values,
         schedule=case.schedule,
     )
     return resized.replace(conditions={**case.conditions, **_resized_other_calls(scheme, case, resized)})
+
+
+def _with_borders(scheme: Declared, case: CaseSpec) -> dict[str, Any]:
+    """The values with the borders of the shards that ids were drawn from: on fewer ranks the ids stay the same."""
+    values = dict(case.values)
+    for name, draw in scheme.draws.items():
+        if draw.kind == "ids" and draw.dim is not None:
+            values[name] = {"borders": [list(shard) for shard in shard_borders(draw.dim, case)], **values[name]}
+    return values
 
 
 def _resized_other_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) -> dict[str, Any]:

@@ -32,9 +32,9 @@ from shardproof.judge.reference import Reference
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
 
-MIN_NEIGHBOURS = 4  # after which a case without any explained wrong element is a mismatch
+MIN_NEIGHBOURS = 4  # if they explain no wrong element, the case is a mismatch
 TIE = "tied inputs have no defined order or gradient; without ties the scheme passes"
-NO_FINITE_GRADIENT = "the reference has no finite gradient at these inputs, and libraries differ in what they put there"
+NO_FINITE_GRADIENT = "the reference has no finite gradient at these inputs, and libraries return different values there"
 CHOICE = "the reference moves as far within the rounding of its inputs"
 
 

@@ -28,7 +28,7 @@ from shardproof.verify_one_case import verify_case
 
 MAX_RUNS = 16
 OF_DTENSOR = {"_FromTorchTensor": "DTensor.from_local", "_ToTorchTensor": "DTensor.to_local"}
-FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # in the stack that torch's anomaly mode stores for a node
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # one frame of the stack that torch's anomaly mode stores for a node
 
 
 @dataclass(frozen=True)

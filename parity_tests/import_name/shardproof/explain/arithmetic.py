@@ -226,7 +226,9 @@ def _parts(evidence: Evidence) -> Iterator[tuple[str, PartOf, Mapping[str, str]]
         yield f"at each index of {dim}", partial(_index_along, number=number), MEANING_AT_EACH_INDEX
 
 
-SAME_VALUE = 2.0**-20  # relative to the largest: a softmax of two has gradients that differ by rounding and sign only
+# Values that differ by less, relative to the largest, count as one: the two gradients of a softmax of two elements
+# differ by rounding and sign only.
+SAME_VALUE = 2.0**-20
 
 
 def _has_two_values(part: Evidence) -> bool:
@@ -265,7 +267,7 @@ def fitted_constant(evidence: Evidence) -> float | None:
     return constant if _explains(evidence, _plus, constant) else None
 
 
-MIN_REDUCTION = 4.0  # by which a fitted number must reduce the largest error
+MIN_REDUCTION = 4.0  # a fitted number must reduce the largest error by this factor
 Change = Callable[[np.ndarray, float], np.ndarray]  # applies a number to the right values: `_times` or `_plus`
 
 
@@ -341,7 +343,7 @@ def extra_roundings(evidence: Evidence) -> Iterator[Note]:
 
 
 SMALL_ERROR = "an error of rounding"
-SEPARATE = 16.0  # times the budget; below it, a coarser dtype looks like a formula that cancels
+SEPARATE = 16.0  # least ratio of the coarse budget to the budget that tells a coarser dtype from a cancelling formula
 
 
 def narrow_sums(evidence: Evidence) -> Iterator[Note]:
@@ -359,8 +361,8 @@ def narrow_sums(evidence: Evidence) -> Iterator[Note]:
 
 
 def miscounted_input(evidence: Evidence) -> Iterator[Note]:
-    """The result is right except for an input that was added too often or left out; a named number would say more."""
-    if any(named_change(evidence)):
+    """The result is right except for an input that was added too often or left out; a factor would say more."""
+    if any(named_change(evidence)) or fitted_factor(evidence) is not None:
         return
     for name, x in evidence.inputs.items():
         if not x.any():
@@ -376,7 +378,7 @@ def miscounted_input(evidence: Evidence) -> Iterator[Note]:
 def _input_counts(evidence: Evidence, name: str) -> Iterator[tuple[int, Note]]:
     """Possible numbers of surplus additions of the input, each with its note."""
     for axis, ranks in evidence.axes.items():
-        if ranks > 1:
+        if ranks > 1 and (evidence.summed_axes is None or axis in evidence.summed_axes):
             text = f"{name} is counted {ranks} times (= {axis}): each rank adds it before the sum"
             yield ranks - 1, Note(text, ACROSS_MESHES, f"{name} is counted {axis} times")
     for times, text in ((1, f"{name} is added once too often"), (-1, f"{name} is left out")):

@@ -48,8 +48,9 @@ def _narrow_result(evidence: Evidence) -> Iterator[Note]:
 def _full_mesh_collective(evidence: Evidence) -> Iterator[Note]:
     if evidence.full_mesh_collective is not None:
         size = math.prod(evidence.axes.values())
-        text = f"{evidence.full_mesh_collective} is over all {size} ranks, which is no one axis: pass group=mesh[axis]"
-        yield Note(text, CONTEXT, sites=(evidence.full_mesh_collective,))
+        collective = evidence.full_mesh_collective
+        text = f"{collective} is over all {size} ranks, which is more than one axis: pass group=mesh[axis]"
+        yield Note(text, CONTEXT, sites=(collective,))
 
 
 def _first_divergence(evidence: Evidence) -> Iterator[Note]:

@@ -12,11 +12,15 @@ from shardproof.declare.spec import Spec
 from shardproof.draw import inputs
 from shardproof.engines.ledger import CallSite, Ledger
 from shardproof.engines.program import Program
-from shardproof.engines.protocol import disagreement
+from shardproof.engines.protocol import MESSAGES, disagreement
 from shardproof.engines.stitch import owners
 from shardproof.explain.evidence import Evidence, ShardedDim
 from shardproof.judge.compare import COARSER, TensorComparison, max_finite
 from shardproof.judge.reference import UNIT_ROUNDOFF
+
+ADDS, SUMS = ("all_reduce", "reduce", "reduce_scatter"), ("SUM", "AVG")
+
+ADDS, SUMS = ("all_reduce", "reduce", "reduce_scatter"), ("SUM", "AVG")
 
 
 def collect_evidence(
@@ -58,15 +62,24 @@ def collect_evidence(
         max_finite=max_finite(tensor.dtype),
         full_mesh_collective=_full_mesh_collective(case, ledger),
         first_divergence=None if divergence is None else divergence.finding,
+        summed_axes=_summed_axes(case, ledger),
     )
 
 
+def _summed_axes(case: CaseSpec, ledger: Ledger) -> frozenset[str]:
+    """The axes over which a collective of the forward adds the ranks' tensors."""
+    coordinates = inputs.coordinates(case.mesh)
+    groups = {row.group for row in ledger.rows if row.phase == "fwd" and row.op in ADDS and row.reduce_op in SUMS}
+    return frozenset(axis for axis in case.mesh for group in groups if len({coordinates[r][axis] for r in group}) > 1)
+
+
 def _full_mesh_collective(case: CaseSpec, ledger: Ledger) -> CallSite | None:
-    """A collective over the full mesh, if no single axis spans it."""
+    """A collective over the full mesh, if no single axis spans it; a message to a global rank is none."""
     everyone = tuple(range(case.world))
     if case.world in case.mesh.values():
         return None
-    return next((CallSite(r.op, r.source, r.phase) for r in ledger.rows if r.group == everyone), None)
+    rows = (r for r in ledger.rows if r.group == everyone and r.op not in MESSAGES)
+    return next((CallSite(r.op, r.source, r.phase) for r in rows), None)
 
 
 def _addable(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorComparison) -> dict[str, np.ndarray]:
@@ -91,7 +104,7 @@ def _addable(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorC
 
 
 def _sharded_dims(scheme: Declared, case: CaseSpec, tensor: TensorComparison) -> tuple[ShardedDim, ...]:
-    """The shardings of dims that are sharded once: the positions of a second sharding are no layout of the full dim."""
+    """The shardings of dims that are sharded once. A second sharding has positions of a shard, not of the full dim."""
     placed = []
     for index, dim in enumerate(tensor.argument.spec.dims):
         if len(dim.shardings) == 1:

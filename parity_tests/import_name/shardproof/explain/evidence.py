@@ -64,6 +64,7 @@ class Evidence:
     max_finite: float = np.inf  # of the tensor's dtype: beyond it an infinity of the same sign is right
     full_mesh_collective: CallSite | None = None  # a collective of all ranks on a mesh with several axes
     first_divergence: Finding | None = None  # between the ranks' ledgers, if they disagree
+    summed_axes: frozenset[str] | None = None  # over which a collective of the forward adds; None if unknown
 
     def __post_init__(self) -> None:
         if not np.shape(self.got) == np.shape(self.want) == np.shape(self.budgets):

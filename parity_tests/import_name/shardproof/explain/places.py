@@ -182,7 +182,9 @@ def _layout_orders(evidence: Evidence, size: int, axis: str, world: int) -> dict
     positions_of = {sharded.layout: sharded.positions for sharded in evidence.layouts if sharded.axis == axis}
     for name, layout in {**evidence.custom_layouts, **_BUILT_IN_LAYOUTS}.items():
         if name not in positions_of and indivisible("size", size, axis, world, name) is None:
-            with suppress(Exception):  # a custom layout may reject a size with any exception; it is no candidate then
+            with suppress(
+                Exception
+            ):  # a custom layout may reject a size with any exception; then it is not a candidate
                 positions_of[name] = layout(size, world)
     streams = {
         name: np.concatenate([np.asarray(h, np.int64) for h in positions]) for name, positions in positions_of.items()
@@ -212,7 +214,7 @@ def _same_values(evidence: Evidence) -> bool:
     return 2 * int(apart.sum()) >= len(wrong)
 
 
-MIN_ROWS = 2  # with two errors: a single row always has some distance between them
+MIN_ROWS = 2  # rows with two errors each, as two errors in a single row are always at some distance
 
 
 def wrong_offset(evidence: Evidence) -> Iterator[Note]:

@@ -92,7 +92,7 @@ def missing_gradient(evidence: Evidence) -> Iterator[Note]:
         text = f"no gradient was returned (None){_ranks_with_none(evidence, is_none)}"
         yield Note(f"{text}: backward does not reach this input there")
     if not evidence.is_wrong.any():
-        hint = "the reference's is not zero, although too small for its budget"
+        hint = "the reference's gradient is not zero, although below its budget"
         yield Note(f"{hint}: return zeros, or let backward reach it")
 
 

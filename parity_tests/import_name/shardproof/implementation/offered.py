@@ -25,7 +25,7 @@ BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KE
 
 
 class NotApplicable(Exception):
-    """A call that the other implementation cannot take: it lacks a parameter, or requires an extra one."""
+    """A call that the other function does not accept: it lacks a parameter, or requires an additional one."""
 
 
 def module_of(target: str) -> ModuleType:
@@ -33,7 +33,7 @@ def module_of(target: str) -> ModuleType:
     if target.endswith(".py"):
         return discover.module_of_file(target)
     if os.sep in target or Path(target).is_file():
-        raise discover.UnusableTarget(f"{target} is no Python file; give FILE.py or the name of a module, as a.b")
+        raise discover.UnusableTarget(f"{target} is not a Python file; give FILE.py or the name of a module, as a.b")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # also for the ranks, which get this process's path
     try:
@@ -85,7 +85,7 @@ class Offered:
 
     @property
     def has_our_parameters(self) -> bool:
-        """Whether theirs accepts every argument of ours, by the same name."""
+        """Whether the other function has every parameter of ours, by name."""
         kind = _signature_of_apply if hasattr(self.name.value, "apply") else _signature
         theirs, ours = kind(self._theirs), kind(self.name.value)
         if theirs is None or ours is None:
@@ -107,18 +107,18 @@ def _call_theirs(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Call theirs with our arguments, but drop an argument that it lacks if the value is our default."""
+    """Call the other function with our arguments, without an argument that it lacks if the value is our default."""
     if signature is None or ours is None or _fits(signature, args, kwargs):
         return theirs(*args, **kwargs)
     parameters = list(signature.parameters.values())
-    # 1. Positional arguments stay positional as far as theirs takes them; the rest is passed by our names.
+    # 1. Positional arguments stay positional as far as the other function accepts them; the rest is passed by name.
     positional_count = sum(p.kind in POSITIONAL for p in parameters)
     names = [p.name for p in ours.parameters.values() if p.kind in POSITIONAL]
     first, rest = (
         list(args[:positional_count]),
         dict(zip(names[positional_count:], args[positional_count:], strict=False)),
     )
-    # 2. An argument that theirs lacks may be dropped if it equals our default.
+    # 2. An argument that the other function lacks may be dropped if it equals our default.
     by_keyword = {p.name for p in parameters if p.kind in BY_KEYWORD} - {p.name for p in parameters[: len(first)]}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     arguments = {}
@@ -127,7 +127,7 @@ def _call_theirs(
             arguments[name] = value
         elif not _is_default(value, ours.parameters.get(name)):
             raise NotApplicable(f"parameter {name}")
-    # 3. A parameter that theirs requires and ours does not have cannot be known.
+    # 3. A parameter that only the other function requires has no known value.
     bound = signature.bind_partial(*first, **arguments).arguments
     for p in parameters:
         if p.default is p.empty and p.kind in (*POSITIONAL, *BY_KEYWORD) and p.name not in bound:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeGuard
 
-PRODUCTION, TESTS, HARNESS = "torch_impl", "parity_tests", "shardproof"
+PRODUCTION, TESTS = "torch_impl", "parity_tests"
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,7 @@ def _is_filled(cell: Any) -> bool:
 def _is_helper(value: Any, fn: Any) -> TypeGuard[FunctionType]:
     """Whether it is a plain function in the scheme's file or in the component's tests."""
     home = getattr(value, "__module__", None) or ""
-    is_of_tests = home.startswith(f"{TESTS}.") and not home.startswith(f"{HARNESS}.")
-    return isinstance(value, FunctionType) and (is_of_tests or home == fn.__module__)
+    return isinstance(value, FunctionType) and (home.startswith(f"{TESTS}.") or home == fn.__module__)
 
 
 def _is_production(module: Any) -> bool:

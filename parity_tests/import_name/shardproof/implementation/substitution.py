@@ -21,7 +21,7 @@ from shardproof.engines.program import Program
 from shardproof.implementation.offered import NotApplicable, Offered, module_of
 from shardproof.implementation.public_names import PublicName, public_names_of, rebound
 
-MAX_COMBINATIONS = 256  # of option values
+MAX_COMBINATIONS = 256  # combinations of option values to try
 
 
 class NotOffered(Exception):
@@ -39,7 +39,7 @@ def on_implementation(scheme: Declared, target: str) -> Declared:
     names = public_names_of(scheme.fn)
     judged = [name for name in names if not name.carries_arguments] or names
     if not judged:
-        raise NotOffered("judges parts that are not public")
+        raise NotOffered("tests functions that are not public")
     offered = {name: Offered(target, name) for name in names if _is_offered(module, name)}
     if not set(judged) & set(offered):
         raise NotOffered(f"{Path(target).name} {' and '.join(sorted(_absence(module, name) for name in judged))}")
@@ -113,7 +113,7 @@ def _absence(module: Any, name: PublicName) -> str:
     if theirs is name.value:
         return f"imports {name.name} from here"
     if theirs is not None:
-        return f"has a {name.name} that cannot be called as ours (type {type(theirs).__name__})"
+        return f"has a {name.name} that cannot be called like ours (type {type(theirs).__name__})"
     similar = difflib.get_close_matches(name.name, [each for each in vars(module) if not each.startswith("_")], n=1)
     return f"has no {name.name}" + (f" (it has {similar[0]})" if similar else "")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-STRICT = ("jax_ref", "parity_tests")  # packages whose references must broadcast explicitly
+STRICT = ("jax_ref", "parity_tests", "shardproof")  # packages whose references must broadcast explicitly
 
 
 def start(cache: str | None = None) -> Any:
@@ -33,6 +36,60 @@ def call_reference(reference: Callable[..., Any], **arguments: Any) -> Any:
     """The reference's result: a user's reference may broadcast like `x * w + b`, this project's references may not."""
     import jax
 
-    home = getattr(reference, "__module__", None) or type(reference).__module__
-    with jax.numpy_rank_promotion("raise" if home.partition(".")[0] in STRICT else "allow"):
+    with jax.numpy_rank_promotion("raise" if _is_strict(reference) else "allow"):
         return reference(**arguments)
+
+
+def traced(reference: Callable[..., Any], function: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, Any]:
+    """The jaxpr of a function that calls the reference, and the shapes of its results.
+
+    In a user's reference integers and booleans become floats as in JAX; floats of two widths are not mixed. Errors:
+    TypePromotionError where they are.
+    """
+    import jax
+
+    trace = jax.make_jaxpr(function, return_shape=True)
+    try:
+        return trace(*arrays)
+    except jax.dtypes.TypePromotionError:
+        if _is_strict(reference):
+            raise
+        with jax.numpy_dtype_promotion("standard"):
+            closed, shapes = trace(*arrays)
+        if _has_narrow_floats(closed.jaxpr):
+            raise
+        return closed, shapes
+
+
+def raised_inside_jax(error: BaseException) -> str | None:
+    """The function of JAX whose own lines raised, as `dot_product_attention`; None for an operation of `jax.numpy`."""
+    import jax
+
+    home = str(Path(jax.__file__).parent)
+    called: FrameType | None = None  # by the last line outside JAX
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        is_of_jax = frame.f_code.co_filename.startswith(home)
+        called = (called or frame) if is_of_jax else None
+    if called is None or Path(called.f_code.co_filename).parent.name == "numpy":
+        return None
+    return called.f_code.co_name
+
+
+def _is_strict(reference: Callable[..., Any]) -> bool:
+    home = getattr(reference, "__module__", None) or type(reference).__module__
+    return home.partition(".")[0] in STRICT
+
+
+def _has_narrow_floats(jaxpr: Any) -> bool:
+    """Whether a number is narrower than float64 somewhere in a program, or in one that it calls."""
+    import jax
+    import jax.numpy as jnp
+
+    for equation in jaxpr.eqns:
+        dtypes = [getattr(out.aval, "dtype", None) for out in equation.outvars]
+        if any(each is not None and jnp.issubdtype(each, jnp.floating) and each != jnp.float64 for each in dtypes):
+            return True
+        inner = (getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(dict(equation.params)))
+        if any(_has_narrow_floats(each) for each in inner if hasattr(each, "eqns")):
+            return True
+    return False

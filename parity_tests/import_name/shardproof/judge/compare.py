@@ -51,11 +51,12 @@ class TensorComparison:
     role: str  # output | gradient
     argument: Argument
     dtype: str
-    error: float  # of the worst element, like the next three
+    # The worst element: its error, budget, error over budget, index, and the number of its stitched copy.
+    error: float
     budget: float
     ratio: float
     where: tuple[int, ...]
-    copy: int  # the number of the stitched copy with the worst element
+    copy: int
     stitched: Stitched
     want: np.ndarray
     element_budgets: np.ndarray
@@ -324,9 +325,9 @@ def _exact(
 def _terms(scheme: Declared, case: CaseSpec, arg: Argument, role: str) -> int:
     """Number of terms summed into one element: the declared reduction of an output, else the most that shapes allow.
 
-    By the shapes, that is the product of all dims that this tensor lacks, or one of its own dims if that is summed over
-    and restored, as in a softmax. A gradient may sum over both if its own dim is declared: the gradient of values sums
-    over rows and over the heads that share them.
+    Shapes allow a sum over all dims that this tensor lacks, or over one of its own dims, as in a softmax. A gradient
+    may sum over both if its own dim is declared: the gradient of attention's values sums over rows and over the heads
+    that share them.
     """
     if scheme.reduction is not None and role == "output":
         return math.prod(size_of(name, case.dims) for name in scheme.reduction)

@@ -1,4 +1,4 @@
-"""NumPy's rules for branches and loops, run as Python; the caller adds their results' rounding errors.
+"""Rules that evaluate branches and loops with NumPy. The caller adds the rounding errors of their results.
 
 Names are JAX's: every iteration of a loop reads `consts` and passes a `carry` to the next; each iteration of a scan
 also reads one element from each of `xs` and writes one to each of `ys`.
@@ -13,7 +13,7 @@ import numpy as np
 
 from shardproof.judge.step import DIRECTIONS, NoRule, Step, is_floating
 
-MAX_SCAN_OPERATIONS = 10_000  # over all iterations: a second in Python, as long as XLA takes to compile one
+MAX_SCAN_OPERATIONS = 10_000  # over all iterations; they take 1 s in Python, as long as XLA takes to compile a scan
 
 
 def cond(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
@@ -92,7 +92,7 @@ def scan(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step,
 
 
 def _carry_has_tangent(variables: Sequence[Any], any_operand_has: bool) -> list[bool]:
-    """Which carries have a tangent: one without may get one in the first iteration."""
+    """Whether each carry has a tangent. Any floating carry may get a tangent in the first iteration."""
     return [any_operand_has and is_floating(var.aval) for var in variables]
 
 

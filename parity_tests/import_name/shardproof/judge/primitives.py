@@ -269,7 +269,7 @@ def custom_jvp(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple
 
 
 def plain(function: Callable[..., Any]) -> Rule:
-    """The rule of a function whose results do not follow small changes."""
+    """The rule of a piecewise constant function."""
     return constant(lambda equation: function)
 
 

@@ -259,7 +259,7 @@ def _build(
         y.update({name: aux.pop(name) for name in unused})
         return (y, gradients), aux
 
-    closed, shapes = jax.make_jaxpr(value_and_gradient, return_shape=True)(*arrays)
+    closed, shapes = bridge.traced(scheme.reference, value_and_gradient, arrays)
     fixed, x, c = arrays
     has_tangent = [False] * len(fixed) + [True] * (len(x) + len(c))
     return evaluator(closed, has_tangent, compiler_options), jax.tree.structure(shapes)
@@ -402,19 +402,26 @@ def _remedy(error: BaseException, case: CaseSpec) -> str:
     import jax
 
     if isinstance(error, jax.errors.TracerBoolConversionError):
-        return "; JAX traces a reference: write jnp.where or jax.lax.cond where a value decides"
+        return "; JAX traces a reference: write jnp.where or jax.lax.cond if a value decides"
     if "racer" in str(error):  # JAX's Tracer, which torch and NumPy functions do not accept
-        return "; JAX traces a reference: write jnp and jax there, not torch or numpy"
+        return "; JAX traces a reference: write jnp and jax, not torch or numpy"
     if isinstance(error, jax.dtypes.TypePromotionError):
-        return "; a reference mixes no dtypes by itself: convert one, as in mask.astype(x.dtype)"
+        inside = bridge.raised_inside_jax(error)
+        if inside is not None:
+            return f"; {inside} computes in float32 inside JAX: write its formula in jnp, which keeps float64"
+        return "; a reference does not mix floats of two widths: convert one, as in table.astype(x.dtype)"
     if not isinstance(error, SIZE_ERRORS) or not case.dims:
         return ""
     sizes = " ".join(f"{name}={size}" for name, size in case.dims.items())
-    return f"; if it is not for {sizes}, declare the sizes that it is for: dims={{...}} or assume="
+    return f"; if the reference does not support {sizes}, declare the sizes that it supports: dims={{...}} or assume="
 
 
 def _first_line(error: BaseException) -> str:
     line = first_line_of(error) or "no message"
     line = line.partition(" when jax_numpy_dtype_promotion=strict")[0]
     what, strict, _ = line.partition(" and with the config option jax_numpy_rank_promotion")
-    return f"{what}; nothing is broadcast unseen, write bias[None, None] for a dim that lacks two" if strict else line
+    return (
+        f"{what}; a reference broadcasts explicitly: write bias[None, None] for a bias that lacks two dims"
+        if strict
+        else line
+    )

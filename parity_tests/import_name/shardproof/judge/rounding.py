@@ -80,7 +80,7 @@ class Trace:
         self._rounded, self._count = rounded, 0
         self.inputs = [self._index(var.aval) for var in closed.jaxpr.invars]
         self.outputs = self._inline(closed.jaxpr, closed.consts, self.inputs)
-        self._drop_what_no_output_needs()
+        self._drop_unused_operations()
         self.elements = sum(var.aval.size for operation in self.operations for var in operation.equation.outvars)
 
     def _index(self, aval: Any, constant: Any = None) -> int:
@@ -120,7 +120,7 @@ class Trace:
         self._count += 1
         return self._count
 
-    def _drop_what_no_output_needs(self) -> None:
+    def _drop_unused_operations(self) -> None:
         """Remove unused operations, once operations have their numbers, and note the last use of every value."""
         needed, used = set(self.outputs), []
         for operation in reversed(self.operations):

@@ -19,7 +19,7 @@ from shardproof.declare.counted import counted
 from shardproof.declare.declaration_failure import raised_by
 from shardproof.declare.declared import Cost, Declared
 from shardproof.draw import inputs
-from shardproof.engines.ledger import PHASES, CallSite, Finding, Ledger
+from shardproof.engines.ledger import PHASES, CallSite, Finding, Ledger, LedgerRow
 from shardproof.engines.lockstep.backends import OF_GLOO
 from shardproof.engines.program import Program, RankResult
 from shardproof.engines.protocol import disagreement
@@ -29,10 +29,11 @@ from shardproof.judge.compare import TensorComparison, index_text
 UNEQUAL_REPLICAS = " differs between replicas"
 
 
-def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[Finding, ...]:
+def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES, *, poisoned: bool = False) -> tuple[Finding, ...]:
     """Ranks of a group issue the same sequence: op, dtype, shape, reduce op, root, splits; gloo and NCCL accept it.
 
-    A call that only gloo rejects is not a finding if the scheme is not declared for gloo.
+    A call that only gloo rejects is not a finding if the scheme is not declared for gloo. A call is a finding that a
+    rank never waits for; `poisoned` says that the values until a wait were visible in the results, had they been read.
     """
     difference = disagreement(ledger)
     accepted = (None,) if "gloo" in engines else (None, *OF_GLOO)
@@ -41,8 +42,21 @@ def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[Finding,
         for row in ledger.rows
         if row.rejected not in accepted
     )
-    rejected = next(rejections, None)
-    return tuple(filter(None, (None if difference is None else difference.finding, rejected)))
+    rejected, unwaited = next(rejections, None), next((row for row in ledger.rows if row.unwaited), None)
+    findings = (
+        None if difference is None else difference.finding,
+        rejected,
+        None if unwaited is None else _never_waited(unwaited, poisoned),
+    )
+    return tuple(filter(None, findings))
+
+
+def _never_waited(row: LedgerRow, poisoned: bool) -> Finding:
+    unread = f"; {'what it gathers' if 'gather' in row.op else 'its result'} is never read"
+    return Finding(
+        f"rank {row.rank} returned and never waited for {row}{unread if poisoned and row.bytes_out else ''}",
+        (CallSite.of(row),),
+    )
 
 
 def costs_of_ranks(scheme: Declared, case: CaseSpec, program: Program) -> list[Cost]:
@@ -174,11 +188,22 @@ def unequal_replicas(hygiene: Sequence[str]) -> set[str]:
 
 
 def _default_group(case: CaseSpec, ledger: Ledger) -> list[str]:
-    """A finding if a collective used the full world although the scheme's own mesh is only a part of it."""
+    """A finding if the full world is used although the scheme's own mesh is only a part of it.
+
+    A message between two ranks of the scheme's mesh is none: their global ranks are right in every group.
+    """
     if SPARE not in case.mesh or case.mesh[SPARE] == 1:
         return []
     everyone = tuple(range(case.world))
+    spare = [coordinates[SPARE] for coordinates in inputs.coordinates(case.mesh)]
     for row in ledger.rows:
-        if row.group == everyone:
+        if row.group != everyone:
+            continue
+        if row.peer is None:
             return [f"the default group is used inside a sub-group: rank {row.rank}, {row}"]
+        if spare[row.peer] != spare[row.rank]:
+            return [
+                f"a message leaves the mesh: rank {row.rank}, {row}; without a group, a peer is a global rank: "
+                "pass dist.get_global_rank(group, place)"
+            ]
     return []

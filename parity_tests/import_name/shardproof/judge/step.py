@@ -30,7 +30,7 @@ def is_floating(aval: Any) -> bool:
 
 
 def constant(build: Callable[..., Callable[..., Any]]) -> Rule:
-    """The rule of an operation that small changes leave constant: `build(equation)` is its function."""
+    """The rule of a piecewise constant operation; `build(equation)` is its function."""
 
     def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         function = build(equation)
@@ -58,7 +58,7 @@ def linear(build: Callable[..., Callable[..., Any]]) -> Rule:
             return lambda values, tangents: (of_values(*values), no_tangents), (False,) * outputs
         of_tangents = build(equation, (DIRECTIONS,))
         of_tangents = of_tangents if several else _in_a_tuple(of_tangents)
-        # The tangent of an operand without one: zeros, or its value if it is an index or a choice.
+        # For an operand without a tangent: zeros, or its value if it is an index or a choice.
         zeros = [
             None if has or not is_floating(var.aval) else _zeros(var.aval)
             for var, has in zip(equation.invars, has_tangent, strict=True)

@@ -21,9 +21,9 @@ from shardproof.draw.drawing import one_case
 from shardproof.draw.size_choices import meshes
 from shardproof.report.picture import scheme_picture, scheme_strips
 
-MOST_MESHES = 12  # per scheme
-SEEDS = 6  # cases tried per mesh, to choose the one with most positions per rank
-ENOUGH = 2  # positions of a dim per rank
+MAX_MESHES = 12  # meshes per scheme
+SEEDS = 6  # cases tried per mesh, to find a case in which every rank has positions
+ENOUGH = 2  # positions per rank at which the search stops
 
 
 def pictured_case(scheme: Declared, sizes: Mapping[str, Any]) -> CaseSpec:
@@ -45,7 +45,7 @@ def _meshes_with(scheme: Declared, given: Mapping[str, int]) -> list[dict[str, i
 
 
 def _telling_case(scheme: Declared, sizes: Mapping[str, Any]) -> CaseSpec | None:
-    """Of a few cases with these sizes, the one whose poorest rank has the most positions; None if there is no case."""
+    """The best of a few cases with these sizes, judged by the rank with the fewest positions; None without a case."""
     best, most = None, -1
     for seed in range(SEEDS):
         with suppress(ValueError):  # no shape fits this mesh or these sizes
@@ -76,7 +76,7 @@ def declared_pictures(scheme: Declared) -> Mapping[str, str]:
         case = _telling_case(scheme, dict(mesh))
         return None if case is None else scheme_picture(scheme, case)
 
-    declared = meshes(scheme, {}, None)[:MOST_MESHES]
+    declared = meshes(scheme, {}, None)[:MAX_MESHES]
     parts = {part for mesh in declared for n in range(len(mesh) + 1) for part in combinations(mesh.items(), n)}
     pictures = {}
     for part in sorted(parts):

@@ -155,7 +155,7 @@ def _notes(report: Report) -> list[Element]:
 
 
 def _pictures(report: Report) -> list[Element]:
-    """The clearest case in full; also the smallest case if that is another."""
+    """The clearest case in full, and the smallest case if it is a different case."""
     example = report.clearer_report or report
     blamed = blamed_rows(example, report)
     what = "The clearest case" if report.clearer_report else _kind(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,21 +10,25 @@ from shardproof.declare.case import SPARE, CaseSpec
 from shardproof.judge.compare import TensorComparison
 from shardproof.report.report import Report, mesh_text
 
-MAX_UNDECIDED_SHARE = 0.25  # of the examples of a passing scheme
+MAX_UNDECIDED_SHARE = 0.25  # a scheme passes if at most this share of its examples is undecided
 
 
 def merge_reports(reports: Sequence[Report]) -> Report:
     """One report on many examples of a scheme, with the worst comparison of each tensor.
 
-    If an example failed, it is that example's report.
+    If an example failed, it is that example's report. Examples in which work is only never waited for count as equal,
+    and the report is on the smallest of them.
     """
-    failed = [report for report in reports if report.failed]
+    failed = [report for report in reports if report.failed and not report.only_unwaited]
     undecided = [report for report in reports if report.is_undecided]
-    equal = [report for report in reports if report.ok]
+    unwaited = [report for report in reports if report.only_unwaited]
+    equal = [report for report in reports if report.ok] + unwaited
     is_undecided = not failed and len(undecided) > MAX_UNDECIDED_SHARE * len(reports)
     shown = failed or (undecided if is_undecided else [r for r in equal if SPARE not in r.case.mesh] or equal)
     # The last example or, if all are equal, the last on the largest mesh: a single rank has no collectives to show.
     example = shown[-1] if failed or is_undecided else max(reversed(shown), key=lambda report: report.case.world)
+    if unwaited and not (failed or is_undecided):
+        example = min(unwaited, key=lambda report: (report.case.world, math.prod(report.case.dims.values())))
     meshes = [example.case.mesh] if failed else [report.case.scheme_mesh for report in reports]
     worst: dict[str, tuple[TensorComparison, CaseSpec]] = {}
     for report in [example] if failed else undecided if is_undecided else equal:

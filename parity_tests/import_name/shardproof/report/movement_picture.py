@@ -19,7 +19,7 @@ from shardproof.report.markup import Child, svg, tag
 MAX_STEPS = 80
 MAX_FANNED = 8  # largest group whose blocks are drawn one by one; lines of a larger one meet in the middle
 COLUMN, NARROW, FEW = 88.0, 64.0, 4  # width of a column with up to FEW ranks, and with more
-LEAST_SCALE = 0.7  # of a drawing on a narrow page
+LEAST_SCALE = 0.7  # smallest scale of a drawing on a narrow page
 BOX, HEAD, GAP = 20.0, 24.0, 66.0  # heights: of a box, of the row of rank names, of the space that lines cross
 THINNEST, WIDEST = 1.5, 11.0
 IN_BLOCKS = ("all_to_all", "reduce_scatter")  # their input has one block for each rank
@@ -153,7 +153,7 @@ def _issued(step: Step) -> list[LedgerRow]:
 
 
 def _hubs(step: Step, grid: Grid) -> dict[tuple[int, ...], int]:
-    """The groups whose lines meet in the middle, because of a sum or the group's size, with each one's level."""
+    """The level of each group whose lines meet in the middle, because of a sum or the group's size."""
     groups = {
         move.group: None
         for move in step.transfers

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardproof.declare.declared import Declared
     from shardproof.engines.ledger import Ledger
 
-WIDE, HIGH = 480.0, 20.0  # of a strip
+WIDE, HIGH = 480.0, 20.0  # width and height of a strip
 MAX_RUNS = 256  # most bars of a strip; a strip with more shows the owner of every n-th position
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-ENDINGS = (".png", ".svg", ".pdf")  # of a figure
+ENDINGS = (".png", ".svg", ".pdf")  # accepted endings of a figure's file
 ALWAYS_FILES = ("figure", "csv")  # a path `-` is a file and not standard output
 
 
@@ -34,7 +34,7 @@ def check_writable(**paths: str | None) -> None:
         if file.suffix == ".py" and file.exists():
             raise ValueError(f"{flag} {path}: is a Python file, which would be replaced; give another path")
         if option == "figure" and file.suffix not in ENDINGS:
-            raise ValueError(f"{flag} {path} is no picture; end it in {', '.join(ENDINGS)}")
+            raise ValueError(f"{flag} {path} is not a picture; end it in {', '.join(ENDINGS)}")
         if option == "json" and file.suffix != ".json":
             raise ValueError(f"{flag} {path}: a file of JSON ends in .json; without a path it is standard output")
         if option == "html" and file.suffix not in (".html", ".htm"):
@@ -43,7 +43,7 @@ def check_writable(**paths: str | None) -> None:
         if not folder.is_dir():
             raise ValueError(f"{flag} {path}: there is no folder {file.parent}")
         if not os.access(file if file.exists() else folder, os.W_OK):
-            raise ValueError(f"{flag} {path}: may not be written; give another path")
+            raise ValueError(f"{flag} {path} may not be written; give another path")
 
 
 def check_folder(**paths: str | None) -> None:
@@ -87,7 +87,7 @@ def write_texts(texts: Mapping[str, Callable[[], str]]) -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """To a file, or to standard output for `-`. A file is written beside and renamed: half of it replaces nothing."""
+    """Write to a file, or to standard output for `-`. A file is written beside and renamed, so it is never half new."""
     if path == "-":
         print(text)
         return

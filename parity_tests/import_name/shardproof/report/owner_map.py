@@ -11,7 +11,7 @@ from shardproof.report import colours
 from shardproof.report.markup import Child, svg, tag
 
 MAX_ROWS, MAX_COLUMNS = 40, 48
-WIDE, LARGEST, SMALLEST = 300.0, 30.0, 6.0  # of a map, and of its cells
+WIDE, LARGEST, SMALLEST = 300.0, 30.0, 6.0  # width of a map; largest and smallest cell
 
 
 def owner_map(ranks: np.ndarray, caption: str) -> Element:

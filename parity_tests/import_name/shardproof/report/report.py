@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -90,21 +90,21 @@ class Report:
     ledger: Ledger = field(default_factory=Ledger)
     failure: RankFailure | None = None
     cost_declared: bool = False
-    declared_costs: tuple[Cost, ...] = ()  # of each rank, if the declared cost applies to this case
+    declared_costs: tuple[Cost, ...] = ()  # one for each rank, if the declared cost applies to this case
     seconds: float = 0.0
     examples: int = 1
-    shrinking_steps: int = 0  # runs after the first failure: for a smaller case, and repeats of the smallest
+    shrinking_steps: int = 0  # runs after the first failure, in search of a smaller case and to repeat the smallest
     dtypes: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)  # meshes that cannot shard the given sizes: the reason
+    left_out: Mapping[str, str] = field(default_factory=dict)  # why each of these meshes cannot shard the given sizes
     not_drawn: tuple[str, ...] = ()  # pairs that no example had, as "g=2 on cp=4"; only if the scheme is equal
     case_of_tensor: Mapping[str, CaseSpec] = field(default_factory=dict)
     trace_seconds: float = 0.0
     is_undecided: bool = False  # neither equal nor a mismatch
-    undecided_reason: str | None = None  # of the last undecided example, also if the scheme is equal
+    undecided_reason: str | None = None  # the last undecided example's reason, also if the scheme is equal
     undecided_examples: int = 0
-    smallest: bool = False  # with any size but `as_given` one step smaller, it no longer fails this way
-    as_given: tuple[str, ...] = ()  # axes and dims with a size given by the caller, so no smaller one was tried
+    smallest: bool = False  # no case with one size (except `as_given`) a step smaller fails this way
+    as_given: tuple[str, ...] = ()  # axes and dims with a size given by the caller, for which no smaller size was tried
     conditions_needed: bool = False  # without any one of its calling conditions the case does not fail this way
     values_to_avoid: tuple[str, ...] = ()  # inputs whose repeated values, such as zeros, cause the failure
     state_between_calls: str | None = None  # if fresh processes show that the function keeps state
@@ -113,12 +113,12 @@ class Report:
     replay_error: str | None = None  # why there is no replay file
     unfinished: str | None = None  # why a failing case was not made smaller, or its notes not tested
     confirmed_on: str | None = None  # the engine on which the case has the same verdict
-    not_repeated: str | None = None  # why it was not repeated in fresh processes of gloo, or proves nothing there
-    engines_disagree: str | None = None  # why it fails here and passes on gloo in fresh processes
+    not_repeated: str | None = None  # why the case was not repeated on gloo in fresh processes, or proves nothing there
+    engines_disagree: str | None = None  # why the case fails here and passes on gloo in fresh processes
     shards: str | None = None  # the shard of each input on the rank that raised
     scalars: Mapping[str, float] = field(default_factory=dict)  # the value of each input without dims
-    excluded_conditions: tuple[str, ...] = ()  # excluded by the scheme or its place
-    implementation: Implementation | None = None  # whose functions were judged, if not ours
+    excluded_conditions: tuple[str, ...] = ()  # calling conditions that the scheme or its file excludes
+    implementation: Implementation | None = None  # the tested implementation, if it is not torch_impl
     source: str = ""  # file:line of the function
     clearer_report: Report | None = None  # a larger case with the same failure, which shows more of the mistake
 
@@ -133,8 +133,14 @@ class Report:
         return not self.ok and not self.is_undecided
 
     @property
+    def only_unwaited(self) -> bool:
+        """Whether the one finding is that work is never waited for: other cases are judged all the same."""
+        is_unwaited = len(self.protocol) == 1 and any(row.unwaited for row in self.ledger.rows)
+        return is_unwaited and self.failed and replace(self, protocol=()).ok
+
+    @property
     def verdict(self) -> str:
-        """In a word or two: equal, or the first finding."""
+        """The verdict in a word or two: equal, or the first finding."""
         if self.engines_disagree is not None:
             return "engines disagree"
         if self.failure is not None:
@@ -350,7 +356,9 @@ class Report:
             other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in extreme)
             hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
         if SPARE in self.case.mesh:
-            hint = f"inside a larger world: {SPARE} is no axis of the scheme, whose mesh is half of the ranks"
+            hint = (
+                f"inside a larger world: {SPARE} is not an axis of the scheme; the scheme's mesh is half of the ranks"
+            )
             never = f"; if it never is, declare excluded_conditions=({LARGER_WORLD!r},)" if self.smallest else ""
             hints.append(f"{hint}{never}")
         if self.unfinished is not None:

@@ -33,7 +33,7 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def print_report(report: RenderableType, stream: TextIO) -> None:
-    """On a terminal, as wide as that is; elsewhere as plain text."""
+    """Print a report: on a terminal in its width, elsewhere as plain text."""
     if stream.isatty():
         Console(file=stream).print(report, highlight=False)
     else:

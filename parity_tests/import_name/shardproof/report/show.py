@@ -52,7 +52,7 @@ def show(tensor: Any) -> Sharding:
     """
     if not isinstance(tensor, DTensor):
         kind = f"a {type(tensor).__name__}"
-        raise TypeError(f"show: tensor is {kind}, which says nothing of other ranks; pass a DTensor")
+        raise TypeError(f"show: tensor is {kind}, which has no record of other ranks; pass a DTensor")
     mesh = tensor.device_mesh
     sizes, names = tuple(mesh.shape), mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
     coordinates = _coordinates(tensor, sizes)

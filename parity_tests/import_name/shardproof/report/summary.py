@@ -62,12 +62,12 @@ class Expected:
 
 @dataclass
 class Outcome:
-    """The report of each verified scheme, and the reason for each of the others."""
+    """The reports of verified schemes, and for each other scheme the reason why it has no report."""
 
     reports: list[Report] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)  # by the clock of the process that verified the scheme
-    processes: int = 1  # that verified schemes side by side
+    seconds: dict[str, float] = field(default_factory=dict)  # measured in the process that verified the scheme
+    processes: int = 1  # number of processes that verified schemes side by side
     places: dict[str, tuple[str, int]] = field(default_factory=dict)  # the file and line of each scheme
     not_offered: dict[str, str] = field(default_factory=dict)  # schemes that another implementation does not offer
     expected: dict[str, Expected] = field(default_factory=dict)
@@ -164,7 +164,7 @@ def without_report(outcome: Outcome) -> list[str]:
 
 
 def _not_offered(reasons: Mapping[str, str]) -> list[str]:
-    """Each with its reason, if they are few."""
+    """Lines on schemes that were not offered: each with its reason, or only their names if they are many."""
     if len(reasons) > MAX_REASONS:
         return [f"not offered: {', '.join(reasons)}"]
     return [f"not offered: {name}: {reason}" for name, reason in reasons.items()]

@@ -1,20 +1,11 @@
 """Find where a model first departs from its reference: every module's input, output and gradients, in order.
 
-Each name is loaded on first use: ranks in other processes import this package and must not load JAX.
+Names are loaded on first use, because ranks in other processes import this package and must not load JAX.
+`__init__.pyi` lists each name with its module.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from shardproof.tracing.comparison import first as first
-    from shardproof.tracing.pair import Pair as Pair
-    from shardproof.tracing.pair import trace_pair as trace_pair
+from shardproof import lazy_names
 
-_MODULE_OF = {"first": "lines", "Pair": "pair", "trace_pair": "pair"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'shardproof.tracing' has no attribute {name!r}; it has {', '.join(_MODULE_OF)}")
-    return getattr(import_module(f"shardproof.tracing.{_MODULE_OF[name]}"), name)
+__getattr__ = lazy_names.loader(__name__, lazy_names.names_in(Path(__file__).with_suffix(".pyi")))

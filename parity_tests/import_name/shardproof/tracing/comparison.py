@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,8 @@ from shardproof.tracing.flax_side import ReferenceTrace
 from shardproof.tracing.torch_side import Recording
 
 Positions = Callable[[int, Event, tuple[int, ...], tuple[int, ...]], Sequence[np.ndarray] | None]
+NONE: Mapping[str, Any] = MappingProxyType({})
+ANOTHER_SHAPE = "has another shape"
 THE_MODEL = "the model"  # its own name is empty
 ELEMENT = 16.0  # largest error of one element, relative to the root mean square of all, when naming a mistake
 
@@ -35,6 +39,7 @@ class Line:
     budget: float
     ranks: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    event: Event | None = None  # None for a weight, or a number of the full model
 
     @property
     def ok(self) -> bool:
@@ -52,6 +57,9 @@ class Found:
     ranks: Sequence[Recording]
     of_weights: Mapping[str, np.ndarray]
     numbers: Sequence[Mapping[str, float]] = ()
+    # By weight and by axis that repeats it, the gradients of the axis's ranks; and the coordinates of the compared one.
+    by_rank: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
+    at: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def lines(
@@ -72,7 +80,8 @@ def lines(
     for step in _backward(events, list(reference_trace.of_weights)):
         if isinstance(step, str):
             if step in recorded.of_weights:
-                result.append(judge.weight(step, recorded.of_weights[step]))
+                copies = recorded.by_rank.get(step, {}), recorded.at.get(step, {})
+                result.append(judge.weight(step, recorded.of_weights[step], *copies))
             continue
         pieces = {i: rank.gradients[step] for i, rank in enumerate(recorded.ranks) if step in rank.gradients}
         if pieces:
@@ -128,13 +137,15 @@ class _Judge:
         side = f"{end} of {event.module or THE_MODEL}"
         side = side if phase == "forward" else f"gradient of the {side}"
         home = event.home(phase, self.called)
-        return self._line(side + call, phase, home, pairs, want, self.known.spread[kind, event])
+        line = self._line(side + call, phase, home, pairs, want, self.known.spread[kind, event])
+        return replace(line, event=event)
 
-    def weight(self, name: str, got: np.ndarray) -> Line:
+    def weight(self, name: str, got: np.ndarray, by_rank: Mapping[str, np.ndarray], at: Mapping[str, int]) -> Line:
         want = self.known.of_weights[name]
         pairs = {0: (got, want if got.shape == want.shape else None)}
         home = _owner(name, self.called) or name.rpartition(".")[0]
-        return self._line(f"gradient of {name}", "weight", home, pairs, want, self.known.spread["weight", name])
+        spread = self.known.spread["weight", name]
+        return self._line(f"gradient of {name}", "weight", home, pairs, want, spread, by_rank, at)
 
     def number(self, name: str, phase: str, numbers: Sequence[Mapping[str, float]]) -> list[Line]:
         """The line of a number made by the model itself; none if the ranks were not asked for it."""
@@ -150,6 +161,8 @@ class _Judge:
         pairs: Mapping[int, tuple[np.ndarray, np.ndarray | None]],
         full: np.ndarray,
         spread: float,
+        by_rank: Mapping[str, np.ndarray] = NONE,
+        at: Mapping[str, int] = NONE,
     ) -> Line:
         budget = K * (spread + UNIT_ROUNDOFF[self.dtype])
         finite = full[np.isfinite(full)]
@@ -161,15 +174,18 @@ class _Judge:
             wrong, notes = tuple(pairs), ("the reference is not finite here, so that nothing can be compared",)
         elif wrong:
             got, want = pairs[max(wrong, key=lambda rank: errors[rank])]
-            notes = ("has another shape",) if want is None else self._notes(name, phase, got, want, budget)
+            copies = {"by_rank": by_rank, "at": at}
+            notes = (ANOTHER_SHAPE,) if want is None else self._notes(name, phase, got, want, budget, copies)
         return Line(name, phase, home, max(errors.values()), budget, wrong, notes)
 
-    def _notes(self, name: str, phase: str, got: np.ndarray, want: np.ndarray, budget: float) -> tuple[str, ...]:
+    def _notes(
+        self, name: str, phase: str, got: np.ndarray, want: np.ndarray, budget: float, copies: Mapping[str, Any]
+    ) -> tuple[str, ...]:
         """The kind of mistake, judged from one rank's piece; each element gets a share of the tensor's budget."""
         share = ELEMENT * budget * float(np.linalg.norm(want)) / math.sqrt(max(want.size, 1))
         role = "output" if phase == "forward" else "gradient"
         notes = explain(
-            Evidence(name, role, got, want, np.full(want.shape, share), axes=self.axes, coarse_dtype=self.dtype)
+            Evidence(name, role, got, want, np.full(want.shape, share), self.axes, coarse_dtype=self.dtype, **copies)
         )
         return tuple(note for note in notes if want.ndim or not note.startswith("no pattern"))  # a number has no place
 

@@ -10,7 +10,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 IN, OUT = "in", "out"
-LOSS, NORM = "loss", "norm of the gradient"  # numbers of the full model: the last of forward, and the last of all
+LOSS, NORM = "loss", "norm of the gradient"  # numbers of the full model: the loss ends forward, the norm ends the trace
 
 
 class Event(NamedTuple):
@@ -21,7 +21,7 @@ class Event(NamedTuple):
     call: int = 0
 
     def home(self, phase: str, called: Container[str]) -> str:
-        """The called module that made a first difference here; "" is the model itself.
+        """The called module that is to blame if the first difference is here; "" is the model itself.
 
         A module's parent made its input, and the module made its output; for gradients it is the reverse.
         """

@@ -1,4 +1,4 @@
-"""A PyTorch module and a flax module that should compute the same, and where they first differ.
+"""A PyTorch module and a flax module that should have equal results, and the place of their first difference.
 
     from shardproof.tracing import Pair, trace_pair
 
@@ -105,10 +105,10 @@ def traced_pair(pair: Pair, dtype: str | None = None) -> Traced:
     modules = {name for name, _ in module.named_modules()}
     unknown = [name for name in pair.names if name not in modules]
     if unknown:
-        raise ValueError(f"tracing.Pair: names has {unknown[0]!r}, which is no module of the PyTorch side")
+        raise ValueError(f"tracing.Pair: names has {unknown[0]!r}, which is not a module of the PyTorch side")
     rounded = _rounded(pair, module)
     cotangent, seen, gradients = _run(pair, module, rounded)
-    reference_trace = _known(pair, module, rounded, cotangent)
+    reference_trace = _flax_trace(pair, module, rounded, cotangent)
     theirs = {event.module for event in reference_trace.values}
     missing = [name for name in pair.names.values() if not any(f"{m}.".startswith(f"{name}.") for m in theirs)]
     if missing:
@@ -123,7 +123,7 @@ def traced_pair(pair: Pair, dtype: str | None = None) -> Traced:
     return Traced(compared, torch_only, tuple(sorted(theirs - set(ours.values()))), tested)
 
 
-def _known(pair: Pair, module: nn.Module, rounded: list[torch.Tensor], cotangent: np.ndarray) -> ReferenceTrace:
+def _flax_trace(pair: Pair, module: nn.Module, rounded: list[torch.Tensor], cotangent: np.ndarray) -> ReferenceTrace:
     """The flax side with the PyTorch module's weights, under JAX's standard type promotion."""
     jax = bridge.start()
     import jax.numpy as jnp

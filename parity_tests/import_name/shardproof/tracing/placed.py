@@ -1,7 +1,7 @@
-"""Find where each rank's piece belongs in the full tensor from the pieces, because a plain tensor does not tell.
+"""Find the place of each rank's piece in the full tensor, from the pieces alone: a plain tensor has no record of it.
 
 Each mesh axis shards one dim by one of the usual layouts, repeats the tensor, or holds terms of a sum. Of all
-placements that the shapes allow, the one nearest to the reference is taken. A wrong piece is near to none.
+placements that the shapes allow, the nearest to the reference is taken. A wrong piece is far from it in all of them.
 """
 
 from __future__ import annotations
@@ -138,8 +138,38 @@ def in_full(full: np.ndarray, placement: Placed, rank: int) -> np.ndarray:
 
 def farthest(full: np.ndarray, placement: Placed) -> np.ndarray:
     """`in_full` of the rank whose piece is farthest from the reference."""
-    arrays = [in_full(full, placement, rank) for rank in placement.pieces]
-    odd = next((array for array in arrays if array.shape != full.shape), None)
-    if odd is not None:
-        return odd
-    return max(arrays, key=lambda array: float(np.linalg.norm(np.nan_to_num(array - full, nan=np.inf))))
+    return in_full(full, placement, farthest_rank(full, placement))
+
+
+def farthest_rank(full: np.ndarray, placement: Placed) -> int:
+    """The rank whose piece is farthest from the reference; one whose piece fits nowhere, if there is one."""
+
+    def distance(rank: int) -> float:
+        array = in_full(full, placement, rank)
+        return float(np.linalg.norm(np.nan_to_num(array - full, nan=np.inf))) if array.shape == full.shape else np.inf
+
+    return max(placement.pieces, key=distance)
+
+
+def repeated(
+    full: np.ndarray, placement: Placed, places: Places, axes: Mapping[str, int], at: Mapping[str, int]
+) -> dict[str, np.ndarray]:
+    """For each axis whose ranks hold the same piece of the tensor, these ranks' pieces, stacked.
+
+    Each is put into an equal share of the reference, so that their sum is the reference beyond the piece.
+    """
+    by_axis = {}
+    for axis, size in axes.items():
+        ranks = [
+            rank for rank, place in enumerate(places) if all(place[name] == at[name] for name in at if name != axis)
+        ]
+        held = [placement.positions.get(rank) for rank in ranks]
+        first = held[0]
+        if first is not None and all(each is not None and same_indices(each, first) for each in held):
+            by_axis[axis] = np.stack([in_full(full / size, placement, rank) for rank in ranks])
+    return by_axis
+
+
+def same_indices(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
+    """Whether two pieces hold the same indices in each dim."""
+    return all(map(np.array_equal, one, other))

@@ -84,7 +84,7 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     loss = getattr(out, "loss", None)
     if loss is None:
         loss = next((x for x in _leaves(out) if is_floating(x)), None)
-    if not is_floating(loss) or not loss.requires_grad:
+    if loss is None or not is_floating(loss) or not loss.requires_grad:
         problem = "has no gradient" if is_floating(loss) else f"is {type(out).__name__}, without a floating tensor"
         raise ValueError(f"the model's output {problem}; return a tensor that depends on the parameters")
     return loss

@@ -31,7 +31,8 @@ from shardproof.report.out_path import check_writable
 from shardproof.tracing import show
 from shardproof.tracing.comparison import Found, Line, lines
 from shardproof.tracing.events import LOSS, OUT, Event
-from shardproof.tracing.placed import Placed, farthest, in_full, placed, same
+from shardproof.tracing.placed import Placed, farthest, farthest_rank, in_full, placed, repeated, same
+from shardproof.tracing.reaching import inner_differences
 from shardproof.tracing.sharded_rank import RankTrace, call, cast, drawn_cotangent, dtype_of, function_of
 from shardproof.tracing.torch_side import Recording
 from shardproof.tracing.twin_side import TwinTrace, traced
@@ -140,7 +141,9 @@ def _called(target: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _report(title: str, twin: _Twin, ranks: tuple[RankTrace, ...], mesh: Mapping[str, int]) -> show.TraceReport:
     comparison = _Comparison(twin, ranks, mesh)
-    compared = [*comparison.start(), *comparison.steps()]
+    every_line = [*comparison.start(), *comparison.steps()]
+    aside = inner_differences(every_line)
+    compared = [line for line in every_line if line not in aside]
     reference_names = set(twin.trace.weights) | {event.module for event in twin.trace.reference.values}
     mine = set().union(*({*rank.weights, *(event.module for event in rank.recording.values)} for rank in ranks))
     return show.TraceReport(
@@ -151,6 +154,7 @@ def _report(title: str, twin: _Twin, ranks: tuple[RankTrace, ...], mesh: Mapping
         flax_only=tuple(sorted(reference_names - mine)),
         sides=("the sharded model", "its twin"),
         sums=tuple(comparison.sums),
+        inner=tuple(line.name for line in aside),
     )
 
 
@@ -165,6 +169,8 @@ class _Comparison:
 
     def __post_init__(self) -> None:
         self._places = coordinates(self.mesh)
+        self._by_rank: dict[str, dict[str, np.ndarray]] = {}
+        self._at: dict[str, dict[str, int]] = {}
         self._axes = {axis: size for axis, size in self.mesh.items() if size > 1}
         self._weights = {
             name: placed(full, pieces, self._places, self._axes, may_sum=False)
@@ -194,7 +200,7 @@ class _Comparison:
             self._add(recordings, "values", event, full)
             self._add(recordings, "gradients", event, reference.gradients[event])
         numbers = [{} if rank.loss is None else {LOSS: rank.loss} for rank in self.ranks]
-        trace = Found(recordings, self._of_weights(), numbers)
+        trace = Found(recordings, self._of_weights(), numbers, self._by_rank, self._at)
         return lines(reference, trace, _whole, self.twin.dtype, self._axes)
 
     def _add(self, recordings: list[Recording], kind: str, event: Event, full: np.ndarray) -> None:
@@ -221,11 +227,15 @@ class _Comparison:
             pieces = {r: rank.gradients[name] for r, rank in enumerate(self.ranks) if name in rank.with_gradient}
             if pieces.keys() == placement.pieces.keys():
                 alike: Placed = same(placement, pieces, self._places)
-                result[name] = farthest(self.twin.trace.reference.of_weights[name], alike)
+                full = self.twin.trace.reference.of_weights[name]
+                result[name], at = farthest(full, alike), dict(self._places[farthest_rank(full, alike)])
+                self._by_rank[name], self._at[name] = repeated(full, alike, self._places, self._axes, at), at
         return result
 
 
-SEEDED = "the two models begin with other weights: build both after one torch.manual_seed, or load one state into both"
+SEEDED = (
+    "the two models start with different weights: build both after one torch.manual_seed, or load one state into both"
+)
 
 
 def _apart(got: np.ndarray, want: np.ndarray) -> float:

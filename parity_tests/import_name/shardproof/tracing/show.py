@@ -17,6 +17,7 @@ from shardproof.report.out_path import write_text
 from shardproof.report.report import number
 from shardproof.tracing.comparison import Line, first
 
+INNER = "inside a module, where other tokens may be held"
 BEFORE, AFTER = 4, 3  # lines shown around the first difference
 WIDTH = 150  # without a terminal
 
@@ -38,6 +39,7 @@ class TraceReport:
     flax_only: Sequence[str] = ()
     sides: tuple[str, str] = ("PyTorch", "flax")  # the two sides of torch_only and flax_only
     sums: Sequence[str] = ()
+    inner: Sequence[str] = ()  # tensors inside a module that fit nowhere, or whose difference does not leave it
 
     @property
     def status(self) -> int:
@@ -112,7 +114,8 @@ def closing(report: TraceReport) -> str:
 def asides(report: TraceReport) -> list[str]:
     """Modules that were not compared because only one side has them, and tensors compared as a sum."""
     sides = zip(report.sides, (report.torch_only, report.flax_only), strict=True)
-    alone = [f"  not compared, called by {side} alone: {', '.join(names)}" for side, names in sides if names]
+    alone = [f"  not compared, {INNER}: {', '.join(report.inner)}"] if report.inner else []
+    alone += [f"  not compared, called by {side} alone: {', '.join(names)}" for side, names in sides if names]
     sums = report.sums if first(report.lines) is None else ()  # a wrong tensor may be near a sum by chance
     return alone + [f"  compared as a sum: {text}" for text in sums]
 
@@ -129,6 +132,7 @@ def record(report: TraceReport) -> dict[str, Any]:
         "torch_only": list(report.torch_only),
         "flax_only": list(report.flax_only),
         "sums": list(report.sums),
+        "inner": list(report.inner),
         "lines": [_line(each) for each in report.lines],
     }
 

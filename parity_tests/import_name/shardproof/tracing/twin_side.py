@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.judge.reference import UNIT_ROUNDOFF
-from shardproof.tracing.events import LOSS, NORM
+from shardproof.tracing.events import LOSS, NORM, Event
 from shardproof.tracing.flax_side import COPIES, ReferenceTrace, parted
 from shardproof.tracing.probes import draws, is_summed_in
 from shardproof.tracing.torch_side import Recording, is_floating, local_array, recorded
@@ -76,13 +76,15 @@ def _reference_trace(copies: list[_Copy]) -> ReferenceTrace:
     A tensor that no gradient reaches has a zero gradient.
     """
     exact = copies[0]
-    spread = {
+    spread: dict[tuple[str, Event | str], float] = {
         ("weight", name): parted(np.stack([each.of_weights[name] for each in copies])) for name in exact.of_weights
     }
     for event in exact.seen.values:
         spread["value", event] = parted(np.stack([each.seen.values[event] for each in copies]))
-        gradients = [each.seen.gradients.get(event) for each in copies]
-        spread["gradient", event] = 0.0 if gradients[0] is None else parted(np.stack(gradients))
+        has_gradient = event in exact.seen.gradients
+        spread["gradient", event] = (
+            parted(np.stack([each.seen.gradients[event] for each in copies])) if has_gradient else 0.0
+        )
     totals = np.stack([each.out.sum() for each in copies])
     numbers = {LOSS: totals[0], NORM: np.zeros(())}
     spread |= {("number", LOSS): parted(totals), ("number", NORM): 0.0}

@@ -1,11 +1,11 @@
-"""The functions that travel to the ranks. They import what they call there, where everything of this project is."""
+"""The functions that are sent to the ranks. They import the rest of the project on the rank."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-RANKS = "shardproof.training.ranks"  # by its name, so that it is the one of the modules that are imported now
+RANKS = "shardproof.training.ranks"  # a name, so that each call uses the module that is imported at that time
 
 
 def train(mesh: Any, case: Any) -> list[float]:

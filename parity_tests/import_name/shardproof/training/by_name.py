@@ -1,4 +1,4 @@
-"""The parameters of the hybrid model, from PyTorch's names to those of the flax module."""
+"""Translate the hybrid model's parameters from PyTorch's names to the flax module's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardproof.declare.declared import flat
 
 
 def flax_name(name: str) -> str:
-    """`layers.0.mlp.up_proj.kernel` of `layers.0.mlp.up_proj.weight`; norms keep their name."""
+    """`layers.0.mlp.up_proj.kernel` for `layers.0.mlp.up_proj.weight`; norms keep their name."""
     if name == "embed_tokens.weight":
         return "embed_tokens.embedding"
     owner = name.removesuffix(".weight")
@@ -21,14 +21,14 @@ def flax_name(name: str) -> str:
 
 
 def flax_value(name: str, x: Any) -> Any:
-    """The array as flax holds it: matrices are [in, out], a convolution's weight [k, c]."""
+    """The array in flax's layout: matrices are [in, out], a convolution's weight is [k, c]."""
     if name.endswith("conv1d.weight"):
         return x[:, 0].T  # [c, 1, k]
     return x.T if flax_name(name).endswith(".kernel") else x
 
 
 def flax_model(config: Config, parameters: Mapping[str, Any]) -> HybridLM:
-    """The module with these parameters. Errors: KeyError for a name that either side lacks."""
+    """The flax module with these parameters. Errors: KeyError for missing or unknown names."""
     graph, state = nnx.split(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0))))
     expected = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     arrays = {flax_name(name): flax_value(name, jnp.asarray(x)) for name, x in flat(parameters).items()}

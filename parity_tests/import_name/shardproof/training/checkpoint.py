@@ -1,9 +1,9 @@
-"""What a run needs to go on, by torch's distributed checkpoint: weights and the optimizer's state, whatever the mesh.
+"""Checkpoints of a run: weights and the optimizer's state, in torch's distributed format, for a restart on any mesh.
 
-A checkpoint is a folder `step_N`, and counts once it has the file `done`, which says whose numbers they are. It is
-written beside, as `step_N.part`, and renamed: a run that is killed leaves the checkpoint that it was to replace. It is
-loaded only if every file fits its checksum, see `digests`. One run at a time writes to the folder, by a lock on its
-file `lock`. A run that begins anew does not replace another run's checkpoints without being told to.
+A checkpoint is a folder `step_N`. It is complete if it has the file `done`, which names the run's settings. It is
+written beside, as `step_N.part`, and renamed, so that a killed run leaves the checkpoint that it was to replace. A
+complete checkpoint is loaded only if every file matches its checksum (`digests`). A lock on the file `lock` lets one
+run at a time write to the folder. A new run replaces the checkpoints of another run only if asked to.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOCK = "lock"
 def locked(run: Run) -> Iterator[None]:
     """Lock the folder of the run against other runs. The system releases the lock of a killed process.
 
-    Errors: ValueError where another run has it.
+    Errors: ValueError if another run holds the lock.
     """
     if run.checkpoint is None or (run.resume and not _folder(run).is_dir()):
         yield
@@ -72,7 +72,7 @@ def finished(run: Run) -> list[int]:
 
 
 def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers, step: int) -> None:
-    """After `step` steps; `parameters` are this rank's parameters by every name that the model has for them."""
+    """Save the state after `step` steps. `parameters` has this rank's parameters under all of their names."""
     folder = _of_step(run, step)
     beside, replaced = (folder.with_name(f"{folder.name}.{state}") for state in ("part", "replaced"))
     if dist.get_rank() == 0:
@@ -95,20 +95,20 @@ def remove(run: Run, steps: Sequence[int]) -> None:
 
 
 def load(run: Run, step: int, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> None:
-    """The state after `step` steps, which `newest` has verified, into parameters and optimizer, sharded as they are."""
+    """Load the checkpoint of `step`, verified by `newest`, into the sharded parameters and optimizer."""
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # makes the tensors of its state, which are all written over, as the parameters are
+    optimizer.step()  # allocates the optimizer's state; loading overwrites it and the parameters
     optimizer.zero_grad()
     dcp.load(_state(parameters, optimizer), checkpoint_id=str(_of_step(run, step)))
 
 
 def newest(run: Run) -> int:
-    """The steps behind the newest checkpoint that is not past the run's last step. Every file of it is verified.
+    """The step of the newest checkpoint, at most the run's last step. All of its files are verified.
 
-    It is never passed over for an older one: who resumes decides what to do about a damaged file.
+    If it is damaged, no older checkpoint is used instead: the user decides.
 
-    Errors: ValueError where there is none, where a file is damaged, or where it is of a run with other numbers.
+    Errors: ValueError if there is no checkpoint, if a file is damaged, or if the checkpoint's run has other settings.
     """
     *older, step = [0, *(done for done in finished(run) if done <= run.steps)]
     if step == 0:
@@ -130,7 +130,7 @@ def newest(run: Run) -> int:
 
 
 def _numbers(run: Run) -> dict[str, Any]:
-    """What decides the numbers of a run, but for how long it goes on."""
+    """The settings that decide the numbers of a run, without its length."""
     return {name: value for name, value in asdict(run.numbers).items() if name not in ("steps", "every")}
 
 
@@ -143,7 +143,7 @@ def _folder(run: Run) -> Path:
 
 
 def _state(parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> dict[str, torch.Tensor]:
-    """The tensors themselves, by names that no mesh changes; two stages' copies of a parameter have a name each."""
+    """The state's tensors, not copies. Names are the same on every mesh; two copies of a parameter have two names."""
     state: dict[str, torch.Tensor] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     states = optimizer.state
     for name, parameter in parameters.items():

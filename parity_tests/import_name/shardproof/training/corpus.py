@@ -1,7 +1,7 @@
-"""What a run reads: Python's language reference, byte by byte, packed into streams of unequal documents.
+"""The training data: bytes of Python's language reference, packed into streams of documents of unequal length.
 
-The batch of a step is a function of the run's seed and the step alone. No mesh changes it: each rank builds all of it
-and takes its part, and the reference takes the whole.
+The batch of a step depends only on the run's seed and the step, not on the mesh: each rank builds the full batch and
+takes its part; the reference uses the full batch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from numpy.random import Generator, Philox
 
 from shardproof.training.run import BLOCK, Run
 
-MOST = 4  # documents of a stream, those of no token included
+DOCUMENTS = 4  # documents in a stream, empty documents included
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One stream: ids [t], padding 0; document j stands at `padded[j]:padded[j + 1]`, its real tokens first."""
+    """One stream: ids [t], 0 for padding. Document j is at `padded[j]:padded[j + 1]`, with its real tokens first."""
 
     ids: np.ndarray
     padded: np.ndarray
@@ -28,7 +28,7 @@ class Packed:
 
 @cache
 def topics() -> tuple[np.ndarray, ...]:
-    """The bytes of each topic, in the order of their names."""
+    """The bytes of each topic of the reference, sorted by name."""
     from pydoc_data.topics import topics as found
 
     return tuple(np.frombuffer(found[name].encode(), dtype=np.uint8) for name in sorted(found))
@@ -40,16 +40,16 @@ def global_batch(run: Run, step: int) -> list[Packed]:
 
 
 def _stream(length: int, rng: Generator) -> Packed:
-    """Documents cut at drawn multiples of BLOCK, each shorter than its place by a drawn number of tokens.
+    """A stream of documents. Slots end at drawn multiples of BLOCK; each document leaves a drawn number of tokens free.
 
-    Errors: ValueError for a length that is no multiple of BLOCK.
+    Errors: ValueError for a length that is not a multiple of BLOCK.
     """
     if length % BLOCK or length < BLOCK:
         raise ValueError(f"--length {length} must be a multiple of {BLOCK}")
-    borders = np.sort(rng.integers(0, length // BLOCK, size=MOST - 1, endpoint=True)) * BLOCK
+    borders = np.sort(rng.integers(0, length // BLOCK, size=DOCUMENTS - 1, endpoint=True)) * BLOCK
     padded = np.concatenate([[0], borders, [length]]).astype(np.int64)
     room = np.diff(padded)
-    real = np.where(room > 0, room - rng.integers(0, BLOCK, size=MOST), 0)
+    real = np.where(room > 0, room - rng.integers(0, BLOCK, size=DOCUMENTS), 0)
     ids = np.zeros(length, dtype=np.int64)
     for start, count in zip(padded, real, strict=False):
         topic = topics()[rng.integers(len(topics()))]

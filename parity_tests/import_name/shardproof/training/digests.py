@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's folder: written after its files, verified before any of them is used.
+"""Checksums of a checkpoint's files: written after the files, and verified before any file is used.
 
-`sha256` lists the files as `sha256sum` does, so that `sha256sum -c sha256` verifies them as well. The marker
-`done` comes last: a line of content, the checksum of that list, and the checksum of both lines.
+The file `sha256` has the format of `sha256sum`, so `sha256sum -c sha256` verifies the files too. The marker `done` is
+written last. It has three lines: the content, the checksum of `sha256`, and the checksum of the first two lines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DONE, LIST = "done", "sha256"
 
 
 class Damage(ValueError):
-    """A file of a checkpoint is not as it was written; `remedy` says what helps besides another checkpoint."""
+    """A file of a checkpoint differs from the saved file. `remedy` is an alternative to using another checkpoint."""
 
     def __init__(self, path: Path, problem: str, remedy: str = "restore the file") -> None:
         super().__init__(f"{path} {problem}")
@@ -22,33 +22,34 @@ class Damage(ValueError):
 
 
 def write(folder: Path, content: str) -> None:
-    """Write the checksums of all files that are in the folder, then its marker with a line of content."""
+    """Write the checksums of all files in the folder, then the marker with `content` as its first line."""
     listed = "".join(f"{_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir()))
     _write(folder / LIST, listed)
     lines = f"{content}\n{_sha256(listed.encode())}\n"
     _write(folder / f"{DONE}.part", f"{lines}{_sha256(lines.encode())}\n")
-    os.replace(folder / f"{DONE}.part", folder / DONE)  # the full marker, or none
+    os.replace(folder / f"{DONE}.part", folder / DONE)  # atomic: a killed run leaves no partial marker
     _synchronise(folder)
 
 
 def verified_content(folder: Path) -> str:
-    """The content of the marker, once every file of the folder has proved to be as it was written.
+    """Verify every file of the folder, and return the marker's content.
 
-    Errors: Damage for the first file that is truncated, changed, missing, additional or not readable.
+    Errors: Damage for the first file that is truncated, changed, missing, unlisted or unreadable.
     """
-    # 1. The marker has its checksum in its last line.
+
+    # 1. The last line of the marker is the checksum of the lines before it.
     marker = folder / DONE
     data = _read(marker)
     lines, digest = data[:-65], data[-65:]
     if digest != f"{_sha256(lines)}\n".encode():
         raise Damage(marker, "is truncated or changed, or of a version that wrote no checksums")
     content, list_digest, _ = lines.decode().rsplit("\n", 2)
-    # 2. The marker has the list's, and the list those of all other files.
+    # 2. The marker has the checksum of the list, and the list has the checksums of all other files.
     listed = _read(folder / LIST)
     if _sha256(listed) != list_digest:
         raise Damage(folder / LIST, _changed(_sha256(listed), list_digest))
     digests = {name: digest for digest, _, name in (line.partition("  ") for line in listed.decode().splitlines())}
-    # 3. A file that is not listed is of another save: what is here may then be a mixture of two.
+    # 3. An unlisted file is left from another save, so the folder may be a mixture of two checkpoints.
     for name in sorted(path.name for path in folder.iterdir()):
         if name not in {*digests, DONE, LIST}:
             raise Damage(folder / name, "is not a file of this checkpoint", "remove it")
@@ -87,7 +88,7 @@ def _unreadable(path: Path, error: OSError) -> Damage:
 
 
 def _write(path: Path, text: str) -> None:
-    """So that the file is on the disk when the next one is written."""
+    """Write a file and flush it to the disk, before the next file is written."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -95,7 +96,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _synchronise(folder: Path) -> None:
-    """So that the names in the folder are on the disk too."""
+    """Flush the folder's file names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The curves of a run and of its reference, and below them how far they part, on a logarithmic axis."""
+"""The loss curves of a run and its reference, and below them the differences, on a logarithmic axis."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from shardproof.report.colours import LINES
 from shardproof.training.judged import Judged
 
-SMALLEST = 1e-17  # what no distance at all is drawn as
+SMALLEST = 1e-17  # drawn in place of a difference of 0
 
 
 def figure(steps: Sequence[Judged], title: str) -> Any:
-    """A matplotlib figure."""
+    """Draw the judged steps as a matplotlib figure."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -1,6 +1,6 @@
-"""Which parameters of a run have two matrices one above the other."""
+"""The parameters that hold two matrices, one above the other."""
 
 
 def has_halves(name: str) -> bool:
-    """Whether it is a stack of experts with the rows of gate, then those of up."""
+    """Whether the parameter is a stack of experts' gate and up projections, gate's rows first."""
     return name.endswith(".gate_up_proj")

@@ -1,4 +1,4 @@
-"""The weights that a run starts from, by name, the same for either side: drawn from the seed and the names alone."""
+"""The initial weights of a run, drawn from the seed and each name alone, for PyTorch and JAX alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.random import Generator, Philox
 
 
 def initial_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """float64 arrays under PyTorch's names and shapes, rounded to float32, so that both dtypes start alike."""
+    """float64 arrays with PyTorch's names and shapes, rounded to float32, so that runs in both dtypes start equal."""
     weights = {}
     for name, shape in shapes(config).items():
         rng = Generator(Philox(key=[seed, zlib.crc32(name.encode())]))
@@ -73,11 +73,11 @@ def _mamba(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _drawn(name: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
     if name.endswith(("norm.weight", ".D")):
-        return 1.0 + 0.1 * rng.standard_normal(shape)  # all different, so that none may stand for another
+        return 1.0 + 0.1 * rng.standard_normal(shape)  # all different, so that a permutation shows
     if name.endswith("A_log"):
         return np.log(rng.uniform(1.0, 16.0, shape))
     if name.endswith("dt_bias"):
         dt = np.exp(rng.uniform(math.log(1e-3), math.log(1e-1), shape))
-        return dt + np.log(-np.expm1(-dt))  # so that softplus gives dt
+        return dt + np.log(-np.expm1(-dt))  # the inverse of softplus
     fan_in = 50 if name.startswith("embed") else shape[-1] if len(shape) > 1 else 1
     return rng.standard_normal(shape) / math.sqrt(fan_in)

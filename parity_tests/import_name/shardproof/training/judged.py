@@ -1,4 +1,4 @@
-"""A step of the ranks compared with the reference's: each distance, beside what rounding accounts for."""
+"""Compare a step of the ranks with the reference's step: each difference, next to its rounding budget."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardproof.training.precision import STORED_DTYPE
 from shardproof.training.record import GRADIENT, WEIGHT, Step
 from shardproof.training.reference import ReferenceStep
 
-# No budget of a float64 run is wider than this, relative: the figure that is promised for 20 steps on any mesh.
+# The largest relative budget in a float64 run, as promised for 20 steps on any mesh.
 PROMISED = 1e-9
 
 
 @dataclass(frozen=True)
 class Row:
-    """Relative distance of one number or one full tensor from the reference's."""
+    """The relative distance of one number or one full tensor from the reference, and its budget."""
 
     error: float
     budget: float
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Judged:
-    """One step: rows by name, `loss`, `norm`, `gradient/NAME` and `weight/NAME` in the order of the model."""
+    """One judged step: rows by name, `loss`, `norm`, `gradient/NAME` and `weight/NAME` in the model's order."""
 
     index: int
     loss: float
@@ -51,7 +51,7 @@ class Judged:
         return max(row.ratio for row in self.rows.values())
 
     def worst(self, kind: str) -> tuple[str, Row]:
-        """The row of a kind, gradient or weight, that is nearest its budget or furthest beyond."""
+        """The name and row with the largest share of its budget, among gradients or weights."""
         of_kind = {name: row for name, row in self.rows.items() if name.startswith(kind)}
         name = max(of_kind, key=lambda name: of_kind[name].ratio)
         return name.removeprefix(kind), of_kind[name]
@@ -62,7 +62,7 @@ class Judged:
 
 
 def judged(step: Step, reference_step: ReferenceStep, dtype: str) -> Judged:
-    """Every number of a step. A name that only one side has is infinitely far away."""
+    """Compare every number of a step. A name that only one side has counts as infinitely far away."""
     want, pairs = reference_step.step, {}
     pairs["loss"] = np.array(step.loss), np.array(want.loss)
     pairs["norm"] = np.array(step.norm), np.array(want.norm)
@@ -76,7 +76,7 @@ def judged(step: Step, reference_step: ReferenceStep, dtype: str) -> Judged:
 
 
 def budget(spread: float, dtype: str) -> float:
-    """K times what rounding moved the reference, and the last rounding of the number itself, which is in `dtype`."""
+    """K times the sum of the reference's spread by rounding and the number's own last rounding, in `dtype`."""
     allowed = K * (spread + UNIT_ROUNDOFF[dtype])
     return min(allowed, PROMISED) if dtype == "float64" else allowed
 

@@ -1,4 +1,4 @@
-"""The page of the docs that says how near each mesh came: a list of runs, and their table."""
+"""The docs page with the errors of each mesh: the list of runs, and their table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardproof.training.judged import Judged, Row
 from shardproof.training.record import GRADIENT, WEIGHT
 from shardproof.training.run import OPTIMIZERS, Run
 
-DTYPES = ("float64", "float32")  # for which every mesh is promised equal
-# Which experts a token goes to may hang on the last digit, so that runs of experts are promised equal in float64 alone.
-OF_EXPERTS = ("float64",)
+DTYPES = ("float64", "float32")  # in these dtypes, every mesh is promised to be equal to one rank
+# Rounding may change a token's experts, so runs with experts are promised to be equal in float64 only.
+EXPERT_DTYPES = ("float64",)
 STATE_ULYSSES = {"mamba": "state", "attention": "ulysses"}
-# Meshes, each with what is not as it is if nothing is said.
+# Each mesh with the settings that differ from a run's defaults.
 MESHES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     ({}, {}),
     ({"dp_shard": 2}, {}),
@@ -50,7 +50,7 @@ MESHES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     ({"pp": 2}, {"is_tied": True}),
     ({"pp": 2, "dp_shard": 2}, {"is_tied": True, "schedule": "zbv"}),
 )
-MESHES_OF_EXPERTS: tuple[dict[str, int], ...] = (
+EXPERT_MESHES: tuple[dict[str, int], ...] = (
     {"ep": 1},
     {"ep": 2},
     {"ep": 4},
@@ -62,8 +62,8 @@ MESHES_OF_EXPERTS: tuple[dict[str, int], ...] = (
 HEAD = """# Training on {count} meshes
 
 {steps} steps of the same run on every mesh, each step compared with one device; see [how to train](how-to/train.md).
-Errors are the largest of all steps, relative, in the norm of a tensor; *of budget* is the largest share of its budget
-that any number took.
+Each error is the largest over all steps: the norm of the difference over the norm of the tensor. *of budget* is the
+largest ratio of an error to its budget.
 
 Written by `shardproof train --page docs/training.md`{stamp}.
 
@@ -75,18 +75,18 @@ COLUMNS = (
 
 
 def runs(**settings: Any) -> list[Run]:
-    """Every mesh in each dtype, the widest first; then those of experts, with each optimizer."""
+    """Every mesh in each dtype, float64 first; then the meshes of runs with experts, with each optimizer."""
     dense = [Run(mesh=mesh, **{**settings, **how, "dtype": dtype}) for dtype in DTYPES for mesh, how in MESHES]
     return dense + [
         Run(mesh=mesh, **{**settings, "has_experts": True, "optimizer": optimizer, "dtype": dtype})
-        for dtype in OF_EXPERTS
+        for dtype in EXPERT_DTYPES
         for optimizer in OPTIMIZERS
-        for mesh in MESHES_OF_EXPERTS
+        for mesh in EXPERT_MESHES
     ]
 
 
 def write(done: Sequence[tuple[Run, Sequence[Judged]]], path: str) -> None:
-    """The page of finished runs."""
+    """Write the page of finished runs."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax", "optax"))
     stamp = f" on {date.today().isoformat()} with Python {platform.python_version()}, {versions}"
     count = len({tuple(run.mesh.items()) for run, _ in done})

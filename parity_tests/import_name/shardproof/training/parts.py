@@ -1,4 +1,4 @@
-"""The model of a run on one rank: the stages of a pipeline, sharded over the other axes, under their schedule."""
+"""The model of a run on one rank: its pipeline stages, sharded over the other axes, and their schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch_impl.pipelining.tied_weights import distinct_parameters
 
 @dataclass(frozen=True)
 class Parts:
-    """`schedule` over the `stages` of this rank, with the `loss` of its last; `shapes` are the full model's."""
+    """The `stages` of this rank, their `schedule`, and the last stage's `loss`; `shapes` are the full model's."""
 
     schedule: Any
     stages: Sequence[PipelineStage]
@@ -32,39 +32,39 @@ class Parts:
     shapes: Mapping[str, tuple[int, ...]]
 
     def step(self, streams: Sequence[RankStream], groups: Sequence[ProcessGroup]) -> Tensor:
-        """Forward and backward; this rank's share of the loss, in float64."""
+        """Run forward and backward, and return this rank's share of the loss, in float64."""
         shares = staged_step(self.schedule, self.stages, self.loss, streams, groups)
         return sum((share.double() for share in shares), torch.zeros((), dtype=torch.float64))
 
     def norm(self) -> float:
-        """Of the full gradient."""
+        """The norm of the full gradient."""
         return gradient_norm(distinct_parameters(self.stages).values(), pp=self.pp).item()
 
     def clip(self, max_norm: float) -> None:
-        """Scale the full gradient to this norm, if its own is larger."""
+        """Scale the full gradient down to this norm if its norm is larger."""
         counted = distinct_parameters(self.stages).values()
         clip_grad_norm_(counted, max_norm, pp=self.pp, uncounted=self.parameters())
 
     def parameters(self) -> list[nn.Parameter]:
-        """What an optimizer of this rank holds; both copies of what two stages share."""
+        """The parameters for this rank's optimizer, with both copies of a parameter that two stages share."""
         return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
 
     def aliases(self) -> dict[str, nn.Parameter]:
-        """Every name under which the model's state knows a parameter of this rank, the same names on every mesh."""
+        """This rank's parameters under all of their names in the model's state, which are the same on every mesh."""
         parts = [stage.submod for stage in self.stages]
         return {name: p for part in parts for name, p in part.named_parameters(remove_duplicate=False)}
 
     def weights(self) -> dict[str, Any]:
-        """Of the full model; all ranks take part."""
+        """The full model's weights. A collective: call it on all ranks."""
         return self._full(dict(distinct_parameters(self.stages)))
 
     def gradients(self) -> dict[str, Any]:
-        """Of the full model, none where backward did not come; all ranks take part."""
+        """The full model's gradients, without parameters that have none. A collective: call it on all ranks."""
         parameters = distinct_parameters(self.stages)
         return self._full({name: p.grad for name, p in parameters.items() if p.grad is not None})
 
     def _full(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Every tensor whole, in float64, those of other stages too."""
+        """The full tensors of all stages, in float64."""
         with without_advice():
             full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
         names = list(self.shapes)
@@ -74,7 +74,7 @@ class Parts:
             every[name] += x.detach().double().cpu()
             is_there[names.index(name)] = 1.0
         flat = torch.cat([is_there, *(x.flatten() for x in every.values())]).to(self.stages[0].device)
-        dist.all_reduce(flat, group=self.pp)  # a name is on one rank of pp, and 0 on the others
+        dist.all_reduce(flat, group=self.pp)  # one rank of pp has the tensor, the others have zeros
         there, *pieces = flat.cpu().split([len(names), *(x.numel() for x in every.values())])
         rows = zip(names, pieces, there.tolist(), strict=True)
         return {name: x.numpy().reshape(self.shapes[name]) for name, x, is_there in rows if is_there}
@@ -82,7 +82,7 @@ class Parts:
 
 @contextmanager
 def all_recorded(stages: Sequence[PipelineStage]) -> Iterator[Recording]:
-    """As `recorded`, of all stages of this rank; whole once the context is left."""
+    """`recorded` for all stages of this rank; the recording is complete when the context is left."""
     recording = Recording()
     with ExitStack() as opened:
         parts = [opened.enter_context(recorded(stage.submod)) for stage in stages]

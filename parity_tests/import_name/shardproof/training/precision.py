@@ -1,4 +1,4 @@
-"""The dtype in which each tensor of a run is stored, and what is rounded to the tested one. Only ranks load torch."""
+"""The stored dtype of each tensor of a run, and FSDP's policy for the tested dtype. Only ranks load torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-# Parameters, their gradients once they are summed over ranks, and the optimiser's state, by the tested dtype.
+# The dtype of parameters, summed gradients and the optimiser's state, for each tested dtype.
 STORED_DTYPE = {"float64": "float64", "float32": "float32", "bfloat16": "float32"}
 
 
 def policy(dtype: str) -> MixedPrecisionPolicy:
-    """FSDP's: parameters are read and tensors passed on in the tested dtype, gradients summed in the stored one."""
+    """FSDP's policy: compute in the tested dtype, and sum gradients in the stored dtype."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

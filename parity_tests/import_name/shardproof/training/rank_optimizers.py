@@ -1,4 +1,4 @@
-"""What steps the parameters of a rank's stages: AdamW all of them, or Muon the matrices and AdamW the others."""
+"""The optimizers of a rank's stages: AdamW for all parameters, or Muon for matrices and AdamW for the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_impl.optimizers import Muon, parameter_kinds
 
 @dataclass(frozen=True)
 class RankOptimizers:
-    """Optimizers of different parameters, as one."""
+    """Several optimizers, each for other parameters, used as one."""
 
     parts: Sequence[torch.optim.Optimizer]
 
@@ -36,7 +36,7 @@ class RankOptimizers:
 
 
 def rank_optimizers(run: Run, model: Parts) -> RankOptimizers:
-    """The run's, over all parameters of this rank; every one of them is decayed, vectors too."""
+    """The run's optimizers over all parameters of this rank. Weight decay applies to all of them, vectors too."""
     settings: dict[str, Any] = {"lr": run.learning_rate, "weight_decay": run.weight_decay}
     matrices: dict[str, Tensor] = {}
     if run.optimizer == "muon":
@@ -44,7 +44,7 @@ def rank_optimizers(run: Run, model: Parts) -> RankOptimizers:
     stepped_by_muon = {id(p) for p in matrices.values()}
     other_parameters = [p for p in model.parameters() if id(p) not in stepped_by_muon]
     adamw = torch.optim.AdamW(other_parameters, betas=(0.9, 0.999), eps=1e-8, **settings)
-    # The stacks of experts have gate and up one above the other, two matrices each.
+    # Each expert in a fused stack has two matrices, gate above up.
     of_halves = [{"params": [p], "rows": (p.shape[-2] // 2,) * 2} for name, p in matrices.items() if has_halves(name)]
     groups = [{"params": [p for name, p in matrices.items() if not has_halves(name)]}, *of_halves]
     return RankOptimizers([adamw, Muon(groups, **settings)] if matrices else [adamw])

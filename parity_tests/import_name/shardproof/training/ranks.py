@@ -1,4 +1,4 @@
-"""What every rank does: build its part of the model, take its part of each batch, step, and keep what came of it."""
+"""The program of every rank: build its part of the model, take its part of each batch, step, and write records."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from torch_impl.models import (
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 from torch_impl.pipelining.functional import pipeline_model
 
-CUTTING = ("dp_replicate", "dp_shard", "ep", "cp")  # axes whose ranks have tokens of their own
+TOKEN_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # ranks along these axes have different tokens
 
 
 def train(mesh: Any, case: Any) -> list[float]:
-    """The full run on one rank; rank 0 writes each step's record into the case's folder. Returns the losses."""
+    """Run all steps on one rank, and return the losses. Rank 0 writes each step's record into the case's folder."""
     run, folder = Run(**case.options["run"]), case.options["folder"]
-    first = checkpoint.newest(run) if run.resume else 0  # before any collective: a damaged file ends every rank alike
+    first = checkpoint.newest(run) if run.resume else 0  # before any collective: a damaged file stops every rank
     model = parallel_model(mesh, run)
     optimizer = rank_optimizers(run, model)
     if run.resume:
@@ -66,7 +66,7 @@ def train(mesh: Any, case: Any) -> list[float]:
 
 
 def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, float]]:
-    """What every module of this rank saw in the first step, its calls numbered by stream; full gradients; numbers."""
+    """Trace the first step: the tensors of this rank's modules, by stream; the full gradients; loss and norm."""
     run = Run(**case.options["run"])
     model = parallel_model(mesh, run)
     with all_recorded(model.stages) as recording:
@@ -77,7 +77,7 @@ def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, fl
     def placed(arrays: dict[Event, Any], scale: float) -> dict[Event, Any]:
         return {event._replace(call=first + event.call * run.dp): x * scale for event, x in arrays.items()}
 
-    # Gradients are averaged only where they reach parameters: on their way they are those of `ranks` times the loss.
+    # Gradients are averaged at the parameters only: inside the model they are gradients of `ranks` times the loss.
     return (
         Recording(placed(recording.values, 1.0), placed(recording.gradients, 1.0 / ranks)),
         gradients,
@@ -86,7 +86,7 @@ def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, fl
 
 
 def parallel_model(mesh: Any, run: Run) -> Parts:
-    """The model with the run's first weights, sharded over the mesh: into stages first, then each of them."""
+    """The model with the run's initial weights, split into stages; each stage is sharded over the other axes."""
     config, dtype = HybridConfig(**run.config), getattr(torch, STORED_DTYPE[run.dtype])
     rings = ring_and_heads(mesh) if run.attention == "usp" else None
     placement = Placement(mesh["cp"], mesh["tp"], exchange=run.attention, mamba=run.mamba, ring_and_heads=rings)
@@ -122,27 +122,27 @@ def parallel_model(mesh: Any, run: Run) -> Parts:
 
 
 def _parallelize_stage(run: Run, model: nn.Module, world_mesh: Any, moe_mesh: Any, **axes: Any) -> None:
-    """One stage over tp and FSDP; it stays gathered from the first micro-batch to the last."""
+    """Shard one stage over tp and FSDP. Its parameters stay gathered from the first micro-batch to the last."""
     plan = tensor_parallel_plan(HybridConfig(**run.config).layers)
     fsdp2_strategy_parallelize(model, world_mesh, policy(run.dtype), plan, reshard_after_forward=False)
 
 
 def gradients_of(mesh: Any, run: Run, model: Parts, index: int) -> tuple[float, float]:
-    """Forward and backward of one step, a microbatch for each stream of this rank; the loss and the gradient's norm."""
-    total = model.step(rank_batch(mesh, run, global_batch(run, index)), [mesh[axis] for axis in CUTTING])
-    for axis in ("pp", *CUTTING):
+    """Run forward and backward of one step, with a microbatch for each stream. Returns the loss and gradient norm."""
+    total = model.step(rank_batch(mesh, run, global_batch(run, index)), [mesh[axis] for axis in TOKEN_AXES])
+    for axis in ("pp", *TOKEN_AXES):
         dist.all_reduce(total, group=mesh[axis])
     return total.item() / model.loss.averaged_over, model.norm()
 
 
 def rank_batch(mesh: Any, run: Run, batch: list[Packed]) -> list[RankStream]:
-    """This rank's tokens of its streams."""
+    """This rank's shard of its streams."""
     streams = [Stream(torch.from_numpy(x.ids), torch.from_numpy(x.padded), torch.from_numpy(x.real)) for x in batch]
     local_streams = streams_of_rank(streams, run.dp, dp_rank(mesh))
     return [rank_stream(each, mesh.size("cp"), mesh.rank("cp")) for each in local_streams]
 
 
 def dp_rank(mesh: Any) -> int:
-    """This rank's place among those with streams of their own."""
+    """This rank's index among the ranks with different streams."""
     data = mesh.rank("dp_replicate") * mesh.size("dp_shard") + mesh.rank("dp_shard")
     return data * mesh.size("ep") + mesh.rank("ep")

@@ -1,4 +1,4 @@
-"""What a step gave: a loss, a gradient norm, and the gradient and new weight of every parameter, as one file each."""
+"""The record of a step: the loss, the gradient norm, and each parameter's gradient and new weight, in one file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRADIENT, WEIGHT = "gradient/", "weight/"
 
 @dataclass(frozen=True)
 class Step:
-    """One optimiser step, full arrays in float64; gradients before the step, weights after it."""
+    """One optimiser step in full float64 arrays: the gradients before clipping, and the weights after the step."""
 
     index: int
     loss: float
@@ -24,7 +24,7 @@ class Step:
 
 
 def write(folder: str | Path, step: Step) -> None:
-    """All or nothing: the file has its name only once it is whole."""
+    """Write the record; the file gets its name when it is complete."""
     arrays: dict[str, Any] = {"loss": np.float64(step.loss), "norm": np.float64(step.norm)}
     arrays |= {GRADIENT + name: array for name, array in step.gradients.items()}
     arrays |= {WEIGHT + name: array for name, array in step.weights.items()}
@@ -35,7 +35,7 @@ def write(folder: str | Path, step: Step) -> None:
 
 
 def read(folder: str | Path, index: int) -> Step | None:
-    """The step, or None while there is none."""
+    """The recorded step, or None if it is not written yet."""
     path = _path(folder, index)
     if not path.is_file():
         return None

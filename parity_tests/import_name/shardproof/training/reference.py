@@ -1,9 +1,9 @@
-"""The same run on one device: the flax model, optax AdamW, float64, full batches. And how far rounding moves it.
+"""The same run on one device (flax, optax, float64, full batches), and its sensitivity to rounding.
 
-Beside the run itself go copies of it in which every weight that is read, every tensor that leaves a module, every
-gradient and every new weight is off by as much as its dtype rounds it, anew in every step (`tracing.probes.draws`).
-How far they part from it is how well the numbers of a step can be known in that dtype (perturbation of the reference,
-as in arXiv 2506.09280). Under bfloat16 weights are read as bfloat16 holds them, by the run itself too.
+Copies of the run advance together with it. In a copy, every weight that is read, every module's output, every gradient
+and every new weight has a random rounding error of the tested dtype, drawn anew in every step (`tracing.probes.draws`).
+The distance of the copies from the run shows how precisely a step's numbers are determined in that dtype (perturbation
+of the reference, as in arXiv 2506.09280). In bfloat16 the run itself reads its weights rounded to bfloat16 too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from shardproof.training.record import Step
 from shardproof.training.reference_optimizer import reference_optimizer
 from shardproof.training.run import Run
 
-COPIES = {"float64": 4, "float32": 4, "bfloat16": 16}  # more where AdamW may turn a step round, as rarely happens
+# In bfloat16 more copies, to sample a rare event: AdamW reverses a step.
+COPIES = {"float64": 4, "float32": 4, "bfloat16": 16}
 
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """A step of the reference, and for each of its numbers the distance that rounding alone may account for.
+    """A step of the reference, and the spread of each of its numbers over the copies.
 
-    A distance is relative: of norms, the root mean square over the copies.
+    A spread is relative and a ratio of norms: the root mean square over the copies of their distance from the run.
     """
 
     step: Step
@@ -41,9 +42,9 @@ class ReferenceStep:
 
 
 def steps(run: Run) -> Iterator[ReferenceStep]:
-    """Step after step of a run, without end, from its first weights on, whatever was resumed."""
+    """Yield the steps of a run without end, from its initial weights on, even if the run was resumed."""
     bridge.start()
-    advance, weights, state = _of_all_copies(run)
+    advance, weights, state = _all_copies(run)
     for index in itertools.count():
         batch = global_batch(run, index)
         ids, padded, real = (np.stack([getattr(x, name) for x in batch]) for name in ("ids", "padded", "real"))
@@ -51,8 +52,8 @@ def steps(run: Run) -> Iterator[ReferenceStep]:
         yield _reference_step(index, np.asarray(loss), _arrays(gradients), _arrays(weights))
 
 
-def _of_all_copies(run: Run) -> tuple[Any, Any, Any]:
-    """(the step of all copies at once, their weights, their optimiser's states); copy 0 is the run itself."""
+def _all_copies(run: Run) -> tuple[Any, Any, Any]:
+    """One step of all copies together, their initial weights and optimiser states. Copy 0 is the run itself."""
     import jax
 
     from jax_ref.models import Config, step_loss
@@ -75,15 +76,15 @@ def _of_all_copies(run: Run) -> tuple[Any, Any, Any]:
         unit_of_weights = unit * (UNIT_ROUNDOFF[dtype] / UNIT_ROUNDOFF[run.dtype])
         return value, gradients, _off(new, unit_of_weights, errors["writing"], dtype), state
 
-    of_all = evaluated(jax.vmap(advance, (0, 0, 0, 0, None, None, None)))
+    advance_all = evaluated(jax.vmap(advance, (0, 0, 0, 0, None, None, None)))
     first = initial_weights(run.config, run.seed)
     copies = {name: np.broadcast_to(x, (len(units), *x.shape)) for name, x in first.items()}
     state = evaluated(jax.vmap(initial_state))(copies)
-    return lambda weights, state, *rest: of_all(weights, state, units, *rest), copies, state
+    return lambda weights, state, *rest: advance_all(weights, state, units, *rest), copies, state
 
 
 def _errors(run: Run, index: int, weights: Any) -> dict[str, Any]:
-    """What rounding does in one step to what passes through modules, to gradients and to new weights, of each copy."""
+    """Each copy's rounding errors in one step: of tensors in the model, of gradients, and of new weights."""
     seeds = ([run.seed, index, count] for count in itertools.count())
     stored = STORED_DTYPE[run.dtype]
     return {
@@ -94,7 +95,7 @@ def _errors(run: Run, index: int, weights: Any) -> dict[str, Any]:
 
 
 def _off(tree: dict[str, Any], unit: Any, errors: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Each number with a rounding error of its own."""
+    """Add a different rounding error to each number."""
     return {name: off(x, unit, errors[name], dtype) for name, x in tree.items()}
 
 

@@ -1,4 +1,4 @@
-"""The step of one device: clipping, then optax AdamW, or Muon for matrices and AdamW for the others."""
+"""The optimizer step on one device: clipping, then optax AdamW, or Muon for matrices and AdamW for the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OF_ADAMW = ("embed_tokens.weight", "lm_head.weight")
 
 
 def reference_optimizer(run: Run) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(the state of weights by name, the step from gradients, state and weights to new weights and state)."""
+    """Two functions: weights -> state, and (gradients, state, weights) -> (new weights, new state)."""
     import jax
     import jax.numpy as jnp
 
@@ -37,7 +37,7 @@ def reference_optimizer(run: Run) -> tuple[Callable[..., Any], Callable[..., Any
             updates, of_adamw = optimizer.update(
                 {name: gradients[name] for name in other_weights}, of_adamw, other_weights
             )
-        settings = {"lr": run.learning_rate, "weight_decay": run.weight_decay}
+        settings: dict[str, Any] = {"lr": run.learning_rate, "weight_decay": run.weight_decay}
         matrices = {
             name: muon(weights[name], gradients[name], x, rows=_rows(name, x), **settings)
             for name, x in buffers.items()
@@ -49,5 +49,5 @@ def reference_optimizer(run: Run) -> tuple[Callable[..., Any], Callable[..., Any
 
 
 def _rows(name: str, x: Any) -> tuple[int, int] | None:
-    """Heights of the two matrices that stand one above the other."""
+    """The numbers of rows of the two matrices in a fused stack; None for a single matrix."""
     return (x.shape[-2] // 2,) * 2 if has_halves(name) else None

@@ -1,4 +1,4 @@
-"""The ranks of cp as a ring of groups that exchange heads, for attention by usp."""
+"""The mesh of usp attention: the ranks of cp as a ring of groups that exchange heads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 def ring_and_heads(mesh: Any) -> DeviceMesh:
-    """A mesh (ring, heads) over this rank's group of cp, in its order; heads is the smallest factor of cp above 1.
+    """A mesh (ring, heads) over the ranks of cp, in their order; heads is the smallest factor of cp above 1.
 
-    Cost: makes groups, so all ranks of the mesh call it.
+    Cost: creates process groups, so all ranks of the mesh must call it.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,5 +24,5 @@ def ring_and_heads(mesh: Any) -> DeviceMesh:
 
 
 def smallest_factor(size: int) -> int:
-    """Above 1, of a size above 1."""
+    """The smallest factor above 1; 1 for a size of 1."""
     return next((factor for factor in range(2, size + 1) if size % factor == 0), 1)

@@ -1,4 +1,4 @@
-"""One training run: everything that decides its numbers, and what does not."""
+"""The settings of one training run."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Run:
-    """`mesh` and what follows `learning_rate` change no number beyond rounding; all before does.
+    """The settings of a run. The mesh, `mamba`, `attention` and `schedule` change its numbers by rounding only.
 
-    `streams` are the global batch of one step, each of `length` tokens.
+    The global batch of a step has `streams` streams of `length` tokens.
     """
 
     mesh: Mapping[str, int]
@@ -54,12 +54,13 @@ class Run:
     streams: int = 4
     length: int = 96
     is_tied: bool = False
-    has_experts: bool = False  # in the last layer of attention, in place of its MLP
+
+    has_experts: bool = False  # experts replace the MLP of the last attention layer
     sizes: Mapping[str, Any] = field(default_factory=lambda: dict(SIZES))
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
     optimizer: str = "adamw"
-    clip: float | None = None  # the largest norm of the gradients that are stepped by
+    clip: float | None = None  # gradients are scaled down to this norm
     dtype: str = "float64"
     mamba: str = "hidden"
     attention: str = "ring"
@@ -75,7 +76,7 @@ class Run:
             raise ValueError(f"--mesh {unknown[0]}: no such axis; the axes are {', '.join(AXES)}, and dp for dp_shard")
         for axis, size in self.mesh.items():
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"--mesh {axis}={size}: sizes are integers >= 1; leave out an axis that is not meant")
+                raise ValueError(f"--mesh {axis}={size}: sizes are integers >= 1; leave out an unused axis")
         for flag, choices in {"dtype": DTYPES, "mamba": MAMBA, "attention": ATTENTION, "optimizer": OPTIMIZERS}.items():
             if getattr(self, flag) not in choices:
                 raise ValueError(f"--{flag} {getattr(self, flag)!r} is not one of {', '.join(choices)}")
@@ -83,7 +84,7 @@ class Run:
             raise ValueError(f"--steps {self.steps} must be at least 1")
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(
-                f"--clip {self.clip:g} must be positive and finite; leave it out for gradients as they are"
+                f"--clip {self.clip:g} must be positive and finite; leave it out to keep gradients unscaled"
             )
         self._check_experts()
         if self.streams % self.dp:
@@ -96,12 +97,12 @@ class Run:
         self._check_stages()
         for flag, is_set in {"resume": self.resume, "overwrite": self.overwrite}.items():
             if is_set and self.checkpoint is None:
-                raise ValueError(f"--{flag} needs --checkpoint DIR, where the state is")
+                raise ValueError(f"--{flag} needs --checkpoint DIR, the folder of the saved state")
         if self.resume and self.overwrite:
             raise ValueError("--resume goes on from the checkpoints, --overwrite replaces them; give one of the two")
 
     def _check_experts(self) -> None:
-        """Ranks of ep share the experts, which a model may not have."""
+        """Reject ep without experts, or with a number of experts that it does not divide."""
         ep, experts = self.size("ep"), self.sizes["num_experts"]
         if ep > 1 and not self.has_experts:
             raise ValueError(f"--mesh ep={ep}: the model has no experts; add --experts, or use dp in place of ep")
@@ -110,7 +111,7 @@ class Run:
             raise ValueError(f"--mesh ep={ep}: cannot share the {experts} experts; use one of {able}")
 
     def _check_heads(self) -> None:
-        """Ranks of tp share the heads of attention, and those that exchange heads what each of these has."""
+        """Reject a tp that does not divide the heads, or a heads exchange that cannot divide the heads of a tp rank."""
         heads, kv_heads = self.sizes["num_attention_heads"], self.sizes["num_key_value_heads"]
         shared, tp = math.gcd(heads, kv_heads), self.size("tp")
         if shared % tp:
@@ -125,27 +126,27 @@ class Run:
             )
 
     def _check_stages(self) -> None:
-        """A stage needs a layer, and a schedule as many micro-batches as it can order."""
+        """Reject more stages than layers, and a number of micro-batches that the schedule does not support."""
         rule, pp, layers = self.rule, self.size("pp"), len(self.sizes["layers"])
         stages = pp * (rule.stages or 2)
         if stages > layers:
             raise ValueError(
-                f"--schedule {rule.name} over pp={pp} has {stages} stages, the model {layers} layers; "
+                f"--schedule {rule.name} over pp={pp} has {stages} stages, but the model has {layers} layers; "
                 "use fewer ranks of pp, or a schedule with fewer stages on each"
             )
         problem = microbatches_problem(rule, self.streams // self.dp, pp)
         if problem:
             raise ValueError(
-                f"--mesh pp={pp}: {self.streams // self.dp} micro-batches, those of one rank of dp={self.dp}, "
+                f"--mesh pp={pp}: {self.streams // self.dp} micro-batches on each rank of dp={self.dp} "
                 f"{problem.partition(';')[0]}; use fewer ranks of dp or pp, or another schedule"
             )
 
     @classmethod
     def on(cls, mesh: Mapping[str, int], **settings: Any) -> Run:
-        """A run on a mesh in which dp may stand for dp_shard. Errors: ValueError where both stand."""
+        """A run on a mesh that may name dp_shard `dp`. Errors: ValueError for a mesh with both names."""
         if {"dp", "dp_shard"} <= set(mesh):
             both = f"dp={mesh['dp']},dp_shard={mesh['dp_shard']}"
-            raise ValueError(f"--mesh {both}: dp is dp_shard; give one, or dp_replicate beside it")
+            raise ValueError(f"--mesh {both}: dp means dp_shard; give one of them, or dp_replicate and dp_shard")
         return cls(mesh={{"dp": "dp_shard"}.get(axis, axis): size for axis, size in mesh.items()}, **settings)
 
     def size(self, axis: str) -> int:
@@ -153,7 +154,7 @@ class Run:
 
     @property
     def dp(self) -> int:
-        """Ranks that have streams of their own; those of ep have."""
+        """The number of ranks with different streams, ranks of ep included."""
         return self.size("dp_replicate") * self.size("dp_shard") * self.size("ep")
 
     @property
@@ -167,7 +168,7 @@ class Run:
 
     @property
     def rule(self) -> Rule:
-        """The pipeline schedule; one rank of pp runs the same."""
+        """The pipeline schedule, which applies to one rank of pp too."""
         return rule_by_name(self.schedule, "--schedule")
 
     @property
@@ -177,12 +178,12 @@ class Run:
 
     @property
     def full_mesh(self) -> dict[str, int]:
-        """Every axis, absent ones of size 1."""
+        """The size of every axis, 1 for an axis that `mesh` does not have."""
         return {axis: self.size(axis) for axis in AXES}
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the model's config is made with, on either side."""
+        """The arguments of the model's config, in PyTorch and in JAX."""
         return {
             **self.sizes,
             "layers": self.layers,
@@ -194,7 +195,7 @@ class Run:
 
     @property
     def numbers(self) -> Run:
-        """This run for the reference, which knows no mesh and no end: equal for runs whose steps are to be equal."""
+        """The settings that decide the numbers. Runs with equal settings have the same reference."""
         plain = {
             "mamba": "hidden",
             "attention": "ring",
@@ -206,7 +207,7 @@ class Run:
         return self.replace(mesh={}, steps=1, every=1, **plain)
 
     def options(self, **more: Any) -> dict[str, Any]:
-        """What travels to the ranks."""
+        """The case's options, which are sent to the ranks."""
         return {"run": asdict(self), **more}
 
     def replace(self, **changes: Any) -> Run:

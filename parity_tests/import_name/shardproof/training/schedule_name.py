@@ -1,4 +1,4 @@
-"""A schedule by its name, in whatever case, or by the beginning of it."""
+"""Find a schedule by its name, or by the beginning of its name, in upper or lower case."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch_impl.pipelining.named_schedules import RULES, Rule
 
 
 def rule_by_name(text: str, what: str, hint: str = "") -> Rule:
-    """The rule of `zbv` or `1f1b`. `what` is asked for, `further` may be given beside the names.
+    """The rule with this name, such as `zbv` or `1f1b`. Messages begin with `what` and end with `hint`.
 
-    Errors: ValueError for what begins no name, or several.
+    Errors: ValueError unless the text is a name or begins exactly one name.
     """
     matches = [name for name in RULES if name.lower() == text.lower()] or [
         name for name in RULES if text and name.lower().startswith(text.lower())

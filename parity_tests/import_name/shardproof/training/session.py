@@ -1,4 +1,4 @@
-"""One call of `shardproof train`: runs on meshes in turn, each followed step by step, and the exit status."""
+"""One call of `shardproof train`: run each mesh in turn, judge every step, and return the exit status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardproof.training.run import Run
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What the command was asked for, beside the runs."""
+    """The command's options, except the settings of the runs."""
 
     engine: str = "gloo"
     figure: str | None = None
@@ -36,7 +36,7 @@ class TrainOptions:
 
 
 def train(runs: Sequence[Run], options: TrainOptions) -> int:
-    """Every run in turn; returns the exit status, the worst of all."""
+    """Run all runs in turn, and return the worst exit status."""
     if options.engine not in ENGINES:
         raise ValueError(f"--engine {options.engine!r} is not one of {', '.join(ENGINES)}")
     check_writable(json=options.json, figure=options.figure, page=options.page)
@@ -57,12 +57,12 @@ def train(runs: Sequence[Run], options: TrainOptions) -> int:
 
 
 def _check_world(runs: Sequence[Run], world: int) -> None:
-    """Errors: ValueError for a mesh of another number of ranks than the job has."""
+    """Errors: ValueError unless each mesh has as many ranks as the job."""
     for run in runs:
         ranks = math.prod(run.full_mesh.values())
         if ranks != world:
             mesh = ",".join(f"{axis}={size}" for axis, size in run.mesh.items()) or "one rank"
-            raise ValueError(f"--mesh {mesh}: has {ranks} ranks, the job has {world}; give a mesh of {world}")
+            raise ValueError(f"--mesh {mesh} has {ranks} ranks, but the job has {world}; give a mesh of {world}")
 
 
 def _all(runs: Sequence[Run], options: TrainOptions) -> int:
@@ -90,10 +90,10 @@ def _all(runs: Sequence[Run], options: TrainOptions) -> int:
 
 
 def followed(run: Run, reference_steps: ReferenceSteps, engine: str = "gloo", quiet: bool = True) -> list[Judged]:
-    """A run on its ranks, judged while it goes on.
+    """Run the ranks, and judge each step while they run.
 
-    Errors: RankFailure, one subclass per cause, also where ranks end before the last step; ValueError for a run to
-            resume that left nothing, or whose checkpoints another run writes or has written.
+    Errors: RankFailure, one subclass per cause, also if the ranks end before the last step; ValueError for a resumed
+            run without a checkpoint, or a folder that another run writes to or has written to.
     """
     bridge.start()
     with checkpoint.locked(run):
@@ -121,7 +121,7 @@ def _followed(run: Run, reference_steps: ReferenceSteps, engine: str, quiet: boo
         follower.end()
         steps = follower.judged()
     if len(steps) < run.steps - first:
-        text = f"the ranks ended with {first + len(steps)} of {counted(run.steps, 'step')} told; run it again"
+        text = f"the ranks ended after {first + len(steps)} of {counted(run.steps, 'step')}; run it again"
         raise RankFailure(text, rank=0, case=case)
     return steps
 

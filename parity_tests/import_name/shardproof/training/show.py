@@ -1,4 +1,4 @@
-"""How a run looks while it goes on, and what is printed and written of it afterwards."""
+"""The display of a run: a live table, the final table and sentence, and JSON."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shardproof.training.judged import Judged
 from shardproof.training.record import GRADIENT, WEIGHT
 from shardproof.training.run import Run
 
-SHOWN = 12  # steps of the live table
-WIDTH = 150  # where there is no terminal to ask
+SHOWN = 12  # rows of the live table
+WIDTH = 150  # columns if the output is not a terminal
 
 
 class LiveTable:
-    """A progress bar and the last steps, on a terminal; nothing anywhere else. Use as a context."""
+    """A context with a progress bar and the last steps on a terminal; elsewhere it prints nothing."""
 
     def __init__(self, run: Run, first: int, quiet: bool) -> None:
         console = Console(stderr=True)
@@ -50,7 +50,7 @@ class LiveTable:
 
 
 def named(run: Run) -> str:
-    """`dp_shard=2 cp=2  hidden  ring  float64`; with several stages also their schedule."""
+    """A run in one line: `dp_shard=2 cp=2  hidden  ring  float64`, with the schedule if it has several stages."""
     axes = " ".join(f"{axis}={size}" for axis, size in run.mesh.items()) or "one rank"
     schedule = f"  {run.rule.name}" if run.is_staged else ""
     more = ("  experts" if run.has_experts else "") + ("  tied" if run.is_tied else "")
@@ -60,7 +60,7 @@ def named(run: Run) -> str:
 
 
 def table(steps: Sequence[Judged]) -> Table:
-    """One line for each step: the two losses, and for each kind of number the largest error in budgets."""
+    """One line for each step: the two losses, and the largest ratio of error to budget for each kind of number."""
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("step", "loss", "reference", "error", "norm", "gradients", "weights"):
         grid.add_column(column, justify="right")
@@ -87,7 +87,7 @@ def _share(ratio: float) -> str:
 
 
 def closing(run: Run, steps: Sequence[Judged]) -> str:
-    """One sentence."""
+    """The result of a run in one sentence."""
     first_wrong = next((step for step in steps if not step.ok), None)
     if first_wrong is None:
         worst = max(step.worst_ratio for step in steps)
@@ -101,7 +101,7 @@ def closing(run: Run, steps: Sequence[Judged]) -> str:
 
 
 def as_json(runs: Sequence[tuple[Run, Sequence[Judged] | RankFailure]]) -> str:
-    """Every run with its steps, or with the failure of a rank, which leaves it none."""
+    """The runs as JSON, each with its steps, or with the failure of a rank and no steps."""
     return json.dumps([_record(run, steps) for run, steps in runs], indent=1)
 
 

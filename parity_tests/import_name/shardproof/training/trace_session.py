@@ -1,4 +1,4 @@
-"""One call of `shardproof trace`: the first step of a run, tensor by tensor, and where it first differs."""
+"""One call of `shardproof trace`: compare the first step of a run, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from shardproof.training import traced
 from shardproof.training.run import Run
 from shardproof.training.show import named
 
-HERE = tuple(engine for engine in ENGINES if engine != "torchrun")  # one step on one machine says where it differs
+LOCAL_ENGINES = tuple(engine for engine in ENGINES if engine != "torchrun")  # a trace runs on one machine
 
 
 def trace(run: Run, engine: str, json: str | None, is_whole: bool, quiet: bool = False) -> int:
-    """Trace, print, and return the exit status. `json` is where that goes; `is_whole` prints every line."""
-    if engine not in HERE:
-        raise ValueError(f"--engine {engine!r} is not one of {', '.join(HERE)}")
+    """Trace, print, and return the exit status. `json` is the path for JSON; `is_whole` prints every line."""
+    if engine not in LOCAL_ENGINES:
+        raise ValueError(f"--engine {engine!r} is not one of {', '.join(LOCAL_ENGINES)}")
     check_writable(json=json)
     bridge.start()
-    reference_trace = traced.known_of(run)
+    reference_trace = traced.trace_reference(run)
     try:
         report = show.TraceReport(named(run), "on one device", traced.trace(run, reference_trace, engine))
     except RankFailure as failure:

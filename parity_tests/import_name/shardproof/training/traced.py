@@ -1,4 +1,4 @@
-"""The first step of a run, traced on its ranks and on one device."""
+"""Trace the first step of a run on its ranks and on one device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shardproof.training.corpus import global_batch
 from shardproof.training.initial import initial_weights
 from shardproof.training.run import Run
 
-# The flax norm of a mixer takes y and z and gates the one by the other; PyTorch's is given what the gate left.
+# The inputs of a mixer's norm differ: flax's norm takes y and z and gates y by z, PyTorch's takes the gated y.
 UNLIKE = ("mixer.norm", IN)
 
 
-def known_of(run: Run) -> ReferenceTrace:
-    """The reference's trace of the first step; a module is called once for each stream."""
+def trace_reference(run: Run) -> ReferenceTrace:
+    """The reference's trace of the first step. Each module is called once for each stream."""
     from jax_ref.models import Config, next_ids, normalised, token_losses
     from shardproof.training.by_name import flax_model
 
@@ -56,7 +56,7 @@ def known_of(run: Run) -> ReferenceTrace:
 
 
 def trace(run: Run, reference_trace: ReferenceTrace, engine: str = "gloo") -> list[Line]:
-    """Every line of the trace, in the order of execution.
+    """Trace the run's first step, and compare it with the reference: one line for each tensor, in order of execution.
 
     Errors: RankFailure, one subclass per cause.
     """
@@ -74,14 +74,14 @@ def trace(run: Run, reference_trace: ReferenceTrace, engine: str = "gloo") -> li
 
 
 def case_of(run: Run, engine: str) -> CaseSpec:
-    """What travels to the ranks of a trace."""
+    """The case that is sent to the ranks of a trace."""
     return CaseSpec(scheme="trace", mesh=run.full_mesh, dtype=run.dtype, options=run.options(), engine=engine)
 
 
 def dim_positions(
     shape: tuple[int, ...], local: tuple[int, ...], padded: np.ndarray, at: dict[str, int], run: Run
 ) -> list[np.ndarray] | None:
-    """Positions of each dim, [1, tokens, ...]: tokens as cp shards the stream, the last dim full or in tp's blocks."""
+    """A shard's positions along each dim of [1, tokens, ..., d]: tokens are sharded over cp, d over tp if at all."""
     if len(shape) != len(local):
         return None
     parts = [np.arange(size) for size in shape]

@@ -3,7 +3,7 @@
 Every FakeTensorMode (DTensor's propagation and torch.compile enter one) replaces torch's CUDA guard by a fake one
 there, once in a process. torch 2.11 stores a pointer to an object of the thread that entered first: after that thread
 has ended, as a rank's does, the next FakeTensorMode of any thread is a segmentation fault. Seen on 2.11.0+cu130, not
-on 2.14.1+cu130; torch mended it in pull request 178950.
+on 2.14.1+cu130; torch fixed it in pull request 178950.
 """
 
 from __future__ import annotations

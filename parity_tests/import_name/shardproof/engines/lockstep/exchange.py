@@ -9,6 +9,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -69,6 +70,7 @@ class Exchange:
         self._tracked: list[dict[CommunicationCall, None]] = [{} for _ in range(self.scheduler.world)]
         self._in_flight: dict[CommunicationCall, None] = {}
         self._creations: dict[tuple[tuple[int, ...], int], dict[int, CommunicationCall]] = defaultdict(dict)
+        self._returned: set[int] = set()  # ranks that have returned and wait only for work they left
 
     def next_seq(self, rank: int, line: object) -> int:
         """How many calls this rank has issued on `line` before."""
@@ -143,13 +145,25 @@ class Exchange:
         call.write()
         self._in_flight.pop(call, None)
 
+    def settle(self, rank: int) -> None:
+        """After a rank's results are taken: wait for the work that it never waited for, and mark it in the ledger."""
+        for call in list(self._tracked[rank]):
+            self._returned.add(rank)
+            self.ledger.rows[call.order] = replace(call.row, unwaited=True)
+            self._wait_functional(call)
+            self.wait(call)
+
     def drop(self, rank: int) -> None:
         """After a failure: remove this rank's unfinished work from torch's registry of functional work."""
         for call in list(self._tracked[rank]):
-            for tensor in (*call.outputs, *call.sources):
-                with suppress(Halt):
-                    plain = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which has no rule for wait_tensor
-                    torch.ops._c10d_functional.wait_tensor(plain)
+            with suppress(Halt):
+                self._wait_functional(call)
+
+    def _wait_functional(self, call: CommunicationCall) -> None:
+        """Wait as the caller of a functional collective would, which removes it from torch's registry."""
+        for tensor in (*call.outputs, *call.sources):
+            plain = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which has no rule for wait_tensor
+            torch.ops._c10d_functional.wait_tensor(plain)
 
     def _issue(self, call: CommunicationCall) -> None:
         self.scheduler.check()
@@ -180,12 +194,6 @@ class Exchange:
         """An exception has ended a thread that the rank had started, where a collective raises too: it has no turn."""
         self.raised(rank, error, f"\n{THREAD}" if any(phrase in message_of(error) for phrase in OF_NO_RANK) else "")
 
-    def unwaited(self, rank: int) -> None:
-        """Fail if this rank returns with work that it never waited for."""
-        call = next(iter(self._tracked[rank]), None)
-        if call is not None:
-            self._fail(Unwaited, f"rank {rank} returned and never waited for {call.row}", call.row)
-
     def raised(self, rank: int, error: BaseException, remark: str = "") -> None:
         """A rank's own exception, with the user's frames only; a verdict of the harness is raised unchanged."""
         error, last = raised_by_function(error), next(reversed(self.ledger.of(rank)), None)
@@ -213,7 +221,9 @@ class Exchange:
         waiting = [
             (rank, call.row) for rank, call in enumerate(self.scheduler.waits) if isinstance(call, CommunicationCall)
         ]
-        rank, row = waiting[0]
+        rank, row = next((each for each in waiting if each[0] not in self._returned), waiting[0])
+        if rank in self._returned:  # no rank waits inside the function
+            return self._failure(Unwaited, f"{self._state(rank)}, which is never complete", rank, row.op, row.source)
         note = self._default_group_note(*(row for _, row in waiting)) + self._call_from_two_lines()
         return self._failure(Deadlock, f"{self._state(rank)}{note}", rank, row.op, row.source, awaited=row)
 
@@ -243,7 +253,8 @@ class Exchange:
     def _state(self, rank: int, awaited: LedgerRow | None = None) -> str:
         pending = self.scheduler.waits[rank]
         if isinstance(pending, CommunicationCall):
-            return f"rank {rank} waits in {pending.row}"
+            how = "returned and never waited for" if rank in self._returned else "waits in"
+            return f"rank {rank} {how} {pending.row}"
         if self.scheduler.finished[rank]:
             return of_returned(rank, self.ledger.of(rank), awaited)
         last = next(reversed(self.ledger.of(rank)), None)

@@ -221,7 +221,7 @@ class Session:
             torch.set_grad_enabled(True)  # whatever the last example left
             torch.set_autocast_enabled("cpu", False)
             self._results[rank] = self._job(self._meshes[rank], self._case)
-            self._exchange.unwaited(rank)
+            self._exchange.settle(rank)
             self._worlds[rank].restore(self._meshes[rank] and self._meshes[rank].device_mesh)
         except Halt:
             return False

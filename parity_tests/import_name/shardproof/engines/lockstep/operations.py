@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+PREMUL_SUM = "PREMUL_SUM"  # NCCL alone has it: each addend times a factor; FSDP2 divides gradients by it
 _STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,
@@ -22,10 +23,12 @@ _STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def name_of(op: object) -> str:
-    """The name of a reduce op in the ledger. Errors: ValueError for an op that no CPU backend has."""
+def name_of(op: Any) -> str:
+    """The name of a reduce op in the ledger, PREMUL_SUM with its factor. Errors: ValueError for an unknown op."""
     kind = getattr(op, "op", op)
     name = getattr(kind, "name", str(kind))
+    if name == PREMUL_SUM:
+        return f"{name}({float(op.__getstate__()[1])!r})"  # the one place where torch gives the factor
     if name not in _STEPS:
         raise ValueError(f"lockstep: reduce op {name} is not one of {', '.join(_STEPS)}; scale the tensor before")
     return name
@@ -34,6 +37,9 @@ def name_of(op: object) -> str:
 def combined(name: str, addends: Sequence[Tensor]) -> Tensor:
     """Reduce the ranks' addends to a new tensor."""
     dtype = addends[0].dtype
+    if name.startswith(PREMUL_SUM):
+        factor = float(name.removeprefix(f"{PREMUL_SUM}(").removesuffix(")"))
+        name, addends = "SUM", [addend * factor for addend in addends]
     step = _STEPS[name]
     if dtype.is_floating_point and dtype.itemsize == 1:  # torch cannot add 8-bit floats
         total = reduce(lambda a, b: step(a.float(), b.float()).to(dtype), addends)

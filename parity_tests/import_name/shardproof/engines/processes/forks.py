@@ -15,12 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
+
+from shardproof.places import SEARCHED
 
 START_S = 120.0  # importing torch from a cold disk
 KILL_S = 5.0
-_PACKAGES = Path(__file__).resolve().parents[4]
 GONE = "engines.pool: the process that forks the ranks has ended, and the ranks with it; run again"
 
 
@@ -258,7 +258,7 @@ def _environment() -> dict[str, str]:
     On loopback no port is open to other hosts.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    path = os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([*SEARCHED, *filter(None, [os.environ.get("PYTHONPATH")])])
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     devices = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
     # Files that ranks import may create JAX arrays, which are float64 in the parent. Packages that look for a GPU at

@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -142,9 +143,8 @@ def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slo
             _current = None
     for error in recorder.thread_errors:
         return _raised(rank, recorder, error)
-    rows = tuple(recorder.rows)
-    for row in recorder.unwaited():
-        return Outcome(rank, RAISED, rows, error=str(row), cause="unwaited", source=row.source)
+    unwaited = recorder.unwaited()
+    rows = tuple(replace(row, unwaited=True) if row in unwaited else row for row in recorder.rows)
     return Outcome(rank, DONE, rows, result)
 
 

@@ -1,0 +1,12 @@
+from shardproof.tracing.buggy_model import TP as TP
+from shardproof.tracing.buggy_model import Model as Model
+from shardproof.tracing.buggy_model_reference import batch as batch
+from shardproof.tracing.buggy_model_reference import drawn_weights as drawn_weights
+from shardproof.tracing.buggy_model_reference import full_model as full_model
+from shardproof.tracing.comparison import Found as Found
+from shardproof.tracing.comparison import first as first
+from shardproof.tracing.comparison import lines as lines
+from shardproof.tracing.flax_side import traced as traced
+from shardproof.tracing.pair import Pair as Pair
+from shardproof.tracing.pair import trace_pair as trace_pair
+from shardproof.tracing.torch_side import recorded as recorded
