@@ -76,6 +76,30 @@ def register_first(module: nn.Module, hook: Callable[..., Any], with_kwargs: boo
     hooks.update(in_order)
 
 
+def local_parameter(x: DTensor) -> Tensor:
+    """The shard of a parameter; its gradient is a DTensor with the parameter's placement and strides.
+
+    torch 2.11 scales the strides of the shard's gradient by the number of ranks. They then differ from the parameter's
+    if shards are uneven, and a placement of `strided_shard` does not survive the copy that mends them.
+    """
+    if not torch.__version__.startswith("2.11."):
+        return x.to_local()
+    return _LocalParameter.apply(x)
+
+
+class _LocalParameter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> Tensor:
+        ctx.spec = _private_attribute(x, "_spec")
+        local = _private_attribute(x, "_local_tensor")
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> DTensor:
+        (gradient,) = gradients
+        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+
+
 def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Apply data parallelism with replicated parameters and reduced gradients; same interface as `fully_shard`."""
     try:

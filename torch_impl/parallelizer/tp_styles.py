@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from torch_impl.parallelizer._torch_compat import register_first, strided_shard
+from torch_impl.parallelizer._torch_compat import local_parameter, register_first, strided_shard
 
 HALVES = 2  # gate and up in one weight
 STACK_DIMS = 3  # the dims of a stack of experts: experts, rows, columns
@@ -49,7 +49,7 @@ class LocalForward(ParallelStyle):
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor | None:
         """The tensor that the forward reads in place of a parameter."""
-        return parameter.to_local()
+        return local_parameter(parameter)
 
     def before_forward(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -250,7 +250,8 @@ class PackedRowwise(LocalForward):
         return {name: Replicate() if name == "bias" else shard_of_halves(1) for name in names}
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor | None:
-        return None if name == "bias" else parameter.to_local()  # the bias is added after the sum over ranks
+        # The bias is added after the sum over ranks.
+        return None if name == "bias" else super().local_parameter(name, parameter)
 
     def after_forward(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
         full, bias = sum_over_ranks(output, mesh), module._parameters.get("bias")
