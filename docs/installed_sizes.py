@@ -31,9 +31,9 @@ PURPOSE = {
 }
 
 TEXT = """
-Bytes on disk of all packages that are required, torch included. Written by `make sizes` on {date} with Python {python},
-torch {torch}, jax {jax}. With CUDA, of torch 2.11.0 on Python 3.12, the same program counted 4.8, 5.4 and 5.5 GB in the
-first three lines.
+The size on disk includes all required packages and torch. `make sizes` wrote this table on {date} with Python {python},
+torch {torch}, jax {jax}. With torch 2.11.0 for CUDA on Python 3.12, the first three
+lines were 4.8, 5.4 and 5.5 GB.
 
 {table}
 

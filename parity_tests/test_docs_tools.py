@@ -102,7 +102,7 @@ def test_the_page_on_installation_has_the_sizes_without_a_build():
         (f"`'.[{extras}]'`" if extras else "`.`", installed_sizes.PURPOSE[extras]) for extras in installed_sizes.EXTRAS
     ]
     versions = r"with Python [\d.]+,\ntorch \d[\w.+]+, jax [\d.]+\."
-    assert re.search(rf"Written by `make sizes` on \d{{4}}-\d\d-\d\d {versions}", page)
+    assert re.search(rf"`make sizes` wrote this table on \d{{4}}-\d\d-\d\d {versions}", page)
     assert "torch" in re.search(r"The largest of .*", page)[0]
     assert "{code-cell}" not in page
 

@@ -158,6 +158,7 @@ def test_imports_run_one_way(tree, forbidden):
 FLOORS = (
     "places",
     "lazy_names",
+    "endings",
     "declare",
     "draw",
     "engines",
@@ -182,8 +183,16 @@ FLOORS = (
 
 
 # What a notebook shows of a case and of a ledger, and the pictures that stand beside the index of schemes, are drawn
-# above them, and imported when they are needed; so is what tells whether a scheme of the index is public.
-DRAWN_ABOVE = ["case.py: report", "scheme_index.py: implementation", "scheme_index.py: report", "ledger.py: report"]
+# above them, and imported when they are needed. So are the test whether a scheme of the index is public, and the
+# ledger's rule for the user's line of an error.
+DRAWN_ABOVE = [
+    "case.py: report",
+    "discover.py: engines",
+    "scheme_index.py: implementation",
+    "scheme_index.py: report",
+    "exits.py: engines",
+    "ledger.py: report",
+]
 
 
 def test_the_rooms_of_the_package_import_downwards():

@@ -12,7 +12,7 @@ from parity_tests.specimens.user_files import RAISING, RIGHT, SCALED, WRONG, wri
 from shardproof.cli import session
 from shardproof.declare.discover import schemes_of_file
 from shardproof.draw import profiles
-from shardproof.engines.exit_status import EQUAL, RANK_FAILED
+from shardproof.endings.exit_status import EQUAL, RANK_FAILED
 from shardproof.verification import VALUE_EXAMPLES
 
 

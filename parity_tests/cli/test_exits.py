@@ -14,7 +14,7 @@ import pytest
 
 from parity_tests import warm_python
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
-from shardproof.engines.exit_status import INTERNAL, MISMATCH, RANK_FAILED, USAGE
+from shardproof.endings.exit_status import INTERNAL, MISMATCH, RANK_FAILED, USAGE
 
 LIMIT_S = 600.0
 IMPORTS = "import contextlib, ctypes, os, sys, threading\nfrom shardproof import drawn\n"

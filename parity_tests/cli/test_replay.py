@@ -14,7 +14,7 @@ from parity_tests import warm_python
 from shardproof import check, scheme, values
 from shardproof.cli import listing
 from shardproof.declare.discover import TABLE, UnusableTarget, schemes_of_file
-from shardproof.engines.exit_status import MISMATCH, USAGE
+from shardproof.endings.exit_status import MISMATCH, USAGE
 from shardproof.replays import write_replay
 from shardproof.report.guard import guarded
 from shardproof.report.report import ValueMismatch

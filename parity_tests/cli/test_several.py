@@ -10,7 +10,7 @@ from shardproof import scheme, values, verify_case
 from shardproof.cli import several
 from shardproof.cli.wrong_schemes import gather_that_keeps_the_layout, projection_without_backward_sum
 from shardproof.declare.case import CaseSpec
-from shardproof.engines.exit_status import MISMATCH
+from shardproof.endings.exit_status import MISMATCH
 from shardproof.engines.failure import Raised
 from shardproof.engines.ledger import Ledger
 from shardproof.report import summary

@@ -12,7 +12,7 @@ import torch
 
 from parity_tests.slow import slow_but
 from parity_tests.specimens.user_files import RAISING, RIGHT, WRONG, written
-from shardproof.engines import exit_status
+from shardproof.endings import exit_status
 
 MANUAL = Path(__file__).resolve().parents[2] / "docs" / "reference" / "command-line.md"
 ONE_CASE = ("--mesh", "tp=1", "--examples", "1", "--quiet")

@@ -152,7 +152,7 @@ def test_an_assumption_that_nothing_satisfies():
 @pytest.mark.parametrize(
     ("assume", "words"),
     [
-        (lambda case: case.q > 1, "assume raised AttributeError at test_expressible.py:151 with tp=2 b=2: case '"),
+        (lambda case: case.q > 1, "assume raised AttributeError at test_expressible.py:155 with tp=2 b=2: case '"),
         (True, "assume is bool; pass a function of the case: def assume(case): ..."),
         (lambda b, s: True, "assume takes (b, s); it is called with the case alone"),
     ],

@@ -20,9 +20,9 @@ from typing import Any
 
 from parity_tests.evidence.failures import async_kinds, group_kinds, kinds, process_kinds
 from shardproof.declare.case import CaseSpec
-from shardproof.engines import exits
-from shardproof.engines.exit_status import EQUAL, RANK_FAILED
-from shardproof.engines.exits import signal_name
+from shardproof.endings import exits
+from shardproof.endings.exit_status import EQUAL, RANK_FAILED
+from shardproof.endings.exits import signal_name
 from shardproof.engines.failure import NotRun, RankFailure
 from shardproof.engines.supervised import supervised
 

@@ -36,9 +36,9 @@ def test_a_wrong_return_value_needs_the_rank_alone() -> None:
 
 # Kinds of which engines used to say different things, and their causes on lockstep and on gloo.
 ALIKE = {
-    "never_waits_in_place": ("unwaited", "unwaited"),
-    "never_waits_for_a_send": ("unwaited", "unwaited"),
-    "never_waits_for_one_of_a_batch": ("unwaited", "unwaited"),
+    "never_waits_in_place": ("protocol", "protocol"),
+    "never_waits_for_a_send": ("protocol", "protocol"),
+    "never_waits_for_one_of_a_batch": ("protocol", "protocol"),
     "group_of_one_rank_alone": ("deadlock", "collective mismatch"),
     "group_of_its_members_alone": ("collective mismatch", "collective mismatch"),
     "groups_in_another_order": ("collective mismatch", "collective mismatch"),

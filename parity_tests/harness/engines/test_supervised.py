@@ -10,13 +10,14 @@ import time
 
 import pytest
 
-from shardproof.engines.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD
-from shardproof.engines.exits import signal_name
+from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD
+from shardproof.endings.exits import signal_name
 
 LIMIT_S = 60.0
 HEAD = """
 import ctypes, os, re, signal, sys, threading, time
-from shardproof.engines import journal, supervised as supervised_module
+from shardproof.endings import journal
+from shardproof.engines import supervised as supervised_module
 from shardproof.engines.supervised import supervised
 """
 

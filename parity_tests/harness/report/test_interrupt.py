@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardproof.engines.exit_status import INTERRUPTED
+from shardproof.endings.exit_status import INTERRUPTED
 from shardproof.report.guard import delayed_interrupts, guarded
 
 LONG_S = 20.0

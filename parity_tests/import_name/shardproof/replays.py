@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardproof.declare import recorded
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.discover import TABLE
+from shardproof.draw import recorded
 from shardproof.draw.size_choices import free_dims
-from shardproof.engines.exit_status import EQUAL, MISMATCH, RANK_FAILED
+from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED
 from shardproof.report.guard import guarded
 from shardproof.report.out_path import naming
 from shardproof.report.sentence import print_report

@@ -39,9 +39,9 @@ from shardproof.draw.choosers import Choice, RecordingChooser, even_chooser, see
 from shardproof.draw.coverage import pairs_not_drawn, plan
 from shardproof.draw.drawing import draw_case, fitting_meshes, meshes_left_out
 from shardproof.draw.profiles import EXAMPLES, SHAPES, few, profile
+from shardproof.endings.raised import RAISED
 from shardproof.engines.failure import Stalled
 from shardproof.engines.processes import pool
-from shardproof.engines.raised import RAISED
 from shardproof.experiments.notes import check_notes, from_one_case
 from shardproof.experiments.simplest_choices import SimplestCase
 from shardproof.experiments.smallest import shrink

@@ -20,7 +20,7 @@ from shardproof.declare.declaration_failure import DeclarationFailure
 from shardproof.draw import inputs
 from shardproof.engines.engines import run
 from shardproof.engines.failure import Raised, RankFailure
-from shardproof.engines.ledger import Ledger, RunResult, base
+from shardproof.engines.ledger import Finding, Ledger, RunResult, base
 from shardproof.engines.program import Program
 from shardproof.explain.clues import explain
 from shardproof.explain.collect_evidence import collect_evidence
@@ -77,9 +77,6 @@ def verify_case(
     if not all(tensor.ok for tensor in tensors if tensor.role == "gradient"):
         undefined = undefined_gradients(scheme, program, case, reference)
         tensors = compare.compare(scheme, case, ranks.results, reference, undefined)
-    # On lockstep a result is poisoned until its wait, so finite tensors have read none before.
-    is_poisoned = case.engine == "lockstep" and not any(np.isnan(tensor.got).any() for tensor in tensors)
-    protocol = side_checks.protocol(ranks.ledger, scheme.engines, poisoned=is_poisoned)
     declared = side_checks.declared_costs(scheme, case, program)
     # 4. Explain each wrong tensor, if its reference repeats itself.
     if arrays is None and not all(tensor.ok for tensor in tensors):
@@ -89,7 +86,7 @@ def verify_case(
         scheme.key,
         case,
         tensors=tuple(tensors),
-        protocol=protocol,
+        protocol=_protocol(scheme, case, ranks.ledger, tensors),
         cost=side_checks.cost(case, ranks.ledger, declared),
         hygiene=side_checks.hygiene(scheme, case, ranks.results, tensors, ranks.ledger),
         notes=notes,
@@ -99,6 +96,14 @@ def verify_case(
         seconds=ranks.seconds,
         **source,
     )
+
+
+def _protocol(
+    scheme: Declared, case: CaseSpec, ledger: Ledger, tensors: Sequence[compare.TensorComparison]
+) -> tuple[Finding, ...]:
+    # On lockstep a result is poisoned until its wait, so finite tensors have read none before.
+    is_poisoned = case.engine == "lockstep" and not any(np.isnan(tensor.got).any() for tensor in tensors)
+    return side_checks.protocol(ledger, scheme.engines, poisoned=is_poisoned)
 
 
 def _source(scheme: Declared, program: Program, case: CaseSpec) -> dict[str, Any]:

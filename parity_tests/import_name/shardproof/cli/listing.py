@@ -12,7 +12,7 @@ from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.counted import counted
 from shardproof.declare.declared import Declared
-from shardproof.engines.exit_status import EQUAL
+from shardproof.endings.exit_status import EQUAL
 from shardproof.engines.ledger import Ledger
 from shardproof.replays import constants_of, load_scheme, reruns
 from shardproof.report import picture, summary

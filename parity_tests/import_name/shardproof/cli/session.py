@@ -30,9 +30,9 @@ from shardproof.declare.counted import counted
 from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
 from shardproof.draw import profiles, size_choices
-from shardproof.engines import journal
+from shardproof.endings import journal
+from shardproof.endings.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudged
 from shardproof.engines.engines import limited
-from shardproof.engines.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudged
 from shardproof.engines.failure import NotRun
 from shardproof.engines.processes.rank_warnings import without_repeats
 from shardproof.engines.speed_advice import without_advice

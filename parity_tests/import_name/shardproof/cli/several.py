@@ -18,11 +18,11 @@ from pathlib import Path
 from shardproof.cli import session
 from shardproof.declare import discover
 from shardproof.declare.declared import Declared
-from shardproof.engines import exits
-from shardproof.engines.exit_status import RANK_FAILED
+from shardproof.endings import exits
+from shardproof.endings.exit_status import RANK_FAILED
+from shardproof.endings.raised import RAISED
 from shardproof.engines.processes import crash
 from shardproof.engines.processes.root_cause import ending
-from shardproof.engines.raised import RAISED
 from shardproof.report.guard import sentence_of
 
 MOST = 4  # processes; each holds torch and JAX

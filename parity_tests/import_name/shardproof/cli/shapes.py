@@ -79,7 +79,7 @@ SHAPES = {
  "status": 1,
  "traces": [
   {"name": "block  float32", "verdict": "mismatch", "first": "output of ln", "home": "ln", "failure": null,
-   "torch_only": [], "flax_only": [], "sums": [],
+   "torch_only": [], "flax_only": [], "sums": [], "inner": ["output of act"],
    "lines": [{"tensor": "output of ln", "phase": "forward", "home": "ln", "error": 0.0096, "budget": 1.2e-06,
               "ranks": [0], "notes": ["no pattern; worst at (0,0,6)"]}]}
  ]

@@ -21,7 +21,7 @@ from rich.table import Table
 from shardproof.cli import real_text, several, tour_figure
 from shardproof.declare import discover
 from shardproof.declare.counted import counted
-from shardproof.engines.exit_status import EQUAL, MISMATCH
+from shardproof.endings.exit_status import EQUAL, MISMATCH
 from shardproof.implementation.public_names import is_public
 from shardproof.report import summary
 from shardproof.report.out_path import check_writable, naming, write_text

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
 
-from shardproof.engines.raised import first_line_of
+from shardproof.endings.raised import first_line_of
 
 
 class DeclarationFailure(ValueError):

@@ -21,9 +21,9 @@ from typing import Any
 from shardproof.declare import failed_declaration, scheme_index, travel
 from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
-from shardproof.engines import exits, journal
-from shardproof.engines.exit_status import RANK_FAILED
-from shardproof.engines.raised import message_of
+from shardproof.endings import exits, journal
+from shardproof.endings.exit_status import RANK_FAILED
+from shardproof.endings.raised import message_of
 from shardproof.places import SHARDPROOF, TESTS, component_folders
 
 TABLE: dict[str, Declared] = {}

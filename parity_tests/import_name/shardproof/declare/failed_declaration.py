@@ -13,8 +13,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
-from shardproof.engines.exit_status import RANK_FAILED, USAGE
-from shardproof.engines.raised import message_of
+from shardproof.endings.exit_status import RANK_FAILED, USAGE
+from shardproof.endings.raised import message_of
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

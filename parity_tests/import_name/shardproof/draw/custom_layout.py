@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardproof.declare.declaration_failure import raised_by
-from shardproof.engines.raised import RAISED, first_line_of
+from shardproof.endings.raised import RAISED, first_line_of
 
 Layout = Callable[[int, int], Any]
 # Exceptions for a size that does not fit: a layout's own check, an assertion, or a library's view or reshape.

@@ -15,7 +15,7 @@ from shardproof.declare.declared import Declared
 from shardproof.declare.dim_formulas import complete_dims, names_in
 from shardproof.declare.spec import Dim, Sharding
 from shardproof.draw import custom_layout
-from shardproof.engines.raised import RAISED, message_of
+from shardproof.endings.raised import RAISED, message_of
 
 LOCAL = (2, 3, 5, 1, 8)  # local sizes of a dim; with 1, many mistakes do not show
 LOCAL_WORDS = {1: "one", 2: "two"}

@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.conditions import COTANGENT
-from shardproof.engines.raised import message_of
+from shardproof.endings.raised import message_of
 
 # Torch's messages for a graph that was not retained, and for a first backward that wrote into a saved tensor.
 ONCE = ("backward through the graph a second time", "modified by an inplace operation")

@@ -9,8 +9,8 @@ from traceback import format_exception
 from typing import Any
 
 from shardproof.declare.case import CaseSpec
+from shardproof.endings.raised import chain, message_of
 from shardproof.engines.ledger import Ledger
-from shardproof.engines.raised import chain, message_of
 
 # Follows the name of a missing attribute of a process group, as in mesh["tp"].get_group().
 GROUP_HINT = "mesh[axis] is a process group; mesh.device_mesh[axis] is torch's DeviceMesh"

@@ -22,10 +22,10 @@ from shardproof.declare.draws import Draw
 from shardproof.declare.spec import Sharding
 from shardproof.declare.travel import without_annotations
 from shardproof.draw import inputs
+from shardproof.endings.raised import RAISED, message_of
 from shardproof.engines import calling, modules, returned_tensors
 from shardproof.engines.failure import RankFailure, RankFault
 from shardproof.engines.ledger import at_users_line
-from shardproof.engines.raised import RAISED, message_of
 from torch_impl.collectives.mesh import MeshView
 
 

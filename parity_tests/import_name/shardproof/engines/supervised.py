@@ -24,11 +24,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
-from shardproof.engines import exits, journal
-from shardproof.engines.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD, USAGE
-from shardproof.engines.exits import STACKS
-from shardproof.engines.journal import Journal
-from shardproof.engines.last_words import LastWords
+from shardproof.endings import exits, journal
+from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD, USAGE
+from shardproof.endings.exits import STACKS
+from shardproof.endings.journal import Journal
+from shardproof.endings.last_words import LastWords
 from shardproof.engines.processes import orphans
 from shardproof.engines.processes.status_table import COMPUTING, StatusTable
 

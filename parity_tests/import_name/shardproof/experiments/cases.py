@@ -13,8 +13,8 @@ from shardproof.declare.draws import BY_NAME
 from shardproof.draw import size_choices
 from shardproof.draw.choosers import even_chooser, seeded_chooser
 from shardproof.draw.drawing import draw_case
+from shardproof.endings.raised import none_if_raised
 from shardproof.engines.program import Program
-from shardproof.engines.raised import none_if_raised
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
 

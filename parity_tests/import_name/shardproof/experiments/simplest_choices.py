@@ -12,7 +12,7 @@ from typing import Any
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.draws import Chooser
 from shardproof.draw.choosers import Choice, RecordingChooser, shrunk_example, simplest
-from shardproof.engines.raised import RAISED, none_if_raised
+from shardproof.endings.raised import RAISED, none_if_raised
 from shardproof.experiments.smallest import fails_alike
 from shardproof.report.report import Report
 

@@ -21,8 +21,8 @@ from shardproof.declare.draws import shard_borders
 from shardproof.draw import size_choices
 from shardproof.draw.choosers import simplest
 from shardproof.draw.drawing import another, draw_case, sequence_count
+from shardproof.endings.raised import none_if_raised
 from shardproof.engines.failure import CollectiveMismatch, RankFailure, Stalled
-from shardproof.engines.raised import none_if_raised
 from shardproof.experiments.undecided import verify_or_undecided
 from shardproof.judge.side_checks import unequal_replicas
 from shardproof.report.report import Report

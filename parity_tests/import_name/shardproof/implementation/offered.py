@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from shardproof.declare import discover
-from shardproof.engines.raised import RAISED, message_of
+from shardproof.endings.raised import RAISED, message_of
 from shardproof.implementation.public_names import PublicName
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

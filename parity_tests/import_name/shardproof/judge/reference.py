@@ -20,9 +20,9 @@ from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Argument, Declared, nested, outputs_by_name, takes_mesh
 from shardproof.declare.validation import name_of_reference
 from shardproof.draw import inputs
+from shardproof.endings.raised import RAISED, first_line_of
 from shardproof.engines.ledger import at_users_line
 from shardproof.engines.program import Program
-from shardproof.engines.raised import RAISED, first_line_of
 from shardproof.judge import bridge
 from shardproof.judge.rounding import POOL, evaluator
 from shardproof.judge.step import DIRECTIONS

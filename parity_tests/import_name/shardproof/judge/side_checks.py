@@ -19,11 +19,11 @@ from shardproof.declare.counted import counted
 from shardproof.declare.declaration_failure import raised_by
 from shardproof.declare.declared import Cost, Declared
 from shardproof.draw import inputs
+from shardproof.endings.raised import RAISED
 from shardproof.engines.ledger import PHASES, CallSite, Finding, Ledger, LedgerRow
 from shardproof.engines.lockstep.backends import OF_GLOO
 from shardproof.engines.program import Program, RankResult
 from shardproof.engines.protocol import disagreement
-from shardproof.engines.raised import RAISED
 from shardproof.judge.compare import TensorComparison, index_text
 
 UNEQUAL_REPLICAS = " differs between replicas"

@@ -7,17 +7,17 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shardproof.engines import exit_status
-from shardproof.engines.exit_status import EQUAL, INTERNAL, INTERRUPTED, NOTHING, RANK_FAILED, UNREAD, USAGE
-from shardproof.engines.raised import message_of
+from shardproof.endings import exit_status
+from shardproof.endings.exit_status import EQUAL, INTERNAL, INTERRUPTED, NOTHING, RANK_FAILED, UNREAD, USAGE
+from shardproof.endings.raised import message_of
+from shardproof.places import SHARDPROOF
 
 COMMAND_LINE = ("typer", "click")  # packages that leave by SystemExit once a command has returned a status
 OF_THE_COMMAND = (*COMMAND_LINE, "rich", "jax", "jaxlib", "numpy", "hypothesis", "cloudpickle")
-CLI = str(Path(__file__).resolve().parents[2] / "cli")
+CLI = str(SHARDPROOF / "cli")
 
 
 @contextmanager

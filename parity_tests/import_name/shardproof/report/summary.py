@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardproof.declare.counted import counted
-from shardproof.engines.exit_status import EQUAL, MISMATCH, NOTHING, RANK_FAILED, USAGE, worst
+from shardproof.endings.exit_status import EQUAL, MISMATCH, NOTHING, RANK_FAILED, USAGE, worst
 from shardproof.judge.compare import TensorComparison
 from shardproof.report.report import Report
 from shardproof.report.sentence import Sentence

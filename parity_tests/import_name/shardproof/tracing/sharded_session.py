@@ -20,10 +20,10 @@ from torch import nn
 from shardproof.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
 from shardproof.declare.discover import UnusableTarget
 from shardproof.draw.inputs import coordinates
+from shardproof.endings.raised import RAISED, first_line_of
 from shardproof.engines.engines import run as on_ranks
 from shardproof.engines.failure import RankFailure
 from shardproof.engines.ledger import at_users_line
-from shardproof.engines.raised import RAISED, first_line_of
 from shardproof.judge import bridge
 from shardproof.judge.compare import K
 from shardproof.judge.reference import UNIT_ROUNDOFF, ReferenceFailure

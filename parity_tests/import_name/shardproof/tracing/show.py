@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardproof.declare.counted import counted
-from shardproof.engines.exit_status import EQUAL, MISMATCH, RANK_FAILED
+from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED
 from shardproof.engines.failure import RankFailure
 from shardproof.report.out_path import write_text
 from shardproof.report.report import number

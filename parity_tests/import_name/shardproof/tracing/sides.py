@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from shardproof.endings.raised import first_line_of
 from shardproof.engines.failure import Raised
 from shardproof.engines.ledger import at_users_line, raised_at
-from shardproof.engines.raised import first_line_of
 from shardproof.judge.reference import ReferenceFailure
 
 

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
-from shardproof.engines.exit_status import INTERRUPTED
+from shardproof.endings.exit_status import INTERRUPTED
 from shardproof.training import record, reference
 from shardproof.training.judged import Judged, judged
 from shardproof.training.run import Run

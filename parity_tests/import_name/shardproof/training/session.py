@@ -11,8 +11,8 @@ from rich.console import Console
 
 from shardproof.declare.case import ENGINES, CaseSpec
 from shardproof.declare.counted import counted
+from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED
 from shardproof.engines.engines import run as on_ranks
-from shardproof.engines.exit_status import EQUAL, MISMATCH, RANK_FAILED
 from shardproof.engines.failure import RankFailure
 from shardproof.judge import bridge
 from shardproof.report.out_path import check_writable, naming, write_text

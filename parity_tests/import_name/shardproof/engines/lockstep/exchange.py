@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from shardproof.declare.case import CaseSpec
+from shardproof.endings.raised import message_of, printable
 from shardproof.engines.failure import (
     CANNOT_RUN,
     CollectiveMismatch,
@@ -34,7 +35,6 @@ from shardproof.engines.lockstep.call import CommunicationCall
 from shardproof.engines.lockstep.rendezvous import CallsDiffer, MessageQueues, Rendezvous
 from shardproof.engines.lockstep.scheduler import Halt, Scheduler
 from shardproof.engines.protocol import of_returned
-from shardproof.engines.raised import message_of, printable
 
 if TYPE_CHECKING:
     from shardproof.engines.lockstep.repair import Repair

@@ -28,7 +28,8 @@ from torch._C import _distributed_c10d as c_api
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.declare.case import CaseSpec
-from shardproof.engines import compiling, creation, exits
+from shardproof.endings import exits
+from shardproof.engines import compiling, creation
 from shardproof.engines.ledger import RunResult, is_plumbing
 from shardproof.engines.lockstep import compile_lock, device_guard, group, last_seen, world
 from shardproof.engines.lockstep.exchange import Exchange

@@ -10,7 +10,7 @@ import faulthandler
 import re
 from pathlib import Path
 
-from shardproof.engines.exits import STACKS
+from shardproof.endings.exits import STACKS
 from shardproof.engines.ledger import innermost
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)

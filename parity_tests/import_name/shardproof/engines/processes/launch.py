@@ -35,9 +35,9 @@ import torch.distributed as dist
 from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.travel import dumps
-from shardproof.engines import exits
+from shardproof.endings import exits
+from shardproof.endings.exit_status import RANK_FAILED, USAGE
 from shardproof.engines.creation import without_creations
-from shardproof.engines.exit_status import RANK_FAILED, USAGE
 from shardproof.engines.failure import NotRun, RankFailure
 from shardproof.engines.ledger import Ledger, RunResult
 from shardproof.engines.processes import orphans

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.engines import compiling, exits
+from shardproof.endings import exits
+from shardproof.engines import compiling
 from shardproof.engines.failure import NotRun
 from shardproof.engines.ledger import line_of_thread
 from shardproof.engines.processes import orphans, server

@@ -25,7 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
-from shardproof.engines import creation, exits, threads
+from shardproof.endings import exits
+from shardproof.endings.raised import message_of, printable
+from shardproof.engines import creation, threads
 from shardproof.engines.compiling import is_compiling
 from shardproof.engines.failure import GROUP_HINT, RankFailure, RankFault, raised_by_function
 from shardproof.engines.ledger import LedgerRow, line_of_thread, raised_at
@@ -33,7 +35,6 @@ from shardproof.engines.lockstep.world import flattened
 from shardproof.engines.processes import crash, rank_warnings, status_table
 from shardproof.engines.processes.recorder import OfThread, Recorder, observe_waits
 from shardproof.engines.processes.root_cause import DONE, RAISED, Outcome
-from shardproof.engines.raised import message_of, printable
 from torch_impl.collectives import MeshView
 
 BACKEND_TIMEOUT_S = 30  # a last resort, far longer than any limit of the harness

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+from shardproof.endings.raised import chain
 from shardproof.engines.ledger import LedgerRow, call_site, group_label, phase
 from shardproof.engines.lockstep.operations import uneven_splits
 from shardproof.engines.processes import status_table
-from shardproof.engines.raised import chain
 
 # operator -> (family, input argument, output argument; None: a new tensor)
 _Table = Mapping[str, tuple[str, str, str | None]]

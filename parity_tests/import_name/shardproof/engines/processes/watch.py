@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from shardproof.endings.exits import STACKS
 from shardproof.engines import compiling
-from shardproof.engines.exits import STACKS
 from shardproof.engines.ledger import LedgerRow
 from shardproof.engines.processes import crash
 from shardproof.engines.processes.forks import ForkServer

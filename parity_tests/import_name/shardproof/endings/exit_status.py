@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardproof.engines.raised import chain
+from shardproof.endings.raised import chain
 
 EQUAL, MISMATCH, USAGE, RANK_FAILED, NOTHING, INTERNAL, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 70, 130, 141
 WORST_FIRST = (INTERNAL, RANK_FAILED, MISMATCH, USAGE)  # of several outcomes of one command

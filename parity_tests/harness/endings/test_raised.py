@@ -2,9 +2,9 @@
 
 import pytest
 
+from shardproof.endings.raised import chain, first_line_of, message_of, none_if_raised, printable
 from shardproof.engines.failure import raised_by_function
 from shardproof.engines.processes.recorder import Recorder
-from shardproof.engines.raised import chain, first_line_of, message_of, none_if_raised, printable
 
 
 class Silent(Exception):

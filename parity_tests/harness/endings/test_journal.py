@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from shardproof.engines.journal import Journal
+from shardproof.endings.journal import Journal
 
 
 @pytest.fixture
