@@ -41,7 +41,7 @@ def max_drawn(dtype: str) -> float:
 class Chooser(Protocol):
     """Picks one of several options, the first being the simplest; for a Hypothesis strategy, an example."""
 
-    def __call__(self, options: Any) -> Any: ...
+    def __call__(self, options: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def draw_case(
     mesh, fits = choose(_cached_mesh_choices(scheme, sizes, options, world, limit).fits)
     shape = choose(fits)
     chosen = option_choices(scheme, mesh, shape, options, choose)
-    dtype = dtype or choose(scheme.dtypes)
+    tested_dtype: str = dtype or choose(scheme.dtypes)
     # 2. Arguments of the layouts: lengths of ragged shards, lengths of packed sequences.
     layouts = _layouts(scheme, mesh, shape, choose)
     lengths = _lengths(scheme, mesh, shape, choose)
@@ -84,7 +84,7 @@ def draw_case(
         scheme=scheme.key,
         mesh=mesh,
         dims=shape,
-        dtype=dtype,
+        dtype=tested_dtype,
         layouts=layouts,
         lengths=lengths,
         values=values,

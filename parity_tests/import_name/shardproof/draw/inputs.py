@@ -49,7 +49,7 @@ def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
         array = with_border(array, value["border"], arg.spec.dim_names, case, draw.full_rows)
     if value.get("keep") in UNEVEN:
         array = uneven_rows(arg, value["keep"], value.get("shard", 0), case)
-    if value.get("ignored", "none") != "none":
+    if draw.ignore is not None and value.get("ignored", "none") != "none":
         array = np.where(uneven_rows(arg, value["ignored"], value.get("shard", 0), case), draw.ignore, array)
     if array.shape != arg.shape(case):
         raise ValueError(f"case: input '{arg.name}' is {array.shape}, '{arg.spec}' says {arg.shape(case)}")
