@@ -190,6 +190,7 @@ DRAWN_ABOVE = [
     "discover.py: engines",
     "scheme_index.py: implementation",
     "scheme_index.py: report",
+    "size_choices.py: engines",
     "exits.py: engines",
     "ledger.py: report",
 ]

@@ -141,7 +141,7 @@ def load_scheme(case: CaseSpec, source: str, replay_path: str, implementation: s
 
 def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
     from shardproof.declare.discover import declarations_of_file
-    from shardproof.declare.failed_declaration import FailedDeclaration
+    from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
 
     name = case.scheme.rpartition(":")[2]
     if source.endswith(".pkl"):
@@ -160,7 +160,7 @@ def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
         source = str(beside)
     for candidate in declarations_of_file(source):
         if candidate.name == name:
-            if isinstance(candidate, FailedDeclaration):
+            if isinstance(candidate, (FailedDeclaration, FailedImport)):
                 raise ValueError(candidate.sentence)
             return candidate
     raise ValueError(f"replay: {source} no longer declares scheme {name!r}")

@@ -79,14 +79,15 @@ class Outcome:
     def add(self, other: Outcome) -> None:
         """Add the outcomes of other schemes."""
         self.reports += other.reports
-        for mine, theirs in (
+        pairs: tuple[tuple[dict[str, Any], Mapping[str, Any]], ...] = (
             (self.not_run, other.not_run),
             (self.seconds, other.seconds),
             (self.places, other.places),
             (self.not_offered, other.not_offered),
             (self.not_judged, other.not_judged),
             (self.statuses, other.statuses),
-        ):
+        )
+        for mine, theirs in pairs:
             mine.update(theirs)
 
     def reject(self, name: str, sentence: str, status: int = USAGE) -> None:
