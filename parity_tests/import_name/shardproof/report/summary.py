@@ -79,16 +79,12 @@ class Outcome:
     def add(self, other: Outcome) -> None:
         """Add the outcomes of other schemes."""
         self.reports += other.reports
-        pairs: tuple[tuple[dict[str, Any], Mapping[str, Any]], ...] = (
-            (self.not_run, other.not_run),
-            (self.seconds, other.seconds),
-            (self.places, other.places),
-            (self.not_offered, other.not_offered),
-            (self.not_judged, other.not_judged),
-            (self.statuses, other.statuses),
-        )
-        for mine, theirs in pairs:
-            mine.update(theirs)
+        self.not_run.update(other.not_run)
+        self.seconds.update(other.seconds)
+        self.places.update(other.places)
+        self.not_offered.update(other.not_offered)
+        self.not_judged.update(other.not_judged)
+        self.statuses.update(other.statuses)
 
     def reject(self, name: str, sentence: str, status: int = USAGE) -> None:
         """A scheme that has no verdict."""
