@@ -22,6 +22,7 @@ from shardproof.declare.declared import Declared
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
 from shardproof.experiments import cases
+from shardproof.experiments.own_shards import name_own_shards
 from shardproof.experiments.repaired_lines import name_lines
 from shardproof.explain.collect_evidence import borders
 from shardproof.explain.evidence import SINGLE_ELEMENT, Evidence
@@ -66,8 +67,9 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     # 2. For each tensor, the notes that none of them refutes.
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
     notes = _of_the_other_call(report, notes)
-    # 3. The line of a collective, if repairing it makes the tensor right.
+    # 3. The line of a collective, if repairing it makes the tensor right; the reference of each rank's own shard.
     notes = name_lines(scheme, report, failing, notes)
+    notes = name_own_shards(scheme, report, failing, notes)
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
 
 
