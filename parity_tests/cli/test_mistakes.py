@@ -57,8 +57,8 @@ MISTAKES = {
             "(right)",
             "(right, inputs={'x': 'b/tp:lost'}, outputs='b/tp:lost', layouts={'lost': lambda n, w: [[0]] * w})",
         ),
-        "scheme 'right': layout 'lost' is not a partition of 5 positions over 2 ranks: "
-        "missing [1, 2, 3, 4], repeated [0]",
+        "scheme 'right': layout 'lost' is not a partition of 10 positions over 2 ranks: "
+        "missing [1, 2, 3, 4, 5, 6, 7, 8] and 1 more, repeated [0]",
     ),
     "layout raises": (
         RIGHT.replace(

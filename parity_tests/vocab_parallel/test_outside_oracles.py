@@ -19,17 +19,23 @@ from parity_tests.vocab_parallel.test_topk import gathered_logits, vocab_topk
 from shardproof.draw import inputs
 from shardproof.verify_one_case import verify_case
 
+LOWEST = -1e30  # exp(LOWEST - max) is 0; unlike that of -inf, its derivative is no NaN where all are LOWEST
 
-def jax_log_softmax_at(logits, ids):
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), ids, -1)
+
+def zero_at_ignored(where, at):
+    """`at(logits, ids)` with 0, without a gradient, for an id of -100."""
+    return lambda logits, ids: where(ids >= 0, at(logits, ids.clip(0)), 0.0)
 
 
 GATHER_LOGPROB = {
-    "torch": lambda logits, ids: (logits - logits.logsumexp(-1, keepdim=True)).gather(-1, ids),
+    "torch": zero_at_ignored(
+        torch.where, lambda logits, ids: (logits - logits.logsumexp(-1, keepdim=True)).gather(-1, ids)
+    ),
+    # cross_entropy has ignored ids of its own: its default is -100.
     "functional": lambda logits, ids: (
         -F.cross_entropy(logits.unsqueeze(-2).expand(*ids.shape, -1).movedim(-1, 1), ids, reduction="none")
     ),
-    "jax": jax_log_softmax_at,
+    "jax": zero_at_ignored(jnp.where, lambda logits, ids: jnp.take_along_axis(jax.nn.log_softmax(logits), ids, -1)),
 }
 ENTROPY = {
     "torch": lambda logits: -torch.distributions.Categorical(logits=logits).entropy(),
@@ -48,16 +54,23 @@ CROSS_ENTROPY = {
     ),
 }
 LOGITS_AT = {
-    "torch": lambda logits, ids: logits.gather(-1, ids),
-    "functional": lambda logits, ids: torch.einsum(
-        "bskv,bsv->bsk", F.one_hot(ids, logits.shape[-1]).to(logits.dtype), logits
+    "torch": zero_at_ignored(torch.where, lambda logits, ids: logits.gather(-1, ids)),
+    "functional": zero_at_ignored(
+        torch.where,
+        lambda logits, ids: torch.einsum("bskv,bsv->bsk", F.one_hot(ids, logits.shape[-1]).to(logits.dtype), logits),
     ),
-    "jax": lambda logits, ids: jnp.take_along_axis(logits, ids, -1),
+    "jax": zero_at_ignored(jnp.where, lambda logits, ids: jnp.take_along_axis(logits, ids, -1)),
+}
+LOG_SOFTMAX = {
+    "torch": lambda z: z - z.logsumexp(-1, keepdim=True),
+    "functional": lambda z: F.log_softmax(z, -1),
+    "jax": jax.nn.log_softmax,
 }
 
 
-def distilled(log_softmax, at, entropy):
+def distilled(library):
     """Distillation in the words of one library."""
+    log_softmax, at, entropy = LOG_SOFTMAX[library], LOGITS_AT[library], ENTROPY[library]
 
     def oracle(student, teacher, ids):
         z, teacher, ids = student[:, : ids.shape[1] - 1], teacher[:, :-1], ids[:, :-1]
@@ -66,24 +79,20 @@ def distilled(log_softmax, at, entropy):
     return oracle
 
 
-DISTILLATION = {
-    "torch": distilled(lambda z: z - z.logsumexp(-1, keepdim=True), LOGITS_AT["torch"], lambda z: ENTROPY["torch"](z)),
-    "functional": distilled(lambda z: F.log_softmax(z, -1), LOGITS_AT["functional"], ENTROPY["functional"]),
-    "jax": distilled(jax.nn.log_softmax, LOGITS_AT["jax"], ENTROPY["jax"]),
-}
-OVER_K = {
-    "torch": lambda student, teacher, ids: DISTILLATION["torch"](
-        student.gather(-1, F.pad(ids, (0, 0, 0, student.shape[1] - ids.shape[1]))),
-        teacher,
-        torch.arange(ids.shape[-1]).expand(ids.shape),
-    )[:2],
-    "functional": lambda student, teacher, ids: tuple(
-        F.log_softmax(x[:, : ids.shape[1] - 1], -1) for x in (LOGITS_AT["functional"](student, ids), teacher)
-    ),
-    "jax": lambda student, teacher, ids: tuple(
-        jax.nn.log_softmax(x)[:, : ids.shape[1] - 1] for x in (jnp.take_along_axis(student, ids, -1), teacher)
-    ),
-}
+def distilled_over_k(library):
+    """The same over the teacher's ids alone, of which a sum leaves out the ignored."""
+    log_softmax, at, where = LOG_SOFTMAX[library], LOGITS_AT[library], jnp.where if library == "jax" else torch.where
+
+    def oracle(student, teacher, ids):
+        z, teacher, ids = student[:, : ids.shape[1] - 1], teacher[:, :-1], ids[:, :-1]
+        return where(ids >= 0, log_softmax(where(ids >= 0, at(z, ids), LOWEST)), 0.0), log_softmax(teacher)
+
+    return oracle
+
+
+LIBRARIES = ("torch", "functional", "jax")
+DISTILLATION = {library: distilled(library) for library in LIBRARIES}
+OVER_K = {library: distilled_over_k(library) for library in LIBRARIES}
 SIZES = dict(tp=2, b=2, v=12)
 CASES = [
     (gathered_logprob, GATHER_LOGPROB, dict(**SIZES, s=5, k=4)),
@@ -104,10 +113,10 @@ CASES = [
 
 
 def fixed(scheme, dtype, sizes):
-    """One case of normal values and of ids from everywhere."""
+    """One case of normal values and of ids from everywhere, of which half are ignored."""
     case = scheme.case(seed=6, dtype=dtype, **sizes)
     plain = {
-        arg.name: {**case.values[arg.name], "kind": "ids", "picks": [[0, "anywhere"]]}
+        arg.name: {**case.values[arg.name], "kind": "ids", "picks": [[0, "anywhere"]], "ignored": "half"}
         if scheme.draws[arg.name].kind == "ids"
         else {"kind": "normal"}
         for arg in scheme.inputs
@@ -139,7 +148,7 @@ def with_jax(function, arrays, differentiable, cotangents):
 
 @pytest.mark.fast_values(3)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("library", ["torch", "functional", "jax"])
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(
     ("scheme", "oracles", "sizes"), CASES, ids=[f"{s.name}-{i}" for i, (s, *_) in enumerate(CASES)]
 )

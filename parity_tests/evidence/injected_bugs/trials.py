@@ -127,7 +127,7 @@ def fixed_cases(scheme: Declared) -> list[CaseSpec]:
         return []
     shapes = [
         shape
-        for shape in size_choices.shapes(scheme, {}, tried, limit=5)
+        for shape in size_choices.shapes(scheme, {}, tried, limit=5, with_pairs=False)
         if size_choices.compatible(scheme, shape, tried[0])
     ]
     dtype = "float32" if "float32" in scheme.dtypes else scheme.dtypes[0]

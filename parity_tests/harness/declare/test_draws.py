@@ -55,7 +55,7 @@ def test_some_ids_are_ignored_and_all_others_in_the_vocabulary():
 
 def test_masks():
     counts = Counter(case.values["keep"]["keep"] for case in cases(tokens, 100))
-    assert set(counts) == {"all", "half", "none", "first", "last"}
+    assert set(counts) == {"all", "half", "none", "first", "last", "prefix", "shard", "others"}
     case = tokens.case(b=2, s=3)
     built = {
         keep: array(tokens, case.replace(values={"keep": {"kind": "mask", "keep": keep}}), "keep")[0].tolist()

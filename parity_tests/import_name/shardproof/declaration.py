@@ -110,6 +110,8 @@ def scheme(
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     reduction: tuple[str, ...] | None = None,
     roundings: int = 1,
+    sums: str | None = None,
+    inside: str | None = None,
     cost: Callable[..., Cost | Sequence[Cost]] | None = None,
     engines: tuple[str, ...] = ("lockstep", "gloo", "nccl", "torchrun"),
     replicas: str = "bitwise",
@@ -137,6 +139,9 @@ def scheme(
     sizes of the axes. `options` go to both sides, `rank_options` only to the ranks. `reduction` names the dims that are
     summed over; `roundings` counts how often a value is stored in the tested dtype on its way: 1 if sums and
     intermediates are in float32 or wider, more if a softmax, a product or a norm is stored in bfloat16 and used again.
+    `sums="float32"` promises that only inputs and results are rounded to a narrower tested dtype: a sum that is kept in
+    bfloat16 is then a mismatch, which the default budget allows. `inside="bfloat16"` says that intermediates have a
+    narrower dtype than the tested one, as in an iteration that always runs in it.
     `modifies` names inputs that the function overwrites; the reference returns their new values after the outputs.
     `module` names the tree of parameters of a module; the function runs its backward itself and returns the module
     last. `random=True` says that the function draws random numbers. `setup(mesh)` runs once per rank and mesh before
@@ -172,8 +177,8 @@ def scheme(
             errors.of(validation.check_module, module, in_specs, results, out_specs)
             validation.check_draws(leaves, user_draws, dims or {}, errors)
             errors.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)
-        reduced = reduction if all_read else ()
-        validation.check_choices(dtypes, engines, replicas, reduced, roundings, leaves, results, errors)
+        validation.check_choices(dtypes, engines, replicas, reduction if all_read else (), leaves, results, errors)
+        errors.of(validation.check_precision, roundings, sums, inside)
         errors.raise_all()
         return Scheme(
             name=name,
@@ -191,6 +196,8 @@ def scheme(
             dtypes=tuple(dtypes),
             reduction=reduction,
             roundings=roundings,
+            sums=sums,
+            inside=inside,
             cost=cost,
             engines=tuple(engines),
             replicas=replicas,

@@ -35,7 +35,8 @@ from shardproof.declare.discover import lookup
 from shardproof.declare.draws import Chooser, has_infinities
 from shardproof.declare.keywords import rejects_unknown_keywords
 from shardproof.draw import size_choices
-from shardproof.draw.choosers import RecordingChooser, even_chooser, seeded_chooser
+from shardproof.draw.choosers import Choice, RecordingChooser, even_chooser, seeded_chooser
+from shardproof.draw.coverage import pairs_not_drawn, plan
 from shardproof.draw.drawing import draw_case, fitting_meshes, meshes_left_out
 from shardproof.draw.profiles import EXAMPLES, SHAPES, few, profile
 from shardproof.engines.failure import Stalled
@@ -56,6 +57,7 @@ FAILS = "fails; shrinking"
 
 
 VALUE_EXAMPLES = 8  # if all sizes are given
+MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
 
 
 class NothingCompared(ValueError):
@@ -103,13 +105,17 @@ def verify(
     VERIFIED.add(scheme.key)
     draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     trace_seconds_before = CLOCK.seconds
-    # 1. The cases that need no search.
+    # 1. The cases that need no search, and the length of a search: enough for each pair of a size and a mesh.
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
+    choices = {"dtype": dtype, "world": world, "limit": SHAPES[profile()]}
+    first_choices = plan(scheme, fixed, examples or MOST_PLANNED, seed, **choices)
+    if examples is None and total > len(first_cases):
+        total = max(total, len(first_cases) + len(first_choices))
     reports = _until_one_fails(scheme, first_cases)
     # 2. The rest is drawn, and a failure is reduced to the simplest case.
     search = Search(reports, as_drawn=next((report.case for report in reports if _ends(report)), None))
     if total > len(reports) and search.as_drawn is None:
-        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress)
+        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, first_choices)
         reports += search.reports
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok or report.only_unwaited]
@@ -121,7 +127,8 @@ def verify(
         merge_reports(reports), left_out=left_out, trace_seconds=trace_seconds, shrinking_steps=search.shrinking_steps
     )
     if report.ok:
-        return report
+        not_drawn = pairs_not_drawn(scheme, fixed, [report.case for report in reports], **choices)
+        return replace(report, not_drawn=tuple(not_drawn))
     if report.is_undecided:
         return _with_replay_file(scheme, name_values_to_avoid(scheme, report), replay_folder)
     if report.only_unwaited:
@@ -240,8 +247,9 @@ def _search(
     seed: int,
     total: int,
     progress: Progress | None,
+    first_choices: Sequence[Sequence[Choice]],
 ) -> Search:
-    """Verify drawn cases until one fails, and simplify that one."""
+    """Verify drawn cases until one fails, and simplify that one; `first_choices` are given for the first cases."""
 
     def draw(choose: Chooser) -> CaseSpec:
         options = {**draw_options, "limit": SHAPES[profile()], "with_conditions": True}
@@ -249,7 +257,8 @@ def _search(
 
     reports: list[Report] = []
     for number in range(total):
-        chooser = RecordingChooser(even_chooser(number, seed))
+        planned = first_choices[number] if number < len(first_choices) else ()
+        chooser = RecordingChooser(even_chooser(number, seed), planned)
         reports.append(verify_or_undecided(scheme, draw(chooser)))
         if progress:
             progress(len(reports), total, FAILS if _ends(reports[-1]) else "")

@@ -154,7 +154,7 @@ def _budgets_by_roundings(
         return {}
     by_count = {}
     for count in (times * max(scheme.roundings, 1) for times in MORE_ROUNDINGS):
-        more_roundings = replace(scheme, roundings=count)
+        more_roundings = replace(scheme, roundings=count, sums=None)
         tensors = compare.compare(more_roundings, case, results, evaluate(more_roundings, program, case))
         by_count[count] = {tensor.label: tensor.element_budgets for tensor in tensors}
     return by_count

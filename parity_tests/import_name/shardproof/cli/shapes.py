@@ -16,6 +16,7 @@ REPORTS = """
                 "dtype": "float32", "ok": false, "notes": ["gradient missing a sum over tp"]}],
    "protocol": [], "cost": [], "hygiene": [], "failure": null, "replay": "replay_f9a714ca.py",
    "left_out": {"tp=4": "v=6 cannot be sharded by contiguous over tp=4 (needs a multiple of 4); pad to 8"},
+   "not_drawn": [],
    "confirmed_on": "gloo", "engines_disagree": null, "undecided": 0, "undecided_reason": null,
    "shards": "rank 0 has hidden (2,3,4) of 'b s/cp d'",
    "scalars": {"scale": 1.5},

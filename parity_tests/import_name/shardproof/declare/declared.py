@@ -159,6 +159,8 @@ class Declared:
     module: str | None = None  # the input tree that holds the parameters of the returned module
     assume: Callable[[CaseSpec], Any] | None = None  # `assume(case)`: whether these sizes are drawn
     excluded_conditions: tuple[str, ...] = ()  # calling conditions that the function does not support
+    sums: str | None = None  # "float32": only inputs and results are rounded to a narrower tested dtype
+    inside: str | None = None  # the dtype of intermediates, if narrower than the tested one
     isolate: tuple[str, ...] = ()  # further modules with separate globals for each rank of lockstep
     implementation: Implementation | None = None  # judged in place of ours, see harness/implementation
 

@@ -22,6 +22,11 @@ BY_NAME = ("positive", "uniform", "sorted", "probabilities")  # drawn only if na
 # Values at the border of a shard, against the ways to leave it unchanged: a masked border is as likely as one of an id.
 EXTREMES = ("neg_inf_mask", "neg_inf_mask", "neg_inf_mask", "large", "zeros")
 UNCHANGED = ("none", "none", "none")
+# Which elements a mask keeps or of which an id is ignored: those of one shard, all others, a random prefix of each row.
+# They differ from rank to rank, as a loss that divides by its rank's count is right for equal counts.
+UNEVEN = ("prefix", "shard", "others")
+KEEP = ("all", "half", *UNEVEN, "none", "first", "last", "prefix")
+IGNORED = ("none", "half", *UNEVEN, "prefix")
 PLACES = ("first", "middle", "last", "before", "after")
 # Narrower than the dtype allows for float64: the reference is float64 too, and its intermediates must not overflow.
 _RANGE = {"float64": 1e120, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
@@ -68,11 +73,10 @@ class Draw:
             count = choose((1, 2, 3, 5))
             places = (*PLACES, "anywhere", "anywhere")  # four of seven are borders
             picks = [[choose(range(shards)), choose(places)] for _ in range(count)]
-            if self.ignore is not None and choose((False, True)):
-                picks.append([0, "ignore"])
-            return {"kind": "ids", "dim": self.dim, "picks": picks}
+            ignored = {} if self.ignore is None else _pattern("ignored", IGNORED, choose)
+            return {"kind": "ids", "dim": self.dim, "picks": picks, **ignored}
         if self.kind == "mask":
-            return {"kind": "mask", "keep": choose(("all", "half", "none", "first", "last"))}
+            return {"kind": "mask", **_pattern("keep", KEEP, choose)}
         return {"kind": self.kind}
 
     def _border(self, choose: Chooser) -> dict[str, list[Any]]:
@@ -102,13 +106,17 @@ class Draw:
         out = rng.integers(0, max(size, 1), size=math.prod(shape))
         for i in range(len(out)):
             shard, place = picks[i % len(picks)]
-            if place == "ignore" and self.ignore is not None:
-                out[i] = self.ignore
-            elif place != "anywhere":
+            if place != "anywhere":
                 first, last = borders[shard % len(borders)]
                 id_at = {"first": first, "middle": (first + last) // 2, "last": last, "before": first - 1}
                 out[i] = min(max(id_at.get(place, last + 1), 0), size - 1)
         return out.reshape(shape)
+
+
+def _pattern(key: str, patterns: Sequence[str], choose: Chooser) -> dict[str, Any]:
+    """The record of one of several patterns, with the number of a shard for those that need one."""
+    pattern = choose(patterns)
+    return {key: pattern, "shard": choose(range(8))} if pattern in ("shard", "others") else {key: pattern}
 
 
 def shard_borders(dim: str, case: CaseSpec) -> list[tuple[int, int]]:
@@ -198,6 +206,8 @@ def _mask(keep: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
         "first": position == 0,
         "last": position == (shape[-1] - 1 if shape else 0),
     }
+    if keep in UNEVEN:  # of which `uneven_rows` keeps some
+        keep = "all"
     return rng.random(shape) < 0.5 if keep == "half" else np.broadcast_to(rows[keep], shape).copy()
 
 

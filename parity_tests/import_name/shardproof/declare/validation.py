@@ -283,12 +283,25 @@ def check_draws(
                 raise errors(f"draw[{name!r}] = {maker}({how.dim!r}): no input has dim {how.dim}")
 
 
+def check_precision(roundings: Any, sums: Any, inside: Any, errors: DeclarationErrors) -> None:
+    """Errors: for other values than these keywords take, and for promises that contradict each other."""
+    if not isinstance(roundings, int) or roundings < 0:
+        raise errors(f"roundings is {roundings!r}; count the times an intermediate is stored in the dtype")
+    narrow = ("bfloat16", "float16")
+    if sums not in (None, "float32"):
+        raise errors(f"sums is {sums!r}; write 'float32', or leave it out")
+    if inside not in (None, *narrow):
+        raise errors(f"inside is {inside!r}; write {' or '.join(map(repr, narrow))}, or leave it out")
+    if sums and (inside or roundings > 1):
+        other = f"inside={inside!r}" if inside else f"roundings={roundings}"
+        raise errors(f"sums={sums!r} says that no intermediate is rounded, {other} that some are; leave one out")
+
+
 def check_choices(
     dtypes: Sequence[str],
     engines: Sequence[str],
     replicas: str,
     reduction: Sequence[str] | None,
-    roundings: Any,
     leaves: Sequence[Argument],
     results: Sequence[Argument],
     errors: DeclarationErrors,
@@ -307,9 +320,6 @@ def check_choices(
     with errors.collected():
         if replicas not in ("bitwise", "budget"):
             raise errors(f"replicas is {replicas!r}; write 'bitwise' or 'budget'")
-    with errors.collected():
-        if not isinstance(roundings, int) or roundings < 0:
-            raise errors(f"roundings is {roundings!r}; count the times an intermediate is stored in the dtype")
     dims = {name for arg in (*leaves, *results) for name in (*arg.spec.dim_names, *names_of(arg))}
     for name in reduction or ():
         with errors.collected():

@@ -65,10 +65,12 @@ def draw_case(
 
     Errors: ValueError for an unknown name, an indivisible size, or if no choice is left.
     """
-    # 1. A mesh, then one of the shapes that it can shard.
+    # 1. A mesh, then one of the shapes that it can shard, options and a dtype: `coverage.plan` makes these choices.
     sizes, options = _sizes_and_options(scheme, fixed)
     mesh, fits = choose(_cached_mesh_choices(scheme, sizes, options, world, limit).fits)
     shape = choose(fits)
+    chosen = option_choices(scheme, mesh, shape, options, choose)
+    dtype = dtype or choose(scheme.dtypes)
     # 2. Arguments of the layouts: lengths of ragged shards, lengths of packed sequences.
     layouts = _layouts(scheme, mesh, shape, choose)
     lengths = _lengths(scheme, mesh, shape, choose)
@@ -77,13 +79,12 @@ def draw_case(
         arg.name: scheme.draws[arg.name].value(choose, _shards(scheme, mesh, scheme.draws[arg.name].dim))
         for arg in scheme.inputs
     }
-    # 4. Options, then dtype, seed and schedule.
-    chosen = _options(scheme, mesh, shape, options, choose)
+    # 4. The case, with a seed and a schedule.
     case = CaseSpec(
         scheme=scheme.key,
         mesh=mesh,
         dims=shape,
-        dtype=dtype or choose(scheme.dtypes),
+        dtype=dtype,
         layouts=layouts,
         lengths=lengths,
         values=values,
@@ -120,7 +121,7 @@ def priced_case(
     lengths of shards and sequences. Errors: ValueError as in draw_case, or if no size fits.
     """
     sizes, fixed_options = _sizes_and_options(scheme, {**mesh, **fixed})
-    shapes = size_choices.shapes(scheme, sizes, [mesh], 1, fixed_options)
+    shapes = size_choices.shapes(scheme, sizes, [mesh], 1, fixed_options, with_pairs=False)
     if not shapes:
         raise ValueError(f"scheme '{scheme.name}': {size_choices.no_shape(scheme, sizes, mesh)}")
     shape = shapes[0]
@@ -185,6 +186,14 @@ def meshes_left_out(
     ]
 
 
+def mesh_choices(
+    scheme: Declared, fixed: Mapping[str, Any], world: int | None = None, limit: int = DEFAULT_LIMIT
+) -> tuple[MeshChoices, dict[str, Any]]:
+    """The meshes and shapes that `draw_case` chooses from, and the given options. Errors: as in draw_case."""
+    sizes, options = _sizes_and_options(scheme, fixed)
+    return _cached_mesh_choices(scheme, sizes, options, world, limit), options
+
+
 def _cached_mesh_choices(
     scheme: Declared, sizes: Mapping[str, int], options: Mapping[str, Any], world: int | None, limit: int
 ) -> MeshChoices:
@@ -208,7 +217,7 @@ def _mesh_choices(
         reason = f"has {counted(world, 'rank')}" if world else f"has {LARGEST_WORLD} ranks or fewer, which is the limit"
         axes = {**scheme.mesh, **{axis: size for axis, size in sizes.items() if axis in scheme.mesh}}
         raise rejection(f"no mesh of {size_choices.sizes_text(axes)} {reason}")
-    shapes = size_choices.shapes(scheme, sizes, tried, limit, options)
+    shapes = size_choices.shapes(scheme, sizes, tried, limit, options, with_pairs=limit > 1)
     tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
     nothing = (
         f"no sizes agree with {', '.join(tied)} and can be sharded" if tied else "no size of its dims can be sharded"
@@ -242,7 +251,7 @@ def _assumed_away(
 ) -> str | None:
     """A sentence if only `assume` rejects this mesh, with the simplest rejected sizes; else None."""
     without = replace(scheme, assume=None)
-    for shape in size_choices.shapes(without, sizes, [mesh], 1) if scheme.assume else ():
+    for shape in size_choices.shapes(without, sizes, [mesh], 1, with_pairs=False) if scheme.assume else ():
         if size_choices.compatible(without, shape, mesh):
             return f"{ASSUMED} {size_choices.sizes_text(shape, options)} and all other sizes that were tried"
     return None
@@ -272,7 +281,7 @@ def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict
     return sizes, chosen
 
 
-def _options(
+def option_choices(
     scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], fixed: Mapping[str, Any], choose: Chooser
 ) -> dict[str, Any]:
     """A value for each option that is not given; together they satisfy `assume`."""

@@ -19,8 +19,8 @@ import jax_ref.layouts as trusted_layouts
 import torch_impl.layouts as production_layouts
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.conditions import COTANGENT
-from shardproof.declare.draws import Draw, with_border
-from shardproof.declare.spec import Sharding
+from shardproof.declare.draws import UNEVEN, Draw, with_border
+from shardproof.declare.spec import Dim, Sharding
 from shardproof.draw import custom_layout
 
 if TYPE_CHECKING:
@@ -47,11 +47,40 @@ def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
     array = draw.build(value, arg.shape(case), generator(case, name), case)
     if "border" in value:
         array = with_border(array, value["border"], arg.spec.dim_names, case, draw.full_rows)
+    if value.get("keep") in UNEVEN:
+        array = uneven_rows(arg, value["keep"], value.get("shard", 0), case)
+    if value.get("ignored", "none") != "none":
+        array = np.where(uneven_rows(arg, value["ignored"], value.get("shard", 0), case), draw.ignore, array)
     if array.shape != arg.shape(case):
         raise ValueError(f"case: input '{arg.name}' is {array.shape}, '{arg.spec}' says {arg.shape(case)}")
     if arg.name in case.conditions.get("expanded", ()):
         array = np.broadcast_to(array[:1], array.shape).copy()
     return array if arg.is_integer else rounded(array, case.dtype)
+
+
+def uneven_rows(arg: Argument, pattern: str, shard: int, case: CaseSpec) -> np.ndarray:
+    """Where a pattern of UNEVEN is true, or of "half", which is true at random.
+
+    "shard" is what one rank holds of a sharded dim, of which there is one for each number; "others" is the rest.
+    Without a sharded dim both are a prefix of each row, as "prefix".
+    """
+    shape = arg.shape(case)
+    rng = generator(case, f"rows of {_source(arg.name, case)}")
+    if pattern == "half":
+        return rng.random(shape) < 0.5
+    axes = [axis for axis, dim in enumerate(arg.spec.dims) if dim.shardings and not _has_custom_layout(dim)]
+    if pattern == "prefix" or not axes:
+        rows = np.arange(shape[-1]) if shape else np.zeros((), np.int64)
+        return np.broadcast_to(rows < rng.integers(0, shape[-1] + 1 if shape else 2, (*shape[:-1], 1)), shape).copy()
+    axis = axes[shard % len(axes)]
+    dim, ranks = arg.spec.dims[axis], coordinates(case.mesh)
+    held = _dim_positions(dim, shape[axis], case, ranks[shard // len(axes) % len(ranks)], {})
+    inside = np.isin(np.arange(shape[axis]), held) == (pattern == "shard")
+    return np.broadcast_to(inside.reshape([-1 if i == axis else 1 for i in range(len(shape))]), shape).copy()
+
+
+def _has_custom_layout(dim: Dim) -> bool:
+    return any(not hasattr(trusted_layouts, sharding.layout) for sharding in dim.shardings)
 
 
 def cotangent(arg: Argument, case: CaseSpec) -> np.ndarray:
@@ -146,21 +175,25 @@ def layout_function(name: str, lengths: Any, custom: Layouts, trusted: bool) -> 
 
 def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: Layouts) -> list[np.ndarray]:
     """Global positions that one rank holds, dim by dim."""
-    by_dim = []
-    for dim, size in zip(arg.spec.dims, arg.shape(case), strict=True):
-        ids = np.arange(size)
-        for sharding in dim.shardings:
-            lengths, world = shard_lengths(case, dim.name, sharding), case.mesh[sharding.axis]
-            if sharding.layout in custom:
-                layout = custom[sharding.layout]
-                by_rank = custom_layout.parts(sharding.layout, layout, dim.name, len(ids), sharding.axis, world)
-                custom_layout.check_ranks(sharding.layout, by_rank, world)
-                trusted_layouts.check_partition(sharding.layout, by_rank, len(ids))
-            else:
-                by_rank = built_in_positions(sharding.layout, len(ids), world, lengths)
-            ids = ids[np.asarray(by_rank[coords[sharding.axis]], dtype=np.int64)]
-        by_dim.append(ids)
-    return by_dim
+    return [
+        _dim_positions(dim, size, case, coords, custom)
+        for dim, size in zip(arg.spec.dims, arg.shape(case), strict=True)
+    ]
+
+
+def _dim_positions(dim: Dim, size: int, case: CaseSpec, coords: Mapping[str, int], custom: Layouts) -> np.ndarray:
+    ids = np.arange(size)
+    for sharding in dim.shardings:
+        lengths, world = shard_lengths(case, dim.name, sharding), case.mesh[sharding.axis]
+        if sharding.layout in custom:
+            layout = custom[sharding.layout]
+            by_rank = custom_layout.parts(sharding.layout, layout, dim.name, len(ids), sharding.axis, world)
+            custom_layout.check_ranks(sharding.layout, by_rank, world)
+            trusted_layouts.check_partition(sharding.layout, by_rank, len(ids))
+        else:
+            by_rank = built_in_positions(sharding.layout, len(ids), world, lengths)
+        ids = ids[np.asarray(by_rank[coords[sharding.axis]], dtype=np.int64)]
+    return ids
 
 
 @lru_cache(maxsize=256)  # each rank asks at least twice for each tensor, and a case has few sizes

@@ -17,6 +17,7 @@ from shardproof.declare.spec import Dim, Sharding
 from shardproof.draw import custom_layout
 
 LOCAL = (2, 3, 5, 1, 8)  # local sizes of a dim; with 1, many mistakes do not show
+LOCAL_WORDS = {1: "one", 2: "two"}
 TURNS = len(LOCAL) ** 2  # more rounds give few new shapes
 SEARCHED = 4096  # combinations of sizes tried for an `assume`
 FACTORS = range(1, 65)  # of dims in formulas, tried until the derived dims can be sharded
@@ -42,53 +43,159 @@ def shapes(
     options: Mapping[str, Any] = MappingProxyType({}),
     *,
     with_smallest: bool = True,
+    with_pairs: bool = True,
 ) -> list[dict[str, int]]:
-    """At most `limit` shapes, simplest first, with at least one for every mesh.
+    """About `limit` shapes, simplest first, with at least one for every mesh.
 
-    The first shape, `with_smallest`, has local sizes (1, ...) on the first mesh. A round then takes (2, 3, 5, ...), the
-    next (3, 5, 1, ...) and so on; in each round each mesh may add the shape with these local sizes. If there are too
-    many meshes for that, their units are combined. A shape that custom layouts or `assume` reject on every mesh is
-    skipped, unless there is no other. If sizes depend on the mesh, each mesh has its own shapes.
+    The first shape, `with_smallest`, has local sizes (1, ...) on the first mesh. `with_pairs`, shapes follow until each
+    mesh has each of its possible `features`, beyond the limit if necessary. Rounds fill up to the limit: the first
+    takes local sizes (2, 3, 5, ...), the next (3, 5, 1, ...) and so on; in each round each mesh may add the shape with
+    these local sizes. If there are too many meshes for that, their units are combined. A shape that custom layouts or
+    `assume` reject on every mesh is skipped, unless there is no other. If sizes depend on the mesh, each mesh has its
+    own shapes.
     """
     if scheme.depends_on_mesh and not all(axis in fixed for axis in scheme.mesh):
         each = max(limit // max(len(tried), 1), 1)
         return [
             shape
             for number, mesh in enumerate(tried)
-            for shape in shapes(scheme, {**fixed, **mesh}, [mesh], each, options, with_smallest=number == 0)
+            for shape in shapes(
+                scheme, {**fixed, **mesh}, [mesh], each, options, with_smallest=number == 0, with_pairs=with_pairs
+            )
         ]
-    # 1. The unit of each size on each mesh; with too many meshes, one unit that serves them all.
     is_tried = bool(scheme.layouts or scheme.assume)
-
-    def suits_one(shape: Mapping[str, int]) -> bool:
-        return any(compatible(scheme, shape, mesh, options) for mesh in tried)
-
-    units = list({tuple(sorted(unit.items())): unit for unit in (_units(scheme, mesh) for mesh in tried)}.values())
-    if len(units) > max(limit // 2, 1):
-        common = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
-        if _shape(scheme, fixed, common, 0) is not None:
-            units = [common]
-    # 2. Round by round, the shape for each unit, until there are enough.
+    units = _units_of_rounds(scheme, fixed, tried, limit)
     offered: list[dict[str, int]] = []
     chosen: list[dict[str, int]] = []
-    for turn in range(TURNS):
-        for unit in units if turn else units[:with_smallest]:
+
+    def offer(units: Sequence[Mapping[str, int]], turn: int) -> None:
+        for unit in units:
             shape = _shape(scheme, fixed, unit, turn)
             if shape is None or shape in offered:
                 continue
             offered.append(shape)
-            if len(chosen) < limit and (not is_tried or suits_one(shape)):
+            suits_one = not is_tried or any(compatible(scheme, shape, mesh, options) for mesh in tried)
+            if len(chosen) < limit and suits_one:
                 chosen.append(shape)
-    # 3. A mesh without a shape, because of custom layouts or `assume`, gets its own.
+
+    offer(units[:with_smallest], 0)
+    if with_pairs:
+        chosen += _pair_shapes(scheme, fixed, tried, options, chosen)
+        offered += chosen
+    for turn in range(1, TURNS):
+        offer(units, turn)
     for mesh in tried if is_tried else ():
-        if not any(compatible(scheme, shape, mesh, options) for shape in chosen):
-            unit = _units(scheme, mesh)
-            mesh_shapes = itertools.chain(
-                (_shape(scheme, fixed, unit, turn) for turn in range(TURNS)), _searched(scheme, fixed, unit)
-            )
-            fitting = (shape for shape in mesh_shapes if shape and compatible(scheme, shape, mesh, options))
-            chosen += itertools.islice(fitting, 1)
+        chosen += _own_shape(scheme, fixed, mesh, options, chosen)
     return chosen or offered[:limit]
+
+
+def _units_of_rounds(
+    scheme: Declared, fixed: Mapping[str, int], tried: Sequence[Mapping[str, int]], limit: int
+) -> list[dict[str, int]]:
+    """The unit of each size on each mesh; with too many meshes, one unit that serves them all."""
+    units = list({tuple(sorted(unit.items())): unit for unit in (_units(scheme, mesh) for mesh in tried)}.values())
+    if len(units) > max(limit // 2, 1):
+        common = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
+        if _shape(scheme, fixed, common, 0) is not None:
+            return [common]
+    return units
+
+
+def _own_shape(
+    scheme: Declared,
+    fixed: Mapping[str, int],
+    mesh: Mapping[str, int],
+    options: Mapping[str, Any],
+    chosen: Sequence[Mapping[str, int]],
+) -> list[dict[str, int]]:
+    """A shape for a mesh for which custom layouts or `assume` reject all chosen ones, if it has any."""
+    if any(compatible(scheme, shape, mesh, options) for shape in chosen):
+        return []
+    unit = _units(scheme, mesh)
+    shapes = itertools.chain(
+        (_shape(scheme, fixed, unit, turn) for turn in range(TURNS)), _searched(scheme, fixed, unit)
+    )
+    return list(itertools.islice((shape for shape in shapes if shape and compatible(scheme, shape, mesh, options)), 1))
+
+
+def features(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]) -> set[tuple[str, str]]:
+    """The features of a shape on a mesh, as (dim, words): its size of each dim that lists sizes, as ("h", "h=4"), and
+    for each other sharded dim whether a rank has one row (or the fewest that its layout allows), two or more.
+    """
+    units = _units(scheme, mesh)
+    found = set[tuple[str, str]]()
+    for name in free_dims(scheme):
+        if name not in shape:
+            continue
+        if len(scheme.dims.get(name, ())) > 1:
+            found.add((name, f"{name}={shape[name]}"))
+        elif name in units and name not in scheme.dims and (local := shape[name] // units[name]):
+            found.add((name, f"{name} of {LOCAL_WORDS.get(local, 'more')} on each rank"))
+    return found
+
+
+def _pair_shapes(
+    scheme: Declared,
+    fixed: Mapping[str, int],
+    tried: Sequence[Mapping[str, int]],
+    options: Mapping[str, Any],
+    chosen: Sequence[Mapping[str, int]],
+) -> list[dict[str, int]]:
+    """Shapes that give each mesh the features which no chosen shape gives it, few by taking several at once.
+
+    Sizes of dims that list them meet every mesh. Other sharded dims have each local size on the largest mesh: a halo
+    may be wider than a neighbour's shard there, and smaller meshes follow in the rounds.
+    """
+    added: list[dict[str, int]] = []
+    for mesh in reversed(tried):
+        unit = _units(scheme, mesh)
+        covered = set[tuple[str, str]]()
+        for shape in (*chosen, *added):
+            if compatible(scheme, shape, mesh, options):
+                covered |= features(scheme, shape, mesh)
+        for name in free_dims(scheme):
+            if name in fixed:
+                continue
+            declared, step = scheme.dims.get(name, ()), unit.get(name, 0)
+            sizes = [size for size in declared if isinstance(size, int)] if len(declared) > 1 else []
+            if not declared and step and mesh is tried[-1]:
+                sizes = [step * local for local in (3, 1, 2)]
+            for size in sizes:
+                if features(scheme, {name: size}, mesh) <= covered:
+                    continue
+                # A turn that has the size by itself leaves the other sizes as they come; else the size is fixed.
+                wanted = features(scheme, {name: size}, mesh)
+                turns = [fixed] if not declared else []
+                shape = None
+                for given in (*turns, {**fixed, name: size}):
+                    shape = shape or _new_shape(scheme, given, unit, mesh, options, covered, wanted, len(added))
+                if shape is not None:
+                    added.append(shape)
+                    covered |= features(scheme, shape, mesh)
+    return added
+
+
+def _new_shape(
+    scheme: Declared,
+    fixed: Mapping[str, int],
+    unit: Mapping[str, int],
+    mesh: Mapping[str, int],
+    options: Mapping[str, Any],
+    covered: Collection[tuple[str, str]],
+    wanted: set[tuple[str, str]],
+    start: int,
+) -> dict[str, int] | None:
+    """Of the shapes of all turns that suit the mesh and have the wanted feature, the one with the most features that
+    are not covered; or None. The turns begin at another one for each shape, so that other sizes vary."""
+    order = (1 + (start + turn) % (TURNS - 1) for turn in range(TURNS - 1))
+    turns = [shape for turn in order if (shape := _shape(scheme, fixed, unit, turn)) is not None]
+    turns = [shape for shape in turns if wanted <= features(scheme, shape, mesh)]
+    distinct = list({tuple(shape.items()): shape for shape in turns}.values())
+    distinct.sort(
+        key=lambda shape: -len(features(scheme, shape, mesh).difference(covered))
+    )  # stable: early turns first
+    fitting = (shape for shape in itertools.chain(distinct, _searched(scheme, fixed, unit)) if shape)
+    return next((shape for shape in fitting if compatible(scheme, shape, mesh, options)), None)
 
 
 def no_shape(scheme: Declared, fixed: Mapping[str, int], mesh: Mapping[str, int]) -> str:

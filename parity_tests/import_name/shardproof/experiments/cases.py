@@ -148,7 +148,9 @@ def _larger_case(
     """One of the largest shapes that the mesh can shard; the rest of the case is drawn from the seed."""
     shapes = [
         shape
-        for shape in size_choices.shapes(scheme, {}, [mesh], SHAPES_TRIED * (1 if place == 0 else 2), case.options)
+        for shape in size_choices.shapes(
+            scheme, {}, [mesh], SHAPES_TRIED * (1 if place == 0 else 2), case.options, with_pairs=False
+        )
         if size_choices.compatible(scheme, shape, mesh, case.options) and math.prod(shape.values()) <= MAX_ELEMENTS
     ]
     if not shapes:

@@ -16,7 +16,7 @@ from shardproof.declare.declared import Declared
 from shardproof.declare.draws import max_drawn
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
-from shardproof.judge.reference import UNIT_ROUNDOFF, Reference, evaluate, operation_errors
+from shardproof.judge.reference import UNIT_ROUNDOFF, Reference, evaluate, operation_errors, unit_of_inputs
 
 NEIGHBOURS = 16
 MAX_ROUNDINGS = 2.0  # largest change of an input in roundings; a budget allows eight
@@ -39,12 +39,13 @@ def neighbours(scheme: Declared, case: CaseSpec, *, infinities: bool = False) ->
     """Equal numbers in rising order, in falling order, then all at random; with `infinities`, equal infinities too."""
     program = Program.of(scheme)
     full = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
+    unit = unit_of_inputs(scheme, case)
     for direction in range(NEIGHBOURS):
         arrays = dict(full)
         for arg in scheme.inputs:
             if not arg.is_integer:
                 rng = inputs.generator(case, f"moved {direction} {arg.name}")
-                arrays[arg.name] = _neighbour(full[arg.name], case, direction, rng, infinities)
+                arrays[arg.name] = _neighbour(full[arg.name], case, unit, direction, rng, infinities)
         yield Neighbour(arrays, operation_errors(scheme, case, f"operations {direction}"), not infinities)
 
 
@@ -70,22 +71,24 @@ def distinct(x: np.ndarray, case: CaseSpec) -> np.ndarray:
     return inputs.rounded(result.reshape(x.shape), case.dtype)
 
 
-def _neighbour(x: np.ndarray, case: CaseSpec, direction: int, rng: np.random.Generator, infinities: bool) -> np.ndarray:
+def _neighbour(
+    x: np.ndarray, case: CaseSpec, unit: float, direction: int, rng: np.random.Generator, infinities: bool
+) -> np.ndarray:
     rising = np.linspace(-1.0, 1.0, x.size).reshape(x.shape)
     random = rng.choice((-1.0, 1.0), x.shape) * rng.uniform(0.5, 1.0, x.shape)
     signs = (rising, -rising, random)[min(direction, 2)]
-    neighbour = x + _max_changes(x, case) * signs
+    neighbour = x + _max_changes(x, unit) * signs
     if not infinities:
         return neighbour
     return _separate_infinities(neighbour, case, signs.ravel().argsort().argsort().reshape(x.shape))
 
 
-def _max_changes(x: np.ndarray, case: CaseSpec) -> np.ndarray:
+def _max_changes(x: np.ndarray, unit: float) -> np.ndarray:
     """The largest change of each number: its own rounding; for repeated numbers, at least a typical rounding."""
     size = np.where(np.isfinite(x), np.abs(x), 0.0)
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
     tied = (counts[inverse.reshape(x.shape)] > 1) & np.isfinite(x)
-    return MAX_ROUNDINGS * UNIT_ROUNDOFF[case.dtype] * np.where(tied, np.maximum(size, _typical(x)), size)
+    return MAX_ROUNDINGS * unit * np.where(tied, np.maximum(size, _typical(x)), size)
 
 
 def _typical(x: np.ndarray) -> float:

@@ -333,7 +333,10 @@ def extra_roundings(evidence: Evidence) -> Iterator[Note]:
     for count, budgets in sorted(evidence.budgets_by_roundings.items()):
         if replace(evidence, budgets=budgets).wrong_count == 0:
             what = f"within what {count} roundings to {evidence.coarse_dtype} may do"
-            yield Note(f"{what}: declare roundings={count} if they are meant", ROUNDING, what)
+            remedy = (
+                "sums='float32' promises none" if evidence.wide_sums else f"declare roundings={count} if they are meant"
+            )
+            yield Note(f"{what}: {remedy}", ROUNDING, what)
             return
 
 
@@ -349,7 +352,8 @@ def narrow_sums(evidence: Evidence) -> Iterator[Note]:
         with np.errstate(over="ignore", invalid="ignore"):
             error = np.abs(evidence.got - evidence.want)[evidence.is_wrong]
             between = np.sqrt(evidence.budgets * coarse)[evidence.is_wrong]
-        if (coarse > SEPARATE * evidence.budgets).all() and (error < between).all():
+        is_far = not evidence.wide_sums and (coarse > SEPARATE * evidence.budgets).all()
+        if is_far and (error < between).all():
             what = f"{SMALL_ERROR}, far below {evidence.coarse_dtype} accumulation: a formula that cancels"
         yield Note(f"{what}{evidence.caveat if evidence.got.size == 1 else ''}", ROUNDING, what)
 

@@ -56,6 +56,7 @@ def collect_evidence(
         outputs_pass=outputs_pass,
         coarse_budgets=tensor.coarse_budgets,
         budgets_by_roundings=budgets_by_roundings,
+        wide_sums=scheme.sums is not None,
         coarse_dtype=COARSER[case.dtype],
         narrow_dtype=tensor.dtype if UNIT_ROUNDOFF.get(tensor.dtype, 0.0) > UNIT_ROUNDOFF[case.dtype] else None,
         max_finite=max_finite(tensor.dtype),

@@ -58,6 +58,7 @@ class Evidence:
     coarse_budgets: np.ndarray | None = None  # for sums in `coarse_dtype`
     # The budgets for other declared numbers of roundings.
     budgets_by_roundings: Mapping[int, np.ndarray] = field(default_factory=dict)
+    wide_sums: bool = False  # promised by the scheme: no intermediate is rounded to a narrow tested dtype
     coarse_dtype: str = "bfloat16"  # COARSER[tested dtype], which for a narrow dtype is that dtype
     narrow_dtype: str | None = None  # of the result, if it rounds more than the tested dtype
     max_finite: float = np.inf  # of the tensor's dtype: beyond it an infinity of the same sign is right

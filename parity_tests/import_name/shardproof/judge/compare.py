@@ -11,7 +11,8 @@ The quantities for one element, named as in `element_budgets`:
 u is the unit roundoff of the tested dtype, u_accumulator the unit roundoff of float32 or of a wider tested dtype, and
 u_out that of the output, but at most u, because a narrower output dtype was not declared. `spread` is the root mean
 square change of the element under random rounding, but at least the median over the tensor: inputs and cotangents are
-rounded to the tested dtype, and every operation of the reference to the dtype of intermediates (see rounding.py).
+rounded to the tested dtype, and every operation of the reference to the dtype of intermediates (see rounding.py). With
+`sums="float32"` inputs, cotangents and intermediates keep float32 precision, and u in `scale` is that of float32.
 `lost_below` is the most that underflow can take from one term.
 """
 
@@ -33,7 +34,7 @@ from shardproof.declare.declared import Argument, Declared
 from shardproof.declare.spec import size_of
 from shardproof.engines.program import RankResult
 from shardproof.engines.stitch import Stitched, gradient_shards, owners, stitch
-from shardproof.judge.reference import UNIT_ROUNDOFF, Reference, accumulator_roundoff
+from shardproof.judge.reference import UNIT_ROUNDOFF, Reference, accumulator_roundoff, unit_of_inputs
 
 # The two constants of all budgets. Change them only together with the figures for false alarms and injected bugs.
 C = 4.0
@@ -163,15 +164,17 @@ def element_budgets(
     roundings: int,
     u_accumulator: float,
     rounded: np.ndarray | float = 0.0,
+    u_spread: float | None = None,
 ) -> np.ndarray:
     """The largest error that each element may have, from dtype, number of terms and conditioning, by the formula above.
 
     `rounded` is the size of the number that is rounded last, if larger than the element: the terms of a sum over ranks.
+    `u_spread` is the unit roundoff that `spread` was computed with, if not that of the tested dtype.
     """
     u = UNIT_ROUNDOFF[dtype]
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
     spread = np.maximum(spread, float(np.median(spread)) if spread.size else 0.0)
-    scale = np.maximum(size, spread / u)
+    scale = np.maximum(size, spread / (u_spread or u))
     # An output wider than the tested dtype rounds less; a narrower one was not declared and gets no larger budget.
     last_rounding = min(UNIT_ROUNDOFF[out_dtype], max(u, u_accumulator)) * np.maximum(size, rounded)
     summation = C * u_accumulator * math.sqrt(max(terms, 1)) * scale + last_rounding
@@ -184,7 +187,8 @@ def element_budgets_at(
     """The budgets of a tensor if its reference had these values, for example at other inputs."""
     count = _terms(scheme, case, tensor.argument, tensor.role) * tensor.stitched.summed_ranks
     u_accumulator = accumulator_roundoff(case.dtype)
-    return element_budgets(want, spread, count, case.dtype, tensor.dtype, scheme.roundings, u_accumulator)
+    u = unit_of_inputs(scheme, case)
+    return element_budgets(want, spread, count, case.dtype, tensor.dtype, scheme.roundings, u_accumulator, u_spread=u)
 
 
 def lost_below(dtype: str) -> float:
@@ -248,9 +252,9 @@ def _compare_elements(
     A gradient that no rank returned is right only if the reference is exactly zero.
     """
     # 1. The budget of each element, and the arguments for budgets of a coarser dtype, which serve as evidence.
-    u, u_accumulator = UNIT_ROUNDOFF[case.dtype], accumulator_roundoff(case.dtype)
+    u, u_accumulator = unit_of_inputs(scheme, case), accumulator_roundoff(case.dtype)
     rounded = stitched.size_of_terms
-    budgets = element_budgets(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator, rounded)
+    budgets = element_budgets(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator, rounded, u)
     if undefined is not None:
         budgets = np.where(undefined, np.inf, budgets)
     coarse = COARSER[case.dtype]

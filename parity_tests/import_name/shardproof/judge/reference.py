@@ -93,7 +93,7 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec, value_errors: n
     x = {name: item.total for name, item in floating.items()}
     c = {name: item.total for name, item in cotangents.items()}
     # 3. Values and gradients, and the change of each element under random rounding of x, c and every intermediate.
-    directions = _directions(case, "", floating), _directions(case, "c ", cotangents)
+    directions = _directions(scheme, case, "", floating), _directions(scheme, case, "c ", cotangents)
     ((y, g), aux), ((dy, dg), _) = _call(
         scheme, case, (fixed, x, c), directions, _tangent_errors(scheme, case), value_errors
     )
@@ -319,11 +319,11 @@ def _check_output(scheme: Declared, arg: Argument, part: Any, shape: tuple[int, 
         )
 
 
-def _directions(case: CaseSpec, prefix: str, tensors: Mapping[str, ReferenceInput]) -> dict[str, Any]:
+def _directions(scheme: Declared, case: CaseSpec, prefix: str, tensors: Mapping[str, ReferenceInput]) -> dict[str, Any]:
     """DIRECTIONS directions: a random sign times half a unit in the last place for each number."""
     by_name = {}
     for name, item in tensors.items():
-        half_ulp = UNIT_ROUNDOFF[case.dtype] * item.magnitude
+        half_ulp = unit_of_inputs(scheme, case) * item.magnitude
         signs = inputs.generator(case, f"direction {prefix}{name}").integers(0, 2, size=(DIRECTIONS, *half_ulp.shape))
         by_name[name] = (2.0 * signs - 1.0) * half_ulp
     return by_name
@@ -341,8 +341,19 @@ def operation_errors(scheme: Declared, case: CaseSpec, name: str) -> np.ndarray:
     return _unit_of_operations(scheme, case) * signs
 
 
+def unit_of_inputs(scheme: Declared, case: CaseSpec) -> float:
+    """The rounding of inputs and cotangents that a budget allows for: to the tested dtype, or to that of sums.
+
+    Inputs are numbers of the tested dtype. A function that promises `sums="float32"` rounds nothing else to it but its
+    results, so its error before the last rounding is that of float32 arithmetic.
+    """
+    return accumulator_roundoff(case.dtype) if scheme.sums else UNIT_ROUNDOFF[case.dtype]
+
+
 def _unit_of_operations(scheme: Declared, case: CaseSpec) -> float:
-    """Intermediates have the accumulation dtype, unless the scheme says that some are stored in the tested dtype."""
+    """Intermediates have the accumulation dtype, unless the scheme says that some are stored in a narrower dtype."""
+    if scheme.inside:
+        return max(UNIT_ROUNDOFF[scheme.inside], accumulator_roundoff(case.dtype))
     return UNIT_ROUNDOFF[case.dtype] if scheme.roundings > 1 else accumulator_roundoff(case.dtype)
 
 

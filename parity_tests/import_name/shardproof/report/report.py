@@ -27,6 +27,7 @@ from shardproof.report.tested_versions import newer
 
 PLAIN_WIDTH = 132
 EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds with repeated numbers
+MOST_NAMED = 4  # pairs that no example had
 # Fields that a report on one case copies from the report on all examples.
 OF_ALL_EXAMPLES = (
     "examples",
@@ -96,6 +97,7 @@ class Report:
     dtypes: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)  # meshes that cannot shard the given sizes: the reason
+    not_drawn: tuple[str, ...] = ()  # pairs that no example had, as "g=2 on cp=4"; only if the scheme is equal
     case_of_tensor: Mapping[str, CaseSpec] = field(default_factory=dict)
     trace_seconds: float = 0.0
     is_undecided: bool = False  # neither equal nor a mismatch
@@ -244,6 +246,7 @@ class Report:
             "failure": None if self.failure is None else str(self.failure),
             "replay": self.replay,
             "left_out": dict(self.left_out),
+            "not_drawn": list(self.not_drawn),
             "confirmed_on": self.confirmed_on,
             "engines_disagree": self.engines_disagree,
             "undecided": self.undecided_examples,
@@ -294,6 +297,9 @@ class Report:
             too_many = ", too many for a pass" if self.is_undecided else ""
             parts.append(Sentence(f"  undecided: {share}{too_many}: {self.undecided_reason}"))
         parts += [Sentence(f"  left out: {omission}") for omission in self.omissions()]
+        if self.not_drawn:
+            more = f" and {len(self.not_drawn) - MOST_NAMED} more" if len(self.not_drawn) > MOST_NAMED else ""
+            parts.append(Sentence(f"  not drawn: {', '.join(self.not_drawn[:MOST_NAMED])}{more}"))
         if self.confirmation is not None:
             parts.append(Sentence(f"  {self.confirmation}"))
         if not self.ok:
