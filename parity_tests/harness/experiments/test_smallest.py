@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof import offsets, scheme, token_below, values
+from shardproof.declare.conditions import record_of
 from shardproof.engines.program import Program
 from shardproof.experiments.smallest import MAX_RUNS, shrink
 from shardproof.verify_one_case import verify_case
@@ -58,6 +59,23 @@ def test_a_tensor_that_is_not_finite_is_no_smaller_case():
     declaration = declared(wrong, "b", mesh={"tp": (1,)})
     report = shrink(declaration, verify_case(declaration, declaration.case(b=9, dtype="float32")), {})
     assert dict(report.case.dims) == {"b": 4}
+
+
+@pytest.mark.parametrize("name", ["call_before", "call_between"])
+def test_a_call_that_fails_beside_the_case_is_the_case_itself(name):
+    """The fault is none of calling the function twice."""
+
+    def raises_from_six(mesh, x):
+        if x.shape[0] > 5:
+            raise KeyError("six")
+        return x * 3.0
+
+    declaration = declared(raises_from_six, "b tp=I", mesh={"tp": (1,)})
+    case, other = (declaration.case(b=size, dtype="float32") for size in (2, 9))
+    failing = verify_case(declaration, case.replace(conditions={name: record_of(other)}))
+    report = shrink(declaration, failing, {})
+    assert (report.verdict, dict(report.case.conditions), report.case.b) == ("raised", {}, 6)
+    assert "only when" not in str(report)
 
 
 def test_ids_stay_the_same_on_fewer_ranks():

@@ -22,7 +22,11 @@ from shardproof.declare.declared import Declared
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
 from shardproof.experiments import cases
+from shardproof.experiments.narrow_tensors import has_narrow_tensors
+from shardproof.experiments.own_shards import name_own_shards
 from shardproof.experiments.repaired_lines import name_lines
+from shardproof.explain.arithmetic import SMALL_ERROR
+from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.collect_evidence import borders
 from shardproof.explain.evidence import SINGLE_ELEMENT, Evidence
 from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
@@ -31,7 +35,7 @@ from shardproof.explain.sums import ZERO_ADDEND, zero_addend
 from shardproof.judge.compare import COARSER, max_finite
 from shardproof.judge.reference import UNIT_ROUNDOFF
 from shardproof.report.report import Report, mesh_text, sizes
-from shardproof.verify_one_case import verify_case
+from shardproof.verify_one_case import NARROW, verify_case
 
 UNTESTED = "; from one case"
 NOT_SO_ON = "; not so on "  # another mesh
@@ -66,9 +70,17 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     # 2. For each tensor, the notes that none of them refutes.
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
     notes = _of_the_other_call(report, notes)
-    # 3. The line of a collective, if repairing it makes the tensor right.
+    # 3. The line of a collective, if repairing it makes the tensor right; the reference of each rank's own shard.
     notes = name_lines(scheme, report, failing, notes)
+    notes = name_own_shards(scheme, report, failing, notes)
+    notes = {label: _without_rounding(of_tensor) for label, of_tensor in notes.items()}
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
+
+
+def _without_rounding(notes: Sequence[Note]) -> tuple[Note, ...]:
+    """The notes on one tensor without those on rounding, if a line was found whose repair makes the tensor right."""
+    is_repaired = any(note.startswith(f"{FORWARD_EQUAL}: ") for note in notes)
+    return tuple(note for note in notes if not (is_repaired and note.scope == ROUNDING))
 
 
 def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing: Sequence[Report]) -> Report | None:
@@ -187,6 +199,12 @@ def _tested_rounding(
 ) -> Note | None:
     """The note, if each failing case has one of its kind and the error vanishes like a rounding error."""
     if not all(any(n.scope == ROUNDING for n in other.notes[label]) for other in same_tensor):
+        return None
+    if (
+        report.case.dtype not in NARROW
+        and not note.startswith(SMALL_ERROR)
+        and not has_narrow_tensors(scheme, report.case)
+    ):
         return None
     vanishes = _vanishes(scheme, report, label)
     if vanishes is None:

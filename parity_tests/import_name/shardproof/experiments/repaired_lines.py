@@ -109,9 +109,9 @@ def _fails_on_one_rank(scheme: Declared, report: Report, labels: Sequence[str]) 
 
 
 def _that_make_right(
-    scheme: Declared, report: Report, labels: Sequence[str], repairs: Sequence[Repair]
+    scheme: Declared, report: Report, labels: Sequence[str], repairs: Sequence[Repair], *, entirely: bool = False
 ) -> dict[str, Repair]:
-    """For each tensor, the repair that makes it right and no other tensor wrong."""
+    """For each tensor, the repair that makes it right and no other tensor wrong; `entirely`, that makes all right."""
     wrong = {tensor.label for tensor in report.tensors if not tensor.ok}
     repair_of_label: dict[str, Repair] = {}
     for repair in repairs[:MAX_REPAIRS]:
@@ -119,7 +119,7 @@ def _that_make_right(
             break
         repaired = verify_case(scheme, report.case, wrap_program=under(repair))
         still_wrong = {tensor.label for tensor in repaired.tensors if not tensor.ok}
-        if repaired.failure is None and still_wrong < wrong:
+        if repaired.failure is None and still_wrong < wrong and not (entirely and still_wrong):
             for label in sorted(wrong - still_wrong):
                 repair_of_label.setdefault(label, repair)
     return {label: repair for label, repair in repair_of_label.items() if label in labels}
@@ -146,7 +146,7 @@ def _swapped_reductions(
     for label in labels:
         in_question = repairs
         for other in (other for other in failing if label in other.notes):
-            repair = _that_make_right(scheme, other, [label], in_question).get(label)
+            repair = _that_make_right(scheme, other, [label], in_question, entirely=True).get(label)
             in_question = [] if repair is None else [repair]
         for repair in in_question[:1]:
             if not _is_right_elsewhere(scheme, report.case, label, repair):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardproof.declare.case import SPARE, CaseSpec
-from shardproof.declare.conditions import OTHER_CALLS, record_of, with_one_less
+from shardproof.declare.conditions import OTHER_CALLS, other_cases, record_of, with_one_less
 from shardproof.declare.declared import Declared
 from shardproof.declare.dim_formulas import complete_dims
 from shardproof.declare.draws import shard_borders
@@ -50,8 +50,12 @@ def shrink(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report
 
 
 def with_fewest_conditions(scheme: Declared, report: Report) -> Report:
-    """The report of the case without the calling conditions that the failure does not need."""
-    for case in with_one_less(report.case):
+    """The report of the case without the calling conditions that the failure does not need.
+
+    If a rank fails in the call before or between, that call may be the case itself.
+    """
+    companions = other_cases(report.case) if report.failure is not None else []
+    for case in (*companions, *with_one_less(report.case)):
         other = _tried(scheme, case)
         if other is not None and fails_alike(other, report):
             return with_fewest_conditions(scheme, replace(other, smallest=report.smallest, as_given=report.as_given))
