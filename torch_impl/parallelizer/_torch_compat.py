@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, placement_types
 
+from torch_impl.contract.derivatives import first_derivative_only
+
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flatten all axes of a mesh into one axis called `name`; an axis of that name with the same ranks is reused.
@@ -95,9 +97,10 @@ class _LocalParameter(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> DTensor:
+    @first_derivative_only
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[DTensor]:
         (gradient,) = gradients
-        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+        return (DTensor(gradient.contiguous(), ctx.spec, requires_grad=False),)  # pyright: ignore[reportCallIssue]
 
 
 def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
