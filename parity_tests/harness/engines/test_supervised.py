@@ -87,7 +87,7 @@ def test_a_broken_pipe_is_an_output_that_nobody_reads():
     ],
 )
 def test_a_process_that_does_not_come_to_its_end_has_no_verdict(body, how):
-    assert ending(f"print('half')\n{body}") == (RANK_FAILED, "half\n", f"shardproof: {how}\n")
+    assert ending(f"print('half', flush=True)\n{body}") == (RANK_FAILED, "half\n", f"shardproof: {how}\n")
 
 
 def test_a_thread_that_ends_the_process_is_named(tmp_path):

@@ -19,8 +19,8 @@ from shardproof.engines.program import Program, RankResult
 from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.judge import bridge
-from shardproof.judge.compare import TensorComparison
-from shardproof.judge.reference import evaluated
+from shardproof.judge.compare import TensorComparison, compare
+from shardproof.judge.reference import evaluate, evaluated
 from shardproof.report.report import Report
 
 OWN = "each rank computes the reference of its own shard"
@@ -69,11 +69,14 @@ def _words(scheme: Declared, report: Report) -> dict[str, list[str]]:
         return {}
     try:
         results = run(program, case, case.engine).results
+        repeated = {each.label: each for each in compare(scheme, case, results, evaluate(scheme, program, case))}
         own = [_of_rank(scheme, program, case, at) for _, at in places]
     except Exception:  # a reference may reject the sizes or the values of a shard with any exception
         return {}
     by_label = {}
     for tensor in (tensor for tensor in report.tensors if not tensor.ok):
+        if not np.array_equal(repeated[tensor.label].got, tensor.got, equal_nan=True):
+            continue  # the report is of given arrays, or the function keeps state
         name = tensor.name if tensor.role == "output" else f"d/d {tensor.name}"
         triples = [
             (at, value, each[name])
