@@ -113,7 +113,7 @@ def _fitting(
         if all(_agrees(scheme, case, at, tensor, got * count, own) for at, got, own in triples):
             yield AVERAGED
     elif not tensor.argument.spec.axes:
-        at, total = triples[0][0], sum(own for _, _, own in triples)
+        at, total = triples[0][0], np.sum([own for _, _, own in triples], axis=0)
         if _agrees(scheme, case, at, tensor, tensor.got, total):
             yield ADDED
         if _agrees(scheme, case, at, tensor, tensor.got * count, total):
