@@ -1,7 +1,7 @@
 """The mark of tests that `make test` leaves out and `make test-all` runs: all but some values of a parameter.
 
-`@pytest.mark.slow` marks a test, `@pytest.mark.fast_values(n)` all but `n` values of it. A test of more than 0.7 s is
-slow unless it alone catches a bug; docs/tiers.md counts the bugs.
+`@pytest.mark.slow` marks a test, `@pytest.mark.fast_values(n)` all but `n` values of it. A test of more than a
+second is slow, and one of each kind is left. docs/tiers.md counts the bugs that this misses.
 """
 
 from __future__ import annotations

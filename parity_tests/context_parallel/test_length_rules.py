@@ -1,4 +1,4 @@
-"""Tables of lengths, shapes and prefixes that a packed batch takes, and the rules that others break."""
+"""Accepted tables of lengths, shapes and prefixes of a packed batch, and the rules that rejected tables break."""
 
 import re
 
@@ -28,7 +28,7 @@ SEEDS = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
 def drawn_tables(rng, shape, size, ranks, fill):
-    """Real and padded lengths that fit, half of them with an entry or two that may not."""
+    """Valid real and padded lengths; half of the tables have one or two entries that may be invalid."""
     n, _, b, q = shape
     unit = 2 * ranks if ranks > 1 else 1
     tables = np.full(shape, fill)
@@ -56,7 +56,7 @@ def slots_of(real, padded, size, fill):
 
 
 def broken_by(rules, violated):
-    """(the first rule that an entry [b, q] breaks, the row and the entry that do first); None where none does."""
+    """(rule, row, entry): the first broken rule and the first entry [b, q] that breaks it. None if all hold."""
     for rule, entries in zip(rules, violated, strict=True):
         if entries.any():
             return rule, *(int(at) for at in np.argwhere(entries)[0])
@@ -77,7 +77,7 @@ def broken_by_lengths(real, padded, size, fill):
 
 
 def slot_that_cannot_be_halved(real, padded, size, fill, ranks):
-    """The number of the first sequence, through all rows, whose slot, tail included, several ranks cannot halve."""
+    """The index over all rows of the first sequence with a slot, tail included, that the ranks cannot halve."""
     is_slot, *_, full = slots_of(real, padded, size, fill)
     cannot = full[is_slot] % (2 * ranks if ranks > 1 else 1) != 0
     return int(cannot.argmax()) if cannot.any() else None
@@ -112,7 +112,7 @@ SIZES = st.tuples(st.sampled_from((2, 4)), st.sampled_from((8, 1, 12)), st.sampl
 @settings(max_examples=few(20))
 @given(SEEDS, st.sampled_from((1, 2)), SIZES, st.sampled_from((-1000, -3)), st.sampled_from((1, 2)))
 def test_tables_of_lengths(rng, ranks, sizes, fill, num_chunks):
-    """The rule that each table breaks and where; positions and padding of the stream where it is taken."""
+    """A rejection names the broken rule and its place; an accepted table gives positions and padding."""
     (b, s, q), settings = sizes, {"num_chunks": num_chunks, "seq_lens_padding_value": fill}
     tables = drawn_tables(rng, (12, 2, b, q), s, ranks, fill)
     ids = torch.from_numpy(rng.integers(0, 10, (b, s)))
@@ -152,7 +152,7 @@ SIZE = 3
 
 
 def drawn_sizes(rng, n):
-    """Sizes that fit, half of them with one that may not."""
+    """Valid sizes; half of the tables have one that may be invalid."""
     rows = rng.choice([2, 4, 3], n)
     entries = rng.integers(1, 4, n)
     fits = {name: rows for name in ("rows", "real_rows", "padded_rows", "label_rows", "scores")}

@@ -35,7 +35,7 @@ WORLD = 2
 DTYPES = ("float32", "bfloat16")
 ROUNDS, WARM = 7, 2
 BOUND = "bound"
-# What is timed: tokens, vocabulary, and the width of hidden states.
+# Timed sizes: tokens, vocabulary, and the width of hidden states.
 TIMED = {"logprob": {"s": 512, "v": 131072}, "head": {"s": 512, "v": 65536, "d": 1024}}
 
 
@@ -58,7 +58,7 @@ def main(rank: int, folder: Path) -> None:
 
 
 def _drawn(s: int, v: int, d: int | None = None) -> dict[str, Tensor]:
-    """Logits, or with d what makes them; targets and cotangents of all tokens. The same on every rank."""
+    """Logits, or hidden states and weight with d; targets and cotangents of all tokens. Equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     arrays = {"target": torch.randint(v, (1, s), generator=generator)}
     arrays["cotangent"] = torch.randn(1, s, generator=generator)
@@ -69,7 +69,7 @@ def _drawn(s: int, v: int, d: int | None = None) -> dict[str, Tensor]:
 
 
 def _inputs(rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], dtype: torch.dtype) -> ArmInputs:
-    """The part of the logits is columns of them, that of the weight rows."""
+    """A rank's part of the logits is columns, and its part of the weight is rows."""
     has_head = "weight" in arrays
     full = arrays["weight" if has_head else "logits"].to(dtype)
     local = full.chunk(WORLD, 0 if has_head else -1)[rank].contiguous()
@@ -106,14 +106,14 @@ def _compared(
 
 
 def _fresh(inputs: ArmInputs) -> ArmInputs:
-    """Copies of what an arm may overwrite, made outside of its time."""
+    """Copies of the tensors that an arm may overwrite, made outside of its time."""
     return ArmInputs(
         inputs.full, inputs.shard.clone(), inputs.target, inputs.cotangent, inputs.mesh, inputs.hidden.clone()
     )
 
 
 def _worst(results: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float:
-    """The worst error of an arm's results, in budgets of the reference's. Errors: RuntimeError if it is no number."""
+    """The worst error of an arm's results, in budgets of the reference. Errors: RuntimeError if it is NaN."""
     ratios = []
     for i, got in enumerate(results):
         want, budget = arrays[f"want {i}"], arrays[f"budget {i}"]
@@ -122,7 +122,7 @@ def _worst(results: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float
                 want, budget = (x.chunk(WORLD, dim)[rank] for x in (want, budget))
         error = (got.detach().double() - want).abs()
         ratios.append(torch.where(error == 0, 0.0, error / budget).max())
-    worst = float(torch.stack(ratios).max())  # torch's, in which one that is no number is the largest
+    worst = float(torch.stack(ratios).max())  # torch's maximum: NaN if one is NaN
     if math.isnan(worst):
         raise RuntimeError("benchmarks: an arm's result is not a number, so the arm is not timed")
     return worst
@@ -144,12 +144,12 @@ def _sent_and_kept(arm: Arm, inputs: ArmInputs) -> dict[str, Any]:
 
 
 def _alone(inputs: ArmInputs) -> dict[str, Callable[[ArmInputs], Any]]:
-    """The experiments; a head has new memory alone."""
+    """The experiments; a head is measured with new memory only."""
     return {NEW_MEMORY: ALONE[NEW_MEMORY]} if inputs.hidden.numel() else ALONE
 
 
 def _bound(inputs: ArmInputs) -> Callable[[ArmInputs], Any]:
-    """What no implementation can do without: of logits one and a half copies, of a head four products."""
+    """The least work of any implementation: one and a half copies of the logits, or four products of a head."""
     if not inputs.hidden.numel():
         into = torch.empty_like(inputs.shard)
         half = inputs.shard.flatten()[: inputs.shard.numel() // 2]

@@ -1,9 +1,9 @@
 """Run every injected bug on drawn cases of the schemes that it affects, until an oracle catches it.
 
-A scheme is affected if it runs a line of the bug, or one that names it where the bug stands in a constant. A round is
-one example of each of the nearest affected schemes, those that run the fewest lines; the others are tried only where
-these see nothing. The baseline beside it is a parity test as it is often written: two ranks, one shape, equal shards,
-three seeds, the same budgets.
+A scheme is affected if it runs a line of the bug. If the bug is in a constant, a scheme is affected if it runs a line
+with the constant's name. A round is one example of each of the nearest affected schemes, which run the fewest lines.
+The others are tried only if these see nothing. The baseline beside it is a parity test as it is often written: two
+ranks, one shape, equal shards, three seeds, the same budgets.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ NOT_TRIED = {"compiled_logprob": "would be compiled again for each bug and shape
 
 
 class FalseAlarm(RuntimeError):
-    """A scheme that is not equal to its reference on a case without any bug: no catch can be inferred from it."""
+    """A scheme differs from its reference without any bug, so its reports say nothing about a bug."""
 
 
 @dataclass(frozen=True)
 class Catch:
-    """One report that was not equal: whose, in which round, which oracles reported it and in what words."""
+    """One report that was not equal: its scheme, round, oracles and words."""
 
     scheme: str
     example: int
@@ -52,7 +52,7 @@ class Catch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one bug. `baseline` counts values and failed ranks alone, `baseline_all_oracles` all oracles."""
+    """The outcome of one bug. `baseline` counts values and failed ranks alone, `baseline_all_oracles` all oracles."""
 
     bug: InjectedBug
     affected: int
@@ -88,8 +88,8 @@ class Outcome:
 class BugRunner:
     """Runs bugs on the trials of the healthy schemes, which all bugs share; without a baseline, its counts are 0.
 
-    `traced` drawn cases of each scheme tell which lines it runs. A bug that is run `until_caught` is not tried again to
-    learn what later catches say, and whether values alone would have seen it.
+    `traced` drawn cases of each scheme tell which lines it runs. A bug that is run `until_caught` is not tried again
+    for the words of later catches, and for a catch by values alone.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class BugRunner:
     def affected(self, bug: InjectedBug) -> list[SchemeTrials]:
         """Trials of the schemes that run a line of the bug, the nearest first.
 
-        Where none does: of those that run a line of its file with the symbol's name, or any line of its file.
+        If no scheme does, a line of its file with the symbol's name counts, and then any line of its file.
         """
         patched = patched_text(bug)
         # No scheme runs the line of a constant, which import does; nor do its first cases run every line of a function.
@@ -177,7 +177,7 @@ def patched_schemes(bug: InjectedBug, schemes: Iterable[Declared]) -> tuple[Patc
 def schemes_under(patched: PatchedFile, schemes: Iterable[Declared]) -> tuple[PatchedModules, dict[str, Declared]]:
     """The modules with a patched file, and the schemes declared again in them; the table keeps the healthy ones.
 
-    They keep the healthy references too: no bug stands in one, and what is compiled of it serves all bugs.
+    They keep the healthy references too: no bug is in one, and a compiled reference serves all bugs.
     """
     keys = [scheme.key for scheme in schemes]
     healthy = dict(TABLE)
@@ -204,7 +204,7 @@ def oracles(report: Report) -> tuple[str, ...]:
 
 
 def words(report: Report) -> str:
-    """All that the report says about what is wrong."""
+    """All sentences of the report about the failure."""
     notes = [note for explanations in report.notes.values() for note in explanations]
     failure = [] if report.failure is None else [str(report.failure)]
     return "\n".join([*failure, *notes, *report.protocol, *report.cost, *report.hygiene])

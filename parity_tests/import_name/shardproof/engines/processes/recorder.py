@@ -69,7 +69,7 @@ FUNCTIONAL: _Table = {
 }
 OPERATORS: Mapping[str, _Table] = {"c10d": IN_PLACE, "_c10d_functional": FUNCTIONAL}
 SILENT = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
-MOST_OPEN = 4  # calls not waited for, which the status table shows of a rank that dies
+MOST_OPEN = 4  # the status table shows at most so many open calls of a rank that dies
 MISSING = {"batch_p2p_ops": "it mixes sends and receives in one call, for compiled code; use batch_isend_irecv"}
 
 
@@ -187,7 +187,21 @@ class _Nowhere:
     def issue(self, row: object, *, open_rows: object = ()) -> None: ...
 
 
-class Recorder(TorchDispatchMode):
+class _BesideCompiler(TorchDispatchMode):
+    """A dispatch mode that neither loads torch's compiler nor keeps it from compiling."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch would import its compiler, which takes a second, at the first operation of each process."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: otherwise torch would silently compile nothing while a rank is recorded."""
+        return True
+
+
+class Recorder(_BesideCompiler):
     """Rows of one run of one rank. `axes` are the mesh's axes, which name the groups."""
 
     def __init__(self, slot: status_table.Slot | None = None, axes: Mapping[str, int] | None = None) -> None:
@@ -202,16 +216,6 @@ class Recorder(TorchDispatchMode):
         self._unwaited: dict[int, tuple[Tensor, LedgerRow]] = {}
         self._works: dict[int, _Issued] = {}
         self._uncompiled: Callable[..., Any] | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: else torch would import its compiler, which takes a second, at the first operation of each process."""
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: otherwise torch would silently compile nothing while a rank is recorded."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         # If the compiler is loaded anyway, it must compile the code between operations, but not this function.
@@ -296,12 +300,12 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def creation(self, row: LedgerRow) -> Iterator[None]:
-        """A block that makes a group, in which its members wait for one another."""
+        """A block that makes a group; the members of the group wait for each other in it."""
         self.rows.append(row)
         self._slot.issue(row)
         try:
             yield
-        except RuntimeError as error:  # another error is of the arguments
+        except RuntimeError as error:  # any other error comes from the arguments
             self.backend_errors.append(error)
             raise
         finally:
@@ -313,7 +317,7 @@ class Recorder(TorchDispatchMode):
         return self._blocked(issued and issued.row)
 
     def is_seen(self, work: dist.Work) -> None:
-        """The caller knows that this work is complete, or has asked for what tells it."""
+        """Note that the caller knows that this work is complete, or holds its future."""
         self._works.pop(id(work), None)
 
     def unwaited(self) -> list[LedgerRow]:
@@ -332,27 +336,19 @@ class Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Issued:
-    """The work of an asynchronous call; `has_handle` if the caller has got it, and must wait for it."""
+    """The work of an asynchronous call. With `has_handle` the caller holds it, and must wait for it."""
 
     work: dist.Work
     row: LedgerRow
     has_handle: bool
 
 
-class OfThread(TorchDispatchMode):
-    """In a thread that a rank has started: its calls are those of the rank. A mode itself belongs to one thread."""
+class OfThread(_BesideCompiler):
+    """Record the calls of a thread as calls of the rank that started it. A dispatch mode belongs to one thread."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return self._recorder.__torch_dispatch__(func, types, args, kwargs)
@@ -389,7 +385,7 @@ def _observed(method: Callable[..., Any], name: str, current: Callable[[], Recor
 
 
 def _is_called_by_c10d() -> bool:
-    """Whether a Python function of c10d has made this call, which then hands its work to the caller."""
+    """Whether a Python function of c10d made this call; it returns the work to the caller."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == dist.distributed_c10d.__file__:
