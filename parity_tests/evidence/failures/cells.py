@@ -184,6 +184,13 @@ def _verdict(engine: str, world: int, name: str) -> tuple[str, str]:
     return report.verdict, "\n".join([*wrong, *report.protocol, *report.hygiene])
 
 
+def _start(engine: str, world: int) -> None:
+    """Run a function that does nothing: the seconds of a kind are counted on ranks that have imported torch."""
+    from shardproof.engines.engines import run
+
+    run(lambda mesh, case: None, CaseSpec("failures", {"tp": world}, engine=engine), engine)
+
+
 def main(engine: str, world: str, output: str, *names: str) -> int:
     """Append the cells to the file `output`, one by one."""
     if engine == "torchrun":
@@ -191,6 +198,7 @@ def main(engine: str, world: str, output: str, *names: str) -> int:
 
         if not launch.is_rank_zero():
             return launch.serve()
+    _start(engine, int(world))
     with open(output, "a") as file:
         for name in names:
             try:
