@@ -101,8 +101,8 @@ VALUE_ERRORS = [
         lambda m: attend(m, layout=stream_of(m), cu_seqlens=torch.tensor([0, 8, 16])),
         "cu_seqlens differ from the layout's; pass one of them",
     ),
-    (lambda m: attend(m, k=KV.to("meta")), "q, k, v are on cpu, meta, meta; pass one device"),
-    (lambda m: attend(m, v=KV.to("meta")), "q, k, v are on cpu, cpu, meta; pass one device"),
+    (lambda m: attend(m, k=KV.to("meta")), "k is on meta but q on cpu; pass one device"),
+    (lambda m: attend(m, v=KV.to("meta")), "v is on meta but q on cpu; pass one device"),
     (
         lambda m: attend(m, layout=layout_of(m, kind="ragged", counts=[8, 8]), exchange="ulysses"),
         "exchange='ulysses' needs equally many rows on each rank, unlike ragged; use ring or all_gather",
@@ -119,7 +119,6 @@ VALUE_ERRORS = [
     ),
 ]
 ONE_DTYPE = "pass one dtype of float16, bfloat16, float32, float64"
-NARROW, FP8 = torch.float8_e4m3fn, "float8_e4m3fn"
 TYPE_ERRORS = [
     (
         lambda m: attend(m, group="cp"),
@@ -129,7 +128,10 @@ TYPE_ERRORS = [
     (lambda m: attend(m, k=KV.double()), f"q, k, v are float32, float64, float64; {ONE_DTYPE}"),
     (lambda m: attend(m, v=KV.double()), f"q, k, v are float32, float32, float64; {ONE_DTYPE}"),
     (lambda m: attend(m, q=Q.int(), k=KV.int()), "q is int32; it must be floating"),
-    (lambda m: attend(m, q=Q.to(NARROW), k=KV.to(NARROW)), f"q, k, v are {', '.join([FP8] * 3)}; {ONE_DTYPE}"),
+    (
+        lambda m: attend(m, q=Q.to(torch.float8_e4m3fn)),
+        "q is float8_e4m3fn, for which torch has few operations; convert it",
+    ),
     (lambda m: attend(m, q=Q.numpy()), "q is a ndarray; pass a Tensor"),
     (lambda m: attend(m, window=2.5), "window=2.5 is a float; pass an int, or None to see all"),
     (lambda m: attend(m, window=True), "window=True is a bool; pass an int, or None to see all"),

@@ -156,7 +156,7 @@ def test_padding_reaches_no_sink_whatever_its_cotangent():
         ({"softcap": 0.0}, ValueError, "softcap=0.0 must be positive"),
         ({"sinks": [0.0]}, TypeError, "sinks is a list; pass a Tensor"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks is [3] but q has h=2: h differs, 3 and 2"),
-        ({"sinks": torch.zeros(2, device="meta")}, ValueError, "sinks are on meta, q on cpu; pass one device"),
+        ({"sinks": torch.zeros(2, device="meta")}, ValueError, "sinks is on meta but q on cpu; pass one device"),
     ],
 )
 def test_rejections(options, kind, message):

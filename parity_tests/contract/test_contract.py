@@ -93,10 +93,14 @@ class Doubled(torch.autograd.Function):
         return g * 2, None
 
 
+NARROW = torch.float8_e5m2
 REJECTED = [
     (TypeError, (1, IDS), {}, "logits is an int; pass a Tensor"),
     (TypeError, (None, IDS), {}, "logits is None; pass a Tensor"),
     (TypeError, (IDS, IDS), {}, "logits is int64; logits must be floating"),
+    (TypeError, (LOGITS.to_sparse(), IDS), {}, "logits is of layout sparse_coo; pass a dense tensor"),
+    (TypeError, (LOGITS.to(NARROW), IDS), {}, "logits is float8_e5m2, for which torch has few operations; convert it"),
+    (ValueError, (LOGITS, IDS.to("meta")), {}, "ids is on meta but logits on cpu; pass one device"),
     (ValueError, (torch.tensor(1.0), IDS), {}, "logits has no dims; the last one must be the vocabulary"),
     (TypeError, (LOGITS, LOGITS), {}, "ids is float32; token ids must be int32 or int64"),
     (TypeError, (LOGITS, IDS.bool()), {}, "ids is bool; token ids must be int32 or int64"),

@@ -13,7 +13,7 @@ from torch.distributed import P2POp, ProcessGroup, Work
 
 from torch_impl.collectives import large_tensors
 from torch_impl.collectives.lengths import dim_from_front, lengths_of_ranks, lengths_to_gather, lengths_to_scatter
-from torch_impl.contract import Group, ShardedAny, contract
+from torch_impl.contract import Group, ShardedAny, Tensors, contract
 
 
 # all_to_all: V -> V
@@ -128,7 +128,7 @@ def ring_shift(
 
 @contract
 def start_ring_shift(
-    tensors: Sequence[Tensor], group: Group[ProcessGroup, "axis"], shift: int = 1
+    tensors: Tensors, group: Group[ProcessGroup, "axis"], shift: int = 1
 ) -> tuple[list[Tensor], list[Work]]:
     """Start shifting several tensors over `group` and return at once: (received tensors, works to wait for).
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.lengths import dim_from_front, lengths_to_gather, lengths_to_scatter
 from torch_impl.collectives.plain import all_gather_concat, reduce_scatter_sum
-from torch_impl.contract import GradientType, Group, ShardedAny, contract
+from torch_impl.contract import GradientType, Group, ShardedAny, ShardedNumber, contract
 
 
 # all_gather: V -> R | I
@@ -48,12 +48,12 @@ def all_gather(
 # reduce_scatter: P -> V
 @contract
 def reduce_scatter(
-    x: ShardedAny[Tensor, "... a ... axis=P"],
+    x: ShardedNumber[Tensor, "... a ... axis=P"],
     group: Group[ProcessGroup, "axis"],
     *,
     dim: int = 0,
     lengths: Sequence[int] | None = None,
-) -> ShardedAny[Tensor, "... a/axis ..."]:
+) -> ShardedNumber[Tensor, "... a/axis ..."]:
     """Sum over the ranks of a group; rank r gets shard r of the sum along `dim`.
 
         +[A0, A1, A2]        A0 + B0 + C0

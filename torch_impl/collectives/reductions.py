@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.plain import all_reduce_sum, wide_copy
-from torch_impl.contract import GradientType, Group, Rejected, ShardedAny, contract
+from torch_impl.contract import GradientType, Group, Rejected, ShardedAny, ShardedNumber, contract, dtype_name
 
 
 # all_reduce: P -> R | I
 @contract
 def all_reduce(
-    x: ShardedAny[Tensor, "... axis=P"], group: Group[ProcessGroup, "axis"], out: GradientType = "I"
-) -> ShardedAny[Tensor, "... axis=R"] | ShardedAny[Tensor, "... axis=I"]:
+    x: ShardedNumber[Tensor, "... axis=P"], group: Group[ProcessGroup, "axis"], out: GradientType = "I"
+) -> ShardedNumber[Tensor, "... axis=R"] | ShardedNumber[Tensor, "... axis=I"]:
     """Sum over the ranks of a group, on every rank.
 
         +Ax        Ax + Ay + Az
@@ -39,8 +39,8 @@ def all_reduce(
 # all_reduce_max: V -> I, no gradient
 @contract
 def all_reduce_max(
-    x: ShardedAny[Tensor, "..."], group: Group[ProcessGroup, "axis"]
-) -> ShardedAny[Tensor, "... axis=I"]:
+    x: ShardedNumber[Tensor, "..."], group: Group[ProcessGroup, "axis"]
+) -> ShardedNumber[Tensor, "... axis=I"]:
     """Element-wise maximum over the ranks of a group, on every rank; not differentiable.
 
         Ax        max(Ax, Ay, Az)
@@ -53,6 +53,8 @@ def all_reduce_max(
     Cost:   forward 1 all_reduce of x, in its dtype. Saves nothing.
     Errors: TypeError if group is not a ProcessGroup.
     """
+    if x.is_complex():
+        raise Rejected(f"x is {dtype_name(x)}, which has no order; pass x.abs()", TypeError)
     # In x's dtype: a maximum is one of the values, so no rounding occurs.
     largest = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

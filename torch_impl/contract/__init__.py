@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from torch_impl.contract.tensor_kinds import Device as Device
     from torch_impl.contract.tensor_kinds import Dtype as Dtype
     from torch_impl.contract.tensor_kinds import Group as Group
+    from torch_impl.contract.tensor_kinds import Groups as Groups
     from torch_impl.contract.tensor_kinds import Mesh as Mesh
     from torch_impl.contract.tensor_kinds import Module as Module
     from torch_impl.contract.tensor_kinds import Sharded as Sharded
@@ -56,12 +57,14 @@ if TYPE_CHECKING:
     from torch_impl.contract.tensor_kinds import ShardedBool as ShardedBool
     from torch_impl.contract.tensor_kinds import ShardedIds as ShardedIds
     from torch_impl.contract.tensor_kinds import ShardedInt as ShardedInt
+    from torch_impl.contract.tensor_kinds import ShardedNumber as ShardedNumber
+    from torch_impl.contract.tensor_kinds import Tensors as Tensors
     from torch_impl.contract.tensor_kinds import dtype_name as dtype_name
     from torch_impl.contract.tensor_kinds import is_integer as is_integer
 
 _OF_TENSORS = (
-    *("Device", "Dtype", "Group", "Mesh", "Module", "Sharded", "ShardedAny", "ShardedBool", "ShardedIds", "ShardedInt"),
-    *("dtype_name", "is_integer"),
+    *("Device", "Dtype", "Group", "Groups", "Mesh", "Module", "Sharded", "ShardedAny", "ShardedBool", "ShardedIds"),
+    *("ShardedInt", "ShardedNumber", "Tensors", "dtype_name", "is_integer"),
 )
 
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.contract.kinds import Instance, Sizes, type_name
+from torch_impl.contract.kinds import Instance, ListOf, Sizes, type_name
 from torch_impl.contract.rejected import TypeProblem
 
 LEADING = "..."
+DEVICE = " device"  # in Sizes, beside dims, whose names have no blank
 
 
 def dtype_name(x: Tensor) -> str:
@@ -58,8 +59,15 @@ def _is_bool(dtype: torch.dtype) -> bool:
     return dtype == torch.bool
 
 
+_WITHOUT_ARITHMETIC = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+    and ((dtype.is_floating_point and dtype.itemsize == 1) or str(dtype)[6:] in ("uint16", "uint32", "uint64"))
+)
 _DTYPES = {
     "any": (_any_dtype, ""),
+    "number": (_any_dtype, ""),
     "floating": (_is_floating, "must be floating"),
     "ids": (_is_id, "token ids must be int32 or int64"),
     "integer": (_is_integer, "must be integers"),
@@ -102,6 +110,14 @@ class TensorKind:
         if not accepts(value.dtype):
             subject = "" if rule.startswith("token") else "logits " if "logits" in name else "it "
             return TypeProblem(f"{name} is {dtype_name(value)}; {subject}{rule}")
+        if self.dtypes != "any" and value.dtype in _WITHOUT_ARITHMETIC:
+            return TypeProblem(f"{name} is {dtype_name(value)}, for which torch has few operations; convert it")
+        if value.layout is not torch.strided or value.is_nested:
+            layout = "nested" if value.is_nested else f"of layout {str(value.layout).removeprefix('torch.')}"
+            return TypeProblem(f"{name} is {layout}; pass a dense tensor")
+        device, setter = sizes.setdefault(DEVICE, (value.device, name))
+        if device != value.device:
+            return f"{name} is on {value.device} but {setter} on {device}; pass one device"
         # 2. The number of dims.
         n_dims = len(self.dims)
         if value.ndim < n_dims or (value.ndim > n_dims and not (self.has_leading or self.has_trailing)):
@@ -180,6 +196,7 @@ if TYPE_CHECKING:
     from typing import Annotated as ShardedBool
     from typing import Annotated as ShardedIds
     from typing import Annotated as ShardedInt
+    from typing import Annotated as ShardedNumber
 else:
     Group = _GroupAnnotation()
     Sharded = _TensorAnnotation("floating")
@@ -187,7 +204,12 @@ else:
     ShardedInt = _TensorAnnotation("integer")
     ShardedBool = _TensorAnnotation("bool")
     ShardedAny = _TensorAnnotation("any")
+    ShardedNumber = _TensorAnnotation("number")  # of any dtype in which torch can add
 
+Tensors = Annotated[list[Tensor], ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors")]
+Groups = Annotated[
+    list[ProcessGroup], ListOf(Instance(ProcessGroup, "pass a ProcessGroup", shows_value=False), "process groups")
+]
 Module = Annotated[nn.Module, Instance(nn.Module, "pass a torch.nn.Module", shows_value=False)]
 Dtype = Annotated[torch.dtype, Instance(torch.dtype, "pass a torch.dtype")]
 Device = Annotated[torch.device, Instance((torch.device, str), "pass a torch.device", shows_value=False)]

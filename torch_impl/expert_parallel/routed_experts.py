@@ -66,9 +66,6 @@ def routed_experts(
     weights = checked_weights(x, gate_up, down, backend)
     if experts.shape[1] == 0:
         raise Rejected("experts has k=0 choices of a token; pass one or more")
-    for argument, tensor in (("gates", gates), ("experts", experts), ("kept", kept)):
-        if tensor is not None and tensor.device != x.device:
-            raise Rejected(f"{argument} is on {tensor.device} but x on {x.device}; pass one device")
     # Wide, so that a gate's gradient, a sum over ranks, is rounded once.
     gates = gates.to(torch.promote_types(gates.dtype, accumulator(x.dtype)))
     # Expert ids are sent in int32; clamping keeps invalid ids, such as -1, invalid.

@@ -155,6 +155,9 @@ def offsets_of(name: str, values: Tensor | Sequence[int]) -> Tensor:
         offsets = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         raise Rejected(f"{name}={values!r} are not offsets; pass a row of integers", TypeError) from None
+    if offsets.layout is not torch.strided or offsets.is_nested or offsets.is_meta:
+        what = "on meta, without values" if offsets.is_meta else "not a dense tensor"
+        raise Rejected(f"{name} is {what}; pass a dense row of integers", TypeError)
     # An empty list becomes a float tensor; leave its error to `check_row`, which complains about the shape.
     if offsets.numel():
         _check_integers(name, offsets)
@@ -169,7 +172,7 @@ def check_row(name: str, offsets: Tensor, error: type[ValueError] = ValueError) 
 
 
 def _check_integers(name: str, offsets: Tensor) -> None:
-    if not is_integer(offsets):
+    if not is_integer(offsets) or offsets.dtype in (torch.uint16, torch.uint32, torch.uint64):
         raise Rejected(f"{name}: dtype is {dtype_name(offsets)}; offsets are integers", TypeError)
 
 

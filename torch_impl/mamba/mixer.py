@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator
-from torch_impl.contract import NonNegative, PositiveInt, Rejected, Sharded, contract, dtype_name
+from torch_impl.contract import Dtype, NonNegative, PositiveInt, Rejected, Sharded, contract, dtype_name
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.mix import SsmParameters, check_stream, mix_columns, mixer_sizes
 
@@ -88,7 +88,7 @@ class Mamba2Mixer(nn.Module):
         dt_limit: tuple[float, float] = (0.0, math.inf),
         context_parallel: Callable[[Mamba2Mixer], Strategy] | None = None,
         device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: Dtype | None = None,
     ) -> None:
         super().__init__()
         # 1. Checks that involve several arguments.

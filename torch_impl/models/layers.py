@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel import context_parallel_attention
-from torch_impl.contract import Rejected, contract
+from torch_impl.contract import Rejected, Sharded, ShardedInt, contract
 from torch_impl.expert_parallel import sequence_balance_loss, softmax_top_k, with_loss, z_loss
 from torch_impl.expert_parallel.dispatch import sorted_choices
 from torch_impl.expert_parallel.experts import checked_weights
@@ -116,8 +116,11 @@ class Experts(nn.Module):
 
     @contract
     def forward(
-        self, hidden_states: Float[Tensor, "t d"], top_k_index: Int[Tensor, "t k"], top_k_weights: Float[Tensor, "t k"]
-    ) -> Float[Tensor, "t d"]:
+        self,
+        hidden_states: Sharded[Tensor, "t d"],
+        top_k_index: ShardedInt[Tensor, "t k"],
+        top_k_weights: Sharded[Tensor, "t k"],
+    ) -> Sharded[Tensor, "t d"]:
         gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
         weights = checked_weights(hidden_states, gate_up, down, "auto")
         choices = sorted_choices(top_k_index, len(down))

@@ -7,14 +7,14 @@ divisor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.contract import Group, PositiveInt, Sharded, ShardedIds, ShardedInt, contract
+from torch_impl.contract import Group, Groups, Instance, ListOf, PositiveInt, Sharded, ShardedIds, ShardedInt, contract
 from torch_impl.vocab_parallel import DistributedLogprob
 from torch_impl.vocab_parallel.vocab_range import ceil_range
 
@@ -39,10 +39,14 @@ def token_losses(
     return -DistributedLogprob.apply(logits, targets, start, end, tp)
 
 
+Targets = Annotated[
+    list[Tensor],
+    ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors", "pass one for each microbatch"),
+]
+
+
 @contract
-def valid_count(
-    targets: Sequence[Tensor], groups: Sequence[ProcessGroup], vocab_size: PositiveInt | None = None
-) -> ShardedInt[Tensor, ""]:
+def valid_count(targets: Targets, groups: Groups, vocab_size: PositiveInt | None = None) -> ShardedInt[Tensor, ""]:
     """The number of valid tokens in an optimiser step: in all local microbatches, summed over the ranks of all groups.
 
         targets  "b s/cp" of each microbatch   ->   a number, the same on every rank
@@ -51,7 +55,8 @@ def valid_count(
     target is in [0, vocab_size), as in `token_losses`; without `vocab_size`, if it is not negative.
 
     Cost:   1 all_reduce of one int64 for each group.
-    Errors: ValueError for a vocab_size below 1.
+    Errors: TypeError for targets that are no list of tensors, or groups no list of groups; ValueError for no targets
+            and for a vocab_size below 1.
     """
     end = torch.iinfo(torch.int32).max if vocab_size is None else vocab_size
     count = torch.stack([((each >= 0) & (each < end)).sum() for each in targets]).sum()

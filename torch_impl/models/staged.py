@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
-from torch_impl.contract import Rejected, contract
+from torch_impl.contract import Groups, Instance, ListOf, Rejected, contract
 from torch_impl.models.batch import RankStream, offsets_of
 from torch_impl.models.layers import Moe
 from torch_impl.models.loss import normalised, token_losses, valid_count
@@ -49,13 +49,23 @@ class StepLoss:
         return normalised(token_losses(logits, targets, self.tp, self.vocab_size), self.count, self.averaged_over)
 
 
+Stages = Annotated[
+    list[PipelineStage],
+    ListOf(Instance(PipelineStage, "pass a PipelineStage", shows_value=False), "stages", "pass this rank's stages"),
+]
+Streams = Annotated[
+    list[RankStream],
+    ListOf(Instance(RankStream, "pass a RankStream", shows_value=False), "streams", "pass one for each micro-batch"),
+]
+
+
 @contract
 def staged_step(
     schedule: Any,
-    stages: Sequence[PipelineStage],
+    stages: Stages,
     loss: StepLoss,
-    streams: Sequence[RankStream],
-    groups: Sequence[ProcessGroup],
+    streams: Streams,
+    groups: Groups,
 ) -> list[Float[Tensor, ""]]:
     """Run forward and backward of one step, and return this rank's shares of the loss.
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.contract import contract
+from torch_impl.contract import Rejected, contract, type_name
 from torch_impl.vocab_parallel.linear_logprob import from_parallel_hidden_states_to_logprobs
 from torch_impl.vocab_parallel.vocab_range import ChunkSize
 
@@ -82,6 +82,8 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     Errors: ValueError if chunk_size is below 1; ImportError without Megatron-core, unless a class is given.
     """
     model_class = _gpt_model() if model_class is None else model_class
+    if not (isinstance(model_class, type) and callable(getattr(model_class, "forward", None))):
+        raise Rejected(f"model_class is {type_name(model_class)}; pass a class with a forward", TypeError)
     fusion = vars(model_class).get(FUSION)
     if fusion is not None:
         fusion.chunk_size = chunk_size
