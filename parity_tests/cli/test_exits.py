@@ -205,6 +205,26 @@ def test_a_mismatch_is_not_lost_while_it_is_made_smaller(how):
     assert (died in out) == (how == "crashes")
 
 
+STOP = "class Stop(BaseException):\n    pass\n"  # as asyncio's and pytest's are, which end a task or skip a test
+
+
+def test_what_is_no_exception_costs_its_own_verdict_alone(shardproof):
+    of_reference = declared("of_reference", at="raise Stop('in a reference')", reference="lambda x: bad(x)")
+    of_draw = declared("of_draw", at="raise Stop('in a draw')", draw="{'x': drawn(lambda generator, shape: bad())}")
+    file = written("stops.py", IMPORTS, STOP, of_reference, of_draw, WRONG)
+    status, out, err = shardproof("verify", file, "--mesh", "tp=2", "--examples", "1")
+    assert (status, err) == (MISMATCH, "")
+    for text in ("in a reference", "in a draw"):
+        assert f"stops.py:{line_of(file, text)}" in out and text in out
+    assert out.splitlines()[-1] == "3 schemes, 1 mismatch, 0 not run, 2 not judged."
+
+
+def test_an_import_that_raises_no_exception_is_a_sentence(shardproof):
+    status, out, err = shardproof("verify", written("stops.py", STOP, "raise Stop('at import')\n"))
+    line = line_of("stops.py", "at import")
+    assert (status, out, err) == (USAGE, "", f"shardproof: cannot import stops.py:{line}: Stop: at import\n")
+
+
 def test_an_internal_error_is_none_of_a_scheme():
     program = "import shardproof.cli.scheme_list as table\ntable.show = lambda *arguments: {}['lost']\n"
     status, out, err = run("-c", f"{program}from shardproof import main\nmain()", "list")

@@ -39,7 +39,7 @@ from shardproof.draw.choosers import Choice, RecordingChooser, even_chooser, see
 from shardproof.draw.coverage import pairs_not_drawn, plan
 from shardproof.draw.drawing import draw_case, fitting_meshes, meshes_left_out
 from shardproof.draw.profiles import EXAMPLES, SHAPES, few, profile
-from shardproof.endings.raised import RAISED
+from shardproof.endings.raised import pass_interrupt
 from shardproof.engines.failure import Stalled
 from shardproof.engines.processes import pool
 from shardproof.experiments.notes import check_notes, from_one_case
@@ -155,7 +155,8 @@ def _kept(report: Report, step: Callable[[Report], Report]) -> Report:
     """`step(report)`; if that raises, the report itself with a sentence: a failure that was found is never lost."""
     try:
         return step(report)
-    except RAISED as error:
+    except BaseException as error:
+        pass_interrupt(error)
         return replace(report, unfinished=sentence_of(error)[1])
 
 

@@ -32,6 +32,7 @@ from shardproof.declare.failed_declaration import FailedDeclaration, FailedImpor
 from shardproof.draw import profiles, size_choices
 from shardproof.endings import journal
 from shardproof.endings.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudged
+from shardproof.endings.raised import pass_interrupt
 from shardproof.engines.engines import limited
 from shardproof.engines.failure import NotRun
 from shardproof.engines.processes.rank_warnings import without_repeats
@@ -191,7 +192,8 @@ def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, 
             outcome.not_run[scheme.name] = reason
         else:
             _judge(scheme, options, outcome, progress)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        pass_interrupt(error)
         status, sentence = sentence_of(error)
         if status == INTERNAL:
             traceback.print_exception(error)

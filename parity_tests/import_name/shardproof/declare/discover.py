@@ -23,7 +23,7 @@ from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
 from shardproof.endings import exits, journal
 from shardproof.endings.exit_status import RANK_FAILED
-from shardproof.endings.raised import message_of
+from shardproof.endings.raised import message_of, pass_interrupt
 from shardproof.places import SHARDPROOF, TESTS, component_folders
 
 TABLE: dict[str, Declared] = {}
@@ -243,7 +243,8 @@ def module_of_file(file: str) -> ModuleType:
         what = f" by {message_of(left)}" if isinstance(left.code, str) else ""
         remedy = "put what runs under if __name__ == '__main__'"
         raise LeftImport(f"cannot import {file}: it exits{what}{at}; {remedy}", _line_of(path, at)) from None
-    except Exception as error:
+    except BaseException as error:
+        pass_interrupt(error)
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS and path.is_relative_to(TESTS):
             raise NeedsExtra(f"needs {package}; pip install -e '.[{EXTRAS[package]}]' in the clone") from error
@@ -402,7 +403,7 @@ def _beside(name: str, folder: Path) -> bool:
     return file is not None and Path(file).resolve().is_relative_to(folder) and "site-packages" not in file
 
 
-def _message_of(error: Exception, path: Path) -> str:
+def _message_of(error: BaseException, path: Path) -> str:
     """The text after the file's name: the line of the error, and the error, `:12: NameError: ...`."""
     if isinstance(error, SyntaxError):
         lines, text = [error.lineno], f"SyntaxError: {error.msg}"

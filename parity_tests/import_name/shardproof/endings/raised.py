@@ -21,6 +21,15 @@ RAISED = (Exception, SystemExit)  # what a user's code may raise; a KeyboardInte
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
+def pass_interrupt(error: BaseException) -> None:
+    """Raise a KeyboardInterrupt again, which is the user's; anything else is of the code that raised it.
+
+    For `except BaseException`: what ends a task or skips a test need be no Exception.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+
+
 def printable(text: str) -> str:
     """The text with an escape for each character that is not safe to print: `\\x1b`, `\\udc80`."""
     return _UNPRINTABLE.sub(lambda found: repr(found.group())[1:-1], text.replace("\r\n", "\n"))
@@ -57,7 +66,8 @@ def none_if_raised(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
     def calling(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result | None:
         try:
             return call(*arguments, **keywords)
-        except RAISED:
+        except BaseException as error:
+            pass_interrupt(error)
             return None
 
     return calling

@@ -20,7 +20,7 @@ from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Argument, Declared, nested, outputs_by_name, takes_mesh
 from shardproof.declare.validation import name_of_reference
 from shardproof.draw import inputs
-from shardproof.endings.raised import RAISED, first_line_of
+from shardproof.endings.raised import first_line_of, pass_interrupt
 from shardproof.engines.ledger import at_users_line
 from shardproof.engines.program import Program
 from shardproof.judge import bridge
@@ -206,7 +206,8 @@ def _call(
                 results = program(*flat)
         except ReferenceFailure:
             raise
-        except RAISED as error:
+        except BaseException as error:
+            pass_interrupt(error)
             message = f"raised {type(error).__name__}{at_users_line(error)}: {_first_line(error)}"
             raise _failure(scheme, message + _remedy(error, case)) from error
         _PROGRAMS.setdefault(scheme.reference, {})[signature] = program, structure
