@@ -154,12 +154,12 @@ def is_clear(answer: str, call: Call) -> bool:
 def answers(count: int, seed: int) -> Iterator[tuple[Call, list[str]]]:
     """`count` wrong calls, drawn from all that there are, each with the answer of every rank."""
     with hooked():
-        from parity_tests.harness.declare.discover import built_in
-        from parity_tests.harness.run.program import Program
+        from shardproof.declare.discover import built_in
+        from shardproof.engines.program import Program
 
         schemes = built_in()
-    from parity_tests.harness.draw.choosers import seeded_chooser
-    from parity_tests.harness.draw.drawing import draw_case
+    from shardproof.draw.choosers import seeded_chooser
+    from shardproof.draw.drawing import draw_case
 
     calls: list[tuple[Program, Any, Call]] = []
     known: set[str] = set()
@@ -185,9 +185,9 @@ def answers(count: int, seed: int) -> Iterator[tuple[Call, list[str]]]:
 
 
 def _answer(program: Any, case: Any) -> list[str]:
-    from parity_tests.harness.run.engines import run
-    from parity_tests.harness.run.failure import RankFailure
-    from parity_tests.harness.run.lockstep import world
+    from shardproof.engines.engines import run
+    from shardproof.engines.failure import RankFailure
+    from shardproof.engines.lockstep import world
 
     def rows() -> int:
         here = world.here()
