@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from shardproof.endings import exits
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -24,9 +26,10 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202
 def pass_interrupt(error: BaseException) -> None:
     """Raise a KeyboardInterrupt again, which is the user's; anything else is of the code that raised it.
 
-    For `except BaseException`: what ends a task or skips a test need be no Exception.
+    For `except BaseException`: what ends a task or skips a test need be no Exception. A SystemExit of a process that a
+    user's code has forked ends that process.
     """
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and exits.is_forked()):
         raise error
 
 
