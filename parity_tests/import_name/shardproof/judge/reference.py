@@ -7,6 +7,8 @@ are computed. XLA compiles only programs that NumPy has no rule for, and program
 
 from __future__ import annotations
 
+import inspect
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,15 +115,15 @@ def check_repeats(scheme: Declared, program: Program, case: CaseSpec, reference:
         return
     _PROGRAMS.pop(scheme.reference, None)
     again = evaluate(scheme, program, case)
-    _REPEATED.add(scheme.reference)
     for before, after in ((reference.outputs, again.outputs), (reference.gradients, again.gradients)):
         for name, array in before.items():
             if not np.array_equal(array, after[name], equal_nan=array.dtype.kind == "f"):
                 raise _failure(
                     scheme,
-                    f"gives other numbers for '{name}' when it is traced again: it reads a random generator, a clock "
-                    "or kept state; draw as an input what it needs",
+                    f"gives other numbers for '{name}' when it is traced again{_declared_at(scheme.reference)}: it "
+                    "reads a random generator, a clock or kept state; draw as an input what it needs",
                 )
+    _REPEATED.add(scheme.reference)
 
 
 def undefined_gradients(
@@ -389,6 +391,12 @@ def _rms(derivatives: Any) -> np.ndarray:
     largest = np.abs(array).max(axis=0, initial=0.0)
     scale = np.where(largest > 0, largest, 1.0)  # squares of large or small elements would overflow or vanish
     return scale * np.sqrt(((array / scale) ** 2).sum(0) / np.maximum(finite.sum(0), 1))
+
+
+def _declared_at(reference: Callable[..., Any]) -> str:
+    """` (file:line)` of a function; empty for what Python did not compile."""
+    code = getattr(inspect.unwrap(reference), "__code__", None)
+    return "" if code is None else f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def _failure(scheme: Declared, message: str) -> ReferenceFailure:
