@@ -14,10 +14,10 @@ LEAVING = (
     + HEAD
     + """
 def reference(x):
-    {body}
+    BODY
 
-@scheme(reference=reference, mesh={{"tp": (2,)}}, inputs={{"x": "b/tp"}}, outputs="b/tp", dims={{"b": (4,)}},
-        draw={{"x": values("normal")}}, dtypes=("float32",))
+@scheme(reference=reference, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", dims={"b": (4,)},
+        draw={"x": values("normal")}, dtypes=("float32",))
 def wrong(mesh, x):
     return x * 3
 """
@@ -32,14 +32,16 @@ def folder(tmp_path, monkeypatch):
 
 
 def leaving(file, body, *below):
-    Path(file).write_text(LEAVING.format(body=body) + "".join(below))
+    Path(file).write_text(LEAVING.replace("BODY", body) + "".join(below))
     return file
 
 
 def test_a_script_that_verifies_is_not_ended():
     done = warm_python.run(leaving("script.py", CALL, "wrong.verify()\n"))
     assert done.returncode == 1
-    assert re.search(r"reference raised SystemExit at script.py:\d+: os\._exit\(0\), which ends the process", done.stderr)
+    assert re.search(
+        r"reference raised SystemExit at script.py:\d+: os\._exit\(0\), which ends the process", done.stderr
+    )
 
 
 def test_a_script_that_a_thread_ends_has_no_verdict():

@@ -53,7 +53,10 @@ def test_public_functions_without_a_contract():
         (lambda path: draw(contiguous, 8, 0), "layouts.draw: world=0 must be at least 1"),
         (lambda path: offsets_of([]), "models.offsets_of: layouts is empty; pass one or more"),
         (lambda path: offsets_of([torch.ones(2)]), "models.offsets_of: layouts[0] is a Tensor; pass a TokenLayout"),
-        (lambda path: tensor_parallel_plan("moe"), "models.tensor_parallel_plan: layers='moe' is a str; pass a list of names"),
+        (
+            lambda path: tensor_parallel_plan("moe"),
+            "models.tensor_parallel_plan: layers='moe' is a str; pass a list of names",
+        ),
         (lambda path: HybridLM(None, None), "models.HybridLM: config is None; pass a HybridConfig"),
         (
             lambda path: write_csv(None, path),

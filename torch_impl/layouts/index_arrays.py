@@ -9,7 +9,7 @@
 A function `<layout>` returns the positions of all ranks, and `packed_positions` the positions of one rank.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import index

@@ -39,6 +39,10 @@ class Stream:
     keep: Bool[Tensor, " t"] | None = None
 
 
+OneStream = Annotated[Stream, Instance(Stream, "pass a Stream", shows_value=False)]
+Streams = Annotated[Sequence[Stream], ListOf(Instance(Stream, "pass a Stream", shows_value=False), "streams")]
+
+
 @dataclass(frozen=True)
 class RankStream:
     """One cp rank's shard of a stream: ids and targets "1 t/cp:LAYOUT", and the layout that shards them."""
@@ -49,7 +53,7 @@ class RankStream:
 
 
 @contract
-def rank_stream(stream: Stream, cp_size: int, cp_rank: int, order: str = "dual_chunk_swap") -> RankStream:
+def rank_stream(stream: OneStream, cp_size: int, cp_rank: int, order: str = "dual_chunk_swap") -> RankStream:
     """Shift the targets inside each document, then shard the stream: the next token may be on another rank.
 
     The last token of a document, padding, and tokens that `keep` leaves out get an ignored target.
@@ -112,7 +116,7 @@ def next_ids(stream: Stream, layout: TokenLayout) -> Int[Tensor, " t"]:
 
 
 @contract
-def streams_of_rank(streams: Sequence[Stream], dp_size: PositiveInt, dp_rank: NonNegativeInt) -> list[Stream]:
+def streams_of_rank(streams: Streams, dp_size: PositiveInt, dp_rank: NonNegativeInt) -> list[Stream]:
     """The streams of one dp rank: every dp_size-th stream, starting with number dp_rank.
 
     Errors: ValueError if dp_size does not divide the number of streams.

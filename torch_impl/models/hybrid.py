@@ -22,7 +22,6 @@ from torch_impl.models.layers import layer_of
 from torch_impl.models.loss import token_losses
 from torch_impl.vocab_parallel.vocab_range import ceil_range
 
-
 Config = Annotated[HybridConfig, Instance(HybridConfig, "pass a HybridConfig", shows_value=False)]
 Placed = Annotated[Placement, Instance(Placement, "pass a Placement", shows_value=False)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,19 @@ class StepLoss:
         return normalised(token_losses(logits, targets, self.tp, self.vocab_size), self.count, self.averaged_over)
 
 
+@runtime_checkable
+class HasStep(Protocol):
+    """A schedule of torch or of this project, as far as a step needs it."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step."""
+
+
 Stages = Annotated[
     list[PipelineStage],
     ListOf(Instance(PipelineStage, "pass a PipelineStage", shows_value=False), "stages", "pass this rank's stages"),
 ]
+Schedule = Annotated[Any, Instance(HasStep, "pass the schedule of pipeline_model", shows_value=False)]
 Streams = Annotated[
     list[RankStream],
     ListOf(Instance(RankStream, "pass a RankStream", shows_value=False), "streams", "pass one for each micro-batch"),
@@ -61,7 +70,7 @@ Streams = Annotated[
 
 @contract
 def staged_step(
-    schedule: Any,
+    schedule: Schedule,
     stages: Stages,
     loss: StepLoss,
     streams: Streams,
