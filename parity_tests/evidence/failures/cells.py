@@ -145,7 +145,8 @@ def _command(engine: str, world: int) -> list[str]:
 def _last_words(status: int | None, errors: Path) -> str:
     """What a job says that ended before it could answer: our sentence, or how the process ended."""
     text = errors.read_text(errors="replace")
-    ours = [sentence.rstrip() for sentence in re.findall(r"^shardproof: (.*\n(?:  .*\n)*)", text, re.MULTILINE)]
+    # An earlier kind of the same process may have printed half a line before.
+    ours = [sentence.rstrip() for sentence in re.findall(r"shardproof: (.*\n(?:  .*\n)*)", text)]
     if status is None:
         return "\n".join([*ours, f"the process of the command was ended after {LIMIT_S:g} s without an answer"])
     how = f"was killed by {signal_name(-status)}" if status < 0 else f"left with exit code {status}"
