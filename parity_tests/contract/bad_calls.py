@@ -135,11 +135,11 @@ def hooked() -> Iterator[None]:
 
         return called
 
-    module._with_contract = with_hook
+    vars(module)["_with_contract"] = with_hook
     try:
         yield
     finally:
-        module._with_contract = original
+        vars(module)["_with_contract"] = original
 
 
 def _wrongs(value: Any) -> Mapping[str, Callable[[Any], Any]]:
@@ -218,7 +218,9 @@ def main(count: int, seed: int) -> None:
             continue
         total += 1
         accepted += of_ranks[0] == "accepted"
-        if len(set(of_ranks)) > 1 or not is_clear(of_ranks[0], call):
+        # A sentence that shows the value may differ between ranks; whether it is accepted may not.
+        is_accepted = {answer == "accepted" for answer in of_ranks}
+        if len(is_accepted) > 1 or not all(is_clear(answer, call) for answer in of_ranks):
             print(json.dumps({"call": str(call), "answers": of_ranks}))
     print(json.dumps({"calls": total, "accepted": accepted}))
 

@@ -35,6 +35,7 @@ Buffers = Annotated[
     list[Tensor],
     ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors", if_empty="pass the tensors to shard"),
 ]
+SequenceDims = Annotated[list[int], ListOf(Instance(int, "pass an int"), "dims")]
 Unrestored = Annotated[set[Tensor], Instance(Collection, "pass a set of buffers", shows_value=False)]
 
 
@@ -125,7 +126,7 @@ class Entries:
 def create_context_parallel_ctx(
     cp_mesh: CpMesh,
     cp_buffers: Buffers,
-    cp_seq_dims: list[int],
+    cp_seq_dims: SequenceDims,
     cp_no_restore_buffers: Unrestored,
     cp_rotate_method: RotateMethod | None = None,
 ) -> SequenceContext:

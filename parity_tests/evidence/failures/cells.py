@@ -90,7 +90,7 @@ class Cell:
 
 def bodies() -> dict[str, Callable[..., Any] | None]:
     """Every kind with its function, in the order of the page; those of schemes load JAX and are looked up later."""
-    functions = {
+    functions: dict[str, Callable[..., Any] | None] = {
         name: each
         for module in (kinds, async_kinds, group_kinds, process_kinds)
         for name, each in vars(module).items()

@@ -59,7 +59,7 @@ def group_of_a_rank_that_is_not_there(mesh: Any, case: Any) -> None:
 
 
 def group_that_is_destroyed(mesh: Any, case: Any) -> None:
-    group = dist.new_group(list(range(mesh.size("tp"))))
+    group: Any = dist.new_group(list(range(mesh.size("tp"))))
     dist.all_reduce(torch.ones(3), group=group)
     if mesh.rank("tp") == 1:
         dist.destroy_process_group(group)
