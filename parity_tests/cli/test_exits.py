@@ -1,5 +1,6 @@
 """A user's code that exits, crashes or hangs the process costs its own verdict alone: status 3, with file and line."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -14,7 +15,10 @@ import pytest
 
 from parity_tests import warm_python
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from shardproof.cli import session
 from shardproof.endings.exit_status import INTERNAL, MISMATCH, RANK_FAILED, USAGE
+from shardproof.report import summary
+from shardproof.report.summary import Outcome, VerifyOptions
 
 LIMIT_S = 600.0
 IMPORTS = "import contextlib, ctypes, os, sys, threading\nfrom shardproof import drawn\n"
@@ -203,6 +207,63 @@ def test_a_mismatch_is_not_lost_while_it_is_made_smaller(how):
     at = f"small.py:{line_of(file, SHRINKING[how])}"
     died = f"left as it was found: the process of the command was killed by SIGSEGV at {at}"
     assert (died in out) == (how == "crashes")
+
+
+STOP = "class Stop(BaseException):\n    pass\n"  # as asyncio's and pytest's are, which end a task or skip a test
+
+
+def test_what_is_no_exception_costs_its_own_verdict_alone(shardproof):
+    of_reference = declared("of_reference", at="raise Stop('in a reference')", reference="lambda x: bad(x)")
+    of_draw = declared("of_draw", at="raise Stop('in a draw')", draw="{'x': drawn(lambda generator, shape: bad())}")
+    file = written("stops.py", IMPORTS, STOP, of_reference, of_draw, WRONG)
+    status, out, err = shardproof("verify", file, "--mesh", "tp=2", "--examples", "1")
+    assert (status, err) == (MISMATCH, "")
+    for text in ("in a reference", "in a draw"):
+        assert f"stops.py:{line_of(file, text)}" in out and text in out
+    assert out.splitlines()[-1] == "3 schemes, 1 mismatch, 0 not run, 2 not judged."
+
+
+def test_an_import_that_raises_no_exception_is_a_sentence(shardproof):
+    status, out, err = shardproof("verify", written("stops.py", STOP, "raise Stop('at import')\n"))
+    line = line_of("stops.py", "at import")
+    assert (status, out, err) == (USAGE, "", f"shardproof: cannot import stops.py:{line}: Stop: at import\n")
+
+
+def test_what_is_written_stays_where_the_command_was_started(shardproof, tmp_path):
+    (tmp_path / "below").mkdir()
+    first = written("first.py", "import os\nos.chdir('below')\n", WRONG)
+    second = written("second.py", RIGHT)
+    status, out, err = shardproof("verify", first, second, "--mesh", "tp=2", "--examples", "1", "--json", "out.json")
+    assert (status, err) == (MISMATCH, "")
+    assert len(json.loads((tmp_path / "out.json").read_text())["reports"]) == 2
+    [replay] = tmp_path.glob("replay_*.py")
+    assert f"replay: python {replay.name}\n" in out and list((tmp_path / "below").iterdir()) == []
+
+
+def test_a_full_disk_of_standard_output_costs_no_file(monkeypatch):
+    file = written("right.py", RIGHT)
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(OSError, match="No space left"):
+            session.verify([file], VerifyOptions(fixed={"tp": 2}, examples=1, json="out.json"))
+    assert json.loads(Path("out.json").read_text())["status"] == 0
+
+
+def test_two_schemes_of_one_name_are_two_verdicts():
+    one, other = Outcome(), Outcome()
+    one.reject("same", "scheme 'same': of one file", USAGE)
+    other.reject("same", "scheme 'same': of another", RANK_FAILED)
+    one.add(other)
+    assert (one.status, list(one.not_judged)) == (RANK_FAILED, ["same", "same (2)"])
+    assert summary.closing(one) == "2 schemes, 0 mismatches, 0 not run, 2 not judged."
+
+
+def test_an_expected_failure_is_of_one_scheme(shardproof):
+    files = written("one.py", WRONG), written("other.py", WRONG)
+    Path("expected.txt").write_text("wrong mismatch\n")
+    status, _, err = shardproof("verify", *files, "--expected-failures", "expected.txt")
+    assert status == USAGE
+    assert "expected.txt: wrong is declared 2 times, in " in err and "rename one" in err
 
 
 def test_an_internal_error_is_none_of_a_scheme():

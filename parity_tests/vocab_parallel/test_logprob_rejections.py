@@ -73,10 +73,13 @@ VALUE_ERRORS = [
         lambda g: face(g, end=16),
         "vocab_parallel.logprob: vocab range [0, 16) has 16 ids but vocab_parallel_logits has 8 columns",
     ),
-    (lambda g: face(g, start=-1), "vocab_parallel.logprob: vocab range [-1, 8) starts below 0"),
+    (
+        lambda g: face(g, start=-1),
+        "vocab_parallel.logprob: vocab range [-1, 8) starts below 0; vocab_start_index is its first id",
+    ),
     (
         lambda g: plain(g, start=8, end=4),
-        "vocab_parallel.DistributedLogprob: vocab range [8, 4) is reversed",
+        "vocab_parallel.DistributedLogprob: vocab range [8, 4) is reversed; vocab_end_index is one past its last id",
     ),
     (
         lambda g: chunked(g, 0),

@@ -66,10 +66,18 @@ REJECTED = [
     (TypeError, lambda m: distillation(None, None, 2), f"{DISTILLATION}: context_parallel_group is an int; {CP_HINT}"),
     # E2: a range that does not fit
     (ValueError, lambda m: gather(m["tp"], end=16), f"{GATHER}: {WIDE}"),
-    (ValueError, lambda m: gather(m["tp"], start=-1), f"{GATHER}: vocab range [-1, 8) starts below 0"),
+    (
+        ValueError,
+        lambda m: gather(m["tp"], start=-1),
+        f"{GATHER}: vocab range [-1, 8) starts below 0; vocab_start_index is its first id",
+    ),
     (ValueError, lambda m: topk(m["tp"], vocab_end_index=16), f"{TOPK}: {WIDE}"),
     (ValueError, lambda m: logits_at(None, vocab_end_index=16), f"{AT}: {WIDE}"),
-    (ValueError, lambda m: logits_at(None, vocab_end_index=-1), f"{AT}: vocab range [0, -1) is reversed"),
+    (
+        ValueError,
+        lambda m: logits_at(None, vocab_end_index=-1),
+        f"{AT}: vocab range [0, -1) is reversed; vocab_end_index is one past its last id",
+    ),
     # E3: shapes that disagree
     (
         ValueError,

@@ -66,7 +66,10 @@ VALUE_ERRORS = [
         lambda g: plain(g, start=0, end=16),
         f"{PLAIN}: vocab range [0, 16) has 16 ids but vocab_parallel_logits has 8 columns",
     ),
-    (lambda g: plain(g, start=-8, end=0), f"{PLAIN}: vocab range [-8, 0) starts below 0"),
+    (
+        lambda g: plain(g, start=-8, end=0),
+        f"{PLAIN}: vocab range [-8, 0) starts below 0; vocab_start_index is its first id",
+    ),
     (
         lambda g: plain(g, start=8),
         f"{PLAIN}: vocab_start_index=8 but vocab_end_index=None; pass both, or neither to count ids in rank order",

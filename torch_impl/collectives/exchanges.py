@@ -13,7 +13,7 @@ from torch.distributed import P2POp, ProcessGroup, Work
 
 from torch_impl.collectives import large_tensors
 from torch_impl.collectives.lengths import dim_from_front, lengths_of_ranks, lengths_to_gather, lengths_to_scatter
-from torch_impl.contract import Group, ShardedAny, Tensors, contract
+from torch_impl.contract import Group, Rejected, ShardedAny, Tensors, contract
 
 
 # all_to_all: V -> V
@@ -137,8 +137,10 @@ def start_ring_shift(
     No gradient. Wait for every work before reading a received tensor or writing to any of `tensors`.
 
     Cost:   1 send and 1 recv of each tensor; if shift is a multiple of the group's size, only a copy.
-    Errors: TypeError if group is not a ProcessGroup or shift is not an integer.
+    Errors: TypeError if group is not a ProcessGroup or shift is not an integer; ValueError for no tensors.
     """
+    if not tensors:
+        raise Rejected("tensors is empty; pass what to shift")
     return _start(tensors, group, shift)
 
 

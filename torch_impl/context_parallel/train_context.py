@@ -6,7 +6,7 @@ the full sequence. Backward must run inside too, because forward saved shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Annotated, Any
 
@@ -35,6 +35,8 @@ Buffers = Annotated[
     list[Tensor],
     ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors", if_empty="pass the tensors to shard"),
 ]
+SequenceDims = Annotated[list[int], ListOf(Instance(int, "pass an int"), "dims")]
+Unrestored = Annotated[set[Tensor], Instance(Collection, "pass a set of buffers", shows_value=False)]
 
 
 @contract
@@ -124,8 +126,8 @@ class Entries:
 def create_context_parallel_ctx(
     cp_mesh: CpMesh,
     cp_buffers: Buffers,
-    cp_seq_dims: list[int],
-    cp_no_restore_buffers: set[Tensor],
+    cp_seq_dims: SequenceDims,
+    cp_no_restore_buffers: Unrestored,
     cp_rotate_method: RotateMethod | None = None,
 ) -> SequenceContext:
     """A context in which every buffer is sharded in place over cp, and attention sees the full sequence.

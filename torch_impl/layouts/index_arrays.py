@@ -9,7 +9,7 @@
 A function `<layout>` returns the positions of all ranks, and `packed_positions` the positions of one rank.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import index
@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
 
-from torch_impl.contract import Rejected, contract, dtype_name, is_integer
+from torch_impl.contract import Function, NonNegativeInt, PositiveInt, Rejected, contract, dtype_name, is_integer
 from torch_impl.layouts.divisibility import check_divisible, first, offsets_of, validate_offsets
 
 _REMEDY = "pass a tensor of positions for each rank"
@@ -248,13 +248,15 @@ def _validate_shards(positions: Iterable[Tensor]) -> list[Tensor]:
     return shards
 
 
-def draw(layout: Callable[[int, int], Sequence[Tensor]], size: int, world: int) -> str:
+@contract
+def draw(layout: Function, size: NonNegativeInt, world: PositiveInt) -> str:
     """Draw `layout` as text, one character per position: its rank in base 36, `?` from rank 36 on.
 
     >>> draw(dual_chunk_swap, 16, 4)
     '0011223333221100'
 
-    Errors: ValueError if a position is held by no rank or by two.
+    Errors: ValueError if a position is held by no rank or by two, for a negative size or a world below 1; TypeError for
+            a layout that is not a function, and for sizes that are not integers.
     """
     shards = layout(size, world)
     positions = torch.cat(list(shards)).cpu()

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator, all_gather, large_tensors, no_autocast
-from torch_impl.contract import PositiveInt, Sharded, contract
+from torch_impl.contract import PositiveInt, Rejected, Sharded, contract
 from torch_impl.mamba.mix import SsmParameters, convolution, decays, gate, steps
 from torch_impl.mamba.scan import _log_decays, scan
 from torch_impl.mamba.segments import Blocks, Segments, segments_of
@@ -71,9 +71,13 @@ class MambaStatePassing(MixerStrategy):
 
         Cost:   as the class.
         Errors: ValueError for a wrong number of columns, offsets that do not end at n * rows, a stream without
-                offsets; TypeError for an unsupported dtype.
+                offsets, another device than the weights'; TypeError for an unsupported dtype.
         """
         self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
+        if projected_states.device != (device := self.get_A_log().device):
+            raise Rejected(
+                f"projected_states is on {projected_states.device} but the weights on {device}; pass one device"
+            )
         tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size)
         if not tokens.total:
             return projected_states[..., : self.sizes.inner]

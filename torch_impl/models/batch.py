@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_impl.contract import NonNegativeInt, PositiveInt, Rejected, contract
+from torch_impl.contract import Instance, ListOf, NonNegativeInt, PositiveInt, Rejected, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.models.config import Placement
 from torch_impl.models.loss import IGNORED
 
+Layouts = Annotated[
+    Sequence[TokenLayout],
+    ListOf(Instance(TokenLayout, "pass a TokenLayout", shows_value=False), "layouts", if_empty="pass one or more"),
+]
 FILL = -1  # pads the offsets of a stream that has fewer documents than another
 
 
@@ -34,6 +39,10 @@ class Stream:
     keep: Bool[Tensor, " t"] | None = None
 
 
+OneStream = Annotated[Stream, Instance(Stream, "pass a Stream", shows_value=False)]
+Streams = Annotated[Sequence[Stream], ListOf(Instance(Stream, "pass a Stream", shows_value=False), "streams")]
+
+
 @dataclass(frozen=True)
 class RankStream:
     """One cp rank's shard of a stream: ids and targets "1 t/cp:LAYOUT", and the layout that shards them."""
@@ -44,7 +53,7 @@ class RankStream:
 
 
 @contract
-def rank_stream(stream: Stream, cp_size: int, cp_rank: int, order: str = "dual_chunk_swap") -> RankStream:
+def rank_stream(stream: OneStream, cp_size: int, cp_rank: int, order: str = "dual_chunk_swap") -> RankStream:
     """Shift the targets inside each document, then shard the stream: the next token may be on another rank.
 
     The last token of a document, padding, and tokens that `keep` leaves out get an ignored target.
@@ -62,10 +71,13 @@ def rank_stream(stream: Stream, cp_size: int, cp_rank: int, order: str = "dual_c
     return RankStream(layout.shard(stream.ids, 0)[None], layout.shard(targets, 0)[None], layout)
 
 
-def offsets_of(layouts: Sequence[TokenLayout]) -> Int[Tensor, "m 2 q"]:
+@contract
+def offsets_of(layouts: Layouts) -> Int[Tensor, "m 2 q"]:
     """The documents of several streams as one tensor: padded and real offsets, filled up to one length.
 
     `layout_of` turns a row back into a layout.
+
+    Errors: TypeError for anything but layouts; ValueError for none.
     """
     longest = max(len(layout.cu_padded) for layout in layouts)
     rows = [torch.stack([layout.cu_padded, layout.cu_real]) for layout in layouts]
@@ -104,7 +116,7 @@ def next_ids(stream: Stream, layout: TokenLayout) -> Int[Tensor, " t"]:
 
 
 @contract
-def streams_of_rank(streams: Sequence[Stream], dp_size: PositiveInt, dp_rank: NonNegativeInt) -> list[Stream]:
+def streams_of_rank(streams: Streams, dp_size: PositiveInt, dp_rank: NonNegativeInt) -> list[Stream]:
     """The streams of one dp rank: every dp_size-th stream, starting with number dp_rank.
 
     Errors: ValueError if dp_size does not divide the number of streams.

@@ -6,7 +6,7 @@ vocabulary. With groups of one, the same code is the full model.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -14,12 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+from torch_impl.contract import Instance, Names, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.models.batch import layout_of
 from torch_impl.models.config import HybridConfig, Placement
 from torch_impl.models.layers import layer_of
 from torch_impl.models.loss import token_losses
 from torch_impl.vocab_parallel.vocab_range import ceil_range
+
+Config = Annotated[HybridConfig, Instance(HybridConfig, "pass a HybridConfig", shows_value=False)]
+Placed = Annotated[Placement, Instance(Placement, "pass a Placement", shows_value=False)]
 
 
 class HybridLM(nn.Module):
@@ -36,10 +40,12 @@ class HybridLM(nn.Module):
     and without the head it returns hidden states.
 
     Cost:   its layers and `token_losses`; offsets need one copy to the host.
-    Errors: as `context_parallel_attention`, the Mamba strategies and `layout_of`.
+    Errors: as `context_parallel_attention`, the Mamba strategies and `layout_of`; TypeError unless config is a
+            HybridConfig and placement a Placement.
     """
 
-    def __init__(self, config: HybridConfig, placement: Placement, **factory: Any) -> None:
+    @contract
+    def __init__(self, config: Config, placement: Placed, **factory: Any) -> None:
         super().__init__()
         self.config, self.placement = config, placement
         self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
@@ -93,7 +99,8 @@ COLUMNS = {"attention": (*QUERY_KEY_VALUE, "mlp.gate_proj", "mlp.up_proj"), "moe
 ROWS = {"attention": ("self_attn.o_proj", "mlp.down_proj"), "moe": ("self_attn.o_proj",)}
 
 
-def tensor_parallel_plan(layers: tuple[str, ...]) -> dict[str, Style]:
+@contract
+def tensor_parallel_plan(layers: Names) -> dict[str, Style]:
     """Module name -> style, for `parallelize_module` and the strategies of `parallelizer`.
 
         lm_head  "v/tp d"     logits  "b s v/tp": they stay sharded, for a vocabulary-parallel loss
@@ -103,6 +110,7 @@ def tensor_parallel_plan(layers: tuple[str, ...]) -> dict[str, Style]:
 
     Cost, over tp, each all_reduce of x or its gradient: an attention layer forward 2 (outputs of o_proj and down_proj),
     backward 5 (the input of each column-wise layer); the embedding forward 1; the head backward 1.
+    Errors: TypeError unless layers is a list of names.
     """
     # Rows of the embedding are ids: each rank looks up the ids of its shard, and the sum over ranks has all rows.
     plan: dict[str, Style] = {

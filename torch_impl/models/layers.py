@@ -227,7 +227,7 @@ class MambaLayer(nn.Module):
         )
 
     @contract
-    def forward(self, x: Float[Tensor, "b s d"], layout: TokenLayout) -> Float[Tensor, "b s d"]:
+    def forward(self, x: Sharded[Tensor, "b s d"], layout: TokenLayout) -> Float[Tensor, "b s d"]:
         _check_layout(layout, self.order, len(x))
         # Several rows are one sequence each; one row is a packed stream with the layout's documents.
         cu_seqlens = layout.cu_padded if len(x) == 1 else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,20 @@ class StepLoss:
         return normalised(token_losses(logits, targets, self.tp, self.vocab_size), self.count, self.averaged_over)
 
 
+@runtime_checkable
+class HasStep(Protocol):
+    """A schedule of torch or of this project, as far as a step needs it."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step."""
+
+
 Stages = Annotated[
     list[PipelineStage],
     ListOf(Instance(PipelineStage, "pass a PipelineStage", shows_value=False), "stages", "pass this rank's stages"),
 ]
+OneLoss = Annotated[StepLoss, Instance(StepLoss, "pass the loss_fn of the schedule", shows_value=False)]
+Schedule = Annotated[Any, Instance(HasStep, "pass the schedule of pipeline_model", shows_value=False)]
 Streams = Annotated[
     list[RankStream],
     ListOf(Instance(RankStream, "pass a RankStream", shows_value=False), "streams", "pass one for each micro-batch"),
@@ -61,9 +71,9 @@ Streams = Annotated[
 
 @contract
 def staged_step(
-    schedule: Any,
+    schedule: Schedule,
     stages: Stages,
-    loss: StepLoss,
+    loss: OneLoss,
     streams: Streams,
     groups: Groups,
 ) -> list[Float[Tensor, ""]]:
@@ -75,8 +85,8 @@ def staged_step(
     `loss_fn`; `groups` shard the batch, as for `valid_count`. Gradients are left in the parameters' `.grad`.
 
     Cost:   the schedule, its layers, and `valid_count`; 1 all_reduce of one int64 per group, and one host read.
-    Errors: ValueError on every rank of the groups if streams differ in length on any rank; ValueError if the number of
-            streams differs from the schedule's micro-batches.
+    Errors: TypeError for an argument of another type; ValueError on every rank of the groups if streams differ in
+            length on any rank; ValueError if the number of streams differs from the schedule's micro-batches.
     """
     # 1. Count valid tokens first: each micro-batch divides its loss by the count of the full step.
     _check_lengths(streams, groups)

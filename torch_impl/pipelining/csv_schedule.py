@@ -44,8 +44,12 @@ class CsvSchedule:
         return [self.stage_to_rank.count(rank) for rank in range(len(self.order))]
 
 
+@contract
 def write_csv(order: Order, path: str | os.PathLike[str]) -> None:
-    """Write `order` to the file `path`; `read_csv` reads it back."""
+    """Write `order` to the file `path`; `read_csv` reads it back.
+
+    Errors: TypeError unless order has a list of actions for each rank; OSError for a path that cannot be written.
+    """
     with open(path, "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(
             [["" if action is None else str(action) for action in actions] for actions in order]

@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from types import NoneType
+from typing import Annotated, NamedTuple
+
+from torch_impl.contract import Instance, ListOf
 
 COMPUTED = ("F", "B", "I", "W")  # forward; full backward; its halves, input gradient and weight gradient
 SENT = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
@@ -39,7 +42,11 @@ class Action(NamedTuple):
         return self.pair or (self,)
 
 
-Order = Sequence[Sequence[Action | None]]  # the actions of each rank; None is a step of waiting
+# The actions of each rank; None is a step of waiting.
+Order = Annotated[
+    Sequence[Sequence[Action | None]],
+    ListOf(ListOf(Instance((Action, NoneType), "pass an Action, or None"), "actions"), "actions for each rank"),
+]
 
 
 def overlap(first: Action, second: Action) -> Action:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from torch_impl.contract import PositiveInt, Rejected, contract
+from torch_impl.contract import Instance, PositiveInt, Rejected, contract
 from torch_impl.pipelining.order import (
     COMPUTED,
     Action,
@@ -75,10 +75,15 @@ class Times:
         return value[stage]
 
 
+StageRanks = Annotated[
+    Sequence[int] | Mapping[int, int], Instance((Sequence, Mapping), "pass the rank of each stage in a list or dict")
+]
+
+
 @contract
 def simulate(
     order: Order,
-    stage_to_rank: Sequence[int] | Mapping[int, int],
+    stage_to_rank: StageRanks,
     times: Times | None = None,
     *,
     n_microbatches: PositiveInt | None = None,

@@ -46,9 +46,9 @@ class _RangeEnd:
         start, (columns, shard) = sizes["vocab_start_index"][0], sizes.get("v/tp", (value, ""))
         vocab_range = f"vocab range [{start}, {value})"
         if start < 0:
-            return f"{vocab_range} starts below 0"
+            return f"{vocab_range} starts below 0; vocab_start_index is its first id"
         if value < start:
-            return f"{vocab_range} is reversed"
+            return f"{vocab_range} is reversed; {name} is one past its last id"
         if value - start > columns:
             noun = "rows" if "weight" in shard else "columns"
             return f"{vocab_range} has {value - start} ids but {shard} has {columns} {noun}"

@@ -12,6 +12,14 @@ def never_waits_in_place(mesh: Any, case: Any) -> None:
     dist.all_reduce(torch.ones(3), group=mesh["tp"], async_op=mesh.rank("tp") == 1)
 
 
+KEPT: list[Any] = []
+
+
+def keeps_what_it_never_waits_for(mesh: Any, case: Any) -> None:
+    KEPT.append(dist.all_reduce(torch.ones(3), group=mesh["tp"], async_op=True))
+    dist.barrier(group=mesh["tp"])
+
+
 def never_waits_for_a_send(mesh: Any, case: Any) -> None:
     if mesh.rank("tp") == 1:
         dist.isend(torch.ones(4), group_dst=0, group=mesh["tp"])

@@ -1,6 +1,7 @@
 """The cells of the matrix: a kind of failure on an engine, in a process that may die of it.
 
-`python -m parity_tests.evidence.failures.cells ENGINE RANKS OUTPUT KIND ...` appends a line of JSON for each kind.
+`python -m parity_tests.evidence.failures.cells ENGINE RANKS OUTPUT KIND ...` appends two lines of JSON for each kind,
+when it begins and its cell. A kind that ends the process has the first alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from parity_tests.evidence.failures import async_kinds, group_kinds, kinds, process_kinds
 from shardproof.declare.case import CaseSpec
@@ -43,9 +44,11 @@ RETURNED = (
     "returns_a_replicated_dtensor",
     "returns_a_partial_dtensor",
     "reads_before_the_wait",
+    "reads_what_it_never_waits_for",
     "changes_its_input_before_the_wait",
     "changes_its_result_on_one_rank",
 )
+OUTSIDE = ("reference_exits", "reference_leaves_by_os_exit", "reference_changes", "draw_exits", "assume_exits")
 # Last, since a rank that hangs may be of no further use.
 HANGING = (
     "polls_for_ever",
@@ -70,42 +73,49 @@ class Cell:
 
     @property
     def lacks(self) -> list[str]:
-        """What the sentence of a failure does not name. Of a wrong return value the rank is enough."""
+        """What the sentence of a failure does not name. A wrong return value has a rank alone, a reference a line."""
         patterns = {
             "rank": re.compile(r"\branks? \d"),
             "operation": OPERATION,
             "line": re.compile(r"\w\.py(:|\", line )\d"),
         }
-        needed = () if self.cause == "done" else ("rank",) if self.kind in RETURNED else tuple(patterns)
+        needed = tuple(patterns)
+        if self.kind in RETURNED:
+            needed = ("rank",)
+        elif self.kind in OUTSIDE:
+            needed = ("line",)
+        needed = needed if self.cause != "done" else ()
         return [name for name in needed if not patterns[name].search(self.sentence)]
 
 
 def bodies() -> dict[str, Callable[..., Any] | None]:
-    """Every kind with its function, in the order of the page; those of `returned` load JAX and are looked up later."""
-    functions = {
+    """Every kind with its function, in the order of the page; those of schemes load JAX and are looked up later."""
+    functions: dict[str, Callable[..., Any] | None] = {
         name: each
         for module in (kinds, async_kinds, group_kinds, process_kinds)
         for name, each in vars(module).items()
         if inspect.isfunction(each) and each.__module__ == module.__name__
     }
-    return functions | dict.fromkeys(RETURNED)
+    return functions | dict.fromkeys((*RETURNED, *OUTSIDE))
 
 
 def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
-    """The cell of each kind. A process that a kind ends is started anew for the next."""
+    """The cell of each kind. Where a kind ends the process, another one runs the next kinds."""
     rest = sorted(names, key=lambda name: name in HANGING)
     by_kind: dict[str, Cell] = {}
     while rest:
-        started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             output, errors = Path(folder) / "cells", Path(folder) / "errors"
             output.touch()
+            started = time.monotonic()
             status = _status([*_command(engine, world), engine, str(world), str(output), *rest], errors)
-            answered = [Cell(**json.loads(line)) for line in output.read_text().splitlines()]
-            if not answered:
+            lines = [json.loads(line) for line in output.read_text().splitlines()]
+            answered = [Cell(**line) for line in lines if "sentence" in line]
+            begun, at = next(((line["begun"], line["at"]) for line in lines[-1:] if "begun" in line), (None, started))
+            if begun or not answered:
                 words = _last_words(status, errors)
                 cause = next((cause for cause in ("died", "stalled") if words.startswith(f"{cause}: ")), "ended")
-                answered = [Cell(rest[0], cause, words, time.monotonic() - started)]
+                answered.append(Cell(begun or rest[0], cause, words, time.monotonic() - at))
         by_kind |= {cell.kind: cell for cell in answered}
         rest = [name for name in rest if name not in by_kind]
     return [by_kind[name] for name in names]
@@ -135,7 +145,8 @@ def _command(engine: str, world: int) -> list[str]:
 def _last_words(status: int | None, errors: Path) -> str:
     """What a job says that ended before it could answer: our sentence, or how the process ended."""
     text = errors.read_text(errors="replace")
-    ours = [sentence.rstrip() for sentence in re.findall(r"^shardproof: (.*\n(?:  .*\n)*)", text, re.MULTILINE)]
+    # An earlier kind of the same process may have printed half a line before.
+    ours = [sentence.rstrip() for sentence in re.findall(r"shardproof: (.*\n(?:  .*\n)*)", text)]
     if status is None:
         return "\n".join([*ours, f"the process of the command was ended after {LIMIT_S:g} s without an answer"])
     how = f"was killed by {signal_name(-status)}" if status < 0 else f"left with exit code {status}"
@@ -163,15 +174,19 @@ def _answer(engine: str, world: int, name: str) -> Cell:
 
 
 def _verdict(engine: str, world: int, name: str) -> tuple[str, str]:
-    """Of a function that returns something wrong: the first thing that its report names."""
-    from parity_tests.evidence.failures import returned
+    """Of a scheme that is wrong: the first thing that its report names, or why there is none."""
+    from parity_tests.evidence.failures import outside, returned
     from shardproof.draw.choosers import seeded_chooser
     from shardproof.draw.drawing import draw_case
+    from shardproof.report.guard import sentence_of
     from shardproof.verify_one_case import verify_case
 
-    declared = getattr(returned, name)
-    case = draw_case(declared, seeded_chooser(0), {"tp": world}, seed=0, engine=engine)
-    report = verify_case(declared, case, quiet_s=QUIET_S)
+    declared = getattr(outside if name in OUTSIDE else returned, name)
+    try:
+        case = draw_case(declared, seeded_chooser(0), {"tp": world}, seed=0, engine=engine)
+        report = verify_case(declared, case, quiet_s=QUIET_S)
+    except (Exception, SystemExit) as error:
+        return "not judged", sentence_of(error)[1]
     if report.failure is not None:
         return report.failure.cause, str(report.failure)
     wrong = [
@@ -191,6 +206,11 @@ def _start(engine: str, world: int) -> None:
     run(lambda mesh, case: None, CaseSpec("failures", {"tp": world}, engine=engine), engine)
 
 
+def _append(file: IO[str], line: dict[str, Any]) -> None:
+    file.write(json.dumps(line) + "\n")
+    file.flush()
+
+
 def main(engine: str, world: str, output: str, *names: str) -> int:
     """Append the cells to the file `output`, one by one."""
     if engine == "torchrun":
@@ -201,12 +221,13 @@ def main(engine: str, world: str, output: str, *names: str) -> int:
     _start(engine, int(world))
     with open(output, "a") as file:
         for name in names:
+            _append(file, {"begun": name, "at": time.monotonic()})  # a clock that all processes share
             try:
                 cell = _answer(engine, int(world), name)
             except NotRun:
+                _append(file, {"begun": None, "at": 0.0})
                 break
-            file.write(json.dumps(asdict(cell)) + "\n")
-            file.flush()
+            _append(file, asdict(cell))
     sys.stdout.flush()
     if engine == "torchrun":
         from shardproof.engines.processes import launch

@@ -35,6 +35,12 @@ def groups_in_another_order(mesh: Any, case: Any) -> None:
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 
+def group_that_lists_its_ranks_in_another_order(mesh: Any, case: Any) -> None:
+    group = dist.new_group([1, 0] if mesh.rank("tp") == 1 else [0, 1])
+    if mesh.rank("tp") < 2:
+        dist.all_reduce(torch.ones(3), group=group)
+
+
 def group_with_local_synchronization(mesh: Any, case: Any) -> None:
     if mesh.rank("tp") == 1:
         dist.new_group([0, 1], use_local_synchronization=True)
@@ -53,7 +59,7 @@ def group_of_a_rank_that_is_not_there(mesh: Any, case: Any) -> None:
 
 
 def group_that_is_destroyed(mesh: Any, case: Any) -> None:
-    group = dist.new_group(list(range(mesh.size("tp"))))
+    group: Any = dist.new_group(list(range(mesh.size("tp"))))
     dist.all_reduce(torch.ones(3), group=group)
     if mesh.rank("tp") == 1:
         dist.destroy_process_group(group)

@@ -98,6 +98,7 @@ def is_stopped(mesh: Any, case: Any) -> None:
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
     if mesh.rank("tp") == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(HANGS_S)  # it is continued before it is killed, and must not go on
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parity_tests.evidence.failures.cells import Cell, bodies
+from parity_tests.evidence.failures.cells import OUTSIDE, Cell, bodies
 from parity_tests.evidence.page import joined, markdown_table, written_by
 
 ROOT = f"{Path(__file__).resolve().parents[3]}/"
@@ -62,12 +62,17 @@ def _brief(cell: Cell) -> str:
 
 
 def _code(kind: str) -> str:
-    body = bodies()[kind]
-    if body is None:
-        from parity_tests.evidence.failures import returned
+    return f"```text\n{_source(kind).rstrip()}\n```"
 
-        body = getattr(returned, kind).fn
-    return f"```text\n{inspect.getsource(body).rstrip()}\n```"
+
+def _source(kind: str) -> str:
+    """The lines of a function, or the file of those that are declared outside the ranks."""
+    body = bodies()[kind]
+    if body is not None:
+        return inspect.getsource(body)
+    from parity_tests.evidence.failures import outside, returned
+
+    return inspect.getsource(outside if kind in OUTSIDE else getattr(returned, kind).fn)
 
 
 def _without_folders(sentence: str) -> str:

@@ -100,6 +100,13 @@ def reads_before_the_wait(mesh: Any, x: torch.Tensor) -> Any:
 
 
 @declared
+def reads_what_it_never_waits_for(mesh: Any, x: torch.Tensor) -> Any:
+    y = torch.zeros(4_000_000) + x.detach().sum()
+    dist.all_reduce(y, group=mesh["tp"], async_op=True)
+    return 2 * x + 0 * y[-1].item()
+
+
+@declared
 def changes_its_input_before_the_wait(mesh: Any, x: torch.Tensor) -> Any:
     y, parts = torch.zeros(2), [torch.zeros(2) for _ in range(mesh.size("tp"))]
     work = dist.all_gather(parts, y, group=mesh["tp"], async_op=True)

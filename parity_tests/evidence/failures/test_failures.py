@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -37,9 +38,11 @@ def test_a_wrong_return_value_needs_the_rank_alone() -> None:
 # Kinds of which engines used to say different things, and their causes on lockstep and on gloo.
 ALIKE = {
     "never_waits_in_place": ("protocol", "protocol"),
+    "keeps_what_it_never_waits_for": ("protocol", "protocol"),
     "never_waits_for_a_send": ("protocol", "protocol"),
     "never_waits_for_one_of_a_batch": ("protocol", "protocol"),
     "group_of_one_rank_alone": ("deadlock", "collective mismatch"),
+    "group_that_lists_its_ranks_in_another_order": ("done", "done"),  # torch sorts them
     "group_of_its_members_alone": ("collective mismatch", "collective mismatch"),
     "groups_in_another_order": ("collective mismatch", "collective mismatch"),
     "mesh_of_one_rank_alone": ("collective mismatch", "collective mismatch"),
@@ -49,11 +52,24 @@ ALIKE = {
 }
 
 
+WITHIN_S, LOOP_S = 5.0, 0.1
+
+
+def load() -> float:
+    """The seconds that a second of this process's work takes now: 1 on a quiet machine."""
+    wall, own = time.monotonic(), time.process_time()
+    while time.process_time() - own < LOOP_S:
+        pass
+    return max((time.monotonic() - wall) / LOOP_S, 1.0)
+
+
 @pytest.mark.parametrize(("place", "engine"), [(0, "lockstep"), (1, "gloo")])
 def test_what_no_engine_lets_pass(place: int, engine: str) -> None:
+    before = load()
     found = cells(engine, 2, list(ALIKE))
+    limit = WITHIN_S * max(before, load())
     assert {cell.kind: cell.cause for cell in found} == {kind: causes[place] for kind, causes in ALIKE.items()}
-    assert [(cell.kind, cell.lacks) for cell in found if cell.lacks or cell.seconds > 5] == []
+    assert [(cell.kind, cell.lacks, cell.seconds) for cell in found if cell.lacks or cell.seconds > limit] == []
 
 
 def test_groups_that_all_ranks_make_are_no_rows_of_the_ledger() -> None:
@@ -95,6 +111,11 @@ def test_the_page() -> None:
     printed = page.sentences(matrix).splitlines()
     assert printed.count("rank 1 raised KeyError at a.py:3") == 2
     assert '        raise KeyError("no such weight")' in printed
+
+
+def test_what_is_declared_outside_the_ranks_needs_a_line_alone() -> None:
+    assert Cell("reference_exits", "not judged", "reference exits raised SystemExit at a.py:3: 0", 0.1).lacks == []
+    assert Cell("reference_exits", "not judged", "reference exits raised SystemExit", 0.1).lacks == ["line"]
 
 
 def test_there_are_sixty_kinds() -> None:

@@ -1,6 +1,7 @@
 """Schemes of a folder: the project's own files, and no walk over what lies around them."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,15 @@ def test_loops_of_links_and_pipes_are_no_files(tmp_path: Path) -> None:
     with pytest.raises(discover.UnusableTarget, match=r"pipe.py: is a pipe or a device; give a file$"):
         discover.find([str(pipe)])
     assert [scheme.name for scheme in discover.find([str(tmp_path)])] == ["one"]
+
+
+def test_a_file_is_read_and_not_the_bytecode_of_an_older_text(tmp_path: Path) -> None:
+    """As of two texts that are copied, or checked out, with the same times."""
+    file, text = tmp_path / "copied.py", "from shardproof import scheme\nFACTOR = 2\n"
+    for factor in (2, 3):
+        file.write_text(text.replace("2", str(factor)))
+        os.utime(file, (0, 0))
+        module = discover.module_of_file(str(file))
+        assert factor == module.FACTOR
+        del sys.modules[module.__name__]
+    assert not (tmp_path / "__pycache__").exists()

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD
+from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD, USAGE
 from shardproof.endings.exits import signal_name
 
 LIMIT_S = 60.0
@@ -104,6 +104,27 @@ def test_a_thread_that_ends_the_process_is_named(tmp_path):
 def test_a_forked_process_may_leave():
     forks = "child = os.fork()\nif child == 0:\n    os._exit(7)"
     assert ending(f"{forks}\nreturn os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])") == (7, "", "")
+
+
+def test_a_forked_process_has_no_verdict_of_its_own():
+    forks = "if os.fork() == 0:\n    sys.exit(0)\nos.wait()"
+    assert ending(f"{forks}\nreturn 1") == (1, "", "")
+    status, _, err = ending(f"{forks}\nctypes.CDLL(None)._exit(0)")
+    assert (status, err) == (RANK_FAILED, "shardproof: the process of the command left with exit code 0\n")
+
+
+def test_a_thread_ends_no_command_under_a_launcher_with_status_0():
+    body = "thread = threading.Thread(target=os._exit, args=(0,))\nthread.start()\nthread.join()"
+    status, _, err = ending(body, RANK="0")
+    assert status == RANK_FAILED
+    assert re.fullmatch(r"shardproof: os\._exit\(0\) .*ends this process without a verdict\n", err)
+
+
+def test_a_command_that_cannot_fork_says_so():
+    fails = "def fails():\n    raise BlockingIOError(11, 'Resource temporarily unavailable')\nos.fork = fails\n"
+    status, _, err = ended(python(f"{HEAD}\n{fails}sys.exit(supervised(lambda: 0))"))
+    sentence = "the process of the command cannot be started or watched: Resource temporarily unavailable"
+    assert (status, err) == (USAGE, f"shardproof: {sentence}\n")
 
 
 @pytest.mark.parametrize(

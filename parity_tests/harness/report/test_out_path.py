@@ -50,6 +50,12 @@ def test_what_is_no_file_and_what_is_somebodys_source_is_rejected(tmp_path):
     check_writable(out=str(tmp_path / "new.py"), junit="/dev/null")
 
 
+def test_two_options_with_one_file_are_rejected(tmp_path):
+    file = tmp_path / "out.json"
+    assert rejection(json=file, junit=file) == f"--json and --junit are both {file}; give each a file of its own"
+    check_writable(json=str(file), junit=str(tmp_path / "out.xml"), html="-")
+
+
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     file = tmp_path / "out.json"
     write_text(str(file), "first \ud800")

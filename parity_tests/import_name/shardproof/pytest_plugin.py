@@ -57,9 +57,13 @@ class ModuleOfSchemes(pytest.Module):
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         from shardproof.declare.failed_declaration import collected
+        from shardproof.endings import exits
 
-        with collected(self.path.stem):
-            return list(super().collect())
+        try:
+            with collected(self.path.stem), exits.raised():
+                return list(super().collect())
+        except SystemExit as left:  # pytest would end, and lose every other test
+            raise self.CollectError(f"{self.path.name}: it exits when it is imported: {left}") from None
 
 
 class SchemeFile(pytest.File):

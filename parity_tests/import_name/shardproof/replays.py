@@ -14,6 +14,7 @@ from shardproof.declare.discover import TABLE
 from shardproof.draw import recorded
 from shardproof.draw.size_choices import free_dims
 from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED
+from shardproof.engines.supervised import supervised
 from shardproof.report.guard import guarded
 from shardproof.report.out_path import naming
 from shardproof.report.sentence import print_report
@@ -188,7 +189,9 @@ def replay(
     if this machine lacks a requirement of the engine.
     """
     engine, repeat = _arguments(sys.argv[1:] if arguments is None else arguments)
-    return guarded(lambda: rerun(CaseSpec.from_json(case_json), source, file, engine, repeat, implementation))
+    return supervised(
+        lambda: guarded(lambda: rerun(CaseSpec.from_json(case_json), source, file, engine, repeat, implementation))
+    )
 
 
 def rerun(

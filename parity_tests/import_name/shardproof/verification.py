@@ -39,7 +39,8 @@ from shardproof.draw.choosers import Choice, RecordingChooser, even_chooser, see
 from shardproof.draw.coverage import pairs_not_drawn, plan
 from shardproof.draw.drawing import draw_case, fitting_meshes, meshes_left_out
 from shardproof.draw.profiles import EXAMPLES, SHAPES, few, profile
-from shardproof.endings.raised import RAISED
+from shardproof.endings import exits
+from shardproof.endings.raised import pass_interrupt
 from shardproof.engines.failure import Stalled
 from shardproof.engines.processes import pool
 from shardproof.experiments.notes import check_notes, from_one_case
@@ -79,6 +80,7 @@ class Search:
 
 
 @rejects_unknown_keywords
+@exits.raised()
 def verify(
     scheme: Declared,
     engine: str = "lockstep",
@@ -155,7 +157,8 @@ def _kept(report: Report, step: Callable[[Report], Report]) -> Report:
     """`step(report)`; if that raises, the report itself with a sentence: a failure that was found is never lost."""
     try:
         return step(report)
-    except RAISED as error:
+    except BaseException as error:
+        pass_interrupt(error)
         return replace(report, unfinished=sentence_of(error)[1])
 
 
@@ -304,6 +307,7 @@ def _with_simplest(
     return Search([*passing, search.search()], search.runs, failing.case)
 
 
+@exits.raised()
 def check(case: CaseSpec) -> Report:
     """Verify one case and raise unless all four oracles pass; writes a replay file for a failing case."""
     from hypothesis import currently_in_test_context, reject

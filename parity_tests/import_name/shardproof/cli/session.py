@@ -32,6 +32,7 @@ from shardproof.declare.failed_declaration import FailedDeclaration, FailedImpor
 from shardproof.draw import profiles, size_choices
 from shardproof.endings import journal
 from shardproof.endings.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudged
+from shardproof.endings.raised import pass_interrupt
 from shardproof.engines.engines import limited
 from shardproof.engines.failure import NotRun
 from shardproof.engines.processes.rank_warnings import without_repeats
@@ -57,6 +58,9 @@ BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
 def verify(targets: list[str], options: VerifyOptions) -> int:
     """Verify every scheme of the targets and print the reports; returns the exit status."""
     _check_options(options)
+    # A user's code may change the working folder: what is written stays where the command was started.
+    paths = {option: path if path in (None, "-") else os.path.abspath(path) for option, path in options.files.items()}
+    folder, cache = os.path.abspath(options.replay_dir or "."), options.jax_cache and os.path.abspath(options.jax_cache)
     if options.engine == "torchrun":
         from shardproof.engines.processes import launch
 
@@ -64,17 +68,20 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
             return launch.serve()
     text_to_stderr = "-" in options.files.values()  # standard output is for machines
     with _prints_on_stderr() if text_to_stderr else contextlib.nullcontext():
-        outcome = run(discover.find_declarations(targets), options)
+        outcome = run(discover.find_declarations(targets), replace(options, replay_dir=folder, jax_cache=cache))
+    outcome.reports = [_with_path_as_given(report, options.replay_dir or "") for report in outcome.reports]
     outcome.not_run |= {} if targets else discover.left_out()
     console = Console(stderr=text_to_stderr)
-    if not outcome.is_one_unusable_scheme:
-        summary.show(console, outcome, options)
     texts = {
-        options.json: partial(summary.as_json, outcome),
-        options.junit: partial(summary.as_junit, outcome),
-        options.html: partial(page, outcome.reports, summary.closing(outcome), summary.without_report(outcome)),
+        paths["json"]: partial(summary.as_json, outcome),
+        paths["junit"]: partial(summary.as_junit, outcome),
+        paths["html"]: partial(page, outcome.reports, summary.closing(outcome), summary.without_report(outcome)),
     }
-    write_texts({path: text for path, text in texts.items() if path})
+    try:
+        if not outcome.is_one_unusable_scheme:
+            summary.show(console, outcome, options)
+    finally:  # also if nobody reads standard output, or its disk is full
+        write_texts({path: text for path, text in texts.items() if path})
     if options.html and options.html != "-" and not options.quiet:
         console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
     if options.engine == "torchrun":
@@ -86,9 +93,16 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
     return outcome.status
 
 
+def _with_path_as_given(report: Report, folder: str) -> Report:
+    """The report whose replay file is named as the command line names its folder."""
+    return replace(report, replay=os.path.join(folder, os.path.basename(report.replay))) if report.replay else report
+
+
 @contextlib.contextmanager
 def _prints_on_stderr() -> Iterator[None]:
     """Redirect to standard error everything that functions print, in this process and on ranks."""
+    if sys.stdout is None:
+        raise ValueError("standard output is closed, which - stands for; give a file")
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -141,6 +155,13 @@ def _expected_of(
         return {}
     names = [each.name for each in (*schemes, *scheme_index.entries())]
     expected_by_name = expected.read(options.expected_failures, names)
+    for scheme in schemes:
+        files = [each.file for each in schemes if each.name == scheme.name and scheme.name in expected_by_name]
+        if len(files) > 1:
+            raise ValueError(
+                f"{options.expected_failures}: {scheme.name} is declared {len(files)} times, in {' and '.join(files)}; "
+                "rename one, or verify one file at a time"
+            )
     return {scheme.name: expected_by_name[scheme.name] for scheme in schemes if scheme.name in expected_by_name}
 
 
@@ -191,7 +212,8 @@ def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, 
             outcome.not_run[scheme.name] = reason
         else:
             _judge(scheme, options, outcome, progress)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        pass_interrupt(error)
         status, sentence = sentence_of(error)
         if status == INTERNAL:
             traceback.print_exception(error)

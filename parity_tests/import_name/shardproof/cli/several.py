@@ -20,7 +20,7 @@ from shardproof.declare import discover
 from shardproof.declare.declared import Declared
 from shardproof.endings import exits
 from shardproof.endings.exit_status import RANK_FAILED
-from shardproof.endings.raised import RAISED
+from shardproof.endings.raised import pass_interrupt
 from shardproof.engines.processes import crash
 from shardproof.engines.processes.root_cause import ending
 from shardproof.report.guard import sentence_of
@@ -130,7 +130,8 @@ def _one(file: str, name: str, examples: int) -> session.Outcome:
     try:
         scheme = next(candidate for candidate in discover.schemes_of_file(file) if candidate.name == name)
         return session.run([scheme], session.VerifyOptions(examples=examples, profile="quick", quiet=True))
-    except RAISED as error:
+    except BaseException as error:
+        pass_interrupt(error)
         outcome = session.Outcome()
         status, sentence = sentence_of(error)
         outcome.reject(name, f"scheme '{name}': {sentence}", status)

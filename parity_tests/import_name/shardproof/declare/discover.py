@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
 from shardproof.endings import exits, journal
 from shardproof.endings.exit_status import RANK_FAILED
-from shardproof.endings.raised import message_of
+from shardproof.endings.raised import message_of, pass_interrupt
 from shardproof.places import SHARDPROOF, TESTS, component_folders
 
 TABLE: dict[str, Declared] = {}
@@ -110,19 +111,25 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
     A target is a file, `file.py::name`, a folder, a name or a glob.
     """
     by_key: dict[str, Declared | FailedDeclaration | FailedImport] = {}
+    here = os.getcwd() if targets else ""
+
+    def still(file: str | Path) -> str:
+        """The same file, also after an earlier one has changed the working folder when it was imported."""
+        return str(file) if os.getcwd() == here else os.path.join(here, file)
+
     for target in targets or ["*"]:
-        path = Path(target)
         file, _, name = target.partition("::")
+        path = Path(still(target)) if targets else Path(target)
         found: Sequence[Declared | FailedDeclaration | FailedImport]
         if name:
-            found = [declaration_of_file(file, name)]
+            found = [declaration_of_file(still(file), name)]
         elif path.is_dir():
             files = [file for file in _python_files(path) if "@scheme" in file.read_text(errors="replace")]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
-            found = [each for file in files for each in declarations_of_file(str(file))]
+            found = [each for file in files for each in declarations_of_file(still(file))]
         elif path.suffix == ".py" or path.is_file():
-            found = declarations_of_file(target)
+            found = declarations_of_file(still(target))
         else:
             found = _schemes_by_pattern(target)
         by_key |= {each.key: each for each in found}
@@ -230,7 +237,8 @@ def module_of_file(file: str) -> ModuleType:
         raise LeftImport(f"cannot import {file}: {sentence}", _line_of(path, sentence))
     try:
         if record is None or _name_of(path) in sys.modules:
-            return _imported(path)
+            with exits.raised():
+                return _imported(path)
         record.begin(key)
         try:
             return _imported(path)
@@ -243,7 +251,8 @@ def module_of_file(file: str) -> ModuleType:
         what = f" by {message_of(left)}" if isinstance(left.code, str) else ""
         remedy = "put what runs under if __name__ == '__main__'"
         raise LeftImport(f"cannot import {file}: it exits{what}{at}; {remedy}", _line_of(path, at)) from None
-    except Exception as error:
+    except BaseException as error:
+        pass_interrupt(error)
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS and path.is_relative_to(TESTS):
             raise NeedsExtra(f"needs {package}; pip install -e '.[{EXTRAS[package]}]' in the clone") from error
@@ -326,6 +335,13 @@ def _name_of(path: Path) -> str:
     return f"{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
 
 
+class _FromSource(SourceFileLoader):
+    """Compiles a file each time. Bytecode of another text with the same size and second would be another scheme."""
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _imported(path: Path) -> ModuleType:
     if path.is_relative_to(SHARDPROOF):
         return importlib.import_module(".".join(path.relative_to(SHARDPROOF.parent).with_suffix("").parts))
@@ -338,7 +354,7 @@ def _imported(path: Path) -> ModuleType:
         raise _left[name]
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     if spec is None or spec.loader is None:
         raise ImportError("not a Python file")
     module = importlib.util.module_from_spec(spec)
@@ -402,7 +418,7 @@ def _beside(name: str, folder: Path) -> bool:
     return file is not None and Path(file).resolve().is_relative_to(folder) and "site-packages" not in file
 
 
-def _message_of(error: Exception, path: Path) -> str:
+def _message_of(error: BaseException, path: Path) -> str:
     """The text after the file's name: the line of the error, and the error, `:12: NameError: ...`."""
     if isinstance(error, SyntaxError):
         lines, text = [error.lineno], f"SyntaxError: {error.msg}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardproof.declare.declaration_failure import raised_by
-from shardproof.endings.raised import RAISED, first_line_of
+from shardproof.endings.raised import first_line_of, pass_interrupt
 
 Layout = Callable[[int, int], Any]
 # Exceptions for a size that does not fit: a layout's own check, an assertion, or a library's view or reshape.
@@ -26,7 +26,8 @@ def parts(name: str, layout: Layout, dim: str, size: int, axis: str, world: int)
         return list(positions) if isinstance(positions, Iterable) else positions
     except REJECTIONS as error:
         raise ValueError(f"{dim}={size} cannot be sharded by {name} over {axis}={world}: {_words(error)}") from error
-    except RAISED as error:
+    except BaseException as error:
+        pass_interrupt(error)
         raise raised_by(f"layout '{name}'", error) from error
 
 
@@ -64,7 +65,8 @@ def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | N
             f"{name} shards no size of {dim} over {axis}={world}, of {world} to {last} tried: {_words(error)}; "
             f"if it shards others, name them: dims={{{dim!r}: (...)}}"
         )
-    except RAISED as error:
+    except BaseException as error:
+        pass_interrupt(error)
         raise raised_by(f"layout '{name}'", error) from error
     return None
 
@@ -72,7 +74,8 @@ def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | N
 def _takes(layout: Layout, size: int, world: int) -> bool:
     try:
         layout(size, world)
-    except RAISED:  # reported when that size is used
+    except BaseException as error:  # reported when that size is used
+        pass_interrupt(error)
         return False
     return True
 

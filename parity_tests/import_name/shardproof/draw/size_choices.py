@@ -15,7 +15,7 @@ from shardproof.declare.declared import Declared
 from shardproof.declare.dim_formulas import complete_dims, names_in
 from shardproof.declare.spec import Dim, Sharding
 from shardproof.draw import custom_layout
-from shardproof.endings.raised import RAISED, message_of
+from shardproof.endings.raised import message_of, pass_interrupt
 
 LOCAL = (2, 3, 5, 1, 8)  # local sizes of a dim; with 1, many mistakes do not show
 LOCAL_WORDS = {1: "one", 2: "two"}
@@ -233,7 +233,8 @@ def assumed_options(
         case = CaseSpec(scheme.key, mesh, shape, options=options)
         try:
             allowed += [options] if scheme.assume(case) else []
-        except RAISED as error:
+        except BaseException as error:
+            pass_interrupt(error)
             from shardproof.engines.ledger import at_users_line  # here: it loads torch
 
             where = f"{at_users_line(error)} with {sizes_text(mesh, shape, options)}"

@@ -2,12 +2,13 @@
 
 The command would end without a verdict, with a status that is not its own. On the main thread and on a rank of lockstep
 the call raises SystemExit instead, which is a failure of the code that called it. On any other thread nothing could be
-told to the command: the line of the call is noted for the parent process, and the process ends. A forked process does
-as it asked to.
+told to the command: the line of the call is noted for the parent process, and the process ends; without a parent, its
+status is 3 and the line is printed. A forked process does as it asked to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ RANK_THREAD = "lockstep-rank-"  # the names of lockstep's threads begin with it
 ENDING = ("_exit", "execv", "execve")
 STACKS = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0  # a process of ours writes its stacks at this signal
 leave = os._exit  # the process's own, before anything is installed
+_process = 0  # in which the calls were installed last
 
 
 def signal_name(number: int) -> str:
@@ -33,7 +35,8 @@ def signal_name(number: int) -> str:
 
 def install(note: Callable[[str], object], *, raises: bool = True) -> None:
     """From now on, calls in this process raise or, unless `raises`, are noted as `os._exit(0) at file:line`."""
-    process = os.getpid()
+    global _process
+    _process = process = os.getpid()
     for name in ENDING:
         setattr(os, name, _raising_or_noted(name, getattr(os, name), process, note, raises))
 
@@ -43,11 +46,21 @@ def are_installed() -> bool:
     return os._exit is not leave and hasattr(os._exit, "__wrapped__")
 
 
+def is_forked() -> bool:
+    """Whether a user's code has forked this process from a command, whose verdict and output are not its own."""
+    return _process not in (0, os.getpid())
+
+
+def install_alone() -> None:
+    """From now on, calls raise, in a process that no parent of ours waits for."""
+    install(_end_without_verdict)
+
+
 @contextmanager
 def raised() -> Iterator[None]:
-    """While a rank's process imports a user's file, the calls raise; before and after they end the rank's process."""
+    """Inside this block, the calls raise. It needs no command: a script, a notebook or a test may verify a scheme."""
     before = {name: getattr(os, name) for name in ENDING}
-    install(lambda text: None)
+    install((lambda text: None) if are_installed() else _end_without_verdict)
     try:
         yield
     finally:
@@ -71,6 +84,15 @@ def _raising_or_noted(
         return end(*arguments)
 
     return ending
+
+
+def _end_without_verdict(call: str) -> None:
+    """Instead of the user's status, which may be 0."""
+    from shardproof.endings.exit_status import RANK_FAILED  # here: it needs this module
+
+    with contextlib.suppress(OSError):
+        os.write(2, f"shardproof: {call} ends this process without a verdict\n".encode(errors="backslashreplace"))
+    leave(RANK_FAILED)
 
 
 def _users_line() -> str:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from shardproof.endings import exits
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -19,6 +21,16 @@ RAISED = (Exception, SystemExit)  # what a user's code may raise; a KeyboardInte
 
 # C0 and C1 controls but tab and line feed, lone surrogates, and marks that change the direction of what follows.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+
+
+def pass_interrupt(error: BaseException) -> None:
+    """Raise a KeyboardInterrupt again, which is the user's; anything else is of the code that raised it.
+
+    For `except BaseException`: what ends a task or skips a test need be no Exception. A SystemExit of a process that a
+    user's code has forked ends that process.
+    """
+    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and exits.is_forked()):
+        raise error
 
 
 def printable(text: str) -> str:
@@ -57,7 +69,8 @@ def none_if_raised(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
     def calling(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result | None:
         try:
             return call(*arguments, **keywords)
-        except RAISED:
+        except BaseException as error:
+            pass_interrupt(error)
             return None
 
     return calling

@@ -55,12 +55,11 @@ def supervised(call: Callable[[], int | None]) -> int:
 
     Signals sent to this process alone are forwarded, and the child ends when its parent is killed. The forked process
     never returns from here. `call` runs in this process under a launcher such as torchrun, and if a fork is not safe:
-    JAX is loaded, or another thread runs.
+    JAX is loaded, or another thread runs. There, a user's `os._exit` raises nevertheless.
     """
     is_launched = any(name in os.environ for name in UNDER_A_LAUNCHER)
-    if is_launched:
-        exits.install(_complain)  # the launcher would take the exit code of a user's call for that of the command
     if is_launched or not sys.platform.startswith("linux") or "jax" in sys.modules or threading.active_count() > 1:
+        exits.install_alone()
         return call() or 0
     with contextlib.ExitStack() as files:
         try:
@@ -68,7 +67,11 @@ def supervised(call: Callable[[], int | None]) -> int:
         except OSError as error:
             _complain(f"no temporary file can be made: {error.strerror}; set TMPDIR to a folder that can be written")
             return USAGE
-        return _Command(call, stack, Journal(file)).status()
+        try:
+            return _Command(call, stack, Journal(file)).status()
+        except OSError as error:  # a limit of processes or of memory; a child that runs ends with this process
+            _complain(f"the process of the command cannot be started or watched: {error.strerror}")
+            return USAGE
 
 
 @dataclass(frozen=True)
@@ -197,15 +200,18 @@ class _Command:
                 faulthandler.register(STACKS, self._stack, all_threads=True)
                 table, words, journal.current = self._table, self._words, self._journal
                 exits.install(self._words.note)
+                os.register_at_fork(after_in_child=_disown)
                 if death is not None and death.key is not None and sentence is not None:
                     self._journal.lose(death.key, sentence)
                 self._journal.read()
+                process = os.getpid()
                 status = _status_of(self._call)
                 _flush()
-                self._words.judged(status)
-                status = _status_after_exit_functions(status)
-                _flush()
-                self._words.finish(status)
+                if os.getpid() == process:  # not a process that a user's code has forked and that came back here
+                    self._words.judged(status)
+                    status = _status_after_exit_functions(status)
+                    _flush()
+                    self._words.finish(status)
         finally:
             exits.leave(status)
 
@@ -285,6 +291,12 @@ class _Watch:
         return ("silent", self._seconds) if limit and self._seconds >= limit + MARGIN_S else ("", 0.0)
 
 
+def _disown() -> None:
+    """In a process that a user's code forks from the command: it has no verdict to record."""
+    global table, words
+    table = words = journal.current = None
+
+
 def _status_of(call: Callable[[], int | None]) -> int:
     """The status of the command, however it ends; from then on, an interrupt is ignored."""
     try:
@@ -338,5 +350,5 @@ def _complain(sentence: str) -> None:
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # closed by the process that started this one
-            with contextlib.suppress(OSError):  # or its reader has left
+            with contextlib.suppress(OSError, ValueError):  # or its reader has left, or a user's code has closed it
                 stream.flush()

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from shardproof.declare import discover
-from shardproof.endings.raised import RAISED, message_of
+from shardproof.endings.raised import message_of, pass_interrupt
 from shardproof.implementation.public_names import PublicName
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -38,7 +38,8 @@ def module_of(target: str) -> ModuleType:
         sys.path.append(str(Path.cwd()))  # also for the ranks, which get this process's path
     try:
         return importlib.import_module(target)
-    except RAISED as error:
+    except BaseException as error:
+        pass_interrupt(error)
         hint = f"; did you mean {target}.py?" if Path(f"{target}.py").is_file() else ""
         raise discover.UnusableTarget(
             f"cannot import {target}: {type(error).__name__}: {message_of(error)}{hint}"

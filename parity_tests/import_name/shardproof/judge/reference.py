@@ -7,6 +7,8 @@ are computed. XLA compiles only programs that NumPy has no rule for, and program
 
 from __future__ import annotations
 
+import inspect
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Argument, Declared, nested, outputs_by_name, takes_mesh
 from shardproof.declare.validation import name_of_reference
 from shardproof.draw import inputs
-from shardproof.endings.raised import RAISED, first_line_of
+from shardproof.endings.raised import first_line_of, pass_interrupt
 from shardproof.engines.ledger import at_users_line
 from shardproof.engines.program import Program
 from shardproof.judge import bridge
@@ -113,15 +115,15 @@ def check_repeats(scheme: Declared, program: Program, case: CaseSpec, reference:
         return
     _PROGRAMS.pop(scheme.reference, None)
     again = evaluate(scheme, program, case)
-    _REPEATED.add(scheme.reference)
     for before, after in ((reference.outputs, again.outputs), (reference.gradients, again.gradients)):
         for name, array in before.items():
             if not np.array_equal(array, after[name], equal_nan=array.dtype.kind == "f"):
                 raise _failure(
                     scheme,
-                    f"gives other numbers for '{name}' when it is traced again: it reads a random generator, a clock "
-                    "or kept state; draw as an input what it needs",
+                    f"gives other numbers for '{name}' when it is traced again{_declared_at(scheme.reference)}: it "
+                    "reads a random generator, a clock or kept state; draw as an input what it needs",
                 )
+    _REPEATED.add(scheme.reference)
 
 
 def undefined_gradients(
@@ -206,7 +208,8 @@ def _call(
                 results = program(*flat)
         except ReferenceFailure:
             raise
-        except RAISED as error:
+        except BaseException as error:
+            pass_interrupt(error)
             message = f"raised {type(error).__name__}{at_users_line(error)}: {_first_line(error)}"
             raise _failure(scheme, message + _remedy(error, case)) from error
         _PROGRAMS.setdefault(scheme.reference, {})[signature] = program, structure
@@ -388,6 +391,12 @@ def _rms(derivatives: Any) -> np.ndarray:
     largest = np.abs(array).max(axis=0, initial=0.0)
     scale = np.where(largest > 0, largest, 1.0)  # squares of large or small elements would overflow or vanish
     return scale * np.sqrt(((array / scale) ** 2).sum(0) / np.maximum(finite.sum(0), 1))
+
+
+def _declared_at(reference: Callable[..., Any]) -> str:
+    """` (file:line)` of a function; empty for what Python did not compile."""
+    code = getattr(inspect.unwrap(reference), "__code__", None)
+    return "" if code is None else f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def _failure(scheme: Declared, message: str) -> ReferenceFailure:

@@ -19,7 +19,7 @@ from shardproof.declare.counted import counted
 from shardproof.declare.declaration_failure import raised_by
 from shardproof.declare.declared import Cost, Declared
 from shardproof.draw import inputs
-from shardproof.endings.raised import RAISED
+from shardproof.endings.raised import pass_interrupt
 from shardproof.engines.ledger import PHASES, CallSite, Finding, Ledger, LedgerRow
 from shardproof.engines.lockstep.backends import OF_GLOO
 from shardproof.engines.program import Program, RankResult
@@ -72,7 +72,8 @@ def costs_of_ranks(scheme: Declared, case: CaseSpec, program: Program) -> list[C
         if isinstance(declared, Cost):
             return [declared] * case.world
         return [declared[_place(scheme, case, rank)] for rank in range(case.world)]
-    except RAISED as error:
+    except BaseException as error:
+        pass_interrupt(error)
         raise raised_by(f"scheme '{scheme.name}': its cost", error) from error
 
 

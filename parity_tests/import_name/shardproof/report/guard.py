@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from shardproof.endings import exit_status
+from shardproof.endings import exit_status, exits
 from shardproof.endings.exit_status import EQUAL, INTERNAL, INTERRUPTED, NOTHING, RANK_FAILED, UNREAD, USAGE
 from shardproof.endings.raised import message_of
 from shardproof.places import SHARDPROOF
@@ -57,6 +57,8 @@ def guarded(call: Callable[[], Any]) -> int:
     except _Unread:
         return UNREAD
     except (KeyboardInterrupt, SystemExit) as stop:  # typer turns the first into an exit
+        if exits.is_forked():
+            raise  # ends the process that a user's code has forked
         if isinstance(stop, SystemExit) and not _is_command_lines(stop):
             return _reported(stop)
         if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:

@@ -16,11 +16,17 @@ ALWAYS_FILES = ("figure", "csv")  # a path `-` is a file and not standard output
 def check_writable(**paths: str | None) -> None:
     """Check each option's path, as in `json="out.json"`; None and `-` (standard output) are never rejected.
 
-    Errors: ValueError for a missing folder, for a path that is a folder or not writable, and for more than one `-`.
+    Errors: ValueError for a missing folder, for a path that is a folder or not writable, for more than one `-`, and for
+    two options with the same file.
     """
     to_stdout = [f"--{option} -" for option, path in paths.items() if path == "-" and option not in ALWAYS_FILES]
     if len(to_stdout) > 1:
         raise ValueError(f"{' '.join(to_stdout)}: standard output takes one of them; give the other a file")
+    files = {option: os.path.realpath(path) for option, path in paths.items() if path and path != "-"}
+    for option, file in files.items():
+        same = next((other for other in files if other != option and files[other] == file), None)
+        if same is not None and not file.startswith("/dev/"):
+            raise ValueError(f"--{option} and --{same} are both {paths[option]}; give each a file of its own")
     for option, path in paths.items():
         if path is None or (path == "-" and option not in ALWAYS_FILES):
             continue

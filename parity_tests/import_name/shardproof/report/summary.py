@@ -83,11 +83,13 @@ class Outcome:
         self.seconds.update(other.seconds)
         self.places.update(other.places)
         self.not_offered.update(other.not_offered)
-        self.not_judged.update(other.not_judged)
-        self.statuses.update(other.statuses)
+        for name, sentence in other.not_judged.items():
+            self.reject(name, sentence, other.statuses.get(name, USAGE))
 
     def reject(self, name: str, sentence: str, status: int = USAGE) -> None:
-        """A scheme that has no verdict."""
+        """A scheme that has no verdict. A second one of the same name, in another file, is counted."""
+        same = sum(other == name or other.startswith(f"{name} (") for other in self.not_judged)
+        name = f"{name} ({same + 1})" if same else name
         self.not_judged[name] = sentence
         if status != USAGE:
             self.statuses[name] = status
@@ -298,7 +300,7 @@ def as_junit(outcome: Outcome) -> str:
     skipped |= {
         name_of(report): f"expected {report.verdict}" for report in outcome.reports if outcome.is_expected(report)
     }
-    wrong = {name_of(report) for report in outcome.reports if not report.ok and not outcome.is_expected(report)}
+    wrong = [report for report in outcome.reports if not report.ok and not outcome.is_expected(report)]
     counts = {
         "tests": len(outcome.reports) + len(outcome.not_run) + len(outcome.not_offered) + len(outcome.not_judged),
         "failures": len(wrong) + len(outcome.unexpected_passes),
@@ -321,7 +323,7 @@ def as_junit(outcome: Outcome) -> str:
             ElementTree.SubElement(properties, "property", name=key, value=str(value))
         if report.left_out:
             ElementTree.SubElement(properties, "property", name="left_out", value="; ".join(report.omissions()))
-        if name in wrong:
+        if any(report is each for each in wrong):
             ElementTree.SubElement(item, "failure", message=report.verdict).text = str(report)
         elif name in outcome.unexpected_passes:
             ElementTree.SubElement(item, "failure", message=f"passes, {outcome.expected[name].verdict} is expected")

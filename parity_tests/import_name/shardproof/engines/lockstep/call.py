@@ -79,13 +79,13 @@ class CommunicationCall:
 
 
 def _storages(tensors: Sequence[Tensor]) -> set[int]:
-    """Addresses of the tensors' memory; the fake tensors of a memory estimate have none."""
+    """Addresses of the tensors' memory; fake tensors of a memory estimate, and meta tensors, have none."""
     homes = (
         tensor.untyped_storage()
         for tensor in tensors
         if not is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, FakeTensor)
     )
-    return {home.data_ptr() for home in homes if home.nbytes()}
+    return {address for home in homes if home.nbytes() and (address := home.data_ptr())}
 
 
 def _poison(dtype: torch.dtype) -> float | int | bool:
