@@ -1,6 +1,7 @@
 """shardproof: every verb, every exit status."""
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,6 +29,21 @@ def test_a_timeout_limits_a_rank_that_reaches_no_collective(shardproof):
     status, out, _ = shardproof("verify", written("waits.py", waits), "--mesh", "tp=1", "--timeout", "0.2")
     assert status == RANK_FAILED and "stalled: rank 0 has reached no collective for 0.2 s" in out
     assert shardproof("verify", "waits.py", "--mesh", "tp=1", "--examples", "1", "--timeout", "9")[0] == EQUAL
+
+
+def test_a_limit_ends_the_drawing_of_cases_and_says_so(shardproof):
+    slow = "import time\ndef slow(mesh, x):\n    time.sleep(0.05)\n    return x * 2\ndeclare(slow)\n"
+    status, out, _ = shardproof("verify", written("slow.py", slow), "--examples", "400", "--limit", "0.5")
+    drawn, missing = (int(re.search(rf"(\d+) {words}", out)[1]) for words in ("examples   ", "of 400 examples, at the"))
+    assert status == EQUAL and drawn + missing == 400 and 0 < drawn < 40
+    assert f"not drawn: {missing} of 400 examples, at the limit of 0.5 s" in out
+
+
+def test_a_long_scheme_is_named_where_no_progress_bar_does(shardproof, monkeypatch):
+    monkeypatch.setattr(session, "LONG_S", 0.1)
+    slow = "import time\ndef slow(mesh, x):\n    time.sleep(0.3)\n    return x * 2\ndeclare(slow)\n"
+    _, _, err = shardproof("verify", written("slow.py", slow), "--examples", "1")
+    assert err == "shardproof: slow, scheme 1 of 1, has run for 0.1 s; --limit SECONDS ends it\n"
 
 
 def test_0_all_equal(shardproof):

@@ -109,6 +109,17 @@ def test_integers_are_drawn_below_the_largest_seen(shardproof):
     assert 'draw={"ids": integers(0, 4)},' in text and is_clean() == []
 
 
+@pytest.mark.parametrize("engine", ["lockstep", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_a_file_whose_name_is_no_modules_is_imported_by_its_path(engine, shardproof):
+    Path("my_function.py").rename("13_x.py")
+    assert shardproof("new", "13_x.py::scaled_logits", "--inputs", "inputs", "--mesh", "tp=2")[0] == 0
+    assert is_clean() == []
+    text = Path(OUT).read_text().replace(RAISES, "    return 2.0 * hidden @ weight")
+    Path(OUT).write_text(text)
+    status, out, err = shardproof("verify", OUT, "--examples", "2", "--engine", engine)
+    assert status == 0, out + err
+
+
 def test_an_unknown_spec_stays_open_and_is_rejected_by_name(shardproof):
     status, out, _ = shardproof("new", "my_function.py::scaled_logits")
     assert status == 0 and out.startswith(

@@ -1,5 +1,7 @@
 """Parity of mamba.hidden_parallel."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,8 +14,9 @@ from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stre
 from shardproof import CaseSpec, Cost, check_cases, scheme
 from shardproof.engines.engines import run
 from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.columns import MambaSizes
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
-from torch_impl.mamba.mix import mix_columns
+from torch_impl.mamba.mix import SsmParameters, mix_columns
 
 # Groups: 2 are fewer than four ranks and as many as two; 8 are more.
 SIZES = {"h": (8,), "g": (2, 8), "p": (2,), "n": (2,), "d": (2,), "k": (4,)}
@@ -35,22 +38,54 @@ def can_share_heads(c):
 class InParts:
     """The strategy by its two exchanges and what is between them, with the layout passed to each exchange."""
 
-    def __init__(self, group, *, layout="dual_chunk_swap", **settings):
-        self.strategy, self.of_batch = MambaContextParallel(group, **settings), layout
+    def __init__(self, kind, group, *, layout="dual_chunk_swap", **settings):
+        self.strategy, self.of_batch = kind(group, **settings), layout
 
     def mix(self, projected_states, cu_seqlens=None):
         local = self.strategy.pre_conv_ssm(projected_states, cu_seqlens, layout=self.of_batch)
-        ids = None
-        if cu_seqlens is not None:
-            ids = TokenLayout.packed(cu_seqlens, cp_size=1, cp_rank=0).sequence_ids.expand(local.shape[:2])
         parameters = self.strategy.ssm_parameters()
+        ids = sequence_ids(local, cu_seqlens)
         mixed = mix_columns(local, self.strategy.local, parameters, ids, chunk_size=self.strategy.chunk_size)
         return self.strategy.post_conv_ssm(mixed, cu_seqlens, layout=self.of_batch)
 
 
+class SharedProtocol:
+    """The strategy by the methods that other libraries' classes of its name have too."""
+
+    def __init__(self, kind, group, **settings):
+        self.strategy, self.sizes = kind(group, **settings), settings
+
+    def mix(self, projected_states, cu_seqlens=None):
+        strategy = self.strategy
+        rows = projected_states if cu_seqlens is None else projected_states[0]  # a stream is [t, w] to all of them
+        local = strategy.pre_conv_ssm(rows, cu_seqlens)
+        batch = local if cu_seqlens is None else local[None]
+        parameters = SsmParameters(
+            strategy.get_conv1d_weight(),
+            strategy.get_conv1d_bias(),
+            strategy.get_dt_bias(),
+            strategy.get_A_log(),
+            strategy.get_D(),
+        )
+        sizes = MambaSizes(
+            strategy.num_heads_local, self.sizes["head_dim"], strategy.n_groups_local, self.sizes["d_state"]
+        )
+        mixed = mix_columns(batch, sizes, parameters, sequence_ids(batch, cu_seqlens), chunk_size=4)
+        out = strategy.post_conv_ssm(mixed if cu_seqlens is None else mixed[0], cu_seqlens)
+        return out if cu_seqlens is None else out[None]
+
+
+def sequence_ids(local, cu_seqlens):
+    if cu_seqlens is None:
+        return None
+    return TokenLayout.packed(cu_seqlens, cp_size=1, cp_rank=0).sequence_ids.expand(local.shape[:2])
+
+
 def in_some_way(mesh, u, parameters, groups, cu=None, way="by name", **chosen):
-    if way == "in parts":
-        return parallel(InParts, mesh, u, parameters, groups, cu, **chosen)
+    part = {"in parts": InParts, "by shared protocol": SharedProtocol}.get(way)
+    if part is not None:
+        return parallel(partial(part, MambaContextParallel), mesh, u, parameters, groups, cu, **chosen)
+    _ = MambaContextParallel.mix  # another implementation without it is not applicable, whatever it is given
     return parallel(MambaContextParallel, mesh, u, parameters, groups, cu, way, **chosen)
 
 
@@ -58,7 +93,7 @@ DECLARED = dict(
     contract=Mamba2Mixer,
     mesh={"cp": (1, 2, 4)},
     assume=can_share_heads,
-    rank_options={"fused": (True, False), "way": (*WAYS, "in parts")},
+    rank_options={"fused": (True, False), "way": (*WAYS, "in parts", "by shared protocol")},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
     roundings=8,  # those of the mixer; a term of each rank in the gradients

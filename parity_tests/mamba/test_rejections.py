@@ -1,12 +1,21 @@
 """What the two strategies reject, on every rank and before anything is sent."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
 
-from parity_tests.mamba.mixers import CU, PROJECTED, T, U, filled, hidden_parallel_strategy, state_passing_strategy
+from parity_tests.mamba.mixers import (
+    CU,
+    GIVEN,
+    PROJECTED,
+    T,
+    U,
+    filled,
+    hidden_parallel_strategy,
+    state_passing_strategy,
+)
 from parity_tests.rejections import rejected
 from shardproof import CaseSpec
 from shardproof.engines.engines import run
@@ -284,6 +293,29 @@ test_an_output_of_another_kind_is_rejected = rejected(
 def test_no_group_is_rejected():
     with pytest.raises(TypeError, match=r"cp_group is None; pass a ProcessGroup or a 1-D DeviceMesh"):
         MambaContextParallel(None, 4, 2, 2, 3, filled())
+
+
+@dataclass(frozen=True)
+class Place:
+    """A group's size and rank without the group."""
+
+    of: int
+    at: int
+
+    def size(self):
+        return self.of
+
+    def rank(self):
+        return self.at
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_size_and_a_rank_are_enough_to_slice_parameters(rank):
+    mixer = filled()
+    strategy = MambaContextParallel(Place(2, rank), **GIVEN, mixer=mixer)
+    assert torch.equal(strategy.get_D(), mixer.D[2 * rank : 2 * rank + 2])
+    alone = MambaContextParallel(Place(1, 0), **GIVEN, mixer=mixer)
+    assert alone.pre_conv_ssm(PROJECTED) is PROJECTED
 
 
 def mixed_without_lengths(mesh, strategy):

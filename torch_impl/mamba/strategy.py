@@ -25,13 +25,13 @@ PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # order -> t
 
 @dataclass(frozen=True)
 class _GroupOrMeshKind:
-    """A process group, or a mesh with one dim."""
+    """A process group, or a mesh with one dim; to slice parameters, an object with a size and a rank."""
 
     def problem(self, value: Any) -> str | None:
         if isinstance(value, DeviceMesh):
             axes = value.mesh_dim_names or ()
             return None if value.ndim == 1 else f" is a mesh of {value.ndim} dims {axes}; pass its cp dim"
-        if isinstance(value, ProcessGroup):
+        if isinstance(value, ProcessGroup) or all(callable(getattr(value, name, None)) for name in ("size", "rank")):
             return None
         return TypeProblem(f" is {type_name(value)}; pass a ProcessGroup or a 1-D DeviceMesh")
 

@@ -32,6 +32,9 @@ from shardproof.report.report import Report
 
 # What a sentence begins with or contains, and the kinds of mistakes that it can truly mean.
 MEANS = (
+    ("is not differentiable", {"reduction", "group", "scale", "tied"}),
+    ("right once the assignment", {"reduction", "border", "order", "tied"}),
+    ("right once", {"reduction", "group", "scale", "statistic", "tied", "schedule"}),
     ("within what", {"precision"}),
     ("error of rounding", {"precision"}),
     ("that of the other call", {"call"}),
@@ -56,7 +59,14 @@ STATES = (
     "the reference's",
 )
 UNDECIDED = "which is right only where"  # of a fact that no passing case could be compared with
-ANYWHERE = ("wrong only", "right only", "is zero", "hold different copies")  # of a place: true of any kind but one
+ANYWHERE = (
+    "its own shard",
+    "their own shards",
+    "wrong only",
+    "right only",
+    "is zero",
+    "hold different copies",
+)  # of a place: true of any kind but one
 TRUE, FALSE, NOTHING = "true", "false", "claims nothing"
 SCHEMES, EXAMPLES = 3, 12  # of a bug: the nearest schemes and drawn cases of each that are tried
 
@@ -140,8 +150,9 @@ def main(
         ("after experiments", [s.tested for s in results]),
     ):
         counted = Counter(truth(headline.bug.kind, note) for headline, note in zip(results, notes, strict=True))
-        claims = counted[TRUE] + counted[FALSE]
-        print(f"{name}: {counted[TRUE]} of {claims} first notes are true, {counted[NOTHING]} claim nothing")
+        claims, share = counted[TRUE] + counted[FALSE], counted[TRUE] / max(len(notes), 1)
+        print(f"{name}: {counted[TRUE]} of {claims} first notes are true, {counted[NOTHING]} claim nothing", end="; ")
+        print(f"{share:.0%} of {len(notes)} name a cause")
     print(f"{sum(headline.is_undecided for headline in results)} of {len(results)} failing cases are called undecided")
 
 

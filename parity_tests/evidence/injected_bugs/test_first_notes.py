@@ -20,6 +20,9 @@ from shardproof.declare import discover
         ("border", "a term sits 1 place off along v: an offset is wrong by 1", TRUE),
         ("scale", "a term sits 1 place off along v: an offset is wrong by 1", FALSE),
         ("scale", "no pattern; worst at (0,1)", NOTHING),
+        ("reduction", "right once all_reduce at x.py:7 takes AVG, not SUM", TRUE),
+        ("order", "right once all_reduce at x.py:7 takes AVG, not SUM", FALSE),
+        ("precision", "each rank computes the reference of its own shard", FALSE),
     ],
 )
 def test_a_note_is_true_of_the_kinds_that_it_can_mean(kind, note, expected):

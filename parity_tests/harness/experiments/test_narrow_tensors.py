@@ -1,11 +1,13 @@
 """An error is one of a narrow dtype only where a tensor has that dtype."""
 
 import pytest
+import torch
 
 from parity_tests.specimens.small_scheme import declared
 from shardproof.declare.case import CaseSpec
 from shardproof.experiments.narrow_tensors import has_narrow_tensors
 from shardproof.experiments.notes import check_notes
+from shardproof.explain.note import ROUNDING
 from shardproof.verify_one_case import verify_case
 
 CASE = CaseSpec("doubled", {"tp": 2}, {"b": 16}, values={"x": {"kind": "normal"}})
@@ -28,3 +30,22 @@ def test_bfloat16_accumulation_needs_a_bfloat16_tensor(function, is_narrow):
     assert has_narrow_tensors(declaration, CASE) == is_narrow
     if not is_narrow:
         assert "bfloat16" not in "".join(check_notes(declaration, report).notes["out"])
+
+
+def shifted_in_bfloat16(x):
+    """An error that only bfloat16 has, and that larger inputs leave as it is."""
+    return 2 * x + (0.004 * x.detach().sign() if x.dtype == torch.bfloat16 else 0.0)
+
+
+def rounded_in_bfloat16(x):
+    """Four roundings to bfloat16 in place of one."""
+    return x * 3.1 / 3.1 * 2.9 / 2.9 * 2.0
+
+
+@pytest.mark.parametrize(("function", "is_rounding"), [(rounded_in_bfloat16, True), (shifted_in_bfloat16, False)])
+def test_an_error_of_rounding_grows_with_the_inputs(function, is_rounding):
+    declaration = declared(lambda mesh, x: function(x), dtypes=("bfloat16",), roundings=0)
+    report = verify_case(declaration, CASE.replace(dtype="bfloat16"))
+    assert any(note.scope == ROUNDING for note in report.notes["out"]), report.notes
+    notes = check_notes(declaration, report).notes["out"]
+    assert any(note.scope == ROUNDING for note in notes) == is_rounding, notes

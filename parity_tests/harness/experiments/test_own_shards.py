@@ -9,6 +9,7 @@ import torch.distributed as dist
 from parity_tests.specimens.small_scheme import summed
 from shardproof import mask, scheme, values
 from shardproof.declare.case import CaseSpec
+from shardproof.experiments.notes import check_notes
 from shardproof.experiments.own_shards import ADDED, AVERAGED, OWN, name_own_shards
 from shardproof.verify_one_case import verify_case
 
@@ -84,3 +85,21 @@ def test_a_gradient_alone_lacks_a_sum():
     notes = first_notes(wrong, d=8)
     assert list(notes) == ["d/d w"]
     assert notes["d/d w"].startswith("gradient missing a sum over tp")
+
+
+def test_a_number_that_another_case_refutes_is_said_of_this_case_alone():
+    """Shares of a count of each rank's kept rows: off by tp if all are kept, by a number for each rank if not."""
+
+    def share(x, keep):
+        return x / jnp.maximum(keep.astype(x.dtype).sum(), 1.0)
+
+    declaration = declared(
+        lambda mesh, x, keep: x / keep.sum().clamp(min=1), share, {"x": "b/tp d", "keep": "b/tp"}, "b/tp d",
+        mesh={"tp": (2,)}, draw={"x": values("normal"), "keep": mask("b")},
+    )  # fmt: skip
+    case = declaration.case(b=6, d=3)
+    report = verify_case(declaration, case.replace(values={**case.values, "keep": {"kind": "mask", "keep": "all"}}))
+    assert "(= tp)" in report.notes["out"][0]
+    tested = check_notes(declaration, report).notes["out"]
+    (alone,) = (note for note in tested if "in this case; " in note)
+    assert alone.startswith("off by the constant factor 2 (= tp) in this case; off by a constant factor at each")

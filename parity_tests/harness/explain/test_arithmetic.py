@@ -168,3 +168,11 @@ def test_an_overflow_has_no_factor():
     want = numbers(4) * 1e-20
     got = np.array([1e308, -1e308, 1e308, 1e308])
     assert not headline(got, want).startswith("off by")
+
+
+def test_a_factor_that_is_the_size_of_a_dim_names_it():
+    want = np.array([[1.0, -2.5, 0.5]])
+    (note,) = (n for n in explain(evidence(6 * want, want, sizes={"b": 1, "v": 6, "s": 4})) if "factor" in n)
+    assert note.startswith("off by the constant factor 6 (= v, the size of a dim)")
+    assert "(= 1/s, the size of a dim)" in explain(evidence(want / 4, want, axes={"tp": 2}, sizes={"s": 4}))[0]
+    assert "size of a dim" not in explain(evidence(5 * want, want, sizes={"v": 6}))[0]

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -230,3 +231,63 @@ def test_a_parameter_that_ours_lacks():
     text = "def vocab_parallel_logprob(logits, target, tp_group, *, scale, **others):\n    pass\n"
     with pytest.raises(NotApplicable, match="parameter scale, which ours lacks"):
         Offered(written("another_parameter.py", text), LOGPROB)(1, 2, 3, vocab_start_index=0, vocab_end_index=1)
+
+
+SHARES_ONLY_THE_EXCHANGES = """
+from torch_impl import mamba
+
+class MambaContextParallel:
+    def __init__(self, cp_group, num_heads, head_dim, n_groups, d_state, mixer):
+        self._ours = mamba.MambaContextParallel(cp_group, num_heads, head_dim, n_groups, d_state, mixer)
+        self.num_heads_local, self.n_groups_local = self._ours.num_heads_local, self._ours.n_groups_local
+        for name in ("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D"):
+            setattr(self, f"get_{name}", getattr(self._ours, f"get_{name}"))
+
+    def pre_conv_ssm(self, projected_states, cu_seqlens=None):
+        return self._ours.pre_conv_ssm(projected_states, cu_seqlens)
+
+    def post_conv_ssm(self, output, cu_seqlens=None):
+        return FACTOR * self._ours.post_conv_ssm(output, cu_seqlens)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "verdict"), [("1", 0), ("2", 1)])
+def test_a_class_with_fewer_methods_runs_on_what_both_share(factor, verdict, shardproof):
+    text = SHARES_ONLY_THE_EXCHANGES.replace("FACTOR", factor)
+    file = written(f"fewer_methods_{factor}.py", text)
+    run = (
+        "verify",
+        "hidden_parallel",
+        "--implementation",
+        file,
+        "--examples",
+        "2",
+        "--mesh",
+        "cp=2",
+        "--json",
+        "out.json",
+    )
+    status, out, err = shardproof(*run)
+    assert status == verdict, out + err
+    (report,) = json.loads(Path("out.json").read_text())["reports"]
+    assert report["case"]["options"] == {"fused": True, "way": "by shared protocol"}
+    assert "attribute mix" in report["implementation"]["not_applicable"]
+
+
+STRATEGY = PublicName("torch_impl.mamba", "MambaContextParallel")
+
+
+def test_a_method_that_their_object_lacks_is_not_applicable():
+    text = "class MambaContextParallel:\n    def __init__(self, *given):\n        pass\n"
+    text += "    def pre_conv_ssm(self, projected_states):\n        return projected_states\n"
+    made = Offered(written("one_method.py", text), STRATEGY)(None, 4, 2, 2, 3, None)
+    assert made.pre_conv_ssm(7, None) == 7  # None is our default
+    for call, reason in (
+        (lambda: made.mix, "attribute mix"),
+        (lambda: made.pre_conv_ssm(7, [0, 4]), "parameter cu_seqlens"),
+        (lambda: deepcopy(made), "method __deepcopy__"),
+    ):
+        with pytest.raises(NotApplicable, match=reason):
+            call()
+    assert not hasattr(made, "layout") and not Offered("one_method.py", STRATEGY).has_our_parameters

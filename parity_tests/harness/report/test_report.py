@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardproof import integers, scheme, values
+from shardproof import integers, permutation, scheme, values
 from shardproof.engines.failure import Raised
 from shardproof.report import summary
 from shardproof.report.html_page import fragment
@@ -266,3 +267,21 @@ def test_a_terminal_breaks_sentences_at_80_columns_below_their_beginning():
     file = Console(file=io.StringIO(), width=80, color_system=None)
     file.print(Sentence(note), soft_wrap=True)
     assert file.file.getvalue() == note + "\n"
+
+
+def test_a_report_of_a_rank_that_raised_has_its_small_integers():
+    """Ids and offsets, of which a function may reject a few values only."""
+
+    def picky(mesh, x, place):
+        if place.max() >= 1:
+            raise ValueError("no such place")
+        return x * 2.0
+
+    declared = scheme(
+        reference=lambda x, place: x * 2.0, mesh={"tp": (2,)}, inputs={"x": "b/tp", "place": "n"}, outputs="b/tp",
+        dims={"n": (3, 30)}, draw={"x": values("normal"), "place": permutation()}, dtypes=("float32",),
+    )(picky)  # fmt: skip
+    few, many = (verify_case(declared, declared.case(b=2, n=n)) for n in (3, 30))
+    shown = re.search(r"place \(3\) of 'n' = \[(\d), (\d), (\d)\]", few.shards)
+    assert shown and sorted(shown.groups()) == ["0", "1", "2"]
+    assert many.shards.endswith("place (30) of 'n'")

@@ -12,7 +12,8 @@ From a drawn case to the lines under a red row of the report:
    the failure needs.
 5. `second_opinion` verifies it on gloo, in fresh processes.
 6. `notes.check_notes` verifies other cases and keeps the notes that hold in every one that fails.
-7. `repaired_lines.name_lines` adds the line of a collective whose repair makes the tensor right.
+7. `repaired_lines.name_lines` adds the line of a collective whose repair makes every gradient right, and
+   `edited_programs.name_edits` the small edit of the function that makes every tensor right.
 8. A replay file is written, and the report prints the notes that remain, the best explanation first.
 
 `check` is the body of a parity test: steps 1, 2 and 8 for one case, and it raises on failure. Hypothesis draws its
@@ -21,6 +22,8 @@ cases and shrinks failures, and its notes are not tested on other cases.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,8 +97,11 @@ def verify(
     progress: Progress | None = None,
     found: Callable[[Report], object] | None = None,
     replay_folder: str = ".",
+    limit_s: float | None = None,
 ) -> Report:
     """See Scheme.verify; `fixed` gives mesh axes, dims and options, `world` the number of ranks.
+
+    After `limit_s` seconds no further case is drawn, and the report says how many were not.
 
     `found` is called with the first failing report, before other cases are tried for a smaller one.
 
@@ -111,7 +117,7 @@ def verify(
         raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
     VERIFIED.add(scheme.key)
     draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
-    trace_seconds_before = CLOCK.seconds
+    trace_seconds_before, start = CLOCK.seconds, time.perf_counter()
     # 1. The cases that need no search, and the length of a search: enough for each pair of a size and a mesh.
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
     choices = {"dtype": dtype, "world": world, "limit": SHAPES[profile()]}
@@ -124,7 +130,8 @@ def verify(
     if found and search.as_drawn is not None:
         found(merge_reports(reports))
     if total > len(reports) and search.as_drawn is None:
-        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, found, first_choices)
+        until = math.inf if limit_s is None else start + limit_s
+        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, found, first_choices, until)
         reports += search.reports
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok or report.only_unwaited]
@@ -137,6 +144,8 @@ def verify(
     )
     if report.ok:
         not_drawn = pairs_not_drawn(scheme, fixed, [report.case for report in reports], **choices)
+        if len(reports) < total:
+            not_drawn = [f"{total - len(reports)} of {total} examples, at the limit of {limit_s:g} s", *not_drawn]
         return replace(report, not_drawn=tuple(not_drawn))
     return with_replay_file(scheme, _tried_further(scheme, report, fixed, search.as_drawn), replay_folder)
 
@@ -273,8 +282,12 @@ def _search(
     progress: Progress | None,
     found: Callable[[Report], object] | None,
     first_choices: Sequence[Sequence[Choice]],
+    until: float,
 ) -> Search:
-    """Verify drawn cases until one fails, and simplify that one; `first_choices` are given for the first cases."""
+    """Verify drawn cases until one fails, and simplify that one; `first_choices` are given for the first cases.
+
+    At least one case is drawn, and none later than `until` on the clock of `time.perf_counter`.
+    """
 
     def draw(choose: Chooser) -> CaseSpec:
         options = {**draw_options, "limit": SHAPES[profile()], "with_conditions": True}
@@ -292,6 +305,8 @@ def _search(
                 found(merge_reports(reports))
             pool.start_ahead()  # ranks for the second opinion
             return _with_simplest(scheme, reports, draw, chooser)
+        if time.perf_counter() > until:
+            break
     return Search(reports)
 
 

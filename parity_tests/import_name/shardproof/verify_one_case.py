@@ -8,6 +8,7 @@ use the default group).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from shardproof.engines.program import RankResult
 
 NARROW = ("bfloat16", "float16")
+SHOWN_INTEGERS = 16  # elements of an integer input that a report shows
 MORE_ROUNDINGS = (2, 4)  # multiples of the declared number; storing intermediates causes no larger errors
 
 
@@ -69,7 +71,7 @@ def verify_case(
             case,
             failure=failure,
             ledger=failure.ledger or Ledger(),
-            shards=_shards(scheme, case, failure.rank) if isinstance(failure, Raised) else None,
+            shards=_shards(scheme, program, case, failure.rank) if isinstance(failure, Raised) else None,
             **source,
         )
     # 3. Compare values and gradients, then the ledgers.
@@ -125,12 +127,21 @@ def _check_custom_layouts(scheme: Declared, case: CaseSpec) -> None:
         raise DeclarationFailure(f"scheme '{scheme.name}': {error}") from error
 
 
-def _shards(scheme: Declared, case: CaseSpec, rank: int) -> str:
-    """`rank 1 has x (2,4) of 'b i/tp'`: a wrong spec gives the function a tensor of another shape."""
+def _shards(scheme: Declared, program: Program, case: CaseSpec, rank: int) -> str:
+    """`rank 1 has x (2,4) of 'b i/tp', ids (2) of 'b' = [0, 3]`: a wrong spec gives a function other shapes.
+
+    Small integer inputs, as ids and offsets, are there with their values.
+    """
     coords = inputs.coordinates(case.mesh)[rank]
-    shapes = {arg: inputs.local_shape(arg, case, coords, scheme.layouts) for arg in scheme.inputs}
-    each = (f"{arg.name} ({','.join(map(str, shape))}) of '{arg.spec}'" for arg, shape in shapes.items())
-    return f"rank {rank} has {', '.join(each)}"
+    texts = []
+    for arg in scheme.inputs:
+        shape = inputs.local_shape(arg, case, coords, scheme.layouts)
+        text = f"{arg.name} ({','.join(map(str, shape))}) of '{arg.spec}'"
+        if arg.is_integer and arg.spec.dims and math.prod(shape) <= SHOWN_INTEGERS:
+            piece = inputs.piece(arg, program.full_array(arg, case), case, coords, scheme.layouts)
+            text = f"{text} = {piece.tolist()}"
+        texts.append(text)
+    return f"rank {rank} has {', '.join(texts)}"
 
 
 def _notes(

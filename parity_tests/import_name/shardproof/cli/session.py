@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,7 @@ from shardproof.verification import Progress as Progressed
 from shardproof.verification import verify as verify_scheme
 from shardproof.verification import with_replay_file
 
+LONG_S = 60.0
 BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
 
 
@@ -133,14 +135,32 @@ def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], opt
     with limits[0], limits[1], without_repeats(), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
         progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
-        for scheme in schemes:
+        for number, scheme in enumerate(schemes, start=1):
             bar.update(task, description=scheme.name)
             judged = partial(_one, scheme, options, progress, several=several)
-            outcome.add(_remembered(scheme, judged, options.replay_dir or "."))
+            with _named_if_long(f"{scheme.name}, scheme {number} of {len(schemes)}", bar):
+                outcome.add(_remembered(scheme, judged, options.replay_dir or "."))
             bar.advance(task, int(several))
             if options.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break
     return outcome
+
+
+@contextlib.contextmanager
+def _named_if_long(what: str, bar: Progress) -> Iterator[None]:
+    """Name on standard error what has run for LONG_S seconds, where no progress bar does."""
+
+    def name() -> None:
+        print(f"shardproof: {what}, has run for {LONG_S:g} s; --limit SECONDS ends it", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(LONG_S, name)
+    timer.daemon = True
+    if bar.disable:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _show_examples(bar: Progress, task: TaskID, scheme: str, done: int, total: int, state: str) -> None:
@@ -239,6 +259,7 @@ def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress:
             progress=progress,
             found=None if journal.current is None else partial(journal.current.found, scheme.key),
             replay_folder=options.replay_dir or ".",
+            limit_s=options.limit,
         )
     except NotOffered as reason:
         outcome.not_offered[scheme.name] = str(reason)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from keyword import iskeyword
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,8 @@ Write the reference{open}. Then run
 `shardproof verify {out}`.
 """
 
-from shardproof import {imports}{dtensor}
-
-from {module} import {name}
-
+{standard}from shardproof import {imports}{by_path}{dtensor}
+{function}
 
 def reference({tensors}):
     """The same on one device: full arrays in, full arrays out, in jax.numpy."""
@@ -132,7 +131,9 @@ def text(skeleton: Skeleton) -> str:
         out=Path(skeleton.out).name,
         imports="integers, scheme" if draws else "scheme",
         dtensor=f"\nfrom torch.distributed.tensor import {', '.join(sorted({*kinds, 'DTensor'}))}" if placed else "",
-        module=_module(Path(file), Path(skeleton.out)),
+        standard="" if _is_importable(file) else "from pathlib import Path\n\n",
+        by_path="" if _is_importable(file) else "\nfrom shardproof.declare.discover import module_of_file",
+        function=_import(Path(file), Path(skeleton.out), name),
         tensors=", ".join(names),
         mesh=", ".join(f'"{axis}": {_sizes(size)}' for axis, size in skeleton.axes.items()),
         inputs="\n".join(lines),
@@ -180,11 +181,23 @@ def _argument(name: str) -> str:
     return "mesh" if name == "mesh" else "mesh.device_mesh"
 
 
-def _module(file: Path, out: Path) -> str:
-    """How the scheme's file imports the function's file next to it: relatively inside a package."""
+def _import(file: Path, out: Path, name: str) -> str:
+    """How the scheme's file imports the function from the file next to it: relatively inside a package.
+
+    A file whose name is no module's, as `13_x.py`, is imported by its path.
+    """
     if file.resolve().parent != out.resolve().parent:
         raise ValueError(f"--out {out}: put it beside {file}, from which it imports")
-    return f".{file.stem}" if (file.resolve().parent / "__init__.py").is_file() else file.stem
+    if not _is_importable(file):
+        path = f"Path(__file__).with_name({_quoted(file.name)})"
+        return f"\n{name} = module_of_file(str({path})).{name}\n"
+    module = f".{file.stem}" if (file.resolve().parent / "__init__.py").is_file() else file.stem
+    return f"\nfrom {module} import {name}\n"
+
+
+def _is_importable(file: str | Path) -> bool:
+    stem = Path(file).stem
+    return stem.isidentifier() and not iskeyword(stem)
 
 
 def _sizes(size: int) -> str:

@@ -83,6 +83,12 @@ def verify(
         ),
     ] = None,
     timeout: Timeout = None,
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, help="Seconds after which no further case of a scheme is drawn; default: none.", metavar="SECONDS"
+        ),
+    ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")] = False,
     jax_cache: Annotated[
         str | None, typer.Option(help="Folder that keeps JAX's compiled references.", metavar="DIR")
@@ -120,6 +126,7 @@ def verify(
         dtype=dtype,
         inside_subgroup=inside_subgroup,
         timeout=timeout,
+        limit=limit,
         fail_fast=fail_fast,
         jax_cache=jax_cache,
         replay_dir=replay_dir,

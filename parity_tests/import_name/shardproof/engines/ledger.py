@@ -87,6 +87,7 @@ class LedgerRow:
     module: str = field(default="", compare=False)  # of watched code: the calling module, as Model.layers.0
     rejected: str | None = field(default=None, compare=False)  # lockstep: why a real backend would reject it
     unwaited: bool = field(default=False, compare=False)  # the rank returned without waiting for it
+    cuts_graph: bool = field(default=False, compare=False)  # lockstep: autograd records no derivative of this call
 
     @property
     def payload(self) -> int:

@@ -22,6 +22,7 @@ from shardproof.declare.declared import Declared
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
 from shardproof.experiments import cases
+from shardproof.experiments.edited_programs import name_edits
 from shardproof.experiments.narrow_tensors import has_narrow_tensors
 from shardproof.experiments.own_shards import name_own_shards
 from shardproof.experiments.repaired_lines import name_lines
@@ -32,7 +33,7 @@ from shardproof.explain.evidence import SINGLE_ELEMENT, Evidence
 from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
 from shardproof.explain.places import ALL_OF_ITS, NO_PATTERN, SAME_VALUES, worst_element
 from shardproof.explain.sums import ZERO_ADDEND, zero_addend
-from shardproof.judge.compare import COARSER, max_finite
+from shardproof.judge.compare import COARSER, TensorComparison, max_finite
 from shardproof.judge.reference import UNIT_ROUNDOFF
 from shardproof.report.report import Report, mesh_text, sizes
 from shardproof.verify_one_case import NARROW, verify_case
@@ -55,7 +56,8 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     """The report of a failing case with the notes that no other case refutes.
 
     Cost: up to 6 further cases, 14 if larger ones pass; up to 8 for each note on rounding and 4 for a note on an addend
-    of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives.
+    of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives; up to MAX_EDITS for edits, and 8 for each that mends
+    the case.
     """
     if report.failure is not None or not report.notes:
         return report
@@ -73,6 +75,8 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     # 3. The line of a collective, if repairing it makes the tensor right; the reference of each rank's own shard.
     notes = name_lines(scheme, report, failing, notes)
     notes = name_own_shards(scheme, report, failing, notes)
+    # 4. The small edit of the function that makes every tensor right.
+    notes = name_edits(scheme, report, failing, notes)
     notes = {label: _without_rounding(of_tensor) for label, of_tensor in notes.items()}
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
 
@@ -138,9 +142,27 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
                 survivor = _tested_hypothesis(scheme, report, origin, label, note, same_tensor)
                 survivors += [] if survivor is None else [survivor]
     survivors = [note for note in survivors if NOT_SO_ON not in note] or survivors
+    if not any(note.scope == ACROSS_MESHES for note in survivors):
+        survivors += _of_this_case_alone(scheme, report, label, same_tensor)
     observed = [n for n in report.notes[label] if n.scope == OBSERVED and not n.startswith(NO_PATTERN)]
     context = [note for note in report.notes[label] if note.scope == CONTEXT]
     yield from [*observed, *survivors, *context] or [worst_element(_evidence(scheme, report, label))]
+
+
+def _of_this_case_alone(scheme: Declared, report: Report, label: str, same_tensor: Sequence[Report]) -> Iterator[Note]:
+    """A number that fits all elements of this case and is refuted by another, with the other case.
+
+    Whether there is a number for each rank or index there, as the share of a local count, is said too.
+    """
+    for note in report.notes[label]:
+        is_number = note.scope == ACROSS_MESHES and note.startswith("off by the")
+        if is_number and not note.endswith(SINGLE_ELEMENT):
+            refuted = (other for other in same_tensor if _applies(scheme, note, other, label))
+            other = next((other for other in refuted if not _is_shown(scheme, note, other, label)), None)
+            if other is not None:
+                weaker = next((n for n in other.notes[label] if n.startswith("off by ")), "not")
+                yield Note(f"{note.partition(':')[0]} in this case; {weaker.partition(':')[0]} at {sizes(other.case)}")
+                return
 
 
 def _evidence(scheme: Declared, report: Report, label: str) -> Evidence:
@@ -253,8 +275,9 @@ def _clearer(note_on_few: Note, label: str, relevant: Sequence[Report]) -> Note:
         return note_on_few
     for other in relevant:
         for note in other.notes[label]:
-            if not _rests_on_few(note) and note.supported_by([note_on_few]):
-                return note.extended(f" (at {sizes(other.case)})")
+            narrowed = None if _rests_on_few(note) else note.supported_by([note_on_few])
+            if narrowed is not None:
+                return narrowed.extended(f" (at {sizes(other.case)})")
     return note_on_few
 
 
@@ -300,6 +323,7 @@ def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: N
 
 WIDER = ("float64", "float32")
 ROUNDINGS_OFF = 8  # each input is changed by this many roundings of the narrower dtype
+LARGER, SPREAD = 16.0, 4.0  # a power of 2, so that the inputs' own digits stay; how much rounding varies
 FEW = 0.05  # largest share of the elements
 MIN_ELEMENTS = 8  # in smaller tensors, two errors may be alike by chance
 PASSING_TRIED = 4
@@ -308,10 +332,11 @@ PASSING_TRIED = 4
 def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
     """Whether the error of a tensor comes from rounding; None if no run can tell.
 
-    A rounding error vanishes in a wider dtype. If the function casts to a fixed dtype it does not vanish, but changes
-    completely when the inputs change slightly; that test also decides if only a few elements are wrong, because a
-    branch for one dtype could make the error vanish as well. A mistake appears in every dtype, and hardly changes when
-    inputs hardly change. If the function fails to run in wider dtypes, only the second test is used, in its own dtype.
+    A rounding error vanishes in a wider dtype, and is relative to the inputs. If the function casts to a fixed dtype it
+    does not vanish, but changes completely when the inputs change slightly; that test also decides if only a few
+    elements are wrong, because a branch for one dtype could make the error vanish as well. A mistake appears in every
+    dtype, and hardly changes when inputs hardly change. If the function fails to run in wider dtypes, only the second
+    test is used, in its own dtype.
     """
     case, off = report.case, ROUNDINGS_OFF * UNIT_ROUNDOFF[COARSER[report.case.dtype]]
     wider = [case.replace(dtype=dtype) for dtype in WIDER if UNIT_ROUNDOFF[dtype] < UNIT_ROUNDOFF[case.dtype]]
@@ -319,11 +344,40 @@ def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
     if any(label not in other.notes for other in reports):
         evidence = _evidence(scheme, report, label)
         few = evidence.wrong_count < FEW * evidence.got.size
-        return not few or _is_erratic(scheme, case, label, off) is not False
+        if few and _is_erratic(scheme, case, label, off) is False:
+            return False
+        return _scales_as_rounding(scheme, report, label)
     wide = reports[0].case if reports else case
     larger = [cases.larger(scheme, wide, seed, values=seed == 1) for seed in (1, 2)]
     answers = (_is_erratic(scheme, other, label, off) for other in (*larger, wide) if other is not None)
     return next((answer for answer in answers if answer is not None), False if reports else None)
+
+
+def _scales_as_rounding(scheme: Declared, report: Report, label: str) -> bool:
+    """Whether inputs of LARGER times the size have about the same error, in parts of what rounding may do there.
+
+    Rounding is relative: an error that stays as it is, or grows faster, is another. True if no run can tell.
+    """
+    case, program, arrays = report.case, Program.of(scheme), {}
+    for arg in scheme.inputs:
+        full = program.full_array(arg, case)
+        arrays[arg.name] = full if arg.is_integer else full * LARGER
+    if any(np.abs(x[np.isfinite(x)]).max(initial=0.0) > max_finite(case.dtype) for x in arrays.values()):
+        return True
+    larger = verify_case(scheme, case, arrays=arrays)
+    if larger.failure is not None:
+        return True
+    tensors = [next(tensor for tensor in r.tensors if tensor.label == label) for r in (report, larger)]
+    before, after = map(_typical_error, tensors)
+    return after == 0.0 or not np.isfinite(before + after) or 1 / SPREAD <= after / before <= SPREAD
+
+
+def _typical_error(tensor: TensorComparison) -> float:
+    """The root mean square of the errors, each in parts of its budget."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        errors = (tensor.got - tensor.want) / tensor.element_budgets
+    finite = errors[np.isfinite(errors)]
+    return float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
 
 
 def _is_erratic(scheme: Declared, case: CaseSpec, label: str, off: float) -> bool | None:

@@ -24,8 +24,8 @@ from shardproof.judge.reference import evaluate, evaluated
 from shardproof.report.report import Report
 
 OWN = "each rank computes the reference of its own shard"
-ADDED = "the ranks' references of their own shards are added up: a mean divides by a local count"
-AVERAGED = "the ranks' references of their own shards are averaged: a mean divides by a local count, whatever its share"
+ADDED = "the ranks' references of their own shards are added up, as where a mean divides by a local count"
+AVERAGED = "the ranks' references of their own shards are averaged, as where a mean divides by a local count"
 Notes = Mapping[str, tuple[Note, ...]]
 
 

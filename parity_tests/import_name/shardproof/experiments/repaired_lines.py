@@ -56,15 +56,14 @@ def name_lines(
             for label, repair in _that_make_right(scheme, clearest, gradients, repairs).items()
             if _is_right_on_another_mesh(scheme, report.case, label, repair)
         }
-        for label, repair in repair_of_label.items():
-            share = next((axis for axis in report.case.mesh if _is_share(notes[label], axis)), None)
-            by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {_words(repair, share)}", [repair.site])
-        for axis in report.case.mesh:
-            unequal = [label for label in gradients if label not in repair_of_label and _differs(notes[label], axis)]
-            place_of_label = places_of_missing_sums(scheme, clearest, unequal, axis) if unequal else {}
-            for label, place in place_of_label.items():
-                words = _words_of_sum(place, axis if _is_share(notes[label], axis) else None, f"a sum over {axis}")
-                by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}")
+        words_of_label = _words_of_lines(scheme, report, clearest, gradients, repair_of_label, notes)
+        if words_of_label.keys() >= set(gradients):  # a repair counts only if nothing stays wrong
+            for label, (words, sites) in words_of_label.items():
+                by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}", sites)
+    cuts = {CallSite(row.op, row.source, row.phase): row for row in report.ledger.rows if row.cuts_graph}
+    for label in gradients if cuts else ():
+        if FORWARD_EQUAL in by_label[label]:  # no line is named
+            by_label[label] = _with_cut(by_label[label], cuts)
     outputs = [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
     for label, note in _swapped_reductions(scheme, report, other_reports, outputs).items():
         by_label[label] = (*(other for other in by_label[label] if not other.startswith(NO_PATTERN)), note)
@@ -72,6 +71,56 @@ def name_lines(
         for label, site in _read_too_early(scheme, report).items():
             by_label[label] = _extended(by_label[label], NOT_FINITE, f"; {READ_TOO_EARLY}: {site}", [site])
     return by_label
+
+
+def _words_of_lines(
+    scheme: Declared,
+    report: Report,
+    clearest: Report,
+    gradients: Sequence[str],
+    repair_of_label: Mapping[str, Repair],
+    notes: Notes,
+) -> dict[str, tuple[str, Sequence[CallSite]]]:
+    """For each gradient that a repair or a sum makes right, the words on the line and the site that it blames."""
+    cuts = {(row.op, row.source, row.phase) for row in clearest.ledger.rows if row.cuts_graph}
+    words: dict[str, tuple[str, Sequence[CallSite]]] = {}
+    for label, repair in repair_of_label.items():
+        share = next((axis for axis in report.case.mesh if _is_share(notes[label], axis)), None)
+        is_cut = (repair.op, repair.source, repair.phase) in cuts
+        words[label] = _words(repair, share, is_cut=is_cut), [repair.site]
+    for axis in report.case.mesh:
+        unequal = [label for label in gradients if label not in words and _differs(notes[label], axis)]
+        place_of_label = places_of_missing_sums(scheme, clearest, unequal, axis) if unequal else {}
+        for label, place in place_of_label.items():
+            share = axis if _is_share(notes[label], axis) else None
+            words[label] = _words_of_sum(place, share, f"a sum over {axis}"), ()
+    return words
+
+
+def _with_cut(notes: Sequence[Note], cuts: Mapping[CallSite, LedgerRow]) -> tuple[Note, ...]:
+    """The notes with the collective that has no derivative, the first note unless another names a mesh axis.
+
+    A plain all_reduce of a sum is named only if nothing else is: where its result has type I, identity is right.
+    """
+    of_sums = {site for site, row in cuts.items() if row.op in OF_THE_BACKWARD and row.reduce_op in SWAPPED}
+    site = next((site for site in cuts if site not in of_sums), None)
+    if site is None and len(notes) == 1:
+        site = next(iter(cuts))
+    if site is None:
+        return tuple(notes)
+    named = Note(f"{FORWARD_EQUAL}: {without_derivative(site)}", CONTEXT, sites=[site])
+    others = [note for note in notes if note != FORWARD_EQUAL]
+    strong = [note for note in others if any(claim.startswith("factor ") for claim in note.claims)]
+    return (*strong, named, *(note for note in others if note not in strong))
+
+
+IN_PLACE = ("all_reduce", "broadcast", "reduce")  # their result is the tensor that is handed in
+
+
+def without_derivative(site: CallSite) -> str:
+    """The words for a plain collective in the autograd graph."""
+    backward = "its backward is the identity" if site.op in IN_PLACE else "no gradient passes it"
+    return f"{site} is not differentiable; {backward}"
 
 
 def _differs(notes: Iterable[Note], axis: str) -> bool:
@@ -197,7 +246,9 @@ def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:
                 yield from (Repair(op, source, phase, action, seq) for action in actions)
 
 
-def _words(repair: Repair, share: str | None) -> str:
+def _words(repair: Repair, share: str | None, *, is_cut: bool) -> str:
+    if is_cut and repair.action == SUM_GRADIENT:
+        return f"{without_derivative(repair.site)}, without a sum of the ranks' gradients"
     return {
         OMIT: f"{repair.site} [bwd] is one too many",
         SWAP_SUM_AND_MEAN: f"{repair.site} [bwd] sums in place of averaging, or averages in place of summing",

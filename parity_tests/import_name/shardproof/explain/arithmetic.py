@@ -67,6 +67,7 @@ def _quotient_text(above: list[str], below: list[str]) -> str:
 
 MAX_LISTED = 8
 MEANING_OF_NAMED_FACTOR = "a reduction is missing or repeated, or a mean divides by a local count"
+MEANING_OF_SIZE = "a sum is in place of a mean, or a mean in place of a sum"
 _FACTOR, _CONSTANT = "a constant factor", "an added constant"
 _SOME_FACTOR, _SOME_CONSTANT = "off by some factor", "off by some constant"
 MEANING_ON_EACH_RANK = {
@@ -150,8 +151,15 @@ def _fitted_factor_note(evidence: Evidence) -> Note | None:
     factor = fitted_factor(evidence)
     if factor is None:
         return None
-    text = f"off by the constant factor {number_text(factor)}: a scale is missing or wrong"
-    return Note(text, ACROSS_MESHES, _SOME_FACTOR, _claims_of_parts(evidence, _FACTOR))
+    values = {dim: float(size) for dim, size in evidence.sizes.items() if size > 1}
+    values |= {f"1/{dim}": 1 / size for dim, size in values.items()}
+    sizes = [name for name, value in values.items() if _fits(evidence, _times, value)]
+    text, weaker = f"off by the constant factor {number_text(factor)}", _claims_of_parts(evidence, _FACTOR)
+    if not sizes:
+        return Note(f"{text}: a scale is missing or wrong", ACROSS_MESHES, _SOME_FACTOR, weaker)
+    claims = {f"factor size {name}": name for name in sizes}
+    text = f"{text} (= {' or '.join(sizes)}, the size of a dim): {MEANING_OF_SIZE}"
+    return Note(text, ACROSS_MESHES, claims, {_SOME_FACTOR, *weaker})
 
 
 def _fitted_constant_note(evidence: Evidence) -> Note | None:

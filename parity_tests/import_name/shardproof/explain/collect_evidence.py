@@ -20,8 +20,6 @@ from shardproof.judge.reference import UNIT_ROUNDOFF
 
 ADDS, SUMS = ("all_reduce", "reduce", "reduce_scatter"), ("SUM", "AVG")
 
-ADDS, SUMS = ("all_reduce", "reduce", "reduce_scatter"), ("SUM", "AVG")
-
 
 def collect_evidence(
     scheme: Declared,
@@ -44,6 +42,7 @@ def collect_evidence(
         budgets=tensor.element_budgets,
         axes=dict(case.mesh),
         dims=tensor.argument.spec.dim_names,
+        sizes=dict(case.dims),
         owners=tensor.owners,
         at=at,
         layouts=sharded_dims,

@@ -45,6 +45,7 @@ class Evidence:
     budgets: np.ndarray
     axes: Mapping[str, int] = field(default_factory=dict)
     dims: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of all dims of the case
     owners: Mapping[str, np.ndarray] = field(default_factory=dict)
     at: Mapping[str, int] = field(default_factory=dict)
     layouts: tuple[ShardedDim, ...] = ()

@@ -6,6 +6,7 @@ default is dropped, and any other argument makes the call `not applicable`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -56,7 +57,9 @@ class Offered:
         self.target, self.name = target, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _call_theirs(self._theirs, _signature(self._theirs), _signature(self.name.value), args, kwargs)
+        ours = self.name.value
+        returned = _call_theirs(self._theirs, _signature(self._theirs), _signature(ours), args, kwargs)
+        return OfferedObject(returned, ours) if inspect.isclass(ours) and inspect.isclass(self._theirs) else returned
 
     def apply(self, *args: Any) -> Any:
         """Call the `apply` of a torch.autograd.Function, whose arguments are its forward's without `ctx`."""
@@ -66,7 +69,7 @@ class Offered:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("target", "name"):  # empty during unpickling
             raise AttributeError(name)
-        return getattr(self._theirs, name)
+        return _attribute_of_theirs(self._theirs, self.name.value, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Offered, (self.target, self.name)
@@ -86,7 +89,11 @@ class Offered:
 
     @property
     def has_our_parameters(self) -> bool:
-        """Whether the other function has every parameter of ours, by name."""
+        """Whether the other function has every parameter of ours, by name, and the other class every method."""
+        if inspect.isclass(self.name.value) and any(
+            not hasattr(self._theirs, name) for name in _methods(self.name.value)
+        ):
+            return False
         kind = _signature_of_apply if hasattr(self.name.value, "apply") else _signature
         theirs, ours = kind(self._theirs), kind(self.name.value)
         if theirs is None or ours is None:
@@ -99,6 +106,47 @@ class Offered:
     @functools.cached_property
     def _theirs(self) -> Any:
         return getattr(module_of(self.target), self.name.name)
+
+
+class OfferedObject:
+    """An object of another implementation's class, in place of one of ours.
+
+    What ours has and theirs lacks makes a call not applicable, so that a scheme runs on what both classes share.
+    """
+
+    def __init__(self, theirs: Any, our_class: type) -> None:
+        self._object, self._our_class = theirs, our_class
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_object", "_our_class"):  # empty while it is copied
+            raise AttributeError(name)
+        value = _attribute_of_theirs(self._object, self._our_class, name)
+        ours = getattr(self._our_class, name, None)
+        if not inspect.ismethod(value) or not inspect.isfunction(ours):
+            return value
+        return lambda *args, **kwargs: _call_theirs(value, _signature(value), _without_first(ours), args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OfferedObject:
+        if hasattr(self._our_class, "__deepcopy__") and not hasattr(self._object, "__deepcopy__"):
+            raise NotApplicable("method __deepcopy__")
+        return OfferedObject(copy.deepcopy(self._object, memo), self._our_class)
+
+
+def _attribute_of_theirs(theirs: Any, ours: Any, name: str) -> Any:
+    if hasattr(ours, name) and not hasattr(theirs, name):
+        raise NotApplicable(f"attribute {name}")
+    return getattr(theirs, name)
+
+
+def _methods(ours: type) -> list[str]:
+    """The public methods of one of our classes."""
+    return [name for name in dir(ours) if not name.startswith("_") and inspect.isfunction(getattr(ours, name))]
+
+
+def _without_first(method: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a method without `self`."""
+    signature = inspect.signature(method)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _call_theirs(

@@ -34,6 +34,7 @@ class VerifyOptions:
     dtype: str | None = None
     inside_subgroup: bool | None = None
     timeout: float | None = None  # seconds without a collective
+    limit: float | None = None  # seconds after which no further case of a scheme is drawn
     fail_fast: bool = False
     jax_cache: str | None = None
     replay_dir: str | None = None

@@ -345,6 +345,10 @@ class LockstepGroup(dist.ProcessGroup):
         root = None if root is None else self.ranks[root]
         seq = self._exchange.next_seq(self._rank, key)
         row = self._row(op, inputs, outputs, seq=seq, root=root, is_async=is_async, **details)
+        repair = self._exchange.repair
+        other = None if repair is None else repair.other_group(row, self._exchange.axes, self._world.pg_map)
+        if other is not None and other is not self:
+            return other._collective(op, inputs, outputs, opts, split, expected=expected, **details)
         self._notify(row)
         call = CommunicationCall(
             row, self._place, inputs, outputs, expected=expected, tracked=is_async and self._poisons(row)
@@ -412,6 +416,7 @@ class LockstepGroup(dist.ProcessGroup):
             phase=phase(),
             source=call_site(),
             rejected=rejection(op, inputs, outputs),
+            cuts_graph=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs),
             **details,
         )
 

@@ -2,16 +2,18 @@
 
 If the result is right without a collective of the backward, that collective was superfluous; if it is right once the
 gradient is summed over the group, the backward lacked the sum; if a NaN disappears once a buffer holds no poison, the
-buffer was read before its wait.
+buffer was read before its wait. An all_reduce may also be carried out by another operation or over other ranks.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,16 +27,19 @@ from shardproof.engines.program import Program, RankResult
 OMIT = "omit"  # each rank gets its own input back
 SWAP_SUM_AND_MEAN = "swap sum and mean"  # over the ranks' inputs
 SUM_GRADIENT = "sum gradient"  # the gradient of a forward collective's result, over its group, before its backward
+REDUCE = "reduce"  # an all_reduce by `reduce_op`, over the ranks of `axis`
 NO_POISON = "no poison"  # leave the output of an asynchronous collective readable before its wait
 OF_THE_BACKWARD = {"all_reduce": (OMIT, SWAP_SUM_AND_MEAN), "reduce_scatter": (OMIT, SWAP_SUM_AND_MEAN)}
 SWAPPED = {"SUM": "AVG", "AVG": "SUM"}
+ALL_RANKS = "all ranks"  # in place of an axis
 
 
 @dataclass(frozen=True)
 class Repair:
     """`action` applies to the calls of `op` that line `source` issues in `phase`: all, or only number `seq`.
 
-    A line in a shared function issues many collectives, and one of them may be wrong.
+    A line in a shared function issues many collectives, and one of them may be wrong. `reduce_op` and `axis` belong to
+    REDUCE: None keeps the operation, or the group.
     """
 
     op: str
@@ -42,6 +47,8 @@ class Repair:
     phase: str
     action: str
     seq: int | None = None
+    reduce_op: str | None = None
+    axis: str | None = None
 
     @property
     def site(self) -> CallSite:
@@ -62,6 +69,20 @@ class Repair:
             for call in calls:
                 addends = zip(*(_of_place(each, call.place, len(calls)) for each in calls), strict=True)
                 call.results = [combined(other, each) for each in addends]
+        elif self.concerns(row, REDUCE) and self.reduce_op is not None:
+            for call in calls:
+                call.results = [combined(self.reduce_op, each) for each in zip(*(c.pieces for c in calls), strict=True)]
+
+    def other_group(self, row: LedgerRow, axes: Mapping[str, int], groups: Iterable[Any]) -> Any:
+        """The one of a rank's groups over which this call is carried out instead; None for its own."""
+        if self.axis is None or not self.concerns(row, REDUCE):
+            return None
+        ranks = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
+        if self.axis != ALL_RANKS:
+            own = np.argwhere(ranks == row.rank)[0]
+            place = list(axes).index(self.axis)
+            ranks = ranks[tuple(slice(None) if index == place else at for index, at in enumerate(own))]
+        return next(group for group in groups if getattr(group, "ranks", None) == tuple(ranks.ravel().tolist()))
 
     def mend_gradient(self, row: LedgerRow, tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> None:
         """Replace the gradient of this call's result by its total over the group."""

@@ -1,0 +1,145 @@
+"""Wrong functions without a pattern in their numbers, and the small edit that makes each right."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.distributed as dist
+
+from parity_tests.specimens.small_scheme import summed
+from parity_tests.specimens.wrong_gradients import line_of
+from shardproof import ids, mask, scheme, values
+from shardproof.experiments.edited_programs import RIGHT_ONCE
+from shardproof.experiments.notes import check_notes
+from shardproof.verify_one_case import verify_case
+from torch_impl.collectives import all_gather, all_reduce
+
+
+def notes_of(function, reference, inputs, outputs, case, **more):
+    draw = {name: values("normal") for name in inputs}
+    defaults = {"mesh": {"tp": (1, 2, 4)}, "draw": draw, "dtypes": ("float32",)}
+    declaration = scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
+    report = check_notes(declaration, verify_case(declaration, declaration.case(**case)))
+    assert not report.ok and report.failure is None, str(report)
+    return {label: [str(note) for note in of_tensor] for label, of_tensor in report.notes.items()}
+
+
+def local_maximum(mesh, x):
+    shift = x.detach().amax(-1)
+    return all_reduce((x - shift[:, None]).exp().sum(-1), mesh["tp"]).log() + shift
+
+
+def test_a_maximum_of_each_ranks_own_part():
+    inputs, case = {"x": "b v/tp"}, {"tp": 2, "b": 3, "v": 8}
+    notes = notes_of(local_maximum, lambda x: jax.nn.logsumexp(x, -1), inputs, "b tp=I", case)
+    edit = f"{RIGHT_ONCE}amax at {line_of(local_maximum, 'amax')} is the maximum over all ranks of tp, not of each"
+    assert notes["out"][0].startswith(edit) and notes["d/d x"][0].startswith(edit)
+
+
+def last_ranks_sum(mesh, x):
+    total = torch.zeros_like(x[0])
+    for part in all_gather(x.sum(0)[None], mesh["tp"], out="I"):
+        total = part
+    return total
+
+
+def squares_about_a_local_mean(mesh, x):
+    return all_reduce(((x - x.mean()) ** 2).mean(), mesh["tp"]) / mesh.size("tp")
+
+
+def mean_of_local_variances(mesh, x):
+    return all_reduce(x.var(correction=0), mesh["tp"]) / mesh.size("tp")
+
+
+@pytest.mark.fast_values(1)
+@pytest.mark.parametrize(
+    ("function", "reference", "outputs", "word", "words"),
+    [
+        (last_ranks_sum, lambda x: 1.0 * x.sum(0), "v tp=I", "x.sum", "sum at {} is the sum over all ranks of tp"),
+        (
+            squares_about_a_local_mean,
+            lambda x: jnp.var(x),
+            "tp=I",
+            "x.mean",
+            "mean at {} is the mean over all ranks of tp",
+        ),
+        (
+            mean_of_local_variances,
+            lambda x: jnp.var(x),
+            "tp=I",
+            "x.var",
+            "var at {} is the variance over all ranks of tp",
+        ),
+    ],
+)
+def test_a_statistic_of_each_ranks_own_part(function, reference, outputs, word, words):
+    case = {"tp": 2, "b": 4, "v": 3}
+    notes = notes_of(function, reference, {"x": "b/tp v"}, outputs, case, nograd=("x",))
+    assert notes["out"][0].startswith(RIGHT_ONCE + words.format(line_of(function, word)))
+
+
+def outer_step(mesh, w, g):
+    delta = g.mean(0)
+    dist.all_reduce(delta, group=mesh["tp"])
+    return w - 0.1 * delta
+
+
+def test_an_outer_step_by_the_sum_of_the_workers():
+    inputs, case = {"w": "n tp=I", "g": "k/tp n"}, {"tp": 2, "n": 3, "k": 4}
+    notes = notes_of(outer_step, lambda w, g: w - 0.1 * g.mean(0), inputs, "n tp=I", case, nograd=("w", "g"))
+    assert notes["out"][0].startswith(
+        f"{RIGHT_ONCE}all_reduce at {line_of(outer_step, 'all_reduce')} takes AVG, not SUM"
+    )
+
+
+def written_without_adding(mesh, i, x):
+    out = torch.zeros(x.shape[0], 4, dtype=x.dtype)
+    out[torch.arange(x.shape[0])[:, None], i] = x
+    return out
+
+
+def added_by_id(i, x):
+    return jnp.zeros((x.shape[0], 4)).at[jnp.arange(x.shape[0])[:, None], i].add(x)
+
+
+def test_the_last_of_several_values_for_one_place():
+    inputs, case = {"i": "b k", "x": "b k tp=I"}, {"tp": 1, "b": 4, "k": 3}
+    notes = notes_of(
+        written_without_adding, added_by_id, inputs, "b f tp=I", case,
+        dims={"f": (4,), "k": (3, 5)}, draw={"i": ids("f"), "x": values("normal")}, nograd=("x",),
+    )  # fmt: skip
+    line = line_of(written_without_adding, "] = x")
+    assert notes["out"][0].startswith(f"{RIGHT_ONCE}the assignment at {line} adds")
+
+
+def of_two_counts(mesh, x, y, keep, kept):
+    def share(value, own, group):
+        return (value * own).sum() / summed(own.sum(), group).clamp(min=1)
+
+    return share(x, keep, None) + share(y, kept, mesh["dp"])
+
+
+def of_two_means(x, y, keep, kept):
+    pairs = ((x, keep.astype(x.dtype)), (y, kept.astype(y.dtype)))
+    return sum((value * own).sum() / jnp.maximum(own.sum(), 1) for value, own in pairs)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 2}])
+def test_a_count_over_all_ranks(sizes):
+    """On one axis of two ranks, all ranks are those of tp: another mesh tells them apart."""
+    notes = notes_of(
+        of_two_counts, of_two_means, {"x": "b/dp c tp=I", "y": "b/dp s tp=I", "keep": "b/dp c", "kept": "b/dp s"},
+        "dp=P tp=I", {**sizes, "b": 4, "c": 3, "s": 3}, mesh={"dp": (1, 2), "tp": (1, 2)},
+        draw={"x": values("normal"), "y": values("normal"), "keep": mask("c"), "kept": mask("s")},
+    )  # fmt: skip
+    assert any("is over dp, not over all 4 ranks" in note for note in notes["out"])
+    assert "(= 1/tp)" in notes["d/d x"][0]
+
+
+def third_too_large(mesh, x):
+    return 4.0 / 3.0 * all_reduce(x.sum(), mesh["tp"])
+
+
+def test_no_edit_is_named_where_none_mends_the_function():
+    notes = notes_of(third_too_large, lambda x: jnp.sum(x), {"x": "b/tp"}, "tp=I", {"tp": 2, "b": 8})
+    assert not any(note.startswith(RIGHT_ONCE) for of_tensor in notes.values() for note in of_tensor)
