@@ -54,6 +54,7 @@ def _finding(
         ("version", f"{finding.project} {versions[finding.folder]}; {finding.since}"),
         ("smallest case", case),
         ("until it is mended", finding.meanwhile),
+        ("in a sentence", finding.says),
         ("issue", finding.issue or "none is known to us"),
         ("script", f"the one below, by `torchrun --nproc-per-node {finding.ranks}` and its path"),
     ]
