@@ -14,13 +14,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one t
 import random
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated
 
-import torch._dynamo  # the checker imports it, and each process that is forked below has it then
-import torch.distributed.tensor
 import typer
 
 from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
@@ -124,6 +123,7 @@ def main(
     page: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("docs/line-types.md"),
 ) -> None:
     """Type the built-in schemes, inject a sample of the bugs, and write the page."""
+    import_module("torch._dynamo")  # the checker imports it, and each process that is forked has it then
     journal = Journal(JOURNAL)
     sentences = {name: each for name, each in on_built_in(journal).items() if name not in NOT_TRIED}
     alarms = {name: each for name, each in sentences.items() if each.startswith(CLASHES)}

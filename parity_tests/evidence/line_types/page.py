@@ -26,10 +26,10 @@ It is an opinion and no verdict: the exit status does not depend on it. "could n
 does not know an operation there, and nothing of the line.
 """
 
-ONLY_TYPES = """**What types find that a verdict does not name.** The line. Values that went through a nonlinear function as
-terms are wrong everywhere, and no pattern of the errors leads back to it; the report says "no pattern". So it is with a
-gradient that lacks its sum over the ranks in the middle of a function. Types need no reference, no second rank and no
-numbers."""
+ONLY_TYPES = """**What types find that a verdict does not name.** The line. Values that went through a nonlinear
+function as terms are wrong everywhere, and no pattern of the errors leads back to it; the report says "no pattern". So
+it is with a gradient that lacks its sum over the ranks in the middle of a function. Types need no reference, no second
+rank and no numbers."""
 
 ONLY_VALUES = """**What a verdict finds that types do not see.** Every mistake that keeps the types: a wrong divisor, a
 wrong constant, an offset, a permuted layout, a mask, a border between sequences, the wrong row, a rounding, a buffer
@@ -37,9 +37,9 @@ that is used too early, a hand-written backward. A type is a claim about ranks, 
 (`shardproof/line_types/rules.py`) says in its place what its body is believed to do, so that no mistake inside of it
 clashes."""
 
-NOT_TYPED = """**What is not typed.** An axis that shards a dim otherwise than in contiguous blocks: a type has the dim's
-index and no order. An autograd Function without a rule; a loop whose tensors are made without one that is typed; a
-pipeline's stages; DTensors, which keep their own placements."""
+NOT_TYPED = """**What is not typed.** An axis that shards a dim otherwise than in contiguous blocks: a type has the
+dim's index and no order. An autograd Function without a rule; a loop whose tensors are made without one that is typed;
+a pipeline's stages; DTensors, which keep their own placements."""
 
 
 @dataclass(frozen=True)

@@ -259,8 +259,8 @@ FINDINGS = (
         "Where the mesh has one rank set the square root of the factor, or leave such a module out of `fully_shard`.",
         "torch_divide_factor",
         ("torch/divide_factor::divided_as_sums_on_a_mesh_of_one",),
-        issue="none is known to us; [#155903](https://github.com/pytorch/pytorch/issues/155903) was about the factor on "
-        "meshes of two dims, and [#155915](https://github.com/pytorch/pytorch/pull/155915) brought the forced sums",
+        issue="none is known to us; [#155903](https://github.com/pytorch/pytorch/issues/155903) was about the factor "
+        "on meshes of two dims, and [#155915](https://github.com/pytorch/pytorch/pull/155915) brought the forced sums",
         kind="scale",
         says="With one rank nothing is sent, so the gradient should be divided once, in whichever of the two places.",
     ),
@@ -298,8 +298,8 @@ FINDINGS = (
         "A batch that does not divide into chunks loses its last rows",
         "nemo-automodel",
         "seen on 0.7.0",
-        "`split_batch_into_thd_chunks(batch, num_chunks)` takes `rows // num_chunks` rows for each chunk; the rows that "
-        "are left over are in none. Its manual says that the number must divide the batch, and nothing checks it. "
+        "`split_batch_into_thd_chunks(batch, num_chunks)` takes `rows // num_chunks` rows for each chunk; the rows "
+        "that are left over are in none. Its manual says that the number must divide the batch, and nothing checks it. "
         "Tensors that it does not know, as `pixel_values`, are dropped for two chunks or more, and kept for one.",
         "Check that the number of rows is a multiple of the number of chunks.",
         "automodel_chunks",
@@ -388,8 +388,9 @@ CONTRACTS = (
     ),
     Contract(
         "verl",
-        "`vocab_parallel_entropy_with_chunking` raises for logits of two dims, which its manual names",
-        ("verl/vocabulary::entropy_in_chunks_of_a_stream",),
+        "the backward of `vocab_parallel_entropy_with_chunking` raises for two chunks or more, since each writes into the "
+        "logits of all; for logits of two dims, which its manual names, the forward raises",
+        ("verl/vocabulary::entropy_in_chunks*",),
     ),
     Contract(
         "torch", "`F.rms_norm` of a DTensor along its sharded dim raises and names the op", ("torch/ops::rms_norm_*",)

@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
@@ -74,7 +75,7 @@ def permuted(mesh, x):
 
 def line(declared, text):
     """The number of the line of a scheme's function that contains a text."""
-    lines = open(declared.fn.__code__.co_filename).read().splitlines()
+    lines = Path(declared.fn.__code__.co_filename).read_text().splitlines()
     first = declared.fn.__code__.co_firstlineno
     return next(number for number, each in enumerate(lines[first - 1 :], first) if text in each)
 

@@ -54,7 +54,9 @@ def forward_op(ctx: Any, query: Any, key: Any, value: Any, *options: Any, _save_
 
 def backward_op(ctx: Any, grad_out: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:
     """The gradient through one block, whose weights are normalised by the denominators of all of them."""
-    query, key, value = (given.get(name, saved) for name, saved in zip(("query", "key", "value"), ctx.saved_tensors))
+    query, key, value = (
+        given.get(name, saved) for name, saved in zip(("query", "key", "value"), ctx.saved_tensors, strict=True)
+    )
     out, lse = given.get("out", ctx.out), given.get("lse", ctx.lse)
     weights = (_scores(query, key) - lse.transpose(1, 2).unsqueeze(-1)).exp()
     grad_value = torch.einsum("bhst,bshd->bthd", weights, grad_out)

@@ -1,4 +1,4 @@
-"""fla's context parallelism: the borders that a rank has of packed sequences, and the rows it takes from its neighbour."""
+"""fla's context parallelism: a rank's borders of packed sequences, and the rows it takes from its neighbour."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STREAM = dict(
 def positions(x: Any, cu: Any) -> Any:
     """The position of each token in its sequence."""
     token = jnp.arange(x.shape[0])
-    return (token - cu[jnp.searchsorted(cu, token, side="right") - 1]) * 1.0
+    return (token - cu[jnp.searchsorted(cu, token, side="right") - 1]).astype(x.dtype)
 
 
 def _positions(borders: torch.Tensor, before: int, length: int) -> torch.Tensor:

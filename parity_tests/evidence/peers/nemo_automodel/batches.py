@@ -28,7 +28,7 @@ def batch_of(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _stream(tokens: Any) -> Any:
-    return tokens.reshape(-1) * 1.0
+    return tokens.reshape(-1).astype(float)
 
 
 @scheme(reference=_stream, dims={"b": (2, 4, 6)}, **TOKENS)
@@ -37,7 +37,7 @@ def stream_of_rows(mesh: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @scheme(
-    reference=lambda tokens: jnp.tile(jnp.arange(tokens.shape[1]), tokens.shape[0]) * 1.0,
+    reference=lambda tokens: jnp.tile(jnp.arange(tokens.shape[1]), tokens.shape[0]).astype(float),
     dims={"b": (2, 4, 6)},
     **TOKENS,
 )

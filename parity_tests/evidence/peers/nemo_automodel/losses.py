@@ -32,7 +32,7 @@ def divergences(student: Any, teacher: Any, labels: Any, temperature: float) -> 
 
 
 def _mean(student: Any, teacher: Any, labels: Any, temperature: float) -> Any:
-    count = jnp.maximum((labels != -100).sum(), 1) * 1.0
+    count = jnp.maximum((labels != -100).sum(), 1).astype(student.dtype)
     return divergences(student, teacher, labels, temperature).sum() / count
 
 

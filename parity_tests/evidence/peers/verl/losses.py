@@ -35,11 +35,11 @@ def _total(x: torch.Tensor, mesh: Any) -> torch.Tensor:
 
 
 def _rows(mask: Any) -> Any:
-    return (mask.sum(-1) > 0) * 1.0
+    return (mask.sum(-1) > 0).astype(float)
 
 
 def token_mean(losses: Any, mask: Any) -> Any:
-    return jnp.where(mask == 1, losses, 0.0).sum() / (jnp.maximum(mask.sum(), 1) * 1.0)
+    return jnp.where(mask == 1, losses, 0.0).sum() / jnp.maximum(mask.sum(), 1).astype(losses.dtype)
 
 
 def token_sum(losses: Any, mask: Any) -> Any:
@@ -56,7 +56,7 @@ def mean_of_sums_over_width(losses: Any, mask: Any) -> Any:
 
 
 def mean_of_means(losses: Any, mask: Any) -> Any:
-    means = jnp.where(mask == 1, losses, 0.0).sum(-1) / (jnp.maximum(mask.sum(-1), 1) * 1.0)
+    means = jnp.where(mask == 1, losses, 0.0).sum(-1) / jnp.maximum(mask.sum(-1), 1).astype(losses.dtype)
     return means.sum() / jnp.maximum(_rows(mask).sum(), 1.0)
 
 
@@ -113,24 +113,3 @@ def distributed_masked_mean(mesh: Any, losses: torch.Tensor, mask: torch.Tensor)
     some = torch.ones((), dtype=losses.dtype)  # of no tokens verl's mean is 0/0, and the reference's is 0
     tokens = _total(mask.sum(), mesh)
     return torch.where(tokens > 0, torch_functional.distributed_masked_mean(losses, mask), 0.0) * some
-
-
-def _statistics(losses: Any) -> tuple[Any, Any, Any, Any]:
-    return losses.mean(), losses.max(), losses.min(), losses.std(ddof=1)
-
-
-@scheme(
-    reference=_statistics,
-    mesh=DP,
-    inputs={"losses": "n/dp t"},
-    outputs=("dp=I", "dp=I", "dp=I", "dp=I"),
-    nograd=("losses",),
-    dims={"n": (4, 8), "t": (3, 5)},
-    draw={"losses": NORMAL},
-    dtypes=("float32",),
-    roundings=4,
-    reduction=("n", "t"),
-    excluded_conditions=("larger_world",),
-)
-def distributed_mean_max_min_std(mesh: Any, losses: torch.Tensor) -> Any:
-    return torch_functional.distributed_mean_max_min_std(losses)
