@@ -388,8 +388,8 @@ CONTRACTS = (
     ),
     Contract(
         "verl",
-        "the backward of `vocab_parallel_entropy_with_chunking` raises for two chunks or more, since each writes into the "
-        "logits of all; for logits of two dims, which its manual names, the forward raises",
+        "the backward of `vocab_parallel_entropy_with_chunking` raises for two chunks or more, since each writes into "
+        "the logits of all; for logits of two dims, which its manual names, the forward raises",
         ("verl/vocabulary::entropy_in_chunks*",),
     ),
     Contract(

@@ -29,8 +29,8 @@ def text(outcomes: Sequence[Outcome], versions: Mapping[str, str], printed: Mapp
         "## What a function does not take",
         bullets(f"{each.project}: {each.what}." for each in CONTRACTS),
         "## What is right",
-        "Every drawn case within its budget: values, gradients, and the ranks' agreement, on each engine that a project "
-        "was judged on.",
+        "Every drawn case within its budget: values, gradients, and the ranks' agreement, on each engine that a "
+        "project was judged on.",
         *(_right(folder, outcomes, version) for folder, version in versions.items()),
     )
 

@@ -131,8 +131,9 @@ def gather_of_experts(mesh: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def gather_of_experts_beside_a_term(mesh: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """The sum hands one gradient to both of its terms."""
+    term = bias * 1
     gathered = _AllGatherConcatVarlenFn.apply(x, mesh["dp"], [len(x)] * mesh.size("dp"), len(x))
-    return (gathered + bias * 1) * 1
+    return (gathered + term) * 1
 
 
 # Clipping
