@@ -117,7 +117,7 @@ def located(bug: InjectedBug, runners: dict[str, BugRunner], examples: int) -> L
 
 
 def main(
-    bugs: Annotated[int, typer.Option(min=1, help="Bugs of the catalogue that are injected.")] = 40,
+    bugs: Annotated[int, typer.Option(min=1, help="Bugs of the catalogue that are injected.")] = 24,
     seed: Annotated[int, typer.Option(help="Another seed takes others.")] = 0,
     examples: Annotated[int, typer.Option(min=1, help="Drawn examples of each scheme.")] = 8,
     page: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("docs/line-types.md"),

@@ -21,6 +21,7 @@ import spmd_types as st
 import torch
 import torch.distributed as dist
 from spmd_types import checker
+from spmd_types.types import format_axis
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.declare.case import CaseSpec
@@ -168,7 +169,7 @@ def clash_of(error: BaseException, mesh: MeshView) -> str | None:
         return None
     text, context = str(error), getattr(error, "context", None) or ""
     called = re.search(r"In ([\w.]+)\(", context)
-    names = {st.types.format_axis(mesh[axis]): axis for axis in mesh.axes}
+    names = {format_axis(mesh[axis]): axis for axis in mesh.axes}
     for pattern, words in CLASHES.items():
         if (match := re.search(pattern, text)) and (called is None or called[1] not in PREDICATES):
             return words.format(axis=names.get(match[1], match[1]), call=called[1] if called else "it")

@@ -16,11 +16,13 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
 from shardproof.declare.travel import CannotTravel, dumps
-from shardproof.draw.drawing import one_case
+from shardproof.draw.choosers import seeded_chooser
+from shardproof.draw.drawing import draw_case
 from shardproof.engines.program import Program
 from shardproof.report.report import Report
 
@@ -73,12 +75,12 @@ def case_on_ranks(scheme: Declared, case: CaseSpec | None = None) -> CaseSpec:
 
     Errors: ValueError if the scheme has no such mesh.
     """
-    options = {} if case is None else dict(case.options)
+    options: dict[str, Any] = {} if case is None else dict(case.options)
     two = {axis: 2 for axis, sizes in scheme.mesh.items() if 2 in sizes}
     for fixed in (two | options, options, {}):
         for seed in range(8):
             with suppress(ValueError):
-                drawn = one_case(scheme, seed=seed, **fixed)
+                drawn = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed)
                 if drawn.world > 1:
                     return drawn
     raise ValueError("it has no mesh of two ranks")
