@@ -16,7 +16,7 @@ NEEDS := pyproject.toml $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help verify test test-all oracles lint types imports two-notebooks notebooks pages docs sizes browser bench bugs mutants tiers alarms failures peers clean
+.PHONY: help verify test test-all oracles lint types imports two-notebooks notebooks pages docs sizes browser bench bugs mutants tiers alarms failures line-types peers clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
@@ -81,6 +81,10 @@ alarms: $(VENV)/with-test ## judge 100,000 drawn examples of what is right and w
 failures: $(VENV)/with-test ## run every kind of failure on every engine and write docs/failures.md
 	$(BIN)/python -m parity_tests.evidence.failures --page docs/failures.md --table build/failures.md
 
+line-types: $(VENV)/with-test $(VENV)/with-types ## type all schemes and a sample of injected bugs and write docs/line-types.md; it goes on where it was stopped
+	$(BIN)/python -m parity_tests.evidence.line_types
+	$(BIN)/python -m pytest -q parity_tests/harness/line_types
+
 peers: $(VENV)/with-test $(VENV)/with-peers ## judge other projects' functions and write docs/findings.md
 	$(BIN)/python -m parity_tests.evidence.peers
 
@@ -104,7 +108,8 @@ $(VENV)/with-oracles: $(NEEDS) | $(VENV)/with-test
 # Other projects, as the gallery of findings calls them: on the torch that is there, whichever they ask for.
 $(VENV)/with-peers: $(NEEDS) | $(VENV)/with-test
 	$(PIP) -e '.[peers]'
-	$(PIP) --no-deps megatron-core deepspeed colossalai fairscale yunchang galore-torch bitsandbytes peft accelerate
+	$(PIP) --no-deps megatron-core deepspeed colossalai fairscale yunchang galore-torch bitsandbytes peft accelerate \
+		nemo-automodel verl diffusers torchtitan fla-core flash-linear-attention
 	@touch $@
 
 $(VENV)/with-%: $(NEEDS) | $(VENV)/bin/python

@@ -170,6 +170,7 @@ FLOORS = (
     "implementation",
     "replays",
     "second_opinion",
+    "line_types",
     "verification",
     "declaration",
     "cost",

@@ -5,11 +5,14 @@ import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+import torch
 
 from parity_tests import warm_python
 from parity_tests.pages import ROOT, blocks
+from shardproof.cli.inferred import from_annotations
 
 EXAMPLE = ROOT / "docs" / "examples" / "my_function.py"
 OUT = "scheme_scaled_logits.py"
@@ -183,3 +186,21 @@ def test_functions_that_the_file_imports_are_not_its_own(shardproof):
     for name in ("dedent", "join", "nothing"):
         status, _, err = shardproof("new", f"of_a_dict.py::{name}")
         assert status == 2 and "it has inputs, statistics)" in err
+
+
+def test_types_of_spmd_types_in_annotations_become_specs():
+    st = pytest.importorskip("spmd_types")
+    hints = {
+        "x": Annotated[torch.Tensor, "b d", {"dp": st.S(0), "tp": st.R}],
+        "w": Annotated[torch.Tensor, "d v", {"dp": st.I, "tp": st.S(-1)}],
+        "terms": Annotated[torch.Tensor, "b v", {"dp": st.S(0), "tp": st.P}],
+        "without_names": Annotated[torch.Tensor, {"dp": st.S(0), "tp": st.P}],
+        "varying": Annotated[torch.Tensor, "b v", {"dp": st.V, "tp": st.P}],
+        "of_one_axis": Annotated[torch.Tensor, "b v", {"dp": st.S(0)}],
+    }
+
+    def function(): ...
+
+    function.__annotations__ = hints
+    specs = {name: guess.spec for name, guess in from_annotations(function, ["dp", "tp"]).items()}
+    assert specs == {"x": "b/dp d tp=R", "w": "d v/tp dp=I", "terms": "b/dp v tp=P", "without_names": "?"}

@@ -15,6 +15,11 @@ PROJECTS = {
     "colossalai": "colossalai",
     "fairscale": "fairscale",
     "yunchang": "yunchang",
+    "nemo_automodel": "nemo-automodel",
+    "verl": "verl",
+    "diffusers": "diffusers",
+    "torchtitan": "torchtitan",
+    "fla": "fla-core",
 }
 
 
@@ -27,7 +32,8 @@ class Finding:
 
     `script` is the plain script that shows it, `ranks` the processes that it runs on; `kind` is that of an injected bug
     which makes the same mistake; `schemes` are globs of
-    `folder/file::name`; `verdict` is the report's, `verdicts` that of an engine where it has another.
+    `folder/file::name`; `verdict` is the report's, `verdicts` that of an engine where it has another; `says` is the
+    sentence that its maintainers would accept.
     """
 
     title: str
@@ -42,6 +48,7 @@ class Finding:
     verdicts: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 2
     issue: str = ""
+    says: str = ""  # what its maintainers could write themselves
 
     @property
     def folder(self) -> str:
@@ -241,9 +248,150 @@ FINDINGS = (
         "deepspeed_contiguous",
         ("deepspeed/layers::*_of_transposed",),
     ),
+    Finding(
+        "FSDP2 divides a gradient twice on a mesh of one rank",
+        "torch",
+        "seen on 2.13.0",
+        "`set_gradient_divide_factor(f)` with `set_force_sum_reduction_for_comms(True)` of a module that is sharded "
+        "over a mesh of one rank: the gradient is divided by f twice. A mesh of two ranks or more divides once. It is "
+        "so without forced sums too, where gradients are reduced in float16. Expert parallelism comes there as soon as "
+        "an expert has one data-parallel rank.",
+        "Where the mesh has one rank set the square root of the factor, or leave such a module out of `fully_shard`.",
+        "torch_divide_factor",
+        ("torch/divide_factor::divided_as_sums_on_a_mesh_of_one",),
+        issue="none is known to us; [#155903](https://github.com/pytorch/pytorch/issues/155903) was about the factor "
+        "on meshes of two dims, and [#155915](https://github.com/pytorch/pytorch/pull/155915) brought the forced sums",
+        kind="scale",
+        says="With one rank nothing is sent, so the gradient should be divided once, in whichever of the two places.",
+    ),
+    Finding(
+        "Ring attention sends the gradients of keys and values the wrong way round a ring of three ranks or more",
+        "diffusers",
+        "seen on 0.42.1",
+        "In the backward of `TemplatedRingAttention` the keys of rank r + i are used at step i, while the gradients of "
+        "keys and values come from rank r - 1 at each step: on two ranks these are the same rank. On three or more, "
+        "terms are added to other ranks' keys. The output and the gradient of the queries are right.",
+        "Train with a ring of two, or with `ulysses_degree`.",
+        "diffusers_ring",
+        ("diffusers/attention::ring_attention_of_three_or_more",),
+        ranks=3,
+        issue="none is known to us of three ranks; [#14265](https://github.com/huggingface/diffusers/issues/14265) was "
+        "about the keys that the backward used, which is mended",
+        kind="order",
+        says="The buffer with the gradients has to travel against the order in which keys are visited.",
+    ),
+    Finding(
+        "Gradients in bfloat16 are not clipped",
+        "nemo-automodel",
+        "seen on 0.7.0",
+        "`clip_grad_by_total_norm_` converts each gradient to float32 and scales the result in place. Of a float32 "
+        "gradient the conversion is the gradient itself; of a bfloat16 one it is a copy, which is dropped: nothing is "
+        "clipped, without an error.",
+        "Call it with `dtype=torch.bfloat16`, the gradients' own, or keep gradients in float32.",
+        "automodel_clip",
+        ("nemo_automodel/losses::clip_bfloat16_gradients",),
+        ranks=1,
+        kind="call",
+        says="The function scales a copy where dtype differs from the gradient's; it should scale p.grad.",
+    ),
+    Finding(
+        "A batch that does not divide into chunks loses its last rows",
+        "nemo-automodel",
+        "seen on 0.7.0",
+        "`split_batch_into_thd_chunks(batch, num_chunks)` takes `rows // num_chunks` rows for each chunk; the rows "
+        "that are left over are in none. Its manual says that the number must divide the batch, and nothing checks it. "
+        "Tensors that it does not know, as `pixel_values`, are dropped for two chunks or more, and kept for one.",
+        "Check that the number of rows is a multiple of the number of chunks.",
+        "automodel_chunks",
+        ("nemo_automodel/batches::chunks_of_an_odd_batch",),
+        verdict="raised",
+        ranks=1,
+        kind="border",
+        says="A ValueError that names both numbers would do.",
+    ),
+    Finding(
+        "A gather of experts sums into the gradient of another tensor",
+        "nemo-automodel",
+        "seen on 0.7.0",
+        "The backward of `_AllGatherConcatVarlenFn` sums the gradient that comes in over the ranks, in place. Autograd "
+        "may hand the same tensor to others: in `gathered + bias` the gradient of the bias is then the ranks' sum too.",
+        "Put a multiplication by one behind the gather, so that its gradient is a tensor of its own.",
+        "automodel_gather",
+        ("nemo_automodel/losses::gather_of_experts_beside_a_term",),
+        kind="buffer",
+        says="`grad_output.contiguous()` is no copy of a contiguous tensor; `.clone()` is.",
+    ),
+    Finding(
+        "A loss that is masked out is NaN in three of five modes of agg_loss",
+        "verl",
+        "seen on 0.9.1",
+        "The modes that begin with `seq-mean` multiply the losses by the mask before they sum each sequence, and 0 * "
+        "NaN is NaN. `token-mean` and `token-sum` select, and are right.",
+        "Zero the losses where the mask is 0 before the call: `loss_mat.masked_fill(loss_mask == 0, 0)`.",
+        "verl_agg_loss",
+        ("verl/losses::agg_loss_seq_mean_*_of_nan_where_masked",),
+        ranks=1,
+        issue="[#6349](https://github.com/verl-project/verl/pull/6349), which mends it and is open",
+        kind="call",
+        says="The sequence modes should select with `torch.where`, as `masked_sum` does.",
+    ),
+    Finding(
+        "slice_input_tensor takes its rank from another group than the one it is given",
+        "verl",
+        "seen on 0.9.1",
+        "`slice_input_tensor(x, dim, group=group)` takes the number of ranks from `group`, and the rank from the group "
+        "that `set_ulysses_sequence_parallel_group` has set: where none is set every rank gets the first slice.",
+        "Set the group, and give none.",
+        "verl_slice",
+        ("verl/ulysses::slice_input_of_a_given_group",),
+        kind="group",
+        says="The rank should be asked of `group`: `get_ulysses_sequence_parallel_rank(group)`.",
+    ),
+    Finding(
+        "The backward of vocab_parallel_entropy writes into the logits",
+        "verl",
+        "seen on 0.9.1",
+        "The backward subtracts a number from the logits in place and adds it again, so that they come out rounded: in "
+        "float32 they differ in the last digits, in bfloat16 in the first. Whoever else reads them afterwards reads "
+        "other logits; autograd raises where another function has saved them.",
+        "Give it a copy: `vocab_parallel_entropy(logits.clone())`.",
+        "verl_entropy",
+        ("verl/vocabulary::entropy_of_its_input",),
+        verdict="hygiene",
+        issue="[#2484](https://github.com/verl-project/verl/pull/2484) was about logits that another function had "
+        "written into, and is open",
+        kind="buffer",
+        says="The subtraction can go into the product's buffer, which is the function's own.",
+    ),
+    Finding(
+        "The borders of packed sequences stay those of the step before",
+        "fla-core",
+        "seen on 0.6.0",
+        "`build_cp_context` remembers its results by the identity of its arguments, as the decorator `tensor_cache` "
+        "says and the manual of the function does not. A training loop that writes each step's `cu_seqlens` into one "
+        "buffer gets the borders of the first step in every step.",
+        "Pass a new tensor for each step, `cu_seqlens.clone()`, or set `FLA_DISABLE_TENSOR_CACHE=1`.",
+        "fla_cache",
+        ("fla/contexts::borders_of_a_buffer_that_is_filled_again",),
+        kind="buffer",
+        says="The tensor's `_version` beside its identity would tell a buffer that was written to.",
+    ),
 )
 
 CONTRACTS = (
+    Contract(
+        "verl",
+        '`agg_loss` in the mode "seq-mean-token-sum-norm" divides by the width of the rank\'s own mask unless '
+        "`loss_scale_factor` is given, as its manual says",
+        ("verl/losses::agg_loss_over_the_width_of_a_rank",),
+        "mismatch",
+    ),
+    Contract(
+        "verl",
+        "the backward of `vocab_parallel_entropy_with_chunking` raises for two chunks or more, since each writes into "
+        "the logits of all; for logits of two dims, which its manual names, the forward raises",
+        ("verl/vocabulary::entropy_in_chunks*",),
+    ),
     Contract(
         "torch", "`F.rms_norm` of a DTensor along its sharded dim raises and names the op", ("torch/ops::rms_norm_*",)
     ),

@@ -10,9 +10,9 @@ from parity_tests.evidence.peers.outcome import Outcome
 
 INTRODUCTION = """# Findings in other projects
 
-Functions of other projects, each called as its user calls it, judged by `shardproof verify` on lockstep and on
-processes of gloo, against a reference that is written from the mathematics. Corrections are welcome: a scheme that
-calls a function otherwise than its manual says is our mistake.
+Functions of other projects, each called as its user calls it, judged by `shardproof verify` against a reference that is
+written from the mathematics. Corrections are welcome: a scheme that calls a function otherwise than its manual says is
+our mistake.
 
 Every script below runs without Shardproof, on the versions named. Under it are the lines that it printed; those that
 begin with a rank are sorted, and what the library logs is left out.
@@ -29,7 +29,8 @@ def text(outcomes: Sequence[Outcome], versions: Mapping[str, str], printed: Mapp
         "## What a function does not take",
         bullets(f"{each.project}: {each.what}." for each in CONTRACTS),
         "## What is right",
-        "On both engines, every drawn case within its budget: values, gradients, and the ranks' agreement.",
+        "Every drawn case within its budget: values, gradients, and the ranks' agreement, on each engine that a "
+        "project was judged on.",
         *(_right(folder, outcomes, version) for folder, version in versions.items()),
     )
 
@@ -54,6 +55,7 @@ def _finding(
         ("version", f"{finding.project} {versions[finding.folder]}; {finding.since}"),
         ("smallest case", case),
         ("until it is mended", finding.meanwhile),
+        ("in a sentence", finding.says),
         ("issue", finding.issue or "none is known to us"),
         ("script", f"the one below, by `torchrun --nproc-per-node {finding.ranks}` and its path"),
     ]
@@ -64,15 +66,18 @@ def _finding(
 
 
 def _right(folder: str, outcomes: Iterable[Outcome], version: str) -> str:
-    """The schemes of a project that are equal on every engine, file by file."""
+    """The schemes of a project that are equal on every engine it was judged on, file by file."""
     verdicts: dict[str, set[str]] = {}
+    engines: dict[str, None] = {}
     for each in outcomes:
         if each.scheme.startswith(f"{folder}/"):
             verdicts.setdefault(each.scheme, set()).add(each.verdict)
+            engines[each.engine] = None
     right = [scheme for scheme, verdict_set in verdicts.items() if verdict_set == {RIGHT}]
     by_file: dict[str, list[str]] = {}
     for scheme in right:
         file, _, name = scheme.partition("::")
         by_file.setdefault(file.partition("/")[2], []).append(f"`{name}`")
     lines = bullets(f"{file}: {', '.join(names)}" for file, names in by_file.items())
-    return joined(f"### {PROJECTS[folder]} {version}: {len(right)} of {len(verdicts)}", lines)
+    heading = f"### {PROJECTS[folder]} {version}: {len(right)} of {len(verdicts)}"
+    return joined(heading, f"On {' and '.join(engines)}:", lines)

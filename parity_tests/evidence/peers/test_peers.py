@@ -127,4 +127,4 @@ def test_a_page_names_what_is_wrong_and_what_is_right():
     ]
     page = text(outcomes, dict.fromkeys(PROJECTS, "1.0"), {finding.script: "printed" for finding in FINDINGS})
     assert "`dp=2 n=2 c=1 float32` of `mse_loss_mean_even`, wrong in `d/d x`" in page
-    assert "### torch 1.0: 1 of 3\n\n- losses: `kl_div_mean_even`\n" in page
+    assert "### torch 1.0: 1 of 3\n\nOn lockstep and gloo:\n\n- losses: `kl_div_mean_even`\n" in page

@@ -6,6 +6,7 @@ Ranks import this, so it loads no JAX.
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from shardproof.tracing.sharded_rank import function_of
 
 OPEN, RETURN = "?", "return"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SHARDED = re.compile(r"S\(-?[0-9]+\)")  # spmd-types' S(1)
 ABOUT_THE_MESH = ("mesh", "device_mesh", "group", "process_group")
 
 
@@ -56,8 +58,9 @@ def is_about_the_mesh(name: str) -> bool:
 def from_annotations(function: Callable[..., Any], axes: Sequence[str]) -> dict[str, Guess]:
     """Guesses by parameter; the result's guess is under `return`.
 
-    Reads the string of jaxtyping's `Float[Tensor, "b s v/tp"]`, and the placements of `Annotated[DTensor, Shard(0)]`,
-    one for each axis; a string names the dims: `Annotated[DTensor, "b v", Shard(1)]`.
+    Reads the string of jaxtyping's `Float[Tensor, "b s v/tp"]`, the placements of `Annotated[DTensor, Shard(0)]`, one
+    for each axis, and the types of spmd-types, by axis: `Annotated[Tensor, {"tp": S(1), "dp": R}]`. A string names the
+    dims: `Annotated[DTensor, "b v", Shard(1)]`.
     """
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -75,11 +78,34 @@ def _of_annotation(hint: Any, axes: Sequence[str]) -> Guess | None:
     data = [x for item in metadata for x in (item if isinstance(item, tuple | list) else [item])]
     placements = [x for x in data if isinstance(x, Placement)]
     names = next((x.split() for x in data if isinstance(x, str)), None)
+    by_axis = next((x for x in data if isinstance(x, Mapping)), None)
+    if by_axis is not None:
+        return _of_types(by_axis, names, axes)
     if not placements or len(placements) != len(axes):
         return None
     placement_texts = tuple(map(written, placements))
     count = 1 + max((p.dim for p in placements if isinstance(p, Shard)), default=-1)
     return Guess(OPEN if names is None or len(names) < count else spec(names, placement_texts, axes), placement_texts)
+
+
+def _of_types(by_axis: Mapping[Any, Any], names: list[str] | None, axes: Sequence[str]) -> Guess | None:
+    """The guess from types of spmd-types; None unless each axis has one that a spec can say.
+
+    `V` says that the ranks' tensors differ and not along which dim.
+    """
+    if set(by_axis) != set(axes):
+        return None
+    kinds = [str(getattr(by_axis[axis], "value", by_axis[axis])) for axis in axes]  # R, I and P, or S(1)
+    sharded = [int(kind[2:-1]) for kind in kinds if SHARDED.fullmatch(kind)]
+    if any(kind not in ("R", "I", "P") and not SHARDED.fullmatch(kind) for kind in kinds):
+        return None
+    if names is None or len(names) <= max(sharded, default=-1):
+        return Guess()
+    items = list(names)
+    for axis, kind in zip(axes, kinds, strict=True):
+        if SHARDED.fullmatch(kind):
+            items[int(kind[2:-1])] += f"/{axis}"
+    return Guess(" ".join([*items, *(f"{a}={k}" for a, k in zip(axes, kinds, strict=True) if len(k) == 1)]))
 
 
 def from_run(tensors: Mapping[str, TensorOfRun], axes: Sequence[str]) -> dict[str, Guess]:

@@ -42,6 +42,7 @@ from shardproof.experiments.notes import from_one_case
 from shardproof.implementation.offered import NotApplicable, module_of
 from shardproof.implementation.substitution import NotOffered, narrowed, on_implementation
 from shardproof.judge import bridge
+from shardproof.line_types.opinion import INSTALL, is_installed, with_types
 from shardproof.report import summary
 from shardproof.report.guard import sentence_of
 from shardproof.report.html_page import page
@@ -270,7 +271,7 @@ def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress:
     except NotRun as reason:
         outcome.not_run[scheme.name] = str(reason)
         return
-    outcome.reports.append(report)
+    outcome.reports.append(with_types(scheme, report, asked=options.types))
     outcome.seconds[scheme.name] = time.perf_counter() - start
 
 
@@ -305,6 +306,8 @@ def _check_options(options: VerifyOptions) -> None:
         raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
     if options.implementation is not None:
         module_of(options.implementation)
+    if options.types and not is_installed():
+        raise ValueError(f"--types needs spmd-types; {INSTALL}")
     check_writable(**options.files)
     check_folder(jax_cache=options.jax_cache, replay_dir=options.replay_dir)
 

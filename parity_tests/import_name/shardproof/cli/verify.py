@@ -82,6 +82,13 @@ def verify(
             metavar="FILE",
         ),
     ] = None,
+    types: Annotated[
+        bool,
+        typer.Option(
+            "--types",
+            help="Also type the lines of each scheme by spmd-types (extra types); a failing scheme is typed anyway.",
+        ),
+    ] = False,
     timeout: Timeout = None,
     limit: Annotated[
         float | None,
@@ -138,6 +145,7 @@ def verify(
         traceback=traceback,
         implementation=implementation,
         expected_failures=expected_failures,
+        types=types,
     )
     raise typer.Exit(session.verify(targets or [], verify_options))
 

@@ -120,6 +120,7 @@ class Report:
     excluded_conditions: tuple[str, ...] = ()  # calling conditions that the scheme or its file excludes
     implementation: Implementation | None = None  # the tested implementation, if it is not torch_impl
     source: str = ""  # file:line of the function
+    types: str | None = None  # what spmd-types says of the function's lines
     clearer_report: Report | None = None  # a larger case with the same failure, which shows more of the mistake
 
     @property
@@ -254,6 +255,7 @@ class Report:
             "undecided_reason": self.undecided_reason,
             "shards": self.shards,
             "scalars": {name: number(value) for name, value in self.scalars.items()},
+            "types": self.types,
             "implementation": None if self.implementation is None else self.implementation.to_dict(),
         }
 
@@ -301,8 +303,7 @@ class Report:
         if self.not_drawn:
             more = f" and {len(self.not_drawn) - MOST_NAMED} more" if len(self.not_drawn) > MOST_NAMED else ""
             parts.append(Sentence(f"  not drawn: {', '.join(self.not_drawn[:MOST_NAMED])}{more}"))
-        if self.confirmation is not None:
-            parts.append(Sentence(f"  {self.confirmation}"))
+        parts += [Sentence(f"  {line}") for line in (self.types and f"types: {self.types}", self.confirmation) if line]
         if not self.ok:
             parts.append(Sentence("\n".join(self._case_and_replay())))
             if self.case.conditions and not self._ends_by_itself:

@@ -46,6 +46,7 @@ class VerifyOptions:
     traceback: bool = False
     implementation: str | None = None  # name or file of the module whose functions are judged
     expected_failures: str | None = None
+    types: bool = False  # whether spmd-types is asked of every scheme, and not only of a failing one
 
     @property
     def files(self) -> dict[str, str | None]:
