@@ -83,6 +83,10 @@ def verify(
         ),
     ] = None,
     timeout: Timeout = None,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Stay, and print a new verdict when FILE, or a file that it imports, is saved."),
+    ] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")] = False,
     jax_cache: Annotated[
         str | None, typer.Option(help="Folder that keeps JAX's compiled references.", metavar="DIR")
@@ -132,6 +136,10 @@ def verify(
         implementation=implementation,
         expected_failures=expected_failures,
     )
+    if watch:
+        from shardproof.cli import at_each_save
+
+        raise typer.Exit(at_each_save.watch(targets or [], verify_options))
     raise typer.Exit(session.verify(targets or [], verify_options))
 
 
