@@ -161,7 +161,7 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     if len(outcome.reports) > 1 and not options.quiet:
         console.print(table(outcome, console.width), crop=False)
     one_line = not console.is_terminal  # a terminal breaks lines between words, a file keeps them whole for searching
-    titles = outcome.titles
+    titles, left_out = outcome.titles, dict[str, list[str]]()
     for report in outcome.reports:
         title = titles[report.scheme]
         is_shown = not report.ok and not outcome.is_expected(report)
@@ -175,7 +175,10 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
             console.print(report.ledger_text(), markup=False, highlight=False, soft_wrap=one_line)
         elif report.ok and not single and not options.quiet:
             for omission in report.omissions():
-                console.print(f"left out: {title}: {omission}", markup=False, highlight=False, soft_wrap=one_line)
+                left_out.setdefault(omission, []).append(title)
+    for omission, schemes in left_out.items():
+        line = f"left out: {', '.join(schemes)}: {omission}"
+        console.print(line, markup=False, highlight=False, soft_wrap=one_line)
     for line in [*_expectations(outcome), *without_report(outcome)]:
         console.print(Sentence(line), soft_wrap=one_line)
     if not options.quiet:
