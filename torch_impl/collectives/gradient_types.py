@@ -42,6 +42,7 @@ def reinterpret(
         A  =>  A      Ay  => +Ay
         A      A      Az     +Az
 
+    `src` is the type of x and `dst` that of the result.
     On a single device: I -> R and R -> I `return x`; R -> V and I -> V the ranks' copies, stacked; V -> P the sum of
     the ranks' tensors; R -> P and I -> P n times x, for n ranks.
     Backward: from I, the cotangents are addends, and the gradient is their sum. R -> I: the cotangent on rank 0 and
@@ -78,10 +79,11 @@ def convert(
         [A0, A1, A2]           A2    A     +0                A2     +[0, 0, A2]
 
     On a single device: `return x`, the identity.
-    V is sharded along `dim`; `lengths` has the number of positions on each rank, 0 included, and without it all shards
-    are equal. Backward: I -> R the sum of the cotangents; I -> V the cotangents, gathered; I -> P the cotangent;
-    R -> I and R -> P the cotangent on rank 0 and zeros elsewhere; R -> V the cotangent, padded with zeros; V -> P this
-    rank's shard of the cotangent.
+    `src` is the type of x and `dst` that of the result. V is sharded along `dim`; `lengths` has the number of
+    positions on each rank, 0 included, and without it all shards are equal.
+    Backward: I -> R the sum of the cotangents; I -> V the cotangents, gathered; I -> P the cotangent; R -> I and
+    R -> P the cotangent on rank 0 and zeros elsewhere; R -> V the cotangent, padded with zeros; V -> P this rank's
+    shard of the cotangent.
 
     Cost:   forward none, and I -> R and R -> I share the memory of x; backward 1 all_reduce for I -> R, bfloat16 and
             float16 as float32, 1 all_gather of the longest shard for I -> V, and none otherwise. Saves nothing.

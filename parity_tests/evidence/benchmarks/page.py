@@ -17,9 +17,9 @@ from parity_tests.evidence.page import joined, markdown_table, versions
 
 HEAD = """# Benchmarks
 
-Of {promised} promised figures {kept} are kept and [{missed} are missed](#missed). Ratios are taken between arms of one run, in
-turn, so that the machine's load meets both; absolute times are this machine's. A figure is a median; its spread,
-conditions and profile stand in [benchmarks.json](benchmarks.json). `make bench` measures all of them, and
+Of {promised} promised figures {kept} are kept and [{missed} are missed](#missed). Ratios are taken between arms of one
+run, in turn, so that the machine's load meets both; absolute times are this machine's. A figure is a median; its
+spread, conditions and profile stand in [benchmarks.json](benchmarks.json). `make bench` measures all of them, and
 `python -m parity_tests.evidence.benchmarks --only` one section, whose date then stands there.
 
 {on}"""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "verify": (
-        "shardproof verify my_scheme.py --html verdict.html",
-        "shardproof verify my_scheme.py --watch",
+        "shardproof verify my_scheme.py --watch --html verdict.html",
         "shardproof verify my_scheme.py::sharded_logprob --mesh cp=2,tp=2 --dim s=8 --engine gloo",
         "shardproof verify 'vocab_parallel_*' --profile ci --json verdicts.json --quiet",
     ),
@@ -57,7 +56,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "watch": (
         "shardproof watch train.py --steps 1",
-        "torchrun --standalone --nproc-per-node 2 -m shardproof watch --rows my_watch.py",
+        "shardproof watch --rows my_watch.py",
     ),
     "tour": (
         "shardproof tour",
