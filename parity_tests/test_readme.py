@@ -28,6 +28,16 @@ def test_the_scheme_and_its_reports(tmp_path):
     assert printed == documented
 
 
+@pytest.mark.slow
+def test_the_landing_page_shows_the_verdict_of_its_scheme(tmp_path):
+    source, difference, wrong = (
+        block.text for block in blocks_of_page("docs/index.md") if block.language in ("python", "diff", "console")
+    )
+    (tmp_path / "row_parallel.py").write_text(replaced(source, difference))
+    _, printed, documented = run_as_shown(wrong, tmp_path)
+    assert printed == documented
+
+
 def test_a_row_is_distinguished_from_a_sentence():
     assert shape("  equal     out  6.5e-08  2.4e-07  0.27  (0,1) float32\n") == ["out equal"]
     assert shape("  MISMATCH  d/d x  6.5e-08  2.4e-09  27  (0,1) float32") == ["d/d x MISMATCH"]
