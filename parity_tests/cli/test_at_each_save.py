@@ -107,19 +107,15 @@ def test_each_save_gets_the_verdict_of_what_was_saved(tmp_path):
         assert EQUAL in watch.verdict()
         watch.save_factor(WRONG)
         assert MISMATCH in watch.verdict()
-        watch.save_factor(RIGHT)
-        assert EQUAL in watch.verdict()
-        watch.save_scheme(change=" * 2.0")
-        verdict = watch.verdict()
-        assert MISMATCH in verdict and "off by the constant factor 2" in verdict
         watch.save_scheme(change="(")
         verdict = watch.verdict()
         assert "cannot import my_scheme.py:16: SyntaxError" in verdict and "or 1 other file is saved" in verdict
+        watch.save_scheme(change=" / 3.0 * 4.0")
+        verdict = watch.verdict()
+        assert MISMATCH in verdict and "off by the constant factor 2" in verdict
         watch.save_factor("FACTOR =\n")
         assert "SyntaxError" in watch.verdict()
-        watch.save_scheme()
-        assert "SyntaxError" in watch.verdict()
-        watch.save_factor(RIGHT)
+        watch.save_factor("FACTOR = 1.5\n")
         assert EQUAL in watch.verdict()
         assert watch.interrupt() == (0, "")
 
