@@ -17,6 +17,7 @@ from shardproof.report.summary import VerifyOptions
 LIMIT_S = 120.0
 GONE_S = 10.0  # until the last process has ended, on a loaded machine
 IDLE_S = 4 * IDLE_POLLS * POLL_S
+SAVES = 100
 WARM = 10  # saves, after which it has imported all that a verdict needs
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MODULES = 1 << 20  # bytes; a process that kept a version would keep its modules and JAX's programs, which are more
@@ -126,7 +127,7 @@ def test_a_hundred_saves_get_a_hundred_right_verdicts_and_leave_nothing(tmp_path
     with Watch(tmp_path) as watch:
         assert EQUAL in watch.verdict()
         held = list[tuple[int, int]]()
-        for number in range(100):
+        for number in range(SAVES):
             if number == WARM:
                 time.sleep(IDLE_S)  # it starts the server for the next failure once
             watch.save_factor(RIGHT if number % 2 else WRONG)

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -98,6 +99,7 @@ def watch(targets: list[str], options: VerifyOptions) -> int:
             saved_ns = max([begun_ns, *(at.st_mtime_ns for file in changed if (at := _stat(file)) is not None)])
             _forget_bytecode(changed)
     except KeyboardInterrupt:
+        _ignore_interrupts()
         return verdict.status
 
 
@@ -127,8 +129,16 @@ def _verdict(targets: list[str], options: VerifyOptions, before: Verdict) -> Ver
 def _judge(targets: list[str], options: VerifyOptions, before: Verdict, told: IO[str]) -> int:
     """In the fork: print the verdict, and tell what the next one needs."""
     imported, outcomes = set(sys.modules), list[Outcome]()
+
+    def verify() -> int:
+        try:
+            return session.verify(targets, options, before.failed, outcomes.append)
+        except KeyboardInterrupt:
+            _ignore_interrupts()
+            return INTERRUPTED  # the process that stays says so
+
     try:
-        return guarded(partial(session.verify, targets, options, before.failed, outcomes.append))
+        return guarded(verify)
     finally:
         modules = [module for name, module in list(sys.modules.items()) if name not in imported]
         files = {file for module in modules if (file := _file_of(module)) and not _is_installed(file)}
@@ -141,6 +151,12 @@ def _judge(targets: list[str], options: VerifyOptions, before: Verdict, told: IO
         }
         json.dump(news, told)
         told.flush()
+
+
+def _ignore_interrupts() -> None:
+    """A second one is the same, passed on by a parent that was interrupted too."""
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _beside(path: Path) -> list[Path]:
