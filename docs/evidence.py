@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of docs/benchmarks.md; `outcome` is one of OUTCOMES."""
+    """A figure of docs/benchmarks.json; `outcome` is one of OUTCOMES."""
 
     section: str
     name: str
@@ -23,20 +25,24 @@ class Row:
 OUTCOMES = ("kept", "missed", "not run", "no promise")
 
 
+def benchmarks() -> dict[str, Any]:
+    """The last run of the benchmarks."""
+    return json.loads((DOCS / "benchmarks.json").read_text())
+
+
 def rows() -> list[Row]:
     """Every figure of the benchmarks, in order."""
-    section, figures = "", []
-    for line in (DOCS / "benchmarks.md").read_text().splitlines():
-        if line.startswith("## "):
-            section = line[3:]
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if not line.startswith("| ") or len(cells) != 4 or cells[0] in ("figure", "---"):
-            continue
-        name, promised, measured, verdict = cells
-        of_verdict = {"kept": "kept", "MISSED": "missed"}.get(verdict.strip("| "), "no promise")
-        outcome = "not run" if measured.startswith("not run") and promised != "-" else of_verdict
-        figures.append(Row(section, name, promised, measured, outcome))
-    return figures
+    return [
+        Row(section["title"], figure["name"], figure["promised"], figure["measured"], _outcome(figure))
+        for section in benchmarks()["sections"]
+        for figure in section["figures"]
+    ]
+
+
+def _outcome(figure: dict[str, Any]) -> str:
+    if figure["measured"].startswith("not run") and figure["promised"] != "-":
+        return "not run"
+    return {True: "kept", False: "missed", None: "no promise"}[figure["is_met"]]
 
 
 def counts() -> str:
@@ -62,8 +68,7 @@ def missed() -> str:
 
 def measured_on() -> str:
     """When and where the benchmarks ran."""
-    (stamp,) = re.findall(r"^\d{4}-\d\d-\d\d: .*$", (DOCS / "benchmarks.md").read_text(), re.MULTILINE)
-    return stamp
+    return benchmarks()["on"]
 
 
 def injected() -> str:

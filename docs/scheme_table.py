@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
+from shardproof.declare.counted import counted
 from shardproof.declare.declared import Declared
 from shardproof.declare.scheme_index import entry_of
 from shardproof.draw.drawing import one_case
 from shardproof.engines.program import Program
+from shardproof.implementation.public_names import is_public
 from shardproof.judge.side_checks import costs_of_ranks
 
 SEEDS = 8  # drawn cases of which the one with the most ranks is shown
@@ -24,10 +27,20 @@ def folder_of(scheme: Declared) -> str:
 
 
 def table(folder: str) -> str:
-    """The schemes that the tests of one folder declare."""
-    rows = "".join(row(scheme) for scheme in schemes() if folder_of(scheme) == folder)
+    """The schemes that the tests of one folder declare: those of public functions, and folded those of its parts."""
+    of_folder = [scheme for scheme in schemes() if folder_of(scheme) == folder]
+    public = [scheme for scheme in of_folder if is_public(scheme.fn)]
+    parts = [scheme for scheme in of_folder if scheme not in public]
+    text = _table(public) if public else ""
+    if parts:
+        summary = f"{counted(len(parts), 'scheme')} of parts that are not public"
+        text += f"<details><summary>{summary}</summary>{_table(parts)}</details>"
+    return text
+
+
+def _table(of: list[Declared]) -> str:
     head = "<tr><th>scheme</th><th>specs</th><th>collectives of one case, calls and bytes per rank</th></tr>"
-    return f"<table class='docutils schemes'>{head}{rows}</table>"
+    return f"<table class='docutils schemes'>{head}{''.join(map(row, of))}</table>"
 
 
 def left_out() -> str:
@@ -54,7 +67,12 @@ def row(scheme: Declared) -> str:
 
 
 def cell(lines: list[str]) -> str:
-    return "<td>" + "".join(f"<code>{html.escape(line)}</code>" for line in lines) + "</td>"
+    return "<td>" + "".join(f"<code>{breakable(line)}</code>" for line in lines) + "</td>"
+
+
+def breakable(line: str) -> str:
+    """The line as HTML, which may break after a dot, an underscore or a slash of a long name."""
+    return re.sub(r"(?<=\w[._/])(?=\w)", "<wbr>", html.escape(line))
 
 
 def collectives(scheme: Declared) -> Iterator[str]:

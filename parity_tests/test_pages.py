@@ -255,7 +255,7 @@ def of_a_cost():
     return {"Cost": Cost}
 
 
-RUN_ELSEWHERE = ("README.md", "docs/how-to/quickstart.md")  # by test_readme.py and test_quickstart.py
+RUN_ELSEWHERE = ("README.md", "docs/index.md", "docs/how-to/quickstart.md")  # by test_readme.py and test_quickstart.py
 # (page, which block of it): what its names stand for.
 PREPARED = {
     ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,

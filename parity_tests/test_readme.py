@@ -1,5 +1,6 @@
 """What the README shows is what happens: its scheme, its two reports, its commands, its links."""
 
+import json
 import re
 from pathlib import Path
 
@@ -23,6 +24,16 @@ def test_the_scheme_and_its_reports(tmp_path):
     _, printed, documented = run_as_shown(right, tmp_path)
     assert printed == documented
     file.write_text(replaced(source, difference))
+    _, printed, documented = run_as_shown(wrong, tmp_path)
+    assert printed == documented
+
+
+@pytest.mark.slow
+def test_the_landing_page_shows_the_verdict_of_its_scheme(tmp_path):
+    source, difference, wrong = (
+        block.text for block in blocks_of_page("docs/index.md") if block.language in ("python", "diff", "console")
+    )
+    (tmp_path / "row_parallel.py").write_text(replaced(source, difference))
     _, printed, documented = run_as_shown(wrong, tmp_path)
     assert printed == documented
 
@@ -65,10 +76,11 @@ def cells(line: str) -> list[str]:
 
 
 def measured(dtype: str) -> dict[str, str]:
-    """What the page says of each arm."""
-    rows = [cells(line) for line in (ROOT / "docs" / "benchmarks.md").read_text().splitlines()]
+    """What the last run measured of each arm."""
+    sections = json.loads((ROOT / "docs" / "benchmarks.json").read_text())["sections"]
+    figures = [figure for section in sections for figure in section["figures"]]
     start = f"logprob, {dtype}: "
-    return {row[0].removeprefix(start): row[2] for row in rows if row[0].startswith(start)}
+    return {each["name"].removeprefix(start): each["measured"] for each in figures if each["name"].startswith(start)}
 
 
 @pytest.mark.parametrize("name", OF_THE_PAGE)

@@ -27,6 +27,7 @@ NOT_HERE = {
     r"python -m parity_tests\.evidence\.benchmarks .*": "`make bench`",
     r"shardproof verify my_(logprob|scheme)\.py( --mesh tp=4| --html verdict\.html)?": "test_readme.py and "
     "test_worked_example.py; cli/test_app.py writes a page",
+    r"shardproof verify row_parallel\.py": "test_readme.py, of the landing page",
     r"pytest my_scheme\.py .*": "test_pytest_plugin.py, of smaller files",
     r"shardproof verify my_megatron\.py( --engine gloo)?": "peers/megatron_core/test_example.py",
     r"shardproof verify [a-z_]+": "test_every_scheme.py judges every built-in scheme",

@@ -11,7 +11,11 @@ from shardproof.report.out_path import ENDINGS
 def test_a_schedule_by_the_beginning_of_its_name(shardproof):
     status, out, err = shardproof("schedule", "zbv", "--pp", "4", "--microbatches", "8")
     assert (status, err) == (0, "")
-    first, *rows = out.splitlines()
+    first, *rows, legend = out.splitlines()
+    assert legend == (
+        "F forward, I input gradient, W weight gradient; small letters: every second chunk of a rank; "
+        "number: micro-batch; dot: idle"
+    )
     assert first == "ZBVZeroBubble: 4 ranks, 8 stages, makespan 51"
     assert [row.partition("|")[0] for row in rows] == ["rank 0 ", "rank 1 ", "rank 2 ", "rank 3 "]
     assert all(row.endswith("| idle 5.9%, live 8") for row in rows)

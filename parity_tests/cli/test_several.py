@@ -26,7 +26,7 @@ def test_outcomes_come_in_the_order_of_the_schemes(tmp_path, monkeypatch):
     assert outcome.status == MISMATCH
     assert "missing a sum over tp" in str(outcome.reports[0])
     assert "a layout is not undone" in str(outcome.reports[1])
-    assert set(outcome.seconds) == {scheme.name for scheme in SCHEMES}
+    assert set(outcome.seconds) == {scheme.key for scheme in SCHEMES}
 
 
 def test_seconds_are_summed_over_processes():

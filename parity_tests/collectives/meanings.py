@@ -4,6 +4,7 @@ Most are the identity: a collective moves shards and adds addends, and the full 
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -51,3 +52,33 @@ def numbered_beside(x: Float[Array, "s d"], offsets: Int[Array, " n"]) -> Float[
 def identity_of_sequences(x: Float[Array, "s d"], offsets: Int[Array, " n"]) -> Float[Array, "s d"]:
     """x."""
     return x
+
+
+def stacked_copies(x: Float[Array, "a b"], mesh: dict[str, int]) -> Float[Array, "copies b"]:
+    """x once for each rank, one after another."""
+    return jnp.concatenate([x] * mesh["tp"])
+
+
+def times_ranks(x: Float[Array, "a b"], mesh: dict[str, int]) -> Float[Array, "a b"]:
+    """The sum of the ranks' equal tensors."""
+    return x * mesh["tp"]
+
+
+def sum_of_rows(x: Float[Array, "w b"]) -> Float[Array, "1 b"]:
+    """The sum of the ranks' rows."""
+    return x.sum(0, keepdims=True)
+
+
+# What the ranks and the layouts of these schemes know of unequal shards.
+
+
+def uneven_lengths(size: int, world: int) -> list[int]:
+    """Shards of unequal length, an empty one among them from three ranks on."""
+    borders = np.minimum(np.cumsum([0, *((3 * rank + 2) % 5 for rank in range(world))]), size)
+    borders[-1] = size
+    return np.diff(borders).tolist()
+
+
+def uneven(size: int, world: int) -> list[np.ndarray]:
+    """The layout of `uneven_lengths`."""
+    return np.split(np.arange(size), np.cumsum(uneven_lengths(size, world))[:-1])

@@ -5,21 +5,12 @@ import pytest
 import torch
 
 from parity_tests.collectives import meanings
+from parity_tests.collectives.meanings import uneven
+from parity_tests.collectives.meanings import uneven_lengths as lengths
 from shardproof import Cost, check_cases, integers, scheme
 from torch_impl import collectives as c
 
 WORLDS = {"tp": (1, 2, 3, 4)}
-
-
-def lengths(size, world):
-    """Pieces of unequal length, an empty one among them from three ranks on."""
-    borders = np.minimum(np.cumsum([0, *((3 * rank + 2) % 5 for rank in range(world))]), size)
-    borders[-1] = size
-    return np.diff(borders).tolist()
-
-
-def uneven(size, world):
-    return np.split(np.arange(size), np.cumsum(lengths(size, world))[:-1])
 
 
 UNEVEN = {"layouts": {"uneven": uneven}, "draw": {"beside": integers(0, 1)}}

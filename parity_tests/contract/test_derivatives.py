@@ -21,12 +21,12 @@ from torch_impl.vocab_parallel import allgather_cp_sharded_tensor, gather_logits
 TWO = CaseSpec(scheme="derivatives", mesh={"x": 2})
 NEEDS_TRITON = "torch_impl.kernels.softmax"
 # Linear: backward calls the transpose, or operations of torch. Each is differentiated twice here, in
-# collectives/test_cotangents.py or in mamba/test_all_to_all.py; _Rows and _Sums of a mixture of experts in
-# expert_parallel/test_experts.py.
+# collectives/test_cotangents.py or test_types.py, or in mamba/test_all_to_all.py; _Rows and _Sums of a mixture of
+# experts in expert_parallel/test_experts.py.
 LINEAR = (
     *("_AllReduce", "_Replicated", "_Broadcast", "_ToSource", "AllGather", "_Shard", "ReduceScatter", "_AllToAll"),
     *("_RingShift", "AllGatherCPTensor", "GatherOverCp", "LogitsAt", "_Permute", "_Untangled"),
-    *("_Rows", "_Sums", "_Waited"),
+    *("_Rows", "_Sums", "_Waited", "_Same", "_Term", "_Whole", "_Own", "_Padded"),
 )
 
 

@@ -281,3 +281,13 @@ def test_every_event_is_a_box_of_its_kind_in_the_row_of_its_rank(sample):
     assert [text.get_text() for text in ax.texts] == [str(e.action.microbatch) for e in timeline.events]
     assert ax.get_title(loc="left") == "mine"
     assert [label.get_text() for label in ax.get_yticklabels()] == [f"rank {rank}" for rank in range(len(order))]
+
+
+def test_a_grid_that_is_too_wide_continues_below():
+    timeline = simulate(schedule_order("ZBVZeroBubble", 4, 8, 2), stage_to_rank(4, 8, "v"))
+    whole, lines = str(timeline).splitlines(), timeline.text(80).splitlines()
+    assert timeline.text(1000) == str(timeline) and max(map(len, lines)) <= 80
+    bands = "\n".join(lines[1:]).split("\n\n")
+    for rank, row in enumerate(whole[1:]):
+        pieces = [band.splitlines()[rank].partition("|")[2] for band in bands]
+        assert " ".join(pieces).split() == row.partition("|")[2].split()

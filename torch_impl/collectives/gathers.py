@@ -74,7 +74,7 @@ def reduce_scatter(
     return ReduceScatter.apply(x, group, dim, lengths)
 
 
-# The cores of the public functions, for code behind a contract: along dim 0, of lengths that are known to fit.
+# The cores of the public functions, for code behind a contract: of lengths that are known to fit.
 
 
 # Gradient types: V -> R | I.
@@ -90,9 +90,9 @@ def reduce_scatter_rows(x: Tensor, group: ProcessGroup, lengths: list[int]) -> T
 
 
 # Gradient types: I -> V.
-def own_shard(x: Tensor, group: ProcessGroup, lengths: list[int]) -> Tensor:
-    """This rank's rows of a replicated tensor. No collective; backward 1 all_gather of the longest shard."""
-    return _Shard.apply(x, group, 0, lengths)
+def own_shard(x: Tensor, group: ProcessGroup, lengths: list[int], dim: int = 0) -> Tensor:
+    """This rank's shard of an invariant tensor. No collective; backward 1 all_gather of the longest shard."""
+    return _Shard.apply(x, group, dim, lengths)
 
 
 class AllGather(torch.autograd.Function):

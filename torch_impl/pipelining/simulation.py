@@ -272,25 +272,36 @@ class Timeline:
 
     def __str__(self) -> str:
         """A grid of ranks (rows) and time (columns). Dots are idle; every second chunk of a rank has small letters."""
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The grid, as `str` has it. Columns beyond `width` characters continue below, in a grid of their own."""
         columns, unit = self._columns()
-        lines = []
-        for rank in range(self.pp_size):
-            cells = ["."] * columns
-            for event in self.of(rank):
-                first, last = round(event.start / unit), round(event.stop / unit)
-                letter = event.action.kind
-                name = f"{letter.lower() if self.chunk(event.action.stage) % 2 else letter}{event.action.microbatch}"
-                # An action shorter than a column has no cell; a longer one continues in dashes.
-                cells[first:last] = [name, *["-"] * (last - first - 1)][: last - first]
-            lines.append((f"rank {rank}", cells, f"idle {self.bubble[rank]:.1%}, live {self.peak_live[rank]}"))
-        width = max((len(cell) for _, cells, _ in lines for cell in cells), default=1)
-        head = f"{self.pp_size} ranks, {len(self.stage_to_rank)} stages, makespan {self.makespan:g}"
-        left = max(len(name) for name, _, _ in lines)
-        rows = [
-            f"{name:>{left}} |{' '.join(f'{cell:<{width}}' for cell in cells)}| {figures}"
-            for name, cells, figures in lines
-        ]
-        return "\n".join([head, *rows])
+        grid = [self._cells(rank, columns, unit) for rank in range(self.pp_size)]
+        figures = [f"| idle {self.bubble[rank]:.1%}, live {self.peak_live[rank]}" for rank in range(self.pp_size)]
+        names = [f"rank {rank}" for rank in range(self.pp_size)]
+        left, room = max(map(len, names)), max((len(cell) for cells in grid for cell in cells), default=1)
+        most = columns
+        if width is not None:
+            most = max((width - left - 1 - max(map(len, figures))) // (room + 1), 1)
+        lines = [f"{self.pp_size} ranks, {len(self.stage_to_rank)} stages, makespan {self.makespan:g}"]
+        for first in range(0, max(columns, 1), max(most, 1)):
+            is_last = first + most >= columns
+            lines += [""] if first else []
+            for name, cells, figure in zip(names, grid, figures, strict=True):
+                row = " ".join(f"{cell:<{room}}" for cell in cells[first : first + max(most, 1)])
+                lines.append(f"{name:>{left}} |{row}{figure if is_last else ''}".rstrip())
+        return "\n".join(lines)
+
+    def _cells(self, rank: int, columns: int, unit: Number) -> list[str]:
+        """A rank's row: an action in each column of time. One shorter than a column has none."""
+        cells = ["."] * columns
+        for event in self.of(rank):
+            first, last = round(event.start / unit), round(event.stop / unit)
+            letter = event.action.kind
+            name = f"{letter.lower() if self.chunk(event.action.stage) % 2 else letter}{event.action.microbatch}"
+            cells[first:last] = [name, *["-"] * (last - first - 1)][: last - first]  # a longer one continues in dashes
+        return cells
 
     def _columns(self) -> tuple[int, Number]:
         """The number of columns of the grid, and the time of one: the greatest common divisor of all times."""

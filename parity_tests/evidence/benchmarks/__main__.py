@@ -46,16 +46,26 @@ def main(
     only: Annotated[str | None, typer.Option(help=f"One section: {', '.join(SECTIONS)}.")] = None,
     alarm_seconds: Annotated[float, typer.Option(help="How long to look for false alarms.")] = 90.0,
     stall_seconds: Annotated[float, typer.Option(help="How long to look for false stalls.")] = 40.0,
-    page: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("docs/benchmarks.md"),
+    page: Annotated[Path, typer.Option(help="Where the page goes, and beside it the figures as JSON.")] = Path(
+        "docs/benchmarks.md"
+    ),
+    measure: Annotated[bool, typer.Option(help="Without it, make the page from the figures that are there.")] = True,
 ) -> None:
     """Measure, print and write the page, or one section of it."""
-    from parity_tests.evidence.benchmarks.page import machine, text, with_section
+    from parity_tests.evidence.benchmarks import stored
+    from parity_tests.evidence.benchmarks.page import machine, text
 
     if only is not None and only not in SECTIONS:
         raise typer.BadParameter(f"--only {only!r} is not one of {', '.join(SECTIONS)}")
+    figures_file = page.with_suffix(".json")
+    before = stored.read(figures_file)
+    if not measure:
+        if before is None:
+            raise typer.BadParameter(f"--no-measure needs {figures_file}, which a run writes")
+        write(text(before), page)
+        return
     console, on, start = Console(soft_wrap=True, highlight=False), machine(), time.perf_counter()
     console.print(on, markup=False)
-    before = page.read_text() if page.exists() else text([], on, 0.0)
     seconds, sections = {"alarms": {"seconds": alarm_seconds}, "survivors": {"seconds": stall_seconds}}, []
     for name, title in SECTIONS.items():
         if only in (None, name):
@@ -64,11 +74,13 @@ def main(
                 console.print(f"{figure.verdict:6}  {figure.name}: {figure.measured}", markup=False)
                 console.print(f"        promised {figure.promised}; {figure.how}", markup=False, style="dim")
                 figures.append(figure)
-            sections.append((title, figures))
+            sections.append(stored.Section(title, tuple(figures), None if only is None else on))
     if only is None:
-        write(text(sections, on, time.perf_counter() - start, before), page)
+        run = stored.whole_run(sections, on, time.perf_counter() - start, before)
     else:
-        write(with_section(before, *sections[0], on), page)
+        run = stored.with_section(before or stored.Run(on, 0.0), sections[0])
+    stored.write(run, figures_file)
+    write(text(run), page)
 
 
 def _figures(name: str, **seconds: float) -> Iterator[Figure]:

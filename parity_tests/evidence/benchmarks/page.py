@@ -1,27 +1,34 @@
-"""docs/benchmarks.md: the figures of one run, with the machine and the versions they were measured on."""
+"""docs/benchmarks.md: what is promised, what is missed, and against whom, made from docs/benchmarks.json."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from parity_tests.evidence import page as pages
+from parity_tests.evidence.benchmarks.cells import cells_of, plain, reason
 from parity_tests.evidence.benchmarks.figure import Figure
-from parity_tests.evidence.page import bullets, joined, markdown_table, sections, versions
+from parity_tests.evidence.benchmarks.stored import Run, Section
+from parity_tests.evidence.page import joined, markdown_table, versions
 
-LAST, APART = "The run took", "Measured apart, "
 HEAD = """# Benchmarks
 
-Every promised figure beside what one run measured, kept or missed. Ratios are taken between arms of the same run, in
-turn, so that the machine's load meets both; absolute times are this machine's. Written by `make bench`; a section that
-was measured apart, by `python -m parity_tests.evidence.benchmarks --only` and its name, says when.
+Of {promised} promised figures {kept} are kept and [{missed} are missed](#missed). Ratios are taken between arms of one
+run, in turn, so that the machine's load meets both; absolute times are this machine's. A figure is a median; its
+spread, conditions and profile stand in [benchmarks.json](benchmarks.json). `make bench` measures all of them, and
+`python -m parity_tests.evidence.benchmarks --only` one section, whose date then stands there.
 
-{machine}
-"""
+{on}"""
+CHART = "logprob, bfloat16"  # the rows of the chart
+CHART_HEAD = "## Log-probability, ours and others\n\nCPU time of {conditions}; shorter is better."
+MISSED = "## Missed"
+BAR = 40  # characters of the longest bar
+ARM = re.compile(r"^(?P<group>[^:]+): (?P<name>ours.*|.+)$")
+MARKS = {True: "kept", False: "**missed**", None: "-"}
 
 
 def machine() -> str:
@@ -43,50 +50,134 @@ def _processor() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def text(measured: Sequence[tuple[str, Sequence[Figure]]], on: str, seconds: float, before: str = "") -> str:
-    """The text of the page. A section of which nothing ran here stays as `before`, the page, has it: with its date."""
-    kept = _measured_apart(before)
-    parts = (
-        kept[title] if _nothing_ran(figures) and title in kept else f"## {title}\n\n{_figures(figures)}"
-        for title, figures in measured
+def text(run: Run) -> str:
+    """The text of the page."""
+    figures = [figure for section in run.sections for figure in section.figures]
+    missed = [(section, figure) for section in run.sections for figure in section.figures if figure.is_met is False]
+    count = {is_met: sum(figure.is_met is is_met for figure in figures) for is_met in (True, False)}
+    head = HEAD.format(
+        kept=count[True],
+        missed=count[False],
+        promised=sum(count.values()),
+        on=run.on,
     )
-    return joined(HEAD.format(machine=on), *parts, f"{LAST} {seconds:.0f} s.")
+    sections = (joined(f"## {section.title}", _measured_apart(section), *_tables(section)) for section in run.sections)
+    return joined(head, _chart(figures), _missed(missed), *sections, f"The run took {run.seconds:.0f} s.")
 
 
-def with_section(page: str, title: str, figures: Sequence[Figure], on: str) -> str:
-    """The page with another text of one section, or with it as its last, which says that it was measured apart.
-
-    It stays as it is if nothing of the section ran here and it was measured elsewhere.
-    """
-    if _nothing_ran(figures) and title in _measured_apart(page):
-        return page
-    body, last, seconds = page.partition(LAST)
-    head = sections(body)[""]
-    (whole_run,) = re.findall(r"^\d{4}-.*$", head, re.MULTILINE)
-    body = joined(HEAD.format(machine=whole_run), body.removeprefix(head))
-    return joined(pages.with_section(body, title, f"{APART}{on}\n\n{_figures(figures)}"), last + seconds)
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
-def _measured_apart(page: str) -> dict[str, str]:
-    texts = sections(page.partition(LAST)[0])
-    return {title: text for title, text in texts.items() if f"\n{APART}" in text}
+def _measured_apart(section: Section) -> str:
+    return f"Measured apart, {section.on}" if section.on else ""
 
 
-def _nothing_ran(figures: Sequence[Figure]) -> bool:
-    return all(figure.measured.startswith("not run") for figure in figures)
+def _missed(missed: Sequence[tuple[Section, Figure]]) -> str:
+    rows = [
+        (f"[{figure.name}](#{_anchor(section.title)})", figure.promised, cells_of(figure).value, reason(figure))
+        for section, figure in missed
+    ]
+    columns = ("figure", "promised", "measured", "where it goes, as far as it is known")
+    return joined(MISSED, markdown_table(columns, rows)) if rows else ""
 
 
-def _figures(figures: Sequence[Figure]) -> str:
-    rows = [(each.name, each.promised, each.measured, each.verdict) for each in figures]
-    how = bullets(f"{names}: {how}." for how, names in _named_by_how(figures))
-    return f"{markdown_table(('figure', 'promised', 'measured', ''), rows)}\n\n{how}"
+@dataclass(frozen=True)
+class Arm:
+    """An implementation of one piece of work that several have: `group` is the work."""
+
+    group: str
+    name: str
+    figure: Figure
+
+    def part(self, pattern: str) -> str:
+        """The text that the pattern's group finds in what was measured; empty if it was not."""
+        found = re.search(pattern, plain(self.figure.measured))
+        return found[1] if found else ""
+
+    @property
+    def milliseconds(self) -> float:
+        return float(self.part(r"([\d.,]+) ms CPU").replace(",", "") or "nan")
 
 
-def _named_by_how(figures: Sequence[Figure]) -> list[tuple[str, str]]:
-    """What was run, each once, and the names of the figures that it gave."""
-    names: dict[str, list[str]] = {}
-    for figure in figures:
-        names.setdefault(figure.how, []).append(figure.name)
-    if len(names) == 1:
-        return [(how, "each figure") for how in names]
-    return [(how, "; ".join(each)) for how, each in names.items()]
+def _arms(figures: Sequence[Figure]) -> list[Arm]:
+    """The figures that are one implementation's each: those with its CPU time."""
+    arms = [Arm(found["group"], found["name"], figure) for figure in figures if (found := ARM.match(figure.name))]
+    return [arm for arm in arms if " ms CPU" in arm.figure.measured]
+
+
+def _chart(figures: Sequence[Figure]) -> str:
+    """A bar for each implementation, the fastest first."""
+    arms = sorted((arm for arm in _arms(figures) if arm.group == CHART), key=lambda arm: arm.milliseconds)
+    if not arms:
+        return ""
+    longest, width = arms[-1].milliseconds, max(len(arm.name) for arm in arms)
+    bars = (
+        f"{arm.name:{width}}  {'█' * max(round(BAR * arm.milliseconds / longest), 1)} {arm.milliseconds:,.0f} ms"
+        for arm in arms
+    )
+    head = CHART_HEAD.format(conditions=arms[0].figure.how.partition("; ")[0])
+    return joined(head, "```text\n" + "\n".join(bars) + "\n```")
+
+
+def _conditions(figures: Sequence[Figure]) -> str:
+    """The clauses that the conditions of all figures begin with."""
+    hows = [figure.how.split("; ") for figure in figures if figure.how]
+    shared = [clauses[0] for clauses in zip(*hows, strict=False) if len(set(clauses)) == 1]
+    return "; ".join(clause for clause in shared if clause != "median (least to greatest)")
+
+
+def _tables(section: Section) -> Iterator[str]:
+    """First the figures, then for each piece of work its implementations; conditions that all share stand above."""
+    arms = _arms(section.figures)
+    of_arms = [arm.figure for arm in arms]
+    yield from _table([figure for figure in section.figures if figure not in of_arms])
+    for group in dict.fromkeys(arm.group for arm in arms):
+        of_group = [arm for arm in arms if arm.group == group]
+        yield f"**{group}**: {_conditions([arm.figure for arm in of_group])}."
+        yield markdown_table(
+            (
+                "implementation",
+                "CPU time",
+                "times ours",
+                "memory",
+                "collectives",
+                "bytes of a rank",
+                "error, budgets",
+                "",
+            ),
+            [_of_arm(arm) for arm in of_group],
+        )
+
+
+def _of_arm(arm: Arm) -> tuple[str, ...]:
+    collectives = arm.part(r"; (no collective|[^;]*), \d[\d,]* bytes per rank") or "not seen"
+    return (
+        arm.name,
+        f"{arm.milliseconds:,.0f} ms",
+        arm.part(r"([\d.]+) times ours") or "1",
+        arm.part(r"; memory ([\d.]+)") or "not seen",
+        collectives,
+        arm.part(r", (\d+) bytes per rank"),
+        arm.part(r"^error ([\d.e-]+) budgets"),
+        MARKS[arm.figure.is_met],
+    )
+
+
+def _table(figures: Sequence[Figure]) -> Iterator[str]:
+    if not figures:
+        return
+    if shared := _conditions(figures):
+        yield f"{shared[0].upper()}{shared[1:]}."
+    cells = [cells_of(figure) for figure in figures]
+    ours = "ours" if any(each.peer for each in cells) else "also"
+    columns = {
+        "figure": [figure.name for figure in figures],
+        ours: [each.ours for each in cells],
+        "beside": [each.peer for each in cells],
+        "measured": [each.value for each in cells],
+        "promised": [figure.promised for figure in figures],
+        "": [MARKS[figure.is_met] for figure in figures],
+    }
+    shown = {name: column for name, column in columns.items() if any(column)}
+    yield markdown_table(tuple(shown), list(zip(*shown.values(), strict=True)))

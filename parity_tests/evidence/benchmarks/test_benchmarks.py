@@ -2,12 +2,15 @@
 
 import pytest
 
+from parity_tests.evidence.benchmarks.cells import cells_of
 from parity_tests.evidence.benchmarks.figure import Figure, spread
-from parity_tests.evidence.benchmarks.page import machine, text, with_section
+from parity_tests.evidence.benchmarks.page import text
+from parity_tests.evidence.benchmarks.stored import Run, Section, read, whole_run, with_section, write
 from parity_tests.evidence.benchmarks.survivors import PARENT
 from parity_tests.evidence.benchmarks.toy import FAILING, killed, toy, toy_case
 from shardproof.engines.engines import run
 from shardproof.engines.failure import CollectiveMismatch, Deadlock, Died, Raised, RankFailure, Stalled
+from shardproof.places import ROOT
 
 CAUSES = {
     "raises": (Raised, Raised),
@@ -45,37 +48,69 @@ def test_a_spread_is_median_least_and_greatest():
     assert spread([3.0, 1.0, 2.0], " s") == "2 s (1 to 3)"
 
 
-def test_a_page_shows_kept_missed_and_unpromised_figures():
-    figures = [
-        Figure("early", "<= 2 s", "1 s", True, "once"),
-        Figure("late", "<= 2 s", "3 s", False, "twice"),
-        Figure("free", "-", "4 s", None, "twice"),
-    ]
-    page = text([("Times", figures)], machine(), 7.0)
-    assert "| early | <= 2 s | 1 s | kept |" in page
-    assert "| late | <= 2 s | 3 s | MISSED |" in page
-    assert "| free | - | 4 s | - |" in page
-    assert "- early: once.\n- late; free: twice.\n" in page
+PROFILE = "mm 61% in 2 calls, c10d::send 30% in 1 calls, add 9% in 1 calls"
+SLOW = "0.6 times, by round 0.7 (0.5 to 1.2e+03); ours 2.33e+03 (1 to 3) ms; peer 9 (8 to 9) ms"
+FIGURES = (
+    Figure("early", "<= 2 s", "1 s (0.5 to 3)", True, "once; by hand"),
+    Figure("late", "<= 0.5 times", SLOW, False, f"once; by hand; {PROFILE}"),
+    Figure("free", "-", "4 s", None, "once; by foot"),
+)
+OURS = "error 0.5 budgets; 1 all_gather, 768 bytes per rank; memory 1.13; 50 (1 to 60) ms CPU, 70 (1 to 80) ms wall"
+UNSEEN = "collectives and memory not seen through torch.compile"
+THEIRS = f"error 3 budgets; {UNSEEN}; 100 (1 to 110) ms CPU, 1 ms wall; 2 (1 to 3) times ours"
+ARMS = (
+    Figure("logprob, bfloat16: ours", "error <= 1 budget", OURS, True, "of two ranks; n=7"),
+    Figure("logprob, bfloat16: theirs", "-", THEIRS, None, "of two ranks; n=7"),
+)
+
+
+def test_a_page_begins_with_what_is_missed_and_where_its_time_goes():
+    page = text(Run("2026-01-01: here.", 7.0, (Section("Times", FIGURES),)))
+    assert page.startswith("# Benchmarks\n\nOf 2 promised figures 1 are kept and [1 are missed](#missed).")
+    assert "| [late](#times) | <= 0.5 times | 0.6 times | its time: `mm` 61%, `send` 30% |" in page
+    assert page.index("## Missed") < page.index("## Times\n\nOnce.\n")
+    assert "| early |  |  | 1 s | <= 2 s | kept |" in page
+    assert "| late | 2,330 ms | peer 9 ms | 0.6 times | <= 0.5 times | **missed** |" in page
+    assert "| free |  |  | 4 s | - | - |" in page
     assert page.endswith("The run took 7 s.\n")
 
 
+def test_implementations_of_one_work_have_a_bar_and_a_row_each():
+    page = text(Run("2026-01-01: here.", 7.0, (Section("Peers", ARMS),)))
+    assert f"ours    {'█' * 20} 50 ms\ntheirs  {'█' * 40} 100 ms\n" in page
+    assert "**logprob, bfloat16**: of two ranks; n=7." in page
+    assert "| ours | 50 ms | 1 | 1.13 | 1 all_gather | 768 | 0.5 | kept |" in page
+    assert "| theirs | 100 ms | 2 | not seen | not seen |  | 3 | - |" in page
+
+
+def test_the_committed_page_is_that_of_the_committed_figures():
+    run = read(ROOT / "docs" / "benchmarks.json")
+    assert run is not None and text(run) == (ROOT / "docs" / "benchmarks.md").read_text()
+    for section in run.sections:
+        for figure in section.figures:
+            assert "e+" not in str(cells_of(figure)), figure
+
+
+def test_figures_are_stored_whole(tmp_path):
+    run = Run("2026-01-01: here.", 7.0, (Section("Times", FIGURES), Section("Peers", ARMS, "2026-01-02: there.")))
+    write(run, tmp_path / "figures.json")
+    assert read(tmp_path / "figures.json") == run and read(tmp_path / "none.json") is None
+
+
 def test_what_cannot_run_here_stays_as_it_was_measured_elsewhere():
-    on_a_gpu = [Figure("kernel", "<= 2 s", "1 s", True, "once")]
-    here = [Figure("kernel", "<= 2 s", "not run: needs CUDA", None, "-")]
-    page = text([("Kernels", here)], "2026-01-01: here.", 7.0)
-    assert "not run" in text([("Kernels", here)], "2026-01-03: here.", 7.0, page)
-    measured = with_section(page, "Kernels", on_a_gpu, "2026-01-02: there.")
-    assert with_section(measured, "Kernels", here, "2026-01-03: here.") == measured
-    again = text([("Kernels", here)], "2026-01-03: here.", 7.0, measured)
-    assert "Measured apart, 2026-01-02: there.\n\n" in again and "| 1 s | kept |" in again and "not run" not in again
+    here = Section("Kernels", (Figure("kernel", "<= 2 s", "not run: needs CUDA", None, "-"),), "2026-01-03: here.")
+    there = Section("Kernels", (Figure("kernel", "<= 2 s", "1 s", True, "once"),), "2026-01-02: there.")
+    run = Run("2026-01-01: here.", 7.0, (here,))
+    assert whole_run([here], "2026-01-04: here.", 8.0, run).sections == (here,)
+    measured = with_section(run, there)
+    assert measured.sections == (there,) and with_section(measured, here) == measured
+    assert whole_run([here], "2026-01-04: here.", 8.0, measured) == Run("2026-01-04: here.", 8.0, (there,))
+    assert "## Kernels\n\nMeasured apart, 2026-01-02: there.\n\nOnce.\n" in text(measured)
 
 
 def test_a_section_is_measured_apart():
-    page = text([("Times", [Figure("early", "-", "1 s", None, "once")])] * 1, "2026-01-01: here.", 7.0)
-    later = [Figure("early", "-", "2 s", None, "again")]
-    replaced = with_section(page, "Times", later, "2026-02-02: there.")
-    assert replaced.count("## Times") == 1 and "| early | - | 2 s |" in replaced and "1 s" not in replaced
-    assert "\n2026-01-01: here.\n" in replaced and "## Times\n\nMeasured apart, 2026-02-02: there.\n\n|" in replaced
-    added = with_section(replaced, "Sizes", later, "2026-02-02: there.")
-    assert added.index("## Times") < added.index("## Sizes") < added.index("The run took 7 s.")
-    assert with_section(added, "Sizes", later, "2026-02-02: there.") == added
+    run = Run("2026-01-01: here.", 7.0, (Section("Times", FIGURES), Section("Peers", ARMS)))
+    later = Section("Times", ARMS, "2026-02-02: there.")
+    assert with_section(run, later).sections == (later, run.sections[1])
+    sizes = Section("Sizes", FIGURES, "2026-02-02: there.")
+    assert with_section(run, sizes) == Run(run.on, 7.0, (*run.sections, sizes))

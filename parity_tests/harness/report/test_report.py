@@ -12,13 +12,14 @@ import torch
 from rich.console import Console
 
 from shardproof import integers, permutation, scheme, values
+from shardproof.cli import expected
 from shardproof.engines.failure import Raised
 from shardproof.report import summary
-from shardproof.report.html_page import fragment
+from shardproof.report.html_page import fragment, page
 from shardproof.report.merging import merge_reports
 from shardproof.report.report import GradientMismatch, ValueMismatch
 from shardproof.report.sentence import Sentence
-from shardproof.report.summary import Outcome
+from shardproof.report.summary import Outcome, Place
 from shardproof.verify_one_case import verify_case
 
 
@@ -206,7 +207,7 @@ def test_json():
 
 def test_junit():
     reports = [report_of(f) for f in (unharmed, doubled, broken)]
-    outcome = Outcome(reports, {"absent": "has no GPU"}, {"unharmed": 1.25})
+    outcome = Outcome(reports, {"here:absent": "has no GPU"}, {reports[0].scheme: 1.25})
     suite = ElementTree.fromstring(summary.as_junit(outcome))
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "2", "1")
     passed, mismatch, failed, skipped = suite.findall("testcase")
@@ -220,15 +221,65 @@ def test_junit():
 
 
 def test_junit_says_where_a_scheme_stands():
-    here = str(Path("schemes/mine.py").absolute())
-    outcome = Outcome(
-        [report_of(unharmed)], {"absent": "has no GPU"}, places={"unharmed": (here, 7), "absent": ("/a/b.py", 9)}
-    )
+    report, here = report_of(unharmed), str(Path("schemes/mine.py").absolute())
+    places = {report.scheme: Place("unharmed", here, 7), "b:absent": Place("absent", "/a/b.py", 9)}
+    outcome = Outcome([report], {"b:absent": "has no GPU"}, places=places)
     cases = ElementTree.fromstring(summary.as_junit(outcome)).findall("testcase")
-    assert [[case.get(key) for key in ("classname", "file", "line")] for case in cases] == [
-        ["schemes.mine", "schemes/mine.py", "7"],
-        ["a.b", "/a/b.py", "9"],
+    assert [[case.get(key) for key in ("classname", "name", "file", "line")] for case in cases] == [
+        ["schemes.mine", "unharmed", "schemes/mine.py", "7"],
+        ["a.b", "absent", "/a/b.py", "9"],
     ]
+
+
+def of_two_files():
+    """A scheme that passes, and one of the same name in another file that does not."""
+    right = report_of(unharmed)
+    wrong = replace(report_of(doubled), scheme="new:unharmed")
+    places = {
+        right.scheme: Place("unharmed", "/schemes/old.py", 3),
+        wrong.scheme: Place("unharmed", "/schemes/new.py", 4),
+    }
+    return Outcome([right, wrong], seconds={right.scheme: 1.0, wrong.scheme: 2.0}, places=places), right, wrong
+
+
+def test_schemes_of_one_name_in_two_files_are_two_test_cases():
+    outcome, _, _ = of_two_files()
+    suite = ElementTree.fromstring(summary.as_junit(outcome))
+    assert (suite.get("tests"), suite.get("failures"), suite.get("time")) == ("2", "1", "3.000")
+    passed, failed = suite.findall("testcase")
+    assert (passed.get("file"), passed.get("time"), passed.find("failure")) == ("/schemes/old.py", "1.000", None)
+    assert (failed.get("file"), failed.get("time")) == ("/schemes/new.py", "2.000")
+    assert failed.find("failure").get("message") == "mismatch"
+
+
+def test_schemes_of_one_name_are_told_apart_wherever_they_are_printed():
+    outcome, _, _ = of_two_files()
+    titles = ["/schemes/old.py::unharmed", "/schemes/new.py::unharmed"]
+    assert list(outcome.titles.values()) == titles
+    assert all(title in summary.timing(outcome) for title in titles)
+    console = Console(width=120, record=True, file=io.StringIO())
+    summary.show(console, outcome, summary.VerifyOptions())
+    text = console.export_text()
+    assert all(title in text for title in titles) and f"{titles[1]}:\nunharmed " in text
+    html = page(outcome.reports, titles=outcome.titles)
+    for title in titles:
+        assert html.count(f'id="scheme-{title}"') == html.count(f'href="#scheme-{title}"') == 1
+
+
+def test_an_expected_failure_is_that_of_one_file(tmp_path):
+    outcome, right, wrong = of_two_files()
+    file = tmp_path / "expected.txt"
+    file.write_text("/schemes/new.py::unharmed mismatch # issue 12\n")
+    outcome.expected = expected.read(str(file), outcome.places, {})
+    assert outcome.expected.keys() == {wrong.scheme}
+    assert outcome.is_expected(wrong) and outcome.status == 0 and outcome.unexpected_passes == []
+    suite = ElementTree.fromstring(summary.as_junit(outcome))
+    assert (suite.get("failures"), suite.get("skipped")) == ("0", "1")
+    file.write_text("unharmed mismatch")
+    with pytest.raises(ValueError, match="2 schemes are called 'unharmed'; write /schemes/old"):
+        expected.read(str(file), outcome.places, {})
+    only = {right.scheme: outcome.places[right.scheme]}
+    assert expected.read(str(file), only, outcome.places).keys() == only.keys()  # a name of this run comes first
 
 
 def test_junit_names_the_meshes_that_were_left_out():

@@ -7,20 +7,21 @@ the statuses.
 from __future__ import annotations
 
 import os
+import sys
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before a file of schemes creates an array: see `bridge.start`
+if sys.argv[1:2] != ["watch"]:  # a script that is watched keeps its environment
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before a file of schemes creates an array: see `bridge.start`
 
 import io
 import shlex
-import sys
 from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
-from shardproof.cli import case, paper, training, verify
+from shardproof.cli import case, paper, training, verify, watched_script
 from shardproof.cli.help import epilog, versions
 from shardproof.engines.collector import collect_rarely
 from shardproof.report.guard import guarded
@@ -76,6 +77,9 @@ VERBS = {
 }
 for name, verb in VERBS.items():
     app.command(name, cls=Verb, epilog=epilog(name))(verb)
+# What follows the script is the script's own.
+OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+app.command("watch", context_settings=OF_A_SCRIPT, epilog=epilog("watch"))(watched_script.watch)
 
 
 def _version(is_wanted: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "verify": (
-        "shardproof verify my_scheme.py --html verdict.html",
+        "shardproof verify my_scheme.py --watch --html verdict.html",
         "shardproof verify my_scheme.py::sharded_logprob --mesh cp=2,tp=2 --dim s=8 --engine gloo",
         "shardproof verify 'vocab_parallel_*' --profile ci --json verdicts.json --quiet",
     ),
@@ -53,6 +53,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "shardproof cost attention --mesh cp=64,tp=8 --dim s=131072,h=64,g=8",
         "shardproof cost attention --mesh cp=8..8192 --dim s=4096*cp,h=64,g=8 --links b200",
         "shardproof cost vocab_parallel_logprob --mesh tp=8 --dim b=1,s=4096,v=131072 --json",
+    ),
+    "watch": (
+        "shardproof watch train.py --steps 1",
+        "shardproof watch --rows my_watch.py",
     ),
     "tour": (
         "shardproof tour",

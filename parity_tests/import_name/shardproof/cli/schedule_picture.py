@@ -7,13 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from shardproof.report.out_path import check_writable, naming, write_text
 from shardproof.training.schedule_name import rule_by_name
 from torch_impl.pipelining.csv_schedule import read_csv, write_csv
 from torch_impl.pipelining.named_schedules import schedule_order
 from torch_impl.pipelining.order import Order
 from torch_impl.pipelining.partition import stage_to_rank
-from torch_impl.pipelining.simulation import Timeline, Times, draw, simulate
+from torch_impl.pipelining.simulation import KIND_NAMES, Timeline, Times, draw, simulate
 
 OPTIONS = {
     "n_microbatches=": "--microbatches ",
@@ -51,7 +53,18 @@ def show(
     if json:
         write_text(json, json_module.dumps(record(name, timeline), indent=2))
     if json != "-":
-        print(f"{name}: {timeline}")
+        console = Console()
+        print(f"{name}: {timeline.text(console.width if console.is_terminal else None)}")
+        print(_legend(timeline))
+
+
+def _legend(timeline: Timeline) -> str:
+    """The meaning of the letters that occur."""
+    kinds = {event.action.kind for event in timeline.events}
+    letters = [f"{letter} {name}" for letter, name in KIND_NAMES.items() if letter in kinds]
+    chunks = max((timeline.chunk(stage) for stage in range(len(timeline.stage_to_rank))), default=0)
+    small = ["small letters: every second chunk of a rank"] if chunks else []
+    return "; ".join([", ".join(letters), *small, "number: micro-batch", "dot: idle"])
 
 
 def _in_options(sentence: str, target: str) -> str:

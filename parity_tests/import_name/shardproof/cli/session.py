@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -43,13 +43,14 @@ from shardproof.implementation.offered import NotApplicable, module_of
 from shardproof.implementation.substitution import NotOffered, narrowed, on_implementation
 from shardproof.judge import bridge
 from shardproof.line_types.opinion import INSTALL, is_installed, with_types
+from shardproof.places import ROOT
 from shardproof.report import summary
 from shardproof.report.guard import sentence_of
 from shardproof.report.html_page import page
 from shardproof.report.out_path import check_folder, check_writable, write_texts
 from shardproof.report.report import Report
 from shardproof.report.sentence import Sentence
-from shardproof.report.summary import Expected, Outcome, VerifyOptions
+from shardproof.report.summary import Expected, Outcome, Place, VerifyOptions
 from shardproof.verification import Progress as Progressed
 from shardproof.verification import verify as verify_scheme
 from shardproof.verification import with_replay_file
@@ -58,8 +59,13 @@ LONG_S = 60.0
 BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
 
 
-def verify(targets: list[str], options: VerifyOptions) -> int:
-    """Verify every scheme of the targets and print the reports; returns the exit status."""
+def verify(
+    targets: list[str], options: VerifyOptions, first: Collection[str] = (), judged: Callable[[Outcome], object] = id
+) -> int:
+    """Verify every scheme of the targets and print the reports; returns the exit status.
+
+    Schemes whose keys are in `first` come first. `judged` is called with the outcome before anything is printed.
+    """
     _check_options(options)
     # A user's code may change the working folder: what is written stays where the command was started.
     paths = {option: path if path in (None, "-") else os.path.abspath(path) for option, path in options.files.items()}
@@ -71,14 +77,18 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
             return launch.serve()
     text_to_stderr = "-" in options.files.values()  # standard output is for machines
     with _prints_on_stderr() if text_to_stderr else contextlib.nullcontext():
-        outcome = run(discover.find_declarations(targets), replace(options, replay_dir=folder, jax_cache=cache))
+        declarations = sorted(discover.find_declarations(targets), key=lambda each: each.key not in first)
+        outcome = run(declarations, replace(options, replay_dir=folder, jax_cache=cache))
     outcome.reports = [_with_path_as_given(report, options.replay_dir or "") for report in outcome.reports]
+    judged(outcome)
     outcome.not_run |= {} if targets else discover.left_out()
     console = Console(stderr=text_to_stderr)
     texts = {
         paths["json"]: partial(summary.as_json, outcome),
         paths["junit"]: partial(summary.as_junit, outcome),
-        paths["html"]: partial(page, outcome.reports, summary.closing(outcome), summary.without_report(outcome)),
+        paths["html"]: partial(
+            page, outcome.reports, summary.closing(outcome), summary.without_report(outcome), outcome.titles
+        ),
     }
     try:
         if not outcome.is_one_unusable_scheme:
@@ -121,11 +131,11 @@ def _prints_on_stderr() -> Iterator[None]:
 def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], options: VerifyOptions) -> Outcome:
     """Verify schemes in turn, with a progress bar on standard error: of schemes, or of a single scheme's examples."""
     bridge.start(options.jax_cache)
-    places = {each.name: (each.file, each.line) for each in declarations}
+    places = {each.key: Place(each.name, each.file, each.line) for each in declarations}
     outcome = Outcome(expected=_expected_of(declarations, options), places=places)
     for each in declarations:
         if isinstance(each, FailedDeclaration | FailedImport):
-            outcome.reject(each.name, each.sentence, each.status)
+            outcome.reject(each.key, each.sentence, each.status)
     schemes = [each for each in declarations if isinstance(each, Declared)]
     several = len(declarations) > 1
     if schemes and not several:
@@ -174,16 +184,9 @@ def _expected_of(
     """The expected failures of these schemes; the file may also name other built-in schemes."""
     if options.expected_failures is None:
         return {}
-    names = [each.name for each in (*schemes, *scheme_index.entries())]
-    expected_by_name = expected.read(options.expected_failures, names)
-    for scheme in schemes:
-        files = [each.file for each in schemes if each.name == scheme.name and scheme.name in expected_by_name]
-        if len(files) > 1:
-            raise ValueError(
-                f"{options.expected_failures}: {scheme.name} is declared {len(files)} times, in {' and '.join(files)}; "
-                "rename one, or verify one file at a time"
-            )
-    return {scheme.name: expected_by_name[scheme.name] for scheme in schemes if scheme.name in expected_by_name}
+    places = {each.key: Place(each.name, each.file, each.line) for each in schemes}
+    others = {each.key: Place(each.name, str(ROOT / each.file), each.line) for each in scheme_index.entries()}
+    return expected.read(options.expected_failures, places, others)
 
 
 def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
@@ -218,7 +221,7 @@ def _remembered(scheme: Declared, judged: Callable[[], Outcome], folder: str) ->
     outcome = Outcome()
     report: Report | None = record.report(scheme.key)
     if report is None:
-        outcome.reject(scheme.name, f"scheme '{scheme.name}': {sentence}", RANK_FAILED)
+        outcome.reject(scheme.key, f"scheme '{scheme.name}': {sentence}", RANK_FAILED)
     else:
         outcome.reports.append(with_replay_file(scheme, from_one_case(replace(report, unfinished=sentence)), folder))
     return outcome
@@ -230,7 +233,7 @@ def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, 
     try:
         reason = _not_applicable(scheme, options) if several else None
         if reason:
-            outcome.not_run[scheme.name] = reason
+            outcome.not_run[scheme.key] = reason
         else:
             _judge(scheme, options, outcome, progress)
     except BaseException as error:
@@ -239,7 +242,7 @@ def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, 
         if status == INTERNAL:
             traceback.print_exception(error)
         title = f"scheme '{scheme.name}': "
-        outcome.reject(scheme.name, title + sentence.removeprefix(title), status)
+        outcome.reject(scheme.key, title + sentence.removeprefix(title), status)
     return outcome
 
 
@@ -263,16 +266,16 @@ def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress:
             limit_s=options.limit,
         )
     except NotOffered as reason:
-        outcome.not_offered[scheme.name] = str(reason)
+        outcome.not_offered[scheme.key] = str(reason)
         return
     except NotApplicable as reason:
-        outcome.not_run[scheme.name] = f"not applicable: {reason}"
+        outcome.not_run[scheme.key] = f"not applicable: {reason}"
         return
     except NotRun as reason:
-        outcome.not_run[scheme.name] = str(reason)
+        outcome.not_run[scheme.key] = str(reason)
         return
     outcome.reports.append(with_types(scheme, report, asked=options.types))
-    outcome.seconds[scheme.name] = time.perf_counter() - start
+    outcome.seconds[scheme.key] = time.perf_counter() - start
 
 
 def _fixed_world(engine: str) -> int | None:

@@ -85,7 +85,7 @@ class _Worker:
     def take(self, scheme: Declared, examples: int) -> None:
         self.scheme, self._is_busy = scheme, True
         with contextlib.suppress(OSError):  # it has just died, which `outcome` will notice
-            self.connection.send((scheme.file, scheme.name, examples))
+            self.connection.send((scheme.file, scheme.name, scheme.key, examples))
 
     def outcome(self) -> session.Outcome | None:
         """The outcome of its scheme; None if the process has died."""
@@ -104,7 +104,7 @@ class _Worker:
         at = f" by {noted}" if noted else f" at {line}" if line else ""
         outcome = session.Outcome()
         how = f"its process {ending(self._process.exitcode)}{at}"
-        outcome.reject(self.scheme.name, f"scheme '{self.scheme.name}': {how}", RANK_FAILED)
+        outcome.reject(self.scheme.key, f"scheme '{self.scheme.name}': {how}", RANK_FAILED)
         self.close()
         return outcome
 
@@ -126,7 +126,7 @@ def _serve(connection: Connection, log: str) -> None:
             connection.send(_one(*connection.recv()))
 
 
-def _one(file: str, name: str, examples: int) -> session.Outcome:
+def _one(file: str, name: str, key: str, examples: int) -> session.Outcome:
     try:
         scheme = next(candidate for candidate in discover.schemes_of_file(file) if candidate.name == name)
         return session.run([scheme], session.VerifyOptions(examples=examples, profile="quick", quiet=True))
@@ -134,5 +134,5 @@ def _one(file: str, name: str, examples: int) -> session.Outcome:
         pass_interrupt(error)
         outcome = session.Outcome()
         status, sentence = sentence_of(error)
-        outcome.reject(name, f"scheme '{name}': {sentence}", status)
+        outcome.reject(key, f"scheme '{name}': {sentence}", status)
         return outcome

@@ -93,17 +93,18 @@ def _schemes(tour: Tour, examples: int, everything: bool) -> None:
         tour.console.print(f"{others} of parts that are not public: shardproof tour --all", highlight=False)
     outcome = tour.outcome = several.verified(schemes, examples)
     tour.console.print(summary.table(outcome, tour.console.width), crop=False)
+    titles = outcome.titles
     for report in outcome.reports:
-        name = report.scheme.rpartition(":")[2]
+        name = titles[report.scheme]
         tour.verified.append(tour_figure.line_of(name, report))
         tour.examples += report.examples
         if not report.ok:
             tour.wrong.append(f"{name} is not equal ({report.verdict})")
             tour.console.print(report, soft_wrap=not tour.console.is_terminal, highlight=False)
-    for name, reason in outcome.not_run.items():
+    for name, reason in ((titles[key], reason) for key, reason in outcome.not_run.items()):
         tour.wrong.append(f"{name} was not run")
         tour.console.print(f"not run: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
-    for name, reason in outcome.not_judged.items():
+    for name, reason in ((titles[key], reason) for key, reason in outcome.not_judged.items()):
         tour.wrong.append(f"{name} was not judged")
         tour.console.print(f"not judged: {reason}", markup=False, highlight=False, soft_wrap=True)
     for file, reason in discover.left_out().items():

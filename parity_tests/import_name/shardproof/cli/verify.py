@@ -96,6 +96,10 @@ def verify(
             min=0.1, help="Seconds after which no further case of a scheme is drawn; default: none.", metavar="SECONDS"
         ),
     ] = None,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Stay, and print a new verdict when FILE, or a file that it imports, is saved."),
+    ] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")] = False,
     jax_cache: Annotated[
         str | None, typer.Option(help="Folder that keeps JAX's compiled references.", metavar="DIR")
@@ -147,6 +151,10 @@ def verify(
         expected_failures=expected_failures,
         types=types,
     )
+    if watch:
+        from shardproof.cli import at_each_save
+
+        raise typer.Exit(at_each_save.watch(targets or [], verify_options))
     raise typer.Exit(session.verify(targets or [], verify_options))
 
 

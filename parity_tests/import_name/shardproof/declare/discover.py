@@ -124,7 +124,7 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
         if name:
             found = [declaration_of_file(still(file), name)]
         elif path.is_dir():
-            files = [file for file in _python_files(path) if "@scheme" in file.read_text(errors="replace")]
+            files = [file for file in python_files(path) if "@scheme" in file.read_text(errors="replace")]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
             found = [each for file in files for each in declarations_of_file(still(file))]
@@ -145,7 +145,7 @@ def _usable(declarations: Sequence[Declared | FailedDeclaration | FailedImport])
     return [each for each in declarations if isinstance(each, Declared)]
 
 
-def _python_files(folder: Path) -> list[Path]:
+def python_files(folder: Path) -> list[Path]:
     """Python files below a folder, except installed or hidden ones. Errors: UnusableTarget for a root directory."""
     if folder.resolve() == Path(folder.resolve().anchor):
         raise UnusableTarget(f"{folder} is a whole disk; give a file, or the folder of a project")

@@ -44,6 +44,7 @@ STOPPED_S = 3.0  # for which a child may be stopped while its parent runs
 GRACE_S = 5.0  # between a signal that was passed on and the end
 ORPHANS_S = 2.0  # for the processes of a child that has ended to end, as a fork server does by itself
 STACKS_S = 0.5  # for the fault handler to write the stacks of all threads
+AFRESH = 75  # the status of a command that asks for a fresh process, in which it starts from its beginning
 INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
 
 table: StatusTable | None = None  # of the command in this process, shared with its parent
@@ -74,6 +75,30 @@ def supervised(call: Callable[[], int | None]) -> int:
             return USAGE
 
 
+def supervised_in_turn(call: Callable[[], int | None]) -> int:
+    """As `supervised`, in a process that stays and calls this many times, such as `verify --watch`.
+
+    Each call runs in a process of its own, a fork of this one, which holds what this one has imported and nothing of
+    an earlier call. This process must run one thread only, so that JAX may be imported and not used: its first use
+    starts threads, which a fork would not have.
+
+    Errors: KeyboardInterrupt if this process was interrupted meanwhile.
+    """
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with contextlib.ExitStack() as resources:
+        stack, file = (resources.enter_context(tempfile.TemporaryFile(mode)) for mode in ("w+", "w+b"))
+        command = _Command(call, stack, Journal(file))
+        try:
+            status = command.status()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    if command.asked == signal.SIGINT:
+        raise KeyboardInterrupt
+    if command.asked is not None:
+        os.kill(os.getpid(), command.asked)
+    return status
+
+
 @dataclass(frozen=True)
 class Death:
     """How a child ended that did not come to its end; `why` and `seconds` if its parent has ended it.
@@ -95,7 +120,7 @@ class _Command:
         self._call, self._stack, self._journal = call, stack, record
         self._parent = os.getpid()
         self._table, self._words = StatusTable(None, MOST_RANKS), LastWords()
-        self._asked: int | None = None  # the signal that asks this command to end
+        self.asked: int | None = None  # the signal that asks this command to end
         # One that is ignored, as under nohup, asks for nothing; while it is blocked it would be received.
         self._passed_on = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
 
@@ -109,11 +134,13 @@ class _Command:
         while True:
             ended = self._ended(self._fork(death))
             orphans.end(but=others, grace_s=ORPHANS_S)
+            if ended == AFRESH:
+                continue
             if isinstance(ended, int):
                 return ended
             death, key = ended, ended.key
-            if self._asked is not None or -death.exit_code in ASKS_TO_END:
-                return self._as_asked(self._asked or -death.exit_code, death)
+            if self.asked is not None or -death.exit_code in ASKS_TO_END:
+                return self._as_asked(self.asked or -death.exit_code, death)
             if death.exit_code == -signal.SIGPIPE and key is None:
                 return UNREAD
             if key is None or key in lost or death.is_judged or self._journal.is_alone:
@@ -139,7 +166,7 @@ class _Command:
         while True:
             received = signal.sigtimedwait((*self._passed_on, signal.SIGCHLD), TICK_S)
             if received is not None and received.si_signo in self._passed_on:
-                self._asked = self._asked or received.si_signo
+                self.asked = self.asked or received.si_signo
                 ends_at = min(ends_at, time.monotonic() + GRACE_S)
                 if received.si_code == SENT_BY_A_PROCESS:
                     os.kill(child, received.si_signo)

@@ -8,8 +8,9 @@ terminal.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from urllib.parse import quote
 from xml.etree.ElementTree import Element
 
 from shardproof.declare.conditions import phrases
@@ -25,18 +26,25 @@ from shardproof.report.report import Report, mesh_text
 from shardproof.report.tensor_maps import maps
 
 
-def page(reports: Sequence[Report], closing: str = "", without_report: Sequence[str] = ()) -> str:
+def page(
+    reports: Sequence[Report],
+    closing: str = "",
+    without_report: Sequence[str] = (),
+    titles: Mapping[str, str] | None = None,
+) -> str:
     """A full page with the verdicts of one or several schemes; among several, equal ones are folded.
 
-    `without_report` has one sentence for each scheme that was not run or not judged.
+    `without_report` has one sentence for each scheme that was not run or not judged. `titles` has the text for each
+    scheme's key, which no other scheme has; default: its name.
     """
+    named = [(report, (titles or {}).get(report.scheme, report.scheme.rpartition(":")[2])) for report in reports]
     others = [tag("p", sentence, class_="quiet") for sentence in without_report]
     if len(reports) == 1:
-        title, parts = f"{_name(reports[0])}: {reports[0].verdict}", [_section(reports[0]), *others]
+        title, parts = f"{named[0][1]}: {reports[0].verdict}", [_section(*named[0]), *others]
     else:
         title = closing or "No verdict"
-        failed_first = sorted(reports, key=lambda report: report.ok)
-        parts = [tag("h1", title), _table(failed_first), *others, *(_folded(report) for report in failed_first)]
+        failed_first = sorted(named, key=lambda item: item[0].ok)
+        parts = [tag("h1", title), _table(failed_first), *others, *(_folded(*item) for item in failed_first)]
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -55,40 +63,36 @@ def fragment(report: Report) -> str:
     return in_notebook(text, tag("details", tag("summary", "the case, drawn"), *_pictures(report), open=""))
 
 
-def _name(report: Report) -> str:
-    return report.scheme.rpartition(":")[2]
+def _anchor(title: str) -> str:
+    return f"scheme-{quote(title, safe='/:')}"  # a path may have spaces, and an id none
 
 
-def _anchor(report: Report) -> str:
-    return f"scheme-{_name(report)}"
-
-
-def _table(reports: Sequence[Report]) -> Element:
+def _table(named: Sequence[tuple[Report, str]]) -> Element:
     rows = [
         tag(
             "tr",
-            tag("td", tag("a", _name(report), href=f"#{_anchor(report)}")),
+            tag("td", tag("a", title, href=f"#{_anchor(title)}")),
             tag("td", _verdict(report)),
             tag("td", _headline(report)),
         )
-        for report in reports
+        for report, title in named
     ]
     head = tag("tr", *(tag("th", name) for name in ("scheme", "verdict", "what is wrong")))
     return tag("div", tag("table", head, *rows), class_="wide")
 
 
-def _folded(report: Report) -> Element:
+def _folded(report: Report, title: str) -> Element:
     """One of several schemes: in full unless it is equal, else only its ledger, folded."""
     if not report.ok:
-        return tag("section", _section(report))
-    summary = tag("summary", _name(report), " ", _verdict(report))
-    return tag("details", summary, _facts(report), *_exchanges(report), id=_anchor(report))
+        return tag("section", _section(report, title))
+    summary = tag("summary", title, " ", _verdict(report))
+    return tag("details", summary, _facts(report), *_exchanges(report), id=_anchor(title))
 
 
-def _section(report: Report) -> Element:
+def _section(report: Report, title: str) -> Element:
     return tag(
         "div",
-        tag("h1", _name(report), " ", _verdict(report)),
+        tag("h1", title, " ", _verdict(report)),
         tag("p", _headline(report), class_="wrong") if not report.ok else None,
         _blamed(report),
         _facts(report),
@@ -97,7 +101,7 @@ def _section(report: Report) -> Element:
         *_replay(report),
         tag("h2", "As in the terminal"),
         tag("pre", str(report), class_="terminal"),
-        id=_anchor(report),
+        id=_anchor(title),
     )
 
 
@@ -194,7 +198,7 @@ def _replay(report: Report) -> list[Element]:
     if report.replay:
         parts.append(tag("pre", f"python {report.replay}\nshardproof replay {report.replay} --engine gloo"))
     example = report.clearer_report or report
-    call = f"verify_case({_name(report)}, CaseSpec.from_json({example.case.json!r}))"
+    call = f"verify_case({report.scheme.rpartition(':')[2]}, CaseSpec.from_json({example.case.json!r}))"
     lines = f"from shardproof import CaseSpec, verify_case\n\n{call}"
     which = "The clearest case, in Python:" if report.clearer_report else "In Python:"
     return [*parts, tag("p", which), tag("pre", lines)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,15 +63,33 @@ class Expected:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Place:
+    """A scheme's name, and the file and line that declare it."""
+
+    name: str
+    file: str
+    line: int
+
+    @property
+    def path(self) -> Path:
+        """The file, relative to here if it lies below."""
+        path = Path(self.file)
+        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 @dataclass
 class Outcome:
-    """The reports of verified schemes, and for each other scheme the reason why it has no report."""
+    """The reports of verified schemes, and for each other scheme the reason why it has no report.
+
+    The keys are those of schemes, which name a file: two files may declare schemes of the same name.
+    """
 
     reports: list[Report] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # measured in the process that verified the scheme
     processes: int = 1  # number of processes that verified schemes side by side
-    places: dict[str, tuple[str, int]] = field(default_factory=dict)  # the file and line of each scheme
+    places: dict[str, Place] = field(default_factory=dict)
     not_offered: dict[str, str] = field(default_factory=dict)  # schemes that another implementation does not offer
     expected: dict[str, Expected] = field(default_factory=dict)
     not_judged: dict[str, str] = field(
@@ -88,21 +107,35 @@ class Outcome:
         for name, sentence in other.not_judged.items():
             self.reject(name, sentence, other.statuses.get(name, USAGE))
 
-    def reject(self, name: str, sentence: str, status: int = USAGE) -> None:
-        """A scheme that has no verdict. A second one of the same name, in another file, is counted."""
-        same = sum(other == name or other.startswith(f"{name} (") for other in self.not_judged)
-        name = f"{name} ({same + 1})" if same else name
-        self.not_judged[name] = sentence
+    def reject(self, key: str, sentence: str, status: int = USAGE) -> None:
+        """A scheme that has no verdict."""
+        self.not_judged[key] = sentence
         if status != USAGE:
-            self.statuses[name] = status
+            self.statuses[key] = status
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """Each scheme's name; `file.py::name`, which is a target of `verify`, where another file has one so called."""
+        keys = [*self.places, *(report.scheme for report in self.reports)]
+        keys += [*self.not_run, *self.not_offered, *self.not_judged]
+        names = {key: self.places[key].name if key in self.places else key.rpartition(":")[2] for key in keys}
+        count = Counter(names.values())
+        in_files = {key: f"{place.path}::{place.name}" for key, place in self.places.items() if count[place.name] > 1}
+        return names | in_files
 
     @property
     def status(self) -> int:
         unexpected = [report for report in self.reports if not self.is_expected(report)]
-        statuses = [self.statuses.get(name, USAGE) for name in self.not_judged]
+        statuses = [self.statuses.get(key, USAGE) for key in self.not_judged]
         statuses += [MISMATCH if report.failure is None else RANK_FAILED for report in unexpected if not report.ok]
         statuses += [MISMATCH] * len(self.unexpected_passes)
         return worst(statuses) or (EQUAL if self.reports else NOTHING)
+
+    @property
+    def failed(self) -> list[str]:
+        """Keys of schemes that do not pass, and are not expected to fail."""
+        reports = [report.scheme for report in self.reports if not report.ok and not self.is_expected(report)]
+        return [*reports, *self.not_judged]
 
     @property
     def is_one_unusable_scheme(self) -> bool:
@@ -111,18 +144,13 @@ class Outcome:
 
     def is_expected(self, report: Report) -> bool:
         """Whether the report is the failure that its scheme is expected to have."""
-        expected = self.expected.get(name_of(report))
+        expected = self.expected.get(report.scheme)
         return not report.ok and expected is not None and expected.verdict == report.verdict
 
     @property
     def unexpected_passes(self) -> list[str]:
-        """Schemes that pass and were expected to fail."""
-        return [name_of(report) for report in self.reports if report.ok and name_of(report) in self.expected]
-
-
-def name_of(report: Report) -> str:
-    """The scheme's name without its module."""
-    return report.scheme.rpartition(":")[2]
+        """Keys of schemes that pass and were expected to fail."""
+        return [report.scheme for report in self.reports if report.ok and report.scheme in self.expected]
 
 
 SLOWEST = 5
@@ -135,9 +163,13 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     if len(outcome.reports) > 1 and not options.quiet:
         console.print(table(outcome, console.width), crop=False)
     one_line = not console.is_terminal  # a terminal breaks lines between words, a file keeps them whole for searching
+    titles, left_out = outcome.titles, dict[str, list[str]]()
     for report in outcome.reports:
+        title = titles[report.scheme]
         is_shown = not report.ok and not outcome.is_expected(report)
         if is_shown or options.verbose or (single and not options.quiet):
+            if "::" in title:  # the report itself has the name only
+                console.print(Sentence(f"{title}:"), soft_wrap=one_line)
             console.print(report, highlight=False, soft_wrap=one_line)
             if options.traceback and report.failure is not None and report.failure.traceback:
                 console.print(report.failure.traceback, markup=False, highlight=False, soft_wrap=one_line)
@@ -145,13 +177,14 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
             console.print(report.ledger_text(), markup=False, highlight=False, soft_wrap=one_line)
         elif report.ok and not single and not options.quiet:
             for omission in report.omissions():
-                console.print(
-                    f"left out: {name_of(report)}: {omission}", markup=False, highlight=False, soft_wrap=one_line
-                )
+                left_out.setdefault(omission, []).append(title)
+    for omission, schemes in left_out.items():
+        line = f"left out: {', '.join(schemes)}: {omission}"
+        console.print(line, markup=False, highlight=False, soft_wrap=one_line)
     for line in [*_expectations(outcome), *without_report(outcome)]:
         console.print(Sentence(line), soft_wrap=one_line)
     if not options.quiet:
-        for line in _not_offered(outcome.not_offered):
+        for line in _not_offered({titles[key]: reason for key, reason in outcome.not_offered.items()}):
             console.print(Sentence(line), soft_wrap=one_line)
     if not single and not options.quiet and outcome.seconds:
         console.print(Sentence(timing(outcome)), soft_wrap=one_line)
@@ -160,7 +193,8 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
 
 def without_report(outcome: Outcome) -> list[str]:
     """One sentence for each scheme that was not run or not judged."""
-    not_run = [f"not run: {name}: {reason}" for name, reason in outcome.not_run.items()]
+    titles = outcome.titles
+    not_run = [f"not run: {titles[key]}: {reason}" for key, reason in outcome.not_run.items()]
     return not_run + [f"not judged: {reason}" for reason in outcome.not_judged.values()]
 
 
@@ -173,17 +207,17 @@ def _not_offered(reasons: Mapping[str, str]) -> list[str]:
 
 def _expectations(outcome: Outcome) -> list[str]:
     """One line for each expected failure, and for each expectation that did not come true."""
-    lines = []
+    lines, titles = [], outcome.titles
     for report in outcome.reports:
-        expected = outcome.expected.get(name_of(report))
+        expected, title = outcome.expected.get(report.scheme), titles[report.scheme]
         if expected is None:
             continue
         reason = f" ({expected.reason})" if expected.reason else ""
         if outcome.is_expected(report):
-            lines.append(f"expected: {name_of(report)}: {report.verdict}{reason}")
+            lines.append(f"expected: {title}: {report.verdict}{reason}")
         else:
             what = "passes" if report.ok else report.verdict
-            lines.append(f"unexpected: {name_of(report)}: {what}, where {expected.verdict} is expected{reason}")
+            lines.append(f"unexpected: {title}: {what}, where {expected.verdict} is expected{reason}")
     return lines
 
 
@@ -199,7 +233,8 @@ def table(outcome: Outcome, width: int) -> Table:
 
     It has the columns that fit into `width`: a terminal's own width; for a file, COLUMNS or 80.
     """
-    rows = [_row(report) for report in outcome.reports]
+    titles = outcome.titles
+    rows = [_row(report, titles[report.scheme]) for report in outcome.reports]
     names = rows[0] if rows else ()
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) + GAP for name in names}
     if rows:
@@ -219,12 +254,12 @@ def table(outcome: Outcome, width: int) -> Table:
     return grid
 
 
-def _row(report: Report) -> dict[str, str]:
+def _row(report: Report, title: str) -> dict[str, str]:
     ratio = max((tensor.ratio for tensor in report.tensors), default=float("nan"))
     undecided = f", {report.undecided_examples} undecided" if report.ok and report.undecided_reason else ""
     return {
         "verdict": report.verdict + undecided,
-        "scheme": name_of(report),
+        "scheme": title,
         "error/budget": f"{ratio:.2g}" if report.tensors else "-",
         "examples": str(report.examples),
         "bytes/rank": str(_bytes(report)),
@@ -268,7 +303,8 @@ def timing(outcome: Outcome) -> str:
     )
     examples = sum(report.examples for report in outcome.reports)
     slowest = sorted(outcome.seconds.items(), key=lambda item: -item[1])[:SLOWEST]
-    named = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest)
+    titles = outcome.titles
+    named = ", ".join(f"{titles.get(key, key)} {seconds:.1f} s" for key, seconds in slowest)
     of = f" of {outcome.processes} processes together" if outcome.processes > 1 else ""
     return (
         f"{counted(examples, 'example')} in {total:.0f} s{of}, {tracing / (total or 1.0):.0%} of it tracing references "
@@ -281,78 +317,74 @@ def as_json(outcome: Outcome, **fields: Any) -> str:
 
     `fields` are added, or replace fields of the same name.
     """
+    titles = outcome.titles
+    without_report = {name: getattr(outcome, name) for name in ("not_run", "not_judged", "not_offered")}
     record = {
         "status": outcome.status,
         "reports": [_as_dict(report, outcome) for report in outcome.reports],
-        "not_run": outcome.not_run,
-        "not_judged": outcome.not_judged,
-        "not_offered": outcome.not_offered,
+        **{what: {titles[key]: why for key, why in reasons.items()} for what, reasons in without_report.items()},
     }
     return json.dumps({**record, **fields}, indent=2)
 
 
 def _as_dict(report: Report, outcome: Outcome) -> dict[str, Any]:
-    expected = outcome.expected.get(name_of(report))
+    expected = outcome.expected.get(report.scheme)
     return {**report.to_dict(), "expected": None if expected is None else asdict(expected)}
 
 
 def as_junit(outcome: Outcome) -> str:
     """JUnit XML: one test case per scheme; the notes are the failure's text."""
-    skipped = {**outcome.not_run, **{name: f"not offered: {reason}" for name, reason in outcome.not_offered.items()}}
-    skipped |= {
-        name_of(report): f"expected {report.verdict}" for report in outcome.reports if outcome.is_expected(report)
-    }
+    skipped = {**outcome.not_run, **{key: f"not offered: {reason}" for key, reason in outcome.not_offered.items()}}
+    expected = [report for report in outcome.reports if outcome.is_expected(report)]
     wrong = [report for report in outcome.reports if not report.ok and not outcome.is_expected(report)]
     counts = {
-        "tests": len(outcome.reports) + len(outcome.not_run) + len(outcome.not_offered) + len(outcome.not_judged),
+        "tests": len(outcome.reports) + len(skipped) + len(outcome.not_judged),
         "failures": len(wrong) + len(outcome.unexpected_passes),
         "errors": len(outcome.not_judged),
-        "skipped": len(skipped),
+        "skipped": len(skipped) + len(expected),
     }
     attributes = {"name": "shardproof", **{what: str(n) for what, n in counts.items()}}
     suite = ElementTree.Element("testsuite", attributes, time=f"{sum(outcome.seconds.values()):.3f}")
     for report in outcome.reports:
-        name = name_of(report)
-        item = _testcase(suite, outcome, name)
+        item = _testcase(suite, outcome, report.scheme)
         properties = ElementTree.SubElement(item, "properties")
         worst = max((tensor.ratio for tensor in report.tensors), default=float("nan"))
-        for key, value in (
+        for name, value in (
             ("ratio", f"{worst:.3g}"),
             ("examples", report.examples),
             ("undecided", report.undecided_examples),
             ("trace_seconds", f"{report.trace_seconds:.3f}"),
         ):
-            ElementTree.SubElement(properties, "property", name=key, value=str(value))
+            ElementTree.SubElement(properties, "property", name=name, value=str(value))
         if report.left_out:
             ElementTree.SubElement(properties, "property", name="left_out", value="; ".join(report.omissions()))
-        if any(report is each for each in wrong):
+        if outcome.is_expected(report):
+            ElementTree.SubElement(item, "skipped", message=f"expected {report.verdict}")
+        elif not report.ok:
             ElementTree.SubElement(item, "failure", message=report.verdict).text = str(report)
-        elif name in outcome.unexpected_passes:
-            ElementTree.SubElement(item, "failure", message=f"passes, {outcome.expected[name].verdict} is expected")
-        elif name in skipped:
-            ElementTree.SubElement(item, "skipped", message=skipped.pop(name))
-    for name, reason in outcome.not_judged.items():
-        ElementTree.SubElement(_testcase(suite, outcome, name), "error", message=reason)
-    for name, reason in skipped.items():
-        ElementTree.SubElement(_testcase(suite, outcome, name), "skipped", message=reason)
+        elif report.scheme in outcome.expected:
+            verdict = outcome.expected[report.scheme].verdict
+            ElementTree.SubElement(item, "failure", message=f"passes, {verdict} is expected")
+    for key, reason in outcome.not_judged.items():
+        ElementTree.SubElement(_testcase(suite, outcome, key), "error", message=reason)
+    for key, reason in skipped.items():
+        ElementTree.SubElement(_testcase(suite, outcome, key), "skipped", message=reason)
     return ElementTree.tostring(suite, encoding="unicode")
 
 
-def _testcase(suite: ElementTree.Element, outcome: Outcome, name: str) -> ElementTree.Element:
-    """The test case of a scheme: its own time, and the file that declares it, relative to here if it lies below."""
-    place = {}
-    if name in outcome.places:
-        file, line = outcome.places[name]
-        path = Path(file)
-        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        parts = path.with_suffix("").parts
-        place = {
-            "classname": ".".join(part for part in parts if part != path.anchor),
-            "file": str(path),
-            "line": str(line),
+def _testcase(suite: ElementTree.Element, outcome: Outcome, key: str) -> ElementTree.Element:
+    """The test case of a scheme: its own time, and the file that declares it."""
+    name, attributes = key.rpartition(":")[2], {}
+    if key in outcome.places:
+        place = outcome.places[key]
+        name, parts = place.name, place.path.with_suffix("").parts
+        attributes = {
+            "classname": ".".join(part for part in parts if part != place.path.anchor),
+            "file": str(place.path),
+            "line": str(place.line),
         }
-    seconds = outcome.seconds.get(name, 0.0)
-    return ElementTree.SubElement(suite, "testcase", place, name=name, time=f"{seconds:.3f}")
+    seconds = outcome.seconds.get(key, 0.0)
+    return ElementTree.SubElement(suite, "testcase", attributes, name=name, time=f"{seconds:.3f}")
 
 
 def _meshes(meshes: Sequence[str]) -> str:

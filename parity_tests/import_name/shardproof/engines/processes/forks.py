@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import functools
 import json
+import mmap
 import os
 import select
 import socket
@@ -66,6 +67,8 @@ class ForkServer:
         fcntl.fcntl(theirs, fcntl.F_SETFL, fcntl.fcntl(theirs, fcntl.F_GETFL) | os.O_ASYNC)
         theirs.close()
         self._unread = b""
+        self._is_inherited = False
+        self._used_by_fork = mmap.mmap(-1, 1)  # shared with the forks of this process
         self._ended: dict[int, int] = {}
         self._imported: set[str] = set()
 
@@ -80,7 +83,34 @@ class ForkServer:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        # A fork of the parent cannot ask; a server that has ended shows at the next message.
+        return self._is_inherited or self._process.poll() is None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a fork of this process has used it."""
+        return bool(self._used_by_fork[0])
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is known to have imported its packages."""
+        return "folder" in vars(self)
+
+    def notice(self) -> None:
+        """Learn whether it is up, without waiting."""
+        for message in () if self.is_up else self.read():
+            if "up" in message:
+                vars(self)["folder"] = message["folder"]
+
+    def inherit(self) -> None:
+        """In a fork of the parent, which may use this server in its place, as the only one."""
+        self._is_inherited = True
+        self._process.returncode = 0  # the parent waits for it
+
+    def use(self) -> None:
+        """Before the first request: the parent gives a server that its fork has used to no other fork."""
+        if self._is_inherited:
+            self._used_by_fork[0] = 1
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -156,7 +186,12 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server, all its ranks and the folder."""
+        if self.is_used or not self._is_inherited:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # also where another process holds the socket too
         self._socket.close()
+        if self._is_inherited:
+            return
         try:
             self._process.wait(KILL_S)
         except subprocess.TimeoutExpired:
@@ -190,6 +225,7 @@ class ForkServer:
 
 
 _ahead: ForkServer | None = None
+_is_for_forks = False  # the server ahead is for the next fork of this process, not for this process
 
 
 def start_ahead() -> None:
@@ -197,6 +233,19 @@ def start_ahead() -> None:
     global _ahead
     if _ahead is None:
         _ahead = ForkServer()
+
+
+def start_ahead_of_forks() -> None:
+    """Start a server for the forks of this process, or a fresh one if a fork has used the last one.
+
+    A fork takes it if it is up and the fork needs ranks. One fork may run at a time.
+    """
+    global _ahead, _is_for_forks
+    _is_for_forks = True
+    if _ahead is not None and (_ahead.is_used or not _ahead.is_alive):
+        _ahead.close()
+        _ahead = None
+    start_ahead()
 
 
 def server() -> ForkServer:
@@ -207,6 +256,8 @@ def server() -> ForkServer:
     """
     global _ahead
     taken, _ahead = _ahead, None
+    if taken is not None:
+        taken.use()
     if taken is not None and not (taken.is_alive and taken.takes(_environment())):
         taken.close()
         taken = None
@@ -222,8 +273,23 @@ def _drop_ahead(end: Callable[[ForkServer], None]) -> None:
         end(dropped)
 
 
+def _before_fork() -> None:
+    if _is_for_forks and _ahead is not None:
+        with contextlib.suppress(ServerGone, OSError):
+            _ahead.notice()
+
+
+def _after_fork() -> None:
+    global _is_for_forks
+    is_for_this, _is_for_forks = _is_for_forks, False
+    if is_for_this and _ahead is not None and _ahead.is_up and not _ahead.is_used:
+        _ahead.inherit()
+    else:
+        _drop_ahead(ForkServer.forget)
+
+
 atexit.register(_drop_ahead, ForkServer.close)
-os.register_at_fork(after_in_child=functools.partial(_drop_ahead, ForkServer.forget))
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def shared_packages(imports: Collection[str] = ()) -> frozenset[str]:

@@ -1,0 +1,205 @@
+"""`shardproof verify FILE --watch`: each save gets the verdict of what was saved, and nothing is left of a version."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parity_tests.training.started import Mark
+from shardproof.cli import at_each_save
+from shardproof.cli.at_each_save import IDLE_POLLS, POLL_S, Saves, next_saves
+from shardproof.report.summary import VerifyOptions
+
+LIMIT_S = 120.0
+GONE_S = 10.0  # until the last process has ended, on a loaded machine
+IDLE_S = 4 * IDLE_POLLS * POLL_S
+SAVES = 100
+WARM = 10  # saves, after which it has imported all that a verdict needs
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MODULES = 1 << 20  # bytes; a process that kept a version would keep its modules and JAX's programs, which are more
+SCHEME = """
+from shardproof import scheme, values
+from torch_impl.collectives import all_reduce
+from my_factors import FACTOR
+
+
+@scheme(
+    reference=lambda x: 2.0 * x.sum(-1),
+    mesh={{"tp": (2,)}},
+    inputs={{"x": "b s/tp"}},
+    outputs="b tp=I",
+    draw={{"x": values("normal")}},
+    engines={engines},
+)
+def doubled_sum(mesh, x):
+    return all_reduce(FACTOR * x.sum(-1), mesh["tp"]){change}
+"""  # the change is made in line 16
+RIGHT, WRONG = "FACTOR = 2.0\n", "FACTOR = 3.0\n"  # of one size, so that Python's bytecode cannot tell them apart
+EQUAL, MISMATCH = "1 scheme, 0 mismatches", "1 scheme, 1 mismatch,"
+
+
+class Watch:
+    """A command that watches `my_scheme.py`, which imports `my_factors.py`, in a folder of its own."""
+
+    def __init__(self, folder: Path, engines: str = '("lockstep",)') -> None:
+        self.folder, self._engines, self._mark = folder, engines, Mark()
+        self.save_factor(RIGHT)
+        self.save_scheme()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shardproof", "verify", "my_scheme.py", "--watch", "--examples", "1"],
+            cwd=folder,
+            env=self._mark.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mark.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def save_factor(self, text: str) -> None:
+        (self.folder / "my_factors.py").write_text(text)
+
+    def save_scheme(self, change: str = "") -> None:
+        """Write a file beside and rename it, as most editors do."""
+        beside = self.folder / ".my_scheme.py.new"
+        beside.write_text(SCHEME.format(engines=self._engines, change=change))
+        beside.replace(self.folder / "my_scheme.py")
+
+    def verdict(self) -> str:
+        """What is printed until it waits for the next save."""
+        lines = list[str]()
+        while not lines or "Ctrl-C ends" not in lines[-1]:
+            line = self.process.stdout.readline()
+            assert line, "".join(lines)
+            lines.append(line)
+        return "".join(lines)
+
+    def stays(self) -> int:
+        """The process that forks: the child of the one that was started."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return int(children)
+
+    def held(self) -> tuple[int, int]:
+        """Open files of that process, and the bytes of its heap, whether in memory or swapped out."""
+        folder = Path(f"/proc/{self.stays()}")
+        return len(list((folder / "fd").iterdir())), int((folder / "statm").read_text().split()[5]) * PAGE
+
+    def interrupt(self) -> tuple[int, str]:
+        """Press Ctrl-C: the status, and what is printed then. No process is left."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        out, _ = self.process.communicate(timeout=LIMIT_S)
+        assert self._mark.left_after(GONE_S) == []
+        return self.process.returncode, out
+
+
+def test_each_save_gets_the_verdict_of_what_was_saved(tmp_path):
+    with Watch(tmp_path) as watch:
+        assert EQUAL in watch.verdict()
+        watch.save_factor(WRONG)
+        assert MISMATCH in watch.verdict()
+        watch.save_scheme(change="(")
+        verdict = watch.verdict()
+        assert "cannot import my_scheme.py:16: SyntaxError" in verdict and "or 1 other file is saved" in verdict
+        watch.save_scheme(change=" / 3.0 * 4.0")
+        verdict = watch.verdict()
+        assert MISMATCH in verdict and "off by the constant factor 2" in verdict
+        watch.save_factor("FACTOR =\n")
+        assert "SyntaxError" in watch.verdict()
+        watch.save_factor("FACTOR = 1.5\n")
+        assert EQUAL in watch.verdict()
+        assert watch.interrupt() == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_saves_get_a_hundred_right_verdicts_and_leave_nothing(tmp_path):
+    with Watch(tmp_path) as watch:
+        assert EQUAL in watch.verdict()
+        held = list[tuple[int, int]]()
+        for number in range(SAVES):
+            if number == WARM:
+                time.sleep(IDLE_S)  # it starts the server for the next failure once
+            watch.save_factor(RIGHT if number % 2 else WRONG)
+            assert (EQUAL if number % 2 else MISMATCH) in watch.verdict(), number
+            held.append(watch.held())
+        descriptors, memory = zip(*held[WARM:], strict=True)
+        assert max(descriptors) == min(descriptors)
+        assert max(memory) - memory[0] < MODULES
+        assert len(list(tmp_path.glob("replay_*"))) == 1
+        assert watch.interrupt() == (0, "")
+
+
+@pytest.mark.slow
+def test_a_failure_is_confirmed_on_fresh_processes_each_time(tmp_path):
+    with Watch(tmp_path, engines='("lockstep", "gloo")') as watch:
+        assert EQUAL in watch.verdict()
+        for _ in range(3):
+            watch.save_factor(WRONG)
+            verdict = watch.verdict()
+            assert MISMATCH in verdict and "confirmed on gloo, in fresh processes" in verdict
+            watch.save_factor(RIGHT)
+            assert EQUAL in watch.verdict()
+            time.sleep(IDLE_S)  # a server for the next failure starts meanwhile
+        assert watch.interrupt() == (0, "")
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_a_verdict_is_an_interruption(tmp_path):
+    with Watch(tmp_path) as watch:
+        watch.verdict()
+        watch.save_scheme(change="\n\n\nimport time\nprint('imported', flush=True)\ntime.sleep(600)")
+        assert watch.process.stdout.readline() == "imported\n"
+        status, out = watch.interrupt()
+        assert status == 130 and out.count("interrupted") == 1
+
+
+def test_a_save_is_taken_once_it_is_whole(tmp_path):
+    """Also one that empties the file first, and one of a file that is not there for a moment."""
+    file, other = tmp_path / "a.py", tmp_path / "b.py"
+    file.write_text("1")
+    other.write_text("1")
+    saves = Saves(lambda: [str(file), str(other)])
+    assert saves.changed() == []
+    other.unlink()
+    assert saves.changed() == [str(other)]
+    file.write_text("")
+    stages = iter(["2", "22"])
+
+    def next_stage(_: float) -> None:
+        file.write_text(text) if (text := next(stages, None)) else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", next_stage)
+        assert next_saves(saves, Saves(list), when_idle=list) == [str(file)] * 3
+    assert file.read_text() == "22"
+
+
+def test_a_file_that_was_saved_while_it_was_imported_counts_as_changed(tmp_path):
+    early, late = tmp_path / "early.py", tmp_path / "late.py"
+    early.write_text("")
+    begun_ns = early.stat().st_mtime_ns + 1
+    late.write_text("")
+    os.utime(late, ns=(begun_ns, begun_ns))
+    saves = Saves(list)
+    saves.add([str(early), str(late)], unless_saved_since_ns=begun_ns)
+    assert saves.changed() == [str(late)]
+
+
+def test_options_that_a_watch_cannot_keep():
+    for targets, options, sentence in (
+        ([], VerifyOptions(), "--watch needs a target"),
+        (["my_scheme.py"], VerifyOptions(engine="torchrun"), "--watch does not go with --engine torchrun"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            at_each_save.watch(targets, options)
