@@ -100,14 +100,14 @@ def of_layer(has_magnitude):
 
 
 @of_layer(has_magnitude=False)
-def adapted_whole_to_whole(mesh, x, weight, bias, a, b, cotangent, weights, times, style):
+def lora_layer(mesh, x, weight, bias, a, b, cotangent, weights, times, style):
     layer = styled(mesh, adapted_layer(weight, bias, a, b, None), {"": style})
     y, moved, outcome = accumulated(layer, (x,), cotangent, weights, times)
     return y, *moved, *gradients_of(outcome)
 
 
 @of_layer(has_magnitude=True)
-def rescaled_whole_to_whole(mesh, x, weight, bias, a, b, magnitude, cotangent, weights, times, style):
+def dora_layer(mesh, x, weight, bias, a, b, magnitude, cotangent, weights, times, style):
     layer = styled(mesh, adapted_layer(weight, bias, a, b, magnitude), {"": style})
     y, moved, outcome = accumulated(layer, (x,), cotangent, weights, times)
     return y, *moved, *gradients_of(outcome)
@@ -148,7 +148,7 @@ class Pair(nn.Module):
     draw=dict.fromkeys(("x", *PAIR, "cotangent", "weights"), NORMAL),
     **DECLARED,
 )
-def adapted_pair(
+def lora_pair(
     mesh, x, up, up_a, up_b, up_m, down, down_a, down_b, down_m, bias, cotangent, weights, dora, times
 ):  # fmt: skip
     """Column-wise, then row-wise, between them this rank's columns."""
@@ -163,7 +163,7 @@ def adapted_pair(
     return y, *moved, *gradients_of(outcome, "up."), *gradients_of(outcome, "down.")
 
 
-SCHEMES = (adapted_whole_to_whole, rescaled_whole_to_whole, adapted_pair)
+SCHEMES = (lora_layer, dora_layer, lora_pair)
 
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
