@@ -10,6 +10,7 @@ from jax_ref.models.reference import MambaLayer as MambaLayer
 from jax_ref.models.reference import Mlp as Mlp
 from jax_ref.models.reference import Norm as Norm
 from jax_ref.models.reference import adamw as adamw
+from jax_ref.models.reference import aggregated as aggregated
 from jax_ref.models.reference import next_ids as next_ids
 from jax_ref.models.reference import normalised as normalised
 from jax_ref.models.reference import rotated as rotated

@@ -262,6 +262,24 @@ def normalised(losses: Sequence[Float[Array, " s"]], is_valid: Sequence[Bool[Arr
     return sum(each.sum() for each in losses) / jnp.maximum(count, 1).astype(losses[0].dtype)
 
 
+def aggregated(
+    losses: Float[Array, "b s"], mask: Bool[Array, "b s"], aggregation: str, constant: int = 1
+) -> Float[Array, ""]:
+    """The loss of a step from the losses of its tokens; a sequence without a token of the mask is not counted.
+
+    Every mode is divided by `constant` besides.
+    """
+    counted, lengths = jnp.where(mask, losses, 0.0), mask.sum(-1)
+    number, sequences = (jnp.maximum(x, 1).astype(losses.dtype) for x in (lengths, (lengths > 0).sum()))
+    modes = {
+        "token_mean": counted.sum() / jnp.maximum(lengths.sum(), 1).astype(losses.dtype),
+        "sequence_mean_of_token_means": (counted.sum(-1) / number).sum() / sequences,
+        "sequence_mean_of_token_sums": counted.sum(-1).sum() / sequences,
+        "token_sum": counted.sum(),
+    }
+    return modes[aggregation] / constant
+
+
 def step_loss(
     model: HybridLM, ids: Int[Array, "i t"], padded: Int[Array, "i n"], real: Int[Array, "i n"]
 ) -> Float[Array, ""]:

@@ -325,6 +325,24 @@ def _check_tied(parameters: Mapping[str, Any]) -> None:
         raise ValueError(f"decoder: {HEAD} is tied to {EMBEDDING} and differs from it; pass one, or the same twice")
 
 
+def lora_weight(
+    weight: Float[Array, "o i"],
+    a: Float[Array, "r i"],
+    b: Float[Array, "o r"],
+    scaling: float,
+    magnitude: Float[Array, " o"] | None = None,
+) -> Float[Array, "o i"]:
+    """W + s B A. With a magnitude its rows are divided by their norms, which have no gradient, and multiplied by it.
+
+    Source: arXiv 2106.09685 (LoRA), 2402.09353 (DoRA).
+    """
+    adapted = weight + scaling * b @ a
+    if magnitude is None:
+        return adapted
+    norms = jax.lax.stop_gradient(jnp.sqrt((adapted**2).sum(1)))
+    return (magnitude / norms)[:, None] * adapted
+
+
 Arrays = Mapping[str, Array]
 Batch = tuple[Int[Array, "b s"], Int[Array, "b s"]]
 

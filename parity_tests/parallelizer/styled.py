@@ -98,7 +98,7 @@ def styled(mesh: Any, module: nn.Module, plan: Mapping[str, str]) -> nn.Module:
 def accumulated(
     module: nn.Module, inputs: tuple[Tensor, ...], cotangent: Tensor, weights: Tensor, times: int
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Output; gradients of the floating inputs; of the parameters, whole. `times` backwards, all into `.grad`."""
+    """Output; gradients of the floating inputs; of trained parameters, whole. `times` backwards, all into `.grad`."""
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     first: Any = None
     for part in TIMES[times]:
@@ -108,6 +108,7 @@ def accumulated(
         assert torch.equal(y, first)  # no backward changes what the next forward gives
         y.backward(cotangent * weights[part].sum())
     named = dict(module.named_parameters(remove_duplicate=False))
-    gradients = {name: to_cpu(parameter.grad) for name, parameter in named.items()}
+    assert all(parameter.grad is None for parameter in named.values() if not parameter.requires_grad)
+    gradients = {name: to_cpu(parameter.grad) for name, parameter in named.items() if parameter.requires_grad}
     assert all(type(gradient) is Tensor for gradient in gradients.values())
     return first, [x.grad for x in leaves if x.requires_grad], gradients

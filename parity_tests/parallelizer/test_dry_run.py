@@ -13,6 +13,7 @@ from parity_tests.parallelizer.families import OWN, Chosen, batch, empty, model_
 from parity_tests.parallelizer.training import accumulated, parallelized
 from shardproof import CaseSpec
 from shardproof.engines.engines import run
+from torch_impl.parallelizer import add_lora
 from torch_impl.parallelizer.dry_run import dry_run
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.hf_plan import translate_to_torch_parallel_style
@@ -136,6 +137,28 @@ def test_what_each_style_sends_is_what_is_measured(plan):
 
     ranks = run(body, CaseSpec(scheme="dry", mesh={"tp": 2}, dtype="float64"))
     report = dry_run(three_layers().to("meta"), {"tp": 2}, plan, tokens=10)
+    assert promised(report) == measured(ranks.ledger)
+    assert {each.name: each.local_shape for each in report.parameters} == ranks.results[0]
+    assert report.unknown == ()
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("styles", [("colwise", "rowwise"), ("colwise_gather_output", "rowwise_split_input")])
+def test_what_an_adapter_sends_is_what_is_measured(styles, dora):
+    plan = {key: named(style) for key, style in zip("12", styles, strict=True)}
+
+    def adapted():
+        model = add_lora(three_layers(), ["1", "2"], rank=3, alpha=1.0, dora=dora)
+        return model.requires_grad_(True)  # every input has a gradient, as those behind the first adapter have
+
+    def body(view, case):
+        model = fsdp2_strategy_parallelize(adapted(), view.device_mesh, None, plan)
+        torch.distributed.barrier()
+        model(torch.arange(10).view(2, 5)).sum().backward()
+        return {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
+
+    ranks = run(body, CaseSpec(scheme="dry", mesh={"tp": 2}, dtype="float64"))
+    report = dry_run(adapted().to("meta"), {"tp": 2}, plan, tokens=10)
     assert promised(report) == measured(ranks.ledger)
     assert {each.name: each.local_shape for each in report.parameters} == ranks.results[0]
     assert report.unknown == ()

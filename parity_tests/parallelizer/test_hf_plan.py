@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parity_tests.parallelizer.families import OWN, Chosen, empty
 from torch_impl.parallelizer import get_hf_tp_shard_plan, translate_to_torch_parallel_style
-from torch_impl.parallelizer.tp_plan import names_of
+from torch_impl.parallelizer.module_names import names_of
 from torch_impl.parallelizer.tp_styles import Experts, ReplicatedOnShards
 
 MOE = Chosen("qwen3_moe", changes=(("num_experts", 4), ("moe_intermediate_size", 10), ("num_experts_per_tok", 2)))

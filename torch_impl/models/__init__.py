@@ -23,6 +23,7 @@ from torch_impl.models.config import Placement as Placement
 from torch_impl.models.hybrid import HybridLM as HybridLM
 from torch_impl.models.hybrid import tensor_parallel_plan as tensor_parallel_plan
 from torch_impl.models.loss import IGNORED as IGNORED
+from torch_impl.models.loss import loss_divisors as loss_divisors
 from torch_impl.models.loss import normalised as normalised
 from torch_impl.models.loss import token_losses as token_losses
 from torch_impl.models.loss import valid_count as valid_count

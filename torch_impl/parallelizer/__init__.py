@@ -25,4 +25,8 @@ from torch_impl.parallelizer.fsdp2 import get_parallelization_strategy as get_pa
 from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan as get_hf_tp_shard_plan
 from torch_impl.parallelizer.hf_plan import register_tp_plan as register_tp_plan
 from torch_impl.parallelizer.hf_plan import translate_to_torch_parallel_style as translate_to_torch_parallel_style
+from torch_impl.parallelizer.lora import LoRALinear as LoRALinear
+from torch_impl.parallelizer.lora import add_lora as add_lora
+from torch_impl.parallelizer.lora import merge_lora as merge_lora
+from torch_impl.parallelizer.lora import unmerge_lora as unmerge_lora
 from torch_impl.parallelizer.registry import register_parallel_strategy as register_parallel_strategy

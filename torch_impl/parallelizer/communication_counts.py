@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch_impl.expert_parallel.exchange_cost import mean_rows
 from torch_impl.parallelizer.blocks import units
 from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise, ReplicatedHeads
+from torch_impl.parallelizer.lora import LoRALinear
 from torch_impl.parallelizer.tp_styles import (
     DividedInput,
     PackedColwise,
@@ -182,6 +183,23 @@ def style_counts(
         by_layouts[Replicate(), Shard(-1)] = sum_input_grad
         by_layouts[Replicate(), Replicate()] = [*sum_input_grad, gather_output]
     return by_layouts.get((style.input_layouts[0], style.output_layouts[0]))
+
+
+def adapter_counts(
+    module: nn.Module, style: ParallelStyle, tp: int, axis: str, keeps_dtype: bool = False
+) -> list[CollectiveCount]:
+    """The collectives of a layer's adapter under torch's styles, beside those of the layer; none without an adapter."""
+    if tp == 1 or not isinstance(module, LoRALinear) or not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return []
+    is_rowwise, magnitude = isinstance(style, RowwiseParallel), module.lora_magnitude
+    whole = [module.lora_B.weight] if is_rowwise else [module.lora_A.weight]
+    whole += [magnitude] if is_rowwise and magnitude is not None else []
+    sizes = [x.numel() * _itemsizes(x.dtype, keeps_dtype)[0] for x in whole]
+    counts = [CollectiveCount("backward", "all_reduce", axis, len(sizes), sum(sizes))]
+    if is_rowwise and magnitude is not None:
+        wide = max(_itemsizes(magnitude.dtype, keeps_dtype)[0], SUMMED)
+        counts.append(CollectiveCount("forward", "all_reduce", axis, 1, magnitude.numel() * wide))
+    return counts
 
 
 def _conv1d_counts(

@@ -14,6 +14,7 @@ from torch_impl.contract import Module, PositiveInt, TypeProblem, contract, type
 from torch_impl.parallelizer.communication_counts import (
     CollectiveCount,
     FsdpAxes,
+    adapter_counts,
     expert_counts,
     fsdp_counts,
     keeps_dtypes,
@@ -23,9 +24,11 @@ from torch_impl.parallelizer.communication_counts import (
 from torch_impl.parallelizer.expert_sharding import STACKS, fsdp_dims, validate_experts
 from torch_impl.parallelizer.fsdp2 import check_dims
 from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan, style_names
+from torch_impl.parallelizer.lora_styles import module_placements
 from torch_impl.parallelizer.mesh_axes import roles_of
-from torch_impl.parallelizer.tp_plan import Plan, generic, names_of, validate_styles
-from torch_impl.parallelizer.tp_styles import placements_of, sharded_dim
+from torch_impl.parallelizer.module_names import generic, names_of
+from torch_impl.parallelizer.tp_plan import Plan, validate_styles
+from torch_impl.parallelizer.tp_styles import sharded_dim
 
 OF_PARTS = {1: "", 2: " of each half", 3: " of each third"}
 
@@ -120,7 +123,7 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
     placements = {
         f"{name}.{leaf}": placement
         for name, (_, style) in styles.items()
-        for leaf, placement in placements_of(style, model.get_submodule(name)).items()
+        for leaf, placement in module_placements(style, model.get_submodule(name)).items()
     }
     stacks = {
         f"{name}.{leaf}": dim for name, module in experts.items() for leaf, dim in fsdp_dims(module, edp.shards).items()
@@ -143,8 +146,9 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
         counts += expert_counts(module, keeps_dtype, tokens, k, (ep, tp), ("ep", roles["tp"] or "")) if k else []
         unknown += [] if k else [generic(name)]
     for name, (_, style) in styles.items():
-        module_counts = style_counts(model.get_submodule(name), style, tp, roles["tp"] or "", tokens, keeps_dtype)
-        counts += module_counts or []
+        module, axis = model.get_submodule(name), roles["tp"] or ""
+        module_counts = style_counts(module, style, tp, axis, tokens, keeps_dtype)
+        counts += (module_counts or []) + adapter_counts(module, style, tp, axis, keeps_dtype)
         unknown += [generic(name)] if module_counts is None else []
     # 4. List the keys of the model's own plan that match nothing.
     keys = style_names(model) if tp > 1 and tp_shard_plan is None else {}

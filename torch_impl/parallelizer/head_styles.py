@@ -122,9 +122,10 @@ class ReplicatedHeads(ReplicatedOnShards):
         self.heads, self.groups = heads, groups
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
-        mesh = parameter.device_mesh
-        head = mesh.get_local_rank() * self.heads // mesh.size()
-        return super().local_parameter(name, parameter).chunk(self.heads)[head]
+        mesh, full = parameter.device_mesh, super().local_parameter(name, parameter)
+        if name == "lora_A.weight":  # the adapter's rows of heads are those of B
+            return full
+        return full.chunk(self.heads)[mesh.get_local_rank() * self.heads // mesh.size()]
 
     def before_forward(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from torch_impl.contract import Module, Rejected, contract, type_name
 from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise
+from torch_impl.parallelizer.module_names import generic, names_of
 from torch_impl.parallelizer.registry import ModelClass, class_name_of
-from torch_impl.parallelizer.tp_plan import generic, names_of
 from torch_impl.parallelizer.tp_styles import (
     DividedInput,
     Experts,

@@ -1,16 +1,13 @@
-"""Tensor-parallel plans: match keys, validate a plan against a model, and apply it.
+"""Tensor-parallel plans: validate a plan against a model, and apply it.
 
-A key is the dotted name of a module; each part may have wildcards, such as `*` for every layer. `validate_styles`
+A key is the dotted name of a module or has wildcards, see `module_names`. `validate_styles`
 resolves a plan once, to a style for each module; `shard_modules` applies these styles without further validation.
 """
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
@@ -21,12 +18,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, pa
 
 from torch_impl.contract import Mesh, Module, PositiveInt, TypeProblem, contract, type_name
 from torch_impl.parallelizer.head_styles import GROUPS, Conv1DPackedColwise, ReplicatedHeads
+from torch_impl.parallelizer.lora_styles import module_placements, with_adapter
+from torch_impl.parallelizer.module_names import matches, names_of, nearest_names
 from torch_impl.parallelizer.tp_styles import (
     LocalForward,
     Replicated,
     is_shard_of_parts,
     owner_of,
-    placements_of,
     sharded_dim,
 )
 
@@ -105,17 +103,6 @@ def apply_plan(model: Module, plan: Plan | None, tp_mesh: Mesh) -> None:
 # ---- Keys
 
 
-def names_of(key: str, names: Iterable[str]) -> list[str]:
-    """The names that a key matches: they have equally many dotted parts, and each part matches."""
-    pattern = key.split(".")
-    return [name for name in names if _matches(pattern, name.split("."))]
-
-
-def generic(name: str) -> str:
-    """A module's name with `*` for its layer's number."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
 def styles_by_module(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, PlanEntry]:
     """The plan's entry for each module that it names.
 
@@ -127,7 +114,9 @@ def styles_by_module(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dic
         names = names_of(key, modules)
         if not names and not _was_removed(key, model):
             kind = type(model).__name__
-            raise ValueError(f"tp_shard_plan: key {key!r} matches no module of {kind}; nearest: {_nearest(key, model)}")
+            raise ValueError(
+                f"tp_shard_plan: key {key!r} matches no module of {kind}; nearest: {nearest_names(key, model)}"
+            )
         for name in names:
             if name in styles:
                 raise ValueError(f"tp_shard_plan: keys {styles[name].key!r} and {key!r} both match {name!r}; keep one")
@@ -135,21 +124,11 @@ def styles_by_module(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dic
     return styles
 
 
-def _matches(pattern: list[str], parts: list[str]) -> bool:
-    return len(pattern) == len(parts) and all(map(fnmatchcase, parts, pattern))
-
-
 def _was_removed(key: str, model: nn.Module) -> bool:
     """Whether a key names a module that a pipeline's split took out of this part, or a module inside one."""
     parts = key.split(".")
     removed = [name.split(".") for name in getattr(model, REMOVED, ())]
-    return any(_matches(parts[: len(path)], path) or _matches(parts, path[: len(parts)]) for path in removed)
-
-
-def _nearest(key: str, model: nn.Module) -> str:
-    """The module names most similar to a key, with `*` for layers."""
-    names = dict.fromkeys(generic(name) for name, _ in model.named_modules() if name)
-    return ", ".join(repr(name) for name in get_close_matches(key, list(names), n=2, cutoff=0.0))
+    return any(matches(parts[: len(path)], path) or matches(parts, path[: len(parts)]) for path in removed)
 
 
 # ---- Validation against a model
@@ -228,7 +207,7 @@ def _module_placements(model: nn.Module, name: str, key: str, style: ParallelSty
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise ValueError(f"tp_shard_plan: {name!r} already has DTensor parameters; apply a plan once, before FSDP")
     try:
-        placements = placements_of(style, module)
+        placements = module_placements(style, module)
     except ValueError as error:
         raise ValueError(f"tp_shard_plan: key {key!r}: {error}") from None
     return {f"{name}.{leaf}" if name else leaf: placement for leaf, placement in placements.items()}
@@ -329,7 +308,8 @@ def shard_modules(model: nn.Module, styles: Styles, tp_mesh: DeviceMesh) -> None
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     # 1. Apply the styles. torch makes a new parameter for each name of a module.
     for name, (_, style) in styles.items():
-        parallelize_module(model.get_submodule(name), tp_mesh, style)
+        module = model.get_submodule(name)
+        parallelize_module(module, tp_mesh, with_adapter(style, module))
         if isinstance(style, LocalForward) and name:
             parent = model.get_submodule(name.rpartition(".")[0])
             vars(parent).update(style.local_sizes(parent, tp_mesh.size()))

@@ -352,7 +352,7 @@ def placements_of(style: ParallelStyle, module: nn.Module) -> dict[str, Placemen
     if inner is not None:
         raise ValueError(
             f"{type(style).__name__} shards a layer's direct parameters, and this {kind} has {inner!r} inside; "
-            "put an adapter next to the layer, or merge it"
+            "make an adapter with add_lora, or merge it"
         )
     is_linear = isinstance(module, nn.Linear)
     if isinstance(style, ColwiseParallel):

@@ -38,11 +38,16 @@ def to_cpu(v: Any, *, local: bool = False) -> Any:
     if not local:
         with torch.no_grad():
             # Detach the result, so that no backward has to communicate.
-            return _with_full_halves(v).full_tensor().cpu()
+            return full_value(v).cpu()
     if any(placement.is_partial() for placement in v.placements):
         raise Rejected(f"v is {v.placements}, so that a rank has a partial sum and no shard; drop local=True")
     with torch.no_grad():
         return v.to_local().cpu()
+
+
+def full_value(v: Tensor) -> Tensor:
+    """A DTensor's full value on its device; a Tensor is returned as the same object."""
+    return _with_full_halves(v).full_tensor() if isinstance(v, DTensor) else v
 
 
 def _with_full_halves(v: DTensor) -> DTensor:

@@ -1,0 +1,35 @@
+"""Names of modules: the keys that match them, and the names nearest to one that matches nothing.
+
+A key is the dotted name of a module; each part may have wildcards, such as `*` for every layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+
+def names_of(key: str, names: Iterable[str]) -> list[str]:
+    """The names that a key matches: they have equally many dotted parts, and each part matches."""
+    pattern = key.split(".")
+    return [name for name in names if matches(pattern, name.split("."))]
+
+
+def generic(name: str) -> str:
+    """A module's name with `*` for its layer's number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def matches(pattern: list[str], parts: list[str]) -> bool:
+    """Whether each part of a name matches its part of a key."""
+    return len(pattern) == len(parts) and all(map(fnmatchcase, parts, pattern))
+
+
+def nearest_names(key: str, model: nn.Module) -> str:
+    """The module names most similar to a key, with `*` for layers."""
+    names = dict.fromkeys(generic(name) for name, _ in model.named_modules() if name)
+    return ", ".join(repr(name) for name in get_close_matches(key, list(names), n=2, cutoff=0.0))
