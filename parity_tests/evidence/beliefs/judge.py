@@ -28,6 +28,7 @@ from shardproof.report.report import Report
 from shardproof.verification import verify
 
 TRACED = 4  # drawn cases that tell which lines a scheme runs
+LIMIT_S = 120.0  # of this process's time: after it no further scheme is verified for a belief
 CAP_S = 600.0  # for the fast tests of one belief
 Show = Callable[[str], Any]
 
@@ -88,8 +89,11 @@ def _first_catch(belief: Belief, schemes: Sequence[Declared]) -> dict[str, Any]:
         modules, patched = patched_schemes(belief, schemes)
     except Exception as error:  # whatever the import of a changed file raises
         return {"drawn": "import", "oracle": f"{type(error).__name__}: {error}"}
+    start = time.process_time()
     with modules:
         for scheme in schemes:
+            if time.process_time() - start > LIMIT_S:
+                break
             try:
                 verify(patched[scheme.key], found=_stop)
             except Caught as caught:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity_tests.evidence.beliefs.belief import BELIEFS, Belief
+from parity_tests.evidence.beliefs.judge import LIMIT_S
+from parity_tests.evidence.injected_bugs.runner import FARTHEST
 from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.mutants.tiers import of_bug
 from parity_tests.evidence.page import bullets, by_component, joined, markdown_table, share, written_by
@@ -20,8 +22,9 @@ own components. Each is wrong under a condition: that a gradient has the strides
 global rank, that every rank counts as many tokens. None of them swaps an operator. `parity_tests/evidence/beliefs/`
 has them as diffs.
 
-A belief is judged by `shardproof verify` with default settings: by the schemes that run its line, the nearest
-first. What these miss is judged by the fast tests of the component that run the line.
+A belief is judged by `shardproof verify` with default settings: by up to {farthest} schemes of its component that run
+its line, the nearest first, then by as many of the other components. No further scheme is begun after {limit:.0f}
+seconds. What these miss is judged by the fast tests of the component that run the line.
 
 {written_by}
 
@@ -102,7 +105,7 @@ def _row(name: str, group: Sequence[Verdict]) -> tuple[str, ...]:
 def text(all_verdicts: Sequence[Verdict]) -> str:
     """The page."""
     head = HEAD.format(
-        count=len(all_verdicts), written_by=written_by("make beliefs"), closing=bullets(closing(all_verdicts)),
+        count=len(all_verdicts), farthest=FARTHEST, limit=LIMIT_S, written_by=written_by("make beliefs"), closing=bullets(closing(all_verdicts)),
         table=table(all_verdicts),
     )  # fmt: skip
     survivors = [each for each in all_verdicts if each.survives]
