@@ -1,4 +1,4 @@
-"""The table of what schemes draw: each option of a public function, its documented values, and those that no scheme has."""
+"""What schemes draw: each option of a public function, its documented values, and those that no scheme has."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from shardproof.report.report import Report
 from shardproof.verification import verify
 
 TRACED = 4  # drawn cases that tell which lines a scheme runs
-LIMIT_S = 120.0  # of this process's time: after it no further scheme is verified for a belief
+LIMIT_S = 60.0  # of this process's time: after it no further scheme is verified for a belief
 CAP_S = 600.0  # for the fast tests of one belief
 Show = Callable[[str], Any]
 

@@ -14,7 +14,7 @@ from parity_tests.evidence.mutants.tiers import of_bug
 from parity_tests.evidence.page import bullets, by_component, joined, markdown_table, share, written_by
 
 PROMISED_DRAWN, PROMISED_TESTS = 0.85, 0.97
-COLUMNS = ("component", "beliefs", "drawn cases", "with the fast tests", "survive", "not judged yet")
+COLUMNS = ("component", "beliefs", "drawn cases", "with the fast tests", "caught by nothing", "more to run")
 HEAD = """# Wrong beliefs
 
 A mutant changes an operator; a person has a wrong idea. These are {count} ideas that a good engineer may have of our
@@ -36,13 +36,14 @@ seconds. What these miss is judged by the fast tests of the component that run t
 
 @dataclass(frozen=True)
 class Verdict:
-    """The scheme that catches a belief with its oracle, or else the fast test; `is_open` where more is to be run."""
+    """The scheme that catches a belief with its oracle, or else the fast test."""
 
     belief: Belief
     drawn: str | None
     oracle: str | None
     test: str | None
-    is_open: bool
+    is_tried: bool  # on drawn cases
+    is_open: bool  # drawn cases or tests are still to be run
 
     @property
     def survives(self) -> bool:
@@ -55,20 +56,23 @@ def verdicts(journal: Journal, beliefs: Sequence[Belief] = BELIEFS) -> list[Verd
 
 
 def _verdict(belief: Belief, record: dict[str, Any]) -> Verdict:
-    is_open = "drawn" not in record or not (record["drawn"] or "tests" in record)
-    return Verdict(belief, record.get("drawn"), record.get("oracle"), record.get("tests"), is_open)
+    is_tried = "drawn" in record
+    is_open = not is_tried or not (record["drawn"] or "tests" in record)
+    return Verdict(belief, record.get("drawn"), record.get("oracle"), record.get("tests"), is_tried, is_open)
 
 
 def closing(all_verdicts: Sequence[Verdict]) -> list[str]:
-    """The figures, in sentences."""
-    judged = [each for each in all_verdicts if not each.is_open]
-    drawn, caught = sum(bool(each.drawn) for each in judged), sum(not each.survives for each in judged)
+    """The figures, in sentences; of those that drawn cases were tried on."""
+    tried = [each for each in all_verdicts if each.is_tried]
+    drawn, caught = sum(bool(each.drawn) for each in tried), sum(bool(each.drawn or each.test) for each in tried)
     lines = [
-        f"{share(drawn, len(judged))} are caught by drawn cases; the promise is {PROMISED_DRAWN:.0%}.",
-        f"{share(caught, len(judged))} are caught by drawn cases or fast tests; the promise is {PROMISED_TESTS:.0%}.",
+        f"{share(drawn, len(tried))} are caught by drawn cases; the promise is {PROMISED_DRAWN:.0%}.",
+        f"{share(caught, len(tried))} are caught by drawn cases or fast tests; the promise is {PROMISED_TESTS:.0%}.",
     ]
-    left = len(all_verdicts) - len(judged)
-    return [*lines, f"{left} are not judged yet."] if left else lines
+    untried, untested = len(all_verdicts) - len(tried), sum(each.is_open for each in tried)
+    if untried or untested:
+        lines += [f"Not run yet: drawn cases on {untried}, fast tests on {untested} of those that these miss."]
+    return lines
 
 
 def is_promised(all_verdicts: Sequence[Verdict]) -> bool:
@@ -89,26 +93,21 @@ def table(all_verdicts: Sequence[Verdict]) -> str:
 
 
 def _row(name: str, group: Sequence[Verdict]) -> tuple[str, ...]:
-    judged = [each for each in group if not each.is_open]
-    survivors = sum(each.survives for each in judged)
-    drawn = share(sum(bool(each.drawn) for each in judged), len(judged))
-    return (
-        name,
-        str(len(group)),
-        drawn,
-        share(len(judged) - survivors, len(judged)),
-        str(survivors),
-        str(len(group) - len(judged)),
-    )
+    tried = [each for each in group if each.is_tried]
+    drawn, caught = sum(bool(each.drawn) for each in tried), sum(bool(each.drawn or each.test) for each in tried)
+    counts = sum(each.survives for each in tried), sum(each.is_open for each in group)
+    return name, str(len(group)), share(drawn, len(tried)), share(caught, len(tried)), *map(str, counts)
 
 
 def text(all_verdicts: Sequence[Verdict]) -> str:
     """The page."""
     head = HEAD.format(
-        count=len(all_verdicts), farthest=FARTHEST, limit=LIMIT_S, written_by=written_by("make beliefs"), closing=bullets(closing(all_verdicts)),
+        count=len(all_verdicts), farthest=FARTHEST, limit=LIMIT_S, written_by=written_by("make beliefs"),
+        closing=bullets(closing(all_verdicts)),
         table=table(all_verdicts),
     )  # fmt: skip
     survivors = [each for each in all_verdicts if each.survives]
+    untested = [each for each in all_verdicts if each.is_tried and each.is_open]
     tested = [each for each in all_verdicts if each.test and not each.drawn]
     equivalent = [belief for belief in BELIEFS if belief.equivalent]
     return joined(
@@ -117,6 +116,7 @@ def text(all_verdicts: Sequence[Verdict]) -> str:
         _section(
             "Caught by the tests alone", [f"{_line(each)}; by `{each.test}`. {_reason(each)}." for each in tested]
         ),
+        _section("Missed by drawn cases, tests not run yet", [f"{_line(each)}. {_reason(each)}." for each in untested]),
         _section("Equivalent", [f"`{each.at}`: {each.name}; {each.equivalent}." for each in equivalent]),
     )
 

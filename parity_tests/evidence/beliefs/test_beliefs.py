@@ -58,20 +58,21 @@ def test_there_are_150_beliefs_of_every_component_and_kind():
     assert len(BELIEFS) >= 150
     assert [name for name, count in Counter(belief.name for belief in BELIEFS).items() if count > 1] == []
     assert [kind for kind in KINDS if sum(belief.kind == kind for belief in BELIEFS) < 5] == []
-    assert {folder.name for folder in component_folders()} - {"contract"} <= {b.component for b in BELIEFS} | {"kernels"}
+    components = {folder.name for folder in component_folders()} - {"contract", "kernels"}
+    assert components <= {belief.component for belief in BELIEFS}
 
 
 def test_a_default_run_catches_a_belief_where_it_shows():
     caught = judge._first_catch(OF_SHARDS, [gather_to_replicated, uneven_gather_to_invariant])
-    assert caught == {"drawn": "uneven_gather_to_invariant", "oracle": "gradient"}
+    assert caught == {"drawn": "uneven_gather_to_invariant", "oracle": "raised"}
 
 
 def test_a_run_goes_on_where_it_was_stopped(tmp_path):
-    class Judge:
-        asked = []
+    asked = []
 
+    class Judge:
         def record(self, belief):
-            self.asked.append(belief.name)
+            asked.append(belief.name)
             return {"drawn": None, "oracle": None, "schemes": 1, "seconds": 0.0}
 
         def show(self, line):
@@ -79,7 +80,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path):
 
     for _ in range(2):
         judge.by_drawn_cases(BELIEFS[:2], Journal(tmp_path / "beliefs.jsonl"), Judge())
-    assert Judge.asked == [belief.name for belief in BELIEFS[:2]]
+    assert asked == [belief.name for belief in BELIEFS[:2]]
 
 
 def journal_of(**records):
@@ -90,13 +91,15 @@ def journal_of(**records):
 
 
 def test_the_page_has_the_shares_and_each_survivor():
-    drawn = {"drawn": "a_scheme", "oracle": "gradient"}
+    drawn = {"drawn": "a_scheme", "oracle": "raised"}
     missed = {"drawn": None, "oracle": None}
     records = {"a": drawn, "b": {**missed, "tests": "test_x"}, "c": {**missed, "tests": None}, "d": missed}
     verdicts = page.verdicts(journal_of(**records), BELIEFS[:5])
+    assert [verdict.is_tried for verdict in verdicts] == [True, True, True, True, False]
     assert [verdict.is_open for verdict in verdicts] == [False, False, False, True, True]
-    assert page.closing(verdicts)[0].startswith("1 of 3 (33.3%) are caught by drawn cases")
-    assert page.closing(verdicts)[-1] == "2 are not judged yet."
+    assert page.closing(verdicts)[0].startswith("1 of 4 (25.0%) are caught by drawn cases")
+    assert page.closing(verdicts)[1].startswith("2 of 4 (50.0%) are caught by drawn cases or fast tests")
+    assert page.closing(verdicts)[-1] == "Not run yet: drawn cases on 1, fast tests on 1 of those that these miss."
     text = page.text(verdicts)
     assert f"`{BELIEFS[2].at}`: {BELIEFS[2].name}" in text.partition("## Caught by nothing")[2].partition("\n## ")[0]
     assert "by `test_x`" in text.partition("## Caught by the tests alone")[2]
