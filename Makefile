@@ -16,7 +16,7 @@ NEEDS := pyproject.toml $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help verify test test-all oracles lint types imports two-notebooks notebooks pages docs sizes browser bench bugs mutants tiers alarms failures line-types peers clean
+.PHONY: help verify test test-all oracles lint types imports two-notebooks notebooks pages docs sizes browser bench bugs beliefs mutants tiers alarms failures line-types peers clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
@@ -67,6 +67,9 @@ bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and 
 
 bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is caught
 	$(BIN)/python -m parity_tests.evidence.injected_bugs --jobs 2 --page docs --table build/injected_bugs.md
+
+beliefs: $(VENV)/with-test $(VENV)/with-oracles ## judge the wrong beliefs and write docs/beliefs.md; it goes on where it was stopped
+	$(BIN)/python -m parity_tests.evidence.beliefs --page docs/beliefs.md
 
 mutants: $(VENV)/with-test $(VENV)/with-oracles ## judge 1,120 sampled mutants and write docs/mutants.md; it goes on where it was stopped
 	$(BIN)/python -m parity_tests.evidence.mutants --page docs/mutants.md

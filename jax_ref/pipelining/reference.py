@@ -98,6 +98,45 @@ def live_bound(name: str, p: int) -> int:
     return {"InterleavedZeroBubble": 2 * p, "ZBVZeroBubble": 2 * p, "DualPipeV": 2 * p + 1}[name]
 
 
+def timeline(
+    order: Sequence[Sequence[tuple[int, str, int]]],
+    placed: Sequence[int],
+    forward: jax.Array,
+    backward: jax.Array,
+    p2p: jax.Array,
+) -> tuple[dict[tuple[int, str, int], jax.Array], list[jax.Array]]:
+    """(end of each forward, backward and send; time that each rank computes) of an order with two kinds of work.
+
+        start = max(end of the rank's work before, arrival)    end = start + duration of the stage
+
+    `order` has rows of (stage, kind, micro-batch), `placed` the rank of each stage. An input from another rank arrives
+    p2p after it was sent, or after it was computed if the order states no messages; a send takes no time, and within a
+    rank nothing is sent.
+    """
+    ends: dict[tuple[int, str, int], jax.Array] = {}
+    left, free, busy = [list(row) for row in order], [0.0 * p2p] * len(order), [0.0 * p2p] * len(order)
+    sends = any(kind.startswith("SEND") for row in order for _, kind, _ in row)
+    while any(left):
+        done = len(ends)
+        for rank, row in enumerate(left):
+            while row:
+                stage, kind, m = row[0]
+                source = stage - 1 if kind == "F" else stage + 1
+                start = free[rank]
+                if kind in ("F", "B") and 0 <= source < len(placed):
+                    is_remote = placed[source] != rank
+                    needed = source, f"SEND_{kind}" if is_remote and sends else kind, m
+                    if needed not in ends:
+                        break
+                    start = jax.numpy.maximum(start, ends[needed] + (p2p if is_remote else 0.0))
+                duration = {"F": forward, "B": backward}[kind][stage] if kind in ("F", "B") else 0.0
+                ends[row.pop(0)] = start + duration
+                free[rank], busy[rank] = start + duration, busy[rank] + duration
+        if len(ends) == done:
+            raise ValueError(f"order: ranks wait for each other in {[row[0] for row in left if row]}")
+    return ends, busy
+
+
 def accumulate(
     loss: Callable[..., jax.Array],
     parameters: Any,

@@ -52,6 +52,7 @@ def numbered_in_ragged_blocks(mesh, x):
     mesh=RANKS,
     inputs={"x": "s/cp:striped d"},
     outputs="s/cp:striped d",
+    sums="float32",
     cost=lambda case: Cost(),
 )
 def numbered_in_stripes(mesh, x):
@@ -63,6 +64,7 @@ def numbered_in_stripes(mesh, x):
     mesh=RANKS,
     inputs={"x": "s/cp:dual_chunk_swap d"},
     outputs="s/cp:dual_chunk_swap d",
+    sums="float32",
     cost=lambda case: Cost(),
 )
 def numbered_in_swapped_chunks(mesh, x):
@@ -74,6 +76,7 @@ def numbered_in_swapped_chunks(mesh, x):
     reference=meanings.numbered_beside,
     inputs={"x": "s/cp:packed d", "offsets": "n"},
     outputs="s/cp:packed d",
+    sums="float32",
     cost=lambda case: Cost(),
     **PACKED,
 )
@@ -88,6 +91,7 @@ def numbered_in_sequences(mesh, x, offsets):
     contract=all_gather,
     inputs={"x": "s/cp:dual_chunk_swap d"},
     cost=gathered_cost,
+    sums="float32",
 )
 def gathered_in_order(mesh, x):
     world = mesh.size("cp")
@@ -101,6 +105,7 @@ def gathered_in_order(mesh, x):
     contract=all_gather,
     inputs={"x": "s/cp:striped d"},
     cost=gathered_cost,
+    sums="float32",
 )
 def gathered_from_stripes(mesh, x):
     world = mesh.size("cp")
@@ -112,6 +117,7 @@ def gathered_from_stripes(mesh, x):
     contract=reduce_scatter,
     inputs={"x": "s d cp=P", "offsets": "n"},
     outputs="s/cp:packed d",
+    sums="float32",
     cost=scattered_cost,
     **PACKED,
 )

@@ -80,6 +80,7 @@ def shift_cost(case):
     contract=c.all_reduce,
     inputs={"x": "a b tp=P"},
     cost=sum_cost(True),
+    sums="float32",
 )
 def sum_to_replicated(mesh, x):
     return c.all_reduce(x, mesh["tp"], out="R")
@@ -91,6 +92,7 @@ def sum_to_replicated(mesh, x):
     contract=c.all_reduce,
     inputs={"x": "a b tp=P"},
     outputs="a b tp=I",
+    sums="float32",
     rank_options={"out": (None, "I")},
     cost=sum_cost(False),
 )
@@ -116,6 +118,7 @@ def maximum(mesh, x):
     contract=c.all_gather,
     inputs={"x": "a b/tp"},
     outputs="a b tp=R",
+    sums="float32",
     cost=gather_cost(True, even_piece),
 )
 def gather_to_replicated(mesh, x):
@@ -128,6 +131,7 @@ def gather_to_replicated(mesh, x):
     contract=c.all_gather,
     inputs={"x": "a b/tp:uneven", "beside": "b"},
     outputs="a b tp=R",
+    sums="float32",
     cost=gather_cost(True, longest_piece),
     **UNEVEN,
 )
@@ -154,6 +158,7 @@ def uneven_gather_to_invariant(mesh, x, beside):
     contract=c.reduce_scatter,
     inputs={"x": "b a tp=P"},
     cost=scatter_cost(even_piece),
+    sums="float32",
 )
 def scatter(mesh, x):
     return c.reduce_scatter(x, mesh["tp"])
@@ -165,6 +170,7 @@ def scatter(mesh, x):
     contract=c.reduce_scatter,
     inputs={"x": "a b tp=P"},
     outputs="a b/tp:uneven",
+    sums="float32",
     layouts={"uneven": uneven},
     cost=scatter_cost(longest_piece),
 )
@@ -220,6 +226,7 @@ def exchange_along_one_dim(mesh, x, beside):
     mesh=WORLDS,
     inputs={"x": "n/tp a"},
     outputs="1 a tp=R",
+    sums="float32",
     options={"src": (0, 1, 2, -1)},
     cost=broadcast_cost(True),
 )

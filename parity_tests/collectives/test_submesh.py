@@ -15,7 +15,12 @@ def gather_of_a_strided_group(mesh, x):
 
 
 @scheme(
-    reference=meanings.identity, mesh=MESH, contract=c.reduce_scatter, inputs={"x": "a/dp b tp=P"}, outputs="a/dp b/tp"
+    reference=meanings.identity,
+    mesh=MESH,
+    contract=c.reduce_scatter,
+    inputs={"x": "a/dp b tp=P"},
+    outputs="a/dp b/tp",
+    sums="float32",
 )
 def scatter_to_a_strided_group(mesh, x):
     return c.reduce_scatter(x, mesh["tp"], dim=1)

@@ -31,6 +31,7 @@ DECLARED = dict(
     contract=expert_parallel.global_balance_loss,
     inputs={"probabilities": "t/dp/cp/ep e", "experts": "t/dp/cp/ep k"},
     reduction=("t", "e"),
+    sums="float32",
     **DECLARED,
 )
 def balance_over_three_axes(mesh, probabilities, experts: Int[Tensor, "t k"]):
@@ -44,6 +45,7 @@ def balance_over_three_axes(mesh, probabilities, experts: Int[Tensor, "t k"]):
     contract=expert_parallel.global_balance_loss,
     inputs={"probabilities": "t/data:ragged e", "experts": "t/data:ragged k"},
     reduction=("t", "e"),
+    sums="float32",
     cost=lambda c: Cost(forward={"all_reduce": (1, INT64 * (c.e + 1))}),
     **DECLARED,
 )
@@ -57,6 +59,7 @@ def balance_of_all_tokens(mesh, probabilities, experts: Int[Tensor, "t k"]):
     contract=expert_parallel.sequence_balance_loss,
     inputs={"probabilities": "b/dp s/cp:dual_chunk_swap e", "experts": "b/dp s/cp:dual_chunk_swap k"},
     reduction=("s", "e"),
+    sums="float32",
     cost=lambda c: Cost(forward={"all_reduce/cp": (1, INT64 * c.b // c.dp * (c.e + 1))}),
     **DECLARED,
 )
@@ -76,6 +79,7 @@ def of_ranks(probabilities, experts, mesh):
     inputs={"probabilities": "t/data e", "experts": "t/data k"},
     outputs="r/data",
     reduction=("t", "e"),
+    sums="float32",
     cost=lambda c: Cost(),
     **{**DECLARED, "dims": {**SIZES, "r": "data"}},
 )
@@ -96,6 +100,7 @@ LOGITS = values("normal", "ties", "zeros", "huge", "peaked")
     reference=reference.z_loss,
     inputs={"logits": "t/data:ragged e"},
     draw={"logits": LOGITS},
+    sums="float32",
     cost=lambda c: Cost(),
     **OF_LOGITS,
 )
@@ -107,6 +112,7 @@ def z_loss_of_all_tokens(mesh, logits):
     reference=reference.z_loss,
     inputs={"logits": "t/data:ragged e", "experts": "t/data:ragged k"},
     draw={"logits": LOGITS, "experts": chosen_experts()},
+    sums="float32",
     dims=SIZES,
     cost=lambda c: Cost(forward={"all_reduce": (1, INT64)}),
     **OF_LOGITS,

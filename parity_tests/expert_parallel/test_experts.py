@@ -42,6 +42,7 @@ def shares(generator, shape, case):
     },
     dtypes=("float32", "bfloat16", "float64", "float16"),
     reduction=("d",),
+    sums="float32",
     rank_options={"backend": ("auto", "eager")},
     cost=lambda c: Cost(),
 )

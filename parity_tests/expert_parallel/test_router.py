@@ -35,6 +35,7 @@ def by_softmax(logits, each, norm_topk_prob):
     dims=SIZES,
     options={"norm_topk_prob": (False, True)},
     nograd=("each",),
+    sums="float32",
     **TOKENS,
 )
 def routed_by_softmax(mesh, logits, each: Int[Tensor, "k"], norm_topk_prob) -> Routing:
@@ -52,6 +53,7 @@ def by_top_k(logits, each):
     draw={"logits": LOGITS, "each": integers(0, 0)},
     dims=SIZES,
     nograd=("each",),
+    sums="float32",
     **TOKENS,
 )
 def routed_by_top_k(mesh, logits, each: Int[Tensor, "k"]) -> Routing:
@@ -86,6 +88,7 @@ def by_sigmoid(logits, bias, each, searched, norm_topk_prob, routed_scaling_fact
     dims={"k": (1, 2, 4), "e": (8, 16)},
     options={"searched": GROUPS, "norm_topk_prob": (True, False), "routed_scaling_factor": (1.0, 2.5)},
     nograd=("each", "bias"),
+    sums="float32",
     assume=lambda case: case.k <= case.e // case.searched[0] * case.searched[1],
     **TOKENS,
 )

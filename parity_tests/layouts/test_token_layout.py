@@ -159,6 +159,7 @@ def gather_cost(gradient):
     contract=TokenLayout.unshard,
     inputs={"x": "b t/cp:packed d", "padded": "n"},
     dtypes=DTYPES,
+    sums="float32",
     cost=gather_cost("R"),
     **{**PACKED, "draw": {"padded": offsets("t", padded=True)}},
 )
@@ -225,6 +226,7 @@ def up_to_the_last_token(x, padded, real):
     inputs={"x": "b t/cp:packed d", "padded": "n", "real": "n"},
     outputs="b t d cp=R",
     dtypes=DTYPES,
+    sums="float32",
     cost=gather_cost("R"),
     **PACKED,
 )

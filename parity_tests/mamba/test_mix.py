@@ -29,6 +29,7 @@ def packed_reference(x, weight, bias, cu):
     },
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("k",),
+    sums="float32",
     roundings=2,
 )
 @pytest.mark.cases(20)

@@ -46,20 +46,20 @@ def minimal(x, dt, A, B, C, D, entering, cu):
         first = entering if k == 0 else torch.zeros_like(entering)
         out, state = outside().minimal.ssd_minimal_discrete(*part, block(part[0]), initial_states=first[:, None])
         y.append(out)
-    return torch.cat(y, 1) + x * D[:, None], state
+    return torch.cat(y, 1) + x * D, state
 
 
 def combined(x, dt, A, B, C, D, entering, cu):
     """Their chunked scan in plain torch, in float32 inside. No state goes in; it gives none."""
     scan, dt, A = outside().scan.ssd_chunk_scan_combined_ref, dt.exp(), -A.exp()
     parts = of_each_sequence(cu, x, dt, B, C)
-    return (torch.cat([scan(x, dt, A, B, C, block(x), D=D) for x, dt, B, C in parts], 1),)
+    return (torch.cat([scan(x, dt, A, B, C, block(x), D=D.expand(x.shape[2:])) for x, dt, B, C in parts], 1),)
 
 
 def stepwise(x, dt, A, B, C, D, entering, cu):
     """One token after another; the state is overwritten, so there is no gradient."""
     state, y, dt = entering.clone(), [], dt.exp()[..., None].expand_as(x)
-    A, D = -A.exp()[:, None, None].expand(state.shape[1:]), D[:, None].expand(x.shape[2:])
+    A, D = -A.exp()[:, None, None].expand(state.shape[1:]), D.expand(x.shape[2:])
     for k, part in enumerate(of_each_sequence(cu, x, dt, B, C)):
         if k:
             state.zero_()

@@ -8,6 +8,7 @@ import torch
 
 from jax_ref.mamba import scan as reference
 from shardproof import offsets, scheme, values
+from torch_impl.collectives import accumulator
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.scan import chunked_scan
 
@@ -17,7 +18,9 @@ ORDINARY = values("normal", "ties", "ones")
 
 def packed_reference(x, dt, A, B, C, D, entering, cu):
     first = jnp.zeros(x.shape[1], bool).at[cu[:-1]].set(True, mode="drop")
-    return reference(x, jnp.exp(dt), -jnp.exp(A), B, C, D, first, entering)
+    y, state = reference(x, jnp.exp(dt), -jnp.exp(A), B, C, 0.0 * A, first, entering)
+    skips = D[:, None] if D.ndim == 1 else D  # of a head, or of each of its channels
+    return y + skips[None, None] * x, state
 
 
 TENSORS = {
@@ -48,13 +51,20 @@ DECLARED = dict(
 
 @scheme(
     rank_options={"chunk_size": (1, 2, 3, 4, 9, 256), "split": (0, 1, 2, 3)},
-    dtypes=("float32", "float64"),
-    **DECLARED,
+    dtypes=("float32", "float64", "bfloat16"),
+    sums="float32",
+    **{
+        **DECLARED,
+        "inputs": {**DECLARED["inputs"], "D": "h c cp=R"},
+        "dims": {**DECLARED["dims"], "c": (1, 2)},
+    },
 )
 @pytest.mark.cases(30)
 def scanned(mesh, x, dt, A, B, C, D, entering, cu, chunk_size, split):
     """The sequence at once, or in two parts of which the second begins with what the first leaves."""
     ids = TokenLayout.packed(cu, cp_size=1, cp_rank=0).sequence_ids.expand(x.shape[:2])
+    wide = accumulator(x.dtype)
+    dt, A, D, entering = (part.to(wide) for part in (dt, A, D, entering))  # two parts use A and D
     state, pieces, cut = entering, [], x.shape[1] * split // 3
     for part in (slice(cut), slice(cut, None)) if split else (slice(None),):
         if part.start and not torch.equal(ids[:, cut - 1 : cut], ids[:, cut : cut + 1]):

@@ -28,6 +28,7 @@ def at_base(x, places, base):
     draw={"x": values("normal", "ties", "large"), "places": integers(0, 4095)},
     options={"base": (10000.0, 10.0)},
     dtypes=("float32", "bfloat16", "float64"),
+    sums="float32",
 )
 @pytest.mark.cases(20)
 def rotary(mesh, x, places, base):

@@ -156,6 +156,7 @@ class Tied(nn.Module):
     nograd=("table", "first", "second"),
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("v", "d", "e"),
+    sums="float32",
 )
 @pytest.mark.cases(10)
 def norm_over_stages(mesh, table, first, second):

@@ -40,6 +40,7 @@ def declared(mesh, gradients, dims, **more):
         options=NORMS,
         rank_options={"error_if_nonfinite": (False, True)},
         dtypes=DTYPES,
+        sums="float32",
         reduction=tuple(dims),
         **more,
     )

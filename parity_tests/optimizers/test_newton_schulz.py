@@ -31,6 +31,7 @@ def by_default(x, steps):
     options={"steps": (5, 1, None)},
     dtypes=("float32", "float64", "bfloat16"),
     reduction=("m", "n"),
+    sums="float32",
     cost=lambda case: Cost(),
 )
 def newton_schulz_on_one_device(mesh, x, steps):

@@ -143,7 +143,42 @@ def make_sgd(groups):
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("declared_scheme", [zero1_adamw, zero1_sgd], ids=lambda each: each.name)
+RATE, STEPS = 0.1, 2
+
+
+def reference_two_dtypes(weights, gradients):
+    """Two steps of plain descent; the norm's weight is frozen."""
+    moved = {name: weights[name] - STEPS * RATE * gradients[name] for name in weights if name not in UNDECAYED}
+    return {f"weights_{name}": x for name, x in {**weights, **moved}.items()}
+
+
+def two_dtypes():
+    common = declared((), dtypes=("float32", "float64"), roundings=4)
+    return {**common, "mesh": {"dp": (1, 2, 3)}, "rank_options": {"stored": ("plain", "transposed")}}
+
+
+@scheme(reference=reference_two_dtypes, **two_dtypes())
+def zero1_of_two_dtypes(mesh, weights, gradients, stored):
+    """One group with a parameter of the tested dtype, one of float64 and a frozen one; some are stored transposed."""
+
+    def laid_out(x):
+        return x.t().contiguous().t() if stored == "transposed" and x.ndim == 2 else x
+
+    dtypes = {"up": weights["up"].dtype, "down": torch.float64, "norm": weights["norm"].dtype}
+    parameters = {
+        name: nn.Parameter(laid_out(x.to(dtypes[name]).clone()), requires_grad=name not in UNDECAYED)
+        for name, x in weights.items()
+    }
+    zero = Zero1(list(parameters.values()), lambda groups: torch.optim.SGD(groups, lr=RATE), mesh.device_mesh)
+    for _ in range(STEPS):
+        for name, each in parameters.items():
+            each.grad = None if name in UNDECAYED else laid_out(gradients[name].to(dtypes[name]).clone())
+        zero.reduce_gradients()
+        zero.step()
+    return {f"weights_{name}": each.detach().to(weights[name].dtype) for name, each in parameters.items()}
+
+
+@pytest.mark.parametrize("declared_scheme", [zero1_adamw, zero1_sgd, zero1_of_two_dtypes], ids=lambda each: each.name)
 def test_parity(declared_scheme):
     check_cases(declared_scheme, 12)
 

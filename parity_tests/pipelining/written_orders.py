@@ -21,3 +21,36 @@ def with_communication(order, placed, n):
     full_order = {rank: _add_reduce_grad(_add_unshard_reshard(actions), n) for rank, actions in theirs.items()}
     sent = _add_send_recv(full_order, lambda stage: placed[stage], len(placed))
     return [[parse_action(str(action)) for action in sent[rank]] for rank in range(len(order))]
+
+
+def fill_and_drain(placed, n):
+    """Rows of (stage, kind, micro-batch): each rank runs all forwards of its stages in turn, then all backwards."""
+    order = []
+    for rank in range(max(placed) + 1):
+        stages = [stage for stage, other in enumerate(placed) if other == rank]
+        forwards = [(stage, "F", m) for stage in stages for m in range(n)]
+        order.append([*forwards, *((stage, "B", m) for stage in reversed(stages) for m in range(n))])
+    return order
+
+
+def with_late_messages(order, placed, *, late):
+    """The order with its messages: received before they are used, sent after their computation or after one more.
+
+    What is late is sent before the rank waits for another message, so that no two ranks wait for each other.
+    """
+    rows = []
+    for rank, row in enumerate(order):
+        waiting, actions = [], []
+        for stage, kind, m in row:
+            step = 1 if kind == "F" else -1
+            source, to = stage - step, stage + step
+            if 0 <= source < len(placed) and placed[source] != rank:
+                actions += [*waiting, (stage, f"RECV_{kind}", m)]
+                waiting = []
+            actions.append((stage, kind, m))
+            due, waiting = (waiting, []) if late else ([], waiting)
+            actions += due
+            if 0 <= to < len(placed) and placed[to] != rank:
+                (waiting if late else actions).append((stage, f"SEND_{kind}", m))
+        rows.append([*actions, *waiting])
+    return rows

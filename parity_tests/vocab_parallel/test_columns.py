@@ -38,7 +38,12 @@ def full_rows_cost(case):
 
 
 LOG_SOFTMAX = dict(
-    reference=log_softmax, mesh=RANKS, inputs={"logits": "b s v/tp:ragged"}, dtypes=DTYPES, reduction=("v",)
+    reference=log_softmax,
+    mesh=RANKS,
+    inputs={"logits": "b s v/tp:ragged"},
+    dtypes=DTYPES,
+    reduction=("v",),
+    sums="float32",
 )
 
 
@@ -118,6 +123,7 @@ def largest_id(mesh, logits, counted) -> Int[Tensor, "b s"]:
     contract=vp.group_all_reduce_sum,
     inputs={"x": "b s tp=P"},
     dtypes=DTYPES,
+    sums="float32",
     cost=lambda c: Cost(forward={"all_reduce": (1, c.b * c.s * c.accumulator_itemsize)}),
 )
 def sum_over_a_group(mesh, x):

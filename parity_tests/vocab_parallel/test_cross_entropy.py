@@ -16,6 +16,7 @@ DECLARED = dict(
     mesh={"tp": (1, 2, 3, 4)},
     outputs="b s tp=I",
     dtypes=("float32", "float64", "bfloat16", "float16"),
+    sums="float32",
     reduction=("v",),
     roundings=3,  # log total, mean shifted logit, gradient
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 5 * c.b * c.s))),

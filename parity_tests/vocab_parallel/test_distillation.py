@@ -56,6 +56,7 @@ DECLARED = dict(
     dims={"k": (1, 2, 3, 8), "f": "s+e", "e": (0, 1, 2, 3), "u": "s-1"},
     options={"zero_outside_topk": (True, False), "calculate_entropy": (True, False)},
     dtypes=("float32", "float64", "bfloat16"),
+    sums="float32",
     roundings=3,  # log total, mean shifted logit, gradient
 )
 

@@ -22,6 +22,7 @@ from torch_impl import vocab_parallel as vp
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
+    sums="float32",
     roundings=3,  # log total, mean shifted logit, gradient
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 3 * c.b * c.s))),
 )

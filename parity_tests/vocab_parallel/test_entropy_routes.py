@@ -26,6 +26,7 @@ COMMON = dict(
     options={"temperature": (1.0, 0.7)},
     rank_options={"chunk_size": (None, 2)},
     dtypes=("float32", "bfloat16", "float64"),
+    sums="float32",
     reduction=("v",),
     roundings=3,  # log total, mean shifted logit, gradient
 )
@@ -185,7 +186,7 @@ def of_hidden(hidden, weight, target, temperature):
             **over_cp(c, c.b * c.s).backward,
         },
     ),
-    **{**COMMON, "reduction": ("v", "d"), "roundings": 5},
+    **{**COMMON, "reduction": ("v", "d"), "roundings": 5, "sums": None},
 )
 def entropy_of_hidden_states(mesh, hidden, weight, target, temperature, chunk_size):
     return vp.from_parallel_hidden_states_to_logprobs(

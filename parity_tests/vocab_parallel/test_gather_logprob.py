@@ -24,6 +24,7 @@ from torch_impl import vocab_parallel as vp
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
+    sums="float32",
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, (2 + c.k) * c.b * c.s))),
 )
 @pytest.mark.cases(5, engine="gloo")

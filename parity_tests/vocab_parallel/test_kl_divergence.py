@@ -14,6 +14,7 @@ DECLARED = dict(
     mesh={"tp": (1, 2, 3, 4)},
     outputs="b s tp=I",
     dtypes=("float32", "float64", "bfloat16", "float16"),
+    sums="float32",
     reduction=("v",),
     roundings=3,  # log total, mean difference, gradient
     rank_options={"chunk_size": (None, 1, 2, 5)},

@@ -23,6 +23,7 @@ DECLARED = dict(
     draw={"target": ids("v", ignore=-100)},
     options={"temperature": (1.0, 0.7, 2.0)},
     dtypes=("float32", "float64", "bfloat16"),
+    sums="float32",
     reduction=("v",),
 )
 

@@ -43,6 +43,7 @@ SPECIAL = ("ties", "maximum last", "-inf", "one finite", "+inf", "nan")
     contract=vp.vocab_parallel_logprob,
     reference=logprob,
     dtypes=("float32", "float64", "bfloat16"),
+    sums="float32",
     rank_options={"chunk_size": (None, 1)},
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 3 * c.b * c.s))),
     **LONG,
@@ -59,6 +60,7 @@ def logprob_of_long_rows(mesh, logits, target, temperature, chunk_size):
     reference=logprob_and_negative_entropy,
     outputs=("b s tp=I", "b s tp=I"),
     dtypes=("float32", "bfloat16"),
+    sums="float32",
     roundings=3,  # log total, mean shifted logit, gradient
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 4 * c.b * c.s))),
     **LONG,

@@ -35,6 +35,7 @@ def cost(c):
     options={"top_k": (5, None), "top_p": (1.0, 0.9), "temperature": (1.0, 0.5), "min_p": (0.2, 0.05)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
+    sums="float32",
     roundings=2,  # log total, gradient
     cost=cost,
 )
@@ -53,6 +54,7 @@ def logprob_with_min_p(mesh, logits, target, top_k, top_p, temperature, min_p):
     dims={"b": (1,), "s": (2,), "v": (1030, 2100)},
     options={"top_k": (1025, 1028), "top_p": (1.0, 0.9), "temperature": (1.0, 8.0), "min_p": (0.01, 1e-9)},
     reduction=("v",),
+    sums="float32",
     roundings=2,
 )
 def logprob_with_min_p_and_long_top_k(mesh, logits, target, top_k, top_p, temperature, min_p):

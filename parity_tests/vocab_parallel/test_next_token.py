@@ -23,6 +23,7 @@ CUT = dict(
     options={"temperature": (1.0, 0.7)},
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "bfloat16", "float64", "float16"),
+    sums="float32",
     reduction=("v",),
 )
 FILTERED = {

@@ -36,6 +36,7 @@ DECLARED = dict(
     options={"temperature": (1.0, 0.7)},
     rank_options={"chunk_size": (None, 1, 5)},
     dtypes=("float32", "bfloat16", "float64"),
+    sums="float32",
     reduction=("v",),
     cost=lambda c: Cost(
         forward=all_gathers(over_tp(c, 3 * c.t // c.cp), over_cp=[(1, c.t // c.cp * c.accumulator_itemsize)]),

@@ -20,6 +20,7 @@ DECLARED = dict(
     outputs="b s tp=I",
     draw={"logits": decided_rows(), "target": ids("v", ignore=-100)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
+    sums="float32",
     reduction=("v",),
     roundings=2,  # log total, gradient
 )

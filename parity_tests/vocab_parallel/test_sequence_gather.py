@@ -32,6 +32,7 @@ def gather_cost(case):
     outputs="b s d cp=R",
     rank_options={**SEQ_DIMS, "applies": (False, True)},
     dtypes=DTYPES,
+    sums="float32",
     cost=gather_cost,
 )
 def gathered_sequence(mesh, x, seq_dim, applies):

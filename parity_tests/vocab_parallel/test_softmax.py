@@ -16,6 +16,7 @@ DECLARED = dict(
     outputs="b s v/tp:ragged",
     nograd=("logits",),
     dtypes=("float32", "float64", "bfloat16", "float16"),
+    sums="float32",
     reduction=("v",),
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 2 * c.b * c.s))),
 )

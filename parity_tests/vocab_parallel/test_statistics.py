@@ -22,6 +22,7 @@ def normaliser_and_entropy(logits):
     nograd=("logits",),
     dtypes=("float32", "float64", "bfloat16"),
     reduction=("v",),
+    sums="float32",
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 3 * c.t))),
 )
 @pytest.mark.cases

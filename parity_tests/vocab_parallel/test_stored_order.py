@@ -26,6 +26,7 @@ STORED = dict(
     options={"temperature": (1.0, 0.7)},
     rank_options={"chunk_size": (None, 2)},
     dtypes=("float32", "bfloat16", "float64"),
+    sums="float32",
     reduction=("v",),
 )
 

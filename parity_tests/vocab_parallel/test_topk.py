@@ -58,6 +58,7 @@ def logits_at_each(logits, ids):
     dims={"k": (1, 2, 3, 0, 8), "f": "s+e", "e": (0, 1, 2, 3, 5)},
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
+    sums="float32",
     cost=lambda c: Cost(
         forward={
             "all_reduce/tp": (1, c.b * c.f // c.cp * c.k * c.accumulator_itemsize),
@@ -89,6 +90,7 @@ def transposed_lookup(logits, ids, g):
     dims={"k": (1, 2, 3, 8)},
     nograd=("logits",),
     reduction=("k",),
+    sums="float32",
     dtypes=("float32", "float64", "bfloat16"),
 )
 @pytest.mark.cases

@@ -71,13 +71,14 @@ def scan(
     if not x.shape[1]:
         return x, entering
     ids = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device) if seq_idx is None else seq_idx
-    u, logs = x.to(wide) * dt.to(wide)[..., None], dt.to(wide) * A.to(wide)
+    tokens, dt = x.to(wide), dt.to(wide)  # once each: two casts would add up two rounded gradients
+    u, logs = tokens * dt[..., None], dt * A.to(wide)
     B, C = (part.to(wide).repeat_interleave(heads_per_group, dim=2) for part in (B, C))
     # Under autocast, products of float32 tensors would run in 16 bits.
     with no_autocast(x.device):
         y, final = _chunks(u, logs, B, C, ids, entering, min(chunk_size, x.shape[1]))
     if D is not None:
-        y = y + x.to(wide) * D.to(wide).reshape(x.shape[2], -1)
+        y = y + tokens * D.to(wide).reshape(x.shape[2], -1)
     return y.to(x.dtype), final
 
 

@@ -67,7 +67,9 @@ def distinct_parameters(stages: Sequence[PipelineStage]) -> dict[str, nn.Paramet
 def sum_tied_gradients_after_each_step(schedule: Any, stages: Sequence[PipelineStage]) -> None:
     """Wrap the schedule's `step` in place, so that it sums tied gradients. All pipeline ranks must step equally often.
 
-    Cost of a step: for each tied weight one send and one receive of its gradient on each of its two ranks.
+    Cost of a step: for each tied weight one send and one receive of one byte on each of its two ranks, and, unless it
+    is frozen, of its gradient.
+    Errors of a step: ValueError on both ranks for a tied weight of which one copy is frozen.
     """
     tied_weights: Sequence[TiedWeight] = getattr(stages[0], "tied_copies", ())
     local_stages = {stage.stage_index: stage for stage in stages}
@@ -103,7 +105,7 @@ def _sum(weight: TiedWeight, local_stages: Mapping[int, PipelineStage]) -> None:
     parameters = {
         stage: local_stages[stage].submod.get_parameter(name) for stage, name in weight if stage in local_stages
     }
-    if not any(parameter.requires_grad for parameter in parameters.values()):
+    if not _is_trained(weight, parameters, local_stages):
         return
     gradients = {stage: _gradient(parameter) for stage, parameter in parameters.items()}
     (first, _), (second, _) = weight
@@ -115,6 +117,25 @@ def _sum(weight: TiedWeight, local_stages: Mapping[int, PipelineStage]) -> None:
         total = gradient + received if stage == first else received + gradient
     for gradient in gradients.values():
         gradient.copy_(total)
+
+
+def _is_trained(
+    weight: TiedWeight, parameters: Mapping[int, nn.Parameter], local_stages: Mapping[int, PipelineStage]
+) -> bool:
+    """Whether both copies are trained, False if both are frozen. Errors: ValueError on both ranks if one is."""
+    trained = {stage: parameter.requires_grad for stage, parameter in parameters.items()}
+    if len(trained) == 1:
+        # Ask the other rank: a rank that sends a gradient to one that expects none would wait for ever.
+        ((stage, parameter),) = parameters.items()
+        other = next(each for each, _ in weight if each != stage)
+        flag = torch.tensor([trained[stage]], dtype=torch.uint8, device=parameter.device)
+        trained[other] = bool(_exchange(flag, local_stages[stage], other))
+    if len(set(trained.values())) > 1:
+        places = [f"{name!r} on stage {stage} is {'trained' if trained[stage] else 'frozen'}" for stage, name in weight]
+        raise ValueError(
+            f"pipelining.step: the copies of a tied weight differ: {', '.join(places)}; freeze both or none"
+        )
+    return all(trained.values())
 
 
 def _exchange(gradient: Tensor, stage: PipelineStage, other: int) -> Tensor:

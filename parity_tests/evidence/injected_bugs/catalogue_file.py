@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import TypeVar
 
 from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug
 
@@ -26,11 +27,12 @@ LINE = re.compile(r"(?:(?P<sign>[-+])(?: (?P<code>.*))?|(?P<field>@@|[a-z_]+:)(?
 TEXTS = {"-": "old", "+": "new"}
 OPTIONAL = {f"{field.name}:": field.name for field in fields(InjectedBug) if field.default is not MISSING}
 FIELDS = {"@@": "at", **OPTIONAL}
+Bug = TypeVar("Bug", bound=InjectedBug)
 
 
-def read(path: Path) -> tuple[InjectedBug, ...]:
-    """The injected bugs of a file, in its order. Errors: ValueError, with the file and the line."""
-    bugs: list[InjectedBug] = []
+def read(path: Path, of: type[Bug] = InjectedBug) -> tuple[Bug, ...]:
+    """The injected bugs of a file, in its order, each an `of`. Errors: ValueError, with the file and the line."""
+    bugs: list[Bug] = []
     entry: dict[str, str] = {}
     start = 0
     for number, line in enumerate(path.read_text().split("\n"), 1):
@@ -38,14 +40,14 @@ def read(path: Path) -> tuple[InjectedBug, ...]:
             continue
         if line.startswith("#"):
             if entry:
-                bugs.append(_bug(entry, path, start))
+                bugs.append(_bug(entry, path, start, of))
             entry, start = _begun(line, path, number), number
         elif not entry:
             raise ValueError(f"{path}:{number}: {line!r} belongs to no entry; one begins '# name [kind] expect'")
         else:
             _add(entry, line, path, number)
     if entry:
-        bugs.append(_bug(entry, path, start))
+        bugs.append(_bug(entry, path, start, of))
     return tuple(bugs)
 
 
@@ -75,11 +77,11 @@ def _add(entry: dict[str, str], line: str, path: Path, number: int) -> None:
     entry[name] = value
 
 
-def _bug(entry: dict[str, str], path: Path, number: int) -> InjectedBug:
+def _bug(entry: dict[str, str], path: Path, number: int, of: type[Bug]) -> Bug:
     for name, sign in (("at", "@@"), ("old", "-")):
         if not entry.get(name):
             raise ValueError(f"{path}:{number}: {entry['name']!r} has no line {sign!r}")
     try:
-        return InjectedBug(**{"new": "", **entry})
+        return of(**{"new": "", **entry})
     except ValueError as error:
         raise ValueError(f"{path}:{number}: {error}") from None

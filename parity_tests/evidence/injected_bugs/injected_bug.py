@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCTION = "torch_impl"
@@ -49,6 +50,8 @@ class InjectedBug:
     "" is the model itself, None a bug that says nothing of a module.
     """
 
+    kinds: ClassVar[tuple[str, ...]] = KINDS
+
     name: str
     kind: str
     at: str
@@ -61,8 +64,8 @@ class InjectedBug:
     module: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"injected bug {self.name!r}: kind {self.kind!r} is not one of {', '.join(KINDS)}")
+        if self.kind not in self.kinds:
+            raise ValueError(f"injected bug {self.name!r}: kind {self.kind!r} is not one of {', '.join(self.kinds)}")
 
     @property
     def component(self) -> str:

@@ -140,8 +140,9 @@ def scheme(
     summed over; `roundings` counts how often a value is stored in the tested dtype on its way: 1 if sums and
     intermediates are in float32 or wider, more if a softmax, a product or a norm is stored in bfloat16 and used again.
     `sums="float32"` promises that only inputs and results are rounded to a narrower tested dtype: a sum that is kept in
-    bfloat16 is then a mismatch, which the default budget allows. `inside="bfloat16"` says that intermediates have a
-    narrower dtype than the tested one, as in an iteration that always runs in it.
+    bfloat16 is then a mismatch, which the default budget allows; `roundings` then counts values stored in float32.
+    `inside="bfloat16"` says that intermediates are narrower than the tested dtype, as in an iteration that always runs
+    in it.
     `modifies` names inputs that the function overwrites; the reference returns their new values after the outputs.
     `module` names the tree of parameters of a module; the function runs its backward itself and returns the module
     last. `random=True` says that the function draws random numbers. `setup(mesh)` runs once per rank and mesh before

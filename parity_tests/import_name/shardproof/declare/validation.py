@@ -292,9 +292,10 @@ def check_precision(roundings: Any, sums: Any, inside: Any, errors: DeclarationE
         raise errors(f"sums is {sums!r}; write 'float32', or leave it out")
     if inside not in (None, *narrow):
         raise errors(f"inside is {inside!r}; write {' or '.join(map(repr, narrow))}, or leave it out")
-    if sums and (inside or roundings > 1):
-        other = f"inside={inside!r}" if inside else f"roundings={roundings}"
-        raise errors(f"sums={sums!r} says that no intermediate is rounded, {other} that some are; leave one out")
+    if sums and inside:
+        raise errors(
+            f"sums={sums!r} says that no intermediate is rounded, inside={inside!r} that some are; leave one out"
+        )
 
 
 def check_choices(

@@ -41,13 +41,8 @@ class PublicName:
 def public_names_of(fn: Callable[..., Any]) -> list[PublicName]:
     """The public names that a function refers to, itself or in helper functions of its test."""
     public = _public_names()
-    visited, public_names = set[int](), dict[PublicName, None]()
-    functions: list[Any] = [fn]
-    while functions:
-        function = functions.pop()
-        if id(function) in visited:
-            continue
-        visited.add(id(function))
+    public_names = dict[PublicName, None]()
+    for function in functions_of(fn):
         names = _names_of(function.__code__)
         for value in _values(function).values():
             if id(value) in public:
@@ -55,9 +50,19 @@ def public_names_of(fn: Callable[..., Any]) -> list[PublicName]:
             elif isinstance(value, ModuleType) and _is_production(value):
                 attributes = [getattr(value, name, None) for name in sorted(names)]
                 public_names |= {public[id(each)]: None for each in attributes if id(each) in public}
-            elif _is_helper(value, fn):
-                functions.append(value)
     return list(public_names)
+
+
+def functions_of(fn: Callable[..., Any]) -> list[Any]:
+    """A scheme's function, and the helper functions of its test that it calls."""
+    visited = dict[int, Any]()
+    functions: list[Any] = [fn]
+    while functions:
+        function = functions.pop()
+        if id(function) not in visited:
+            visited[id(function)] = function
+            functions += [value for value in _values(function).values() if _is_helper(value, fn)]
+    return list(visited.values())
 
 
 def is_public(fn: Callable[..., Any]) -> bool:

@@ -376,7 +376,8 @@ def _unit_of_operations(scheme: Declared, case: CaseSpec) -> float:
     """Intermediates have the accumulation dtype, unless the scheme says that some are stored in a narrower dtype."""
     if scheme.inside:
         return max(UNIT_ROUNDOFF[scheme.inside], accumulator_roundoff(case.dtype))
-    return UNIT_ROUNDOFF[case.dtype] if scheme.roundings > 1 else accumulator_roundoff(case.dtype)
+    are_stored = scheme.roundings > 1 and not scheme.sums
+    return UNIT_ROUNDOFF[case.dtype] if are_stored else accumulator_roundoff(case.dtype)
 
 
 def _spread(value: Any, derivatives: Any) -> np.ndarray:

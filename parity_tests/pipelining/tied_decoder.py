@@ -1,0 +1,99 @@
+"""A small decoder with ties, in stages: what two stages share, and what each copy's gradient is after a step."""
+
+import torch
+from torch import nn
+
+from parity_tests.pipelining.sharded_decoder import Decoder
+from torch_impl.pipelining.schedule import build_pipeline_schedule, scale_grads_by_divisor
+from torch_impl.pipelining.shapes import _precompute_stage_shapes, reset_pp_stage_shapes
+from torch_impl.pipelining.split import split_model_into_stages
+from torch_impl.pipelining.tied_weights import distinct_parameters
+
+STEPS, LAYERS = 2, 8
+TIES = ("one", "frozen", "absent", "transposed", "two")
+
+
+class WithoutGradient(nn.Linear):
+    """A head whose weight gets no gradient, although it is trained."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.detach())
+
+
+def tied(tie, table, layers, norm):
+    """A decoder whose table is its head's weight, or in which more is shared, frozen, transposed or not reached."""
+    model = Decoder((table, *layers, norm, table))
+    if tie == "absent":
+        model.lm_head.__class__ = WithoutGradient
+    shared = model.embed_tokens.weight
+    if tie == "transposed":
+        shared = nn.Parameter(shared.detach().t().contiguous().t())
+        model.embed_tokens.weight = shared
+    model.lm_head.weight = shared
+    if tie == "two":
+        model.layers[-1].weight = model.layers[0].weight
+    shared.requires_grad_(tie != "frozen")
+    return model
+
+
+def loss_of(logits, target):
+    return ((logits - target) ** 2).sum() / 2
+
+
+def in_stages(mesh, model, schedule, **options):
+    """This rank's stages of a model."""
+    stages, _ = split_model_into_stages(
+        model, mesh.device_mesh, "pp", schedule, torch.device(mesh.device_mesh.device_type), **options
+    )
+    return stages
+
+
+def stepped(schedule, stages, token, target):
+    """The losses of a step on the rank of the last stage."""
+    local, losses = {stage.stage_index for stage in stages}, []
+    last = {"target": target, "losses": losses} if stages[0].num_stages - 1 in local else {}
+    schedule.step(*([token] if 0 in local else []), **last)
+    return losses
+
+
+def tied_gradients(mesh, tie, name, token, target, table, layers, norm):
+    """The loss, the gradients of both copies and of the layers after two steps, and what is not as it should be."""
+    stages = in_stages(mesh, tied(tie, table, layers, norm), name)
+    schedule = build_pipeline_schedule(None, name, 1, len(token), stages, loss_of)
+    loss = table.new_zeros(())
+    for _ in range(STEPS):
+        loss = loss + sum(stepped(schedule, stages, token, target), table.new_zeros(())).detach()
+    astray = sum(not p.requires_grad and p.grad is not None for s in stages for p in s.submod.parameters())
+    scale_grads_by_divisor(stages, STEPS)
+    first, second, of_layers = torch.zeros_like(table), torch.zeros_like(table), torch.zeros_like(layers)
+    for stage in stages:
+        if stage.is_first and stage.submod.embed_tokens.weight.grad is not None:
+            first += stage.submod.embed_tokens.weight.grad
+        if stage.is_last and stage.submod.lm_head.weight.grad is not None:
+            second += stage.submod.lm_head.weight.grad
+        for number, layer in stage.submod.layers.items():
+            of_layers[int(number)] += layer.weight.grad
+    count = sum(p.numel() for p in distinct_parameters(stages).values())
+    return loss / STEPS, first, second, of_layers, table.new_tensor(float(count)), table.new_tensor(float(astray))
+
+
+def told_again(mesh, name, token, target, values):
+    """Losses and gradients of steps whose shapes are told again: another micro-batch, another length, another dtype."""
+    model = Decoder(values)
+    config, dtype = model.config, values[0].dtype
+    stages = in_stages(mesh, model, name)
+    rows, length = token.shape
+    by_two, by_one = (build_pipeline_schedule(None, name, size, rows, stages, loss_of) for size in (2, 1))
+    _precompute_stage_shapes(stages, config, 2, length)
+    losses = [stepped(by_two, stages, token, target)]
+    reset_pp_stage_shapes(by_one, stages, config, 1, length)
+    losses.append(stepped(by_one, stages, token, target))
+    reset_pp_stage_shapes(by_two, stages, config, 2, length - 1)
+    losses.append(stepped(by_two, stages, token[:, :-1], target[:, :-1]))
+    for stage in stages:
+        stage.submod.to(torch.float64)
+    reset_pp_stage_shapes(by_two, stages, config, 2, length - 1)
+    losses.append(stepped(by_two, stages, token[:, :-1], target[:, :-1].double()))
+    total = [sum(each, values[0].new_zeros(())).detach().to(dtype) for each in losses]
+    gradients = {leaf: p.grad.to(dtype) for stage in stages for leaf, p in stage.submod.named_parameters()}
+    return torch.stack(total), gradients
