@@ -1,4 +1,4 @@
-"""What builds the pages: docstrings as sentences, sizes of packages, evidence in short; no browser is no pass."""
+"""The tools that build the pages: docstrings as sentences, package sizes, evidence in short; no browser is no pass."""
 
 import importlib.util
 import re

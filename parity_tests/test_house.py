@@ -28,7 +28,7 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "type_name": "a word of messages, which are tested",
     "no_autocast": "a context in which other functions compute, tested through them",
 }
-# Folders of parity_tests that are about no component: the package, its tests, and what both are measured by.
+# Folders of parity_tests that are about no component: the package, its tests, and the evidence.
 OF_THE_PACKAGE = {"import_name", "harness", "cli", "cost", "tracing", "training", "specimens"}
 OTHER_FOLDERS = {*OF_THE_PACKAGE, "evidence"}
 

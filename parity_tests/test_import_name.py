@@ -23,7 +23,7 @@ def searched(*packages):
 
 
 def fresh(*arguments, folder, packages=()):
-    """A Python that has loaded nothing; of what is installed it finds all, or `packages` alone."""
+    """A Python that has loaded nothing; it finds all installed packages, or `packages` alone."""
     command = [sys.executable, *(["-S"] if packages else []), *arguments]
     environment = searched(*packages)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -28,7 +28,7 @@ def dark(path):
 
 
 def texts(path):
-    """What a figure says, in its order."""
+    """A figure's texts, in its order."""
     elements = ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
     return ["".join(element.itertext()) for element in elements]
 

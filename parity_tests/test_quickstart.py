@@ -14,7 +14,7 @@ BLOCKS = blocks(PAGE)
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """What each command did, by its first words; the file is written and changed where the page says so."""
+    """The result of each command, by its first words; the file is written and changed where the page says so."""
     folder = tmp_path_factory.mktemp("quickstart")
     file, statuses, right = folder / "my_linear.py", {}, ""
     for block in BLOCKS:

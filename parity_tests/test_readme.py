@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its scheme, its two reports, its commands, its links."""
+"""The README's scheme, its two reports, its commands and its links are true."""
 
 import re
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_its_links_lead_somewhere(link):
     assert (ROOT / link).exists()
 
 
-# What was measured: the table is the benchmarks' page in short. A time moves from run to run, and stays in its spread.
+# Measurements: the table is the benchmarks' page in short. A time moves from run to run, and stays in its spread.
 
 OF_THE_PAGE = {
     "`vocab_parallel_logprob`": "ours",
@@ -65,7 +65,7 @@ def cells(line: str) -> list[str]:
 
 
 def measured(dtype: str) -> dict[str, str]:
-    """What the page says of each arm."""
+    """The page's figures of each arm."""
     rows = [cells(line) for line in (ROOT / "docs" / "benchmarks.md").read_text().splitlines()]
     start = f"logprob, {dtype}: "
     return {row[0].removeprefix(start): row[2] for row in rows if row[0].startswith(start)}

@@ -44,7 +44,7 @@ def is_shown(home: str, name: str, of: object) -> bool:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_every_exported_name_has_its_place(home):
-    again = {name for name, of in exported("torch_impl.layouts").items()}  # what mamba exports once more
+    again = {name for name, of in exported("torch_impl.layouts").items()}  # mamba exports these once more
     hidden = [name for name, of in exported(home).items() if not is_shown(home, name, of)]
     assert [name for name in hidden if home == "torch_impl.layouts" or name not in again] == []
 

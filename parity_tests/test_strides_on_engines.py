@@ -30,7 +30,7 @@ SAMPLE = {declared.key: declared for declared in [d for d in built_in() if may_b
 
 
 def stored(declared, kind):
-    """What `CaseSpec.conditions` says of tensors that are all stored so; an expanded input is one row."""
+    """The conditions of `CaseSpec.conditions` for tensors that are all stored so; an expanded input is one row."""
     inputs = [arg.name for arg in declared.inputs if arg.spec.dims]
     cotangents = [COTANGENT + arg.name for arg in declared.outputs if arg.differentiable]
     if kind != "expanded":

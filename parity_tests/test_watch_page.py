@@ -1,4 +1,4 @@
-"""docs/how-to/watch-existing-code.md: its example runs under torchrun and prints what the page shows."""
+"""docs/how-to/watch-existing-code.md: its example runs under torchrun with the page's output."""
 
 import os
 import subprocess

@@ -37,14 +37,14 @@ def shardproof(*arguments, folder):
 
 
 def one_line(printed):
-    """What was printed as one line: a terminal's width breaks sentences anywhere."""
+    """The printed text as one line: a terminal's width breaks sentences anywhere."""
     return " ".join(printed.split())
 
 
 def comparable(text):
-    """One line, without what differs between machines and folders: numbers with a point, the id of a replay."""
+    """One line, without parts that differ between machines and folders: numbers with a point, the id of a replay."""
     text = re.sub(r"^[ ~^]+$", "", text, flags=re.MULTILINE)  # Pythons underline differently
-    # Of what is right the greatest rounding is elsewhere on another processor.
+    # Among right values the greatest rounding is elsewhere on another processor.
     text = re.sub(r"^( *equal .*)\([\d,]*\) \w+", r"\1", text, flags=re.MULTILINE)
     return re.sub(r"\d+\.\d+(e-?\d+)?|\d(\.\d)?e-?\d+|replay_\w+", "#", one_line(text))
 

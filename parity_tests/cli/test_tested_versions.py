@@ -1,4 +1,4 @@
-"""Reports that fail, and --version, name what is newer than this release was tested with."""
+"""Failing reports and --version name each package that is newer than the version this release was tested with."""
 
 import re
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""What CUDA's kernels of attention compute, on a CPU: stand-ins by torch's declarations, which reject what they do."""
+"""CUDA's attention kernels on a CPU: stand-ins with torch's signatures that reject the inputs the kernels reject."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, s
 def flash_backward(
     cotangent, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale
 ):
-    """Of `flash`, whose lengths of one batch are those of the longest sequence."""
+    """The backward of `flash`; the lengths of one batch are the lengths of its longest sequence."""
     assert (cum_q, cum_k, max_q, max_k, dropout_p) == (None, None, q.shape[2], k.shape[2], 0.0)
     assert seed.dtype == offset.dtype == torch.int64 and not seed.ndim and not offset.ndim
     return _backward(cotangent, q, k, v, out, lse, _bottom_right(q, k, is_causal), scale)

@@ -159,7 +159,7 @@ def judge(name, shards, layouts, summed):
     logits, expected = alone(name)
     real = FAMILIES[name].weights.any(-1, keepdim=True)
     assert summed.keys() == expected.keys()
-    # A bias of keys moves all logits of a query alike: its gradient is 0, and what is computed of it is rounding.
+    # A bias of keys moves all logits of a query alike: its gradient is 0, and the computed value is rounding.
     deviations = {key: deviation(summed[key], x) for key, x in expected.items() if not key.endswith("k_proj.bias")}
     for rank, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
         rows = layout.shard(logits * real, 1)
@@ -193,7 +193,7 @@ def test_logits_and_gradients_are_those_of_one_device(name):
 
 
 def test_what_backward_recomputes_is_left_alone_too():
-    """Each layer is computed again in backward, also those of the encoder, outside of the encoder's own forward."""
+    """Backward computes each layer again, the encoder's layers too, outside of the encoder's own forward."""
     family = FAMILIES["bart"]
 
     def body(mesh, case):

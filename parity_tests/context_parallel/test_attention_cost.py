@@ -1,4 +1,4 @@
-"""The bytes of context_parallel.attention_cost against what ranks are seen to send, and which exchange sends fewest."""
+"""The bytes that context_parallel.attention_cost predicts against the bytes sent, and which exchange sends fewest."""
 
 import doctest
 import itertools

@@ -1,4 +1,4 @@
-"""What an attention mask and positions may say under cp: padding on the right, a place for each token."""
+"""The attention masks and positions that cp accepts: padding on the right, and one position for each token."""
 
 import warnings
 from contextlib import nullcontext

@@ -48,7 +48,7 @@ def share_of_a_dense_batch(
 
 
 def positions_in_slots(ids, padded):
-    """Counted from the slot's start, and from the row's; what a row has after its last slot joins it."""
+    """Positions counted from the slot's start, and from the row's; tokens after the row's last slot join that slot."""
     start = jnp.concatenate([jnp.zeros(1, padded.dtype), jnp.cumsum(padded)[:-1]])
     start = jnp.where(start < ids.shape[1], start, 0)
     place = jnp.arange(ids.shape[1])

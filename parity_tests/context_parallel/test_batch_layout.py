@@ -1,4 +1,4 @@
-"""Parity of BatchLayout: what every batch function shards, in the coordinates [b, s] of its caller and back."""
+"""Parity of BatchLayout: shard any [b, s] tensor of the caller's batch, as every batch function does, and back."""
 
 import doctest
 

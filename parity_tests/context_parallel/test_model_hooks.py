@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 
 def mask_of(size, window):
-    """What transformers builds for the full sequence."""
+    """The mask that transformers builds for the full sequence."""
     place = torch.arange(size)
     distance = place[:, None] - place
     return ((distance >= 0) & (distance < (window or size)))[None, None]
@@ -86,7 +86,7 @@ def context(mesh, size, rotate="allgather", device=None):
     dtypes=("float32", "float64"),
 )
 def adapted_layer(mesh, x, states, window, recomputed, masked, embedded):
-    """A layer that takes the full sequence, and a cross attention to what each rank has in full.
+    """A layer that takes the full sequence, with a cross attention to states that each rank has in full.
 
     With `embedded` x is the sum of hidden states and two embeddings of positions.
     """

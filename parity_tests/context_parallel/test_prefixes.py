@@ -202,7 +202,7 @@ BATCHES["outputs"] = (BATCHES["outputs"], "s/cp:turned", "s/cp:turned")
     rank_options={"route": ("batch", "stream", "chunks", "context")},
 )
 def attention_of_packed_rows_with_prefixes(mesh, q, k, v, ids, tree, causal, window, route) -> OfRows:
-    """The layout is that of a batch: sharded at once, as a stream that is made first, in chunks, for a context."""
+    """Packed rows with prefixes, sharded by each route: at once, in chunks, by a stream made first, in a context."""
     batch, cp_mesh = packed_rows(ids, tree), mesh.device_mesh["cp"]
     if route == "stream":
         stream, _ = cp.process_input_for_thd(batch, return_layout=True)

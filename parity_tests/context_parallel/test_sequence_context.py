@@ -61,7 +61,7 @@ def test_buffers_are_shards_inside_and_full_after():
                 expected = [layout.shard(x, dim) for (x, _), dim in zip(before, [1, 0, 0], strict=True)]
                 assert all(torch.equal(x, y) for x, y in zip((ids, wide, unrestored), expected, strict=True))
                 seen.append([x.tolist() for x in (ids, wide, unrestored)])
-                ids.fill_(0)  # what is written inside is not what comes back
+                ids.fill_(0)  # the context restores ids, so this is lost
             for x, (value, stride) in zip((ids, wide), before, strict=False):
                 assert torch.equal(x, value) and x.stride() == stride
             assert torch.equal(unrestored, expected[2])

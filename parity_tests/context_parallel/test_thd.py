@@ -1,4 +1,4 @@
-"""Rows of packed sequences as one stream: worked examples, the reference, what is never lost, what is rejected."""
+"""Rows of packed sequences as one stream: worked examples, the reference, tokens that are never lost, rejections."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""A signature's contract: what it accepts, the sentence of each rejection, and what it costs nothing under."""
+"""A signature's contract: accepted values, the sentence of each rejection, and where checks cost nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the two exchanges send to other ranks, as `fewest_exchange_bytes` says it and as the ledger counts it."""
+"""The bytes that the two exchanges send to other ranks, by `fewest_exchange_bytes` and by the ledger."""
 
 from itertools import combinations
 
@@ -19,7 +19,7 @@ COUNT, EXPERT = 8, 4  # bytes of a number of rows, and of the number of an exper
 
 
 def bytes_by_pairs(experts, logits, each, width, element_size, rows_known, mesh):
-    """Of every pair of ranks what one sends to the other, added up; then which exchange sends less."""
+    """The bytes that every rank sends to every other, added up; then which exchange sends less."""
     (tokens, k), e, ep = experts.shape, len(logits), mesh["ep"]
     wide, pairs = max(element_size, 4), [(a, b) for a in range(ep) for b in range(ep) if a != b]
     home, owner = jnp.arange(tokens) // max(tokens // ep, 1), experts // (e // ep)

@@ -1,4 +1,4 @@
-"""Log-probability on the kernels: what it saves, overwrites and shows is what it does on eager torch."""
+"""Log-probability on the kernels saves, overwrites and shows the same as on eager torch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is kept between calls: never a fake tensor, though a model's memory be estimated before it runs."""
+"""The cache between calls never holds a fake tensor, even if a model's memory is estimated before it runs."""
 
 import dataclasses
 import warnings

@@ -1,4 +1,4 @@
-"""Counts what is sent to the device."""
+"""Count copies to the device."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 

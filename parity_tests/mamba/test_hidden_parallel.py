@@ -33,7 +33,7 @@ def can_share_heads(c):
 
 
 class InParts:
-    """The strategy by its two exchanges and what is between them, with the layout passed to each exchange."""
+    """The strategy as its two exchanges and the part between them, with the layout passed to each exchange."""
 
     def __init__(self, group, *, layout="dual_chunk_swap", **settings):
         self.strategy, self.of_batch = MambaContextParallel(group, **settings), layout
@@ -61,7 +61,7 @@ DECLARED = dict(
     rank_options={"fused": (True, False), "way": (*WAYS, "in parts")},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
-    roundings=8,  # those of the mixer; a term of each rank in the gradients
+    roundings=8,  # the mixer's; a term of each rank in the gradients
     cost=cost,
 )
 

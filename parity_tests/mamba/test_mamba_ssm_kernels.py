@@ -1,4 +1,4 @@
-"""mamba.mamba_ssm_kernels: which kernels are used, and what they are given."""
+"""mamba.mamba_ssm_kernels: which kernels are used, and their arguments."""
 
 import importlib
 import inspect
@@ -80,7 +80,7 @@ def test_what_a_kernel_would_narrow_or_reject_is_not_passed_to_it(monkeypatch):
 
 
 def conv_that_checks(x, weight, bias=None, seq_idx=None, activation=None):
-    """What causal-conv1d's kernel rejects, then its own plain torch."""
+    """causal-conv1d in plain torch, with its kernel's rejections first."""
     assert x.stride(1) == 1 and x.stride(0) % 8 == x.stride(2) % 8 == x.shape[1] % 8 == 0
     assert x.dtype in mamba_ssm_kernels.DTYPES and 2 <= weight.shape[1] <= 4
     assert bias is None or (bias.dtype == weight.dtype and bias.stride(-1) == 1)

@@ -42,7 +42,7 @@ DECLARED = dict(
         "cu": offsets("s", padded=True),
     },
     reduction=("s", "n"),
-    roundings=4,  # the step, its logarithm, what enters a chunk, the result
+    roundings=4,  # the step, its logarithm, the state that enters a chunk, the result
 )
 
 
@@ -53,7 +53,7 @@ DECLARED = dict(
 )
 @pytest.mark.cases(30)
 def scanned(mesh, x, dt, A, B, C, D, entering, cu, chunk_size, split):
-    """The sequence at once, or in two parts of which the second begins with what the first leaves."""
+    """The sequence at once, or in two parts: the second begins with the first's last state."""
     ids = TokenLayout.packed(cu, cp_size=1, cp_rank=0).sequence_ids.expand(x.shape[:2])
     state, pieces, cut = entering, [], x.shape[1] * split // 3
     for part in (slice(cut), slice(cut, None)) if split else (slice(None),):
@@ -87,7 +87,7 @@ def test_a_token_changes_what_follows_in_its_sequence_alone(chunk_size, border):
 
 
 def test_long_decays_are_neither_lost_nor_undefined():
-    """A hundred thousand nepers in all: what is far away is forgotten, and the near is as without it."""
+    """A decay by a hundred thousand nepers in all: distant tokens are forgotten, near ones as without it."""
     dt, A = torch.full((1, 1000, 1), 10.0), torch.full((1,), -10.0)
     one = torch.ones(1, 1000, 1, 1, requires_grad=True)
     y, final = chunked_scan(one, dt, A, one, one, chunk_size=16)

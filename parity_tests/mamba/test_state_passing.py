@@ -40,7 +40,7 @@ DECLARED = dict(
     rank_options={"way": WAYS},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
-    roundings=9,  # those of the mixer and of what enters; a term of each rank in the gradients
+    roundings=9,  # the mixer's and the incoming state's; a term of each rank in the gradients
 )
 
 

@@ -1,4 +1,4 @@
-"""mamba.strategy: what both strategies do with a mixer besides mixing; they read its parameters at each use."""
+"""mamba.strategy: the common part of both strategies, which read the mixer's parameters at each use."""
 
 from copy import deepcopy
 

@@ -1,4 +1,4 @@
-"""Parity of models.batch: what each token predicts, and which rank has it."""
+"""Parity of models.batch: each token's target, and the rank that has it."""
 
 import re
 

@@ -159,7 +159,7 @@ class Tied(nn.Module):
 )
 @pytest.mark.cases(10)
 def norm_over_stages(mesh, table, first, second):
-    """Both copies of what stages share have its gradient, as they have after a step; it counts once."""
+    """Both copies of a parameter that stages share have its gradient, as after a step; it counts once."""
     place = torch.device(mesh.device_mesh.device_type)
     schedule = {1: "LoopedBFS", 2: "1F1B"}[mesh.size("pp")]
     stages, parts = split_model_into_stages(

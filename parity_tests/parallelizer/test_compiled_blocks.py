@@ -1,4 +1,4 @@
-"""Compiled blocks of a net over tp: every gradient is that of one device, that of the embedding before them too."""
+"""Compiled blocks of a net over tp: every gradient equals one device's, also the embedding's, which is not compiled."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Families of transformers on meshes: gradients of three micro-batches and clipping are those of one process.
+"""Families of transformers on meshes: gradients of three micro-batches and clipping equal one process's.
 
 Here each configuration is on one mesh, in turn; `python -m parity_tests.parallelizer.configurations` runs all of them
 on every mesh.

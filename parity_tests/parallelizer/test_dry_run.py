@@ -1,4 +1,4 @@
-"""The dry run against what a run does: shapes and bytes that ranks hold, collectives that they issue."""
+"""The dry run against a run: shapes and bytes that ranks hold, collectives that they issue."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts under ep, tp and FSDP: every gradient, clipping and a step are those of one process."""
+"""Mixtures of experts under ep, tp and FSDP: every gradient, clipping and a step equal one process's."""
 
 import re
 
@@ -132,7 +132,7 @@ def test_one_step_on_other_meshes(family, mesh):
 @pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"ep": 2, "tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
 def test_one_step_of_sharded_sequences(family, mesh):
-    """A layer with experts gathers the sequence for its router: the losses of the router are those of all positions."""
+    """A layer with experts gathers the sequence for its router, whose losses are over all positions."""
     ranks = on_mesh(mesh, lambda view: on_rank(view, family, length=EVEN, sequence_parallel=True)).results
     assert broken_steps(alone(family, EVEN), mesh, ranks) == []
 
@@ -186,7 +186,7 @@ def test_names_and_values_stay_as_they_were(family):
             assert local == tuple(size // 2 for size in want[name].shape), name
 
 
-# What transformers computes in float32 in a model of float64, and families.py has in float64: the modules by class.
+# By class, the modules that transformers computes in float32 in a float64 model, and families.py in float64.
 NARROW = {
     "qwen3_moe": {"Qwen3MoeRMSNorm", "Qwen3MoeRotaryEmbedding", "Qwen3MoeTopKRouter"},
     "mixtral": {"MixtralRMSNorm", "MixtralRotaryEmbedding", "MixtralTopKRouter"},

@@ -38,7 +38,7 @@ QWEN3, LLAMA, PHI3 = Chosen("qwen3", True, ONE), Chosen("llama"), Chosen("phi3",
 
 
 def declared(chosen, mesh, **changes):
-    """What the schemes have in common: rows over all axes but tp, parameters whole, values that a model may have."""
+    """The declaration that the schemes share: rows over all axes but tp, whole parameters, values of a real model."""
     tree, rows = specs(chosen, tuple(mesh)), "".join(f"/{axis}" for axis in mesh if axis not in TENSOR_PARALLEL)
     ordinary = {f"parameters.{path}": values("normal") for path in flat(tree)}
     return {
@@ -290,7 +290,7 @@ def test_what_is_returned_may_be_changed_in_place():
 
 
 def test_an_edit_of_what_backward_needs_is_autograds_error():
-    """The model ends in a view of what autograd saves."""
+    """The model's output is a view of a tensor that autograd saves."""
 
     def body(mesh, case):
         model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Flatten(0))
@@ -372,7 +372,7 @@ MISUSES = [
 
 
 def snapshot(model):
-    """What a strategy might change of a model."""
+    """The parts of a model that a strategy might change."""
     if not isinstance(model, nn.Module):
         return None
     modules = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]

@@ -1,4 +1,4 @@
-"""Options of fsdp2_strategy_parallelize that change no number: what each does, and that gradients stay as they are."""
+"""Options of fsdp2_strategy_parallelize that change no number: the effect of each, with unchanged gradients."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The plan that a model brings along: where it is read, what is dropped, folded, added and rejected."""
+"""A model's own plan: where it is found, which entries are dropped, folded, added and rejected."""
 
 import pytest
 import torch

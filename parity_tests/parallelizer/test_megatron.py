@@ -1,4 +1,4 @@
-"""Which library a backend means, and what our arguments are called there."""
+"""The library of each backend, and its names for our arguments."""
 
 import inspect
 import itertools
@@ -224,7 +224,7 @@ def test_each_switch_alone_is_passed_under_its_name(wrap, expected, monkeypatch)
 
 
 def test_a_library_gets_a_model_that_is_sharded_and_checkpointed(monkeypatch):
-    """As on CUDA, where the library takes what tensor parallelism leaves."""
+    """As on CUDA: the library gets the model after tensor parallelism."""
     library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
     monkeypatch.setattr(nvfsdp, "choose_backend", lambda *_: "megatron_fsdp")
 

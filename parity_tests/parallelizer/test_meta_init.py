@@ -28,7 +28,7 @@ def net_on_meta():
 
 
 def alone(model, seed=SEED, device="cpu"):
-    """What one process gives the model, all at once."""
+    """The model's initial values in one process, all at once."""
     materialize(model, model.named_modules(), torch.device(device), seed)
     return dict(model.named_parameters())
 
@@ -38,7 +38,7 @@ MESHES = [dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product((1,
 
 
 def names_of_other_values(mesh, case):
-    """The parameters whose values on a mesh are not, to the bit, those of one process."""
+    """The parameters whose values on a mesh differ from one process's in any bit."""
     strategy, units, seed = case.options["strategy"], case.options["units"], SEEDS[case.options["seed"]]
     device_mesh = mesh.device_mesh[AXES]
     # Each rank's own generator is read for its seed, and only the first one's counts.

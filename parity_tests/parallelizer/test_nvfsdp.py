@@ -91,7 +91,7 @@ def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, h
     if entry == "older":
         net = nvfsdp_strategy_parallelize(net, mesh.device_mesh, units, plan(), strategy, **switches)
         optimizer = descent(net)
-    else:  # the optimizer of the unsharded model becomes that of the sharded one
+    else:  # make the sharded optimizer from the unsharded model's
         zero = STAGES[strategy] if entry == "by stage" else strategy
         net, optimizer = megatron_fsdp_strategy_parallelize(
             net, mesh.device_mesh, descent(net), units, plan(), zero, **switches
@@ -185,7 +185,7 @@ def test_per_token_is_the_sum_over_the_data_ranks():
 
 
 def reductions(**options):
-    """What the reductions of gradients were: op, dtype, reduce op, number."""
+    """The reductions of gradients: op, dtype, reduce op, number."""
     model = options.pop("model", None)
     mesh = options.pop("mesh", {"dp_shard": 2})
     rows = on_ranks(
@@ -326,7 +326,7 @@ def test_which_units_are_gathered_ahead(overlaps):
 
 
 def test_a_unit_that_is_sharded_over_tp_returns_no_view():
-    """What FSDP would warn of: an operation in place on the output would lose the backward."""
+    """On a view FSDP would warn: an operation in place on the output would lose the backward."""
 
     def body(view, case):
         net = nvfsdp_strategy_parallelize(Net(), view.device_mesh, None, plan(), disable_bucketing=True)

@@ -1,4 +1,4 @@
-"""The reference against transformers in one process, and what else a decoder promises."""
+"""The reference against transformers in one process, and further properties of a decoder."""
 
 import dataclasses
 

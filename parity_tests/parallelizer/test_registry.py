@@ -1,4 +1,4 @@
-"""What is registered by a model's class, parameters gathered for a while, and the newer name of nvfsdp's function."""
+"""Registration by a model's class, parameters gathered for a while, and the newer name of nvfsdp's function."""
 
 import re
 
@@ -132,7 +132,7 @@ def gathered_for_a_while(mesh, weight, entry, fails):
 
 
 def local(parameter):
-    """What this rank has of a parameter, as a copy."""
+    """A copy of this rank's part of a parameter."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 

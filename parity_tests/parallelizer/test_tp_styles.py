@@ -1,4 +1,4 @@
-"""Tensor-parallel styles: values, gradients, what they send, what they leave behind, and what they cannot shard."""
+"""Tensor-parallel styles: values, gradients, bytes sent, modules left behind, and modules they cannot shard."""
 
 import pytest
 import torch
@@ -296,7 +296,7 @@ COSTS = {
 
 @pytest.mark.parametrize("name", COSTS)
 def test_cost(name):
-    """What one forward and one backward add to what making the module has sent."""
+    """The collectives of one forward and one backward, in addition to the module's construction."""
 
     def passes(count):
         def body(mesh, case):

@@ -47,7 +47,7 @@ def test_what_torch_makes_of_a_schedule_is_read_and_takes_as_long(sample):
     assert (schedule.order, schedule.stage_to_rank) == (full_order, placed)
     assert schedule.has_communication
     timed, computed_alone = simulate(full_order, placed), simulate(order, placed)
-    if name == "DualPipeV":  # torch sends what a pair makes when both of it are done
+    if name == "DualPipeV":  # torch sends the results of a pair when both of its actions are done
         assert timed.makespan >= computed_alone.makespan
     else:
         assert timed == computed_alone

@@ -1,4 +1,4 @@
-"""pipelining.named_schedules: orders by hand, torch's own lists, and what is rejected."""
+"""pipelining.named_schedules: orders by hand, torch's own lists, and rejections."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_orders_by_hand(name, sizes, expected):
 
 
 class Stage:
-    """What torch's constructors read of a stage."""
+    """The attributes of a stage that torch's constructors read."""
 
     def __init__(self, index, stages, ranks):
         self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, 0
@@ -45,7 +45,7 @@ class Stage:
 
 
 def order_of_torch(name, p, n, v):
-    """The words of torch's own list; GPipe and 1F1B, which have none, by what they are."""
+    """The words of torch's own list; for GPipe and 1F1B, which have none, by their definition."""
     if name in SEVERAL:
         placed = enumerate(stage_to_rank(p, p * v, RULES[name].style))
         stages = [Stage(stage, p * v, p) for stage, rank in placed if not rank]

@@ -1,4 +1,4 @@
-"""Parity of pipelining.pipeline: one call for everything, with and without FSDP2; what is rejected."""
+"""Parity of pipelining.pipeline: one call for everything, with and without FSDP2; and rejections."""
 
 import re
 

@@ -43,7 +43,7 @@ def quiet():
 
 
 def check_steps(ranks, order, placed, n, dtype, steps=1):
-    """Losses, gradients and the executed order are those of one device and of the simulation."""
+    """Losses and gradients equal one device's, and the executed order the simulation's."""
     losses, gradients = accumulated(len(placed), n, dtype, last_backwards(order), steps)
     of_ranks = {}
     for result in ranks.results:
@@ -119,7 +119,7 @@ def test_the_ledger_has_the_messages_of_the_simulation_in_their_order(sample):
 
 
 def receiver(action, placed):
-    """The rank that gets what an action makes."""
+    """The rank that receives the result of an action."""
     step = {"F": 1, "B": -1, "I": -1}.get(action.kind)
     if step is None or not 0 <= action.stage + step < len(placed):
         return None

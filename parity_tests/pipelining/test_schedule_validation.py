@@ -1,4 +1,4 @@
-"""What pipelining.schedule rejects, in one table, on every rank and before anything is sent."""
+"""The rejections of pipelining.schedule, in one table, on every rank and before anything is sent."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""Parity of pipelining.shapes: shapes set in advance are those that running infers; other lengths; what is rejected."""
+"""Parity of pipelining.shapes: shapes passed in advance equal the shapes that a run infers; lengths that change."""
 
 from types import SimpleNamespace
 
@@ -91,7 +91,7 @@ def gradients(stages):
 
 
 def inferred_and_passed(mesh, case):
-    """Shapes inferred by running and shapes passed, and what came out either way."""
+    """The same step with inferred shapes and with passed shapes: whether the results are equal, and the shapes."""
     outcomes = []
     for has_shapes in (False, True):
         stages, schedule = built(mesh, case.name, torch.float64)

@@ -1,4 +1,4 @@
-"""What a dtype rounds, and how a weight is read in it."""
+"""Roundings in a dtype, and a weight read in it."""
 
 import jax.numpy as jnp
 import numpy as np

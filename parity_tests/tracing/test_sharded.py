@@ -115,7 +115,7 @@ def test_a_rank_that_raises_is_a_failed_rank(trace):
     assert "raises  tp=2  float32: raised: rank 0 raised ZeroDivisionError: of the user at sharded_models.py:" in out
 
 
-# What cannot be traced
+# Functions that cannot be traced
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is never loaded: the file is named, with what to do, before any collective."""
+"""A damaged checkpoint is never loaded: the error names the file and the remedy, before any collective."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def last(run):
-    """The folder of the newest of these, in which a test may do what it likes."""
+    """The folder of the newest checkpoint, a copy that a test may damage."""
     folder = Path(run.checkpoint) / "step_000002"
     copy = shutil.copytree(folder, Path(run.checkpoint) / "copy")
     yield folder

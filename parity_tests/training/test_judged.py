@@ -1,4 +1,4 @@
-"""The judge of a step: what it must see, and what it must let pass."""
+"""The judge of a step: errors that it must see, and differences that it must let pass."""
 
 import math
 

@@ -171,7 +171,7 @@ def written(monkeypatch):
 
 
 def beyond_budget(steps, resumed, uninterrupted):
-    """Names of what differs from the uninterrupted run by more than the budget of the step."""
+    """The names of values that differ from the uninterrupted run by more than the budget of the step."""
     names = []
     for step in steps:
         one, other = resumed[step.index], uninterrupted[step.index]

@@ -8,7 +8,7 @@ from torch_impl.vocab_parallel import filter_bounds as c
 
 
 def within(candidates, low, high, rows):
-    """Flat places of what is listed and within the bounds, each list checked to be in order and true."""
+    """Flat places of listed values within the bounds; each list is checked to be in order and true."""
     places = []
     for part, picked in candidates.between(low, high):
         flat = (picked.rows + part.start) * rows.shape[1] + picked.columns

@@ -16,7 +16,7 @@ from torch_impl.vocab_parallel.filter_bounds import min_p_floor
 
 
 def cost(c):
-    """That of the other filters; where no list is sent, one number of a token more for the largest logit."""
+    """The cost of the other filters; where no list is sent, one more number for each token, its largest logit."""
     base = filter_cost(c, known_range=True)
     if c.mesh["tp"] == 1 or c.top_k is not None:
         return base

@@ -1,4 +1,4 @@
-"""Radix selection finds what a sort would."""
+"""Radix selection finds the same elements as a sort."""
 
 import math
 
@@ -126,7 +126,7 @@ def test_the_kth_largest_is_that_of_a_sort(weights_of, seed, size, k, dtype):
     in_order = [np.sort(row[~np.isnan(row)])[::-1] for row in rows.double().numpy()]
     expected = [row[min(k, len(row)) - 1] for row in in_order]
     for kth in run(body, CaseSpec(scheme="kth", mesh={"tp": 2})).results:
-        # The partition counts a NaN as -inf, so that of fewer numbers than k that one is the last.
+        # The partition counts a NaN as -inf, so row 2, which has fewer than k numbers, ends in one.
         assert all(a == b or (i == 2 and k >= size) for i, (a, b) in enumerate(zip(kth, expected, strict=True)))
 
 
@@ -257,7 +257,7 @@ def kth_largest_by_groups(mesh, logits, k, chunk_size):
     dtypes=("float32", "bfloat16", "float64"),
 )
 def entries_between_bounds(mesh, logits, low, high):
-    """Entries name the rows, the columns and the values of what lies between the bounds of its row."""
+    """Entries name the rows, the columns and the values of all elements between the bounds of their row."""
     rows, columns, chosen = _entries_elsewhere(logits, low, high)
     return torch.zeros_like(logits).index_put_((rows.long(), columns.long()), chosen)
 

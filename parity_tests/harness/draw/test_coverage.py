@@ -37,7 +37,7 @@ def test_every_built_in_scheme_draws_every_pair():
 
 
 def test_a_pair_that_can_be_sharded_has_a_shape():
-    """Found by trying each size on each mesh by itself, without what `features` says."""
+    """A shape is found by trying each size on each mesh by itself, without `features`."""
     for each in built_in():
         if each.assume or each.layouts or each.depends_on_mesh:
             continue

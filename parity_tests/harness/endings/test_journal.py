@@ -1,4 +1,4 @@
-"""The journal of a command: a process that dies leaves what it has judged, and the one that follows reads it."""
+"""The journal of a command: a process that dies leaves its verdicts, and the next process reads them."""
 
 import os
 import tempfile

@@ -44,5 +44,5 @@ def test_lists_of_tensors_and_the_tensors_that_autograd_keeps():
         live = peak.now
         y.backward()
         del y
-    assert live == 2 * BYTES + 4  # exp for its own backward, the stack for that of the square; and the sum
+    assert live == 2 * BYTES + 4  # saved for backward: exp, and the stack for its square; and the sum
     assert x.grad is not None and peak.most > live

@@ -59,7 +59,7 @@ def supervised(call: Callable[[], int | None]) -> int:
     """
     is_launched = any(name in os.environ for name in UNDER_A_LAUNCHER)
     if is_launched:
-        exits.install(_complain)  # the launcher would take the exit code of a user's call for that of the command
+        exits.install(_complain)  # a user's exit must not become the launcher's exit code
     if is_launched or not sys.platform.startswith("linux") or "jax" in sys.modules or threading.active_count() > 1:
         return call() or 0
     with contextlib.ExitStack() as files:
@@ -75,7 +75,7 @@ def supervised(call: Callable[[], int | None]) -> int:
 class Death:
     """How a child ended that did not come to its end; `why` and `seconds` if its parent has ended it.
 
-    What it was at is known from before it was ended: a stopped child runs on until the signal reaches it.
+    The child's current call is known from before the kill: a stopped child runs on until the signal reaches it.
     """
 
     exit_code: int  # minus N for signal N
@@ -297,7 +297,7 @@ def _status_of(call: Callable[[], int | None]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _complain(INTERRUPTED_SENTENCE)
         return INTERRUPTED
-    except SystemExit as left:  # the command line's own: those of users are turned into sentences before
+    except SystemExit as left:  # the command line's own exit: a user's is turned into a sentence before
         if isinstance(left.code, str):
             _complain(left.code)
             return RANK_FAILED
