@@ -12,7 +12,7 @@ SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
 def is_there(pid):
-    """Whether there is such a process, or what is left of one that nobody waited for."""
+    """Whether the process exists, even as a zombie that nobody waited for."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -25,7 +25,7 @@ was measured apart, by `python -m parity_tests.evidence.benchmarks --only` and i
 
 
 def machine() -> str:
-    """What the figures were measured on, in one sentence."""
+    """The machine and versions of the measurements, in one sentence."""
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return (
         f"{date.today()}: {_processor()}, {os.cpu_count()} cores, {platform.system()}; "
@@ -44,7 +44,7 @@ def _processor() -> str:
 
 
 def text(measured: Sequence[tuple[str, Sequence[Figure]]], on: str, seconds: float, before: str = "") -> str:
-    """The text of the page. A section of which nothing ran here stays as `before`, the page, has it: with its date."""
+    """The text of the page. A section that cannot run here keeps its text and date from `before`, the last page."""
     kept = _measured_apart(before)
     parts = (
         kept[title] if _nothing_ran(figures) and title in kept else f"## {title}\n\n{_figures(figures)}"
@@ -83,7 +83,7 @@ def _figures(figures: Sequence[Figure]) -> str:
 
 
 def _named_by_how(figures: Sequence[Figure]) -> list[tuple[str, str]]:
-    """What was run, each once, and the names of the figures that it gave."""
+    """Each description of a run once, with the names of its figures."""
     names: dict[str, list[str]] = {}
     for figure in figures:
         names.setdefault(figure.how, []).append(figure.name)

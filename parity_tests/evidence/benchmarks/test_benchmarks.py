@@ -1,4 +1,4 @@
-"""What the benchmarks measure with: the toy runs and fails as it should, and a page says what was measured."""
+"""The benchmarks' tools: the toy runs and fails as it should, and a page reports the measurements."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The benchmark of filters runs on few columns, compares first, and says what it found."""
+"""The benchmark of filters runs on few columns, compares first, and reports its findings."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The comparison of indices runs, compares first, and says what it found."""
+"""The comparison of indices runs, compares first, and reports its findings."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The comparison with peers: what is not installed is said to be not run, and what is shown is what was found."""
+"""The comparison with peers reports missing libraries as not run, and shows the figures that it found."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from shardproof import CaseSpec
 from shardproof.engines.engines import run
 
 TIMES = {"cpu": [0.002] * 3, "wall": [0.004] * 3}
-# They have state of the entire process, of which ranks are threads here.
+# They keep state for the whole process, and here ranks are threads of one process.
 OF_A_PROCESS = ("DTensor loss_parallel", *peer_arms.NEEDS)
 FOUND = {"ratio": 0.5, "collectives": ["all_gather"], "bytes": 12, "memory": 105, "part": 100}
 

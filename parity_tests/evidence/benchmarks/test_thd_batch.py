@@ -1,4 +1,4 @@
-"""The benchmark of a packed batch runs, compares first, and says what it found."""
+"""The benchmark of a packed batch runs, compares first, and reports its findings."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""docs/false-alarms.md: how many examples were judged, of which components, and whatever was reported as wrong."""
+"""docs/false-alarms.md: how many examples were judged, of which components, and every error that was reported."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from parity_tests.evidence.mutants.judged import why_equivalent
 from parity_tests.evidence.mutants.mutant import Mutant
 from parity_tests.evidence.page import read, with_section, write
 
-# They compare the text of production with what is written about it, which any change alters.
+# These tests compare production's text with other text about it, which any change alters.
 OF_THE_TEXT = ("parity_tests/evidence/injected_bugs", "parity_tests/evidence/mutants", "parity_tests/test_house.py")
 IN_PARALLEL = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 EPILOG = """\b
@@ -76,7 +76,7 @@ def layers(mutants: Sequence[Mutant]) -> list[list[Mutant]]:
 
 
 def failing(mutants: Sequence[Mutant], tests: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """The names of the tests that fail on a tree with these changes, by pytest's own record of what failed.
+    """The names of the tests that fail on a tree with these changes, by pytest's own record of failures.
 
     Errors: RuntimeError where pytest ends otherwise than with all tests run, which says nothing of the changes.
     """
@@ -97,7 +97,7 @@ def seen(
 ) -> tuple[dict[Mutant, str], list[Mutant]]:
     """The mutants that make a test fail by themselves, each with the first one; and those that do so with others alone.
 
-    What fails without any sees none. The last mutant that is left has no other to meet, so the second are fewer.
+    A test that fails without any change sees none. The last mutant has no other to meet, so the second list is shorter.
     """
     left, by_itself, met = list(mutants), dict[Mutant, str](), list[Mutant]()
     for test in tests:

@@ -1,4 +1,4 @@
-"""Mutants: what the rules make and leave out, that a sample repeats, and how one is judged."""
+"""Mutants: the changes that rules make and leave out, that a sample repeats, and how a mutant is judged."""
 
 import ast
 import gc
@@ -280,7 +280,7 @@ def test_a_test_has_the_lines_that_its_ranks_run():
 
 
 def test_what_a_test_reaches_besides_its_own_lines():
-    """Wide fixtures of its file; all lines of the file where it starts processes. What fails tells nothing."""
+    """A test also reaches its file's wide fixtures, and all lines of its file where it starts processes."""
     tests = {
         f"{SUM_FILE}::{name}": {"passed": name != "fails", "seconds": 1.0, "starts": name == "starts", "slow": False}
         for name in ("plain", "starts", "fails")

@@ -1,4 +1,4 @@
-"""Two tiers of tests: which bugs are judged, by which tests, and what the page counts."""
+"""Two tiers of tests: which bugs are judged, by which tests, and which counts the page has."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_an_injected_bug_is_a_change_of_its_file(bug):
 
 @pytest.fixture
 def judged(monkeypatch):
-    """What the journal has of a bug that these tests catch, and which tests were run, by their profile."""
+    """The journal's record of a bug that these tests catch, and the tests that were run, by their profile."""
     runs = []
 
     def record(*catching, capped=False):

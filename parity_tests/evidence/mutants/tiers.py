@@ -135,7 +135,7 @@ def judge(
 
 
 def verdict(kind: str, mutant: Mutant, record: dict[str, Any]) -> Verdict:
-    """What the journal's record of a bug says."""
+    """The verdict in the journal's record of a bug."""
     fast, caught = record.get("fast"), record.get("fast") or record.get("any")
     is_judged = bool(fast) or ("any" in record and (bool(caught) or not record["any_capped"]))
     is_open = not is_judged or (not fast and record["fast_capped"])
@@ -210,7 +210,7 @@ def main(
     memory, journal = Memory(build / "mutants_lines.jsonl"), Journal(build / "tiers.jsonl")
     chosen = [each for its_kind, each in sample if each.component in (component or names) and kind in ("", its_kind)]
     random.Random(seed).shuffle(chosen)
-    with contextlib.suppress(KeyboardInterrupt):  # what is judged so far is shown and written
+    with contextlib.suppress(KeyboardInterrupt):  # verdicts so far are shown and written
         judge(chosen, memory, journal, Workers(jobs), cap, show)
     verdicts = [verdict(its_kind, each, journal.of(each.key)) for its_kind, each in sample]
     shares = bullets(closing(verdicts, each) for each in (MUTANTS, INJECTED))

@@ -1,4 +1,4 @@
-"""docs/findings.md: each defect with what shows it, then what is right, by project and version."""
+"""docs/findings.md: each defect with the scheme that shows it, then the right functions, by project and version."""
 
 from __future__ import annotations
 
