@@ -160,7 +160,7 @@ def arms_of(logits: Tensor, backends: tuple[str, ...]) -> dict[str, Arm]:
 
 
 def check(logits: Tensor, backends: tuple[str, ...]) -> None:
-    """Compare some rows of every backend with the eager twin in float64. Errors: RuntimeError if they are too far off."""
+    """Compare some rows of every backend with the eager twin in float64. Errors: RuntimeError if one is too far off."""
     from parity_tests.kernels.twin import worst_ratio
 
     some = logits[:4]
