@@ -213,7 +213,7 @@ def test_the_layouts_that_the_harness_trusts_are_numpy_alone():
     assert (ROOT / "jax_ref" / "__init__.py").read_text().strip() == ""
 
 
-def test_what_a_rank_needs_loads_no_jax():
+def test_modules_that_ranks_import_load_no_jax():
     needed = ["jax_ref.layouts", "shardproof.declare.spec", "shardproof.declare.case"]
     needed += ["shardproof.engines.engines", "shardproof.draw.inputs"]
     program = f"import sys, {', '.join(needed)}; sys.exit('jax' in sys.modules)"

@@ -62,7 +62,7 @@ def test_a_notebook_runs_and_is_committed_as_it_runs(script):
 
 
 @pytest.mark.parametrize("script", execute.SCRIPTS, ids=lambda script: script.stem)
-def test_what_is_committed_has_no_warning_in_it(script):
+def test_committed_notebooks_have_no_warning(script):
     """Nothing on standard error, and no cell that stopped."""
     outputs = [
         output for cell in jupytext.read(script.with_suffix(".ipynb")).cells for output in cell.get("outputs", [])

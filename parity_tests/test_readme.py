@@ -72,7 +72,7 @@ def measured(dtype: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", OF_THE_PAGE)
-def test_the_page_states_what_was_measured(name):
+def test_the_page_states_the_measurements(name):
     (row,) = [cells(line) for line in README.splitlines() if line.startswith(f"| {name} |")]
     _, collectives, sent, memory, time, error = row
     summary, in_bfloat16 = (measured(dtype)[OF_THE_PAGE[name]] for dtype in ("float32", "bfloat16"))

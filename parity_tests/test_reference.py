@@ -58,7 +58,7 @@ def test_a_name_that_is_left_out_would_be_seen():
     assert is_shown("torch_impl.layouts", "newcomer", newcomer)
 
 
-def test_what_a_users_file_imports_has_its_place():
+def test_names_that_users_import_have_a_place():
     names = {name for name in shardproof.__all__ if not isinstance(getattr(shardproof, name), ModuleType)}
     assert {f"shardproof.{name}" for name in names} <= ALONE
 

@@ -83,14 +83,14 @@ def test_a_mistake_is_explained(mistake):
 
 
 @pytest.mark.parametrize("mistake", mistakes.MISTAKES, ids=lambda mistake: mistake.title)
-def test_the_page_has_what_is_printed(mistake):
+def test_the_page_has_the_printed_report(mistake):
     shown = [comparable(block.text) for block in blocks(PAGE)]
     assert comparable(mistake.difference) in shown
     assert comparable(printed_of(mistake)) in shown
 
 
 @pytest.mark.slow
-def test_the_page_has_what_is_printed_of_the_right_file():
+def test_the_page_has_the_printed_report_of_the_right_file():
     (scheme,) = schemes_of_file(str(mistakes.RIGHT))
     assert comparable(str(scheme.verify(examples=20))) in [comparable(block.text) for block in blocks(PAGE)]
 

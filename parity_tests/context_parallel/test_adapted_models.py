@@ -175,7 +175,7 @@ def collect(name, results):
 
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_and_gradients_are_those_of_one_device(name):
+def test_logits_and_gradients_match_one_device(name):
     """The model is called with the full sequence, and computes its positions and places of images itself."""
     family = FAMILIES[name]
 
@@ -192,7 +192,7 @@ def test_logits_and_gradients_are_those_of_one_device(name):
     assert collect(name, run(body, CaseSpec(scheme="adapted", mesh={"cp": 2})).results) == {}
 
 
-def test_what_backward_recomputes_is_left_alone_too():
+def test_layers_that_backward_recomputes_are_left_alone_too():
     """Backward computes each layer again, the encoder's layers too, outside of the encoder's own forward."""
     family = FAMILIES["bart"]
 

@@ -70,7 +70,7 @@ def test_a_token_changes_nothing_before_it_over_two_axes(kind):
         np.testing.assert_array_equal(changed, np.arange(token, end))
 
 
-def test_layers_share_what_the_ranks_of_an_axis_have_together():
+def test_layers_share_the_rows_of_a_group():
     layout = layout_of(None, "packed", (4, 1))
     assert _group_rows(layout, 2) is _group_rows(layout, 2)
     assert _group_rows(layout, 2) is not _group_rows(layout, 4)
@@ -78,7 +78,7 @@ def test_layers_share_what_the_ranks_of_an_axis_have_together():
 
 @pytest.mark.parametrize("kind", ["packed", "dual_chunk_swap"])
 @pytest.mark.parametrize("exchange", [*EXCHANGES, "usp"])
-def test_what_inference_built_serves_training(exchange, kind):
+def test_caches_built_in_inference_serve_training(exchange, kind):
     """A layout of its own, so that all that is derived from it and kept is derived in inference."""
 
     def body(mesh, case):
@@ -149,7 +149,7 @@ def test_padding_gives_nothing_and_gets_nothing_whatever_it_holds(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_what_ranks_send_follows_from_the_layout_alone(engine):
+def test_messages_follow_from_the_layout_alone(engine):
     """Not from the values; and whoever gathers keys or exchanges heads sends as much as every other."""
 
     def ledger_of(tensors, exchanges):

@@ -87,7 +87,7 @@ def test_an_unrestored_buffer_with_new_data_is_not_sharded_again():
 
 
 @pytest.mark.parametrize("where", ["inside", "between"])
-def test_what_is_written_into_an_unrestored_buffer_stays(where):
+def test_values_written_into_an_unrestored_buffer_stay(where):
     """It is a share, then and when the context is entered again: the next write is on top of the last."""
 
     def body(mesh, case):
@@ -106,7 +106,7 @@ def test_what_is_written_into_an_unrestored_buffer_stays(where):
     assert on_ranks(2, body).results == expected
 
 
-def test_backward_outside_of_what_was_saved_inside_is_rejected():
+def test_backward_outside_of_the_context_is_rejected():
     def body(mesh, case):
         weight, cosine = torch.ones(4, requires_grad=True), torch.arange(8.0)
         with context(mesh, [cosine]):

@@ -34,7 +34,7 @@ def test_tasks_begin_in_turn_and_results_keep_their_order():
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
-def test_what_runs_ends_when_one_task_raises(error):
+def test_running_tasks_end_when_one_raises(error):
     workers, running, pids = Workers(2), threading.Event(), []
 
     def task(is_long):
@@ -63,7 +63,7 @@ def test_tasks_of_a_task_run_in_its_thread():
     assert [len(set(each)) for each in threads] == [1, 1]
 
 
-def test_an_interrupt_ends_what_runs():
+def test_an_interrupt_ends_running_tasks():
     workers, pids = Workers(2), []
 
     def task(_):

@@ -97,7 +97,7 @@ def measured(experts, ep, exchange, d, size):
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @given(data=st.data())
-def test_bytes_are_those_of_the_ledger(ep, data):
+def test_bytes_match_the_ledger(ep, data):
     size, k, tokens, d = 8, data.draw(st.integers(1, 3)), ep * data.draw(st.integers(0, 4)), 4
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     experts = torch.rand(tokens, size, generator=generator).argsort(-1)[:, :k]

@@ -336,7 +336,7 @@ def test_another_group_and_another_device():
     assert layout.on("meta").index.is_meta
 
 
-def test_what_needs_no_reordering_is_marked():
+def test_layouts_without_reordering_are_marked():
     assert TokenLayout.dense("contiguous", 8, cp_size=2, cp_rank=0).is_identity
     assert TokenLayout.packed([0, 3, 5], cp_size=1, cp_rank=0).is_identity
     assert not TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0).is_identity

@@ -74,7 +74,7 @@ def called(x=PARTS[0], dt=PARTS[1], A=PARTS[2], B=PARTS[3], C=PARTS[4], **option
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 7, 64])
 @pytest.mark.parametrize("border", [0, 3, 4, 7])
-def test_a_token_changes_what_follows_in_its_sequence_alone(chunk_size, border):
+def test_a_token_changes_only_later_tokens_of_its_sequence(chunk_size, border):
     ids = (torch.arange(7) >= border).long().expand(2, 7)
     y, _ = called(chunk_size=chunk_size, seq_idx=ids)
     for t in range(7):

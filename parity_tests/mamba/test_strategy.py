@@ -50,7 +50,7 @@ def test_a_copied_mixer_has_a_separate_strategy(strategy_of):
 
 
 @both
-def test_what_inference_built_serves_training(strategy_of):
+def test_caches_built_in_inference_serve_training(strategy_of):
     """Sizes and a length that no other test has, so that the indices are built here."""
 
     def body(mesh, case):

@@ -27,7 +27,7 @@ from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.optimizers import Muon
 
-# None: left out, so that the default counts, which the reference states itself
+# None leaves the argument out: the default then has to equal the reference's own
 OPTIONS = {"lr": (0.02, 0.5, None), "weight_decay": (0.1, 0.0, None), "momentum": (0.95, 0.5, None),
            "nesterov": (True, False, None), "steps": (5, 1, None)}  # fmt: skip
 DEFAULTS = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "steps": 5}

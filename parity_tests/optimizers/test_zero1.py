@@ -219,7 +219,7 @@ def narrow_run(mesh, case):
     return parameter.detach(), full(zero.shares[0].detach())
 
 
-def test_master_weights_add_up_what_bfloat16_would_lose():
+def test_master_weights_add_up_terms_that_bfloat16_would_lose():
     """32 steps of 2^-11 each, of two ranks' gradients: each is below half a unit of bfloat16 at 1."""
     for narrow, wide in run(narrow_run, CaseSpec(scheme="zero1", mesh={"dp": 2})).results:
         assert wide.dtype == torch.float32 and set(wide.tolist()) == {1 - 2.0**-6}

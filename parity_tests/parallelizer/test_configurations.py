@@ -33,7 +33,7 @@ def test_every_configuration_is_on_every_mesh():
 
 @pytest.mark.fast_values(4)
 @pytest.mark.parametrize("case", OURS + VIEWS + IN_TURN, ids=label)
-def test_one_step_is_that_of_one_process(case):
+def test_one_step_matches_one_process(case):
     chosen, _, mesh = case
     assert judged(chosen, mesh) == []
     assert alone(chosen).norm > MAX_NORM

@@ -180,5 +180,5 @@ def reported(mesh, axes, plan, dtype, tokens):
 
 
 @pytest.mark.parametrize("arguments", RUNS, ids=lambda run: f"{run[0]}-{PLANS.index(run[2])}-{run[3]}".replace("'", ""))
-def test_shards_and_counts_are_those_of_each_parameter(arguments):
+def test_shards_and_counts_match_each_parameter(arguments):
     assert reported(*arguments) == expected_report(*arguments)

@@ -209,7 +209,7 @@ def reported(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
 
 
 @pytest.mark.parametrize("arguments", RUNS, ids=lambda run: str(run[0]).replace("'", ""))
-def test_experts_and_conv1d_layers_send_what_is_added_up_by_hand(arguments):
+def test_bytes_of_experts_and_conv1d_layers_match_sums_by_hand(arguments):
     assert reported(*arguments) == expected_report(*arguments)
 
 

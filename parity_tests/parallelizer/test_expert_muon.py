@@ -59,7 +59,7 @@ def on_mesh(mesh, family, engine="lockstep"):
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_one_step_is_that_of_one_process(family, mesh):
+def test_one_step_matches_one_process(family, mesh):
     assert broken_steps(stepped(family), mesh, on_mesh(mesh, family)) == []
     assert alone(family).norm > MAX_NORM
 

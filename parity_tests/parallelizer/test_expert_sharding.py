@@ -115,7 +115,7 @@ def on_mesh(mesh, body, engine="lockstep"):
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_one_step_is_that_of_one_process(family, mesh):
+def test_one_step_matches_one_process(family, mesh):
     ranks = on_mesh(mesh, lambda view: on_rank(view, family)).results
     assert broken_steps(alone(family), mesh, ranks) == []
     assert alone(family).norm > MAX_NORM
@@ -160,7 +160,7 @@ def test_one_step_on_processes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("switches", [{"activation_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
-def test_what_saves_memory_changes_no_bit(switches):
+def test_saving_memory_changes_no_bit(switches):
     plain, saving = (
         on_mesh({"dp_shard": 2, "ep": 2}, lambda view, s=s: on_rank(view, "qwen3_moe", **s)).results[0]
         for s in ({}, switches)

@@ -46,7 +46,7 @@ def runs(draw, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(["llama", "gemma"], OWN))
-def test_three_steps_are_those_of_the_reference(family):
+def test_three_steps_match_the_reference(family):
     @settings(max_examples=few(5))
     @given(runs(family))
     def example(settings):

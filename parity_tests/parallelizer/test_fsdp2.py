@@ -126,7 +126,7 @@ def test_parity(declared, engine):
     check_cases(declared, 8 if engine == "lockstep" else 2, engine=engine)
 
 
-def test_signature_is_that_of_the_page():
+def test_signature_matches_the_page():
     parameters = inspect.signature(fsdp2_strategy_parallelize).parameters
     page = {"mp_policy": None, "tp_shard_plan": None, "offload_policy": None}
     assert list(parameters)[:5] == ["model", "device_mesh", *page]
@@ -147,13 +147,13 @@ def ended(mesh, chosen, **switches):
     [{"activation_checkpointing": True}, {"offload_policy": CPUOffloadPolicy()}],
     ids=lambda s: next(iter(s)),
 )
-def test_what_saves_memory_changes_no_bit(mesh, switches):
+def test_saving_memory_changes_no_bit(mesh, switches):
     plain, saving = ended(mesh, LLAMA), ended(mesh, LLAMA, **switches)
     assert all(np.array_equal(a, b) for a, b in zip(plain, saving, strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
-def test_bfloat16_is_that_of_a_bfloat16_copy(family):
+def test_bfloat16_matches_a_bfloat16_copy(family):
     """Each rank computes with a copy whose parameters are rounded and whose buffers are not; float32 means of both."""
     chosen = Chosen(family, tied=family != "llama")
     ids_, targets = batch(chosen, 4, 5)
@@ -175,7 +175,7 @@ def test_bfloat16_is_that_of_a_bfloat16_copy(family):
 
 
 @pytest.mark.parametrize("expected", [None, torch.float32, torch.float64])
-def test_output_dtype_is_that_of_the_full_model(expected):
+def test_output_dtype_applies_to_the_full_model(expected):
     """Of the root alone: a block that returned another dtype would hand it to a head in bfloat16."""
 
     def body(mesh, case):
@@ -241,7 +241,7 @@ def test_buffers_and_names_stay_as_they_were():
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("resharded", [None, True, False])
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
-def test_cost_is_that_of_the_docstring(mesh, resharded):
+def test_cost_matches_the_docstring(mesh, resharded):
     """Two blocks and the root, their parameters' first dims rounded up to multiples of two."""
 
     def body(view, case):
@@ -273,7 +273,7 @@ def _padded(parameters):
 
 
 @pytest.mark.slow
-def test_what_is_returned_may_be_changed_in_place():
+def test_the_output_may_be_changed_in_place():
     """The logits of a tensor-parallel model end in a view, on which FSDP's backward would be lost."""
 
     def body(mesh, case):
@@ -289,7 +289,7 @@ def test_what_is_returned_may_be_changed_in_place():
     assert all(run(body, CaseSpec(scheme="in place", mesh={"dp_shard": 2, "tp": 2})).results)
 
 
-def test_an_edit_of_what_backward_needs_is_autograds_error():
+def test_an_edit_of_a_saved_tensor_is_autograds_error():
     """The model's output is a view of a tensor that autograd saves."""
 
     def body(mesh, case):

@@ -159,7 +159,7 @@ def test_axes_that_mean_nothing_certain(names, message):
     assert results.ledger.rows == []
 
 
-def test_a_torch_that_lacks_what_is_needed(monkeypatch):
+def test_a_torch_without_the_needed_functions(monkeypatch):
     """The attribute and the version are named, and nothing else is tried."""
 
     def body(mesh):

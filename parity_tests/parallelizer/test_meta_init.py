@@ -68,7 +68,7 @@ OPTIONS = st.fixed_dictionaries(
 @pytest.mark.slow
 @settings(max_examples=few(25))
 @given(st.sampled_from(MESHES), OPTIONS, st.booleans())
-def test_values_of_a_meta_model_are_those_of_one_process(mesh, options, inside):
+def test_values_of_a_meta_model_match_one_process(mesh, options, inside):
     mesh = {"outer": 2, **mesh} if inside else mesh
     ranks = run(names_of_other_values, CaseSpec(scheme="meta", mesh=mesh, options=options)).results
     assert ranks == ([],) * len(ranks)
@@ -208,7 +208,7 @@ class Forgets(Bare):
         (Forgets, True, True, "init_nvfsdp_with_meta_device: '.weight' has no value after the initialisation of"),
     ],
 )
-def test_what_cannot_be_initialised(factory, on_meta, flag, message):
+def test_modules_that_cannot_be_initialised(factory, on_meta, flag, message):
     def body(mesh, case):
         with torch.device("meta" if on_meta else "cpu"):
             model = factory()

@@ -200,7 +200,7 @@ def half():
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *ALIASES])
-def test_what_each_strategy_sends(strategy):
+def test_bytes_of_each_strategy(strategy):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = reductions(data_parallel_sharding_strategy=strategy, nvfsdp_unit_modules=[BLOCK])
@@ -242,7 +242,7 @@ def test_masters_are_float32_and_compute_in_sixteen_bits():
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
 
 
-def test_masters_of_what_is_wide_change_nothing():
+def test_masters_of_wide_parameters_change_nothing():
     def body(view, case):
         return stepped(view) == stepped(view, preserve_fp32_weights=True)
 
@@ -250,7 +250,7 @@ def test_masters_of_what_is_wide_change_nothing():
 
 
 @pytest.mark.parametrize("name", CUDA_ONLY)
-def test_what_has_no_effect_natively_is_reported_by_name(name):
+def test_arguments_without_effect_natively_are_reported_by_name(name):
     def body(view, case):
         with pytest.warns(UserWarning, match=f"{name}=True has no effect natively: memory and speed only") as caught:
             nvfsdp_strategy_parallelize(Net(), view.device_mesh, **{name: True})
@@ -274,7 +274,7 @@ def test_what_has_no_effect_natively_is_reported_by_name(name):
         ),
     ],
 )
-def test_what_else_is_reported(options, message):
+def test_other_reports(options, message):
     def body(view, case):
         with pytest.warns(UserWarning, match=message):
             nvfsdp_strategy_parallelize(Net(), view.device_mesh, **options)

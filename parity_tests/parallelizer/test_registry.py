@@ -40,7 +40,7 @@ def tables(monkeypatch):
     monkeypatch.setattr(registry, "STRATEGIES", {})
 
 
-def test_entries_of_a_class_and_of_what_it_inherits_from():
+def test_entries_of_a_class_and_of_its_bases():
     register_tp_plan(Net, {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
     register_tp_plan("Other", {"blocks.*.up": Replicated, "blocks.*.down": None})
     assert {key: type(style).__name__ for key, style in get_hf_tp_shard_plan(Net()).items()} == {
@@ -70,7 +70,7 @@ def test_an_entry_wins_over_the_models_own_plan():
         ((Net, {"up": "gather"}), ValueError, "plan['up']='gather' is a style of transformers 4; write all_reduce"),
     ],
 )
-def test_what_cannot_be_registered(arguments, kind, message):
+def test_plans_that_cannot_be_registered(arguments, kind, message):
     with pytest.raises(kind, match=re.escape(f"parallelizer.register_tp_plan: {message}")):
         register_tp_plan(*arguments)
     assert "Net" not in hf_plan.TP_PLANS
@@ -156,7 +156,7 @@ def test_parameters_are_full_inside_and_sharded_behind():
 
 
 @pytest.mark.parametrize("function", [unshard, unshard_fsdp2_model])
-def test_what_cannot_be_gathered_is_rejected_at_the_call(function):
+def test_values_that_are_no_module_are_rejected_at_the_call(function):
     with pytest.raises(TypeError, match=r"unshard_fsdp2_model: model is an int; pass a torch\.nn\.Module"):
         function(3)
 

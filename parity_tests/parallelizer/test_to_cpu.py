@@ -139,7 +139,7 @@ def test_partial_sums_are_summed_and_are_no_shard():
     assert on_ranks(body, 4).results == ([10.0, 10.0],) * 4
 
 
-def test_what_is_on_the_cpu_is_the_same_object():
+def test_a_tensor_on_the_cpu_is_the_same_object():
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     outcome = to_cpu(parameter)
@@ -148,7 +148,7 @@ def test_what_is_on_the_cpu_is_the_same_object():
 
 
 @pytest.mark.parametrize("v", [None, 3, "x", [torch.ones(1)], {"a": 1}])
-def test_what_is_no_tensor_comes_back(v):
+def test_values_that_are_no_tensors_come_back(v):
     assert to_cpu(v) is v
     assert to_cpu(v, local=True) is v
 

@@ -1,4 +1,4 @@
-"""A stack of residual layers, split into stages, under any schedule: by name, or as the file that its order is."""
+"""A stack of residual layers, split into stages, under any schedule: by name, or from a file with its order."""
 
 import tempfile
 from pathlib import Path

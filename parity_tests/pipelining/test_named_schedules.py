@@ -66,7 +66,7 @@ def alternated(rank, n, ahead):
 
 @pytest.mark.fast_values(3)
 @pytest.mark.parametrize("name", RULES)
-def test_orders_are_those_of_torch(name):
+def test_orders_match_torch(name):
     for sizes in legal_sizes(name):
         assert written(schedule_order(name, *sizes)) == order_of_torch(name, *sizes), sizes
 
@@ -89,7 +89,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("given_as", "words"), REJECTED)
-def test_what_a_schedule_cannot_have_is_rejected(given_as, words):
+def test_invalid_arguments_of_a_schedule_are_rejected(given_as, words):
     with pytest.raises(ValueError, match=r"^pipelining\.schedule_order: ") as rejection:
         schedule_order(*given_as)
     assert words in str(rejection.value)

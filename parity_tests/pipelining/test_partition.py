@@ -398,7 +398,7 @@ def test_layers_come_once_and_in_order(data):
         ((2, 4), {"head_cost": float("inf")}, "head_cost=inf must be finite"),
     ],
 )
-def test_what_cannot_be_is_rejected(args, kwargs, words):
+def test_impossible_arguments_are_rejected(args, kwargs, words):
     with pytest.raises(ValueError, match=f"^{NAME}: ") as rejection:
         names(*args, **kwargs)
     assert words in str(rejection.value)

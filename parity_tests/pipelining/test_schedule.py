@@ -98,7 +98,7 @@ def test_any_file_is_accumulation_in_its_order(sample, says_all, dtype):
 
 @pytest.mark.slow
 @given(named_orders(ranks=range(1, 4), max_microbatches=6), st.booleans())
-def test_a_dumped_schedule_gives_what_the_schedule_gives(sample, says_all):
+def test_a_dumped_schedule_gives_the_schedules_results(sample, says_all):
     name, p, n, _, order, placed = sample
     text = dumped(with_communication(order, placed, n) if says_all else order)
     by_name = run(stepped, case_of(p, n=n, placed=placed, name=name))
@@ -209,7 +209,7 @@ def test_steps_then_one_division_are_the_mean(n, steps):
     assert ranks.results[0] | ranks.results[1] == {name: divided(sums, n * steps) for name, sums in summed.items()}
 
 
-def test_torch_divides_what_was_divided():
+def test_torch_divides_the_first_steps_gradients_again():
     """Two equal steps of two micro-batches come to 1.5 means where 2 are due."""
     gradients = {}
     for steps in (1, 2):

@@ -52,7 +52,7 @@ def rejection(run):
 
 
 @pytest.mark.slow
-def test_what_a_folder_has(run):
+def test_the_files_of_a_folder(run):
     folder = Path(run.checkpoint) / "step_000002"
     assert sorted(os.listdir(folder)) == sorted(FILES)
     assert checkpoint.newest(run) == 2
@@ -129,7 +129,7 @@ def test_every_rank_rejects_it_before_any_collective(run, last, tmp_path):
     assert list(tmp_path.iterdir()) == []  # no step was computed
 
 
-def test_a_run_that_is_killed_leaves_what_it_was_to_replace(run, last, monkeypatch, tmp_path):
+def test_a_killed_run_leaves_the_checkpoint_it_was_to_replace(run, last, monkeypatch, tmp_path):
     def killed(state, checkpoint_id):
         Path(checkpoint_id).mkdir()
         (Path(checkpoint_id) / ".metadata").write_text("half")

@@ -91,7 +91,7 @@ def test_the_floor_is_rounded_up(largest):
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(1.5, ValueError), (-0.1, ValueError), ("0.1", TypeError)])
-def test_what_is_no_share_is_rejected(wrong, error):
+def test_a_value_that_is_no_share_is_rejected(wrong, error):
     with pytest.raises(error) as caught:
         vp.TrainingSamplingParams(min_p=wrong)
     must = "must be a number" if error is TypeError else "must lie in [0, 1]"

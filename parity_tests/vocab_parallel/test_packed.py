@@ -219,7 +219,7 @@ def test_no_number_of_sequences_changes_the_ledger(engine):
 
 
 class Operations(TorchDispatchMode):
-    """Counts copies to the device."""
+    """Counts the operations that are sent to the device."""
 
     count = 0
 

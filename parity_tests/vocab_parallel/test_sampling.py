@@ -244,7 +244,7 @@ def test_masked_columns(mask, limits):
 
 
 @every_limit
-def test_what_has_no_softmax_stays_visible(limits):
+def test_a_row_without_a_softmax_stays_visible(limits):
     logits = normal(1, 5, 8).float()
     logits[0, 0], logits[0, 1, 6], logits[0, 2, 1] = -torch.inf, torch.nan, torch.inf
     logits[0, 4] = torch.nan  # its target is ignored

@@ -261,7 +261,7 @@ def test_logits_may_cover_more_positions_than_the_ids(padding):
 
 
 @pytest.mark.parametrize("v", [16, 4096])
-def test_what_is_saved_for_backward_does_not_grow_with_the_vocabulary(v):
+def test_saved_tensors_do_not_grow_with_the_vocabulary(v):
     saved = []
     z = torch.zeros(2, 3, v, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):

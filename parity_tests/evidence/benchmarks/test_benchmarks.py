@@ -27,7 +27,7 @@ def test_the_toy_is_the_same_on_every_engine(engine):
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("name", FAILING)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_what_should_fail_fails_for_its_cause(name, engine):
+def test_a_toy_that_should_fail_fails_for_its_cause(name, engine):
     job = FAILING[name]
     if job is killed and engine == "lockstep":
         return  # it would kill this process
@@ -59,7 +59,7 @@ def test_a_page_shows_kept_missed_and_unpromised_figures():
     assert page.endswith("The run took 7 s.\n")
 
 
-def test_what_cannot_run_here_stays_as_it_was_measured_elsewhere():
+def test_a_section_that_cannot_run_here_keeps_its_figures():
     on_a_gpu = [Figure("kernel", "<= 2 s", "1 s", True, "once")]
     here = [Figure("kernel", "<= 2 s", "not run: needs CUDA", None, "-")]
     page = text([("Kernels", here)], "2026-01-01: here.", 7.0)

@@ -170,7 +170,7 @@ def test_every_public_function_is_known():
     assert sorted(PUBLIC - set(RUN) - set(REJECTED) - WITHOUT_COMMUNICATION) == []
 
 
-def test_names_that_this_torch_lacks_are_those_of_a_later_one():
+def test_names_that_this_torch_lacks_come_from_a_later_one():
     known = set(RUN) | set(REJECTED) | WITHOUT_COMMUNICATION
     assert sorted(known - PUBLIC) == sorted(LATER)
 
