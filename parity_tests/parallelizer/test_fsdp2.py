@@ -32,7 +32,7 @@ from torch_impl.parallelizer import (
     translate_to_torch_parallel_style,
 )
 
-# Norms of each head and a tied head; biases, and two layers of which only the last stays whole; fused projections.
+# Qwen3: norms of each head, a tied head. Llama: two layers, and only the last stays whole. Phi3: fused projections.
 ONE = (("num_hidden_layers", 1),)
 QWEN3, LLAMA, PHI3 = Chosen("qwen3", True, ONE), Chosen("llama"), Chosen("phi3", True, ONE)
 
@@ -58,7 +58,7 @@ def step(mesh, chosen, parameters, token, target, policy, microbatches=1, **swit
 
 
 def own_dtype(parameters):
-    """No policy for float64, which is then float64's own; for float32 the one that changes nothing."""
+    """No policy for float64, which then stays float64; for float32 a policy that changes nothing."""
     first = next(iter(flat(parameters).values()))
     return None if first.dtype == torch.float64 else MixedPrecisionPolicy()
 
@@ -86,7 +86,7 @@ def fully_sharded_step(mesh, parameters, token, target, microbatches, recomputed
     **declared(LLAMA, {"data_parallel": (1, 2), "context_parallel": (1, 2), "tensor_parallel": (1, 2)}),
 )
 def fully_sharded_step_by_older_names(mesh, parameters, token, target, resharded, offloaded):
-    offload = CPUOffloadPolicy() if offloaded else None  # asks for pinned memory, which a CPU has not
+    offload = CPUOffloadPolicy() if offloaded else None  # asks for pinned memory, which a CPU lacks
     switches = {"reshard_after_forward": resharded, "offload_policy": offload}
     return step(mesh, LLAMA, parameters, token, target, own_dtype(parameters), **switches)
 
@@ -94,7 +94,7 @@ def fully_sharded_step_by_older_names(mesh, parameters, token, target, resharded
 def cost(c):
     """Block and root are gathered forward, the root again backward; the gradients of both are reduced in float32.
 
-    Two sums more are the loss and its tokens; the step's own gathers, one for each gradient, give it whole.
+    Two more sums are the loss's and its token count's; the step's own gathers, one for each gradient, return it whole.
     """
     n = c.dp_shard
     block, root, parameters = parameter_counts(PHI3, n)
@@ -176,7 +176,7 @@ def test_bfloat16_matches_a_bfloat16_copy(family):
 
 @pytest.mark.parametrize("expected", [None, torch.float32, torch.float64])
 def test_output_dtype_applies_to_the_full_model(expected):
-    """Of the root alone: a block that returned another dtype would hand it to a head in bfloat16."""
+    """Only the root casts: a block that returned another dtype would hand it to a head in bfloat16."""
 
     def body(mesh, case):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, expected)
@@ -200,7 +200,7 @@ def test_a_plan_is_applied_before_fsdp():
 
 @pytest.mark.parametrize("other", ["model.layers.2.mlp.gate_proj", "model.layers.1.mlp.up_proj", "lm_head"])
 def test_blocks_that_share_a_parameter(other):
-    """Two blocks are one unit, and a block that shares with the head is the root's: gradients are the full model's."""
+    """Two such blocks are one unit; a block that shares with the head is the root's. Gradients match the full model."""
     chosen = Chosen("llama", changes=(("num_hidden_layers", 3), ("vocab_size", 24), ("mlp_bias", False)))
 
     def tied():

@@ -106,11 +106,11 @@ def full_inside(weight, entry):
     rank_options={"fails": (False, True)},
     nograd=("weight",),
     dtypes=("float64", "float32"),
-    excluded_conditions=("strided",),  # FSDP takes contiguous parameters alone
+    excluded_conditions=("strided",),  # FSDP takes only contiguous parameters
 )
 @pytest.mark.cases(20)
 def gathered_for_a_while(mesh, weight, entry, fails):
-    """Parameters inside the context. They are shards again behind it, also where something was raised."""
+    """Full parameters inside the context. After it they are shards again, also if an error was raised."""
     model = nn.Sequential(nn.ModuleList(linear_layer(each) for each in weight))
     if entry == "fsdp2":
         fsdp2_strategy_parallelize(model, mesh.device_mesh, MixedPrecisionPolicy())
@@ -162,7 +162,7 @@ def test_values_that_are_no_module_are_rejected_at_the_call(function):
 
 
 def step(parallelize):
-    """The weights of a net after one step of an optimizer made before the net was sharded, where it is."""
+    """The weights of a net after one step of an optimizer, which is made before the net is (or is not) sharded."""
 
     def body(view, case):
         torch.manual_seed(0)
