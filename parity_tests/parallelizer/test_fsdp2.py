@@ -32,7 +32,7 @@ from torch_impl.parallelizer import (
     translate_to_torch_parallel_style,
 )
 
-# Qwen3: norms of each head, a tied head. Llama: two layers, and only the last stays whole. Phi3: fused projections.
+# Qwen3: norms of heads, a tied head. Llama: biases; two layers, of which the last stays whole. Phi3: fused projections.
 ONE = (("num_hidden_layers", 1),)
 QWEN3, LLAMA, PHI3 = Chosen("qwen3", True, ONE), Chosen("llama"), Chosen("phi3", True, ONE)
 
