@@ -220,7 +220,7 @@ def test_a_batch_that_is_sharded_already():
         factory, shards = make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)
         with factory():
             call = dict(input_ids=shards["input_ids"], position_ids=shards["position_ids"], use_cache=False)
-            with pytest.raises(ValueError, match="adapt_model_to_context drops those of a Hugging Face model"):
+            with pytest.raises(ValueError, match="adapt_model_to_context drops a Hugging Face model's masks"):
                 model(**call)
             adapt_model_to_context(model)
             logits = model(**call).logits

@@ -242,8 +242,8 @@ def test_autocast_casts_as_it_does_outside():
 
 
 OF_A_MASK = (
-    "whose columns are not sharded over cp; pass is_causal=True and no mask; adapt_model_to_context drops those of a "
-    "Hugging Face model; attention over other tokens (a vision tower, an encoder, cross attention) goes into "
+    "whose columns are not sharded over cp; pass is_causal=True and no mask; adapt_model_to_context drops a "
+    "Hugging Face model's masks; attention over other tokens (a vision tower, an encoder, cross attention) goes into "
     "local_attention()"
 )
 NO_FLEX = (

@@ -218,7 +218,7 @@ REJECTED = [
     (
         lambda m: attend(context(m, tensors(8)), attn_mask=torch.zeros(4, 4)),
         "context_parallel.sdpa: attn_mask is [4, 4], whose columns are not sharded over cp; "
-        "pass is_causal=True and no mask; adapt_model_to_context drops those of a Hugging Face model; "
+        "pass is_causal=True and no mask; adapt_model_to_context drops a Hugging Face model's masks; "
         "attention over other tokens (a vision tower, an encoder, cross attention) goes into local_attention()",
     ),
     (

@@ -217,7 +217,7 @@ def test_rejections():
     (outcome,) = run(body, CaseSpec("staged", {"pp": 1, "cp": 1, "tp": 1})).results
     assert outcome == [
         "models.StepLoss: count is None; set it to the valid_count of the step first",
-        "models.layout_of: offsets is [2, 2, 3]; pass [1, 2, q], those of one stream",
+        "models.layout_of: offsets is [2, 2, 3]; pass [1, 2, q] for one stream",
         "models.layout_of: offsets is a list; pass a TokenLayout or its offsets",
         "models.staged_step: streams have [8, 12] tokens on this rank; pad them to one length",
     ]

@@ -320,7 +320,7 @@ REJECTED = [
     ({"steps": 0}, "optimizers.Muon: steps=0 must be at least 1"),
     ({"route": "ring"}, "optimizers.Muon: route='ring' is not one of owners, sharded"),
     ({"dtype": "bfloat16"}, "optimizers.Muon: dtype='bfloat16' is a str; pass a torch.dtype"),
-    ({"rows": (2, 1)}, "optimizers.Muon: rows=(2, 1) are not those of params[0] of group 0, which has 4; pass the"),
+    ({"rows": (2, 1)}, "optimizers.Muon: rows=(2, 1) are not the rows of params[0] of group 0, which has 4; pass the"),
     ({"params": [nn.Parameter(torch.zeros(3))]}, "params[0] of group 0 is [3] and no matrix; step vectors with"),
 ]
 

@@ -141,7 +141,7 @@ def test_experts_of_a_block_itself_cannot_have_shards_of_the_sequence():
     def body(view):
         block = nn.ModuleDict({"experts": Biased(replaced())})
         plan = {"h.0.experts": Experts({"gate_up_proj": "packed_colwise", "down_proj": "rowwise"})}
-        with pytest.raises(ValueError, match="experts' of a block has experts, whose choices and gates would be"):
+        with pytest.raises(ValueError, match="experts' of a block has experts; their choices and gates would cover"):
             model = nn.ModuleDict({"h": nn.ModuleList([block])})
             fsdp2_strategy_parallelize(model, view.device_mesh, tp_shard_plan=plan, sequence_parallel=True)
         return True

@@ -175,7 +175,7 @@ def test_a_name_beside_a_file_must_fit_it(placed, text, name, words, tmp_path):
 def test_logs_and_warnings(caplog):
     def built(mesh, case):
         stages = list(made_stages(mesh, placement("GPipe", 2, 1), None).values())
-        with pytest.warns(UserWarning, match="scale_grads=True divides what has been accumulated"):
+        with pytest.warns(UserWarning, match="scale_grads=True divides the accumulated gradients"):
             build_pipeline_schedule(None, "gpipe", 1, 1, stages, None, True)
 
     logging.getLogger("torch_impl.pipelining.schedule").setLevel(logging.INFO)

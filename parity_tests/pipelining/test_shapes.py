@@ -207,7 +207,7 @@ def test_invalid_shapes_are_rejected():
                 _precompute_stage_shapes(stages, OF.config, *sizes)
         with pytest.raises(ValueError, match="stages is empty"):
             _precompute_stage_shapes([], OF.config, 2, 5)
-        with pytest.raises(ValueError, match="stages are not those of the schedule"):
+        with pytest.raises(ValueError, match="stages are not the stages of the schedule"):
             reset_pp_stage_shapes(schedule, stages[:1], OF.config, 2, 5)
         assert not hasattr(stages[0], "static_key")
 

@@ -27,7 +27,7 @@ Prepared = dict[str, Any]
 def figures(rounds: int = ROUNDS, calls: int = CALLS) -> Iterator[Figure]:
     """The time over the plain preparation's, with positions in the batch."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of several, the one that is timed would wait for the others
+    torch.set_num_threads(1)  # with several, the timed thread would wait for the others
     try:
         yield _figure_of(drawn_batch(), rounds, calls)
     finally:
