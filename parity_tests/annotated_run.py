@@ -3,8 +3,8 @@
 `python -m parity_tests.annotated_run 8` runs one scheme of eight.
 
 In a process of its own, since a function is wrapped when its module is first imported; and not in the full suite,
-where the wrapper's complaint would come before our own sentence for a user's mistake. No reference is evaluated: what
-is tested is what goes into production's functions and comes out, not whether it is right.
+where the wrapper's complaint would come before our own sentence for a user's mistake. No reference is evaluated: this
+tests the arguments and results of production's functions, not whether they are right.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 
 EXAMPLES = 2
 SHAPES = 2
-WRONG_ON_PURPOSE = ("rejected_plans",)  # hands over what no annotation admits
+WRONG_ON_PURPOSE = ("rejected_plans",)  # passes values that no annotation admits
 
 
 def main(step: int = 1) -> int:

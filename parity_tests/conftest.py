@@ -1,4 +1,4 @@
-"""What every test of the suite shares: Hypothesis profiles, a folder of its own, the command, what the header says."""
+"""Set-up for every test: Hypothesis profiles, a temporary folder, the command line's tests, pytest's header."""
 
 import functools
 import itertools
@@ -89,7 +89,7 @@ class SchemeTest(pytest.Function):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Slow values are marked before others select by marks; what is left runs in an order that ends together."""
+    """Mark slow values before tests are selected by marks; then sort so that parallel processes end together."""
     mark_other_values(items)
     yield
     put_long_files_first(items)
@@ -109,7 +109,7 @@ def put_long_files_first(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What pytest has collected is there to the end, and Python's collector need not look through it again."""
+    """Collected items live to the end, so keep Python's garbage collector from searching them again."""
     freeze_heap()
 
 

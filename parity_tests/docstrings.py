@@ -1,4 +1,4 @@
-"""What a public docstring must say, as far as the code tells: read by `test_docstrings.py`.
+"""Check that public docstrings state costs, errors, specs and arguments, as far as the code tells (test_docstrings.py).
 
 `Errors:` where the function, or one of ours that it reaches, raises; `Cost:` where it reaches a collective; a spec
 string where it takes both tensors and ranks; every argument by its name, here or, if many functions of a package have
@@ -38,7 +38,7 @@ RANKS = ("ProcessGroup", "DeviceMesh", "MeshView")
 
 
 def exported(home: str) -> dict[str, Any]:
-    """What a package exports by name, constants and private names of its page included."""
+    """All exported names of a package, constants and private names of its page included."""
     module = import_module(home)
     body = ast.parse(inspect.getsource(module)).body
     names = [alias.asname for node in body if isinstance(node, ast.ImportFrom) for alias in node.names if alias.asname]
@@ -46,7 +46,7 @@ def exported(home: str) -> dict[str, Any]:
 
 
 def missing(public: Any) -> list[str]:
-    """What the docstring of a function or class lacks; a class is what it is called with, and its public methods."""
+    """The items that the docstring of a function or class lacks; for a class, of its constructor and public methods."""
     if not inspect.isclass(public):
         return _of_call(public, inspect.getdoc(public), _arguments(public), [public])
     if issubclass(public, torch.autograd.Function):
@@ -71,7 +71,7 @@ def repeats_specs(public: Any) -> bool:
 
 
 def contracted(home: str) -> dict[str, Any]:
-    """What a package exports that states a contract: functions, classes, and the contracted methods of classes."""
+    """A package's exported functions, classes and methods that state a contract."""
     stated = {}
     for name, public in exported(home).items():
         methods = vars(public).items() if inspect.isclass(public) else ()
@@ -114,7 +114,7 @@ def _of_call(
 
 
 def _package_docstring(public: Any) -> str:
-    """Where a package says once what an argument of many of its functions means; its page of the manual shows it."""
+    """The package's docstring, which explains arguments that many of its functions share; the manual shows it."""
     package = ".".join(str(public.__module__).split(".")[:2])  # of the component, also for a module in a folder inside
     return (package.startswith(PRODUCTION) and import_module(package).__doc__) or ""
 
@@ -164,7 +164,7 @@ def _called(value: Any) -> list[Callable[..., Any]]:
 
 
 def _value(node: ast.expr, function: Callable[..., Any], local: dict[str, Any]) -> Any:
-    """What a name or a dotted name is in the function's module; None where only running could tell."""
+    """The value of a name or a dotted name in the function's module; None where only running could tell."""
     if isinstance(node, ast.Name):
         return local.get(node.id, function.__globals__.get(node.id))
     if isinstance(node, ast.Attribute):
@@ -192,7 +192,7 @@ def _tree(function: Callable[..., Any]) -> ast.AST:
     if function not in _TREES:
         try:
             source = textwrap.dedent(inspect.getsource(function))
-        except OSError:  # what a dataclass makes has no source
+        except OSError:  # methods made by a dataclass have no source
             source = ""
         _TREES[function] = ast.parse(source)
     return _TREES[function]

@@ -1,4 +1,4 @@
-"""The files of the tests that built-in schemes need: what a wheel holds of this folder."""
+"""The test files that built-in schemes need: the part of this folder that a wheel has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pages are made of: fenced blocks, links, headings, commands. Read by `test_pages.py`."""
+"""Parse pages into fenced blocks, links, headings and commands. Read by `test_pages.py`."""
 
 from __future__ import annotations
 

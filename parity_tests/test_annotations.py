@@ -1,4 +1,4 @@
-"""What the annotations of production say of shapes and dtypes is true while schemes run."""
+"""The shapes and dtypes in production's annotations are true while schemes run."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What builds the pages: docstrings as sentences, sizes of packages, evidence in short; no browser is no pass."""
+"""The tools that build the pages: docstrings as sentences, package sizes, evidence in short; no browser is no pass."""
 
 import importlib.util
 import re
@@ -78,14 +78,14 @@ def test_a_docstring_is_sentences_boxes_and_fields():
         ["d z = (g_lp (1[v=t] - p)) / temperature"],
     ],
 )
-def test_what_is_laid_out_by_hand_stays(drawing):
+def test_a_drawing_keeps_its_layout(drawing):
     first, blank, *lines = docstring_layout.as_rst(drawing)
     assert (first, blank) == (".. code-block:: text", "")
     assert [line.strip() for line in lines if line] == [line.strip() for line in drawing]
 
 
 @pytest.mark.slow
-def test_an_installation_is_what_it_requires():
+def test_the_size_of_an_installation_counts_its_requirements():
     production, absent = installed_sizes.closure("")
     verified, _ = installed_sizes.closure("verify")
     assert {"torch", "numpy", "jaxtyping"} <= production and not absent
@@ -140,7 +140,7 @@ def test_a_measurement_that_sees_nothing_is_a_problem():
     assert f"index.html 400 dark: {view['problems'][0][0]}: something" in in_a_browser.of_row(view, "dark")
 
 
-def test_the_evidence_in_short_is_that_of_the_pages():
+def test_the_evidence_in_short_matches_the_pages():
     benchmarks = (ROOT / "docs" / "benchmarks.md").read_text()
     outcomes = [row.outcome for row in evidence.rows()]
     assert outcomes.count("kept") == benchmarks.count(" | kept |\n") > 0

@@ -108,7 +108,7 @@ class Sent(torch.autograd.Function):
 
 
 class Held:
-    """What holds x."""
+    """Holds x."""
 
     def __init__(self, x, y):
         self.x = x, y

@@ -28,7 +28,7 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "type_name": "a word of messages, which are tested",
     "no_autocast": "a context in which other functions compute, tested through them",
 }
-# Folders of parity_tests that are about no component: the package, its tests, and what both are measured by.
+# Folders of parity_tests that are about no component: the package, its tests, and the evidence.
 OF_THE_PACKAGE = {"import_name", "harness", "cli", "cost", "tracing", "training", "specimens"}
 OTHER_FOLDERS = {*OF_THE_PACKAGE, "evidence"}
 
@@ -214,7 +214,7 @@ def test_the_layouts_that_the_harness_trusts_are_numpy_alone():
     assert (ROOT / "jax_ref" / "__init__.py").read_text().strip() == ""
 
 
-def test_what_a_rank_needs_loads_no_jax():
+def test_modules_that_ranks_import_load_no_jax():
     needed = ["jax_ref.layouts", "shardproof.declare.spec", "shardproof.declare.case"]
     needed += ["shardproof.engines.engines", "shardproof.draw.inputs"]
     program = f"import sys, {', '.join(needed)}; sys.exit('jax' in sys.modules)"

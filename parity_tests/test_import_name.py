@@ -23,7 +23,7 @@ def searched(*packages):
 
 
 def fresh(*arguments, folder, packages=()):
-    """A Python that has loaded nothing; of what is installed it finds all, or `packages` alone."""
+    """A Python that has loaded nothing; it finds all installed packages, or `packages` alone."""
     command = [sys.executable, *(["-S"] if packages else []), *arguments]
     environment = searched(*packages)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -53,7 +53,7 @@ def test_no_module_hides_a_name():
     assert {path.stem for path in (IMPORT_NAME / "shardproof").iterdir()} & set(shardproof.__all__) == set()
 
 
-def test_a_name_that_is_not_there_is_reported_with_those_that_are():
+def test_a_missing_name_is_reported_with_the_existing_ones():
     with pytest.raises(AttributeError, match=r"module 'shardproof' has no attribute 'verfy'; it has .*, watch$"):
         _ = shardproof.verfy
 
@@ -68,7 +68,7 @@ def test_the_import_loads_nothing_else(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_rank_uses_loads_no_jax(tmp_path):
+def test_the_names_that_ranks_use_load_no_jax(tmp_path):
     names = "scheme, run, values, CaseSpec, Cost, layouts, RankFailure"
     assert printed(f"import sys; from shardproof import {names}; print('jax' in sys.modules)", tmp_path) == "False"
 
@@ -137,7 +137,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_production_is_imported_and_watched_without_what_verifies_it(without, tmp_path):
+def test_production_is_imported_and_watched_without_the_verifier(without, tmp_path):
     """Every module of torch_impl; kernels in Triton's language ask for their own extra."""
     done = fresh("-c", PRODUCTION + WATCHED, folder=tmp_path, packages=[without(*OF_VERIFY, "jaxlib", "einops")])
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Every notebook runs in under a minute, and what is committed is the script with the outputs of a run."""
+"""Every notebook runs in under a minute, and the committed one is the script with the outputs of a run."""
 
 import importlib.util
 import os
@@ -28,7 +28,7 @@ execute = loaded(ROOT / "notebooks" / "execute.py")
 
 
 def cpu_seconds():
-    """What the processes that were started here and have ended took: a machine that is shared makes it no longer."""
+    """CPU time of ended child processes: other work on the machine does not lengthen it."""
     times = os.times()
     return times.children_user + times.children_system
 
@@ -38,7 +38,7 @@ def sources(notebook):
 
 
 def kinds(notebook):
-    """What each cell shows, without what it says: text, figures, pages. A stream may come in any number of pieces."""
+    """The kinds of each cell's outputs: text, figures, pages. A stream may come in any number of pieces."""
     cells = [
         [tuple(sorted(output.get("data", {"text": ""}))) for output in cell.get("outputs", [])]
         for cell in notebook.cells
@@ -62,7 +62,7 @@ def test_a_notebook_runs_and_is_committed_as_it_runs(script):
 
 
 @pytest.mark.parametrize("script", execute.SCRIPTS, ids=lambda script: script.stem)
-def test_what_is_committed_has_no_warning_in_it(script):
+def test_committed_notebooks_have_no_warning(script):
     """Nothing on standard error, and no cell that stopped."""
     outputs = [
         output for cell in jupytext.read(script.with_suffix(".ipynb")).cells for output in cell.get("outputs", [])
@@ -77,7 +77,7 @@ SLIDERS = [(script, index) for script in execute.SCRIPTS for index in execute.sl
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "index"), SLIDERS, ids=lambda value: getattr(value, "stem", value))
 def test_a_slider_draws_each_of_its_values_where_a_reader_runs_it(script, index, tmp_path):
-    """What is committed has no output of it: a widget is drawn by a running kernel, and its ids differ each time."""
+    """The committed notebook has no slider output: a running kernel draws a widget, and its ids differ each time."""
     pytest.importorskip("ipywidgets", reason="needs pip install -e '.[notebooks]' in the clone")
     notebook = jupytext.read(script)
     draw = nbformat.v4.new_code_cell("for value in slider.options:\n    slider.value = value\n    squares(value)")

@@ -28,7 +28,7 @@ def dark(path):
 
 
 def texts(path):
-    """What a figure says, in its order."""
+    """A figure's texts, in its order."""
     elements = ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
     return ["".join(element.itertext()) for element in elements]
 
@@ -82,7 +82,7 @@ def test_the_same_figure_has_the_same_bytes(tmp_path):
     assert "<metadata" not in first.read_text()
 
 
-def test_the_committed_picture_says_what_is_drawn_now(drawn):
+def test_the_committed_picture_matches_a_new_one(drawn):
     assert texts(drawn["layouts"]) == texts(IMAGES / "layouts.svg")
 
 

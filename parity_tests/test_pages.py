@@ -29,7 +29,7 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 SCRIPTS = [block for block in BLOCKS if block.language in ("console", "sh")]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 DIRECTIVES = {"{toctree}", "{eval-rst}"}
-SHOWN = {"text", "diff"}  # output, and what changes in a file; nobody runs them
+SHOWN = {"text", "diff"}  # output, and changes to a file; nobody runs them
 VERBS = typer.main.get_command(app).commands
 MAKEFILE = (ROOT / "Makefile").read_text()
 
@@ -212,7 +212,7 @@ def options_of(path: str) -> set[str]:
     return {f"--{argument.arg.replace('_', '-')}" for argument in main.args.args + main.args.kwonlyargs}
 
 
-# Python blocks: what each needs is put before it, and then it runs
+# Python blocks: the set-up that each needs is put before it, and then it runs
 
 
 def of_the_example():
@@ -256,7 +256,7 @@ def of_a_cost():
 
 
 RUN_ELSEWHERE = ("README.md", "docs/index.md", "docs/how-to/quickstart.md")  # by test_readme.py and test_quickstart.py
-# (page, which block of it): what its names stand for.
+# (page, number of its block): values for the block's free names.
 PREPARED = {
     ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,
     ("docs/how-to/replay.md", 0): of_a_replay,

@@ -20,7 +20,7 @@ def {name}(mesh, x):
 
 
 class Recorder:
-    """What pytest reports of each test."""
+    """Record pytest's reports of each test."""
 
     def __init__(self):
         self.reports, self.errors = [], []

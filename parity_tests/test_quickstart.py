@@ -14,7 +14,7 @@ BLOCKS = blocks(PAGE)
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """What each command did, by its first words; the file is written and changed where the page says so."""
+    """The result of each command, by its first words; the file is written and changed where the page says so."""
     folder = tmp_path_factory.mktemp("quickstart")
     file, statuses, right = folder / "my_linear.py", {}, ""
     for block in BLOCKS:
@@ -31,7 +31,7 @@ def steps(tmp_path_factory):
     return folder, statuses
 
 
-def test_the_blocks_are_those_that_are_run():
+def test_every_block_is_run():
     kinds = [block.language for block in BLOCKS]
     assert kinds == ["python", "console", "diff", "console", "console", "console", "console"]
     commands = [re.findall(r"^\$ ", block.text, re.MULTILINE) for block in BLOCKS if block.language == "console"]
@@ -45,7 +45,7 @@ def test_each_command_ends_as_the_page_says(steps):
 
 
 @pytest.mark.slow
-def test_each_output_is_that_of_the_page(steps):
+def test_each_output_matches_the_page(steps):
     documented = {command: (printed, page) for command, (_, printed, page) in steps[1].items() if page}
     assert len(documented) == 2
     for printed, page in documented.values():

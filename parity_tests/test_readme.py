@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its scheme, its two reports, its commands, its links."""
+"""The README's scheme, its two reports, its commands and its links are true."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def test_its_links_lead_somewhere(link):
     assert (ROOT / link).exists()
 
 
-# What was measured: the table is the benchmarks' page in short. A time moves from run to run, and stays in its spread.
+# Measurements: the table is the benchmarks' page in short. A time moves from run to run, and stays in its spread.
 
 OF_THE_PAGE = {
     "`vocab_parallel_logprob`": "ours",
@@ -76,7 +76,7 @@ def cells(line: str) -> list[str]:
 
 
 def measured(dtype: str) -> dict[str, str]:
-    """What the last run measured of each arm."""
+    """The last run's figures of each arm."""
     sections = json.loads((ROOT / "docs" / "benchmarks.json").read_text())["sections"]
     figures = [figure for section in sections for figure in section["figures"]]
     start = f"logprob, {dtype}: "
@@ -84,7 +84,7 @@ def measured(dtype: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", OF_THE_PAGE)
-def test_the_page_states_what_was_measured(name):
+def test_the_page_states_the_measurements(name):
     (row,) = [cells(line) for line in README.splitlines() if line.startswith(f"| {name} |")]
     _, collectives, sent, memory, time, error = row
     summary, in_bfloat16 = (measured(dtype)[OF_THE_PAGE[name]] for dtype in ("float32", "bfloat16"))

@@ -44,7 +44,7 @@ def is_shown(home: str, name: str, of: object) -> bool:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_every_exported_name_has_its_place(home):
-    again = {name for name, of in exported("torch_impl.layouts").items()}  # what mamba exports once more
+    again = {name for name, of in exported("torch_impl.layouts").items()}  # mamba exports these once more
     hidden = [name for name, of in exported(home).items() if not is_shown(home, name, of)]
     assert [name for name in hidden if home == "torch_impl.layouts" or name not in again] == []
 
@@ -58,7 +58,7 @@ def test_a_name_that_is_left_out_would_be_seen():
     assert is_shown("torch_impl.layouts", "newcomer", newcomer)
 
 
-def test_what_a_users_file_imports_has_its_place():
+def test_names_that_users_import_have_a_place():
     names = {name for name in shardproof.__all__ if not isinstance(getattr(shardproof, name), ModuleType)}
     assert {f"shardproof.{name}" for name in names} <= ALONE
 

@@ -1,4 +1,4 @@
-"""A row of a table of rejections fails on another message, on one rank, or after a collective, and says what it got."""
+"""A table of rejections fails for another message, on a single rank, or after a collective, and shows the outcome."""
 
 import pytest
 import torch

@@ -30,7 +30,7 @@ SAMPLE = {declared.key: declared for declared in [d for d in built_in() if may_b
 
 
 def stored(declared, kind):
-    """What `CaseSpec.conditions` says of tensors that are all stored so; an expanded input is one row."""
+    """The conditions of `CaseSpec.conditions` for tensors that are all stored so; an expanded input is one row."""
     inputs = [arg.name for arg in declared.inputs if arg.spec.dims]
     cotangents = [COTANGENT + arg.name for arg in declared.outputs if arg.differentiable]
     if kind != "expanded":
@@ -62,7 +62,7 @@ def test_a_scheme_is_equal_on_both(key, kind):
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_what_reads_a_tensor_as_if_it_were_dense_is_wrong_on_both(kind):
+def test_reading_a_tensor_as_if_dense_is_wrong_on_both(kind):
     def dense(x):
         """The first numbers of its storage, which an expanded view has too few of."""
         flat = x.detach().new_empty(0).set_(x.untyped_storage())

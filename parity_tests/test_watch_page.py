@@ -1,4 +1,4 @@
-"""docs/how-to/watch-existing-code.md: its example runs under torchrun and prints what the page shows."""
+"""docs/how-to/watch-existing-code.md: its example runs under torchrun with the page's output."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ EXAMPLE = ROOT / "docs" / "examples" / "my_watch.py"
 
 
 @pytest.mark.slow
-def test_the_example_prints_what_the_page_shows():
+def test_the_example_prints_the_pages_output():
     (shown,) = (block for block in blocks(PAGE) if block.language == "text")
     path = os.pathsep.join([str(ROOT), str(ROOT / "parity_tests" / "import_name")])
     done = subprocess.run(

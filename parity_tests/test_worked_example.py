@@ -37,14 +37,14 @@ def shardproof(*arguments, folder):
 
 
 def one_line(printed):
-    """What was printed as one line: a terminal's width breaks sentences anywhere."""
+    """The printed text as one line: a terminal's width breaks sentences anywhere."""
     return " ".join(printed.split())
 
 
 def comparable(text):
-    """One line, without what differs between machines and folders: numbers with a point, the id of a replay."""
+    """One line, without parts that differ between machines and folders: numbers with a point, the id of a replay."""
     text = re.sub(r"^[ ~^]+$", "", text, flags=re.MULTILINE)  # Pythons underline differently
-    # Of what is right the greatest rounding is elsewhere on another processor.
+    # Among right values the greatest rounding is elsewhere on another processor.
     text = re.sub(r"^( *equal .*)\([\d,]*\) \w+", r"\1", text, flags=re.MULTILINE)
     return re.sub(r"\d+\.\d+(e-?\d+)?|\d(\.\d)?e-?\d+|replay_\w+", "#", one_line(text))
 
@@ -83,14 +83,14 @@ def test_a_mistake_is_explained(mistake):
 
 
 @pytest.mark.parametrize("mistake", mistakes.MISTAKES, ids=lambda mistake: mistake.title)
-def test_the_page_has_what_is_printed(mistake):
+def test_the_page_has_the_printed_report(mistake):
     shown = [comparable(block.text) for block in blocks(PAGE)]
     assert comparable(mistake.difference) in shown
     assert comparable(printed_of(mistake)) in shown
 
 
 @pytest.mark.slow
-def test_the_page_has_what_is_printed_of_the_right_file():
+def test_the_page_has_the_printed_report_of_the_right_file():
     (scheme,) = schemes_of_file(str(mistakes.RIGHT))
     assert comparable(str(scheme.verify(examples=20))) in [comparable(block.text) for block in blocks(PAGE)]
 

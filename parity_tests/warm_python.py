@@ -1,8 +1,8 @@
 """Python processes that need not import torch and JAX: forks of one that has imported them, and nothing of ours.
 
-A command in a process of its own takes four seconds to import what is the same each time. A fork gets a folder, an
-environment, arguments, `sys.path` and `__main__` as `python` would, and finds our modules, and those of its folder, as
-a new process does. What a fresh interpreter loads, signals and terminals are for tests that start one.
+A command in a process of its own takes four seconds to import the same modules each time. A fork gets a folder, an
+environment, arguments, `sys.path` and `__main__` as `python` would, and finds our modules and the modules of its
+folder, as a new process does. Tests of imports, signals and terminals start a fresh interpreter instead.
 
 JAX is imported and not used before a fork: its first use starts threads, which do not survive one.
 """
@@ -42,7 +42,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     imported: Sequence[str] = TORCH_AND_JAX,
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run([sys.executable, *arguments])` returns, with its output as text."""
+    """The result of `subprocess.run([sys.executable, *arguments])`, with its output as text."""
     return together([(arguments, environment or os.environ)], folder or Path.cwd(), imported)[0]
 
 

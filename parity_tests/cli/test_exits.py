@@ -64,7 +64,7 @@ EXITS = {
 }
 
 
-def test_what_exits_is_not_judged_and_the_others_are():
+def test_only_the_scheme_that_exits_is_not_judged():
     file = written("exits.py", IMPORTS, *EXITS.values(), WRONG, RIGHT)
     status, out, _ = verified(file, "--mesh", "tp=2", "--json", "out.json")
     record = json.loads(Path("out.json").read_text())
@@ -125,7 +125,7 @@ IMPORT = {
 
 
 @pytest.mark.parametrize("call", IMPORT)
-def test_an_import_that_leaves_costs_what_stands_below(call):
+def test_an_import_that_exits_costs_only_the_schemes_below_it(call):
     file = written("leaves.py", IMPORTS, WRONG, f"{call}\n", RIGHT)
     other = written("other.py", RIGHT.replace("right", "right_elsewhere"))
     status, out, _ = verified(file, other, "--mesh", "tp=2", "--json", "out.json")

@@ -135,7 +135,7 @@ def test_a_file_gets_the_columns_that_fit_into_80(shardproof, monkeypatch):
     assert shardproof(*arguments)[1].splitlines()[0].split()[-1] == "mesh"
 
 
-def test_examples_are_those_that_are_drawn(shardproof):
+def test_the_count_of_examples_leaves_out_shrinking_steps(shardproof):
     written("late.py", LATE)
     _, out, _ = shardproof("verify", "late.py", "--examples", "8", "--json", "out.json")
     (report,) = json.loads(Path("out.json").read_text())["reports"]

@@ -1,4 +1,4 @@
-"""The page of the command line, the examples under --help, and what both say of options and JSON."""
+"""The page of the command line, the examples under --help, and the options and JSON that both describe."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""The exit statuses of the manual: each is what a command returns, and there are no others."""
+"""Commands return the exit statuses of the manual, and no others."""
 
 import os
 import re

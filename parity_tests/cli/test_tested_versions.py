@@ -1,4 +1,4 @@
-"""Reports that fail, and --version, name what is newer than this release was tested with."""
+"""Failing reports and --version name each package that is newer than the version this release was tested with."""
 
 import re
 from importlib.metadata import version
@@ -32,7 +32,7 @@ def older(monkeypatch):
     monkeypatch.setattr(tested_versions, "TESTED", tested)
 
 
-def test_they_are_those_of_the_constraints():
+def test_tested_versions_match_the_constraints():
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE))
     assert {name: pinned[name] for name in TESTED} == TESTED
 

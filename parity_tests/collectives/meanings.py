@@ -1,6 +1,6 @@
-"""What collectives mean on a single device: the references of this folder's schemes, full arrays in JAX.
+"""The references of this folder's schemes: each collective as a function of full arrays, in JAX.
 
-Most are the identity: a collective moves shards and adds addends, and the full array stays what it is.
+Most are the identity: a collective moves shards or adds up addends, and the full array stays the same.
 """
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def rolled(x: Float[Array, "n a"], shift: int) -> Float[Array, "n a"]:
 
 
 def rolled_by_shards(x: Float[Array, "n a"], shift: int | None, mesh: dict[str, int]) -> Float[Array, "n a"]:
-    """Each shard is that of the rank `shift` before, by default 1."""
+    """Each rank gets the shard of the rank `shift` places before it."""
     return jnp.roll(x, (1 if shift is None else shift) * (len(x) // mesh["tp"]), axis=0)
 
 

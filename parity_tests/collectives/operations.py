@@ -1,4 +1,4 @@
-"""The table of collectives that the tests of this folder walk: what each is given, and what NumPy says it means.
+"""The collectives that this folder's tests run through: the inputs of each, and its result in NumPy.
 
 A row is one linear map in one form. Adding a collective, or a form of one, is adding a row.
 """
@@ -74,7 +74,7 @@ def _routed(xs: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _route(x: Any, group: Any) -> Any:
-    counts = [(group.rank() + j) % 3 for j in range(group.size())]  # symmetric: what I send to j, j sends to me
+    counts = [(group.rank() + j) % 3 for j in range(group.size())]  # symmetric: i sends j as many as j sends i
     return c.all_to_all(x, group, split_dim=0, concat_dim=0, split_lengths=counts, concat_lengths=counts)
 
 

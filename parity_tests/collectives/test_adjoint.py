@@ -44,7 +44,7 @@ def expanded(x):
 
 
 def one_rank(operation, dtype, of_input=contiguous, of_cotangent=contiguous):
-    """What a rank does: forward and backward once; all it returns is NumPy."""
+    """One forward and one backward on one rank; everything returned is NumPy."""
 
     def body(mesh, case):
         group, world = mesh["x"], case.world

@@ -1,4 +1,4 @@
-"""What all_reduce and all_reduce_max promise beyond the law of test_adjoint."""
+"""Properties of all_reduce and all_reduce_max beyond the adjoint identity of test_adjoint."""
 
 import numpy as np
 import pytest

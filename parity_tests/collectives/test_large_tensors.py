@@ -67,7 +67,7 @@ def test_a_large_tensor_is_mapped_in_huge_pages(dtype: torch.dtype) -> None:
     assert not is_advised(plain.data_ptr() + plain.nbytes // 2)
 
 
-def test_shape_and_dtype_are_those_of_torch_empty() -> None:
+def test_shape_and_dtype_match_torch_empty() -> None:
     for shape in ((0,), (2, 0, 3), (2, 3), LARGE):
         x = large_tensors.empty(shape, torch.float64, CPU)
         assert (x.shape, x.dtype, x.device, x.is_contiguous()) == (shape, torch.float64, CPU, True)
@@ -75,7 +75,7 @@ def test_shape_and_dtype_are_those_of_torch_empty() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, -2, -1])
 @pytest.mark.parametrize("size", [3, 2 * large_tensors.MIN_BYTES // 8], ids=["small", "large"])
-def test_selected_rows_are_those_of_torch(dim: int, size: int) -> None:
+def test_selected_rows_match_torch(dim: int, size: int) -> None:
     x = torch.arange(4.0 * size).view((4, size) if dim % 2 == 0 else (size, 4))
     index = torch.tensor([2, 0, 2])
     selected = large_tensors.index_select(x, index, dim)
@@ -109,7 +109,7 @@ def test_selected_rows_have_a_derivative_in_forward_mode() -> None:
     assert tangent is not None and torch.equal(tangent, 3.0 * x[index])
 
 
-def test_rows_selected_under_vmap_are_those_of_torch() -> None:
+def test_rows_selected_under_vmap_match_torch() -> None:
     x, index = torch.arange(4.0 * large_tensors.MIN_BYTES // 8).view(2, 2, -1), torch.tensor([1, 1, 0])
     selected = torch.vmap(lambda each: large_tensors.index_select(each, index))(x)
     assert torch.equal(selected, x.index_select(1, index))
@@ -132,7 +132,7 @@ def test_tensors_without_memory_of_their_own_are_left_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("integers", [torch.int64, torch.int32])
-def test_rows_of_two_bytes_are_those_of_a_plain_index(dtype, integers):
+def test_rows_of_two_bytes_match_a_plain_index(dtype, integers):
     """They are gathered in another way."""
     x, index = torch.randn(4096, 2048).to(dtype), torch.randperm(4096).to(integers)
     assert torch.equal(large_tensors.index_select(x, index), x[index])

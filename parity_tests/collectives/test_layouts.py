@@ -1,4 +1,4 @@
-"""Layouts and collectives together: a rank knows which positions it holds, and what is gathered is put in order."""
+"""Layouts with collectives: a rank knows which positions it holds, and gathered shards are put back in order."""
 
 import pytest
 import torch

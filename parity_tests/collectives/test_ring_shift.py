@@ -1,4 +1,4 @@
-"""What ring_shift promises beyond the law of test_adjoint."""
+"""Properties of ring_shift beyond the adjoint identity of test_adjoint."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""The collectives as schemes: each with its types, its closed form of the cost, and what it means on one device."""
+"""The collectives as schemes: each with its types, its cost in closed form, and its meaning on one device."""
 
 import numpy as np
 import pytest

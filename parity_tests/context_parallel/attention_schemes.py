@@ -1,4 +1,4 @@
-"""What the schemes of attention have in common: rules that come as data, and what each exchange costs.
+"""Parts that the schemes of attention share: rules that come as data, and the cost of each exchange.
 
 Causal and window are inputs, so that one compiled reference serves all of them.
 """
@@ -11,8 +11,8 @@ from shardproof.cost.attention import gathered_cost, heads_cost, key_costs, prod
 
 DTYPES = ("float32", "bfloat16", "float64")
 HEADS = {**dict.fromkeys(("q", "k"), values("normal", "ties", "zeros")), "v": values("normal", "ties")}
-# Causal is 1 or 2. A window is n + 2 for n above 0, else none, as half of the cases have: each rule meets each often.
-# Of one key alone the gradients of q and k are 0, and what is computed is rounding.
+# Causal is 1 or 2. A window is n + 2 for n above 0, else none, so in half of the cases: each rule meets each often.
+# With a single key the gradients of q and k are 0, and the computed values are rounding.
 RULES = {"causal": integers(0, 2), "window": integers(-7, 7)}
 # Stored in the dtype and used again: the softmax, a block's output, the output of all, the product of the cotangent and
 # the values, its softmax gradient, and a block's gradients.

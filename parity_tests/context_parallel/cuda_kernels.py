@@ -1,4 +1,4 @@
-"""What CUDA's kernels of attention compute, on a CPU: stand-ins by torch's declarations, which reject what they do."""
+"""CUDA's attention kernels on a CPU: stand-ins with torch's signatures that reject the inputs the kernels reject."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Grouped = tuple[Tensor, Tensor, Tensor]
 
 
 class CudaKernels(TorchDispatchMode):
-    """Inside, the operations that only CUDA has are computed here."""
+    """A mode in which operations that only CUDA has are computed here."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Arguments that equal their defaults do not arrive.
@@ -22,7 +22,7 @@ class CudaKernels(TorchDispatchMode):
 
 
 def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale):
-    """Half precision; query heads are consecutive of each KV head; causal from the bottom right."""
+    """Half precision; the query heads of a KV head are consecutive; causal from the bottom right."""
     assert q.dtype in (torch.float16, torch.bfloat16) and not (dropout_p or return_debug_mask)
     out, lse = _forward(q, k, v, _bottom_right(q, k, is_causal), scale)
     return out, lse, None, None, q.shape[2], k.shape[2], *2 * [torch.zeros((), dtype=torch.int64)], None
@@ -31,14 +31,14 @@ def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, s
 def flash_backward(
     cotangent, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale
 ):
-    """Of `flash`, whose lengths of one batch are those of the longest sequence."""
+    """The backward of `flash`; the lengths of one batch are the lengths of its longest sequence."""
     assert (cum_q, cum_k, max_q, max_k, dropout_p) == (None, None, q.shape[2], k.shape[2], 0.0)
     assert seed.dtype == offset.dtype == torch.int64 and not seed.ndim and not offset.ndim
     return _backward(cotangent, q, k, v, out, lse, _bottom_right(q, k, is_causal), scale)
 
 
 def efficient(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale):
-    """As many heads of each; causal from the top left; lse in rows of 32, of which the last are anything."""
+    """Equally many heads of q, k and v; causal from the top left; lse is padded to rows of 32, with any values."""
     assert q.shape[1] == k.shape[1] == v.shape[1] and not dropout_p
     out, lse = _forward(q, k, v, _top_left(q, k, bias, is_causal), scale)
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % ROWS_OF_LSE), value=torch.nan)
@@ -48,7 +48,7 @@ def efficient(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
 def efficient_backward(
     cotangent, q, k, v, bias, out, lse, seed, offset, dropout_p, needs_gradient, is_causal=False, *, scale
 ):
-    """Of `efficient`; rows of lse that no query has are infinite, so that their weights are 0."""
+    """The backward of `efficient`; padded rows of lse are infinite, so that their weights are 0."""
     assert q.shape[1] == k.shape[1] == v.shape[1] and not dropout_p
     assert lse.shape[-1] % ROWS_OF_LSE == 0 and bool((lse[..., q.shape[2] :] == torch.inf).all())
     assert lse.shape[-1] - q.shape[2] < ROWS_OF_LSE
@@ -84,7 +84,7 @@ def _top_left(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool) -> Ten
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor) -> Grouped:
-    """In float32, with the KV head of each query head."""
+    """Heads in float32, each query head with its KV head."""
     repeats = q.shape[1] // k.shape[1]
     return q.float(), *(x.float().repeat_interleave(repeats, 1) for x in (k, v))
 

@@ -159,7 +159,7 @@ def judge(name, shards, layouts, summed):
     logits, expected = alone(name)
     real = FAMILIES[name].weights.any(-1, keepdim=True)
     assert summed.keys() == expected.keys()
-    # A bias of keys moves all logits of a query alike: its gradient is 0, and what is computed of it is rounding.
+    # A bias of keys moves all logits of a query alike: its gradient is 0, and the computed value is rounding.
     deviations = {key: deviation(summed[key], x) for key, x in expected.items() if not key.endswith("k_proj.bias")}
     for rank, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
         rows = layout.shard(logits * real, 1)
@@ -175,7 +175,7 @@ def collect(name, results):
 
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_and_gradients_are_those_of_one_device(name):
+def test_logits_and_gradients_match_one_device(name):
     """The model is called with the full sequence, and computes its positions and places of images itself."""
     family = FAMILIES[name]
 
@@ -192,8 +192,8 @@ def test_logits_and_gradients_are_those_of_one_device(name):
     assert collect(name, run(body, CaseSpec(scheme="adapted", mesh={"cp": 2})).results) == {}
 
 
-def test_what_backward_recomputes_is_left_alone_too():
-    """Each layer is computed again in backward, also those of the encoder, outside of the encoder's own forward."""
+def test_layers_that_backward_recomputes_are_left_alone_too():
+    """Backward computes each layer again, the encoder's layers too, outside of the encoder's own forward."""
     family = FAMILIES["bart"]
 
     def body(mesh, case):
@@ -220,7 +220,7 @@ def test_a_batch_that_is_sharded_already():
         factory, shards = make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)
         with factory():
             call = dict(input_ids=shards["input_ids"], position_ids=shards["position_ids"], use_cache=False)
-            with pytest.raises(ValueError, match="adapt_model_to_context drops those of a Hugging Face model"):
+            with pytest.raises(ValueError, match="adapt_model_to_context drops a Hugging Face model's masks"):
                 model(**call)
             adapt_model_to_context(model)
             logits = model(**call).logits

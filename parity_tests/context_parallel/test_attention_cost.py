@@ -1,4 +1,4 @@
-"""The bytes of context_parallel.attention_cost against what ranks are seen to send, and which exchange sends fewest."""
+"""The bytes that context_parallel.attention_cost predicts against the bytes sent, and which exchange sends fewest."""
 
 import doctest
 import itertools
@@ -63,7 +63,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=lambda shapes: "-".join(map(str, shapes.values())))
-def test_bytes_are_those_that_ranks_send(shapes):
+def test_bytes_match_the_ranks_messages(shapes):
     rows = attention_bytes(**shapes)
     assert [traffic.exchange for traffic in rows][:2] == ["ring", "all_gather"]
     for traffic in rows:
@@ -146,7 +146,7 @@ def reported_ways(shapes):
 
 
 @pytest.mark.parametrize("shapes", PREDICTED, ids=lambda shapes: "-".join(map(str, shapes.values())))
-def test_bytes_are_those_of_each_message(shapes):
+def test_bytes_match_each_message(shapes):
     assert reported_ways(shapes) == expected_ways(shapes)
 
 
@@ -186,7 +186,7 @@ def exchanges(**shapes):
     return [(traffic.exchange, traffic.heads_size) for traffic in attention_bytes(**{**defaults, **shapes})]
 
 
-def test_what_divides_the_heads_and_the_layout():
+def test_exchanges_that_fit_the_heads_and_the_layout():
     keys = [("ring", 1), ("all_gather", 1)]
     assert exchanges() == [*keys, ("usp", 2), ("usp", 4), ("ulysses", 8)]
     assert exchanges(h=12, hk=12) == [*keys, ("usp", 2), ("usp", 4)]
@@ -255,5 +255,5 @@ def test_ragged_rows_and_one_rank_take_any_length():
     assert all(traffic.total == 0 for traffic in attention_bytes(s=7, cp_size=1, **shapes))
 
 
-def test_what_the_docstrings_show():
+def test_the_docstrings_examples():
     assert doctest.testmod(attention_cost) == (0, 2)

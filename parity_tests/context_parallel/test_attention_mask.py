@@ -1,4 +1,4 @@
-"""What an attention mask and positions may say under cp: padding on the right, a place for each token."""
+"""The attention masks and positions that cp accepts: padding on the right, and one position for each token."""
 
 import warnings
 from contextlib import nullcontext
@@ -39,7 +39,7 @@ def test_a_mask_of_no_tokens_has_no_padding(shape):
     assert padding_of(torch.ones(shape), shape) is None
 
 
-def test_positions_of_one_row_become_those_of_each_row():
+def test_positions_of_one_row_serve_each_row():
     def body(mesh, case):
         batch = {"input_ids": torch.zeros(3, 6), "position_ids": torch.arange(6)[None]}
         _, padded = make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)
@@ -60,7 +60,7 @@ def test_a_batch_that_needs_no_padding_stays_the_callers():
     assert on_ranks(2, body) == (([[*range(8)]], [[7] * 4]),) * 2
 
 
-def test_what_is_dropped_becomes_a_padding_mask():
+def test_dropped_tokens_become_a_padding_mask():
     def body(mesh, case):
         mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
         batch = {"input_ids": torch.zeros(2, 6, dtype=torch.int64), "attention_mask": mask}

@@ -48,7 +48,7 @@ def share_of_a_dense_batch(
 
 
 def positions_in_slots(ids, padded):
-    """Counted from the slot's start, and from the row's; what a row has after its last slot joins it."""
+    """Positions counted from the slot's start, and from the row's; tokens after the row's last slot join that slot."""
     start = jnp.concatenate([jnp.zeros(1, padded.dtype), jnp.cumsum(padded)[:-1]])
     start = jnp.where(start < ids.shape[1], start, 0)
     place = jnp.arange(ids.shape[1])
@@ -200,7 +200,7 @@ def test_one_rank_gets_its_batch_unchanged(mesh):
     assert run(body, CaseSpec(scheme="batch_ctx", mesh={"cp": 1, "tp": 1})).results == (True,)
 
 
-def test_with_te_the_batch_is_that_of_te():
+def test_with_te_the_batch_matches_te():
     def body(mesh, case):
         lengths = torch.tensor([[8]])
         batch = {"input_ids": torch.arange(8)[None], "seq_lens": lengths, "seq_lens_padded": lengths}
@@ -234,7 +234,7 @@ def test_embeddings_that_need_a_gradient_are_sharded_at_the_call():
     assert on_ranks(2, body) == (((1, 4, 2), [1, 1, 0, 0, 0, 0]), ((1, 4, 2), [0, 0, 1, 1, 1, 1]))
 
 
-def test_one_row_of_positions_is_that_of_every_row():
+def test_one_row_of_positions_serves_every_row():
     def body(mesh, case):
         batch = {"input_ids": torch.zeros(3, 4, dtype=torch.int64), "position_ids": torch.tensor([[2, 3, 4, 5]])}
         return cp.make_cp_batch_and_ctx(mesh_of(mesh), batch)[1]["position_ids"].tolist()

@@ -1,4 +1,4 @@
-"""Parity of BatchLayout: what every batch function shards, in the coordinates [b, s] of its caller and back."""
+"""Parity of BatchLayout: shard any [b, s] tensor of the caller's batch, as every batch function does, and back."""
 
 import doctest
 
@@ -258,5 +258,5 @@ def test_extra_buffers_are_rejected(n, dims, options, kind, message):
     assert on_ranks(n, body) == (f"context_parallel.batch: {message}",) * n
 
 
-def test_what_the_docstring_shows():
+def test_the_docstrings_example():
     assert doctest.testmod(batch_layout) == (0, 3)

@@ -1,4 +1,4 @@
-"""What is not a batch, a mesh or a tensor is rejected by its name on every rank before any collective."""
+"""An invalid batch, mesh or tensor is rejected by its name on every rank before any collective."""
 
 import pytest
 import torch

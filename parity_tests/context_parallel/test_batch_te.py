@@ -54,7 +54,7 @@ def given_rows(x, labels, padded, real, tail):
 
 
 def rows_of(out, b):
-    """What was stacked or laid end to end, as rows; offsets as the lengths that they sum up."""
+    """Rows again, from rows that were stacked or laid end to end; offsets as the lengths that they sum up."""
     names = ("input_ids", "labels", "position_ids", "padding_mask")
     flat = [out[name].flatten(0, int(out["cu_seqlens"].ndim > 1) and 1) for name in names]
     flat += [out[name].long().diff().flatten() for name in ("cu_seqlens", "cu_seqlens_padded")]
@@ -100,7 +100,7 @@ def stream_by_hand(ids, kinds, padded):
 def share_of_a_stream(
     mesh, ids, kinds, padded, less
 ) -> tuple[Int[Tensor, "1 l"], Int[Tensor, "k 1 l"], Int[Tensor, "1"]]:
-    """Positions of several kinds are sharded too; what a stream lacks of `less` follows from its other offsets."""
+    """Positions of several kinds are sharded too; keys in `less` are left out, and follow from the other offsets."""
     batch = {"input_ids": ids, "position_ids": kinds, "seq_lens": padded[None], "seq_lens_padded": padded[None]}
     stream = {name: x for name, x in cp.process_input_for_thd(batch).items() if name not in less}
     out = cp._shard_thd_chunk_for_te(stream, mesh.device_mesh["cp"], "thd", FILL, 0)
@@ -118,7 +118,7 @@ def test_parity(declared, engine):
 
 
 class Mesh:
-    """What is read of a mesh: its size, and the rank in its group."""
+    """The part of a mesh that is read: its size, and the rank in its group."""
 
     def __init__(self, size, rank):
         self.size, self.get_group, self.rank = lambda: size, lambda: self, lambda: rank
@@ -168,7 +168,7 @@ KEYS = {
 
 @given(drawn_rows(), st.sampled_from([1, 2, 3]), st.booleans())
 def test_the_ranks_together_are_the_full_stream(rows, n, has_positions):
-    """Every key: the shares through the inverse are what one rank has, for any lengths and chunks."""
+    """For every key the ranks' shares, put together, equal the stream on one rank, for any lengths and chunks."""
     batch = batch_of(rows, n)
     if has_positions:
         batch["position_ids"] = torch.arange(3 * batch["labels"].numel()).view(3, *batch["labels"].shape)

@@ -135,7 +135,7 @@ def test_a_mask_as_addends():
 
 
 @pytest.mark.parametrize("left", [torch.nan, torch.inf, 3.0])
-def test_what_an_operation_leaves_where_a_query_sees_nothing_is_not_merged(left, monkeypatch):
+def test_results_of_a_query_that_sees_nothing_are_not_merged(left, monkeypatch):
     """On the CPU it leaves 0; others may leave anything. Keys that come before or after count alone."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 4, 8, generator=generator).unbind()
@@ -191,7 +191,7 @@ def test_a_query_that_sees_nothing_has_no_output_and_no_lse():
     assert lse.isfinite().tolist() == [[[True, False, True]] * 2] and (lse[..., 1] == -torch.inf).all()
 
 
-def test_a_mask_of_one_row_is_that_of_every_query(monkeypatch):
+def test_a_mask_of_one_row_serves_every_query(monkeypatch):
     monkeypatch.setattr(block_kernels, "ROWS", 3)
     x = torch.linspace(-2, 3, 3 * 2 * 4 * 7 * 2, dtype=torch.float64).sin().view(3, 2, 4, 7, 2)
     mask = torch.tensor([[True] * 7, [True] * 5 + [False] * 2])[:, None, None]

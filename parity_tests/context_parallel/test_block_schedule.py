@@ -99,7 +99,7 @@ def cost_by_name(c, padded, causal, window):
 
 
 def by_name():
-    """What a scheme without real lengths declares."""
+    """The declaration of a scheme without real lengths."""
     fields = declared("packed", (1, 2, 4), ("ring", "all_gather"), n=(4,))
     names = [name for name in fields["inputs"] if name != "real"]
     draws = {name: draw for name, draw in fields["draw"].items() if name != "real"}

@@ -1,4 +1,4 @@
-"""Parity of the CUDA path of one block on a CPU, where stand-ins compute what its kernels do."""
+"""Parity of the CUDA path of one block, on a CPU with stand-ins for the kernels."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Parity of what a dense batch has inside its context and after: positions of every kind, a mask, a loss mask."""
+"""Parity of a dense batch inside its context and after it: positions of every kind, a mask, a loss mask."""
 
 import warnings
 
@@ -30,7 +30,7 @@ def batch_by_hand(ids, steps, less, positions, mask):
     last = given[..., real - 1 : real]
     counted = jnp.where(added[None, None], last + (column - real + 1)[None, None], given)
     rows_of = {"rows": counted[:1], "one row": counted[:1, :1], "kinds": counted}[positions]
-    # Positions of several kinds have no restart: they are those of images.
+    # Positions of several kinds, as for images, never restart.
     restarting = (jnp.diff(rows_of[..., :real]) <= 0).any() & (positions != "kinds")
     weights = jnp.where(added[None], 0, 3 * ids)
     sharded = jnp.where(added[None], 11, ids), weights, weights, jnp.broadcast_to(rows_of, steps.shape), padding

@@ -153,7 +153,7 @@ def test_entries_that_a_dense_batch_takes(rng, is_list):
 
 
 def buffers_by_hand(ids, others, stays, refilled):
-    """What is written inside is lost where a buffer is restored, and else remains and is added to."""
+    """Values written inside are lost where a buffer is restored, and else remain and are added to."""
     kept = ids + 10 if stays else ids
     second = others if refilled else kept
     return jnp.stack([ids, ids]), jnp.stack([ids, second]), ids, second + 10 if stays else second

@@ -49,7 +49,7 @@ def documents(draw):
 
 @settings(max_examples=few(60))
 @given(documents())
-def test_needed_rows_are_those_of_the_pairs_that_meet(drawn):
+def test_needed_rows_belong_to_pairs_that_meet(drawn):
     kind, padded, real, causal, window = drawn
     offsets, sums = stacked(padded), stacked(real)
     positions = stream(kind, sum(padded), N, offsets)
@@ -196,5 +196,5 @@ def test_rejections(arguments, kind, message):
     assert str(caught.value) == f"context_parallel.key_traffic: {message}"
 
 
-def test_what_the_docstrings_show():
+def test_the_docstrings_examples():
     assert doctest.testmod(key_routes) == (0, 4)

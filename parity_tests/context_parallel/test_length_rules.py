@@ -222,7 +222,7 @@ def test_shapes_of_a_packed_batch(rng):
 
 
 def drawn_prefixes(rng, n, b, q):
-    """[whether an entry is a sequence, what it continues]: earlier entries of its row, or one that may be none."""
+    """[whether an entry is a sequence, the number of the entry it continues]: mostly an earlier entry of its row."""
     is_slot = (rng.random((n, b, q)) < 0.8) | (np.arange(q) == 0)
     prefix_of = np.full((n, b, q), -1)
     for i in range(n):
@@ -236,7 +236,7 @@ def drawn_prefixes(rng, n, b, q):
 
 
 def expected_prefixes(is_slot, prefix_of):
-    """(row, entry) of the first prefix that is no earlier sequence of its row; else those of the stream, by number."""
+    """(row, entry) of the first prefix that is no earlier sequence of its row; if all are, the stream's prefixes."""
     number = (np.cumsum(is_slot.ravel()) - 1).reshape(is_slot.shape)
     stream = []
     for row, entry in np.argwhere(is_slot):
@@ -253,7 +253,7 @@ def expected_prefixes(is_slot, prefix_of):
 @settings(max_examples=few(20))
 @given(SEEDS, st.sampled_from((1, 2)), st.tuples(st.sampled_from((2, 3)), st.sampled_from((4, 3))), st.booleans())
 def test_prefixes_of_sequences(rng, ranks, sizes, sharded):
-    """Where a prefix is no earlier sequence of its row; else those of the stream, without fill."""
+    """The first prefix that is no earlier sequence of its row; if all are, the stream's prefixes without fill."""
     (b, q), s = sizes, 16
     tables = drawn_prefixes(rng, 12, b, q)
     ids = torch.from_numpy(rng.integers(0, 10, (b, s)))
@@ -292,14 +292,14 @@ def test_prefixes_of_sequences(rng, ranks, sizes, sharded):
                 assert prefixes.startswith(f"{FUNCTION}prefix_of: row {row}: sequence {entry} continues"), prefix_of
 
 
-# Of a packed batch: what must be there and a tensor, what is a tensor if it is by token, and what may be anything.
+# Entries of a packed batch: required tensors, entries that are tensors if they are by token, entries of any kind.
 ENTRIES = ("input_ids", "seq_lens", "seq_lens_padded", "labels", "position_ids", "scores", "name")
 KINDS = ("tensor", "list", "None")
 MUST_BE, MAY_BE_NONE = 3, 5
 
 
 def rule_of_kinds(kinds):
-    """An entry that is no tensor is named; only labels and positions may be None, and only what is not by token all."""
+    """An entry that is no tensor is named. Labels and positions may be None; entries not by token may be anything."""
     for entry, (name, kind) in enumerate(zip(ENTRIES, kinds, strict=True)):
         if (kind == "list" and entry < MAY_BE_NONE) or (kind == "None" and entry < MUST_BE):
             return f"{FUNCTION}{name} is {'a list' if kind == 'list' else 'None'}; pass a Tensor"

@@ -117,7 +117,7 @@ def test_parity(declared):
 
 
 def alone(body):
-    """What one rank returns."""
+    """The results of a single rank."""
     (result,) = run(body, CaseSpec(scheme="logits", mesh={"cp": 1})).results
     return result
 

@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 
 def mask_of(size, window):
-    """What transformers builds for the full sequence."""
+    """The mask that transformers builds for the full sequence."""
     place = torch.arange(size)
     distance = place[:, None] - place
     return ((distance >= 0) & (distance < (window or size)))[None, None]
@@ -86,7 +86,7 @@ def context(mesh, size, rotate="allgather", device=None):
     dtypes=("float32", "float64"),
 )
 def adapted_layer(mesh, x, states, window, recomputed, masked, embedded):
-    """A layer that takes the full sequence, and a cross attention to what each rank has in full.
+    """A layer that takes the full sequence, with a cross attention to states that each rank has in full.
 
     With `embedded` x is the sum of hidden states and two embeddings of positions.
     """
@@ -130,7 +130,7 @@ def on_ranks(n, body):
     return run(body, CaseSpec(scheme="model_hooks", mesh={"cp": n})).results
 
 
-def test_a_scope_takes_what_torch_takes():
+def test_a_scope_takes_the_same_arguments_as_torch():
     """Masks, weights and other lengths; in it a context is as if it were not there."""
 
     def body(mesh, case):
@@ -236,7 +236,7 @@ def masks(size):
     return causal, causal & real[:, None, None], causal & real.flip(1)[:, None, None]
 
 
-def test_which_masks_say_what_causal_attention_does():
+def test_masks_that_equal_causal_attention_are_recognized():
     causal, right, left = masks(8)
     addends = torch.zeros(8, 8).masked_fill(~causal, torch.finfo().min)
     assert _is_causal(causal, None) and _is_causal(addends, None) and _is_causal(right, None)

@@ -202,7 +202,7 @@ BATCHES["outputs"] = (BATCHES["outputs"], "s/cp:turned", "s/cp:turned")
     rank_options={"route": ("batch", "stream", "chunks", "context")},
 )
 def attention_of_packed_rows_with_prefixes(mesh, q, k, v, ids, tree, causal, window, route) -> OfRows:
-    """The layout is that of a batch: sharded at once, as a stream that is made first, in chunks, for a context."""
+    """Packed rows with prefixes, sharded by each route: at once, in chunks, by a stream made first, in a context."""
     batch, cp_mesh = packed_rows(ids, tree), mesh.device_mesh["cp"]
     if route == "stream":
         stream, _ = cp.process_input_for_thd(batch, return_layout=True)
@@ -254,7 +254,7 @@ def test_rejections(prefix_of, kind, message):
     assert str(caught.value) == message
 
 
-def test_the_table_of_a_batch_is_that_of_its_streams():
+def test_the_table_of_a_batch_matches_its_streams():
     """By the numbers of sequences in the stream, or in each chunk; in the rows fill may stand anywhere."""
     lengths = torch.tensor([[4, FILL, 4], [2, 4, 2], [8, FILL, FILL], [FILL, 4, 4]])
     prefix_of = torch.tensor([[-1, 5, 0], [-1, 0, 1], [-1, 3, 3], [7, -1, 1]])
@@ -336,5 +336,5 @@ def test_batches_that_are_rejected(call, kind, message):
     assert str(caught.value) == message
 
 
-def test_what_the_docstring_shows():
+def test_the_docstrings_example():
     assert doctest.testmod(prefixes) == (0, 1)

@@ -1,4 +1,4 @@
-"""What the mathematics of attention promises beyond equality, for every exchange and on both engines."""
+"""Properties of attention beyond equality with the reference, for every exchange and on both engines."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def layout_of(mesh, kind, cp=None):
 
 
 def attended(mesh, kind, exchange, tensors=(Q, K, V), cotangent=COTANGENT, **rules):
-    """Full output and gradients, put together from what this rank and the others hold."""
+    """Full output and gradients, put together from all ranks' shards."""
     layout = layout_of(mesh, kind)
     shards = [layout.shard(x, 2).requires_grad_() for x in tensors]
     out = context_parallel_attention(*shards, group=mesh["cp"], layout=layout, exchange=exchange, **rules)
@@ -70,7 +70,7 @@ def test_a_token_changes_nothing_before_it_over_two_axes(kind):
         np.testing.assert_array_equal(changed, np.arange(token, end))
 
 
-def test_layers_share_what_the_ranks_of_an_axis_have_together():
+def test_layers_share_the_rows_of_a_group():
     layout = layout_of(None, "packed", (4, 1))
     assert _group_rows(layout, 2) is _group_rows(layout, 2)
     assert _group_rows(layout, 2) is not _group_rows(layout, 4)
@@ -78,7 +78,7 @@ def test_layers_share_what_the_ranks_of_an_axis_have_together():
 
 @pytest.mark.parametrize("kind", ["packed", "dual_chunk_swap"])
 @pytest.mark.parametrize("exchange", [*EXCHANGES, "usp"])
-def test_what_inference_built_serves_training(exchange, kind):
+def test_caches_built_in_inference_serve_training(exchange, kind):
     """A layout of its own, so that all that is derived from it and kept is derived in inference."""
 
     def body(mesh, case):
@@ -126,7 +126,7 @@ def test_a_token_changes_nothing_before_it_nor_in_another_sequence(kind, exchang
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packed", "dual_chunk_swap", "contiguous", "striped"])
 def test_padding_gives_nothing_and_gets_nothing_whatever_it_holds(kind):
-    """Not a number in every padding row: outputs and gradients are those of zeros there."""
+    """NaN in every padding row gives the same outputs and gradients as zeros there."""
 
     def body(mesh, case):
         padding = layout_of(mesh, kind).padding_mask[:, None]
@@ -149,7 +149,7 @@ def test_padding_gives_nothing_and_gets_nothing_whatever_it_holds(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_what_ranks_send_follows_from_the_layout_alone(engine):
+def test_messages_follow_from_the_layout_alone(engine):
     """Not from the values; and whoever gathers keys or exchanges heads sends as much as every other."""
 
     def ledger_of(tensors, exchanges):
@@ -289,7 +289,7 @@ def test_an_output_may_be_written_to(exchange):
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_second_derivative_is_rejected(exchange):
-    """The gradient is computed outside of autograd: derived again it would lack what it owes to queries and keys."""
+    """The gradient is computed outside of autograd: its own derivative would lack the terms of queries and keys."""
 
     def body(mesh, case):
         leaves = [x[:, :, :8].clone().requires_grad_() for x in (Q, K, V)]

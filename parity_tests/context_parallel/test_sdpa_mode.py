@@ -132,7 +132,7 @@ def gradient(attention, backward, q):
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_what_backward_recomputes_sees_the_full_sequence(use_reentrant, engine):
+def test_recomputation_in_backward_sees_the_full_sequence(use_reentrant, engine):
     def body(mesh, case):
         q = by_heads(drawn(mesh))
         with context(mesh):
@@ -214,7 +214,7 @@ def test_the_inner_one_of_two_contexts_applies():
     assert on_ranks(2, body) == (True, True)
 
 
-def test_what_somebody_else_puts_in_torchs_place_stays(monkeypatch):
+def test_a_foreign_replacement_of_torchs_function_stays(monkeypatch):
     def body(mesh, case):
         with context(mesh):
             monkeypatch.setattr(F, "scaled_dot_product_attention", imported_too)
@@ -242,8 +242,8 @@ def test_autocast_casts_as_it_does_outside():
 
 
 OF_A_MASK = (
-    "whose columns are not sharded over cp; pass is_causal=True and no mask; adapt_model_to_context drops those of a "
-    "Hugging Face model; attention over other tokens (a vision tower, an encoder, cross attention) goes into "
+    "whose columns are not sharded over cp; pass is_causal=True and no mask; adapt_model_to_context drops a "
+    "Hugging Face model's masks; attention over other tokens (a vision tower, an encoder, cross attention) goes into "
     "local_attention()"
 )
 NO_FLEX = (
@@ -272,7 +272,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:60] for _, text in REJECTED])
-def test_modules_reject_what_attention_rejects(call, sentence):
+def test_modules_reject_the_same_inputs_as_attention(call, sentence):
     def body(mesh, case):
         x = drawn(mesh)
         with pytest.raises(ValueError) as caught, context(mesh):

@@ -61,7 +61,7 @@ def test_buffers_are_shards_inside_and_full_after():
                 expected = [layout.shard(x, dim) for (x, _), dim in zip(before, [1, 0, 0], strict=True)]
                 assert all(torch.equal(x, y) for x, y in zip((ids, wide, unrestored), expected, strict=True))
                 seen.append([x.tolist() for x in (ids, wide, unrestored)])
-                ids.fill_(0)  # what is written inside is not what comes back
+                ids.fill_(0)  # the context restores ids, so this is lost
             for x, (value, stride) in zip((ids, wide), before, strict=False):
                 assert torch.equal(x, value) and x.stride() == stride
             assert torch.equal(unrestored, expected[2])
@@ -87,7 +87,7 @@ def test_an_unrestored_buffer_with_new_data_is_not_sharded_again():
 
 
 @pytest.mark.parametrize("where", ["inside", "between"])
-def test_what_is_written_into_an_unrestored_buffer_stays(where):
+def test_values_written_into_an_unrestored_buffer_stay(where):
     """It is a share, then and when the context is entered again: the next write is on top of the last."""
 
     def body(mesh, case):
@@ -106,7 +106,7 @@ def test_what_is_written_into_an_unrestored_buffer_stays(where):
     assert on_ranks(2, body).results == expected
 
 
-def test_backward_outside_of_what_was_saved_inside_is_rejected():
+def test_backward_outside_of_the_context_is_rejected():
     def body(mesh, case):
         weight, cosine = torch.ones(4, requires_grad=True), torch.arange(8.0)
         with context(mesh, [cosine]):
@@ -218,7 +218,7 @@ REJECTED = [
     (
         lambda m: attend(context(m, tensors(8)), attn_mask=torch.zeros(4, 4)),
         "context_parallel.sdpa: attn_mask is [4, 4], whose columns are not sharded over cp; "
-        "pass is_causal=True and no mask; adapt_model_to_context drops those of a Hugging Face model; "
+        "pass is_causal=True and no mask; adapt_model_to_context drops a Hugging Face model's masks; "
         "attention over other tokens (a vision tower, an encoder, cross attention) goes into local_attention()",
     ),
     (

@@ -27,7 +27,7 @@ Streams = tuple[
 
 
 def slots_of_rows(padded, real, b, t):
-    """Row 0 is one sequence with a token of padding; row r has those of `padded` and `real`, turned by r places."""
+    """Row 0 is one sequence with a token of padding; row r has the slots of `padded` and `real`, turned by r places."""
     return [([t], [t - 1]), *((jnp.roll(padded, r), jnp.roll(real, r)) for r in range(1, b))]
 
 
@@ -38,7 +38,7 @@ def stream_by_hand(x, ids, kinds, scores, padded, real, num_chunks, positions):
     place = jnp.stack(places).astype(ids.dtype)
     by_position = {"none": jnp.stack(KINDS * [place]), "one kind": jnp.stack(KINDS * [kinds[0]]), "kinds": kinds}
     slots, lengths_ = (jnp.concatenate(each) for each in zip(*rows, strict=True))
-    # Of each chunk: the longest slot, and the entries by which its offsets are fewer than those of the fullest.
+    # For each chunk: the longest slot, and how many offsets fewer it has than the fullest chunk.
     each, counts = b // num_chunks, [len(row[0]) for row in rows]
     longest = [jnp.stack([row[0].max() for row in rows[c * each : c * each + each]]).max() for c in range(num_chunks)]
     sums = [sum(counts[c * each : c * each + each]) for c in range(num_chunks)]

@@ -1,4 +1,4 @@
-"""Rows of packed sequences as one stream: worked examples, the reference, what is never lost, what is rejected."""
+"""Rows of packed sequences as one stream: worked examples, the reference, tokens that are never lost, rejections."""
 
 from functools import partial
 
@@ -154,7 +154,7 @@ def test_a_chunk_is_its_rows_alone(rows):
             assert there == value if name == "name" else torch.equal(there, value)
 
 
-def test_what_is_by_token_keeps_its_further_dims_in_several_chunks():
+def test_entries_by_token_keep_further_dims_in_several_chunks():
     features = torch.arange(2.0 * 8 * 3 * 2).view(2, 8, 3, 2)
     out = chunks(2, 2, features=features)
     assert torch.equal(out["features"], features)  # a row is a chunk here
@@ -244,7 +244,7 @@ def test_lengths_are_integers():
 
 
 @pytest.mark.parametrize("name", ["input_ids", "seq_lens", "seq_lens_padded"])
-def test_what_must_be_there(name):
+def test_required_entries(name):
     inputs = batch([[8]], [[8]], 8)
     del inputs[name]
     with pytest.raises(KeyError) as caught:
@@ -271,7 +271,7 @@ def test_a_number_of_chunks_is_an_integer(process):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_by_token_is_a_tensor(process, entries, sentence):
+def test_entries_by_token_are_tensors(process, entries, sentence):
     with pytest.raises(TypeError) as caught:
         process(batch([[8]], [[8]], 8) | entries)
     assert str(caught.value) == f"context_parallel.{component_of(process)}: {sentence}"

@@ -184,7 +184,7 @@ def test_a_context_that_can_be_entered_once_says_so(recorded):
     assert events == ["+kernel", "-kernel"]
 
 
-def test_what_a_context_raises_when_it_is_first_entered_is_raised():
+def test_an_error_on_first_entry_of_a_context_is_raised():
     @contextmanager
     def broken():
         raise RuntimeError("its own")

@@ -33,16 +33,16 @@ class OnCuda(torch.Tensor):
     is_cuda = True
 
 
-def test_on_a_cpu_the_index_is_that_of_the_layout(extension):
+def test_on_a_cpu_the_index_comes_from_the_layout(extension):
     assert transformer_engine.local_index(LAYOUT) is LAYOUT.local_index
 
 
-def test_on_cuda_the_index_is_that_of_transformer_engine(extension):
+def test_on_cuda_the_index_comes_from_transformer_engine(extension):
     layout = replace(LAYOUT, cu_padded=LAYOUT.cu_padded.as_subclass(OnCuda))
     assert transformer_engine.local_index(layout).tolist() == [12, 2, 1]
 
 
-def test_without_the_package_the_index_is_that_of_the_layout(monkeypatch):
+def test_without_the_package_the_index_comes_from_the_layout(monkeypatch):
     monkeypatch.setitem(sys.modules, transformer_engine.EXTENSION, None)
     assert transformer_engine.local_index(LAYOUT) is LAYOUT.local_index
     with pytest.raises(ImportError) as caught:

@@ -59,7 +59,7 @@ ANYTHING = type("Anything", (), {"__repr__": lambda self: "anything"})()
 
 @dataclass
 class Call:
-    """One wrong call: the function, the argument, how it is wrong; then what became of it on each rank."""
+    """One wrong call: the function, the argument, how it is wrong; then the outcome on each rank."""
 
     function: str
     argument: str

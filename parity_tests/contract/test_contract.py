@@ -1,4 +1,4 @@
-"""A signature's contract: what it accepts, the sentence of each rejection, and what it costs nothing under."""
+"""A signature's contract: accepted values, the sentence of each rejection, and where checks cost nothing."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_problem_is_put_after_the_argument_and_keeps_its_type():
     assert isinstance(of_argument("names", TypeProblem("[1] is an int")), TypeProblem)
 
 
-def test_what_is_in_range_is_accepted():
+def test_values_in_range_are_accepted():
     options = dict(temperature=2, margin=0, chunk_size=1, skip=0, backend="eager", with_entropy=True, label="x")
     assert score(LOGITS, IDS, torch.zeros(7, 4), rows=0, anything=object(), **options).shape == (2, 3)
     assert score(LOGITS[0, 0], IDS[0, 0], gradient="R", blocks=torch.zeros(3, 1, 2)).shape == ()
@@ -238,7 +238,7 @@ def test_a_constructor_may_call_that_of_its_base():
         Derived(0)
 
 
-def test_the_spec_line_is_what_the_signature_says():
+def test_the_spec_line_matches_the_signature():
     forms = '"... tp=I"  or  "... tp=I", "... tp=I"'
     assert spec_line(score) == f'logits "... v/tp"   ids "..."   weight "d v/tp"   blocks "n/cp ..."   ->   {forms}'
     assert spec_line(Doubled) == 'x "b s/cp"   ->   "b s/cp"'

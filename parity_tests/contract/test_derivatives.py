@@ -94,7 +94,7 @@ ORDER = torch.tensor([2, 0, 3, 1])
 
 
 class Unfinished(torch.Tensor):
-    """What a functional collective returns before its elements have come, as far as `_Waited` knows it."""
+    """An unfinished result of a functional collective, with the attributes that `_Waited` reads."""
 
     def trigger_wait(self):
         return self.as_subclass(torch.Tensor)
@@ -117,7 +117,7 @@ def test_a_function_of_one_rank(function):
 
 
 def test_a_sequence_gathered_over_cp():
-    """Every rank adds its y^3: the gradient is n 3 x^2, and that of its square 2 g n 6 x."""
+    """The gradient of the sum of all ranks' y^3 is n 3 x^2; the gradient of its square is 2 g n 6 x."""
     full = integers(2, 8, 3)
 
     def body(mesh, case):

@@ -129,7 +129,7 @@ def raises_rejected(function):
 
 
 def entries(public):
-    """What a user calls of a public function or class: itself, or its constructor and public methods."""
+    """The callables of a public function or class: the function, or the constructor and public methods."""
     if inspect.isfunction(public):
         return {"": public}
     if not inspect.isclass(public) or not public.__module__.startswith("torch_impl"):
@@ -151,7 +151,7 @@ def test_every_rejection_leaves_through_a_contract(home):
         for method, entry in entries(public).items()
         if not hasattr(entry, "__contract__") and raises_rejected(entry)
     ]
-    assert unnamed == {"torch_impl.kernels": ["checked_backend"]}.get(home, [])  # what other components validate with
+    assert unnamed == {"torch_impl.kernels": ["checked_backend"]}.get(home, [])  # other components validate with it
 
 
 def test_a_rejection_without_a_contract_is_seen():

@@ -14,7 +14,7 @@ from shardproof.cost.exchanges import compared
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 6, 8])
-def test_forms_are_those_of_the_busiest_rank(cp, causal, dtype):
+def test_forms_are_for_the_busiest_rank(cp, causal, dtype):
     dims = {"b": 2, "s": 48, "h": 24, "g": 2, "p": 4}
     there = compared("attention", Setting({"cp": cp}, dims, sheet.read("h100"), dtype))
     assert len(there.candidates) >= 2

@@ -25,7 +25,7 @@ def sent(candidate, phase):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cp", [1, 2, 6, 8, 64, 256])  # production counts the keys that ranks need pair by pair
 @pytest.mark.parametrize("heads", [(64, 64), (64, 8), (48, 1)])
-def test_attention_sends_what_production_counts(cp, heads, causal):
+def test_bytes_of_attention_match_production(cp, heads, causal):
     h, g = heads
     s = 16384 * 3
     there = compared("attention", Setting({"cp": cp, "tp": 4}, {"s": s, "h": h, "g": g, "causal": causal}, H100))
@@ -38,7 +38,7 @@ def test_attention_sends_what_production_counts(cp, heads, causal):
 
 
 @pytest.mark.parametrize("cp", [1, 2, 8, 64, 1024])
-def test_a_mixer_sends_what_production_counts(cp):
+def test_bytes_of_a_mixer_match_production(cp):
     h, g, t = 128, 8, 65536
     there = compared("mamba", Setting({"cp": cp}, {"t": t, "h": h, "g": g}, H100))
     counted = mamba_cp_bytes(
@@ -112,7 +112,7 @@ def test_an_axis_that_the_scheme_lacks_places_the_others():
     assert "pp" not in far.case.mesh
 
 
-def test_a_cost_of_each_rank_is_that_of_the_busiest():
+def test_a_cost_by_rank_counts_the_busiest():
     def cost(c):
         return [Cost({"send/tp": (1, 40), "recv/tp": (rank, 8)}, products=(rank, 1)) for rank in range(c.cp * c.tp)]
 
@@ -186,7 +186,7 @@ def test_lengths_are_the_standard_case_or_drawn(seed, counts):
         (lambda c: Cost(forward={"all_reduce": (1, c.z)}), {}, {"cp": 2, "tp": 2}, "its cost raised AttributeError:"),
     ],
 )
-def test_what_has_no_price(cost, names, mesh, message):
+def test_schemes_without_a_price(cost, names, mesh, message):
     with pytest.raises(ValueError) as rejected:
         candidates(of_two_axes(cost), Setting(mesh, names, H100))
     assert message in str(rejected.value)
@@ -202,7 +202,7 @@ def test_what_has_no_price(cost, names, mesh, message):
         ("mamba", {"cp": 2}, {"t": 8, "h": 9}, "--dim h=9: mamba needs a multiple of g=8"),
     ],
 )
-def test_what_is_not_compared(name, mesh, names, message):
+def test_candidates_that_are_not_compared(name, mesh, names, message):
     with pytest.raises(ValueError) as rejected:
         compared(name, Setting(mesh, names, H100))
     assert str(rejected.value) == message

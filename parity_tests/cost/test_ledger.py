@@ -61,7 +61,7 @@ def issued_by_rank(ledger):
 
 @pytest.mark.fast_values(9)
 @pytest.mark.parametrize("key", SCHEMES)
-def test_what_is_priced_is_what_is_issued(key):
+def test_the_price_counts_the_issued_collectives(key):
     for seed in SEEDS:
         candidate = priced(SCHEMES[key], seed)
         ranks = run(Program.of(SCHEMES[key]), candidate.case, "lockstep")

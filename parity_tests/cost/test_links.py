@@ -32,7 +32,7 @@ def groups(mesh, axis):
 @pytest.mark.parametrize(
     "mesh", [{"cp": 1}, {"cp": 8}, {"cp": 4, "tp": 2}, {"dp": 3, "cp": 2, "tp": 3}, {"cp": 5, "tp": 3}]
 )
-def test_a_placement_is_that_of_the_group_on_most_hosts(mesh, ranks_per_host):
+def test_a_placement_comes_from_the_group_on_most_hosts(mesh, ranks_per_host):
     for axis in mesh:
         spans = [[rank // ranks_per_host for rank in group] for group in groups(mesh, axis)]
         most = max(len(set(hosts)) for hosts in spans)
@@ -58,7 +58,7 @@ def hops_of_a_ring(op, n):
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_bytes_of_a_ring_are_those_of_its_hops(op, n):
+def test_bytes_of_a_ring_add_up_its_hops(op, n):
     """A block is the whole input for a gather, and an n-th of the input for other ops."""
     size = 840
     block = Fraction(size) if op == "all_gather" else Fraction(size, n)
@@ -67,7 +67,7 @@ def test_bytes_of_a_ring_are_those_of_its_hops(op, n):
     assert moved.between == 0
 
 
-def test_bytes_of_an_all_to_all_are_those_to_each_peer():
+def test_bytes_of_an_all_to_all_add_up_its_peers():
     hosts = [rank // 4 for rank in range(6)]  # four and two ranks: one of the two sends most between hosts
     size, to_each = 600, 100
     sent = [sum(to_each for other in hosts if other != host) for host in hosts]

@@ -11,7 +11,7 @@ SHOWN = [block.text for block in blocks(PAGE) if block.language == "console"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shown", SHOWN)
-def test_the_page_shows_what_is_printed(shown, shardproof):
+def test_the_page_shows_the_printed_text(shown, shardproof):
     command, _, output = shown.partition("\n")
     status, out, err = shardproof(*command.removeprefix("$ shardproof ").split())
     assert (status, err) == (0, "")

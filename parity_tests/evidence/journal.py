@@ -1,4 +1,4 @@
-"""Records by key in a JSON Lines file: what stands there is not done again, so a run may be stopped at any time."""
+"""Records by key in a JSON Lines file: a recorded job is not done again, so a run may be stopped at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A journal: what is added is there in the next run, and a damaged line is refused."""
+"""A journal: added records are there in the next run, and a damaged line is refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The common parts of the pages: what a table, the line on the origin and the sections look like."""
+"""The common parts of the pages: the form of a table, of the line on the origin, and of the sections."""
 
 import re
 

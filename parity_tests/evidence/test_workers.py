@@ -12,7 +12,7 @@ SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
 def is_there(pid):
-    """Whether there is such a process, or what is left of one that nobody waited for."""
+    """Whether the process exists, even as a zombie that nobody waited for."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -34,7 +34,7 @@ def test_tasks_begin_in_turn_and_results_keep_their_order():
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
-def test_what_runs_ends_when_one_task_raises(error):
+def test_running_tasks_end_when_one_raises(error):
     workers, running, pids = Workers(2), threading.Event(), []
 
     def task(is_long):
@@ -63,7 +63,7 @@ def test_tasks_of_a_task_run_in_its_thread():
     assert [len(set(each)) for each in threads] == [1, 1]
 
 
-def test_an_interrupt_ends_what_runs():
+def test_an_interrupt_ends_running_tasks():
     workers, pids = Workers(2), []
 
     def task(_):

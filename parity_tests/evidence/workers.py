@@ -80,7 +80,7 @@ class Workers:
 
     @contextlib.contextmanager
     def session(self, pid: int) -> Iterator[None]:
-        """A process that leads a session: it ends with the block, or when the others do, and what it started too."""
+        """A process that leads a session: it ends, with all that it started, when the block ends or the others do."""
         with self._lock:
             self._sessions.add(pid)
         try:

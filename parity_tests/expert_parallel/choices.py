@@ -1,4 +1,4 @@
-"""Drawn choices of experts, and what a rank sends of them: no JAX, since ranks build their inputs here."""
+"""Drawn choices of experts, and each rank's part of them. No JAX here, since ranks import this to build inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chosen_experts():
 
 
 def shards(scheme, name, case):
-    """What each rank of a case holds of an input, in the order of ranks."""
+    """Each rank's shard of an input, in the order of ranks."""
     (arg,) = (each for each in scheme.inputs if each.name == name)
     full = inputs.full_array(arg, scheme.draws[name], case)
     ranks = inputs.coordinates({axis: case.mesh[axis] for axis in scheme.mesh})

@@ -1,4 +1,4 @@
-"""What each exchange sends on each rank of a case, in closed form in the counts that were drawn."""
+"""The bytes that each exchange sends on each rank of a case, in closed form in the drawn counts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def cost_by_all_gather(scheme, case):
 
 
 def cost_of_shared(case):
-    """Tokens are gathered over tp and what is made of them is summed to their ranks."""
+    """Tokens are gathered over tp, and outputs are summed and scattered back."""
     tokens = case.t // case.dp // case.tp
     gathered, scattered = tokens * case.d * case.itemsize, case.tp * tokens * case.d * case.accumulator_itemsize
     lengths = (1, INT64) if case.tp > 1 else (0, 0)

@@ -42,7 +42,7 @@ class ExpertLayer(nn.Module):
         return task + BALANCE * global_balance_loss(probabilities, experts, data) + Z * z_loss(logits, tokens)
 
     def sum_gradients(self, groups: dict[str, Any]) -> None:
-        """Experts over edp alone; what every rank has, over all ranks with other tokens."""
+        """Sum experts' gradients over edp alone, other gradients over all ranks with other tokens."""
         sum_layer_gradients(
             routed=list(self.routed.values()),
             shared=list(self.shared.values()),
@@ -84,7 +84,7 @@ class SequenceLayer(ExpertLayer):
     def loss_of_sequences(
         self, x: Tensor, k: int, sequences: int, length: int, groups: dict[str, Any], exchange: str
     ) -> tuple[Tensor, Tensor]:
-        """(what backward is of, this rank's addend of the loss), of [b, s, d]; `sequences` are those of all ranks."""
+        """(the loss to run backward from, this rank's addend of the total loss); `sequences` counts all ranks'."""
         logits = x @ self.router["weight"]
         gates, experts, probabilities = softmax_top_k(logits, k, norm_topk_prob=True)
         balance = sequence_balance_loss(probabilities, experts, groups["sequence"]).sum() / sequences

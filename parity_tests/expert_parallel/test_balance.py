@@ -1,4 +1,4 @@
-"""Parity of the balance losses, over all tokens, of each sequence and of each rank, each as what it is; and loads."""
+"""Parity of three balance losses (over all tokens, of each sequence, of each rank), and of loads."""
 
 import jax
 import pytest
@@ -157,7 +157,7 @@ def bias_by_all_loads(experts, bias, rate):
     dtypes=("float32", "float64"),
 )
 def bias_of_all_loads(mesh, experts: Int[Tensor, "b s k"], bias, rate):
-    """The loads that a bias follows are those of every rank with other tokens, dp x cp x ep: a group that is no axis,
+    """A bias follows the loads of every rank with other tokens, dp x cp x ep: a group that is no axis of the mesh,
     so that no cost can name it."""
     counts = expert_parallel.load_counts(experts, len(bias), over_all(mesh, ("dp", "cp", "ep")))
     return expert_parallel.balanced_bias(bias, counts, rate)

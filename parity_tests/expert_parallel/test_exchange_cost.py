@@ -1,4 +1,4 @@
-"""What the two exchanges send to other ranks, as `fewest_exchange_bytes` says it and as the ledger counts it."""
+"""The bytes that the two exchanges send to other ranks, by `fewest_exchange_bytes` and by the ledger."""
 
 from itertools import combinations
 
@@ -19,7 +19,7 @@ COUNT, EXPERT = 8, 4  # bytes of a number of rows, and of the number of an exper
 
 
 def bytes_by_pairs(experts, logits, each, width, element_size, rows_known, mesh):
-    """Of every pair of ranks what one sends to the other, added up; then which exchange sends less."""
+    """The bytes that every rank sends to every other, added up; then which exchange sends less."""
     (tokens, k), e, ep = experts.shape, len(logits), mesh["ep"]
     wide, pairs = max(element_size, 4), [(a, b) for a in range(ep) for b in range(ep) if a != b]
     home, owner = jnp.arange(tokens) // max(tokens // ep, 1), experts // (e // ep)
@@ -97,7 +97,7 @@ def measured(experts, ep, exchange, d, size):
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @given(data=st.data())
-def test_bytes_are_those_of_the_ledger(ep, data):
+def test_bytes_match_the_ledger(ep, data):
     size, k, tokens, d = 8, data.draw(st.integers(1, 3)), ep * data.draw(st.integers(0, 4)), 4
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     experts = torch.rand(tokens, size, generator=generator).argsort(-1)[:, :k]

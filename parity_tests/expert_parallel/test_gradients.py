@@ -53,7 +53,7 @@ def step_of_expert_layer(mesh, x, parameters, k, exchange):
 
 
 def of_sequences(x, parameters, k):
-    """Of each micro-batch [b, s, d]; the balance is that of each sequence by itself."""
+    """The loss of each micro-batch [b, s, d], with a balance loss of each sequence by itself."""
     return of_batch_of_sequences(x[0], parameters, k) + of_batch_of_sequences(x[1], parameters, k)
 
 
@@ -109,7 +109,7 @@ def test_parity_on_processes(declared):
 
 
 def summed(groups_of, parameters_of, **mesh):
-    """What each rank has in .grad after the sum, and its ledger."""
+    """Each rank's .grad after the sum, and its ledger."""
 
     def body(view, case):
         parameters = parameters_of(view)

@@ -142,7 +142,7 @@ def test_of_equal_scores_the_lower_expert_comes_first():
     assert grouped[1].tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
-def test_leading_dims_are_those_of_the_logits():
+def test_leading_dims_match_the_logits():
     logits = torch.linspace(-2, 3, 48).sin().view(2, 3, 8)
     for route in (expert_parallel.softmax_top_k, expert_parallel.top_k_softmax):
         flat = route(logits.view(6, 8), 2)

@@ -42,8 +42,8 @@ def round_as_a_gpu_does() -> None:
 
 
 def replace_the_language_once() -> None:
-    """The interpreter puts its own functions into Triton's language at every call, also of one kernel function by
-    another, for which it looks through all names of the language: half of what a small kernel takes. Once is enough in
+    """The interpreter puts its own functions into Triton's language at every call, also when one kernel function calls
+    another. Each time it looks through all names of the language: half of a small kernel's time. Once is enough in
     a process that compiles nothing, where they can stay.
     """
     from triton.runtime import interpreter
@@ -64,8 +64,8 @@ def replace_the_language_once() -> None:
 
 
 def derive_types_once() -> None:
-    """The interpreter derives the types of every intermediate anew, those of NumPy by a table of all: a quarter of
-    what a small kernel takes. They are few, and a name tells one from another.
+    """The interpreter derives the type of every intermediate anew, and NumPy's types by a table of all: a quarter of
+    a small kernel's time. They are few, and a name tells one from another.
     """
     from triton.runtime import interpreter
 

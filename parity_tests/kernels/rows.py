@@ -37,7 +37,7 @@ def logits(kind: str, dtype: torch.dtype, device: str, n: int = 4, v: int = 10) 
 
 
 def columns(z: Tensor, k: int) -> Tensor:
-    """k columns of each row, some twice, some of another rank, one row all out of the vocabulary."""
+    """k columns for each row: some twice, some on another rank, and in one row all outside the vocabulary."""
     ids = generator(k).integers(OUT_OF_VOCABULARY, z.shape[-1], (len(z), k))
     ids[3] = OUT_OF_VOCABULARY
     return torch.from_numpy(ids).to(z.device, torch.int32)

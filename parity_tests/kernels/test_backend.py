@@ -1,4 +1,4 @@
-"""Which backend is chosen, for what device, and what is rejected."""
+"""Which backend is chosen for which device, and which names are rejected."""
 
 import inspect
 import subprocess
@@ -16,7 +16,7 @@ ON_CPU = torch.ones(2)
 
 
 class OnCuda:
-    """What is read of a tensor on a GPU."""
+    """The attributes that are read of a tensor on a GPU."""
 
     is_cuda, device = True, torch.device("cuda")
 

@@ -1,5 +1,6 @@
-"""Every kernel compiles to machine code for the GPUs at hand elsewhere, keeps its tile in registers, reads 8 or 16
-bytes at once. What only a run on a GPU shows, its numbers and its speed, is for `test_devices.py` and the benchmarks.
+"""Every kernel compiles to machine code for GPUs, keeps its tile in registers, and reads 8 or 16 bytes at once.
+
+A kernel's numbers and speed need a run on a GPU: see `test_devices.py` and the benchmarks.
 """
 
 import re
@@ -26,7 +27,7 @@ ACCUMULATED = "row_max log_row_sum shifted_mean g_entropy g_same g_total g_other
 
 
 def compiled(kernel, architecture, logits, accumulator, constants, **options):
-    """The kernel for pointers to such dtypes, all aligned; what is no pointer nor constant is an int32."""
+    """The kernel for pointers to such dtypes, all aligned; other arguments that are not constants are int32."""
     names = kernel.arg_names
     types = dict.fromkeys(NUMBERS.split(), "i32") | {f"{name}_ptr": f"*{accumulator}" for name in ACCUMULATED.split()}
     types |= dict.fromkeys(("logits_ptr", "z_t_ptr", "out_ptr"), f"*{logits}")

@@ -18,7 +18,7 @@ from shardproof.draw import profiles
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-# The interpreter computes with NumPy, which warns of what a GPU computes silently: exp of much, -inf - -inf.
+# The interpreter computes with NumPy, which warns where a GPU is silent: exp of large numbers, -inf - -inf.
 QUIET = ("-W", "ignore::RuntimeWarning")
 pytestmark = [
     pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Log-probability on the kernels: what it saves, overwrites and shows is what it does on eager torch."""
+"""Log-probability on the kernels saves, overwrites and shows the same as on eager torch."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_another_user_of_overwritten_logits_gets_autograds_error():
     assert all(on_two_ranks(body))
 
 
-def test_saves_what_eager_torch_saves():
+def test_saves_the_same_tensors_as_eager_torch():
     def body(mesh, case):
         sizes = []
         for backend in ("triton", "eager"):

@@ -1,6 +1,6 @@
-"""A kernel compared with its eager twin: what the twin gives in float64, and the harness' budget for each element.
+"""A kernel compared with its eager twin: the twin's result in float64, and the harness' budget for each element.
 
-The budget's spread is what random roundings of the inputs to the accumulation dtype do to the twin. The inputs
+The budget's spread is the twin's change under random roundings of its inputs to the accumulation dtype. The inputs
 themselves are given, and exact to both, however narrow they are.
 """
 

@@ -1,4 +1,4 @@
-"""What is kept between calls: never a fake tensor, though a model's memory be estimated before it runs."""
+"""The cache between calls never holds a fake tensor, even if a model's memory is estimated before it runs."""
 
 import dataclasses
 import warnings
@@ -64,7 +64,7 @@ def test_a_layout_seen_under_fake_mode_derives_real_tensors_later():
     assert layout.inverse is layout.inverse
 
 
-def test_what_is_derived_from_a_layout_is_computed_once_and_goes_with_it():
+def test_derived_values_are_computed_once_and_freed_with_the_layout():
     layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
     computed = layout.cached("k", lambda: torch.arange(3))
     assert layout.cached("k", lambda: torch.arange(3)) is computed
@@ -76,7 +76,7 @@ def test_what_is_derived_from_a_layout_is_computed_once_and_goes_with_it():
     assert alive() is None
 
 
-def test_what_is_derived_breaks_no_graph():
+def test_derived_values_break_no_graph():
     layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
 
     def shifted(x):

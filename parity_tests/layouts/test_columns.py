@@ -16,7 +16,7 @@ CUT = [
 
 
 @pytest.mark.parametrize(("heads", "width", "groups", "state", "cp"), CUT)
-def test_columns_are_those_of_the_reference(heads, width, groups, state, cp):
+def test_columns_match_the_reference(heads, width, groups, state, cp):
     sizes = MambaSizes(heads, width, groups, state)
     for ours, theirs in ((projection_columns, reference.projection_columns), (conv_channels, reference.conv_channels)):
         expected = [columns.tolist() for columns in theirs(heads, width, groups, state, cp)]
@@ -36,7 +36,7 @@ def test_columns_typed_by_hand():
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4, 8])
-def test_every_column_is_on_one_rank_and_those_of_shared_groups_on_each_that_shares_them(cp):
+def test_every_column_is_on_one_rank_and_shared_groups_on_each_rank_that_shares_them(cp):
     sizes = MambaSizes(8, 2, 2, 3)
     count = torch.bincount(projection_columns(sizes, cp).flatten(), minlength=sizes.width)
     shared = torch.zeros(sizes.width, dtype=torch.bool)

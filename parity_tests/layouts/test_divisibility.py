@@ -64,7 +64,7 @@ NO_INTEGERS += [
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name != "packed"])
 @pytest.mark.parametrize(("size", "world", "message"), NO_INTEGERS)
-def test_what_is_not_an_integer_is_rejected(name, size, world, message):
+def test_a_value_that_is_not_an_integer_is_rejected(name, size, world, message):
     with pytest.raises(TypeError) as caught:
         BUILTIN[name](size, world)
     assert str(caught.value) == f"{name}: {message}; pass an int"

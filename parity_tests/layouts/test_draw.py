@@ -16,7 +16,7 @@ SIZE = 76
     ("layout", "layout_reference", "ranks"),
     [(striped, striped_reference, 38), (dual_chunk_swap, swapped_reference, 19)],
 )
-def test_pictures_are_those_of_the_reference(layout, layout_reference, ranks):
+def test_pictures_match_the_reference(layout, layout_reference, ranks):
     """38 ranks need letters, and more than there are; 19 have a chunk and its mirror image of two positions each."""
     assert draw(layout, SIZE, ranks) == reference(layout_reference, SIZE, ranks)
 

@@ -32,7 +32,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("shards", "sentence"), REJECTED, ids=[text[:60] for _, text in REJECTED])
-def test_what_is_not_a_permutation_is_rejected(shards, sentence):
+def test_an_index_that_is_not_a_permutation_is_rejected(shards, sentence):
     with pytest.raises(ValueError) as caught:
         inverse([torch.tensor(piece) for piece in shards])
     assert str(caught.value) == f"layouts.inverse: {sentence}"

@@ -17,7 +17,7 @@ def test_any_order_and_any_lengths_are_a_partition():
     check_partition("mine", [np.array([])], 0)
 
 
-def test_what_is_wrong_is_listed():
+def test_mistakes_are_listed():
     start = "layout 'mine' is not a partition of 8 positions over 2 ranks: "
     assert rejection([[0, 1, 1, 3], [4, 5, 6, 7]], 8) == start + "missing [2], repeated [1]"
     assert rejection([[0, 1, 2, 3], [4, 5, 6]], 8) == start + "missing [7]"

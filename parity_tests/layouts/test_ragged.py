@@ -25,7 +25,7 @@ def test_picture():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", range(20))
-def test_the_rule_is_that_of_torch_chunk(size, world):
+def test_the_rule_matches_torch_chunk(size, world):
     lengths = [len(piece) for piece in torch.arange(size).chunk(world)] if size else []
     assert ceil_lengths(size, world) == lengths + [0] * (world - len(lengths))
     assert [len(piece) for piece in ragged(size, world)] == ceil_lengths(size, world)

@@ -216,7 +216,7 @@ def test_it_differentiates_twice():
         lambda x, cu: _deinterleave_packed_seqs(x, cu, 1),
     ],
 )
-def test_what_inference_built_serves_training(reorder):
+def test_caches_built_in_inference_serve_training(reorder):
     x, offsets = torch.arange(12.0)[:, None].requires_grad_(), cu(0, 4, 12)
     with torch.inference_mode():
         first = reorder(x, offsets)

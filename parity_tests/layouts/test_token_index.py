@@ -1,4 +1,4 @@
-"""What a TokenLayout rejects, fill that is stripped, and offsets that are taken on trust."""
+"""TokenLayout: rejections, fill that is stripped, and offsets that are taken on trust."""
 
 import pytest
 import torch

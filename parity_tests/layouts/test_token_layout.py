@@ -1,4 +1,4 @@
-"""The layout of one batch: goldens typed by hand, both statements alike, and what it rejects."""
+"""The layout of one batch: goldens typed by hand, both ways to state it alike, and rejections."""
 
 from itertools import accumulate, pairwise
 
@@ -202,7 +202,7 @@ def tables(ids, padded, real, mesh) -> tuple[Array, ...]:
     **{**PACKED, "draw": {**PACKED["draw"], "ids": integers(0, 9)}},
 )
 def tables_of_layout(mesh, ids, padded, real, validate) -> Tables:
-    """Of a layout whose offsets are its own: what its caller writes into them later does not change it."""
+    """A layout copies its offsets: writing into the caller's later does not change it."""
     offsets = padded.int(), real.int()
     sizes = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
     layout = TokenLayout.packed(*offsets, total=ids.shape[1], validate=validate, **sizes)
@@ -215,7 +215,7 @@ def tables_of_layout(mesh, ids, padded, real, validate) -> Tables:
 
 
 def up_to_the_last_token(x, padded, real):
-    """What comes after the last real token is 0."""
+    """The ids up to the last real token, and 0 after it."""
     lengths = jnp.diff(real)
     last = jnp.where(lengths > 0, padded[:-1] + lengths, 0).max()
     return jnp.where(jnp.arange(x.shape[1])[:, None] < last, x, 0)
@@ -338,7 +338,7 @@ def test_another_group_and_another_device():
     assert layout.on("meta").index.is_meta
 
 
-def test_what_needs_no_reordering_is_marked():
+def test_layouts_without_reordering_are_marked():
     assert TokenLayout.dense("contiguous", 8, cp_size=2, cp_rank=0).is_identity
     assert TokenLayout.packed([0, 3, 5], cp_size=1, cp_rank=0).is_identity
     assert not TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0).is_identity

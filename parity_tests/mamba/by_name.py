@@ -1,4 +1,4 @@
-"""The parameters of a Mamba2 mixer, from mamba-ssm's names to those of the flax module."""
+"""Rename the parameters of a Mamba2 mixer from mamba-ssm's names to the flax module's."""
 
 from __future__ import annotations
 

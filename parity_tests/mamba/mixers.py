@@ -1,4 +1,4 @@
-"""A mixer with parameters that are all different, a strategy for it, and what in_proj might give it."""
+"""A mixer whose parameters are all different, a strategy for it, and possible outputs of in_proj."""
 
 from __future__ import annotations
 

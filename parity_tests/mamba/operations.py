@@ -1,10 +1,10 @@
-"""Counts what is sent to the device."""
+"""Count the operations that are sent to the device."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operations(TorchDispatchMode):
-    """`count` of the operations inside."""
+    """Counts in `count` every operation that torch dispatches inside it."""
 
     count = 0
 

@@ -1,7 +1,7 @@
-"""What mamba-ssm and causal-conv1d compute in plain torch and in Triton, from packages built without CUDA.
+"""Functions of mamba-ssm and causal-conv1d in plain torch and in Triton, from packages built without CUDA.
 
-Their `__init__` files import compiled modules that such a build has not. Here a stand-in has the place of each while
-the files beside them are imported, and no longer.
+Their `__init__` files import compiled modules that such a build lacks. A stand-in replaces each of these only while
+the files beside them are imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A mixer over cp ranks, whichever the strategy: how it runs there, and what a token may change. It loads no JAX."""
+"""Run a mixer over cp ranks with either strategy, and check which outputs a token may change. It loads no JAX."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def on_ranks(body: Callable[..., Any], cp: int = 2) -> RunResult:
 
 
 def check_what_a_token_changes(strategy_of: Callable[..., Any], cp: int, layout: str, cu: Sequence[int] | None) -> None:
-    """What follows it in its own sequence, and nothing else, on whichever rank."""
+    """A token changes the later tokens of its own sequence, on whichever rank, and nothing else."""
     cuts = [0, T] if cu is None else cu
     sequence = torch.searchsorted(torch.tensor(cuts[1:]), torch.arange(T), right=True)
 

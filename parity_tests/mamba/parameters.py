@@ -35,13 +35,13 @@ DRAW = {**{f"parameters.{path}": ORDINARY for path in PATHS}, "groups": integers
 
 
 def sizes_of(parameters: Mapping[str, Any], groups: Any) -> dict[str, int]:
-    """What a mixer, and a strategy for it, is passed of its sizes."""
+    """The sizes that a mixer and its strategy are given."""
     heads, inner, g = parameters["dt_bias"].shape[0], parameters["norm"]["weight"].shape[0], groups.shape[0]
     shared = parameters["conv1d"]["bias"].shape[0] - inner
     return {"num_heads": heads, "head_dim": inner // heads, "n_groups": g, "d_state": shared // (2 * g)}
 
 
 def settings_of(parameters: Mapping[str, Any], groups: Any) -> dict[str, int]:
-    """What a mixer is made with."""
+    """The arguments of a mixer's constructor."""
     d_model, width = parameters["out_proj"]["weight"].shape[0], parameters["conv1d"]["weight"].shape[-1]
     return {"d_model": d_model, "d_conv": width, **sizes_of(parameters, groups)}

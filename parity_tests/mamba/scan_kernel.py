@@ -47,7 +47,7 @@ if __name__ == "__main__":
     for seed in range(SEEDS):
         case = scanned_by_kernel.case(seed=seed)
         # The kernels take differences of one running sum of dt A over a chunk. Where all A and x are equal its rounding
-        # is 1.6 budgets of a scan (seed 2, chunk_size=256, float32), so what is not an offset is drawn plainly here.
+        # is 1.6 budgets of a scan (seed 2, chunk_size=256, float32), so all inputs but offsets are drawn plainly here.
         plain = {
             name: value if value["kind"] == "offsets" else {"kind": "normal"} for name, value in case.values.items()
         }

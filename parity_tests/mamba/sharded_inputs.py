@@ -1,4 +1,4 @@
-"""What a mixer over cp ranks means on one device, and the declarations of sharded rows and streams."""
+"""A mixer over cp ranks on one device, and the declarations of sharded rows and streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mamba-ssm's scan and causal-conv1d's convolution compute, token by token, and what they reject."""
+"""mamba-ssm's scan and causal-conv1d's convolution, token by token, with the kernels' rejections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def scan(x, dt, A, B, C, chunk_size, D=None, initial_states=None, seq_idx=None, return_final_states=False):
-    """`mamba_chunk_scan_combined`: the initial state is that of sequence 0; D is [h] or [h, p]."""
+    """`mamba_chunk_scan_combined`: the initial state is sequence 0's; D is [h] or [h, p]."""
     assert all(part.is_contiguous() for part in (x, dt, B, C)) and chunk_size > 0
     assert A.dtype == torch.float32 and x.dtype == B.dtype == C.dtype
     assert D is None or tuple(D.shape) in (x.shape[2:3], x.shape[2:])

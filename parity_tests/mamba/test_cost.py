@@ -105,6 +105,6 @@ def reported(**sizes):
 
 
 @pytest.mark.parametrize("sizes", TABLE, ids=lambda sizes: "-".join(map(str, sizes.values())))
-def test_costs_are_those_of_each_message(sizes):
+def test_costs_match_each_message(sizes):
     """Bytes of both strategies, the cheaper one, and the crossover."""
     assert reported(**sizes) == counted(**sizes)

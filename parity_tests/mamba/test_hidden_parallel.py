@@ -36,7 +36,7 @@ def can_share_heads(c):
 
 
 class InParts:
-    """The strategy by its two exchanges and what is between them, with the layout passed to each exchange."""
+    """The strategy as its two exchanges and the part between them, with the layout passed to each exchange."""
 
     def __init__(self, kind, group, *, layout="dual_chunk_swap", **settings):
         self.strategy, self.of_batch = kind(group, **settings), layout
@@ -96,7 +96,7 @@ DECLARED = dict(
     rank_options={"fused": (True, False), "way": (*WAYS, "in parts", "by shared protocol")},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
-    roundings=8,  # those of the mixer; a term of each rank in the gradients
+    roundings=8,  # the mixer's; a term of each rank in the gradients
     cost=cost,
 )
 
@@ -131,7 +131,7 @@ def rank_tokens(mesh, x, cu=None):
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_rows_are_in_order_and_columns_those_of_the_rank(cp):
+def test_rows_are_in_order_and_columns_the_ranks(cp):
     def body(mesh, case):
         strategy = hidden_parallel_strategy(mesh)
         pre = strategy.pre_conv_ssm(rank_tokens(mesh, PROJECTED))
@@ -204,7 +204,7 @@ def test_one_rank_gets_the_same_object_and_sends_nothing():
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("layout", "cu"), [("dual_chunk_swap", CU), ("dual_chunk_swap", None), ("contiguous", None)])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_a_token_changes_what_follows_in_its_sequence_alone(cp, layout, cu):
+def test_a_token_changes_only_later_tokens_of_its_sequence(cp, layout, cu):
     check_what_a_token_changes(
         lambda mesh, **chosen: hidden_parallel_strategy(mesh, filled(), **chosen), cp, layout, cu
     )

@@ -1,4 +1,4 @@
-"""mamba.mamba_ssm_kernels: which kernels are used, and what they are given."""
+"""mamba.mamba_ssm_kernels: which kernels are used, and their arguments."""
 
 import importlib
 import inspect
@@ -60,7 +60,7 @@ class OnCuda:
         return self.shape.numel()
 
 
-def test_what_a_kernel_would_narrow_or_reject_is_not_passed_to_it(monkeypatch):
+def test_inputs_that_a_kernel_would_narrow_or_reject_are_not_passed_to_it(monkeypatch):
     monkeypatch.setattr(mamba_ssm_kernels, "import_function", lambda *_: "kernel")
     x, B = OnCuda((1, 4, 2, 3)), OnCuda((1, 4, 1, 5))
     scan_of, conv_of = mamba_ssm_kernels.scan_kernel, mamba_ssm_kernels.conv_kernel
@@ -80,7 +80,7 @@ def test_what_a_kernel_would_narrow_or_reject_is_not_passed_to_it(monkeypatch):
 
 
 def conv_that_checks(x, weight, bias=None, seq_idx=None, activation=None):
-    """What causal-conv1d's kernel rejects, then its own plain torch."""
+    """causal-conv1d in plain torch, with its kernel's rejections first."""
     assert x.stride(1) == 1 and x.stride(0) % 8 == x.stride(2) % 8 == x.shape[1] % 8 == 0
     assert x.dtype in mamba_ssm_kernels.DTYPES and 2 <= weight.shape[1] <= 4
     assert bias is None or (bias.dtype == weight.dtype and bias.stride(-1) == 1)
@@ -91,7 +91,7 @@ def conv_that_checks(x, weight, bias=None, seq_idx=None, activation=None):
 @on_the_packages
 @pytest.mark.parametrize("ids", [None, IDS])
 @pytest.mark.parametrize("rows", [X, WIDER[..., :8], WIDER[:1, :1, :8]])
-def test_the_convolution_gets_what_it_takes(rows, ids):
+def test_the_convolution_gets_its_own_arguments(rows, ids):
     ids = None if ids is None else ids[: len(rows), : rows.shape[1]]
     for bias in (BIAS, None):
         out = mamba_ssm_kernels.kernel_conv(conv_that_checks, rows, WEIGHT, bias, ids)

@@ -65,7 +65,7 @@ def mixer_of(**options):
     return module
 
 
-def test_a_token_changes_what_follows_in_its_sequence_alone():
+def test_a_token_changes_only_later_tokens_of_its_sequence():
     module, cu = mixer_of(), torch.tensor([0, 3, 3, 4, 11])
     sequence = torch.searchsorted(cu[1:], torch.arange(11), right=True)
     y = module(U, cu)
@@ -89,7 +89,7 @@ def test_padding_changes_no_real_token():
     assert torch.equal(module(U[None])[:, :9], module(other[None])[:, :9])
 
 
-def test_names_and_dtypes_are_those_of_mamba_ssm():
+def test_names_and_dtypes_match_mamba_ssm():
     module = Mamba2Mixer(**GIVEN, dtype=torch.bfloat16)
     tensors = {name: (list(x.shape), x.dtype) for name, x in module.state_dict().items()}
     narrow, wide = torch.bfloat16, torch.float32
@@ -192,7 +192,7 @@ def test_another_width_is_rejected(shape):
     ],
     ids=["list", "int64", "float32"],
 )
-def test_what_is_not_hidden_states_is_rejected(x, text):
+def test_inputs_that_are_not_hidden_states_are_rejected(x, text):
     with pytest.raises(TypeError) as caught:
         mixer_of()(x)
     assert str(caught.value) == f"mamba.Mamba2Mixer: {text}"

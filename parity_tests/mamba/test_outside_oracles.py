@@ -1,7 +1,7 @@
 """The scan, the convolution and the full layer, over ranks too, against mamba-ssm's and causal-conv1d's plain torch.
 
-Most of theirs take one sequence, so they are given one after another. What ours returned, values and gradients, must
-be within the budgets that the harness computed for the case.
+Most oracles take one sequence, so sequences are given one after another. Our values and gradients must be within the
+budgets that the harness computed for the case.
 """
 
 import sys

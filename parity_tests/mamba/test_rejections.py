@@ -1,4 +1,4 @@
-"""What the two strategies reject, on every rank and before anything is sent."""
+"""The two strategies reject bad input on every rank, before anything is sent."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -127,7 +127,7 @@ PASSING = [
         "input is [2, 12, 32] with cu_seqlens; one stream is [t, w] or [1, t, w]",
     ),
 ]
-OFFSETS = [  # real ones, those of one rank, and lengths that two ranks cannot share
+OFFSETS = [  # real ones, the offsets of one rank, and lengths that two ranks cannot share
     ([0, 7, 22], "cu_seqlens ends at 22 but the stream holds 24 tokens; pass the padded offsets"),
     ([0, 4, 12], "cu_seqlens ends at 12 but the stream holds 24 tokens; pass the padded offsets"),
     (

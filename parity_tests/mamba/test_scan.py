@@ -45,7 +45,7 @@ DECLARED = dict(
         "cu": offsets("s", padded=True),
     },
     reduction=("s", "n"),
-    roundings=4,  # the step, its logarithm, what enters a chunk, the result
+    roundings=4,  # the step, its logarithm, the state that enters a chunk, the result
 )
 
 
@@ -61,7 +61,7 @@ DECLARED = dict(
 )
 @pytest.mark.cases(30)
 def scanned(mesh, x, dt, A, B, C, D, entering, cu, chunk_size, split):
-    """The sequence at once, or in two parts of which the second begins with what the first leaves."""
+    """The sequence at once, or in two parts: the second begins with the first's last state."""
     ids = TokenLayout.packed(cu, cp_size=1, cp_rank=0).sequence_ids.expand(x.shape[:2])
     wide = accumulator(x.dtype)
     dt, A, D, entering = (part.to(wide) for part in (dt, A, D, entering))  # two parts use A and D
@@ -84,7 +84,7 @@ def called(x=PARTS[0], dt=PARTS[1], A=PARTS[2], B=PARTS[3], C=PARTS[4], **option
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 7, 64])
 @pytest.mark.parametrize("border", [0, 3, 4, 7])
-def test_a_token_changes_what_follows_in_its_sequence_alone(chunk_size, border):
+def test_a_token_changes_only_later_tokens_of_its_sequence(chunk_size, border):
     ids = (torch.arange(7) >= border).long().expand(2, 7)
     y, _ = called(chunk_size=chunk_size, seq_idx=ids)
     for t in range(7):
@@ -97,7 +97,7 @@ def test_a_token_changes_what_follows_in_its_sequence_alone(chunk_size, border):
 
 
 def test_long_decays_are_neither_lost_nor_undefined():
-    """A hundred thousand nepers in all: what is far away is forgotten, and the near is as without it."""
+    """A decay by a hundred thousand nepers in all: distant tokens are forgotten, near ones as without it."""
     dt, A = torch.full((1, 1000, 1), 10.0), torch.full((1,), -10.0)
     one = torch.ones(1, 1000, 1, 1, requires_grad=True)
     y, final = chunked_scan(one, dt, A, one, one, chunk_size=16)

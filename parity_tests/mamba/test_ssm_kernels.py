@@ -1,4 +1,4 @@
-"""Parity of what calls mamba-ssm's and causal-conv1d's kernels, with stand-ins that compute token by token."""
+"""Parity of the calls of mamba-ssm's and causal-conv1d's kernels, with stand-ins that compute token by token."""
 
 import jax.numpy as jnp
 import pytest

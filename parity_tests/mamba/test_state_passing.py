@@ -40,7 +40,7 @@ DECLARED = dict(
     rank_options={"way": WAYS},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
-    roundings=9,  # those of the mixer and of what enters; a term of each rank in the gradients
+    roundings=9,  # the mixer's and the incoming state's; a term of each rank in the gradients
 )
 
 
@@ -87,7 +87,7 @@ def test_parity(declared, engine):
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("layout", "cu"), CUTS)
 @pytest.mark.parametrize("cp", [2, 4])
-def test_a_token_changes_what_follows_in_its_sequence_alone(cp, layout, cu):
+def test_a_token_changes_only_later_tokens_of_its_sequence(cp, layout, cu):
     check_what_a_token_changes(state_passing_strategy, cp, layout, cu)
 
 
@@ -104,7 +104,7 @@ def test_a_stream_is_a_batch_of_one(layout, cu):
 
 
 @pytest.mark.parametrize("layout", ["dual_chunk_swap", "contiguous"])
-def test_bytes_are_those_of_the_formula_at_any_length(layout):
+def test_bytes_match_the_formula_at_any_length(layout):
     sent = set()
     for t in (T, 2 * T):
 

@@ -1,4 +1,4 @@
-"""mamba.strategy: what both strategies do with a mixer besides mixing; they read its parameters at each use."""
+"""mamba.strategy: the common part of both strategies, which read the mixer's parameters at each use."""
 
 from copy import deepcopy
 
@@ -50,7 +50,7 @@ def test_a_copied_mixer_has_a_separate_strategy(strategy_of):
 
 
 @both
-def test_what_inference_built_serves_training(strategy_of):
+def test_caches_built_in_inference_serve_training(strategy_of):
     """Sizes and a length that no other test has, so that the indices are built here."""
 
     def body(mesh, case):

@@ -15,7 +15,7 @@ from shardproof.declare.declared import flat, nested
 from torch_impl.layouts import TokenLayout
 from torch_impl.models import HybridConfig, HybridLM, Placement, tensor_parallel_plan
 
-# How tp shards each parameter, by the plan; what it does not shard has the same gradient on each of its ranks.
+# How tp shards each parameter, by the plan; an unsharded parameter has the same gradient on each tp rank.
 ATTENTION = {
     "input_layernorm.weight": "d tp=I",
     "self_attn.q_proj.weight": "w/tp d",
@@ -68,7 +68,7 @@ def drawn(parameters: Mapping[str, str]) -> dict[str, Any]:
 
 
 def config_of(case: Mapping[str, int], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What both sides' configs are made with, from the sizes that no shape tells and full parameters' shapes."""
+    """The arguments of both sides' configs, from full parameters' shapes and the sizes that no shape tells."""
     leaves = flat(parameters)
     head_dim, groups, heads = case["p"], case["j"], leaves["layers.1.mixer.dt_bias"].shape[0]
     inner = leaves["layers.1.mixer.norm.weight"].shape[0]

@@ -1,5 +1,5 @@
-"""A step of the hybrid model in stages as a function of its parameters: forward runs a schedule, backward gives what
-that left. Its streams are the micro-batches."""
+"""A step of the hybrid model in stages as a function of its parameters: forward runs a schedule, backward returns the
+gradients that it left. Its streams are the micro-batches."""
 
 from __future__ import annotations
 

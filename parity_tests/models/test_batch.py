@@ -1,4 +1,4 @@
-"""Parity of models.batch: what each token predicts, and which rank has it."""
+"""Parity of models.batch: each token's target, and the rank that has it."""
 
 import re
 
@@ -77,7 +77,7 @@ def test_dp_ranks_share_the_streams():
 
 
 @pytest.mark.parametrize("name", ["ids", "keep"])
-def test_what_is_not_as_long_as_the_stream_is_rejected(name):
+def test_inputs_shorter_or_longer_than_the_stream_are_rejected(name):
     tensors = {"ids": torch.arange(T), "keep": torch.ones(T, dtype=torch.bool), name: torch.arange(T - 1) > 0}
     full = Stream(cu_padded=torch.tensor([0, T]), cu_real=torch.tensor([0, T]), **tensors)
     with pytest.raises(ValueError, match=re.escape(f"{name} is [23] but cu_padded ends at 24; pass [t]")):

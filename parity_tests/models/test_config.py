@@ -1,4 +1,4 @@
-"""What a config of models rejects, and a placement."""
+"""Rejections by a config of models and by a placement."""
 
 from dataclasses import asdict
 

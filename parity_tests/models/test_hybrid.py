@@ -141,7 +141,7 @@ MAMBA_ALONE = HybridConfig(layers=("mamba",), hidden_size=8)
 
 
 def rejected(order, layout, rows):
-    """What a model of Mamba alone says on each of two cp ranks."""
+    """The rejection of a model of Mamba alone on each of two cp ranks."""
 
     def body(mesh, case):
         model = HybridLM(MAMBA_ALONE, Placement(mesh["cp"], mesh["tp"], order=order))

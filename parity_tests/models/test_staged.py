@@ -160,7 +160,7 @@ class Tied(nn.Module):
 )
 @pytest.mark.cases(10)
 def norm_over_stages(mesh, table, first, second):
-    """Both copies of what stages share have its gradient, as they have after a step; it counts once."""
+    """Both copies of a parameter that stages share have its gradient, as after a step; it counts once."""
     place = torch.device(mesh.device_mesh.device_type)
     schedule = {1: "LoopedBFS", 2: "1F1B"}[mesh.size("pp")]
     stages, parts = split_model_into_stages(
@@ -218,7 +218,7 @@ def test_rejections():
     (outcome,) = run(body, CaseSpec("staged", {"pp": 1, "cp": 1, "tp": 1})).results
     assert outcome == [
         "models.StepLoss: count is None; set it to the valid_count of the step first",
-        "models.layout_of: offsets is [2, 2, 3]; pass [1, 2, q], those of one stream",
+        "models.layout_of: offsets is [2, 2, 3]; pass [1, 2, q] for one stream",
         "models.layout_of: offsets is a list; pass a TokenLayout or its offsets",
         "models.staged_step: streams have [8, 12] tokens on this rank; pad them to one length",
     ]

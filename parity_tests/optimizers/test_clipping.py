@@ -1,4 +1,4 @@
-"""Parity of the norm and of clipping over every mesh, and what a call costs, rejects and leaves alone."""
+"""Parity of the norm and of clipping over every mesh; costs, rejections, and gradients that are left alone."""
 
 import math
 import re
@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 
 def reference(gradients, max_norm, norm_type):
-    """The norm twice: that of `gradient_norm` before, and that of the call which clips."""
+    """The norm twice: from `gradient_norm` before, and from the call that clips."""
     total, after = clipped(gradients, max_norm, 2.0 if norm_type is None else norm_type)
     return {"norm": total, "norm_before": total, **after}
 

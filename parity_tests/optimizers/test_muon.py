@@ -27,7 +27,7 @@ from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.optimizers import Muon
 
-# None: left out, so that the default counts, which the reference states itself
+# None leaves the argument out: the default then has to equal the reference's own
 OPTIONS = {"lr": (0.02, 0.5, None), "weight_decay": (0.1, 0.0, None), "momentum": (0.95, 0.5, None),
            "nesterov": (True, False, None), "steps": (5, 1, None)}  # fmt: skip
 DEFAULTS = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "steps": 5}
@@ -63,7 +63,7 @@ def by_optax(weights, gradients, buffers, lr, weight_decay, momentum, nesterov):
 
 
 def declared(specs, dims, mesh, kinds=("zeros",), **changes):
-    """What the schemes have in common: trees of weights, gradients and momentum buffers; a step returns two of them."""
+    """The declaration that the schemes share: trees of weights, gradients and momentum buffers; a step returns two."""
     leaves = [f"{tree}.{name}" for tree in ("weights", "gradients", "buffers") for name in specs]
     return dict(
         mesh=mesh,
@@ -85,7 +85,7 @@ def declared(specs, dims, mesh, kinds=("zeros",), **changes):
 def muon_step(
     parameters, buffers, lr, weight_decay, momentum, nesterov, steps=None, route=None, dtype=None, result=local
 ):
-    """`parameters` have their gradients; the buffers are placed as they are, `result` is what is returned of each.
+    """Step `parameters`, which have their gradients. `result` makes the returned tensor of each weight and buffer.
 
     Settings that are None are left out.
     """
@@ -128,7 +128,7 @@ def muon_over_shards(mesh, weights, gradients, buffers, lr, weight_decay, moment
 def cost(case):
     """Of the e experts, each sharded over columns: by owners, who have e / dp of them each, or sharded.
 
-    Left out, the route is the one that sends less in the mean; `dtype` is that of the products.
+    By default, the route is the one that sends less in the mean; `dtype` is the dtype of the products.
     """
     if case.dp == 1:
         return Cost()
@@ -239,7 +239,7 @@ def test_optax_is_as_near_as_our_reference():
     assert report.ok, str(report)
 
 
-# Several steps, groups and what a call does besides
+# Several steps, groups and the other effects of a call
 
 
 def matrix(*shape):
@@ -320,7 +320,7 @@ REJECTED = [
     ({"steps": 0}, "optimizers.Muon: steps=0 must be at least 1"),
     ({"route": "ring"}, "optimizers.Muon: route='ring' is not one of owners, sharded"),
     ({"dtype": "bfloat16"}, "optimizers.Muon: dtype='bfloat16' is a str; pass a torch.dtype"),
-    ({"rows": (2, 1)}, "optimizers.Muon: rows=(2, 1) are not those of params[0] of group 0, which has 4; pass the"),
+    ({"rows": (2, 1)}, "optimizers.Muon: rows=(2, 1) are not the rows of params[0] of group 0, which has 4; pass the"),
     ({"params": [nn.Parameter(torch.zeros(3))]}, "params[0] of group 0 is [3] and no matrix; step vectors with"),
 ]
 

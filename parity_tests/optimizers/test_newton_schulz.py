@@ -1,4 +1,4 @@
-"""Newton-Schulz: parity, invariances, who owns a matrix, which route sends fewer bytes, and what is rejected."""
+"""Newton-Schulz: parity, invariances, who owns a matrix, which route sends fewer bytes, and rejections."""
 
 import re
 
@@ -96,7 +96,7 @@ def test_owners_take_turns_and_share_the_work():
     assert owners([(3, 5)], 1) == [0]
 
 
-# What is sent, by the ledger
+# Bytes sent, by the ledger
 
 SIZES = [(8, 4), (64, 2), (3, 7), (40, 3)]  # sharded dim, other dim
 

@@ -18,7 +18,7 @@ MATRICES, TABLES = ("qkv", "experts", "head_embed"), ("tokens",)  # by their dim
 
 
 def twice_stepped(weights, gradients, pattern):
-    """SGD by the groups of a decay of all matrices, then by those that Muon leaves: what a matrix is not a part of."""
+    """Step SGD twice by its decay groups: first every matrix decays, then only the matrices that Muon leaves."""
     new = {}
     for name, w in weights.items():
         is_matrix = name in (*MATRICES, *TABLES) and min(w.shape[-2:]) > 1

@@ -22,7 +22,7 @@ SGD = {"lr": (1e-3, 0.5), "weight_decay": (0.0, 0.1), "momentum": (0.5, 0.9), "n
 
 
 def by_name(trees, after):
-    """Outputs of a scheme, from what each parameter has after the step: weight, then state."""
+    """A scheme's outputs by name: each parameter's weight after the step, then its state."""
     return {f"{tree}_{name}": x for name, results in after.items() for tree, x in zip(trees, results, strict=True)}
 
 
@@ -84,7 +84,7 @@ def optax_sgd(weights, gradients, buffers, lr, weight_decay, momentum, nesterov)
 
 
 def declared(specs, dims, states, options, **changes):
-    """What the schemes have in common: trees of weights, gradients and `states`, of which a step returns the new."""
+    """The declaration that the schemes share: trees of weights, gradients and `states`; a step returns the new ones."""
     trees = ("weights", "gradients", *states)
     leaves = {f"{tree}.{name}": tree for tree in trees for name in specs}
     return dict(
@@ -102,7 +102,7 @@ def declared(specs, dims, states, options, **changes):
 
 
 def groups(parameters, weight_decay):
-    """Of an optimizer: what is decayed and what is not."""
+    """An optimizer's groups: parameters with decay and parameters without."""
     return [
         {"params": [parameters[name] for name in parameters if name not in UNDECAYED], "weight_decay": weight_decay},
         {"params": [parameters[name] for name in parameters if name in UNDECAYED], "weight_decay": 0.0},
@@ -110,7 +110,7 @@ def groups(parameters, weight_decay):
 
 
 def adamw_step(parameters, means, mean_squares, t, lr, weight_decay, betas, result=local):
-    """`parameters` have their gradients; the states are placed as they are, `result` is what is returned of each."""
+    """Step `parameters`, which have their gradients; `result` makes the returned tensor of each weight and state."""
     optimizer = torch.optim.AdamW(groups(parameters, weight_decay), lr=lr, betas=betas)
     states = {
         name: {"step": torch.tensor(t - 1.0), "exp_avg": means[name].clone(), "exp_avg_sq": mean_squares[name].clone()}

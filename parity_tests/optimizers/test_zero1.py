@@ -40,12 +40,12 @@ def reference_sgd(weights, gradients, momentum_buffer, weight_decay):
 
 
 def by_name(names, trees, after):
-    """Outputs of a scheme, from what each parameter has after the step: weight, then state."""
+    """A scheme's outputs by name: each parameter's weight after the step, then its state."""
     return {f"{tree}_{name}": x for name in names for tree, x in zip(trees, after(name), strict=True)}
 
 
 def declared(states, **changes):
-    """What the schemes have in common. The ranks' gradients are addends; all else is the same on each of them."""
+    """The declaration that the schemes share. The ranks' gradients are addends; all else is the same on each rank."""
     replicated = {name: f"{spec} dp=I" for name, spec in SPECS.items()}
     kinds = {"exp_avg_sq": ("positive",), "gradients": ("normal", "zeros")}
     trees = {"weights": replicated, "gradients": {name: f"{spec} dp=P" for name, spec in SPECS.items()}}
@@ -66,7 +66,7 @@ def declared(states, **changes):
 
 def cost(states):
     def of_case(case):
-        """A share for what is decayed and one for what is not; the scheme gathers their states besides."""
+        """A share of the parameters with decay and one of the others; the scheme gathers their states as well."""
         shares = [2 * case.a * case.b, case.b]
         longest = [-(-n // case.dp) for n in shares]
         gathered = [n * case.itemsize for n in longest]
@@ -254,7 +254,7 @@ def narrow_run(mesh, case):
     return parameter.detach(), full(zero.shares[0].detach())
 
 
-def test_master_weights_add_up_what_bfloat16_would_lose():
+def test_master_weights_add_up_terms_that_bfloat16_would_lose():
     """32 steps of 2^-11 each, of two ranks' gradients: each is below half a unit of bfloat16 at 1."""
     for narrow, wide in run(narrow_run, CaseSpec(scheme="zero1", mesh={"dp": 2})).results:
         assert wide.dtype == torch.float32 and set(wide.tolist()) == {1 - 2.0**-6}
@@ -288,7 +288,7 @@ def test_a_frozen_parameter_is_left_alone_and_one_without_gradient_is_decayed():
         assert frozen == [1.0] * 3 and len(set(other)) == 1 and other[0] < 1.0
 
 
-# What is rejected
+# Rejections
 
 TWICE = nn.Parameter(torch.zeros(2))
 

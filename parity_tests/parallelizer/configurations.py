@@ -1,7 +1,7 @@
 """Small models of many families, each trained for three micro-batches on a mesh and in one process, then clipped.
 
     python -m parity_tests.parallelizer.configurations            every configuration on every mesh, and how many
-    python -m parity_tests.parallelizer.configurations gpt2 phi3  those of these families
+    python -m parity_tests.parallelizer.configurations gpt2 phi3  only these families
 
 In one process everything is transformers' and torch's own. transformers computes norms, rotary angles and routers in
 float32 whatever the model's dtype; here they compute in float64 (`families.Float64Throughout`), and nothing drops out.
@@ -90,7 +90,7 @@ def _step(model: Any, chosen: Chosen, rows: slice, ranks: int, length: int) -> S
 
 
 def mistakes(chosen: Chosen, mesh: Mapping[str, int], ranks: Sequence[Step], length: int = LENGTH) -> list[str]:
-    """What is not as in one process, a sentence each."""
+    """The differences from one process, a sentence each."""
     return broken_steps(alone(chosen, length), mesh, ranks)
 
 

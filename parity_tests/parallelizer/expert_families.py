@@ -95,7 +95,7 @@ class Together:
 
 
 def muon(model: nn.Module) -> Together:
-    """Muon of all matrices, those of gate and up each for itself; AdamW of the rest."""
+    """Muon for all matrices, gate and up separately; AdamW for the rest."""
     kinds = parameter_kinds(model)
     fused = [p for name, p in kinds.matrices.items() if name.endswith("gate_up_proj")]
     height = fused[0].shape[-2] // 2

@@ -18,7 +18,7 @@ PLAN = {"blocks.*.mixture.shared_up": "colwise", "blocks.*.mixture.shared_down":
 
 
 class Mixture(nn.Module):
-    """What their experts, and the shared ones, make of tokens [b, s, d]; and the logits of the router, [b s, e]."""
+    """The outputs of routed and shared experts for tokens [b, s, d], and the router's logits, [b s, e]."""
 
     def __init__(self, router: Tensor, experts: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], k: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    """Tokens plus what a mixture of experts makes of them; and the logits of its router."""
+    """Tokens plus the output of a mixture of experts, and the logits of its router."""
 
     def __init__(self, *of_mixture: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plans that must be rejected, each with the words that name what is wrong; on models without values."""
+"""Plans that must be rejected, each with words that name the mistake; on models without values."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ MISUSES = {
 
 
 def rejection(mesh: Any, misuse: Misuse) -> str:
-    """What the plan is rejected with, or nothing; the model must be as it was."""
+    """The message of the plan's rejection, or nothing; the model must be unchanged."""
     model = empty(misuse.model, device="meta")
     before = dict(model.named_parameters(remove_duplicate=False))
     try:

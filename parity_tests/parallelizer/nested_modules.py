@@ -30,7 +30,7 @@ class Enclosing(nn.Module):
 
 
 class Nested(nn.Module):
-    """Instances of a class inside those of another, and outside."""
+    """Instances of a class inside other instances of it, and outside."""
 
     def __init__(self) -> None:
         super().__init__()

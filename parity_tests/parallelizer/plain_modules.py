@@ -1,7 +1,7 @@
 """The plain modules that styles are compared with: output and gradients, on full arrays.
 
-Each takes the arguments of its scheme: what moves, a cotangent, and weights whose sum the cotangent is taken times. The
-ranks add the same sum up in one, two or three backwards.
+Each takes the arguments of its scheme: the tensor that moves, a cotangent, and weights. The cotangent is multiplied by
+the weights' sum, and the ranks add the same sum up in one, two or three backwards.
 """
 
 from __future__ import annotations

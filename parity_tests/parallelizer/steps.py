@@ -1,6 +1,6 @@
 """A training step as a scheme: the parameters of a decoder as inputs, the mean loss as output.
 
-A step leaves gradients on a model and returns none, so what stands between is one autograd function: forward it builds
+A step leaves gradients on a model and returns none, so one autograd function stands between: forward it builds
 the model of the given values, shards it over the mesh and computes the loss of this rank's tokens; backward it runs the
 model's own and returns each parameter's full gradient.
 """

@@ -105,7 +105,7 @@ def accumulated(
         y = module(*leaves)
         y = y.to_local() if isinstance(y, DTensor) else y
         first = y.detach() if first is None else first
-        assert torch.equal(y, first)  # no backward changes what the next forward gives
+        assert torch.equal(y, first)  # no backward changes the next forward
         y.backward(cotangent * weights[part].sum())
     named = dict(module.named_parameters(remove_duplicate=False))
     assert all(parameter.grad is None for parameter in named.values() if not parameter.requires_grad)

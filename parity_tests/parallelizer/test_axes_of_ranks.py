@@ -120,7 +120,7 @@ REJECTED = (
 
 
 def ranks_over(sizes, axes, rank):
-    """The ranks whose other coordinates are those of a rank, in the order of the mesh, nested by axis."""
+    """The ranks that share a rank's other coordinates, in the order of the mesh, nested by axis."""
     strides = {axis: prod(list(sizes.values())[at + 1 :]) for at, axis in enumerate(sizes)}
     coordinates = {axis: rank // strides[axis] % sizes[axis] for axis in sizes}
     base = sum(strides[axis] * at for axis, at in coordinates.items() if axis not in axes)
@@ -166,7 +166,7 @@ def positions(ranks, world):
 
 
 def on_ranks(body, inside):
-    """What `body` returns on each rank; `inside` a larger world, the ranks of which are two such meshes."""
+    """Each rank's result of `body`; `inside` a larger world, which holds two such meshes."""
     return run(body, CaseSpec(scheme="axes", mesh={"outer": 2, "x": WORLD} if inside else {"x": WORLD})).results
 
 

@@ -1,4 +1,4 @@
-"""Blocks of a model: which modules are one unit, and what computing them again changes."""
+"""Blocks of a model: which modules are one unit, and the effects of recomputing them."""
 
 import numpy as np
 import pytest
@@ -205,7 +205,7 @@ def test_a_frozen_block_is_not_computed_again():
 
 
 def test_a_block_that_is_trained_in_part_is_computed_again():
-    """As with an adapter: the activations of what is frozen are on the way to what is trained."""
+    """As with an adapter: the activations of frozen modules are on the way to the trained ones."""
     model = model_of(Chosen("llama"))
     model.requires_grad_(False)
     for layer in model.model.layers:

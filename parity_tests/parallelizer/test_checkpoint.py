@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved sharded is loaded unsharded and the other way round, to the bit, under the same names."""
+"""Checkpoints saved sharded load unsharded and the other way round, to the bit, under the same names."""
 
 import numpy as np
 import pytest

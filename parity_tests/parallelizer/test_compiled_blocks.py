@@ -1,4 +1,4 @@
-"""Compiled blocks of a net over tp: every gradient is that of one device, that of the embedding before them too."""
+"""Compiled blocks of a net over tp: every gradient equals one device's, also the embedding's, which is not compiled."""
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ def test_blocks_are_compiled_on_ranks_that_are_recorded(engine):
     assert min(run(body, CaseSpec("compiles", {"tp": 2}), engine, quiet_s=60).results) == 1
 
 
-def test_what_a_collective_returns_is_waited_for_with_its_gradient():
+def test_a_collectives_result_is_waited_for_with_its_gradient():
     def body(view, case):
         from torch.distributed import _functional_collectives as functional
 

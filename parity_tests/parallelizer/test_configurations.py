@@ -1,4 +1,4 @@
-"""Families of transformers on meshes: gradients of three micro-batches and clipping are those of one process.
+"""Families of transformers on meshes: gradients of three micro-batches and clipping equal one process's.
 
 Here each configuration is on one mesh, in turn; `python -m parity_tests.parallelizer.configurations` runs all of them
 on every mesh.
@@ -33,7 +33,7 @@ def test_every_configuration_is_on_every_mesh():
 
 @pytest.mark.fast_values(4)
 @pytest.mark.parametrize("case", OURS + VIEWS + IN_TURN, ids=label)
-def test_one_step_is_that_of_one_process(case):
+def test_one_step_matches_one_process(case):
     chosen, _, mesh = case
     assert judged(chosen, mesh) == []
     assert alone(chosen).norm > MAX_NORM

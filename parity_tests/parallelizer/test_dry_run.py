@@ -1,4 +1,4 @@
-"""The dry run against what a run does: shapes and bytes that ranks hold, collectives that they issue."""
+"""The dry run against a run: shapes and bytes that ranks hold, collectives that they issue."""
 
 from collections import Counter
 
@@ -47,14 +47,14 @@ OF_EXPERTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), RUNS, ids=str)
-def test_it_says_what_a_run_does(family, mesh):
+def test_the_plan_matches_a_run(family, mesh):
     dtype = torch.float32 if family == "llama" else torch.float64  # float32 is computed with in bfloat16
     compare(Chosen(family, tied=family in ("qwen3", "gemma")), dtype, mesh)
 
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("chosen", "dtype", "mesh"), OF_EXPERTS, ids=str)
-def test_it_says_what_a_run_with_experts_over_ep_does(chosen, dtype, mesh):
+def test_the_plan_matches_a_run_with_experts_over_ep(chosen, dtype, mesh):
     compare(chosen, dtype, mesh)
 
 
@@ -128,7 +128,7 @@ NOT_COUNTED = [
 
 
 @pytest.mark.parametrize("plan", COUNTED, ids=str)
-def test_what_each_style_sends_is_what_is_measured(plan):
+def test_bytes_of_each_style_match_the_measured_ones(plan):
     def body(view, case):
         model = fsdp2_strategy_parallelize(three_layers(), view.device_mesh, None, plan)
         torch.distributed.barrier()
@@ -165,7 +165,7 @@ def test_what_an_adapter_sends_is_what_is_measured(styles, dora):
 
 
 @pytest.mark.parametrize(("plan", "name"), NOT_COUNTED, ids=str)
-def test_what_is_not_counted_is_reported(plan, name):
+def test_uncounted_parts_are_reported(plan, name):
     report = dry_run(three_layers().to("meta"), {"tp": 2}, plan, tokens=10)
     assert report.unknown == (name,)
     assert f"collectives of {name!r} are not counted" in str(report)
@@ -240,7 +240,7 @@ def test_keys_that_match_nothing_are_reported():
         ({"tp": 3}, 1, "num_attention_heads=4 does not divide by tp=3"),
     ],
 )
-def test_what_would_be_rejected(mesh, tokens, message):
+def test_models_that_would_be_rejected(mesh, tokens, message):
     with pytest.raises(ValueError, match=message):
         dry_run(empty(Chosen("llama"), device="meta"), mesh, tokens=tokens)
 

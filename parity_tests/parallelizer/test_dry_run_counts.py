@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 INPUT_GRADIENT = ("backward", "all_reduce", lambda i, o, n: i)
 OUTPUT = ("forward", "all_reduce", lambda i, o, n: o)
-# Of each style: the sharded dim of a weight and of a bias, of how many parts, and what is sent for one token.
+# For each style: the sharded dim of a weight and of a bias, the number of parts, and the bytes sent for one token.
 STYLES = {
     "colwise": (0, 0, 1, [INPUT_GRADIENT]),
     "rowwise": (1, None, 1, [OUTPUT]),
@@ -61,7 +61,7 @@ PLANS = (
     {"layers.*.up": "replicated_with_grad_allreduce", "head": "all_reduce"},
     None,
 )
-# Of each mesh: its axes, and what tensors are sharded over by tp, by FSDP, and replicated over.
+# For each mesh: its axes, and those that tp shards over, that FSDP shards over, and that replicate.
 MESHES = (
     ({"dp_shard": 1}, (None, "dp_shard", None)),
     ({"tp": 2}, ("tp", "dp_shard_cp", None)),
@@ -92,7 +92,7 @@ def dims_of(style, name):
 
 
 def add_of_styles(add, keys, tp, tokens, compute):
-    """Add what each module sends by its style; the number of those without a rule."""
+    """Add the bytes that each module sends by its style; return the number of modules without a rule."""
     unknown = 0
     for key, style in keys.items() if tp > 1 else ():
         count, weight = 2 if "*" in key else 1, SHAPES.get(f"{key}.weight")
@@ -115,7 +115,7 @@ def add_of_styles(add, keys, tp, tokens, compute):
 def expected_report(mesh, axes, plan, dtype, tokens):
     tp, replicas = (mesh.get(axis, 1) for axis in (axes[0], axes[2]))
     shards = prod(size for axis, size in mesh.items() if axis not in (axes[0], axes[2]))
-    # 1. What each rank stores of a parameter: by tp each part in ceil shards, then its first dim by FSDP.
+    # 1. Each rank's bytes of a parameter: by tp each part in ceil shards, then its first dim by FSDP.
     keys = plan if plan is not None else {**OWN_PLAN, "embed": "embedding_rowwise"} if tp > 1 else {}
     size = 8 if dtype is torch.float64 else 4
     stored, parameters, total = {}, {}, 0
@@ -180,5 +180,5 @@ def reported(mesh, axes, plan, dtype, tokens):
 
 
 @pytest.mark.parametrize("arguments", RUNS, ids=lambda run: f"{run[0]}-{PLANS.index(run[2])}-{run[3]}".replace("'", ""))
-def test_shards_and_counts_are_those_of_each_parameter(arguments):
+def test_shards_and_counts_match_each_parameter(arguments):
     assert reported(*arguments) == expected_report(*arguments)

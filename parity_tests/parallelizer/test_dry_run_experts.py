@@ -1,4 +1,4 @@
-"""The dry run of experts over ep and of Conv1D layers: what a rank stores and sends, added up by hand."""
+"""The dry run of experts over ep and of Conv1D layers: bytes that a rank stores and sends, added up by hand."""
 
 from itertools import combinations
 from math import prod
@@ -12,7 +12,7 @@ from parity_tests.parallelizer.styled import Stacks
 from torch_impl.parallelizer import translate_to_torch_parallel_style as named
 from torch_impl.parallelizer.dry_run import dry_run
 
-E, F, D, H, OUT = 4, 6, 8, 6, 5  # experts, their columns, the width, that of the Conv1D layers, and of the head
+E, F, D, H, OUT = 4, 6, 8, 6, 5  # experts, their columns, the width, the Conv1D layers' width and the head's
 GATE_UP, DOWN = "layers.*.experts.gate_up_proj", "layers.*.experts.down_proj"
 SHAPES = {GATE_UP: (E, 2 * F, D), DOWN: (E, D, F)}
 SHAPES |= {"layers.*.fc.weight": (D, H), "layers.*.fc.bias": (H,)}
@@ -53,7 +53,7 @@ STYLES = {"conv1d_colwise": (1, 0, 1), "conv1d_packed_colwise": (1, None, 3), "c
 COLWISE = {"layers.*.fc": "conv1d_colwise", "layers.*.proj": "conv1d_rowwise"}
 COLWISE["layers.*.experts"] = "all_reduce"  # without effect beside ep
 PACKED = {"layers.*.fc": "conv1d_packed_colwise", "layers.*.proj": "conv1d_rowwise"}
-# Names are those of tp, of the axis that FSDP shards experts over, and of that for the rest.
+# The names of three axes: tp, the axis over which FSDP shards experts, and its axis for the rest.
 RUNS = (
     # axes, names, plan, dtype, tokens, choices, whether the bias of the first Conv1D is frozen
     ({"ep": 2}, (None, "dp_shard_cp", "ep"), {}, torch.float64, 5, 2, False),
@@ -150,7 +150,7 @@ def expected_report(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
         sent[phase, op, axis][0] += len(sizes)
         sent[phase, op, axis][1] += sum(sizes)
 
-    # 1. What the first rank stores of each parameter.
+    # 1. The first rank's bytes of each parameter.
     rows, padded = expected_shards(mesh, names, plan, size, edp)
     total = sum((LAYERS if "*" in name else 1) * prod(shape) * size for name, shape in SHAPES.items())
     # 2. FSDP: the experts of each block, the rest of it, the head. The last block stays gathered into backward.
@@ -180,7 +180,7 @@ def expected_report(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
                 add("forward", "reduce_scatter", tp_axis, sums)
                 add("backward", "all_gather", tp_axis, row_bytes, outputs, own * k * wide)
                 add("backward", "reduce_scatter", tp_axis, sums, tp * gates)
-    # 4. Conv1D layers: the gradient of the input, that of a replicated bias, the output.
+    # 4. Conv1D layers: the gradient of the input, of a replicated bias, and the output.
     for _ in range(LAYERS if plan and tp > 1 else 0):
         of_bias = [H * compute] if plan is PACKED and not is_bias_frozen else []
         add("backward", "all_reduce", tp_axis, tokens * D * compute, *of_bias)
@@ -209,7 +209,7 @@ def reported(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
 
 
 @pytest.mark.parametrize("arguments", RUNS, ids=lambda run: str(run[0]).replace("'", ""))
-def test_experts_and_conv1d_layers_send_what_is_added_up_by_hand(arguments):
+def test_bytes_of_experts_and_conv1d_layers_match_sums_by_hand(arguments):
     assert reported(*arguments) == expected_report(*arguments)
 
 

@@ -36,7 +36,7 @@ def rows_of(name, shape):
 
 @cache
 def stepped(family):
-    """The step of one process, with Muon's weights where Muon steps: AdamW's are those of the others."""
+    """The step of one process: Muon's weights where Muon steps, else AdamW's."""
     bridge.start()  # the reference in float64
     want, before = alone(family), full_arrays(mixture(family))
     weights = dict(want.weights)
@@ -59,7 +59,7 @@ def on_mesh(mesh, family, engine="lockstep"):
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_one_step_is_that_of_one_process(family, mesh):
+def test_one_step_matches_one_process(family, mesh):
     assert broken_steps(stepped(family), mesh, on_mesh(mesh, family)) == []
     assert alone(family).norm > MAX_NORM
 
@@ -78,7 +78,7 @@ def test_one_step_on_processes():
 
 @pytest.mark.parametrize("family", OF_FAMILY)
 def test_matrices_are_stepped_otherwise_than_by_adamw(family):
-    """Every matrix of an expert, a router and an attention moves; what AdamW steps is AdamW's."""
+    """Muon moves every matrix of an expert, a router and an attention otherwise than AdamW, and no other weight."""
     with_muon, with_adamw = stepped(family).weights, alone(family).weights
     for name, weight in with_muon.items():
         is_matrix = weight.ndim > 1 and name not in OF_ADAMW

@@ -1,4 +1,4 @@
-"""Mixtures of experts under ep, tp and FSDP: every gradient, clipping and a step are those of one process."""
+"""Mixtures of experts under ep, tp and FSDP: every gradient, clipping and a step equal one process's."""
 
 import re
 
@@ -115,7 +115,7 @@ def on_mesh(mesh, body, engine="lockstep"):
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_one_step_is_that_of_one_process(family, mesh):
+def test_one_step_matches_one_process(family, mesh):
     ranks = on_mesh(mesh, lambda view: on_rank(view, family)).results
     assert broken_steps(alone(family), mesh, ranks) == []
     assert alone(family).norm > MAX_NORM
@@ -132,7 +132,7 @@ def test_one_step_on_other_meshes(family, mesh):
 @pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"ep": 2, "tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
 def test_one_step_of_sharded_sequences(family, mesh):
-    """A layer with experts gathers the sequence for its router: the losses of the router are those of all positions."""
+    """A layer with experts gathers the sequence for its router, whose losses are over all positions."""
     ranks = on_mesh(mesh, lambda view: on_rank(view, family, length=EVEN, sequence_parallel=True)).results
     assert broken_steps(alone(family, EVEN), mesh, ranks) == []
 
@@ -141,7 +141,7 @@ def test_experts_of_a_block_itself_cannot_have_shards_of_the_sequence():
     def body(view):
         block = nn.ModuleDict({"experts": Biased(replaced())})
         plan = {"h.0.experts": Experts({"gate_up_proj": "packed_colwise", "down_proj": "rowwise"})}
-        with pytest.raises(ValueError, match="experts' of a block has experts, whose choices and gates would be"):
+        with pytest.raises(ValueError, match="experts' of a block has experts; their choices and gates would cover"):
             model = nn.ModuleDict({"h": nn.ModuleList([block])})
             fsdp2_strategy_parallelize(model, view.device_mesh, tp_shard_plan=plan, sequence_parallel=True)
         return True
@@ -160,7 +160,7 @@ def test_one_step_on_processes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("switches", [{"activation_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
-def test_what_saves_memory_changes_no_bit(switches):
+def test_saving_memory_changes_no_bit(switches):
     plain, saving = (
         on_mesh({"dp_shard": 2, "ep": 2}, lambda view, s=s: on_rank(view, "qwen3_moe", **s)).results[0]
         for s in ({}, switches)
@@ -186,7 +186,7 @@ def test_names_and_values_stay_as_they_were(family):
             assert local == tuple(size // 2 for size in want[name].shape), name
 
 
-# What transformers computes in float32 in a model of float64, and families.py has in float64: the modules by class.
+# By class, the modules that transformers computes in float32 in a float64 model, and families.py in float64.
 NARROW = {
     "qwen3_moe": {"Qwen3MoeRMSNorm", "Qwen3MoeRotaryEmbedding", "Qwen3MoeTopKRouter"},
     "mixtral": {"MixtralRMSNorm", "MixtralRotaryEmbedding", "MixtralTopKRouter"},

@@ -36,7 +36,7 @@ SWITCHES = [{}, {"activation_checkpointing": True}, {"offload_policy": CPUOffloa
 
 @st.composite
 def runs(draw, family):
-    """The mesh first, then what is trained on it."""
+    """Meshes first, then the models trained on each."""
     mesh, tied = draw(st.sampled_from(MESHES)), draw(st.booleans())
     ranks = [size for axis, size in mesh.items() if axis not in ("tp", "tensor_parallel")]
     limit = 12 // int(torch.tensor(ranks or [1]).prod())
@@ -46,7 +46,7 @@ def runs(draw, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(["llama", "gemma"], OWN))
-def test_three_steps_are_those_of_the_reference(family):
+def test_three_steps_match_the_reference(family):
     @settings(max_examples=few(5))
     @given(runs(family))
     def example(settings):
@@ -86,7 +86,7 @@ def test_the_lookup_of_padding_has_no_gradient(padding):
 
 @pytest.mark.slow
 def test_a_sum_that_is_missing_is_reported():
-    """Without the norms of heads in the plan, losses are right and one gradient is that of the rank's own heads."""
+    """Without the norms of heads in the plan, losses are right and one gradient has the rank's own heads only."""
 
     def parallelize(model, device_mesh):
         plan = {key: style for key, style in get_hf_tp_shard_plan(model).items() if not key.endswith("_norm")}

@@ -32,13 +32,13 @@ from torch_impl.parallelizer import (
     translate_to_torch_parallel_style,
 )
 
-# Norms of each head and a tied head; biases, and two layers of which only the last stays whole; fused projections.
+# Qwen3: norms of heads, a tied head. Llama: biases; two layers, of which the last stays whole. Phi3: fused projections.
 ONE = (("num_hidden_layers", 1),)
 QWEN3, LLAMA, PHI3 = Chosen("qwen3", True, ONE), Chosen("llama"), Chosen("phi3", True, ONE)
 
 
 def declared(chosen, mesh, **changes):
-    """What the schemes have in common: rows over all axes but tp, parameters whole, values that a model may have."""
+    """The declaration that the schemes share: rows over all axes but tp, whole parameters, values of a real model."""
     tree, rows = specs(chosen, tuple(mesh)), "".join(f"/{axis}" for axis in mesh if axis not in TENSOR_PARALLEL)
     ordinary = {f"parameters.{path}": values("normal") for path in flat(tree)}
     return {
@@ -58,7 +58,7 @@ def step(mesh, chosen, parameters, token, target, policy, microbatches=1, **swit
 
 
 def own_dtype(parameters):
-    """No policy for float64, which is then float64's own; for float32 the one that changes nothing."""
+    """No policy for float64, which then stays float64; for float32 a policy that changes nothing."""
     first = next(iter(flat(parameters).values()))
     return None if first.dtype == torch.float64 else MixedPrecisionPolicy()
 
@@ -86,7 +86,7 @@ def fully_sharded_step(mesh, parameters, token, target, microbatches, recomputed
     **declared(LLAMA, {"data_parallel": (1, 2), "context_parallel": (1, 2), "tensor_parallel": (1, 2)}),
 )
 def fully_sharded_step_by_older_names(mesh, parameters, token, target, resharded, offloaded):
-    offload = CPUOffloadPolicy() if offloaded else None  # asks for pinned memory, which a CPU has not
+    offload = CPUOffloadPolicy() if offloaded else None  # asks for pinned memory, which a CPU lacks
     switches = {"reshard_after_forward": resharded, "offload_policy": offload}
     return step(mesh, LLAMA, parameters, token, target, own_dtype(parameters), **switches)
 
@@ -94,7 +94,7 @@ def fully_sharded_step_by_older_names(mesh, parameters, token, target, resharded
 def cost(c):
     """Block and root are gathered forward, the root again backward; the gradients of both are reduced in float32.
 
-    Two sums more are the loss and its tokens; the step's own gathers, one for each gradient, give it whole.
+    Two more sums are the loss's and its token count's; the step's own gathers, one for each gradient, return it whole.
     """
     n = c.dp_shard
     block, root, parameters = parameter_counts(PHI3, n)
@@ -126,7 +126,7 @@ def test_parity(declared, engine):
     check_cases(declared, 8 if engine == "lockstep" else 2, engine=engine)
 
 
-def test_signature_is_that_of_the_page():
+def test_signature_matches_the_page():
     parameters = inspect.signature(fsdp2_strategy_parallelize).parameters
     page = {"mp_policy": None, "tp_shard_plan": None, "offload_policy": None}
     assert list(parameters)[:5] == ["model", "device_mesh", *page]
@@ -147,13 +147,13 @@ def ended(mesh, chosen, **switches):
     [{"activation_checkpointing": True}, {"offload_policy": CPUOffloadPolicy()}],
     ids=lambda s: next(iter(s)),
 )
-def test_what_saves_memory_changes_no_bit(mesh, switches):
+def test_saving_memory_changes_no_bit(mesh, switches):
     plain, saving = ended(mesh, LLAMA), ended(mesh, LLAMA, **switches)
     assert all(np.array_equal(a, b) for a, b in zip(plain, saving, strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
-def test_bfloat16_is_that_of_a_bfloat16_copy(family):
+def test_bfloat16_matches_a_bfloat16_copy(family):
     """Each rank computes with a copy whose parameters are rounded and whose buffers are not; float32 means of both."""
     chosen = Chosen(family, tied=family != "llama")
     ids_, targets = batch(chosen, 4, 5)
@@ -175,8 +175,8 @@ def test_bfloat16_is_that_of_a_bfloat16_copy(family):
 
 
 @pytest.mark.parametrize("expected", [None, torch.float32, torch.float64])
-def test_output_dtype_is_that_of_the_full_model(expected):
-    """Of the root alone: a block that returned another dtype would hand it to a head in bfloat16."""
+def test_output_dtype_applies_to_the_full_model(expected):
+    """Only the root casts: a block that returned another dtype would hand it to a head in bfloat16."""
 
     def body(mesh, case):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, expected)
@@ -200,7 +200,7 @@ def test_a_plan_is_applied_before_fsdp():
 
 @pytest.mark.parametrize("other", ["model.layers.2.mlp.gate_proj", "model.layers.1.mlp.up_proj", "lm_head"])
 def test_blocks_that_share_a_parameter(other):
-    """Two blocks are one unit, and a block that shares with the head is the root's: gradients are the full model's."""
+    """Two such blocks are one unit; a block that shares with the head is the root's. Gradients match the full model."""
     chosen = Chosen("llama", changes=(("num_hidden_layers", 3), ("vocab_size", 24), ("mlp_bias", False)))
 
     def tied():
@@ -241,7 +241,7 @@ def test_buffers_and_names_stay_as_they_were():
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("resharded", [None, True, False])
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
-def test_cost_is_that_of_the_docstring(mesh, resharded):
+def test_cost_matches_the_docstring(mesh, resharded):
     """Two blocks and the root, their parameters' first dims rounded up to multiples of two."""
 
     def body(view, case):
@@ -273,7 +273,7 @@ def _padded(parameters):
 
 
 @pytest.mark.slow
-def test_what_is_returned_may_be_changed_in_place():
+def test_the_output_may_be_changed_in_place():
     """The logits of a tensor-parallel model end in a view, on which FSDP's backward would be lost."""
 
     def body(mesh, case):
@@ -289,8 +289,8 @@ def test_what_is_returned_may_be_changed_in_place():
     assert all(run(body, CaseSpec(scheme="in place", mesh={"dp_shard": 2, "tp": 2})).results)
 
 
-def test_an_edit_of_what_backward_needs_is_autograds_error():
-    """The model ends in a view of what autograd saves."""
+def test_an_edit_of_a_saved_tensor_is_autograds_error():
+    """The model's output is a view of a tensor that autograd saves."""
 
     def body(mesh, case):
         model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Flatten(0))
@@ -372,7 +372,7 @@ MISUSES = [
 
 
 def snapshot(model):
-    """What a strategy might change of a model."""
+    """The parts of a model that a strategy might change."""
     if not isinstance(model, nn.Module):
         return None
     modules = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]

@@ -1,4 +1,4 @@
-"""Options of fsdp2_strategy_parallelize that change no number: what each does, and that gradients stay as they are."""
+"""Options of fsdp2_strategy_parallelize that change no number: the effect of each, with unchanged gradients."""
 
 import re
 
@@ -110,7 +110,7 @@ def test_each_scope_recomputes_its_blocks_and_changes_no_bit():
         ),
     ],
 )
-def test_what_is_rejected(switches, kind, message):
+def test_rejections(switches, kind, message):
     def body(view, case):
         with pytest.raises(kind, match=message):
             fsdp2_strategy_parallelize(Net(), view.device_mesh, **switches)

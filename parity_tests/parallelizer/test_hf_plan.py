@@ -1,4 +1,4 @@
-"""The plan that a model brings along: where it is read, what is dropped, folded, added and rejected."""
+"""A model's own plan: where it is found, which entries are dropped, folded, added and rejected."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_the_inner_model_alone_has_the_same_plan_without_the_head():
 
 
 @pytest.mark.parametrize("parts", [("embed", 0), (1,), ("head",), ("embed",), (0, 1, "head")])
-def test_a_part_of_a_pipeline_has_what_the_full_plan_says_of_its_modules(parts):
+def test_a_part_of_a_pipeline_has_its_modules_entries_of_the_full_plan(parts):
     model = model_of(Chosen("llama"))
     full = style_types(get_hf_tp_shard_plan(model))
     model.model.layers = nn.ModuleDict({str(i): model.model.layers[i] for i in parts if isinstance(i, int)})
@@ -150,7 +150,7 @@ def test_a_model_without_a_plan_is_reported():
 
 
 @pytest.mark.parametrize("model", [None, "llama", {"lm_head": "colwise"}])
-def test_what_is_no_module(model):
+def test_values_that_are_no_module(model):
     with pytest.raises(TypeError, match=r"parallelizer\.get_hf_tp_shard_plan: model is .*; pass a torch.nn.Module"):
         get_hf_tp_shard_plan(model)
 

@@ -1,4 +1,4 @@
-"""Which library a backend means, and what our arguments are called there."""
+"""The library of each backend, and its names for our arguments."""
 
 import inspect
 import itertools
@@ -49,7 +49,7 @@ def test_a_library_is_there_if_its_function_can_be_imported(monkeypatch, tmp_pat
     assert have("nvfsdp", "fully_shard") == HAVE_NVFSDP
 
 
-def test_what_a_backend_means(monkeypatch):
+def test_the_library_of_each_backend(monkeypatch):
     assert [choose_backend("auto", device, True) for device in ("cuda", "cpu")] == ["nvfsdp", "native"]
     assert choose_backend("native", "cuda", True) == "native"
     with pytest.raises(ValueError, match="backend='nvfsdp': needs CUDA, and device_mesh is on 'cpu'"):
@@ -224,7 +224,7 @@ def test_each_switch_alone_is_passed_under_its_name(wrap, expected, monkeypatch)
 
 
 def test_a_library_gets_a_model_that_is_sharded_and_checkpointed(monkeypatch):
-    """As on CUDA, where the library takes what tensor parallelism leaves."""
+    """As on CUDA: the library gets the model after tensor parallelism."""
     library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
     monkeypatch.setattr(nvfsdp, "choose_backend", lambda *_: "megatron_fsdp")
 
@@ -310,7 +310,7 @@ STRATEGY = (
         ),
     ],
 )
-def test_what_is_rejected_before_anything_is_sent(error, message, options):
+def test_rejections_before_anything_is_sent(error, message, options):
     rejected(error, message, **options)
 
 
@@ -350,7 +350,7 @@ PAGE = {
 }
 
 
-def test_the_signature_is_that_of_the_page_and_what_is_ours_stands_behind_it():
+def test_the_signature_matches_the_page_with_our_own_arguments_last():
     parameters = inspect.signature(nvfsdp_strategy_parallelize).parameters
     positional = {name: p.default for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert list(positional) == ["model", "device_mesh", *PAGE]

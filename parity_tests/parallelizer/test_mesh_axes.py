@@ -29,7 +29,7 @@ def parts(mesh):
 
 
 CASES = [
-    # sizes; what rank 0 sees: FSDP's mesh, tp, the loss's ranks, how many ranks of data, of shards
+    # sizes; from rank 0: FSDP's mesh, tp, the loss's ranks, how many ranks of data, of shards
     ({"dp_shard": 2}, ((("dp_shard",), [0, 1]), None, (("dp_shard",), [0, 1]), 2, 2)),
     ({"data_parallel": 2}, ((("data_parallel",), [0, 1]), None, (("data_parallel",), [0, 1]), 2, 2)),
     (
@@ -78,7 +78,7 @@ def test_parts(mesh, want):
 
 
 OF_EXPERTS = [
-    # sizes; what rank 0 sees: the mesh that experts are sharded over, and FSDP's of the ranks that have the same ones
+    # sizes; from rank 0: the mesh that experts are sharded over, and FSDP's mesh of the ranks with the same experts
     ({"ep": 2}, ((("ep",), [0, 1]), (("dp_shard_cp",), [0]))),
     ({"dp_shard": 2, "ep": 2, "tp": 2}, ((("ep", "tp"), [[0, 1], [2, 3]]), (("dp_shard",), [0, 4]))),
     ({"tp": 2, "ep": 2}, ((("tp", "ep"), [[0, 1], [2, 3]]), (("dp_shard_cp",), [0]))),
@@ -159,7 +159,7 @@ def test_axes_that_mean_nothing_certain(names, message):
     assert results.ledger.rows == []
 
 
-def test_a_torch_that_lacks_what_is_needed(monkeypatch):
+def test_a_torch_without_the_needed_functions(monkeypatch):
     """The attribute and the version are named, and nothing else is tried."""
 
     def body(mesh):

@@ -28,7 +28,7 @@ def net_on_meta():
 
 
 def alone(model, seed=SEED, device="cpu"):
-    """What one process gives the model, all at once."""
+    """The model's initial values in one process, all at once."""
     materialize(model, model.named_modules(), torch.device(device), seed)
     return dict(model.named_parameters())
 
@@ -38,7 +38,7 @@ MESHES = [dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product((1,
 
 
 def names_of_other_values(mesh, case):
-    """The parameters whose values on a mesh are not, to the bit, those of one process."""
+    """The parameters whose values on a mesh differ from one process's in any bit."""
     strategy, units, seed = case.options["strategy"], case.options["units"], SEEDS[case.options["seed"]]
     device_mesh = mesh.device_mesh[AXES]
     # Each rank's own generator is read for its seed, and only the first one's counts.
@@ -68,7 +68,7 @@ OPTIONS = st.fixed_dictionaries(
 @pytest.mark.slow
 @settings(max_examples=few(25))
 @given(st.sampled_from(MESHES), OPTIONS, st.booleans())
-def test_values_of_a_meta_model_are_those_of_one_process(mesh, options, inside):
+def test_values_of_a_meta_model_match_one_process(mesh, options, inside):
     mesh = {"outer": 2, **mesh} if inside else mesh
     ranks = run(names_of_other_values, CaseSpec(scheme="meta", mesh=mesh, options=options)).results
     assert ranks == ([],) * len(ranks)
@@ -208,7 +208,7 @@ class Forgets(Bare):
         (Forgets, True, True, "init_nvfsdp_with_meta_device: '.weight' has no value after the initialisation of"),
     ],
 )
-def test_what_cannot_be_initialised(factory, on_meta, flag, message):
+def test_modules_that_cannot_be_initialised(factory, on_meta, flag, message):
     def body(mesh, case):
         with torch.device("meta" if on_meta else "cpu"):
             model = factory()

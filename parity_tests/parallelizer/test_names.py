@@ -1,4 +1,4 @@
-"""What names mean: paths of classes and plans, registered plans, backends, switches, experts, parts."""
+"""Names and their meaning: paths of classes and plans, registered plans, backends, switches, experts, parts."""
 
 import importlib
 import sys
@@ -67,7 +67,7 @@ def parallelize_here(model, device_mesh, **options):
     return model
 
 
-# What a path names: the class, or the error. Of the packages on disk one imports what does not exist.
+# The class that a path names, or the error. One of the packages on disk imports a module that does not exist.
 CLASSES = {
     "torch.nn.Linear": "Linear",
     "torch.nn.modules.linear.Linear": "Linear",
@@ -101,7 +101,7 @@ PLANS = {
     "parity_tests.no_such_module:PLAN": "ValueError",
     "package_for_names.needs:PLAN": "ModuleNotFoundError",
 }
-REGISTERED = (  # class, entries, and what becomes of them
+REGISTERED = (  # class, entries, outcome
     (Registered, {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, "registered"),
     ("Inheriting", {"blocks.*.up": Replicated, "blocks.*.down": None}, "registered"),
     (Parametrised, {"blocks.*.up": "colwise"}, "registered"),
@@ -154,7 +154,7 @@ SWITCHES = (
 
 
 class Stacks(nn.Module):
-    """Experts in stacks, as `routed_experts` computes them but for what is passed."""
+    """Experts in stacks, as `routed_experts` computes them, but with arguments of their own."""
 
     def __init__(self, columns=6, down=(4, 2, 3), leaves=("gate_up_proj", "down_proj"), activation=nn.SiLU, others=()):
         super().__init__()
@@ -203,7 +203,7 @@ def keys_of_part(key):
 
 
 def unchanged(*arguments):
-    """What the style of experts passes on of arguments without a gradient."""
+    """The arguments without a gradient that the style of experts passes on."""
     return Experts().before_forward(nn.Module(), None, arguments, {"mask": None})
 
 
@@ -227,7 +227,7 @@ def styles_of(make):
 
 
 def strategies():
-    """Of a class with a strategy, of one that inherits it, of one without; what cannot be registered."""
+    """Strategies of a class, of one that inherits it and of one without; and classes that cannot be registered."""
     register_parallel_strategy(name="Registered")(parallelize_here)
     names = [get_parallelization_strategy(make()).__name__ for make in (Registered, Inheriting, Net)]
     rejected = [answer(register_parallel_strategy, 3), answer(register_parallel_strategy("Rejected"), 3)]
@@ -260,7 +260,7 @@ def backend_of(backend, device, has_nvfsdp, has_megatron):
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """A package on disk that has a class, and a module that needs what does not exist."""
+    """A package on disk with a class, and with a module that imports a module that does not exist."""
     folder = tmp_path_factory.mktemp("packages")
     package = folder / "package_for_names"
     package.mkdir()
@@ -286,7 +286,7 @@ def test_plan_of_a_path(path, expected, package):
 
 @pytest.fixture(scope="module")
 def registered():
-    """What becomes of each plan that is registered, in this order."""
+    """The outcome for each plan that is registered, in this order."""
     return [answer(register_tp_plan, model_class, entries) or "registered" for model_class, entries, _ in REGISTERED]
 
 

@@ -91,7 +91,7 @@ def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, h
     if entry == "older":
         net = nvfsdp_strategy_parallelize(net, mesh.device_mesh, units, plan(), strategy, **switches)
         optimizer = descent(net)
-    else:  # the optimizer of the unsharded model becomes that of the sharded one
+    else:  # make the sharded optimizer from the unsharded model's
         zero = STAGES[strategy] if entry == "by stage" else strategy
         net, optimizer = megatron_fsdp_strategy_parallelize(
             net, mesh.device_mesh, descent(net), units, plan(), zero, **switches
@@ -185,7 +185,7 @@ def test_per_token_is_the_sum_over_the_data_ranks():
 
 
 def reductions(**options):
-    """What the reductions of gradients were: op, dtype, reduce op, number."""
+    """The reductions of gradients: op, dtype, reduce op, number."""
     model = options.pop("model", None)
     mesh = options.pop("mesh", {"dp_shard": 2})
     rows = on_ranks(
@@ -200,7 +200,7 @@ def half():
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *ALIASES])
-def test_what_each_strategy_sends(strategy):
+def test_bytes_of_each_strategy(strategy):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = reductions(data_parallel_sharding_strategy=strategy, nvfsdp_unit_modules=[BLOCK])
@@ -242,7 +242,7 @@ def test_masters_are_float32_and_compute_in_sixteen_bits():
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
 
 
-def test_masters_of_what_is_wide_change_nothing():
+def test_masters_of_wide_parameters_change_nothing():
     def body(view, case):
         return stepped(view) == stepped(view, preserve_fp32_weights=True)
 
@@ -250,7 +250,7 @@ def test_masters_of_what_is_wide_change_nothing():
 
 
 @pytest.mark.parametrize("name", CUDA_ONLY)
-def test_what_has_no_effect_natively_is_reported_by_name(name):
+def test_arguments_without_effect_natively_are_reported_by_name(name):
     def body(view, case):
         with pytest.warns(UserWarning, match=f"{name}=True has no effect natively: memory and speed only") as caught:
             nvfsdp_strategy_parallelize(Net(), view.device_mesh, **{name: True})
@@ -274,7 +274,7 @@ def test_what_has_no_effect_natively_is_reported_by_name(name):
         ),
     ],
 )
-def test_what_else_is_reported(options, message):
+def test_other_reports(options, message):
     def body(view, case):
         with pytest.warns(UserWarning, match=message):
             nvfsdp_strategy_parallelize(Net(), view.device_mesh, **options)
@@ -326,7 +326,7 @@ def test_which_units_are_gathered_ahead(overlaps):
 
 
 def test_a_unit_that_is_sharded_over_tp_returns_no_view():
-    """What FSDP would warn of: an operation in place on the output would lose the backward."""
+    """On a view FSDP would warn: an operation in place on the output would lose the backward."""
 
     def body(view, case):
         net = nvfsdp_strategy_parallelize(Net(), view.device_mesh, None, plan(), disable_bucketing=True)

@@ -38,7 +38,7 @@ class Aside(Net):
 
 
 def outcome(mesh, rank, bad, strategy="optim_grads_params", at="output", **options):
-    """What a backward raises where one number of one rank's cotangents is bad; `rank` None plants nothing."""
+    """The error of a backward with one bad number in one rank's cotangents; with `rank` None there is no bad number."""
     model = nvfsdp_strategy_parallelize(Aside(), mesh.device_mesh[AXES], [BLOCK], plan(), strategy, **options)
     outputs = model(torch.ones(2, 3, dtype=torch.float64))
     cotangents = [torch.ones_like(y) for y in outputs]
@@ -64,7 +64,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def outcome_of_case(mesh, case):
-    """What a rank raises; the one with the bad number is the first or the last of each axis."""
+    """Each rank's error; the rank with the bad number is the first or the last of each axis."""
     rank = tuple(case.options["place"] % mesh.size(axis) for axis in AXES)
     return outcome(mesh, rank, case.options["bad"], case.options["strategy"], case.options["at"])
 

@@ -1,4 +1,4 @@
-"""What backward recomputes and what is gathered ahead, counted for each block."""
+"""Recomputation in backward and gathering ahead, counted for each block."""
 
 from types import SimpleNamespace
 
@@ -96,7 +96,7 @@ class Count(TorchDispatchMode):
 
 
 def expected_work(scope, shares_keys, forward, backward):
-    """What a step computes, whether keys are cached, and the blocks that each block gathers ahead."""
+    """The operations of a step, whether keys are cached, and the blocks that each block gathers ahead."""
     _, every, is_product_again = SCOPES[scope]
     again = 0 if every is None else len(range(0, BLOCKS, every))
     # 1. Backward takes the weight's gradient of every block but one, and the input's of all but the first.
@@ -106,7 +106,7 @@ def expected_work(scope, shares_keys, forward, backward):
     # 2. A block gathers those behind it in forward, those before it in backward.
     places = range(BLOCKS)
     return {
-        # The second cosine of a block is the last of what backward needs from it, so that it is not computed again.
+        # The second cosine of a block is the last result that backward needs from it, so it is not computed again.
         "cosines": 2 * BLOCKS + again,
         "products": products,
         "caches keys": every is None,

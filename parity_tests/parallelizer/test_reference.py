@@ -1,4 +1,4 @@
-"""The reference against transformers in one process, and what else a decoder promises."""
+"""The reference against transformers in one process, and further properties of a decoder."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ MODELS = [Chosen(family, tied) for family in OWN for tied in (False, True)]
 
 @pytest.mark.fast_values(5)
 @pytest.mark.parametrize("chosen", MODELS, ids=str)
-def test_names_are_those_of_the_torch_state_dict(chosen):
+def test_names_match_the_torch_state_dict(chosen):
     state = model_of(chosen).state_dict()
     decoder = from_state_dict(chosen.config, {name: tensor.numpy() for name, tensor in state.items()})
     local = by_name(DecoderTraits.of(chosen.config), nnx.state(decoder))
@@ -136,7 +136,7 @@ TRAINED = [
 
 @pytest.mark.fast_values(3)
 @pytest.mark.parametrize("chosen", TRAINED, ids=str)
-def test_three_steps_are_those_of_transformers(chosen):
+def test_three_steps_match_transformers(chosen):
     batches = [batch(chosen, 3, 7, seed) for seed in range(3)]
     ours, theirs = reference(chosen, batches), trained(chosen, batches)
     assert deviation(theirs["loss"], ours.steps[0].loss) <= PROMISED

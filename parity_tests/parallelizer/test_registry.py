@@ -1,4 +1,4 @@
-"""What is registered by a model's class, parameters gathered for a while, and the newer name of nvfsdp's function."""
+"""Registration by a model's class, parameters gathered for a while, and the newer name of nvfsdp's function."""
 
 import re
 
@@ -40,7 +40,7 @@ def tables(monkeypatch):
     monkeypatch.setattr(registry, "STRATEGIES", {})
 
 
-def test_entries_of_a_class_and_of_what_it_inherits_from():
+def test_entries_of_a_class_and_of_its_bases():
     register_tp_plan(Net, {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
     register_tp_plan("Other", {"blocks.*.up": Replicated, "blocks.*.down": None})
     assert {key: type(style).__name__ for key, style in get_hf_tp_shard_plan(Net()).items()} == {
@@ -70,7 +70,7 @@ def test_an_entry_wins_over_the_models_own_plan():
         ((Net, {"up": "gather"}), ValueError, "plan['up']='gather' is a style of transformers 4; write all_reduce"),
     ],
 )
-def test_what_cannot_be_registered(arguments, kind, message):
+def test_plans_that_cannot_be_registered(arguments, kind, message):
     with pytest.raises(kind, match=re.escape(f"parallelizer.register_tp_plan: {message}")):
         register_tp_plan(*arguments)
     assert "Net" not in hf_plan.TP_PLANS
@@ -106,11 +106,11 @@ def full_inside(weight, entry):
     rank_options={"fails": (False, True)},
     nograd=("weight",),
     dtypes=("float64", "float32"),
-    excluded_conditions=("strided",),  # FSDP takes contiguous parameters alone
+    excluded_conditions=("strided",),  # FSDP takes only contiguous parameters
 )
 @pytest.mark.cases(20)
 def gathered_for_a_while(mesh, weight, entry, fails):
-    """Parameters inside the context. They are shards again behind it, also where something was raised."""
+    """Full parameters inside the context. After it they are shards again, also if an error was raised."""
     model = nn.Sequential(nn.ModuleList(linear_layer(each) for each in weight))
     if entry == "fsdp2":
         fsdp2_strategy_parallelize(model, mesh.device_mesh, MixedPrecisionPolicy())
@@ -132,7 +132,7 @@ def gathered_for_a_while(mesh, weight, entry, fails):
 
 
 def local(parameter):
-    """What this rank has of a parameter, as a copy."""
+    """A copy of this rank's part of a parameter."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
@@ -156,13 +156,13 @@ def test_parameters_are_full_inside_and_sharded_behind():
 
 
 @pytest.mark.parametrize("function", [unshard, unshard_fsdp2_model])
-def test_what_cannot_be_gathered_is_rejected_at_the_call(function):
+def test_values_that_are_no_module_are_rejected_at_the_call(function):
     with pytest.raises(TypeError, match=r"unshard_fsdp2_model: model is an int; pass a torch\.nn\.Module"):
         function(3)
 
 
 def step(parallelize):
-    """The weights of a net after one step of an optimizer made before the net was sharded, where it is."""
+    """The weights of a net after one step of an optimizer, which is made before the net is (or is not) sharded."""
 
     def body(view, case):
         torch.manual_seed(0)

@@ -41,7 +41,7 @@ def has_two_halves(case):
     nograd=("x",),
     dtypes=("float32", "float64"),
     assume=has_two_halves,
-    excluded_conditions=("inference_mode", "overwritten"),  # what is full and on the CPU already is returned as it is
+    excluded_conditions=("inference_mode", "overwritten"),  # a full tensor on the CPU is returned as it is
 )
 @pytest.mark.cases
 def full_value_on_the_cpu(mesh, x, over_a, over_b):
@@ -64,11 +64,11 @@ def full_value_on_the_cpu(mesh, x, over_a, over_b):
     rank_options={"dim_over_dp": (0, 2)},
     nograd=("x",),
     dtypes=("float32", "float64"),
-    excluded_conditions=("inference_mode", "overwritten"),  # what is full and on the CPU already is returned as it is
+    excluded_conditions=("inference_mode", "overwritten"),  # a full tensor on the CPU is returned as it is
 )
 @pytest.mark.cases(12)
 def full_stack_on_the_cpu(mesh, x, dim_over_dp):
-    """Experts sharded over ep and halves of their rows over tp, and over dp what FSDP shards: behind ep, or columns."""
+    """Experts sharded over ep, halves of their rows over tp, and FSDP over dp: on the dim of ep, or on columns."""
     over_dp = shard_of_parts(0, mesh.size("ep")) if dim_over_dp == 0 else Shard(2)
     placements = [over_dp, Shard(0), shard_of_halves(1)]
     return to_cpu(distribute_tensor(x, mesh.device_mesh, placements, src_data_rank=None).requires_grad_())
@@ -139,7 +139,7 @@ def test_partial_sums_are_summed_and_are_no_shard():
     assert on_ranks(body, 4).results == ([10.0, 10.0],) * 4
 
 
-def test_what_is_on_the_cpu_is_the_same_object():
+def test_a_tensor_on_the_cpu_is_the_same_object():
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     outcome = to_cpu(parameter)
@@ -148,7 +148,7 @@ def test_what_is_on_the_cpu_is_the_same_object():
 
 
 @pytest.mark.parametrize("v", [None, 3, "x", [torch.ones(1)], {"a": 1}])
-def test_what_is_no_tensor_comes_back(v):
+def test_values_that_are_no_tensors_come_back(v):
     assert to_cpu(v) is v
     assert to_cpu(v, local=True) is v
 

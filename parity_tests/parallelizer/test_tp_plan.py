@@ -56,7 +56,7 @@ def trained(model, ids, targets, times):
 @pytest.mark.parametrize(
     ("chosen", "tp"), [(chosen, tp) for chosen in MODELS for tp in (1, 2, 4) if tp > 1 or chosen.tied], ids=str
 )
-def test_every_gradient_is_that_of_the_full_model(chosen, tp):
+def test_every_gradient_matches_the_full_model(chosen, tp):
     """Vocabularies of 31 and 67 do not divide; four ranks need as many KV heads; one, two or three backwards."""
     chosen = Chosen(chosen.family, chosen.tied, FOUR_KV_HEADS) if tp == 4 else chosen
     ids, targets = batch(chosen, 3, 5)
@@ -188,7 +188,7 @@ def test_a_layer_with_parameters_inside_is_rejected():
     assert on_ranks(body).results == (True, True)
 
 
-def test_what_a_split_removed_is_no_mistake():
+def test_names_that_a_split_removed_are_no_mistake():
     def body(mesh, case):
         model = empty(Chosen("llama"), device="meta")
         plan = get_hf_tp_shard_plan(model)
@@ -207,7 +207,7 @@ def test_what_a_split_removed_is_no_mistake():
     assert on_ranks(body).results == (True, True)
 
 
-def test_what_was_frozen_stays_frozen_and_what_was_shared_stays_shared():
+def test_frozen_stays_frozen_and_shared_stays_shared():
     def body(mesh, case):
         model = model_of(TIED)
         model.model.norm.weight.requires_grad_(False)
@@ -242,7 +242,7 @@ def test_a_style_of_a_user_that_breaks_a_tie_is_reported():
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_experts_are_those_of_the_full_model(family, tp):
+def test_experts_match_the_full_model(family, tp):
     """Loss, every gradient and the state dict, against transformers in one process: JAX has no twin of routing."""
     chosen, (ids, targets) = Chosen(family, changes=(*FOUR_KV_HEADS, *EXPERTS[family])), batch(QWEN3, 2, 5)
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel styles: values, gradients, what they send, what they leave behind, and what they cannot shard."""
+"""Tensor-parallel styles: values, gradients, bytes sent, modules left behind, and modules they cannot shard."""
 
 import pytest
 import torch
@@ -274,7 +274,7 @@ def test_names_are_exact_and_the_nearest_is_reported(name):
 
 
 @pytest.mark.parametrize("style", [None, 3, b"colwise", ["colwise"], ColwiseParallel()])
-def test_what_is_no_string(style):
+def test_styles_that_are_no_string(style):
     with pytest.raises(TypeError, match=r"style=.* is .*; pass a str"):
         translate_to_torch_parallel_style(style)
 
@@ -296,7 +296,7 @@ COSTS = {
 
 @pytest.mark.parametrize("name", COSTS)
 def test_cost(name):
-    """What one forward and one backward add to what making the module has sent."""
+    """The collectives of one forward and one backward, in addition to the module's construction."""
 
     def passes(count):
         def body(mesh, case):
@@ -319,7 +319,7 @@ def test_cost(name):
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
-def test_a_distributed_input_is_what_it_stands_for(placement):
+def test_a_distributed_input_stands_for_its_full_tensor(placement):
     """Of a style that takes its input whole; the gradient comes back as the input is sharded."""
     x, weight = torch.arange(8.0).view(ROWS, IN), (torch.arange(32.0) % 5).view(OUT, IN)
 
@@ -367,7 +367,7 @@ def test_a_forward_that_raises_leaves_the_parameters_as_they_were():
     assert run(body, CaseSpec(scheme="raises", mesh={"tp": 2})).results == (("DTensor", ["weight"]),) * 2
 
 
-def test_the_values_of_a_style_are_those_of_the_first_rank():
+def test_the_values_of_a_style_come_from_the_first_rank():
     def body(mesh, case):
         layer = linear_layer(torch.full((4, 2), float(mesh.rank("tp"))))
         module = styled(mesh, layer, {"": "packed_colwise"})

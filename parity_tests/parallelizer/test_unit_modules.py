@@ -120,7 +120,7 @@ def test_any_text_is_a_class_or_an_error_of_value(text):
         (["torch.nn.Linear", b"x"], "[1]=b'x' is a bytes; a path is a string"),
     ],
 )
-def test_what_is_no_list_of_strings(paths, message):
+def test_values_that_are_no_list_of_strings(paths, message):
     with pytest.raises(TypeError) as caught:
         import_classes_from_paths(paths)
     assert str(caught.value) == NAME + message

@@ -1,6 +1,6 @@
 """Train a small model, in one process or on a mesh with a parallelizer; give back loss, gradients and weights by name.
 
-A rank's loss is data * sum(its token losses) / N, with N the tokens of the full step, so that what FSDP averages is
+A rank's loss is data * sum(its token losses) / N, with N the tokens of the full step, so that FSDP's average is
 the gradient of the mean over all tokens, whatever the mesh and however many microbatches. Ranks in other processes
 import this module, which therefore loads no JAX.
 """
@@ -32,7 +32,7 @@ PROMISED = 1e-10
 
 
 def deviation(got: Any, want: Any) -> float:
-    """|got - want| / |want|; what is 0 by the mathematics has to be 0."""
+    """|got - want| / |want|; a gradient that is 0 by the mathematics has to be 0."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     if got.shape != want.shape:
         return np.inf
@@ -52,7 +52,7 @@ def broken(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
 
 
 def broken_on_ranks(ranks: Sequence[Mapping[str, Any]], want: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
-    """The same of what each rank of a mesh has in full; a sum over an axis that was not taken is named."""
+    """The same for the full tensors of each rank of a mesh; a missing sum over an axis is named."""
     sentences = [f"rank {rank}: {message}" for rank, got in enumerate(ranks) for message in broken(got, want)[:1]]
     if not sentences or any(set(got) != set(want) for got in ranks):
         return sentences
@@ -78,7 +78,7 @@ def _factor(got: Any, want: Any) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step leaves: the loss, on a rank its own addend; the norm of all gradients; arrays by name.
+    """The result of a step: the loss, on a rank its own addend; the norm of all gradients; arrays by name.
 
     `clipped` are the gradients after clipping. A step without an optimizer leaves no weights.
     """
@@ -91,7 +91,7 @@ class Step:
 
 
 def broken_steps(want: Step, mesh: Mapping[str, int], ranks: Sequence[Step]) -> list[str]:
-    """What is not as in one process, a sentence each: losses, norms, gradients, clipped ones, weights."""
+    """Differences from one process, a sentence each: losses, norms, gradients, clipped gradients, weights."""
     sentences = broken({"loss": sum(rank.loss for rank in ranks) / mesh.get("tp", 1)}, {"loss": want.loss})
     sentences += [each for rank in ranks for each in broken({"norm": rank.norm}, {"norm": want.norm})]
     for part in ("gradients", "clipped", "weights"):
@@ -148,7 +148,7 @@ class Training:
 
 @dataclass
 class OnRank:
-    """What one rank ends with: the loss of each step, its own part; the first step's gradients, the last's weights."""
+    """One rank's results: the loss of each step, its own part; the first step's gradients, the last's weights."""
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
@@ -211,7 +211,7 @@ def on_mesh(
 
 
 def verdict(mesh: Mapping[str, int], training: Training, ranks: Sequence[OnRank], want: Any) -> list[str]:
-    """What is not as the reference has it, a sentence each: losses, gradients, weights, replicas."""
+    """Differences from the reference, a sentence each: losses, gradients, weights, replicas."""
     sentences = []
     for number, step in enumerate(want.steps):
         loss = sum(rank.losses[number] for rank in ranks if rank.is_counted)

@@ -29,7 +29,7 @@ def named_orders(draw, **limits):
 
 @st.composite
 def own_orders(draw, ranks=(1, 3), stages=4, max_microbatches=3, for_torch=False):
-    """(order, rank of each stage, n): any order in which everything comes after what it needs.
+    """(order, rank of each stage, n): any order in which every action comes after the actions that it needs.
 
     `for_torch` keeps the forwards of the last stage in the order of micro-batches, by which torch knows them.
     """
@@ -55,7 +55,7 @@ def own_orders(draw, ranks=(1, 3), stages=4, max_microbatches=3, for_torch=False
 
 
 def needed(action, halved, stages):
-    """What an action waits for, of its own stage and of its neighbour."""
+    """The actions that an action waits for, of its own stage and of its neighbour."""
     s, kind, m = action.stage, action.kind, action.microbatch
     if kind == "W":
         return {Action(s, "I", m)}

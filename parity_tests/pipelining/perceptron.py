@@ -60,7 +60,7 @@ def made_stages(mesh, placed, dtype, device="cpu"):
 
 
 def stepped(mesh, case):
-    """Build and step on one rank: losses, gradients, what was computed in which order."""
+    """Build and step on one rank: losses, gradients, and the order of computation."""
     options = dict(case.options)
     dtype = getattr(torch, case.dtype)
     n, placed, name, path = options["n"], options["placed"], options["name"], options.get("csv")

@@ -1,4 +1,4 @@
-"""A stack of residual layers, split into stages, under any schedule: by name, or as the file that its order is."""
+"""A stack of residual layers, split into stages, under any schedule: by name, or from a file with its order."""
 
 import tempfile
 from pathlib import Path
@@ -51,7 +51,7 @@ def cut(mesh, w1, w2, name):
 
 
 def scheduled(mesh, stages, name, source, n, size, loss):
-    """The schedule by name, or of a file with its order, and what it comes to on paper."""
+    """The schedule by name, or from a file with its order, and its figures on paper."""
     count, ranks = stages[0].num_stages, mesh.size("pp")
     order = schedule_order(name, ranks, n, count // ranks)
     timeline = simulate(order, stage_to_rank(ranks, count, RULES[name].style))

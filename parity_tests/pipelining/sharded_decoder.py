@@ -19,7 +19,7 @@ from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.pipeline import pipeline_model
 from torch_impl.pipelining.shapes import reset_pp_stage_shapes
 
-MICROBATCHES = 4  # what every schedule takes over 1 or 2 ranks
+MICROBATCHES = 4  # a number that every schedule takes over 1 or 2 ranks
 LAYERS_OF = {1: (5,), 2: (3, 2), 4: (1, 2, 1, 1)}  # of each stage, where a caller divides them
 NAMES = ("embed_tokens.weight", *(f"layers.{layer}.weight" for layer in range(5)), "norm.weight", "lm_head.weight")
 
@@ -68,7 +68,7 @@ class Decoder(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """A part in another module, which says itself what enters and leaves it."""
+    """A part inside another module, which declares its own inputs and outputs."""
 
     def __init__(self, part, sizes):
         super().__init__()
@@ -87,7 +87,7 @@ class Wrapped(nn.Module):
 
 
 def parallelize_by(shape, sizes):
-    """What shards a part in place, and returns nothing, the part, or a module around it."""
+    """A function that shards a part in place, and returns nothing, the part, or a module around it."""
 
     def parallelize(part, world_mesh, moe_mesh, *, dp_axis_names, **axes):
         root = Wrapped(part, sizes) if shape == "wrapped" else part
@@ -130,7 +130,7 @@ HALF = re.compile(r"\d[IW]\d")
 
 
 def pipelined(mesh, model, device, size, name, source, names, shape, reduction, seq_len):
-    """What `pipeline_model` returns, without reductions after each micro-batch where it must reject these.
+    """The result of `pipeline_model`, without reductions after each micro-batch where it must reject these.
 
     And whether it rejects them where it need not, or accepts them where it must not.
     """
@@ -176,7 +176,7 @@ def is_rejected(*arguments, **options):
 def sharded_loss(mesh, token, target, weights, name, source, names, shape, reduction, has_seq_len):
     """The loss of two steps, of which the second has one position less, on the rank of the last stage.
 
-    And what is not as it should be: schedules that are rejected, stages whose shapes are sent.
+    Also returned are mistakes: schedules that are rejected, stages whose shapes are sent.
     """
     size, astray = len(token) // MICROBATCHES, []
 

@@ -1,4 +1,4 @@
-"""A model in stages as a function of its parameters: forward runs a schedule, backward gives what that left."""
+"""A model in stages as a function of its parameters: forward runs a schedule, backward returns its gradients."""
 
 from __future__ import annotations
 

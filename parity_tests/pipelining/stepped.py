@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Stepped(torch.autograd.Function):
-    """`run` gives the loss and the gradients by name that a backward of 1 leaves; those of other names are 0."""
+    """`run` returns the loss and, by name, the gradients after a backward of 1; other names get 0."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, names: tuple[str, ...], *values: Tensor) -> Tensor:

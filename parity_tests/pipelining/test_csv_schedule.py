@@ -40,14 +40,14 @@ def test_any_order_that_can_be_is_read(sample):
 
 
 @given(named_orders(ranks=range(1, 5), max_microbatches=6))
-def test_what_torch_makes_of_a_schedule_is_read_and_takes_as_long(sample):
+def test_torchs_full_schedule_is_read_and_takes_as_long(sample):
     name, p, n, _, order, placed = sample
     full_order = with_communication(order, placed, n)
     schedule = read(dumped(full_order), pp_size=p, n_microbatches=n)
     assert (schedule.order, schedule.stage_to_rank) == (full_order, placed)
     assert schedule.has_communication
     timed, computed_alone = simulate(full_order, placed), simulate(order, placed)
-    if name == "DualPipeV":  # torch sends what a pair makes when both of it are done
+    if name == "DualPipeV":  # torch sends the results of a pair when both of its actions are done
         assert timed.makespan >= computed_alone.makespan
     else:
         assert timed == computed_alone

@@ -31,14 +31,14 @@ def written(parameter):
 
 
 @pytest.mark.parametrize("name", list(PAGE))
-def test_a_function_is_that_of_the_page(name):
+def test_a_function_matches_the_page(name):
     parameters = inspect.signature(getattr(functional, name)).parameters.values()
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert ", ".join(map(written, positional)) == PAGE[name]
     assert all(p.default is not p.empty for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
-def test_pipeline_model_is_that_of_the_page():
+def test_pipeline_model_matches_the_page():
     parameters = list(inspect.signature(functional.pipeline_model).parameters.values())
     assert [p.name for p in parameters[:3]] == ["model", "world_mesh", "moe_mesh"]
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters[3:])

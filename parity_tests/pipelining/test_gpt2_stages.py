@@ -31,7 +31,7 @@ def case_of(p, **options):
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("p", "name"), [(2, "1F1B"), (2, "Interleaved1F1B"), (4, "GPipe"), (2, "ZBVZeroBubble")])
-def test_gradients_are_those_of_the_full_model(p, name, tied):
+def test_gradients_match_the_full_model(p, name, tied):
     options = {"family": "gpt2", "tied": tied, "layers": LAYERS, "name": name, "n": N, "steps": 1, "cut": {}}
     gradients = {}
     for _, of_rank in run(lambda mesh, case: stepped(mesh, _Options(case)), case_of(p, **options)).results:
@@ -66,7 +66,7 @@ def test_a_position_that_every_stage_adds_is_reported(monkeypatch):
     run(body, case_of(1))
 
 
-def test_a_layer_that_changes_what_a_stage_passes_on_is_rejected():
+def test_a_layer_that_changes_a_stages_output_is_rejected():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()

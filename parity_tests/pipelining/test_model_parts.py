@@ -48,7 +48,7 @@ def test_dropout_before_the_layers_is_the_first_stages(family):
     assert on_one_rank(body)
 
 
-def test_what_has_no_parameters_need_not_be_named():
+def test_modules_without_parameters_need_not_be_named():
     names = [
         ["model.embed_tokens"],
         [f"model.layers.{layer}" for layer in range(LAYERS)],
@@ -97,7 +97,7 @@ def test_a_custom_stack_of_layers_is_split(kind):
 
 
 @pytest.mark.parametrize("kind", ["scaled", "reversed", "skipped", "indexed", "scaled at the end"])
-def test_what_every_stage_would_do_again_is_rejected(kind):
+def test_work_that_every_stage_would_repeat_is_rejected(kind):
     def body(mesh):
         parts = cut(mesh, Stack(kind))
         with pytest.raises(ValueError, match="Stack does something to hidden states beside its embedding"):
@@ -111,7 +111,7 @@ def test_what_every_stage_would_do_again_is_rejected(kind):
     [
         (
             lambda: model_of("bloom"),
-            "BloomForCausalLM has its layers in 'transformer.h'; what comes before and after",
+            "BloomForCausalLM has its layers in 'transformer.h'; the modules before and after",
         ),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), r"Sequential has no nn\.ModuleList of layers"),
     ],

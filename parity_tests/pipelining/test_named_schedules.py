@@ -1,4 +1,4 @@
-"""pipelining.named_schedules: orders by hand, torch's own lists, and what is rejected."""
+"""pipelining.named_schedules: orders by hand, torch's own lists, and rejections."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_orders_by_hand(name, sizes, expected):
 
 
 class Stage:
-    """What torch's constructors read of a stage."""
+    """The attributes of a stage that torch's constructors read."""
 
     def __init__(self, index, stages, ranks):
         self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, 0
@@ -45,7 +45,7 @@ class Stage:
 
 
 def order_of_torch(name, p, n, v):
-    """The words of torch's own list; GPipe and 1F1B, which have none, by what they are."""
+    """The words of torch's own list; for GPipe and 1F1B, which have none, by their definition."""
     if name in SEVERAL:
         placed = enumerate(stage_to_rank(p, p * v, RULES[name].style))
         stages = [Stage(stage, p * v, p) for stage, rank in placed if not rank]
@@ -66,7 +66,7 @@ def alternated(rank, n, ahead):
 
 @pytest.mark.fast_values(3)
 @pytest.mark.parametrize("name", RULES)
-def test_orders_are_those_of_torch(name):
+def test_orders_match_torch(name):
     for sizes in legal_sizes(name):
         assert written(schedule_order(name, *sizes)) == order_of_torch(name, *sizes), sizes
 
@@ -89,7 +89,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("given_as", "words"), REJECTED)
-def test_what_a_schedule_cannot_have_is_rejected(given_as, words):
+def test_invalid_arguments_of_a_schedule_are_rejected(given_as, words):
     with pytest.raises(ValueError, match=r"^pipelining\.schedule_order: ") as rejection:
         schedule_order(*given_as)
     assert words in str(rejection.value)

@@ -1,4 +1,4 @@
-"""pipelining.partition: the specified cases by hand, then laws, then what is rejected."""
+"""pipelining.partition: the specified cases by hand, then laws, then rejections."""
 
 import re
 
@@ -90,7 +90,7 @@ def test_stages_of_the_last_rank(ranks, stages, style):
 
 @pytest.mark.parametrize("sizes", CUT, ids=str)
 def test_layers_are_cut_where_the_reference_cuts_them(sizes):
-    """Stages, layers, and what the embedding and the head cost."""
+    """Stages, layers, and the costs of the embedding and the head."""
     assert layer_counts(*sizes) == reference.dearest_stage_first(*(*sizes, 0, 0)[:4])
 
 
@@ -398,7 +398,7 @@ def test_layers_come_once_and_in_order(data):
         ((2, 4), {"head_cost": float("inf")}, "head_cost=inf must be finite"),
     ],
 )
-def test_what_cannot_be_is_rejected(args, kwargs, words):
+def test_impossible_arguments_are_rejected(args, kwargs, words):
     with pytest.raises(ValueError, match=f"^{NAME}: ") as rejection:
         names(*args, **kwargs)
     assert words in str(rejection.value)

@@ -55,7 +55,7 @@ def cells_of(line):
 
 
 def typed(settings, lines):
-    """What the picture of a grid has: its text, the boxes of waiting ranks, those of actions, the numbers."""
+    """The content of a grid's picture: its text, the boxes of waiting ranks, the boxes of actions, the numbers."""
     (_, p, _, v, _, _, per_unit) = settings
     columns, unit = len(lines[0].split("|")[1].split()), HUNDREDTHS // per_unit
     head = f"{p} ranks, {p * v} stages, makespan {columns / per_unit:g}"

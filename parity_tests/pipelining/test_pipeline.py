@@ -1,4 +1,4 @@
-"""Parity of pipelining.pipeline: one call for everything, with and without FSDP2; what is rejected."""
+"""Parity of pipelining.pipeline: one call for everything, with and without FSDP2; and rejections."""
 
 import re
 
@@ -78,7 +78,7 @@ def run_one(mesh, case):
         (2, {"pipeline_parallel_schedule": "GPipe", "layers_per_stage": 3, "round_to_pp_multiple": "up"}),
     ],
 )
-def test_gradients_are_those_of_the_full_model(p, options):
+def test_gradients_match_the_full_model(p, options):
     ranks = run(run_one, CaseSpec("pipeline", {"pp": p}, options=options))
     gradients = {}
     for _, _, of_rank, _ in ranks.results:
@@ -191,7 +191,7 @@ def rejection(mesh, case):
         ),
     ],
 )
-def test_what_cannot_be_is_rejected_before_the_model_is_touched(options, words):
+def test_impossible_arguments_are_rejected_before_the_model_is_touched(options, words):
     ranks = run(rejection, CaseSpec("pipeline", {"pp": 2}, options=options))
     assert ranks.ledger.rows == []
     assert all(re.match(words, sentence) for sentence in ranks.results), ranks.results

@@ -1,4 +1,4 @@
-"""Parity with the reference of pipelining: gradients of any schedule, and what schedules cost in closed form."""
+"""Parity with the reference of pipelining: gradients of any schedule, and costs of schedules in closed form."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from torch_impl.pipelining.named_schedules import RULES
 
 # Each layer stores twice, forward and backward, and a loss and a gradient are sums over all of them.
 ROUNDINGS = 40
-MICROBATCHES, LAYERS = 8, 8  # what every schedule takes over 1 to 4 ranks
+MICROBATCHES, LAYERS = 8, 8  # numbers that every schedule takes over 1 to 4 ranks
 
 
 def reference_loss(parameters, x, target):
@@ -43,7 +43,7 @@ def accumulated(x, target, w1, w2):
     dtypes=("float64", "float32"),
     reduction=("m", "b", "l", "d", "e"),
     roundings=ROUNDINGS,
-    # torch 2.11 compares the strides of a stage's inputs, and rejects those of a view.
+    # torch 2.11 compares the strides of a stage's inputs, and rejects a view's.
     excluded_conditions=("strided",) if torch.__version__.startswith("2.11.") else (),
 )
 @pytest.mark.cases(30)

@@ -43,7 +43,7 @@ def quiet():
 
 
 def check_steps(ranks, order, placed, n, dtype, steps=1):
-    """Losses, gradients and the executed order are those of one device and of the simulation."""
+    """Losses and gradients equal one device's, and the executed order the simulation's."""
     losses, gradients = accumulated(len(placed), n, dtype, last_backwards(order), steps)
     of_ranks = {}
     for result in ranks.results:
@@ -98,7 +98,7 @@ def test_any_file_is_accumulation_in_its_order(sample, says_all, dtype):
 
 @pytest.mark.slow
 @given(named_orders(ranks=range(1, 4), max_microbatches=6), st.booleans())
-def test_a_dumped_schedule_gives_what_the_schedule_gives(sample, says_all):
+def test_a_dumped_schedule_gives_the_schedules_results(sample, says_all):
     name, p, n, _, order, placed = sample
     text = dumped(with_communication(order, placed, n) if says_all else order)
     by_name = run(stepped, case_of(p, n=n, placed=placed, name=name))
@@ -119,7 +119,7 @@ def test_the_ledger_has_the_messages_of_the_simulation_in_their_order(sample):
 
 
 def receiver(action, placed):
-    """The rank that gets what an action makes."""
+    """The rank that receives the result of an action."""
     step = {"F": 1, "B": -1, "I": -1}.get(action.kind)
     if step is None or not 0 <= action.stage + step < len(placed):
         return None
@@ -209,7 +209,7 @@ def test_steps_then_one_division_are_the_mean(n, steps):
     assert ranks.results[0] | ranks.results[1] == {name: divided(sums, n * steps) for name, sums in summed.items()}
 
 
-def test_torch_divides_what_was_divided():
+def test_torch_divides_the_first_steps_gradients_again():
     """Two equal steps of two micro-batches come to 1.5 means where 2 are due."""
     gradients = {}
     for steps in (1, 2):

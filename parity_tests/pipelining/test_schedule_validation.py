@@ -1,4 +1,4 @@
-"""What pipelining.schedule rejects, in one table, on every rank and before anything is sent."""
+"""The rejections of pipelining.schedule, in one table, on every rank and before anything is sent."""
 
 import logging
 import re
@@ -124,7 +124,7 @@ def test_a_schedule_that_fits_is_accepted_on_every_rank(placed, options):
 
 
 @pytest.mark.parametrize(("placed", "options", "words"), REJECTED)
-def test_what_cannot_be_is_rejected_on_every_rank_before_anything_is_sent(placed, options, words):
+def test_impossible_arguments_are_rejected_on_every_rank_before_anything_is_sent(placed, options, words):
     ranks = run(rejection, case_of(2, placed=placed, **options))
     first, second = ranks.results
     assert ranks.ledger.rows == []
@@ -142,7 +142,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("given_as", "words"), OTHERS, ids=range(len(OTHERS)))
-def test_what_is_not_the_stages_of_one_pipeline_is_rejected(given_as, words):
+def test_stages_that_are_not_one_pipelines_are_rejected(given_as, words):
     def body(mesh, case):
         stages, longer = (list(made_stages(mesh, placed, None).values()) for placed in (SINGLE, LOOP))
         with pytest.raises((TypeError, ValueError)) as error:
@@ -172,10 +172,10 @@ def test_a_name_beside_a_file_must_fit_it(placed, text, name, words, tmp_path):
         assert re.search(words, sentence)
 
 
-def test_what_is_logged_and_warned_of(caplog):
+def test_logs_and_warnings(caplog):
     def built(mesh, case):
         stages = list(made_stages(mesh, placement("GPipe", 2, 1), None).values())
-        with pytest.warns(UserWarning, match="scale_grads=True divides what has been accumulated"):
+        with pytest.warns(UserWarning, match="scale_grads=True divides the accumulated gradients"):
             build_pipeline_schedule(None, "gpipe", 1, 1, stages, None, True)
 
     logging.getLogger("torch_impl.pipelining.schedule").setLevel(logging.INFO)

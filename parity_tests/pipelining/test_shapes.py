@@ -1,4 +1,4 @@
-"""Parity of pipelining.shapes: shapes set in advance are those that running infers; other lengths; what is rejected."""
+"""Parity of pipelining.shapes: shapes passed in advance equal the shapes that a run infers; lengths that change."""
 
 from types import SimpleNamespace
 
@@ -46,7 +46,7 @@ TEXT = SimpleNamespace(hidden_size=7, vocab_size=9)
         ({"hidden_size": None, "vocab_size": 5, "text_config": TEXT}, (7, 5)),
     ],
 )
-def test_each_size_is_the_configs_else_its_texts(fields, sizes):
+def test_each_size_comes_from_the_config_or_its_text_config(fields, sizes):
     assert _get_hidden_and_vocab_size(FooConfig(**fields)) == sizes
 
 
@@ -64,7 +64,7 @@ def test_each_size_is_the_configs_else_its_texts(fields, sizes):
         ({"hidden_size": True, "vocab_size": 3}, "hidden_size=True must be a positive int"),
     ],
 )
-def test_a_size_that_is_not_there_is_named(fields, words):
+def test_a_missing_size_is_named(fields, words):
     with pytest.raises(ValueError, match=r"^Cannot determine") as rejection:
         _get_hidden_and_vocab_size(FooConfig(**fields))
     assert words in str(rejection.value)
@@ -91,7 +91,7 @@ def gradients(stages):
 
 
 def inferred_and_passed(mesh, case):
-    """Shapes inferred by running and shapes passed, and what came out either way."""
+    """The same step with inferred shapes and with passed shapes: whether the results are equal, and the shapes."""
     outcomes = []
     for has_shapes in (False, True):
         stages, schedule = built(mesh, case.name, torch.float64)
@@ -108,7 +108,7 @@ def inferred_and_passed(mesh, case):
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_shapes_that_are_passed_equal_those_that_a_run_infers(name):
+def test_passed_shapes_equal_inferred_ones(name):
     ranks = run(inferred_and_passed, case_of(name=name))
     assert [same for same, _ in ranks.results] == [True, True]
 
@@ -129,7 +129,7 @@ def test_no_message_has_a_shape(name):
 
 
 def lengths(mesh, case):
-    """Batches of several lengths, gradients added; shapes are passed each time."""
+    """The gradients of batches of several lengths, added up; shapes are passed each time."""
     stages, schedule = built(mesh, case.name, torch.float32, n=2)
     for length in case.lengths_of:
         reset_pp_stage_shapes(schedule, stages, OF.config, ROWS, length)
@@ -157,7 +157,7 @@ def test_lengths_that_change_are_accumulated(name):
     assert gradients == {name: parameter.grad.numpy().tobytes() for name, parameter in model.named_parameters()}
 
 
-def test_a_batch_of_another_size_is_rejected_where_it_comes_in():
+def test_a_batch_of_another_size_is_rejected_by_the_first_stage():
     def body(mesh, case):
         stages, schedule = built(mesh, "LoopedBFS", torch.float32)
         _precompute_stage_shapes(stages, OF.config, ROWS, LENGTH)
@@ -170,7 +170,7 @@ def test_a_batch_of_another_size_is_rejected_where_it_comes_in():
     assert run(body, case_of(1)).ledger.rows == []
 
 
-def test_a_length_that_running_did_not_find_is_rejected_where_it_comes_in():
+def test_another_length_than_the_first_steps_is_rejected_by_the_first_stage():
     def body(mesh, case):
         stages, schedule = built(mesh, "LoopedBFS", torch.float32)
         ids, targets = tokens(OF, 4)
@@ -184,7 +184,7 @@ def test_a_length_that_running_did_not_find_is_rejected_where_it_comes_in():
     assert run(body, case_of(1)).results == (4,)
 
 
-def test_a_step_without_what_it_needs_is_rejected_where_that_is_due():
+def test_a_step_without_input_or_target_is_rejected_on_the_rank_that_needs_it():
     def body(mesh, case):
         _, schedule = built(mesh, "GPipe", torch.float32)
         ids, targets = tokens(OF, 4)
@@ -207,14 +207,14 @@ def test_invalid_shapes_are_rejected():
                 _precompute_stage_shapes(stages, OF.config, *sizes)
         with pytest.raises(ValueError, match="stages is empty"):
             _precompute_stage_shapes([], OF.config, 2, 5)
-        with pytest.raises(ValueError, match="stages are not those of the schedule"):
+        with pytest.raises(ValueError, match="stages are not the stages of the schedule"):
             reset_pp_stage_shapes(schedule, stages[:1], OF.config, 2, 5)
         assert not hasattr(stages[0], "static_key")
 
     run(body, case_of(1))
 
 
-def test_shapes_that_only_some_ranks_know_are_rejected_on_those():
+def test_ranks_with_shapes_reject_a_step_if_others_have_none():
     """The other rank takes part in torch's vote and goes no further."""
 
     def body(mesh, case):
@@ -229,7 +229,7 @@ def test_shapes_that_only_some_ranks_know_are_rejected_on_those():
 
 
 def sharded_lengths(mesh, case):
-    """Steps of several lengths under FSDP2, whose gradients are added up."""
+    """The gradients of steps of several lengths under FSDP2, added up."""
     stages, schedule = built(mesh, "Interleaved1F1B", torch.float64, n=2)
     for stage in stages:
         fully_shard(stage.submod, mesh=mesh.device_mesh["dp"], reshard_after_forward=False)

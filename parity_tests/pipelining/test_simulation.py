@@ -1,4 +1,4 @@
-"""Parity of pipelining.simulation: closed forms, bounds, laws of time, and what is rejected."""
+"""Parity of pipelining.simulation: closed forms, bounds, laws of time, and rejections."""
 
 import subprocess
 import sys
@@ -208,7 +208,7 @@ def test_times_of_other_kinds_are_rejected(name, time):
 def test_where_nothing_takes_time_no_rank_waits():
     timeline = simulated("GPipe", 2, 2, 1, Times(0, 0, 0))
     assert (timeline.makespan, timeline.bubble) == (0, (0, 0))
-    assert str(timeline).splitlines()[1] == "rank 0 || idle 0.0%, live 0"  # what ends makes room for what starts then
+    assert str(timeline).splitlines()[1] == "rank 0 || idle 0.0%, live 0"  # an ending action makes room first
 
 
 def test_each_stage_needs_a_time():
@@ -258,7 +258,7 @@ def test_live_chunks_over_time():
 
 
 def boxes(ax):
-    """(start, stop, colour) of what has a colour of a kind of action."""
+    """(start, stop, colour) of every box with the colour of an action's kind."""
     from matplotlib.colors import to_hex
 
     rectangles = []

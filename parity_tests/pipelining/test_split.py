@@ -246,7 +246,7 @@ L = [f"model.layers.{layer}" for layer in range(LAYERS)]
         ({"patch_causal_lm_model": False}, "ValueError: .*patch_causal_lm_model=False, but the forward of LlamaFor"),
     ],
 )
-def test_what_cannot_be_split_is_rejected_on_every_rank(options, words):
+def test_unsplittable_models_are_rejected_on_every_rank(options, words):
     ranks = run(rejection, case_of(2, **options))
     assert ranks.ledger.rows == []
     assert all(re.match(words, sentence) for sentence in ranks.results), ranks.results

@@ -22,7 +22,7 @@ def full(x):
 
 
 def stepped(mesh, case):
-    """Two steps on one rank: losses of the last, full gradients by name, and names of what is sharded."""
+    """Two steps on one rank: losses of the last, full gradients by name, and names of the sharded parameters."""
     of, is_whole_plan, axes = chosen(case.family, case.tied, LAYERS), case.whole_plan, set(mesh.axes)
     model = families.model_of(of, torch.float64)
     plan_of_all = get_hf_tp_shard_plan(model)

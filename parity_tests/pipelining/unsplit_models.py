@@ -9,7 +9,7 @@ from torch_impl.pipelining.schedule import build_pipeline_schedule
 from torch_impl.pipelining.split import split_model_into_stages
 
 LAYERS, ROWS, LENGTH = 8, 2, 5
-# |a - b| / |b| of a step's loss and of each parameter's gradient, in float64: what pipelining promises where tensor
+# |a - b| / |b| of a step's loss and of each parameter's gradient, in float64: pipelining's promise where tensor
 # parallelism or FSDP2 adds in another order than one process.
 PROMISED = 1e-12
 

@@ -1,4 +1,4 @@
-"""Orders as the text of a file, with what torch adds to them. Ranks import this, so that it loads no JAX."""
+"""Orders as the text of a file, with the actions that torch adds. Ranks import this, so it loads no JAX."""
 
 import tempfile
 from pathlib import Path
@@ -16,7 +16,7 @@ def dumped(order):
 
 
 def with_communication(order, placed, n):
-    """What torch makes of an order, as text: what is sent, gathered and reduced."""
+    """Torch's full version of an order, as text: with sends, gathers and reductions."""
     theirs = {rank: [_Action.from_str(str(a)) for a in actions if a] for rank, actions in enumerate(order)}
     full_order = {rank: _add_reduce_grad(_add_unshard_reshard(actions), n) for rank, actions in theirs.items()}
     sent = _add_send_recv(full_order, lambda stage: placed[stage], len(placed))

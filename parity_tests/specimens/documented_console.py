@@ -1,4 +1,4 @@
-"""Blocks of a page that are run: a command with what it prints, and a change to a file."""
+"""Run the blocks of a page: a command with its output, and a change to a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROW = re.compile(r"^  (?P<verdict>equal|MISMATCH)  +(?P<label>\S.*?)  +\d\.\de[+
 
 
 def shape(printed: str) -> list[str]:
-    """Lines without what differs by machine: versions, widths, ids, and of a tensor's row all but name and verdict."""
+    """Lines without parts that differ by machine: versions, widths, ids; of a tensor's row only name and verdict."""
     lines = [line for line in printed.strip("\n").splitlines() if not line.endswith(NEWER)]
     lines = [re.sub(r"replay_[0-9a-f]{8}", "replay_#", line.rstrip()) for line in lines]
     rows = [ROW.match(line) for line in lines]
@@ -21,7 +21,7 @@ def shape(printed: str) -> list[str]:
 
 
 def run_as_shown(block: str, folder: Path) -> tuple[int, list[str], list[str]]:
-    """(status, what is printed, what the page says is printed) for a block of one command and its output.
+    """(status, printed text, the page's text) for a block of one command and its output.
 
     Programs are `shardproof`, `pytest` and `python`, each of which a forked Python runs. A replay file of the page
     stands for the one that is in the folder.

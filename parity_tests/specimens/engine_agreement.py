@@ -1,7 +1,7 @@
-"""Bodies that say what they expect: run one on an engine and hold every pair equal.
+"""Bodies that state their own expectations: run one on an engine and check that every pair is equal.
 
 A body yields (got, want) pairs on each rank. Values are small integers, so that every order of summation gives the
-same bits; names are those of the torch at hand.
+same bits; names are as in the installed torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
 
 
 def verify(body: Body, engine: str, mesh: dict[str, int], **more: Any) -> RunResult:
-    """Run the body; every rank must have found what it wanted, and have looked at something."""
+    """Run the body; on every rank all pairs must be equal, and there must be at least one."""
 
     def ranks(mesh: Any, case: CaseSpec) -> list:
         return [(plain(got), plain(want)) for got, want in body(mesh, case)]
@@ -64,7 +64,7 @@ def agree(body: Body, mesh: dict[str, int]) -> None:
 
 
 def initial_tensor(rank: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3)) -> Tensor:
-    """What a rank starts with, different on each."""
+    """A rank's initial tensor, different on each."""
     return (torch.arange(torch.Size(shape).numel()).reshape(shape) % 5 + rank).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Evidence built by hand: a wanted tensor, what came instead, and a budget that is relative to what was wanted."""
+"""Evidence built by hand: the expected tensor, the actual one, and a budget relative to the expected one."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Reads a page as a browser would, for tests: that each element is closed, and what stands in it."""
+"""Read a page as a browser would, for tests: check that each element is closed, and return its content."""
 
 from __future__ import annotations
 

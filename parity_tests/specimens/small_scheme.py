@@ -1,4 +1,4 @@
-"""A scheme of one line or two for the tests of what is judged beside values, and a sum over ranks to break in it."""
+"""A scheme of one or two lines, with a sum over ranks to break, for tests of checks other than values."""
 
 import torch
 import torch.distributed as dist

@@ -20,7 +20,7 @@ MAX_OPERATIONS = 500  # beyond which XLA takes seconds to compile the derivative
 
 
 def evaluated_twice(closed: Any, arrays: Sequence[np.ndarray], seed: int = 0) -> list[str]:
-    """What differs between the two evaluations of a traced function; floating inputs move by a roundoff of theirs."""
+    """The differences between two evaluations of a traced function; floating inputs move by one of their roundoffs."""
     arrays = [np.asarray(array) for array in arrays]
     has_tangent = [array.dtype.kind == "f" for array in arrays]
     random = np.random.default_rng(seed)

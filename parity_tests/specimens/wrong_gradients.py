@@ -44,7 +44,7 @@ class SumOfRanks(torch.autograd.Function):
 
 
 class GatherWithoutSum(torch.autograd.Function):
-    """All rows on each rank; its backward takes the rank's own rows and forgets what the others say of them."""
+    """All rows on each rank; its backward takes the rank's own rows and forgets the other ranks' cotangents of them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

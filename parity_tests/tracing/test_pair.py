@@ -113,7 +113,7 @@ def test_a_gradient_is_located_where_it_first_differs():
     assert any("factor 0.5" in note for note in line.notes)
 
 
-def test_what_backward_never_reaches_is_located_where_it_ends():
+def test_a_module_that_backward_never_reaches_is_located_where_it_ends():
     line = first(trace_pair(pair(torch_module=Net("no gradient"))))
     assert (line.name, line.home) == ("gradient of the output of ffn.w_up, call 1", "ffn")
     assert line.notes == ("gradient is zero: backward does not reach this input",)
@@ -153,12 +153,12 @@ class Shifted(Net):
         return super().forward(x) + 1
 
 
-def test_what_the_model_itself_does_is_compared_too():
+def test_the_models_own_work_is_compared_too():
     line = first(trace_pair(pair(torch_module=Shifted())))
     assert (line.name, line.home) == ("output of the model", "")
 
 
-def test_what_one_side_alone_has_is_reported():
+def test_modules_of_one_side_alone_are_reported():
     traced = traced_pair(pair(names={name: to for name, to in NAMES.items() if name != "block.gate"}))
     assert traced.torch_only == ("block.gate",) and traced.flax_only == ("ffn.w_gate",) and first(traced.lines) is None
 
@@ -227,7 +227,7 @@ AMISS = [
 
 
 @pytest.mark.parametrize(("changed", "error", "message"), AMISS)
-def test_what_cannot_be_traced_is_rejected(changed, error, message):
+def test_untraceable_modules_are_rejected(changed, error, message):
     with pytest.raises(error) as caught:
         trace_pair(pair(**changed))
     assert str(caught.value).startswith(message)

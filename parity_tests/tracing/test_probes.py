@@ -1,4 +1,4 @@
-"""What a dtype rounds, and how a weight is read in it."""
+"""Roundings in a dtype, and a weight read in it."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +35,7 @@ def test_a_narrow_dtype_is_off_anywhere_within_a_unit_where_it_is_stored(dtype):
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_the_copy_without_rounding_passes_on_what_it_has(dtype):
+def test_the_copy_without_rounding_passes_its_values_on(dtype):
     assert np.array_equal(np.asarray(probes(dtype, 0.0).rounded(jnp.asarray(X, float))), X)
     assert set(BITS) == set(UNIT_ROUNDOFF) and 2.0 ** -(BITS[dtype][1] + 1) == UNIT_ROUNDOFF[dtype]
 
@@ -47,7 +47,7 @@ def test_no_two_arrays_have_the_same_errors():
     assert not np.array_equal(np.asarray(first), np.asarray(second))
 
 
-def test_what_is_stored_in_bfloat16_is_off_by_no_more_than_rounding_would_move_it():
+def test_probes_move_a_stored_bfloat16_by_at_most_its_rounding():
     """A number is moved at most to half way between its neighbours in the dtype, and some are moved as far."""
     stored = torch.tensor(X).bfloat16()
     moved = np.asarray(

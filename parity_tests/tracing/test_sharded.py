@@ -115,7 +115,7 @@ def test_a_rank_that_raises_is_a_failed_rank(trace):
     assert "raises  tp=2  float32: raised: rank 0 raised ZeroDivisionError: of the user at sharded_models.py:" in out
 
 
-# What cannot be traced
+# Functions that cannot be traced
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_rank_that_raises_is_a_failed_rank(trace):
         ("llama_over_tp", {"mesh": "tp=1000"}, 2, "--mesh has 1000 ranks; the limit is 64"),
     ],
 )
-def test_what_cannot_be_traced_is_one_sentence(trace, sharded, keywords, status, sentence):
+def test_an_untraceable_model_is_one_sentence(trace, sharded, keywords, status, sentence):
     got, out, err = trace(sharded, **keywords)
     assert got == status and sentence in (err if status == 2 else out)
     assert len(err.splitlines()) == (status == 2)

@@ -19,7 +19,7 @@ class Process(NamedTuple):
 
 
 class Mark:
-    """Put `environment` into what is started; `running` then finds it and all that came of it."""
+    """Put `environment` into a started process; `running` then finds it and all its descendants."""
 
     def __init__(self) -> None:
         self.value = uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is never loaded: the file is named, with what to do, before any collective."""
+"""A damaged checkpoint is never loaded: the error names the file and the remedy, before any collective."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def last(run):
-    """The folder of the newest of these, in which a test may do what it likes."""
+    """The folder of the newest checkpoint, a copy that a test may damage."""
     folder = Path(run.checkpoint) / "step_000002"
     copy = shutil.copytree(folder, Path(run.checkpoint) / "copy")
     yield folder
@@ -52,7 +52,7 @@ def rejection(run):
 
 
 @pytest.mark.slow
-def test_what_a_folder_has(run):
+def test_the_files_of_a_folder(run):
     folder = Path(run.checkpoint) / "step_000002"
     assert sorted(os.listdir(folder)) == sorted(FILES)
     assert checkpoint.newest(run) == 2
@@ -129,7 +129,7 @@ def test_every_rank_rejects_it_before_any_collective(run, last, tmp_path):
     assert list(tmp_path.iterdir()) == []  # no step was computed
 
 
-def test_a_run_that_is_killed_leaves_what_it_was_to_replace(run, last, monkeypatch, tmp_path):
+def test_a_killed_run_leaves_the_checkpoint_it_was_to_replace(run, last, monkeypatch, tmp_path):
     def killed(state, checkpoint_id):
         Path(checkpoint_id).mkdir()
         (Path(checkpoint_id) / ".metadata").write_text("half")

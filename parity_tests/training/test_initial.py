@@ -15,7 +15,7 @@ from torch_impl.models import HybridConfig, HybridLM, Placement
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_they_are_those_of_the_model(is_tied):
+def test_initial_values_match_the_model(is_tied):
     config = Run(mesh={}, is_tied=is_tied).config
 
     def body(mesh, case):

@@ -1,4 +1,4 @@
-"""The judge of a step: what it must see, and what it must let pass."""
+"""The judge of a step: errors that it must see, and differences that it must let pass."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_a_name_that_one_side_lacks_is_seen():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_is_never_near(value):
+def test_values_that_are_not_finite_are_never_near(value):
     assert distance(np.array([1.0, value]), np.array([1.0, value])) == math.inf
     assert distance(np.array(value), np.array(1.0)) == math.inf
 

@@ -19,7 +19,7 @@ STEPS = 8  # of the run that nothing interrupts
 LIMIT_S = 120
 GONE_S = 10.0  # until the last process has ended, on a loaded machine
 KNOWN = ReferenceSteps()  # one compiled reference for all runs
-# A moment of the run, by what is in the folder of checkpoints.
+# A moment of the run, by the content of the folder of checkpoints.
 MOMENTS = {
     "after the first checkpoint": lambda folder: (folder / "step_000001" / "done").exists(),
     "while the third is written": lambda folder: (folder / "step_000003").exists(),
@@ -32,7 +32,7 @@ def small(mesh, **settings):
 
 @contextmanager
 def records():
-    """What each step gave, by its number, of the runs that are followed meanwhile."""
+    """The result of each step, by its number, of the runs that are followed meanwhile."""
     read, written = record.read, {}
 
     def reading(folder, index):

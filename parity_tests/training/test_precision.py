@@ -30,7 +30,7 @@ def test_no_mesh_changes_a_number():
     mesh, how = MESHES[0]
     steps = session.followed(Run.on(mesh, steps=2, **SMALL, **how), ReferenceSteps(), "lockstep")
     assert [step.wrong for step in steps] == [[], []]
-    assert steps[0].rows["loss"].error > PROMISED  # what a float64 run would never be off by
+    assert steps[0].rows["loss"].error > PROMISED  # an error that no float64 run has
 
 
 @pytest.mark.slow

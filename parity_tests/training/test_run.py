@@ -1,4 +1,4 @@
-"""What a run is, and what it is rejected for."""
+"""The definition of a run, and its rejections."""
 
 import re
 

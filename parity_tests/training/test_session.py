@@ -71,7 +71,7 @@ MUON = {"optimizer": "muon", "clip": CLIP}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "how"), [({"dp": 2, "tp": 2}, {}), ({"pp": 2, "cp": 2}, {"is_tied": True})])
-def test_muon_is_that_of_one_device(mesh, how):
+def test_muon_matches_one_device(mesh, how):
     steps = session.followed(small(mesh, **MUON, **how), KNOWN, "lockstep")
     assert [step.wrong for step in steps] == [[], []]
 
@@ -87,7 +87,7 @@ WITH_EXPERTS = [
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize(("mesh", "how"), WITH_EXPERTS, ids=str)
-def test_experts_are_those_of_one_device(mesh, how):
+def test_experts_match_one_device(mesh, how):
     steps = session.followed(small(mesh, has_experts=True, **how), KNOWN, "lockstep")
     assert [step.wrong for step in steps] == [[], []]
     assert "weight/layers.1.mlp.experts.gate_up_proj" in steps[0].rows
@@ -171,7 +171,7 @@ def written(monkeypatch):
 
 
 def beyond_budget(steps, resumed, uninterrupted):
-    """Names of what differs from the uninterrupted run by more than the budget of the step."""
+    """The names of values that differ from the uninterrupted run by more than the budget of the step."""
     names = []
     for step in steps:
         one, other = resumed[step.index], uninterrupted[step.index]

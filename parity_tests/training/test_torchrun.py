@@ -105,5 +105,5 @@ def test_a_host_that_is_gone_ends_the_other(hosts, tmp_path, killed):
     assert SAID[killed] in err
     if killed == "is_host=false":  # the store is there, and rank 0 or its host says who does not answer
         assert "rank 0" in out + err
-    # What the other host's agent saw its rank leave with; without the store, that agent may end before its rank does.
+    # The exit code of its rank on the other host's agent; without the store, that agent may end before its rank does.
     assert "exitcode  : 3" in err or (killed == "is_host=true" and "RendezvousConnectionError" in err)

@@ -1,4 +1,4 @@
-"""Which calls are accepted is a function of their arguments: what breaks a rule is rejected, and nothing else is.
+"""Which calls are accepted is a function of their arguments: calls that break a rule are rejected, and no others.
 
 Arguments are drawn, right and wrong ones; the rules alone say how the message of a rejection begins.
 """
@@ -34,7 +34,7 @@ def verdict(call, beginnings):
 
 
 def verdicts(body, **mesh):
-    """What `body(mesh)` returns on each rank, without repetitions."""
+    """The distinct results of `body(mesh)` over the ranks."""
     return set(run(lambda view, case: body(view), CaseSpec(scheme="calls", mesh=mesh)).results)
 
 

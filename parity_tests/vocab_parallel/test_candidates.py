@@ -8,7 +8,7 @@ from torch_impl.vocab_parallel import filter_bounds as c
 
 
 def within(candidates, low, high, rows):
-    """Flat places of what is listed and within the bounds, each list checked to be in order and true."""
+    """Flat places of listed values within the bounds; each list is checked to be in order and true."""
     places = []
     for part, picked in candidates.between(low, high):
         flat = (picked.rows + part.start) * rows.shape[1] + picked.columns
@@ -37,7 +37,7 @@ def test_every_column_within_the_bounds_is_listed_in_every_round(seed, wide, chu
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
     shape=st.sampled_from([(1, 300), (5, 9), (3, 0), (0, 4)]),
 )
-def test_lists_on_a_cpu_are_those_of_other_devices(seed, dtype, shape):
+def test_lists_on_a_cpu_match_other_devices(seed, dtype, shape):
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(shape, generator=generator).mul(2).round().to(dtype)
     block = torch.where(torch.rand(shape, generator=generator) < 0.1, torch.nan, block)
@@ -55,7 +55,7 @@ def test_lists_on_a_cpu_are_those_of_other_devices(seed, dtype, shape):
 
 
 @given(seed=st.integers(0, 2**16), dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
-def test_what_stays_of_long_rows_is_what_stays_of_short_ones(seed, dtype):
+def test_long_rows_keep_the_same_values_as_short_ones(seed, dtype):
     """Tied, infinite and NaN logits, and rows whose ties stay up to any column."""
     generator, width = torch.Generator().manual_seed(seed), c.long_rows.MIN_COLUMNS
     block = torch.randn(4, width, generator=generator).mul(4).round().to(dtype)

@@ -58,7 +58,7 @@ def next_position(mesh, x, fill, seq_dim):
 
 
 def next_ids(ids, is_real, fill):
-    """At each position what the next one has, of ids and of booleans; the fill at the end."""
+    """At each position the next position's value, for ids and for booleans; the fill at the end."""
     return jnp.pad(ids[:, 1:], ((0, 0), (0, 1)), constant_values=fill), jnp.pad(is_real[:, 1:], ((0, 0), (0, 1)))
 
 

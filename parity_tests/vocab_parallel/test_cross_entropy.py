@@ -164,7 +164,7 @@ def test_the_target_has_no_gradient():
     ],
 )
 def test_the_sums_run_in_the_wider_dtype(student, target, result):
-    """Small integers: every dtype has them exactly, so the value is that of the wider one to the bit."""
+    """Small integers: every dtype has them exactly, so the value equals the wider dtype's to the bit."""
     z, t = torch.arange(8.0).view(1, 8), torch.arange(8.0).flip(0).view(1, 8).remainder(5)
 
     def body(group, mine):

@@ -101,7 +101,7 @@ def test_lies_between_minus_log_v_and_zero(case):
 
 def test_a_row_constant_changes_nothing():
     plain = torch.arange(24.0).view(1, 3, 8).remainder(7)
-    for constant in (-512.0, 8192.0):  # integers: the sum is exact, so is what follows
+    for constant in (-512.0, 8192.0):  # integers: the sum is exact, and so are the next results
         for a, b in zip(on_ranks(plain, 2), on_ranks(plain + constant, 2), strict=True):
             for x, y in zip(a, b, strict=True):
                 np.testing.assert_array_equal(x, y)

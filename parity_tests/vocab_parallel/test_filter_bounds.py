@@ -82,7 +82,7 @@ def test_at_the_border_the_sampled_tokens_are_right_by_mass(seed, kind, place, t
         assert (np.abs(share - weights / weights.sum()) <= budget).all()
 
 
-def test_the_border_is_what_the_drawn_rows_keep_away_from():
+def test_drawn_rows_keep_away_from_the_border():
     rows = drawn_rows(1, "normal", 1.0)
     options = {"top_k": None, "top_p": 0.5, "temperature": 1.0}
     assert not is_undecided(rows, options, "float32").any()

@@ -1,4 +1,4 @@
-"""What the fused forward and backward save, write and reject: memory, versions, dtypes, strides."""
+"""The fused forward and backward: saved tensors, memory, versions, dtypes, strides and rejections."""
 
 import numpy as np
 import pytest
@@ -87,7 +87,7 @@ def test_a_chunk_bounds_the_working_set(chunk_size, dtype):
             torch.autograd.grad(y, z, [torch.ones(2, 64)] * 2)
         return largest.numel
 
-    # Two sequences of chunk_size positions, or what travels: four numbers of each token from both ranks.
+    # Two sequences of chunk_size positions, or the bytes sent: four numbers of each token from both ranks.
     assert set(on_two_ranks(body)) == {max(2 * chunk_size * 32, 2 * 4 * 2 * 64)}
 
 

@@ -17,7 +17,7 @@ PASSED = {"attention_mask": "mask", "more": "more"}
 
 
 class Decoder(nn.Module):
-    """Doubles the hidden states, if it gets what `_preprocess` computed and what the caller passed."""
+    """Doubles the hidden states, if it gets the results of `_preprocess` and the caller's own arguments."""
 
     def __init__(self, expected):
         super().__init__()
@@ -56,7 +56,7 @@ def model_class():
 
 
 def fused(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits, packed=None):
-    """The scores of a patched model, which passes every other call on and is then what it was."""
+    """The scores of a patched model, which passes every other call on and is unpatched afterwards."""
     base = model_class()
     patched = type("Heir", (base,), {}) if inherits else base
     before = dict(vars(patched))

@@ -37,7 +37,7 @@ class Decoder(nn.Module):
 
 
 def fake_model_class():
-    """A class of its own for each test, with what a patched forward may touch."""
+    """A class of its own for each test, with the attributes that a patched forward may touch."""
 
     class FakeGPT(nn.Module):
         post_process, share_embeddings_and_output_weights = True, False
@@ -70,7 +70,7 @@ def fake_model_class():
 
 
 def logits_of(model, input_ids):
-    """What the fake model's own head would say, on one rank."""
+    """The logits of the fake model's own head, on one rank."""
     weight = model.embedding if model.share_embeddings_and_output_weights else model.head
     return (model.embedding[input_ids] @ model.decoder.weight).tanh() @ weight.T
 

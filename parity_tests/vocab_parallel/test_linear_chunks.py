@@ -1,4 +1,4 @@
-"""Chunks of logits: how many are alive, what they add up to, and what is left out when no gradient is needed."""
+"""Chunks of logits: how many are alive, their sum, and the work that is left out when no gradient is needed."""
 
 import weakref
 

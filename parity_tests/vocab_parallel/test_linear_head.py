@@ -1,4 +1,4 @@
-"""What the output layer rejects: every sentence in full, on every rank, before anything is sent."""
+"""The output layer's rejections: every sentence in full, on every rank, before anything is sent."""
 
 import torch
 

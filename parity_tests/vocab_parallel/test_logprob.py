@@ -214,7 +214,7 @@ def test_a_row_constant_changes_nothing():
         start = 4 * mesh.rank("tp")
         z = torch.arange(24.0).view(1, 6, 4).remainder(7) + start
         results = []
-        for constant in (0.0, 8192.0):  # integers: the sum is exact, so is what follows
+        for constant in (0.0, 8192.0):  # integers: the sum is exact, and so are the next results
             shifted = (z + constant).requires_grad_()
             y = vp.vocab_parallel_logprob(
                 shifted,

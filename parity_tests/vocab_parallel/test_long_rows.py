@@ -144,7 +144,7 @@ def test_rows_whose_sums_are_known(width):
 
 @pytest.mark.parametrize(("width", "rows"), [(4096, 128), (65536, 64), (1 << 21, 64)])
 def test_rows_of_a_block(width, rows):
-    """One tile of short rows; of longer ones so many that what is computed for each block costs little."""
+    """One tile of short rows; of longer rows so many that the fixed cost of each block is small."""
     assert long_rows.rows_per_block(width, torch.float32) == rows
 
 

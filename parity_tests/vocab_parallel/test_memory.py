@@ -1,5 +1,5 @@
-"""Memory beside the logits, at its worst: live tensors of forward and backward, in units of one rank's logits. And
-what is saved for backward, to the byte.
+"""Peak memory beside the logits: live tensors of forward and backward, in units of one rank's logits; and the bytes
+saved for backward, exactly.
 
 The first of two ranks has 64 MiB of logits, of which a block of rows, of one size whatever the logits', is a part;
 the second has next to none, for the sake of time.
@@ -28,7 +28,7 @@ BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @dataclass(frozen=True)
 class Rank:
-    """What a function is called with: this rank's logits, all targets and the ids that the rank owns."""
+    """A function's arguments: this rank's logits, all targets and the ids that the rank owns."""
 
     mesh: object
     logits: torch.Tensor

@@ -16,7 +16,7 @@ from torch_impl.vocab_parallel.filter_bounds import min_p_floor
 
 
 def cost(c):
-    """That of the other filters; where no list is sent, one number of a token more for the largest logit."""
+    """The cost of the other filters; where no list is sent, one more number for each token, its largest logit."""
     base = filter_cost(c, known_range=True)
     if c.mesh["tp"] == 1 or c.top_k is not None:
         return base
@@ -93,7 +93,7 @@ def test_the_floor_is_rounded_up(largest):
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(1.5, ValueError), (-0.1, ValueError), ("0.1", TypeError)])
-def test_what_is_no_share_is_rejected(wrong, error):
+def test_a_value_that_is_no_share_is_rejected(wrong, error):
     with pytest.raises(error) as caught:
         vp.TrainingSamplingParams(min_p=wrong)
     must = "must be a number" if error is TypeError else "must lie in [0, 1]"

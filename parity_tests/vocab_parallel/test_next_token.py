@@ -77,7 +77,7 @@ def next_tokens_with_padding(mesh, logits, target, temperature, chunk_size):
 
 @scheme(
     contract=vp.from_parallel_logits_to_logprobs, reference=next_token_logprob, **FILTERED
-)  # what a filter costs is declared with the filter
+)  # a filter's own cost is declared with the filter
 def next_tokens_as_sampled(mesh, logits, target, top_k, top_p, temperature, chunk_size):
     return of_groups(mesh, logits, target, chunk_size, top_k=top_k, top_p=top_p, temperature=temperature)
 

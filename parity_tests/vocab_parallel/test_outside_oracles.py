@@ -1,7 +1,7 @@
 """Fixed cases against three oracles that are not ours: plain torch on one device, torch.nn.functional, and jax.nn.
 
-Each states a function in its own words, in float64 and on full arrays. What the ranks returned, values and
-gradients, must be within the budgets that the harness computed for the case.
+Each states a function in its own words, in float64 and on full arrays. The ranks' values and gradients must be within
+the budgets that the harness computed for the case.
 """
 
 import jax
@@ -19,7 +19,7 @@ from parity_tests.vocab_parallel.test_topk import gathered_logits, vocab_topk
 from shardproof.draw import inputs
 from shardproof.verify_one_case import verify_case
 
-LOWEST = -1e30  # exp(LOWEST - max) is 0; unlike that of -inf, its derivative is no NaN where all are LOWEST
+LOWEST = -1e30  # exp(LOWEST - max) is 0; unlike -inf's, its derivative is no NaN where all are LOWEST
 
 
 def zero_at_ignored(where, at):

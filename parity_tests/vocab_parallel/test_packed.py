@@ -220,7 +220,7 @@ def test_no_number_of_sequences_changes_the_ledger(engine):
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is sent to the device."""
+    """Counts the operations that are sent to the device."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""What a packed stream rejects, and where its slots stand."""
+"""The rejections of a packed stream, and the places of its slots."""
 
 import pytest
 import torch

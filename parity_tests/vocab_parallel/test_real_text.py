@@ -44,5 +44,5 @@ def test_the_text_has_ties_and_pairs_that_never_occur():
     assert any(
         len(np.unique(row[np.isfinite(row)])) < np.isfinite(row).sum() for row in logits.reshape(-1, 256)
     )  # ties
-    assert np.isfinite(followed).all()  # what comes next has come before
+    assert np.isfinite(followed).all()  # each next token has occurred before
     assert (best[..., None] > followed).any()  # and is not always the likeliest

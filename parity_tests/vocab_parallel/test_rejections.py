@@ -1,4 +1,4 @@
-"""What entropy, cross entropy, top-k, distillation and log-probability at several ids reject, in full sentences."""
+"""Rejections by entropy, cross entropy, top-k, distillation and log-probability at several ids, in full sentences."""
 
 import pytest
 import torch

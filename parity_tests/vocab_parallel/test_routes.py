@@ -1,4 +1,4 @@
-"""The manual's table of routes to a softmax and to a sampler's bounds is what the code does."""
+"""The manual's table of routes to a softmax and to a sampler's bounds agrees with the code."""
 
 import re
 from pathlib import Path

@@ -28,7 +28,7 @@ SMALL = dict(mesh={"tp": (1, 2, 3, 4)}, dims={"b": (1, 2), "s": (3,), "v": (2, 7
 
 
 def filter_cost(c, known_range):
-    """What the docstring says: one exchange of lists, or rounds of 256 sums; a width where the range is not known."""
+    """The docstring's cost: one exchange of lists, or rounds of 256 sums; a width where the range is not known."""
     token, has_k, has_p = c.b * c.s * c.accumulator_itemsize, c.top_k is not None, c.top_p < 1.0
     integers, widths = 0 if known_range else 1, 0
     if has_k and c.top_k <= 1024:
@@ -137,7 +137,7 @@ def sampling_beside_a_peaked_row(mesh, logits, target, top_k, top_p, temperature
 )
 @pytest.mark.cases(12)
 def sampling_of_flat_and_peaked_rows(mesh, logits, target, top_k, top_p, temperature):
-    """So long that of flat rows top-p keeps tokens of less than (1 - p) / TAIL."""
+    """Rows so long that top-p keeps tokens of probability below (1 - p) / TAIL in flat rows."""
     return vp.DistributedLogprobWithSampling.apply(
         logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
     )
@@ -245,7 +245,7 @@ def test_masked_columns(mask, limits):
 
 
 @every_limit
-def test_what_has_no_softmax_stays_visible(limits):
+def test_a_row_without_a_softmax_stays_visible(limits):
     logits = normal(1, 5, 8).float()
     logits[0, 0], logits[0, 1, 6], logits[0, 2, 1] = -torch.inf, torch.nan, torch.inf
     logits[0, 4] = torch.nan  # its target is ignored

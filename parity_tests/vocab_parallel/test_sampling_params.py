@@ -91,7 +91,7 @@ test_rejection = rejected(
     ("top_k", "top_p", "limits"),
     [(None, 1.0, (None, None)), (0, None, (None, None)), (-1, 1, (None, None)), (5, 0, (5, 0.0)), (1, 0.5, (1, 0.5))],
 )
-def test_what_is_off(top_k, top_p, limits):
+def test_filters_that_are_off(top_k, top_p, limits):
     computed = limits_of(top_k, top_p)
     assert computed == (*limits, None) and computed.are_off == (limits == (None, None))
 

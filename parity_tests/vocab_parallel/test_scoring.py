@@ -1,4 +1,4 @@
-"""What scoring next tokens rejects: every sentence in full, on every rank, before anything is sent."""
+"""Rejections in scoring next tokens: every sentence in full, on every rank, before anything is sent."""
 
 from types import SimpleNamespace
 

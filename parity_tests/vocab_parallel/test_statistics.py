@@ -1,4 +1,4 @@
-"""Parity of vocab_parallel.statistics: normaliser and negative entropy from what the ranks say of their columns."""
+"""Parity of vocab_parallel.statistics: normaliser and negative entropy from the ranks' column statistics."""
 
 import jax
 import pytest

@@ -153,14 +153,14 @@ def largest(logits, k, lengths, chunk_size=None):
 
 @pytest.mark.parametrize("lengths", [(8,), (4, 4), (0, 8), (5, 3, 0), (1, 1, 1, 5)])
 @pytest.mark.parametrize("k", [0, 1, 5, 8, 11])
-def test_of_equal_logits_the_lowest_ids(k, lengths):
+def test_ties_return_the_lowest_ids(k, lengths):
     values, ids = largest(torch.full((2, 3, 8), 4.0, requires_grad=True), k, lengths)
     np.testing.assert_array_equal(ids, np.broadcast_to(np.arange(min(k, 8)), ids.shape))
     np.testing.assert_array_equal(values, np.full((2, 3, min(k, 8)), 4.0))
 
 
 @pytest.mark.parametrize("lengths", [(4, 4), (1, 7), (0, 8), (2, 1, 5)])
-def test_a_masked_column_comes_before_nothing(lengths):
+def test_masked_columns_are_returned_last(lengths):
     logits = torch.full((1, 2, 8), -torch.inf)
     logits[:, 0, 6], logits[:, 0, 1] = 1.0, -1.0
     values, ids = largest(logits, 11, lengths)
@@ -263,7 +263,7 @@ def test_logits_may_cover_more_positions_than_the_ids(padding):
 
 
 @pytest.mark.parametrize("v", [16, 4096])
-def test_what_is_saved_for_backward_does_not_grow_with_the_vocabulary(v):
+def test_saved_tensors_do_not_grow_with_the_vocabulary(v):
     saved = []
     z = torch.zeros(2, 3, v, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):

@@ -1,4 +1,4 @@
-"""Radix selection finds what a sort would."""
+"""Radix selection finds the same elements as a sort."""
 
 import math
 
@@ -110,7 +110,7 @@ def of_lists(columns, k, low):
     k=st.sampled_from([1, 3, 40, 900]),
     dtype=st.sampled_from(DTYPES),
 )
-def test_the_kth_largest_is_that_of_a_sort(weights_of, seed, size, k, dtype):
+def test_the_kth_largest_matches_a_sort(weights_of, seed, size, k, dtype):
     """NaN is no candidate; a masked logit is the last one."""
     rng = np.random.Generator(np.random.Philox(key=[seed, 2]))
     rows = torch.from_numpy(np.rint(4 * rng.standard_normal((4, size))) / 2).to(dtype)
@@ -126,7 +126,7 @@ def test_the_kth_largest_is_that_of_a_sort(weights_of, seed, size, k, dtype):
     in_order = [np.sort(row[~np.isnan(row)])[::-1] for row in rows.double().numpy()]
     expected = [row[min(k, len(row)) - 1] for row in in_order]
     for kth in run(body, CaseSpec(scheme="kth", mesh={"tp": 2})).results:
-        # The partition counts a NaN as -inf, so that of fewer numbers than k that one is the last.
+        # The partition counts a NaN as -inf, so row 2, which has fewer than k numbers, ends in one.
         assert all(a == b or (i == 2 and k >= size) for i, (a, b) in enumerate(zip(kth, expected, strict=True)))
 
 
@@ -161,7 +161,7 @@ ROW_SIZE = 20_000
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 @settings(max_examples=few(40))
-def test_top_p_keeps_what_it_keeps_where_every_column_is_listed(seed, spreads, top_p, temperature, dtype):
+def test_top_p_keeps_the_same_tokens_as_with_every_column_listed(seed, spreads, top_p, temperature, dtype):
     rng = np.random.Generator(np.random.Philox(key=[seed, 3]))
     z = rng.standard_normal((3, ROW_SIZE)) * np.array(spreads)[:, None]
     z[1, rng.random(ROW_SIZE) < 0.3] = -math.inf
@@ -192,7 +192,7 @@ def test_thousands_of_equal_masses_are_summed_without_drift(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_is_certain_not_to_be_kept_depends_on_the_columns_of_all_ranks(ranks):
+def test_columns_that_cannot_be_kept_depend_on_all_ranks(ranks):
     """One token of 0.85 and 8,000 of 0.15 together: of all columns' flat share, half of 1 - p, each has three times."""
     rare, p = 8_000, 0.9
     z = torch.cat([torch.zeros(1), torch.full((rare,), math.log(0.15 / 0.85 / rare))])[None]
@@ -257,7 +257,7 @@ def kth_largest_by_groups(mesh, logits, k, chunk_size):
     dtypes=("float32", "bfloat16", "float64"),
 )
 def entries_between_bounds(mesh, logits, low, high):
-    """Entries name the rows, the columns and the values of what lies between the bounds of its row."""
+    """Entries name the rows, the columns and the values of all elements between the bounds of their row."""
     rows, columns, chosen = _entries_elsewhere(logits, low, high)
     return torch.zeros_like(logits).index_put_((rows.long(), columns.long()), chosen)
 

@@ -21,7 +21,7 @@ def test_ranges_follow_one_another(widths):
 
 
 @pytest.mark.parametrize("size", [1, 5, 7, 16])
-def test_the_ceil_rule_is_that_of_dtensor(size):
+def test_the_ceil_rule_matches_dtensor(size):
     def body(mesh, case):
         full = torch.arange(size)
         local = distribute_tensor(full, mesh.device_mesh, [Shard(0)], src_data_rank=None).to_local()

@@ -34,7 +34,7 @@ SDPA = torch.ops.aten.scaled_dot_product_attention.default
 MULTI_HEAD = F.multi_head_attention_forward
 # Autograd keys for tensors that may require a gradient, device keys for tensors in inference mode.
 DISPATCH_KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
-MASKS = "adapt_model_to_context drops those of a Hugging Face model"
+MASKS = "adapt_model_to_context drops a Hugging Face model's masks"
 OTHER_TOKENS = "attention over other tokens (a vision tower, an encoder, cross attention) goes into local_attention()"
 
 

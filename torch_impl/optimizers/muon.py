@@ -255,7 +255,7 @@ def _validate_matrices(label: str, parameter: Tensor, rows: Sequence[int] | None
         )
     if rows is not None and (sum(rows) != parameter.shape[-2] or min(rows) < 1):
         raise Rejected(
-            f"rows={tuple(rows)} are not those of {label}, which has {parameter.shape[-2]}; "
+            f"rows={tuple(rows)} are not the rows of {label}, which has {parameter.shape[-2]}; "
             "pass the height of each matrix"
         )
 

@@ -133,7 +133,7 @@ def fsdp2_strategy_parallelize(
     gathered between forward and backward; in a pipeline pass False, or each micro-batch gathers again. `offload_policy`
     puts shards in host memory, pinned if the mesh has an accelerator. Tied parameters stay tied.
 
-    tp_shard_plan          also "package.module:name" of a dict, or of a function of no argument or of the model
+    tp_shard_plan          also "package.module:name" of a dict, or of a function without arguments or of the model
     activation_checkpointing   True or "full": backward recomputes each block. "selective": `selective_ac_option`
         decides: "op" saves matrix products and attention, n recomputes each n-th block, or pass a torch policy
     sequence_parallel      between layers a block has s/tp positions: see `sequence_parallel`

@@ -52,16 +52,16 @@ def sequence_styles(
         name = names[id(block)]
         if (leaf := next((leaf for leaf, _ in block.named_parameters(recurse=False)), None)) is not None:
             raise ValueError(
-                f"sequence_parallel=True: {name!r} has the parameter {leaf!r} of its own, whose gradient would be that "
-                "of this rank's positions; pass False"
+                f"sequence_parallel=True: {name!r} has the parameter {leaf!r} of its own; its gradient would cover "
+                "only this rank's positions; pass False"
             )
         for leaf, layer in block.named_children():
             path = f"{name}.{leaf}"
             if path in experts or (path in styles and isinstance(styles[path].style, Experts)):
                 # Only the hidden states are gathered before a layer, and experts have further arguments.
                 raise ValueError(
-                    f"sequence_parallel=True: {path!r} of a block has experts, whose choices and gates would be those "
-                    "of this rank's positions; pass False, or put router and experts into one layer"
+                    f"sequence_parallel=True: {path!r} of a block has experts; their choices and gates would cover "
+                    "only this rank's positions; pass False, or put router and experts into one layer"
                 )
             if path in styles:
                 changed[path] = _direct_layer_entry(path, styles[path])

@@ -85,7 +85,7 @@ def model_parts(model: nn.Module) -> ModelParts:
         lists = [f"{prefix}{name}" for name, child in module.named_children() if isinstance(child, nn.ModuleList)]
         place = f"{type(model).__name__} has its layers in {' and '.join(map(repr, lists))}"
         supported_models = f"models that have them in {prefix + layers!r}, or a base_model_pp_plan"
-        raise Rejected(f"{place}; what comes before and after them is known of {supported_models}")
+        raise Rejected(f"{place}; the modules before and after them are known only for {supported_models}")
     # 2. Find the modules before and after the layers, by the plan or else by name.
     before = planned[: planned.index(layers)] if layers in planned else ["embed_tokens"]
     after = planned[planned.index(layers) + 1 :] if layers in planned else ["norm", "lm_head"]
@@ -209,7 +209,7 @@ def split_problems(
         shares = f"shares keys and values across layers (num_kv_shared_layers={kv_shared})"
         yield f"{type(model).__name__} {shares}, which stages cannot; use one stage"
     if (scale := getattr(config, "embedding_multiplier", 1)) != 1:
-        scales = f"scales what enters its layers (embedding_multiplier={scale})"
+        scales = f"scales the input of its layers (embedding_multiplier={scale})"
         yield f"{type(model).__name__} {scales}, which every stage would do; use one stage"
     for switch, is_on, module in (
         ("patch_inner_model", patch_inner, inner),

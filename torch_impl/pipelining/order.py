@@ -288,7 +288,7 @@ def _crossing_messages(order: Order, ranks: Sequence[int]) -> Iterator[InvalidOr
     for pair, messages in sent.items():
         for (rank, position, action), expected in zip(received[pair], messages, strict=True):
             if action != expected:
-                cross = f"'{action}' comes where rank {pair[0]} sends what '{expected}' receives; put that first"
+                cross = f"'{action}' comes where rank {pair[0]} sends the message of '{expected}'; put that first"
                 yield InvalidOrder(rank, position, cross)
 
 

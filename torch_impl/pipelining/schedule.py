@@ -162,7 +162,7 @@ def _stage_problems(choice: ScheduleChoice, stages: list[PipelineStage]) -> Iter
     counts, group_sizes = ({getattr(stage, name) for stage in stages} for name in ("num_stages", "group_size"))
     if len(counts) > 1 or len(group_sizes) > 1:
         pipelines = f"pipelines with {sorted(counts)} stages over {sorted(group_sizes)} ranks"
-        yield f"stages are of {pipelines}; pass those of one"
+        yield f"stages are of {pipelines}; pass the stages of one pipeline"
     # 1. Check the file or the named schedule, and take the placement from it.
     placed_by = ARGUMENT
     if choice.file:
@@ -216,7 +216,7 @@ def _log(choice: ScheduleChoice, ranks: int, count: int, loss_fn: object, scale_
         logger.warning("%d micro-batches are fewer than the %d stages: ranks will wait; use at least as many", n, count)
     if scale_grads:
         warnings.warn(
-            f"{NAME}: scale_grads=True divides what has been accumulated at each step, which is wrong for more than "
+            f"{NAME}: scale_grads=True divides the accumulated gradients at each step, which is wrong for more than "
             "one step between zero_grad; use scale_grads_by_divisor once",
             UserWarning,
             stacklevel=5,

@@ -110,7 +110,7 @@ def reset_pp_stage_shapes(
     Errors: as `_precompute_stage_shapes`; ValueError for stages that are not the schedule's.
     """
     if {id(stage) for stage in stages} != {id(stage) for stage in stages_of(schedule)}:
-        raise Rejected("stages are not those of the schedule; pass the stages it was built with")
+        raise Rejected("stages are not the stages of the schedule; pass the stages it was built with")
     if set_shapes(stages, _get_hidden_and_vocab_size(model_config), microbatch_size, seq_len, tensor_dtype):
         forget_shapes(schedule, stages)
 
@@ -163,9 +163,9 @@ def _in_row_major_order(x: Any) -> Any:
 def _step_problems(schedule: Any, stages: Sequence[PipelineStage], has_inputs: bool, target: Any) -> Iterator[str]:
     """Missing inputs on the first stage's rank, missing targets on the last's; torch would fail amid the step."""
     if any(stage.is_first for stage in stages) and not has_inputs:
-        yield "args is empty on the rank of the first stage; pass what enters the model"
+        yield "args is empty on the rank of the first stage; pass the model's input"
     if any(stage.is_last for stage in stages) and target is None and of_torch(schedule, "_loss_fn") is not None:
-        yield "target=None on the rank of the last stage; pass what loss_fn compares with"
+        yield "target=None on the rank of the last stage; pass the target of loss_fn"
 
 
 def _batch_problems(

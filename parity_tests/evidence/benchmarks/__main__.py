@@ -1,7 +1,7 @@
 """`python -m parity_tests.evidence.benchmarks`, or `make bench`: measure the promised figures, write the page.
 
-A promise that is missed is printed as missed. With --only the page keeps its other sections; without, it keeps those
-that were measured apart and of which nothing can run here, as the kernels without a GPU.
+A missed promise is printed as missed. With --only the page keeps its other sections; without it, the page keeps only
+sections that were measured apart and cannot run here, such as the kernels without a GPU.
 """
 
 from __future__ import annotations

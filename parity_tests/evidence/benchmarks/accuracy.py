@@ -1,4 +1,4 @@
-"""Whether results that are about to be timed are as near to the exact ones as those of the way beside them."""
+"""Check that an arm is about as accurate as the arm beside it, before both are timed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ NOT_FURTHER_OFF = 4.0  # times the other way's own error, before anything is tim
 
 
 def error_ratio(ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tensor], what: str) -> float:
-    """Our largest error over that of the other way, of each tensor; `exact` are in float64.
+    """For each tensor, our largest error over the other arm's; `exact` are in float64.
 
-    Of few elements the other way's may all be off by less than one rounding of the largest of them, by chance: its
-    error is taken to be that at least.
+    In a small tensor all of the other arm's errors may happen to be below one rounding of the largest element, so its
+    error is taken to be at least that rounding.
 
-    Errors: RuntimeError, with `what` was to be timed, if it is far larger.
+    Errors: RuntimeError that names `what`, the timed work, if our error is far larger.
     """
     our_errors, other_errors = (
         torch.stack([(x.double() - y).abs().max() for x, y in zip(results, exact, strict=True)])

@@ -1,8 +1,8 @@
 """One rank of the comparison with peers: the arms, each first compared with its budgets, then timed in turn.
 
-Run as `python -m parity_tests.evidence.benchmarks.arms RANK FOLDER`; no JAX is loaded here. The folder holds what the
-parent drew and computed, and takes this rank's findings. Budgets are those of the parent's sizes; what is timed is
-larger than a reference in float64 can be, and is drawn here.
+Run as `python -m parity_tests.evidence.benchmarks.arms RANK FOLDER`; no JAX is loaded here. The folder holds the
+parent's inputs and references, and takes this rank's findings. Budgets are for the parent's sizes. The timed inputs are
+larger than a reference in float64 can be, and are drawn here.
 """
 
 from __future__ import annotations

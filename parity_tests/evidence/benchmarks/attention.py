@@ -108,7 +108,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _relative_error(ring: list[Tensor], tensors: list[Tensor]) -> float:
-    """The ring's largest error over that of torch's own in the same dtype. Errors: those of `error_ratio`."""
+    """The ring's largest error over the error of torch's own in the same dtype. Errors: as `error_ratio`."""
     exact = _differentiated(_sdpa, [x.double() for x in tensors])
     return error_ratio(ring, _differentiated(_sdpa, tensors), exact, "the ring")
 

@@ -1,7 +1,7 @@
 """Dispatch and combine over gloo processes beside their bare messages and Megatron-core's: CPU time of all ranks.
 
 Run as `python -m parity_tests.evidence.benchmarks.dispatch RANK WORLD FOLDER` it is one rank; no JAX is loaded there.
-Experts return their rows as they are, so that an arm does what is around them and nothing else; its output and its
+Experts return their rows as they are, so an arm times only the work around the experts; its output and its
 gradients of tokens and of gates are compared first.
 """
 
@@ -96,7 +96,7 @@ def _measured(totals: Mapping[str, list[float]], over: str, ratio: float) -> str
 
 
 def _where(totals: Mapping[str, list[float]], rank: Mapping[str, Any]) -> str:
-    """What the wire is, what is sent instead, and where our time goes."""
+    """The bare exchange, called the wire, which messages ours sends instead, and where our time goes."""
     wire, own, ours = (_median(totals[name]) for name in (WIRE, OWN, OURS))
     return (
         "the wire is the bare all_to_alls of a row for each choice, there and back, between buffers that are there "
@@ -147,7 +147,7 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Combined:
-    """What is combined of the rows that reached their experts, which change nothing; and these rows' gates."""
+    """The layer's output, the rows that reached their experts, which change nothing, and these rows' gates."""
 
     y: Tensor
     rows: Tensor
@@ -156,7 +156,7 @@ class Combined:
 
 @dataclass(frozen=True)
 class Tokens:
-    """This rank's tokens, their choices, and the cotangent of what comes of them."""
+    """This rank's tokens, their choices, and the cotangent of the layer's output."""
 
     x: Tensor
     gates: Tensor
@@ -186,7 +186,7 @@ def _drawn(sizes: Sizes, rank: int, world: int, dtype: torch.dtype) -> Tokens:
 
 
 def our_layer(tokens: Tokens, x: Tensor, gates: Tensor, group: ProcessGroup) -> Combined:
-    """The lines of `routed_experts`, without what experts make of the rows."""
+    """The lines of `routed_experts`, without the experts' own computation."""
     targets, counts = destinations(tokens.experts, group.size(), tokens.num_experts // group.size())
     messages = messages_of(counts, group, None)
     targets = targets.first(sum(messages.to_ranks))
@@ -227,9 +227,9 @@ class Wire:
 
 
 def _compared(tokens: Tokens, results: Mapping[str, list[Tensor] | None]) -> float:
-    """Our largest error over Megatron's, or over that of the formula in the same dtype where it is not installed.
+    """Our largest error over Megatron's, or, if it is not installed, over the formula's in the same dtype.
 
-    Errors: those of `error_ratio`.
+    Errors: as `error_ratio`.
     """
     exact, plain = (
         [

@@ -1,4 +1,4 @@
-"""A figure: what was promised, what this run measured, and whether the promise was kept."""
+"""A figure: the promise, this run's measurement, and whether the promise was kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Figure:
-    """`is_met` is None where nothing was promised. `how` says what was run, with its numbers."""
+    """`is_met` is None if nothing was promised. `how` describes the run, with its numbers."""
 
     name: str
     promised: str

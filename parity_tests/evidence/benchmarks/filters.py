@@ -39,7 +39,7 @@ ROUNDS, WARM = 5, 1
 
 
 class Filter(NamedTuple):
-    """What is kept of logits that are normal, times `spread`; the time over the other way's is at most so much."""
+    """A filter on normal logits times `spread`, and the most that its time over the other way's may be."""
 
     top_k: int | None
     top_p: float | None
@@ -55,7 +55,7 @@ FILTERS = {
 
 
 def figures(tokens: int = TOKENS, vocabulary: int = VOCABULARY, rounds: int = ROUNDS) -> Iterator[Figure]:
-    """The time over that of full rows, of each filter, forward and backward."""
+    """The time of each filter over the time with full rows, forward and backward."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "asked.json").write_text(json.dumps({"tokens": tokens, "vocabulary": vocabulary, "rounds": rounds}))
@@ -135,7 +135,7 @@ def ours(
 def full_rows(
     logits: Tensor, target: Tensor, cotangent: Tensor, limits: Filter, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """The same by full rows: rank r has those of the r-th part of the tokens."""
+    """The same with full rows: rank r has all logits of the r-th part of the tokens."""
     rank, (b, s, v) = group.rank(), logits.shape
     local_rows = slice(rank * s // WORLD, (rank + 1) * s // WORLD)
     received = all_to_all_equal(logits.view(WORLD, s // WORLD, v), group)  # a part of the tokens to each rank

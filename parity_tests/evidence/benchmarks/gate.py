@@ -1,5 +1,5 @@
-"""What the gate takes, by the record of its last run here: `.ci/run` writes the seconds of each step, `make test` those
-of each test. It is not run anew for the page: it takes longer than all that the page measures.
+"""The gate's time, from the record of its last run here: `.ci/run` writes the seconds of each step, `make test` the
+seconds of each test. The page does not run it anew: it takes longer than all other measurements together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGEST, FOLDERS = 80, 8
 
 @dataclass(frozen=True)
 class Timed:
-    """A test and its seconds, those of its fixtures included."""
+    """A test and its seconds, with its fixtures."""
 
     file: str  # the module, with dots
     name: str
@@ -66,7 +66,7 @@ def tests_of(report: str) -> list[Timed]:
 
 
 def profile(tests: list[Timed]) -> str:
-    """Where the seconds of the tests go, and what would be left without the longest."""
+    """Where the seconds of the tests go, and how many would be left without the longest."""
     total = sum(test.seconds for test in tests)
     by_seconds = sorted(tests, key=lambda test: -test.seconds)
     longer = [test for test in tests if test.seconds > LONG]

@@ -1,9 +1,9 @@
-"""The Triton kernels on a GPU, beside the copy of as many bytes: what fraction of the memory's speed they reach.
+"""The Triton kernels on a GPU, beside a copy of as many bytes: the fraction of the memory's speed that they reach.
 
 One read of the logits forward, one read and one write backward: half a copy and a copy. Our arms are first held
 against their budgets, then all are timed in turn, so that the clocks of the GPU meet them alike. CALLS calls are queued
-at a time, as in a training step. What is more than the statistics and the gradient together take is the GPU waiting for
-the CPU, which queues some twenty small operations. A call alone, until the GPU is done, is a figure of its own.
+at a time, as in a training step. Time beyond the statistics' and the gradient's is the GPU waiting for the CPU, which
+queues some twenty small operations. A call alone, until the GPU is done, is a figure of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROMISES = {
 
 @dataclass(frozen=True)
 class Arm:
-    """`copies`: what it must read and write, in copies of the logits."""
+    """`copies`: the bytes it must read and write, in copies of the logits."""
 
     job: Callable[[], Any]
     copies: float
@@ -90,7 +90,7 @@ def measured(device: torch.device, rows: int, columns: int, backends: tuple[str,
 
 
 def memory(logits: Tensor, backend: str) -> Iterator[Figure]:
-    """The allocator's peak above what was there, in units of the logits."""
+    """The allocator's peak above the memory that was in use before, in units of the logits."""
     for name, promised in PROMISED_MEMORY.items():
         is_in_place = name == "in place"
         extra = _extra_memory(logits, partial(logprob_and_gradient, backend=backend, inplace_gradient=is_in_place))
@@ -110,7 +110,7 @@ def _extra_memory(logits: Tensor, job: Callable[[Tensor], Any]) -> float:
 
 
 def peer_jobs() -> dict[str, Callable[[Tensor], Tensor]]:
-    """The gradient by what people call instead, if it is installed; liger-kernel's is written over the logits."""
+    """The gradient by other libraries' functions, if installed; liger-kernel's is written over the logits."""
     jobs: dict[str, Callable[[Tensor], Tensor]] = {
         "cross_entropy": partial(_gradient_of, loss=_cross_entropy),
         "cross_entropy, compiled": partial(_gradient_of, loss=lambda *inputs: _compiled_cross_entropy()(*inputs)),
@@ -160,7 +160,7 @@ def arms_of(logits: Tensor, backends: tuple[str, ...]) -> dict[str, Arm]:
 
 
 def check(logits: Tensor, backends: tuple[str, ...]) -> None:
-    """Some rows of every backend against the eager twin in float64. Errors: RuntimeError for what must not be timed."""
+    """Compare some rows of every backend with the eager twin in float64. Errors: RuntimeError if one is too far off."""
     from parity_tests.kernels.twin import worst_ratio
 
     some = logits[:4]

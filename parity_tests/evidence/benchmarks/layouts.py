@@ -58,7 +58,7 @@ def drawn_offsets(count: int) -> Tensor:
 
 
 def one_rank(offsets: Tensor) -> Tensor:
-    """What the loop gives, offsets checked."""
+    """The loop's result, with checked offsets."""
     return positions(int(offsets[-1]), CP, RANK, offsets)
 
 

@@ -1,7 +1,7 @@
-"""Hidden-parallel Mamba2 on packed sequences over gloo processes: what goes in and out of the mixer, forward and back.
+"""Hidden-parallel Mamba2 on packed sequences over gloo processes: the mixer's exchanges, forward and backward.
 
-Beside it stand a loop over the sequences, which slices each from five exchanged tensors and joins the slices, and what
-the exchanges of either take alone. Loop and ours are first compared, then timed in turn: CPU time of all ranks.
+It is compared with a loop over the sequences, which slices each from five exchanged tensors and joins the slices, and
+with the bare exchanges of either. Loop and ours are first compared, then timed in turn: CPU time of all ranks.
 Run as `python -m parity_tests.evidence.benchmarks.mamba RANK FOLDER` it is one rank; no JAX is loaded there.
 """
 
@@ -41,11 +41,11 @@ LAYERS = 5  # in a row, as in a model; the loop, which takes long, runs once
 FASTER = {64: 20.0, 256: 60.0}  # times a loop, by the number of sequences
 BATCHES = 7  # in turn, more than the strategy caches layouts of
 GROWTH = 1.2  # of 1,000 sequences over one
-OVER_EXCHANGE = 2.0  # times what the exchange of the same bytes takes
+OVER_EXCHANGE = 2.0  # times the exchange of the same bytes
 
 
 def figures(tokens: int = TOKENS, sequences: tuple[int, ...] = SEQUENCES, rounds: int = ROUNDS) -> Iterator[Figure]:
-    """How many times faster than the loop, with what the exchanges take and without, and how it grows."""
+    """How many times faster than the loop, with the exchanges' time and without, and how it grows."""
     by_count, operations = measured(tokens, sequences, rounds)
     sizes = " ".join(f"{name}={size}" for name, size in SIZES.items())
     how = (
@@ -149,7 +149,7 @@ def main(rank: int, folder: Path) -> None:
 
 
 def arms(strategy: MambaContextParallel, x: Tensor, y: Tensor, batches: list[Tensor]) -> dict[str, Callable[[], Any]]:
-    """What is timed, by name: x goes in and y out of the mixer, then their cotangents back."""
+    """The timed arms by name: x goes in and y out of the mixer, then their cotangents back."""
     cu, in_turn = batches[0], itertools.cycle(batches)
     generator = torch.Generator().manual_seed(1)
     widths = strategy.local.width, strategy.d_inner_local

@@ -1,6 +1,6 @@
-"""What goes in and out of a hidden-parallel mixer, sequence by sequence: the arm that the benchmark compares with.
+"""The exchanges of a hidden-parallel mixer, sequence by sequence: the arm that the benchmark compares with.
 
-z, x, B, C and dt are exchanged one by one. Each sequence is sliced out of what arrives, from each rank, then split into
+z, x, B, C and dt are exchanged one by one. Each sequence is sliced out of every rank's received rows, then split into
 chunks; all slices are joined. Offsets are read one number at a time.
 """
 
@@ -31,7 +31,7 @@ def loop_post(output: Tensor, cu: Tensor, strategy: MambaContextParallel) -> Ten
 
 
 def sequence_major(x: Tensor, cu: Tensor, cp: int) -> Tensor:
-    """Rows of each rank in turn -> those of each sequence in turn."""
+    """Reorder rows from rank by rank to sequence by sequence."""
     local, pieces = len(x) // cp, []
     for j in range(len(cu) - 1):
         start, stop = cu[j].item() // cp, cu[j + 1].item() // cp

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 
 class _NoStream:
-    """What it asks of a CUDA stream, where there is nothing to wait for."""
+    """The methods of a CUDA stream that the dispatcher calls; there is nothing to wait for."""
 
     def wait_stream(self, stream: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Where the CPU time of a job goes, operation by operation: what a page shows beside a figure that is missed."""
+"""The CPU time of a job by operation, which a page shows beside a missed figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = 8  # operations
 def costliest(job: Callable[[], Any]) -> str:
     """The operations that take longest themselves, each with its share of the time and its calls, after one warm run.
 
-    What is called through torch.compile is one operation.
+    A call through torch.compile is one operation.
     """
     job()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -32,7 +32,7 @@ MARKS = {True: "kept", False: "**missed**", None: "-"}
 
 
 def machine() -> str:
-    """What the figures were measured on, in one sentence."""
+    """The machine and versions of the measurements, in one sentence."""
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return (
         f"{date.today()}: {_processor()}, {os.cpu_count()} cores, {platform.system()}; "

@@ -1,6 +1,6 @@
-"""What passes over a rank's logits take alone, on plain tensors: the experiments beside a promise that is missed.
+"""The time of bare passes over a rank's logits, on plain tensors: experiments that explain a missed promise.
 
-Eager operations cannot do without those of the entropy, nor a compiler without the fused ones.
+Eager operations need at least the passes of the entropy, and a compiler the fused ones.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def touch_new_memory(inputs: ArmInputs) -> None:
 
 
 def entropy_passes(inputs: ArmInputs) -> None:
-    """What the entropy adds to each tile of the logits as eager operations: of the forward a floor, a product and its
-    sum, of the backward a floor and a linear function. In float32 buffers that stay in a cache."""
+    """The eager operations that the entropy adds to each tile of the logits: in the forward a floor, a product and its
+    sum, in the backward a floor and a linear function. In float32 buffers that stay in a cache."""
     rows, width = inputs.shard.flatten(0, -2).shape
     terms, shifted = torch.ones(2, TILE_ROWS, width)
     of_row = torch.ones(TILE_ROWS, 1)

@@ -1,7 +1,7 @@
-"""The arms that are compared: ours, full-vocabulary torch, the plain formula, and what installs from the index.
+"""The arms that are compared: ours, full-vocabulary torch, the plain formula, and other libraries from PyPI.
 
-An arm takes what every rank is given and returns the log-probabilities and the gradients by what it was
-differentiated by: those of full arguments are full, those of a rank's part are its part.
+An arm takes the inputs of every rank and returns the log-probabilities and gradients. Gradients of full arguments are
+full, gradients of a rank's shard are its shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch_impl.vocab_parallel import ChunkedDistributedHiddenStatesToLogprobs, 
 
 @dataclass(frozen=True)
 class ArmInputs:
-    """What a rank has: logits, or a weight that makes them of hidden states, full and its shard."""
+    """A rank's inputs: logits, or hidden states and a weight; full and this rank's shard."""
 
     full: Tensor
     shard: Tensor
@@ -74,7 +74,7 @@ def forward_only(inputs: ArmInputs) -> list[Tensor]:
 
 
 def plain_formula(inputs: ArmInputs) -> list[Tensor]:
-    """What is written first: maximum, sum and the target's share, each by an all_reduce, on all logits at once."""
+    """The formula as first written: maximum, sum, the target's share, each by an all_reduce, on all logits at once."""
     logits = inputs.shard.detach().requires_grad_()
     out = PlainFormula.apply(logits, inputs.target, inputs.mesh.get_group(), inputs.owned["vocab_start_index"], True)
     return backward(out, [logits], inputs.cotangent)

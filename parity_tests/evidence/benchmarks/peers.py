@@ -1,4 +1,4 @@
-"""Vocab-parallel log-probabilities on two gloo ranks, beside full-vocabulary torch and what PyPI has."""
+"""Vocab-parallel log-probabilities on two gloo ranks, beside full-vocabulary torch and other libraries on PyPI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardproof.judge import bridge, compare
 from shardproof.judge.reference import evaluate
 
 TESTS = "parity_tests.vocab_parallel"
-# The scheme whose reference and budgets are every arm's, what is drawn, and what is sharded.
+# For each topic: the scheme whose reference and budgets judge every arm, the drawn sizes, and the sharded dim.
 TOPICS: dict[str, tuple[str, dict[str, Any], str]] = {
     "logprob": (
         f"{TESTS}.test_logprob:distributed_logprob",
@@ -44,7 +44,7 @@ ON_CUDA = ("liger-kernel", "cut-cross-entropy, its kernels")
 
 
 class Wanted(NamedTuple):
-    """A ratio that is promised: the time of one arm over that of another, at most so much in each dtype."""
+    """A promised ratio: the time of `arm` over the time of `over`, at most so much in each dtype."""
 
     topic: str
     work: str
@@ -85,7 +85,7 @@ def figures() -> Iterator[Figure]:
 
 
 def _promised(target: Wanted, dtype: str, ranks: list[Mapping[str, Any]]) -> Figure:
-    """One ratio; where it is missed, with what passes over the logits take alone, and our arm's operations."""
+    """One ratio; if it is missed, with the bare passes over the logits and our arm's operations."""
     title = f"{target.work}, {dtype}, over {BOUNDS[target.topic] if target.over == BOUND else target.over}"
     promised = f"<= {target.at_most[DTYPES.index(dtype)]} times"
     for name in (target.arm, target.over):
@@ -107,7 +107,7 @@ def _promised(target: Wanted, dtype: str, ranks: list[Mapping[str, Any]]) -> Fig
 
 
 def _sizes(topic: str, dtype: str) -> str:
-    """What is timed, and how."""
+    """The sizes and conditions of the timed runs."""
     sizes = " ".join(f"{name}={size}" for name, size in TIMED[topic].items())
     return f"b=1 {sizes}, {dtype}, two gloo ranks of one thread, {ROUNDS} rounds in turn, slower rank"
 

@@ -1,4 +1,4 @@
-"""The log-probability of sharded logits as it is written first, in plain torch: what ours is compared with.
+"""The log-probability of sharded logits as one would first write it in plain torch, to compare ours with.
 
 log p = (z - m) - log sum exp(z - m) of all columns of a rank at once, in float32. The maximum, the sum and the target's
 log-probability are each an all_reduce; the softmax is saved for the gradient g (1[v=t] - p).
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 
 class PlainFormula(torch.autograd.Function):
-    """Of logits [b, s, v] whose first column is id `start`; `saves` says whether a gradient follows."""
+    """For logits [b, s, v] whose first column is id `start`; `saves` says whether a gradient follows."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, group: ProcessGroup, start: int, saves: bool) -> Tensor:

@@ -14,7 +14,7 @@ from parity_tests.evidence.workers import Workers
 def found_by(
     command: Sequence[str], world: int, folder: Path, *arguments: str, topic: str, seconds: float
 ) -> list[dict[str, Any]]:
-    """What each rank writes to `found_RANK.json` of the folder, run as `command RANK *further FOLDER`.
+    """Run `command RANK *further FOLDER` on each rank; returns the content of each rank's `found_RANK.json`.
 
     Errors: RuntimeError as soon as a rank fails, or when they take longer than so many seconds.
     """

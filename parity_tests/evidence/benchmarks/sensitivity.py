@@ -1,4 +1,4 @@
-"""The smallest mistake that is seen: in one element of a result, and in what one rank works with."""
+"""The smallest mistake that is seen: in one element of a result, and in the code of one rank."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _off_on_one_rank(fn: Callable[..., Any], error: float) -> Callable[..., Any]
 
 
 def in_one_element() -> Figure:
-    """Add an error of so many budgets to one element of what a healthy scheme returned."""
+    """Add an error of so many budgets to one element of a healthy scheme's result."""
     tried = _tried()
     caught: Counter[float] = Counter()
     relative: list[float] = []

@@ -1,7 +1,7 @@
-"""The smallest log-probability, forward and backward, over plain log_softmax + gather: what a border costs.
+"""The smallest log-probability, forward and backward, over plain log_softmax + gather: the cost of the checks.
 
 Logits [2, 4, 8] in float32 on a gloo group of one, CPU time of the process. The arms are compared first, then timed in
-turn. A call of any size takes this route: what is timed are the Python calls and the operations, not their elements.
+turn. A call of any size takes this route: the time goes to Python calls and operations, not to elements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is left when the parent is killed, and whether a loaded machine is taken for a stall."""
+"""Processes that outlive a killed parent, and whether a loaded machine is taken for a stall."""
 
 from __future__ import annotations
 

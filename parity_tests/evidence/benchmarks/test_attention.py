@@ -1,4 +1,4 @@
-"""The benchmark of attention runs on few tokens, compares first, and says what it found."""
+"""The benchmark of attention runs on few tokens, compares first, and reports its findings."""
 
 import pytest
 import torch

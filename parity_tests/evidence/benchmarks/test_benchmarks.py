@@ -1,4 +1,4 @@
-"""What the benchmarks measure with: the toy runs and fails as it should, and a page says what was measured."""
+"""The benchmarks' tools: the toy runs and fails as it should, and a page reports the measurements."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_the_toy_is_the_same_on_every_engine(engine):
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("name", FAILING)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_what_should_fail_fails_for_its_cause(name, engine):
+def test_a_toy_that_should_fail_fails_for_its_cause(name, engine):
     job = FAILING[name]
     if job is killed and engine == "lockstep":
         return  # it would kill this process

@@ -1,4 +1,4 @@
-"""The benchmark of dispatch and combine runs on few tokens, compares first, and says what it measured."""
+"""The benchmark of dispatch and combine runs on few tokens, compares first, and reports its measurements."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The benchmark of filters runs on few columns, compares first, and says what it found."""
+"""The benchmark of filters runs on few columns, compares first, and reports its findings."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_figures_of_few_columns():
         (Filter(None, 0.6, 1.0, 1.0), [False, True, True, False]),
     ],
 )
-def test_what_full_rows_keep(kept, want):
+def test_tokens_that_full_rows_keep(kept, want):
     rows = torch.tensor([[0.15, 0.5, 0.2, 0.15]]).log()  # the third largest twice
     assert is_kept(rows, kept).tolist() == [want]
 

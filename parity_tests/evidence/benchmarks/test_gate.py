@@ -1,4 +1,4 @@
-"""The gate's figures are those of its record, and one that did not pass has none."""
+"""The gate's figures come from its record; a gate that did not pass has no figures."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels says what it did not run, and measures what it can on any device."""
+"""The benchmark of the kernels names the parts that did not run, and measures the others on any device."""
 
 import torch
 

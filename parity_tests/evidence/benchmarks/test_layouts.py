@@ -1,4 +1,4 @@
-"""The comparison of indices runs, compares first, and says what it found."""
+"""The comparison of indices runs, compares first, and reports its findings."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def test_a_figure_of_few_sequences():
     assert "times faster" in one.measured and (one.is_met is not None, all_ranks.is_met) == (True, None)
 
 
-def test_what_differs_is_not_timed(monkeypatch):
+def test_arms_that_differ_are_not_timed(monkeypatch):
     monkeypatch.setattr(layouts, "by_loop", lambda offsets: torch.arange(3))
     with pytest.raises(RuntimeError) as caught:
         next(layouts.figures((20,), rounds=1))

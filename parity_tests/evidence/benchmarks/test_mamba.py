@@ -1,4 +1,4 @@
-"""The benchmark of Mamba2 runs on few tokens, compares first, and says what it found."""
+"""The benchmark of Mamba2 runs on few tokens, compares first, and reports its findings."""
 
 import pytest
 import torch

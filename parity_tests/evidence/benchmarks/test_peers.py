@@ -1,4 +1,4 @@
-"""The comparison with peers: what is not installed is said to be not run, and what is shown is what was found."""
+"""The comparison with peers reports missing libraries as not run, and shows the figures that it found."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from shardproof import CaseSpec
 from shardproof.engines.engines import run
 
 TIMES = {"cpu": [0.002] * 3, "wall": [0.004] * 3}
-# They have state of the entire process, of which ranks are threads here.
+# They keep state for the whole process, and here ranks are threads of one process.
 OF_A_PROCESS = ("DTensor loss_parallel", *peer_arms.NEEDS)
 FOUND = {"ratio": 0.5, "collectives": ["all_gather"], "bytes": 12, "memory": 105, "part": 100}
 
@@ -22,7 +22,7 @@ def figures(**arms):
     return {figure.name: figure for figure in _compared("logprob", "float32", ranks)}
 
 
-def test_a_figure_shows_what_was_measured():
+def test_a_figure_shows_its_measurement():
     figure = figures()["logprob, float32: ours"]
     assert figure.is_met and figure.measured == (
         "error 0.5 budgets; 1 all_gather, 12 bytes per rank; memory 1.05; 2 (2 to 2) ms CPU, 4 (4 to 4) ms wall; "
@@ -52,7 +52,7 @@ def test_a_promise_whose_peer_is_not_installed_is_not_judged():
     assert (figure.measured, figure.is_met) == ("not run: x", None)
 
 
-def test_what_is_not_installed_is_not_run(monkeypatch):
+def test_a_missing_library_is_not_run(monkeypatch):
     monkeypatch.setitem(peer_arms.NEEDS, "megatron-core", ("no_such_package", "bench"))
     reason = missing("megatron-core")
     assert reason == "not run: pip install -e '.[bench]' in the clone (No module named 'no_such_package')"
@@ -60,7 +60,7 @@ def test_what_is_not_installed_is_not_run(monkeypatch):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_arm_that_gives_what_is_no_number_is_not_timed(which):
+def test_an_arm_that_returns_nan_is_not_timed(which):
     arrays = {f"{name} {i}": torch.ones(3) for name in ("want", "budget") for i in (0, 1)}
     outputs = [torch.tensor([1.0, 2.0, 4.0]), torch.ones(3)]
     assert _worst(outputs, arrays, 0) == 3.0

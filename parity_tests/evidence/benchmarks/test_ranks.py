@@ -24,7 +24,7 @@ COMMAND = (sys.executable, "-c", RANK)
 
 
 def is_there(pid):
-    """Whether there is such a process, or what is left of one that nobody waited for."""
+    """Whether the process exists, even as a zombie that nobody waited for."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

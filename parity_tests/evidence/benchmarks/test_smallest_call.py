@@ -12,7 +12,7 @@ def test_a_figure_for_each_function():
     assert all("times;" in figure.measured and figure.is_met is not None for figure in rows)
 
 
-def test_what_differs_is_not_timed(monkeypatch):
+def test_arms_that_differ_are_not_timed(monkeypatch):
     def wrong(logits, ids, *groups, **settings):
         return torch.zeros(ids.shape)
 

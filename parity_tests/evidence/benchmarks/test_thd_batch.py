@@ -1,4 +1,4 @@
-"""The benchmark of a packed batch runs, compares first, and says what it found."""
+"""The benchmark of a packed batch runs, compares first, and reports its findings."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def test_a_figure_of_few_calls():
     assert "times;" in figure.measured and figure.is_met is not None
 
 
-def test_what_differs_is_not_timed(monkeypatch):
+def test_arms_that_differ_are_not_timed(monkeypatch):
     monkeypatch.setattr(thd_batch, "plain", lambda batch: {"input_ids": torch.zeros(3)})
     with pytest.raises(RuntimeError) as caught:
         next(thd_batch.figures(rounds=1, calls=1))

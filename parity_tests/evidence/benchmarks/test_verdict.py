@@ -1,4 +1,4 @@
-"""Commands from the shell are timed with what they start, and one that fails is not timed."""
+"""Commands of the shell are timed together with their child processes, and a failing one is not timed."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """A batch of packed rows as one stream (THD), beside the few operations that it is usually written with.
 
-Those flatten the tensors, drop the fill of both tables of lengths, sum what is left, and take the padding from the
+These operations flatten the tensors, drop the fill of both tables of lengths, sum the rest, and find padding by
 token ids. They validate nothing, and a padding id inside a sequence would be masked. CPU time of one core, in turn.
 """
 
@@ -25,9 +25,9 @@ Prepared = dict[str, Any]
 
 
 def figures(rounds: int = ROUNDS, calls: int = CALLS) -> Iterator[Figure]:
-    """The time over that of the plain preparation, positions in the batch."""
+    """The time over the plain preparation's, with positions in the batch."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of several, the one that is timed would wait for the others
+    torch.set_num_threads(1)  # with several, the timed thread would wait for the others
     try:
         yield _figure_of(drawn_batch(), rounds, calls)
     finally:
@@ -62,7 +62,7 @@ def _figure_of(batch: Prepared, rounds: int, calls: int) -> Figure:
 
 
 def drawn_batch() -> Prepared:
-    """Rows of unequal sequences with padding at their ends, whose ids are 0 there and nowhere else."""
+    """Rows of unequal sequences, each with padding at its end; id 0 is padding and nothing else."""
     generator = torch.Generator().manual_seed(0)
     slots = 4 * torch.randint(1, 17, (ROWS, SLOTS), generator=generator)
     real = slots - torch.randint(0, 4, (ROWS, SLOTS), generator=generator)
@@ -97,7 +97,7 @@ def plain(batch: Prepared) -> Prepared:
 
 
 def differences(a: Prepared, b: Prepared) -> list[str]:
-    """The keys whose tensors are not equal."""
+    """The keys with unequal tensors."""
     return [name for name in sorted({*a, *b}) if name not in a or name not in b or not _equal(a[name], b[name])]
 
 

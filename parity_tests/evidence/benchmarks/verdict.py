@@ -1,7 +1,7 @@
-"""What a verdict takes from the shell: the first one, the table of schemes, a picture, many examples, the tour.
+"""The time to a verdict from the shell: the first one, the table of schemes, a picture, many examples, the tour.
 
-Each command runs in a process of its own, in an empty folder and without a cache of compiled references; CPU time is
-that of the process and of every process it started.
+Each command runs in a process of its own, in an empty folder and without a cache of compiled references; CPU time
+includes every process that it started.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Run:
 
 
 def figures(rounds: int = ROUNDS, schemes: int = SCHEMES, with_tour: bool = True) -> Iterator[Figure]:
-    """The commands of a first day, each beside what was promised for it."""
+    """The commands of a first day, each beside its promise."""
     yield from _commands(rounds)
     yield _many_examples(schemes)
     if with_tour:
@@ -105,7 +105,7 @@ def _many_examples(count: int) -> Figure:
 
 
 def _tour() -> Figure:
-    """What `make verify` runs, once everything is installed."""
+    """The command that `make verify` runs, once everything is installed."""
     done = shell("-m", "shardproof", "tour")
     return Figure(
         "the tour of `make verify`",
@@ -117,6 +117,6 @@ def _tour() -> Figure:
 
 
 def _timing(output: str) -> str:
-    """The sentence in which the command says where its time went."""
+    """The sentence in which the command tells where its time went."""
     (sentence,) = re.findall(r"^\d+ examples? in .*$", output, re.MULTILINE)
     return sentence.strip()

@@ -1,4 +1,4 @@
-"""Kinds of failure of calls that are issued and waited for later."""
+"""Failures of asynchronous calls: issued now, waited for later."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ OPERATION = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|all_to_all|broa
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of a kind on an engine: the cause, as `died`, or `done`; the sentence; seconds until then."""
+    """The outcome of a kind on an engine: the cause, as `died`, or `done`; the sentence; seconds until then."""
 
     kind: str
     cause: str
@@ -73,7 +73,7 @@ class Cell:
 
     @property
     def lacks(self) -> list[str]:
-        """What the sentence of a failure does not name. A wrong return value has a rank alone, a reference a line."""
+        """The items that the sentence of a failure lacks. A wrong return value needs its rank alone, a reference its line."""
         patterns = {
             "rank": re.compile(r"\branks? \d"),
             "operation": OPERATION,
@@ -89,7 +89,7 @@ class Cell:
 
 
 def bodies() -> dict[str, Callable[..., Any] | None]:
-    """Every kind with its function, in the order of the page; those of schemes load JAX and are looked up later."""
+    """Every kind with its function, in the page's order. Functions of schemes load JAX and are looked up later."""
     functions: dict[str, Callable[..., Any] | None] = {
         name: each
         for module in (kinds, async_kinds, group_kinds, process_kinds)
@@ -122,7 +122,7 @@ def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
 
 
 def _status(command: Sequence[str], errors: Path) -> int | None:
-    """How a process ended, whose errors go to a file; None if it was ended because it took too long."""
+    """How a process ended whose errors go to a file; None if it was ended because it took too long."""
     with errors.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr) as process:
         try:
             return process.wait(LIMIT_S)
@@ -143,7 +143,7 @@ def _command(engine: str, world: int) -> list[str]:
 
 
 def _last_words(status: int | None, errors: Path) -> str:
-    """What a job says that ended before it could answer: our sentence, or how the process ended."""
+    """The last words of a job that ended before it could answer: our sentence, or how the process ended."""
     text = errors.read_text(errors="replace")
     # An earlier kind of the same process may have printed half a line before.
     ours = [sentence.rstrip() for sentence in re.findall(r"shardproof: (.*\n(?:  .*\n)*)", text)]

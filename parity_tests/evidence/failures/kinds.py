@@ -1,4 +1,4 @@
-"""Kinds of failure: what one rank of a small function does that the others do not.
+"""Kinds of failure: one rank of a small function does something that the others do not.
 
 Each is called as `body(mesh, case)`, with one axis `tp`; rank 1 is the odd one where there is one.
 """

@@ -1,4 +1,4 @@
-"""The page of the matrix: which cells name rank, operation and line, and what each says."""
+"""The page of the matrix: which cells name rank, operation and line, and the sentence of each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def summary(matrix: Matrix) -> str:
 
 
 def sentences(matrix: Matrix) -> str:
-    """What each cell printed, below the code of its kind, as Markdown."""
+    """Each cell's printed sentence, below the code of its kind, as Markdown."""
     parts = ["# What each failure says"]
     for row in _rows(matrix):
         parts += [f"## {_title(row[0].kind)}", _code(row[0].kind)]

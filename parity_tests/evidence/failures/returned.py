@@ -1,4 +1,4 @@
-"""Kinds of failure of what a function returns or writes to, which a scheme's verdict shows."""
+"""Kinds of failure in a function's results or in the tensors it writes to, which a scheme's verdict shows."""
 
 from __future__ import annotations
 

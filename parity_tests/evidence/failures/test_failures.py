@@ -1,4 +1,4 @@
-"""The failure matrix's program, over a few cells of lockstep; those of processes are rows of their engines' tests."""
+"""The failure matrix's program, over a few cells of lockstep; the tests of the process engines cover theirs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_wrong_return_value_needs_the_rank_alone() -> None:
     assert Cell("raises", "raised", "rank 1 raised KeyError at a.py:3", 0.1).lacks == ["operation"]
 
 
-# Kinds of which engines used to say different things, and their causes on lockstep and on gloo.
+# Kinds on which engines used to disagree, and their causes on lockstep and on gloo.
 ALIKE = {
     "never_waits_in_place": ("protocol", "protocol"),
     "keeps_what_it_never_waits_for": ("protocol", "protocol"),

@@ -33,7 +33,7 @@ def main(
     build: Annotated[Path, typer.Option(help="Where outcomes are remembered.")] = Path("build/false_alarms"),
     page: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
 ) -> None:
-    """Judge so many drawn examples of the built-in schemes and print what was reported as wrong.
+    """Judge so many drawn examples of the built-in schemes and print every error that was reported.
 
     A run that was stopped goes on where it stood, with as many processes; remove the folder of outcomes to begin anew,
     as after a change of the code.

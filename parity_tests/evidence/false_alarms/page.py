@@ -1,4 +1,4 @@
-"""docs/false-alarms.md: how many examples were judged, of which components, and whatever was reported as wrong."""
+"""docs/false-alarms.md: how many examples were judged, of which components, and every error that was reported."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HEAD = """# False alarms
 
 A verdict is of no use if right code is reported as wrong. Here every built-in scheme, which is right as far as anybody
 knows, is judged on drawn examples: meshes, shapes, layouts, values, dtypes, worlds around the mesh, and
-[calling conditions](reference/scheme.md#calling-conditions). Whatever is reported as a mismatch, as a failed rank or by
+[calling conditions](reference/scheme.md#calling-conditions). A report of a mismatch, of a failed rank or by
 another oracle is a false alarm. *Undecided* is a case in which the reference itself jumps within rounding.
-*Worst error* is the greatest in parts of its budget, float32 / bfloat16.
+*Worst error* is the greatest error over its budget, float32 / bfloat16.
 
-Each scheme has {each} examples, and then each the same time: functions have a thousand, whole models some dozens.
-Schemes that lockstep does not run are left out, and one that would be compiled anew for each shape.
+Each scheme has {each} examples first; then all get equal time: functions have a thousand, whole models some dozens.
+Left out are schemes that lockstep does not run, and one that would be compiled anew for each shape.
 
 {written_by}
 

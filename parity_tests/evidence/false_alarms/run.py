@@ -1,11 +1,10 @@
-"""Judge drawn examples of the built-in schemes, which are right: whatever is reported as wrong is a false alarm.
+"""Judge drawn examples of the built-in schemes, which are right: every reported error is a false alarm.
 
-Time is shared equally, after some examples of each: the next are of the scheme that had the least time so far, so that
-a function is judged a thousand times and a whole model some dozens. The example of a number is the same in each run.
+After some examples of each scheme, time is shared equally: the next examples are of the scheme that has had the least
+time. So a function is judged a thousand times and a whole model some dozens. Example n is the same in each run.
 
-As `python -m parity_tests.evidence.false_alarms.run JOURNAL SHARE SHARES EXAMPLES` it is one process of several, which
-judges every so-manyth scheme until they have their part of the examples. What stands in its journal is not judged
-again.
+`python -m parity_tests.evidence.false_alarms.run JOURNAL SHARE SHARES EXAMPLES` is one of SHARES processes. It judges
+its share of the schemes until it has its part of the examples. Examples in its journal are not judged again.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ EACH = 40  # examples of every scheme, before time decides
 
 @dataclass
 class Counts:
-    """What was judged of one scheme; `alarms` and `undecided` are sentences that name the case."""
+    """The counts of one scheme; `alarms` and `undecided` are sentences that name the case."""
 
     scheme: str
     examples: Counter[str] = field(default_factory=Counter)  # by dtype
@@ -75,12 +74,12 @@ class Counts:
 
 
 def counts_of(journal: Path) -> dict[str, Counts]:
-    """What a journal says, by the key of the scheme."""
+    """The counts in a journal, by the key of the scheme."""
     return {key: _counts(**record) for key, record in Journal(journal).records.items()}
 
 
 def all_counts(journals: Iterable[Path]) -> list[Counts]:
-    """What these journals say of every scheme that there is: nothing of one that was not judged yet."""
+    """The counts of every built-in scheme in these journals, zero for a scheme that was not judged yet."""
     counts = {key: each for journal in journals for key, each in counts_of(journal).items()}
     return [counts.get(scheme.key, Counts(scheme.key)) for scheme in schemes()]
 

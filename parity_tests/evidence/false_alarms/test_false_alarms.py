@@ -25,7 +25,7 @@ def test_a_right_scheme_has_no_alarm_and_the_same_examples_again():
 
 
 @pytest.mark.slow
-def test_what_is_reported_as_wrong_is_an_alarm_with_its_case():
+def test_a_reported_error_is_an_alarm_with_its_case():
     doubled = scheme(reference=lambda x: 2.0 * x, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp")(
         lambda mesh, x: 2 * x + (x.shape[0] > 1)
     )
@@ -108,7 +108,7 @@ def _names() -> list[str]:
 
 
 @pytest.mark.parametrize(("examples", "words"), [(99_999, "the promise is made of 100000"), (100_000, "; promised")])
-def test_the_page_says_what_the_promise_is_made_of(examples, words):
+def test_the_page_says_how_many_examples_the_promise_needs(examples, words):
     counts = Counts("parity_tests.layouts.test_x:x", Counter(float32=examples), 7, {"float32": 0.5}, [], [], 1.0)
     text = page.text([counts])
     assert words in text and f"| layouts | 1 | {examples} | 7 | 0 | 0 | 0.50 / 0.00 |" in text

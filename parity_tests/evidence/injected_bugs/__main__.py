@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.injected_bugs`: inject every bug, count what is caught; `make bugs` calls it.
+"""`python -m parity_tests.evidence.injected_bugs`: inject every bug and count those caught; `make bugs` calls it.
 
 Exit status: 0 if 95 of 100 bugs are caught, else 1. With --page the page docs/injected-bugs.md is written again.
 """

@@ -1,6 +1,6 @@
 """Reads a file of the catalogue: injected bugs as short diffs.
 
-    ## A comment: what the next entries have in common, or why the next one is there
+    ## A comment: a common property of the next entries, or why the next one is there
     # local mean not divided by its sum [scale] value: off by the factor 2
     @@ vocab_parallel:_mean
     source: TrainVerify

@@ -1,10 +1,10 @@
 """`python -m parity_tests.evidence.injected_bugs.first_notes`: the share of true first notes, of a sample.
 
-A first note is the headline of a report. Each bug knows what kind of mistake it is, and each kind of note says what
-mistake it means, so that a note is false where the two do not go together: a rounding where a sum was left out, an
-offset where a scale was wrong. What only states what was seen (`no pattern`, `not finite`) claims nothing and is
-counted apart. Three figures: of the notes as one failing case suggests them, of those that survive the experiments
-of `verify`, and how many failing cases were called undecided, which would hide the bug in that case.
+A first note is the headline of a report. Each bug knows its kind of mistake, and each kind of note means some kinds of
+mistake, so that a note is false where the two do not go together: a rounding where a sum was left out, an offset where
+a scale was wrong. A note that only states an observation (`no pattern`, `not finite`) claims nothing and is counted
+apart. Three figures: true notes as one failing case suggests them, true notes after the experiments of `verify`, and
+how many failing cases were called undecided, which would hide the bug in that case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardproof.experiments.smallest import shrink
 from shardproof.experiments.undecided import mark_undecided
 from shardproof.report.report import Report
 
-# What a sentence begins with or contains, and the kinds of mistakes that it can truly mean.
+# How a sentence begins or a part of it, and the kinds of mistakes that it can truly mean.
 MEANS = (
     ("is not differentiable", {"reduction", "group", "scale", "tied"}),
     ("right once the assignment", {"reduction", "border", "order", "tied"}),
@@ -102,7 +102,7 @@ def sample(bugs: Sequence[InjectedBug], count: int) -> list[InjectedBug]:
 
 
 def headlines(bug: InjectedBug, component_trials: Iterable[SchemeTrials]) -> Headlines | None:
-    """What is said of the smallest case that fails as the first with notes does; None where no case has any."""
+    """The notes on the first failing case that has any, after it is shrunk; None if no case has notes."""
     patch = patched_text(bug)
     running = (trials for trials in component_trials if trials.runs(patch.file, patch.replaced_lines))
     affected = list(islice(running, SCHEMES))
@@ -127,7 +127,7 @@ def main(
     count: Annotated[int, typer.Option("--sample", min=1, help="How many bugs.")] = 60,
     every: Annotated[bool, typer.Option("--every", help="Print each bug's notes.")] = False,
 ) -> None:
-    """Inject a sample of the catalogue and print how many first notes are true of what was injected."""
+    """Inject a sample of the catalogue and print how many first notes are true of the injected bug."""
     from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
     from parity_tests.evidence.injected_bugs.report import without_schedule_warnings
     from shardproof.declare import discover

@@ -114,7 +114,7 @@ def patched_text(bug: InjectedBug) -> PatchedFile:
 
 
 def stale_bugs(bugs: Iterable[InjectedBug]) -> list[str]:
-    """What is wrong with each bug that cannot be injected any more."""
+    """The problem with each bug that cannot be injected any more."""
     messages = []
     for bug in bugs:
         try:

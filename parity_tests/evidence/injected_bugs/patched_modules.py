@@ -28,8 +28,8 @@ NOT_UNDER_TEST, UNDER_TEST = ("cli", "evidence", "harness", "specimens"), ("cost
 class PatchedModules:
     """The modules of one bug, swapped in and out together.
 
-    `names` are imported under the patch at once; what else of the code under test is imported inside the block
-    belongs to these modules too.
+    `names` are imported under the patch at once; other modules under test that are imported inside the block
+    belong to these modules too.
     """
 
     def __init__(self, file: str, text: str, names: Iterable[str] = ()) -> None:
@@ -51,7 +51,7 @@ class PatchedModules:
         _insert_modules(self._patched)
         sys.meta_path.insert(0, self._finder)
         lines = self.text.splitlines(keepends=True)
-        # Triton does not run a kernel's code but what `inspect` reads; without a date the disk is not looked at.
+        # Triton runs a kernel's source as `inspect` reads it, not its code; without a date the disk is not looked at.
         linecache.cache[str(ROOT / self.file)] = (len(self.text), None, lines, str(ROOT / self.file))
         try:
             for namespace, name, value in list(_bindings(self._healthy)):
@@ -134,7 +134,7 @@ class _Loader(SourceFileLoader):
 
 
 def _is_under_test(name: str) -> bool:
-    """Production, the parity tests of components, and what trains or traces; what judges stays as it is."""
+    """Production, the parity tests of components, and the package's training and tracing; the judge stays as it is."""
     package, _, rest = name.partition(".")
     if package == "torch_impl":
         return True

@@ -1,6 +1,6 @@
 """Injected bugs over several processes: each finds the lines of every scheme and tries its share of the bugs.
 
-Not a part of `__main__`: a spawned process imports the module of what it is to call, and cannot import that one.
+Not a part of `__main__`: a spawned process imports the module of the function that it calls, and cannot import that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run over injected bugs reports: progress, one line for each bug, closing figures, the page, JSON."""
+"""The report of a run over injected bugs: progress, one line for each bug, closing figures, the page, JSON."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
 
 
 def counted(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those whose bug changes something observable."""
+    """The outcomes of bugs that change something observable."""
     return [outcome for outcome in outcomes if not outcome.bug.equivalent]
 
 

@@ -27,7 +27,7 @@ from shardproof.report.report import Report
 
 EXAMPLES = 40
 NEAREST, FARTHEST = 5, 15  # of the affected schemes: how many are tried first, and how many at all
-MORE_ROUNDS = 5  # after the first catch: their words too are compared with what the bug expects
+MORE_ROUNDS = 5  # after the first catch: their words too are compared with the bug's expected words
 NOT_TRIED = {"compiled_logprob": "would be compiled again for each bug and shape; its eager twin is tried"}
 
 
@@ -164,7 +164,7 @@ class BugRunner:
 
 
 def lines_that_name(bug: InjectedBug, file: str) -> list[int]:
-    """The lines of a file in which the bug's symbol occurs."""
+    """The lines of a file that contain the name of the bug's symbol."""
     name = re.compile(rf"\b{re.escape(bug.at.rpartition(':')[2].rpartition('.')[2])}\b")
     return [number for number, line in enumerate((ROOT / file).read_text().splitlines(), 1) if name.search(line)]
 

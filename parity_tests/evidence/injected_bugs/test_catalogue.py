@@ -1,4 +1,4 @@
-"""The catalogue is not stale, and the drawn examples catch what is in it."""
+"""The catalogue is not stale, and the drawn examples catch its bugs."""
 
 import ast
 from collections import Counter
@@ -101,7 +101,7 @@ def test_cases_of_one_shape_have_a_dtype_that_their_scheme_declares():
 
 
 def caught(bugs, runner):
-    """Injects bugs as `make bugs` does, which also counts what a test of one shape sees, and writes the page."""
+    """Inject bugs as `make bugs` does, which also counts the catches of a test of one shape, and writes the page."""
     outcomes = run_bugs(bugs, runner)
     text = "\n".join(report.closing(outcomes, EXAMPLES))
     observable = report.counted(outcomes)
@@ -115,7 +115,7 @@ def caught(bugs, runner):
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("component", ["collectives", "mamba", "optimizers"])
 def test_schemes_of_a_component_catch_a_sample_of_its_bugs(component):
-    """A component whose schemes run few lines of others."""
+    """For a component whose schemes run few lines of other components."""
     schemes = [scheme for scheme in built_in() if scheme.key.startswith(f"parity_tests.{component}.")]
     sample = [bug for (of, _), bugs in GROUPS.items() if of == component for bug in bugs[::SAMPLED_FAST]]
     assert {needs_more_than_values(bug) for bug in sample} == {False, True}

@@ -1,4 +1,4 @@
-"""What the command prints while it runs, on a terminal and elsewhere, and which warnings it suppresses."""
+"""The command's output while it runs, on a terminal and elsewhere, and which warnings it suppresses."""
 
 import io
 import json

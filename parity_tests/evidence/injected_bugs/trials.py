@@ -59,12 +59,12 @@ class Trial:
         wrap_program: Callable[..., Any] | None = None,
         quiet_s: float | None = None,
     ) -> Report:
-        """The report of the same case on a scheme whose code has a bug."""
+        """The report of the same case on a scheme with a bug in its code."""
         return verify_case(patched, self.case, reference=self.reference, wrap_program=wrap_program, quiet_s=quiet_s)
 
 
 class SchemeTrials:
-    """The trials of one scheme: `drawn` from the menus of its parity test, `fixed` those of a test of one shape."""
+    """The trials of one scheme: `drawn` from the menus of its parity test, `fixed` as a test of one shape has them."""
 
     def __init__(self, scheme: Declared, examples: int, engine: str = "lockstep", traced: int = TRACED) -> None:
         self.scheme, self.examples, self.engine, self.traced = scheme, examples, engine, traced
@@ -169,7 +169,7 @@ def _places(
         finally:
             sys.settrace(before)
 
-    # Eager: a trace of torch's compiler takes minutes, and what is compiled runs no line of Python.
+    # Eager: a trace of torch's compiler takes minutes, and compiled code runs no line of Python.
     with torch.compiler.set_stance("force_eager"):
         for case in cases:
             run(traced_body, case.replace(engine="lockstep"), "lockstep", quiet_s=QUIET_S)

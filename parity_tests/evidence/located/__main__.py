@@ -60,7 +60,7 @@ def home_of(bug: InjectedBug) -> str | None:
 
 
 def runs(dtype: str, **sizes: Any) -> list[Run]:
-    """What each bug is tried on."""
+    """The runs that each bug is tried on."""
     return [Run.on(mesh, dtype=dtype, **{**SMALL, **sizes, **how}) for mesh, how in HOW]
 
 
@@ -131,7 +131,7 @@ def main(
 
 
 def meets_promise(outcomes: Sequence[Located]) -> bool:
-    """Whether what is promised holds. Of no bug that changes anything it does not: nothing was shown."""
+    """Whether the promise holds. It does not if no bug changed anything: then nothing was shown."""
     right, wrong = (sum(outcome.word == word for outcome in outcomes) for word in (RIGHT, WRONG))
     return right + wrong > 0 and right >= PROMISED * (right + wrong)
 

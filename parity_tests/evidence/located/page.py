@@ -1,4 +1,4 @@
-"""docs/located.md: which bugs a trace of the training step locates, and in which module; the summary, and every bug."""
+"""docs/located.md: which bugs a trace of the training step locates, and in which module: a summary, then every bug."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHOWN = (RIGHT, WRONG, FAILED)
 
 @dataclass(frozen=True)
 class Located:
-    """What became of one bug: the homes that are right, the module that differs first, and the words that named it.
+    """The outcome of one bug: the homes that are right, the module that differs first, and the words that named it.
 
     `word` is `not run` where no traced step calls a function of the bug, `equal` where no tensor differs, `failed`
     where a rank does, else `right` or `wrong`. `mesh` is where it differed.

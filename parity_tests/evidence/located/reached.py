@@ -1,4 +1,4 @@
-"""Which functions of production a traced step runs, so that what stands elsewhere need not be injected to be unseen.
+"""Find the functions of production that a traced step runs: a bug anywhere else is unseen without being injected.
 
 A bug is reached if a function with one of its lines runs on any rank, forward or backward. A line outside of all
 functions is reached where its file is imported.
@@ -33,7 +33,7 @@ def is_reached(bug: InjectedBug, called_places: frozenset[CodePlace]) -> bool:
 
 
 def owner(file: str, line: int) -> int | None:
-    """Where the innermost function begins whose body a line is in; None outside of all."""
+    """The line where the innermost function around a line begins; None outside of all functions."""
     inside = [begin for begin, start, end in _functions(ROOT / file) if start <= line <= end]
     return max(inside, default=None)
 

@@ -1,4 +1,4 @@
-"""Which bugs a traced step can see, what is kept of an answer, and the page."""
+"""Which bugs a traced step can see, the fields kept of an answer, and the page."""
 
 import pytest
 from typer.testing import CliRunner

@@ -24,7 +24,7 @@ from parity_tests.evidence.mutants.reached import TestReach
 from parity_tests.evidence.workers import Workers
 
 CAP_S = 150.0  # for all tests of a mutant
-SLOWER, AT_LEAST_S = 3.0, 90.0  # the time limit of a test: times what the healthy run took, and not less than that
+SLOWER, AT_LEAST_S = 3.0, 90.0  # the time limit of a test: a multiple of the healthy run's time, and a minimum
 PLUGIN = ("-p", "parity_tests.evidence.mutants.selection_plugin")
 NO_TESTS = 5  # pytest's status where it has collected none of those in the list
 
@@ -84,7 +84,7 @@ class TestRuns:
 
 
 def reaching(mutant: Mutant, tests: Sequence[TestReach]) -> list[TestReach]:
-    """The tests that run the line, or what uses a line of import; else those of files that run it when collected."""
+    """The tests that run the line or a user of its import-time value; else tests whose file runs it when collected."""
     lines = range(mutant.first_line, mutant.last_line + 1)
     numbers = lines_of_users(mutant).union(lines)
     found = [test for test in tests if test.runs(mutant.file, numbers)]
@@ -93,7 +93,7 @@ def reaching(mutant: Mutant, tests: Sequence[TestReach]) -> list[TestReach]:
 
 @contextmanager
 def tree_of(*mutants: Mutant) -> Iterator[Path]:
-    """A copy of the packages with these changes, none of which overlap, and links to all else.
+    """A copy of the packages with these changes, which must not overlap, and links to all else.
 
     Tests are copied too: processes that they start in the folder above their own file have the changes.
     """

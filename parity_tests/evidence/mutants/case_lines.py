@@ -1,7 +1,7 @@
 """Which lines of production each drawn case of a scheme runs.
 
 Some schemes have a process of their own: coverage.py's tracer must be there before the ranks' threads are. Caches are
-emptied before each case, so that none reads what another one computed.
+emptied before each case, so that no case reads another one's results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Masks = dict[str, dict[str, int]]  # of each file, relative to the root: bit n o
 
 
 def masks_of(keys: Sequence[str], examples: int) -> dict[str, Masks]:
-    """What the drawn cases of these schemes run, forward and backward, on any rank of lockstep."""
+    """The lines that the drawn cases of these schemes run, forward and backward, on any rank of lockstep."""
     recorder = coverage.Coverage(data_file=None, config_file=False, include=[f"{ROOT / PRODUCTION}/*"])
     recorder.set_option("run:disable_warnings", ["no-data-collected"])
     recorder.start()

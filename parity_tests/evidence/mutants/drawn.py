@@ -1,4 +1,4 @@
-"""Judge mutants by the drawn cases that run the changed line, those of the nearest schemes first.
+"""Judge mutants by the drawn cases that run the changed line, the nearest schemes first.
 
 As `python -m parity_tests.evidence.mutants.drawn BATCH` it is a process of its own for a batch: a mutant may leave a
 process unusable. It writes a line of JSON for each, and ends after one whose ranks never came back.
@@ -38,7 +38,7 @@ class DrawnCases:
         self._trials: dict[str, SchemeTrials] = {}
 
     def judge(self, mutant: Mutant, numbers: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """What catches a mutant, or that nothing does; `numbers` are, by scheme, of the cases that run its line."""
+        """Find the case that catches a mutant, if any; `numbers` are, by scheme, the cases that run its line."""
         start, judged = time.monotonic(), 0
         chosen = [
             [self._of(key).drawn[number] for number in numbers[key]] for key in itertools.islice(numbers, FARTHEST)
@@ -65,7 +65,7 @@ class DrawnCases:
 
     @staticmethod
     def _is_healthy(trial: Trial, modules: Any) -> bool:
-        """Whether the case passes without the change: what fails anyhow catches nothing."""
+        """Whether the case passes without the change: a case that fails anyhow catches nothing."""
         with modules.suspended():
             return trial.healthy.ok
 

@@ -1,7 +1,7 @@
 """`python -m parity_tests.evidence.mutants.equivalents`: run all tests on a tree with all equivalents.
 
-Changes that no test can see remain so together, and one run of the tests judges all entries of `judged.toml`. Where a
-test fails, halves of the mutants lead to the one that it sees: that entry is wrong.
+Changes that no test can see are unseen together too: one run of the tests judges all entries of `judged.toml`. If a
+test fails, halving the mutants finds the one that it sees: that entry is wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parity_tests.evidence.mutants.judged import why_equivalent
 from parity_tests.evidence.mutants.mutant import Mutant
 from parity_tests.evidence.page import read, with_section, write
 
-# They compare the text of production with what is written about it, which any change alters.
+# These tests compare production's text with other text about it, which any change alters.
 OF_THE_TEXT = ("parity_tests/evidence/injected_bugs", "parity_tests/evidence/mutants", "parity_tests/test_house.py")
 IN_PARALLEL = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 EPILOG = """\b
@@ -43,7 +43,7 @@ Exit status:
 def main(
     page: Annotated[Path | None, typer.Option(help="Write the outcome into this page.")] = None,
 ) -> None:
-    """Test all mutants that are read as equivalent at once, and name those that a test sees."""
+    """Test all mutants at once that were judged to be equivalent, and name each one that a test sees."""
     mutants = [mutant for mutant in places.candidates() if why_equivalent(mutant)]
     everything = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "parity_tests").rglob("test_*.py"))]
     tests = [path for path in everything if not path.startswith(OF_THE_TEXT)]
@@ -76,9 +76,9 @@ def layers(mutants: Sequence[Mutant]) -> list[list[Mutant]]:
 
 
 def failing(mutants: Sequence[Mutant], tests: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """The names of the tests that fail on a tree with these changes, by pytest's own record of what failed.
+    """The names of the tests that fail on a tree with these changes, by pytest's own record of failures.
 
-    Errors: RuntimeError where pytest ends otherwise than with all tests run, which says nothing of the changes.
+    Errors: RuntimeError if pytest did not run all tests, which says nothing about the changes.
     """
     with tree_of(*mutants) as tree, tempfile.TemporaryDirectory() as record:
         path = os.pathsep.join([str(tree), str(tree / "parity_tests" / "import_name")])
@@ -95,9 +95,9 @@ def failing(mutants: Sequence[Mutant], tests: Sequence[str], options: Sequence[s
 def seen(
     mutants: Sequence[Mutant], tests: Sequence[str], fails: Callable[[Sequence[Mutant], str], bool]
 ) -> tuple[dict[Mutant, str], list[Mutant]]:
-    """The mutants that make a test fail by themselves, each with the first one; and those that do so with others alone.
+    """Mutants that make a test fail alone, each with the first such test; and mutants that do so only with others.
 
-    What fails without any sees none. The last mutant that is left has no other to meet, so the second are fewer.
+    A test that fails without any change sees none. The last mutant has no other to meet, so the second list is shorter.
     """
     left, by_itself, met = list(mutants), dict[Mutant, str](), list[Mutant]()
     for test in tests:

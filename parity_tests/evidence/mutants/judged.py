@@ -1,8 +1,8 @@
-"""Survivors that were looked at: why each is equivalent, that is, no test on a CPU can see the change.
+"""Survivors that a person has read, and why each is equivalent: no test on a CPU can see the change.
 
 `judged.toml` has an entry for each: the file, the line with the change in it, and the reason. An equivalent mutant is
-listed on the page and not counted. Some have the same values in every case, some change cost alone, which rules are to
-leave out, and some are run by CUDA or another version of torch alone, where this sample is not judged.
+listed on the page and not counted. Some have the same values in every case. Some change only cost, which rules should
+leave out. Some run only on CUDA or on another version of torch, where this sample is not judged.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ def equivalent() -> dict[tuple[str, str], str]:
 
 
 def why_equivalent(mutant: Mutant) -> str | None:
-    """Why nobody can see it; None for a mutant that was not judged so."""
+    """Why the mutant is equivalent; None if it was not judged to be."""
     return equivalent().get((mutant.file, mutant.place))

@@ -1,9 +1,9 @@
 """A plugin of pytest that writes which lines of a folder each test runs, in any thread: `-p` names it.
 
-A test reaches the lines that run while it is set up, called and torn down. Fixtures wider than a function, and what
-collecting a file runs, are recorded for the file. A test that starts processes, in which nothing is traced, reaches all
-lines of the functions, classes and modules that its file imports from the folder; of its component where it imports
-none. Caches are emptied before each test, so that no test reads what another one computed.
+A test reaches the lines that run while it is set up, called and torn down. Fixtures wider than a function, and the
+collection of a file, are recorded for the file. A test that starts processes, in which nothing is traced, reaches all
+lines of the functions, classes and modules that its file imports from the folder; if it imports none, of its component.
+Caches are emptied before each test, so that no test reads another one's results.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import pytest
 Lines = dict[str, set[int]]
 STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.sendmsg")
 CACHES = ("torch_impl.", "parity_tests.", "shardproof.cost.", "shardproof.tracing.", "shardproof.training.")
-COLLECTED, WIDE = "collected ", "wide "  # contexts of a file: what collecting it ran, and its wide fixtures
+COLLECTED, WIDE = "collected ", "wide "  # contexts of a file: its collection, and its wide fixtures
 
 
 class Recorder:
-    """What the tests of a process reach; `to` is the file that it is written to at the end."""
+    """Record the lines that the tests of a process reach; `to` is the file that they are written to at the end."""
 
     def __init__(self, folder: str, to: Path) -> None:
         self.folder, self.to = folder, to
@@ -113,7 +113,7 @@ class Recorder:
 
 def pytest_configure(config: pytest.Config) -> None:
     if os.getsid(0) != os.getpid():
-        os.setsid()  # what its tests start ends with it
+        os.setsid()  # processes that its tests start end with it
     config.pluginmanager.register(Recorder(os.environ["LINES_OF"], Path(os.environ["LINES_TO"])))
 
 
@@ -127,7 +127,7 @@ def empty_caches() -> None:
 
 
 def imported_lines(module: ModuleType | None, folder: str, file: Path) -> Lines:
-    """All lines of what a file of tests imports from the folder, or else of its component."""
+    """All lines of the objects that a test file imports from the folder, or else of its component."""
     lines: Lines = {}
     for value in list(vars(module).values()) if module else ():
         try:

@@ -38,7 +38,7 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """What it is known by from one run to the next, as long as the function or class around it is the same."""
+        """The mutant's identity from one run to the next, as long as the function or class around it is the same."""
         text = (ROOT / self.file).read_bytes()
         starts = [match.start() for match in TOP_LEVEL.finditer(text)]
         begin = max((start for start in starts if start <= self.start), default=0)
@@ -70,7 +70,7 @@ class Mutant:
 
 
 def changed(file: str, mutants: Sequence[Mutant]) -> bytes:
-    """The text of a file with the changes of all these mutants of it, none of which overlap."""
+    """The text of a file with the changes of all these mutants, which must not overlap."""
     text = (ROOT / file).read_bytes()
     for mutant in sorted(mutants, key=lambda each: each.start, reverse=True):
         text = text[: mutant.start] + mutant.new.encode() + text[mutant.stop :]

@@ -1,4 +1,4 @@
-"""The rules that make mutants: what a node of the syntax tree may become, and the name of the mistake.
+"""The rules that make mutants: the replacements of a node of the syntax tree, and the name of the mistake.
 
 Each rule is one that is made in sharded code: a sum for a mean, the wrong dim, an exchange left out, a copy that is not
 detached, a border off by one.
@@ -115,7 +115,7 @@ def _dtype(node: ast.Attribute) -> Iterator[ast.AST]:
 
 
 def _method(node: ast.Call) -> Iterator[ast.AST]:
-    """x of x.contiguous(): what a method changes, copies or waits for is left as it is."""
+    """x for x.contiguous(): leave out a method that changes, copies or waits."""
     if isinstance(node.func, ast.Attribute) and node.func.attr in REMOVED_METHODS:
         yield node.func.value
 
@@ -186,7 +186,7 @@ KINDS = tuple(dict.fromkeys(kind for rules in RULES.values() for kind, _ in rule
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
-    """Of one node: the rule's name, the node whose text is replaced, and the new text."""
+    """The changes of one node: the rule's name, the node whose text is replaced, and the new text."""
     for kind, rule in RULES.get(type(node), ()):
         for changed in rule(node):
             place = node.test if isinstance(node, ast.If) else node

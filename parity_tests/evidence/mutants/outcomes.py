@@ -13,7 +13,7 @@ from parity_tests.evidence.mutants.mutant import Mutant
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: the scheme that catches it and its oracle, or else the test."""
+    """The outcome of a mutant: the scheme that catches it and its oracle, or else the test."""
 
     mutant: Mutant
     schemes: int
@@ -26,7 +26,7 @@ class Outcome:
 
     @property
     def equivalent(self) -> str | None:
-        """Why it is equivalent, if that is known; what was caught is not."""
+        """Why it is equivalent, if that is known; a caught mutant is not."""
         return None if self.drawn or self.tests else why_equivalent(self.mutant)
 
 

@@ -1,4 +1,4 @@
-"""docs/mutants.md: what share of a sample is caught, by component, and each survivor."""
+"""docs/mutants.md: the share of a sample that is caught, by component, and each survivor."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def counted(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def reached(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those whose line a drawn case runs, of those that are not equivalent."""
+    """The counted outcomes of mutants whose line a drawn case runs."""
     return [outcome for outcome in counted(outcomes) if outcome.schemes]
 
 

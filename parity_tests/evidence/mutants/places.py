@@ -1,4 +1,4 @@
-"""Every mutant of production that may change what a caller sees. What is left out stands in RULES, for the page too."""
+"""Every mutant of production that may change a caller's result. Exceptions stand in RULES, for the page too."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _PARSER = threading.Lock()  # Python 3.11 counts the depth of a tree for all thr
 
 
 def candidates() -> list[Mutant]:
-    """All that the rules make, in order of file and place; of some the bytecode is that of the original."""
+    """All mutants that the rules make, in order of file and place; some have the original's bytecode."""
     files = [path for path in sorted((ROOT / PRODUCTION).rglob("*.py")) if _is_mutated(path)]
     return [mutant for file in files for mutant in _of_file(file)]
 
 
 def sampled(count: int, seed: int, component: str = "") -> list[Mutant]:
-    """So many mutants that change the bytecode, of each component in proportion to what it has, at least one.
+    """So many mutants that change the bytecode, from each component in proportion to its own, at least one.
 
     The order is drawn too, so that a larger sample of the same seed begins with the smaller one of each component. A
     mutant's place in it follows from its line and function: a change of other lines leaves the sample as it was.
@@ -77,7 +77,7 @@ def changes_bytecode(mutant: Mutant) -> bool:
 
 
 def lines_of_users(mutant: Mutant) -> frozenset[int]:
-    """The lines that use what is evaluated at import: of a default its function's, else the file's; else empty."""
+    """The lines that use a value computed at import: for a default the function's, else the file's; else no lines."""
     body = lines_of_function(mutant)
     if not body:
         return frozenset(range(1, 1 + len((ROOT / mutant.file).read_text().splitlines())))
@@ -93,7 +93,7 @@ def lines_of_function(mutant: Mutant) -> frozenset[int]:
 
 
 def lines_of_statement(mutant: Mutant) -> frozenset[int]:
-    """The lines of the innermost statement around it, without those of its body if it has one."""
+    """The lines of the innermost statement around it, without the statement's body if it has one."""
     innermost = _innermost(mutant, ast.stmt)
     last = innermost.body[0].lineno - 1 if hasattr(innermost, "body") else innermost.end_lineno
     return frozenset(range(innermost.lineno, max(last, innermost.lineno) + 1))

@@ -27,7 +27,7 @@ def status(
 ) -> int | None:
     """Of pytest with these arguments, -N where signal N ended it; None where it does not end in time.
 
-    Its plugins must make it the leader of a session, so that what its tests start ends with it.
+    Its plugins must make it the leader of a session, so that processes of its tests end with it.
     """
     path = os.pathsep.join([str(tree), str(tree / "parity_tests" / "import_name")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **environment}

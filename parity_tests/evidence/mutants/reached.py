@@ -22,7 +22,7 @@ from shardproof.places import component_folders
 
 Lines = dict[str, list[int]]  # of each file, relative to the root
 Progress = Callable[[str], Any]
-TOGETHER = 6  # files of tests that share a process, and what it imports
+TOGETHER = 6  # files of tests that share a process and its imports
 SCHEMES_TOGETHER = 16
 TIMEOUT_S = 600.0  # for one file of tests, or for the schemes of a process
 PLUGIN = ("-p", "parity_tests.evidence.mutants.lines_plugin")
@@ -49,7 +49,7 @@ class CaseReach:
 
 @dataclass(frozen=True)
 class TestReach:
-    """A test by its node id, which passes without a mutant; `collected` is what collecting its file runs."""
+    """A test by its node id, which passes without a mutant; `collected` are the lines that collecting its file runs."""
 
     lines: Lines
     seconds: float
@@ -73,7 +73,7 @@ class TestReach:
 
 
 class Memory:
-    """What was found, by name in a journal, as long as the text that it was found of and what it runs are the same.
+    """Findings by name in a journal, each valid as long as its own text and the production files that it runs are.
 
     `found` of a scheme are lines by file of production; a file that is none of them cannot make it run another one.
     """
@@ -82,7 +82,7 @@ class Memory:
         self._journal, self._production = Journal(path), _production()
 
     def get(self, name: str, text: str) -> Any:
-        """What was found, or None."""
+        """The finding, or None if there is none or it is out of date."""
         record = self._journal.of(name)
         if record.get("stamp") != _stamp(text):
             return None
@@ -90,7 +90,7 @@ class Memory:
         return record["found"] if is_as_before else None
 
     def put(self, name: str, text: str, found: Any, files: Iterable[str]) -> None:
-        """Remember what was found of a text, and the files of production that it runs."""
+        """Remember the finding for a text, and the files of production that it runs."""
         stamps = {file: self._production[file] for file in files}
         self._journal.add({"key": name, "stamp": _stamp(text), "files": stamps, "found": found})
 
@@ -114,7 +114,7 @@ def of_schemes(memory: Memory, examples: int, workers: Workers, progress: Progre
 
 
 def test_files(component: str) -> list[Path]:
-    """Files of tests, those of the component first; the harness and the tools judge nothing of production."""
+    """Files of tests, the component's own first; tests of the harness and the tools judge nothing of production."""
     folders = sorted(component_folders(), key=lambda folder: folder.name != component)
     return [file for folder in folders for file in sorted(folder.glob("test_*.py"))]
 

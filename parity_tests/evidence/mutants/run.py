@@ -1,4 +1,4 @@
-"""Judge a sample: drawn cases first, batch by batch in fresh processes; what survives them by tests. It can be resumed.
+"""Judge a sample: drawn cases first, batch by batch in fresh processes, then survivors by tests. It can be resumed.
 
 A larger sample of the same seed continues a smaller one.
 """
@@ -27,7 +27,7 @@ from parity_tests.evidence.mutants.reached import CaseReach, Memory, TestReach, 
 from parity_tests.evidence.workers import Workers
 
 BATCH = 24  # mutants of one component, which share references: the more, the nearer they stand
-STARTED_S = 120.0  # for a process to import what it needs, and for its first mutant besides
+STARTED_S = 120.0  # for a process to import its modules, and for its first mutant besides
 TIMEOUT_S = 240.0  # of one mutant and its references
 Progress = Callable[[str], Any]
 Cases = dict[str, list[int]]  # numbers of drawn cases by the key of their scheme, the nearest scheme first
@@ -72,9 +72,9 @@ def batches(mutants: Sequence[Mutant], size: int = BATCH) -> list[Sequence[Mutan
 def by_tests(
     sample: Sequence[Mutant], memory: Memory, journal: Journal, folders: str, workers: Workers, show: Progress
 ) -> None:
-    """Judge those that drawn cases have not caught: by tests of their component, then by those of the others.
+    """Judge mutants that drawn cases have not caught: by tests of their component, then by tests of the others.
 
-    What is read as equivalent is left to `equivalents.py`, which tests all of it at once.
+    Mutants read as equivalent are left to `equivalents.py`, which tests all of them at once.
     """
     runs, is_all = TestRuns(workers), folders == "all"
     sample = [mutant for mutant in sample if not why_equivalent(mutant)]
@@ -110,9 +110,9 @@ def _judge(mutant: Mutant, tests: Sequence[TestReach], runs: TestRuns, journal: 
 
 
 def _nearest(mutant: Mutant, schemes: Mapping[str, CaseReach]) -> Cases:
-    """The cases that run the line, or what uses a line of import; those of schemes that run the fewest lines first.
+    """The cases that run the line or a user of its import-time value, of the schemes with the fewest lines first.
 
-    Where none does, of its statement: the interpreter counts no line for some parts of a statement.
+    If none does, the cases that run its statement: the interpreter counts no line for some parts of a statement.
     """
     lines = lines_of_users(mutant).union(range(mutant.first_line, mutant.last_line + 1))
     for numbers in (lines, lines_of_statement(mutant)):

@@ -16,7 +16,7 @@ import pytest
 
 def pytest_configure() -> None:
     if os.getsid(0) != os.getpid():
-        os.setsid()  # what its tests start ends with it
+        os.setsid()  # processes that its tests start end with it
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""Mutants: what the rules make and leave out, that a sample repeats, and how one is judged."""
+"""Mutants: the changes that rules make and leave out, that a sample repeats, and how a mutant is judged."""
 
 import ast
 import gc
@@ -77,7 +77,7 @@ def test_arguments_that_mean_the_same_either_way_are_not_swapped(code):
     assert "arguments" not in {kind for kind, _ in code_changes(code)}
 
 
-def test_what_is_left_out(monkeypatch):
+def test_places_that_are_left_out(monkeypatch):
     code = '''
 """A docstring."""
 from functools import cache
@@ -100,7 +100,7 @@ def __repr__(self):
     assert changed == {"1", "a < 0", "0"}
 
 
-def test_what_is_left_out_for_cuda_is_named_in_the_rules():
+def test_exceptions_for_cuda_are_named_in_the_rules():
     """No other function has such a block than the one on the page."""
     files = [path for path in (ROOT / "torch_impl").rglob("*.py") if "with torch.cuda.device(" in path.read_text()]
     (rule,) = [rule for rule in places.RULES if "torch.cuda.device" in rule]
@@ -143,7 +143,7 @@ def test_a_change_of_other_lines_leaves_sample_and_outcomes_as_they_were(monkeyp
     assert {symbol for _, symbol, _ in other_keys} == {"all_reduce_sum"}
 
 
-def test_what_runs_at_import_is_judged_by_what_uses_it():
+def test_a_line_of_import_is_judged_by_its_users():
     """A default by the schemes that run its function, a constant by those that run its file."""
     text = (ROOT / PLAIN).read_text().splitlines()
     header = 1 + next(i for i, line in enumerate(text) if line.startswith("def all_reduce_sum"))
@@ -179,7 +179,7 @@ def test_cases_have_the_lines_that_their_ranks_run():
 
 
 @pytest.mark.slow
-def test_drawn_cases_catch_a_mutant_and_pass_what_is_none():
+def test_drawn_cases_catch_a_mutant_and_pass_the_original():
     cases = DrawnCases(examples=4)
     caught = cases.judge(mutant_of(RETURNED, "return (total / 2).to(x.dtype)"), {SUM: range(4)})
     assert (caught["drawn"], caught["examples"]) == ("sum_to_invariant", 1) and "value" in caught["oracle"]
@@ -187,7 +187,7 @@ def test_drawn_cases_catch_a_mutant_and_pass_what_is_none():
     assert cases.judge(mutant_of(RETURNED, "return ("), {SUM: range(4)})["drawn"] == AT_IMPORT
 
 
-def test_the_tree_of_a_mutant_is_what_python_imports():
+def test_python_imports_the_tree_of_a_mutant():
     with tree_of(mutant_of(RETURNED, "return 17")) as tree:
         program = "import inspect, torch_impl.collectives.plain as p; print(inspect.getsource(p.all_reduce_sum))"
         environment = {"PYTHONPATH": str(tree)}
@@ -254,7 +254,7 @@ def test_threads_may_look_for_lines_at_the_same_time():
     assert len(set(lines)) == 1
 
 
-def test_what_is_reached_is_remembered_while_the_text_is_the_same():
+def test_reached_lines_are_remembered_while_the_text_is_the_same():
     memory = Memory(Path("lines.jsonl"))
     assert memory.get("a", "text") is None
     memory.put("a", "text", {PLAIN: {"2": 0b100}}, [PLAIN])
@@ -279,8 +279,8 @@ def test_a_test_has_the_lines_that_its_ranks_run():
     assert maximum.lines and not maximum.runs(PLAIN, [line])
 
 
-def test_what_a_test_reaches_besides_its_own_lines():
-    """Wide fixtures of its file; all lines of the file where it starts processes. What fails tells nothing."""
+def test_a_test_reaches_more_than_its_own_lines():
+    """A test also reaches its file's wide fixtures, and all lines of its file where it starts processes."""
     tests = {
         f"{SUM_FILE}::{name}": {"passed": name != "fails", "seconds": 1.0, "starts": name == "starts", "slow": False}
         for name in ("plain", "starts", "fails")
@@ -300,7 +300,7 @@ def test_what_a_test_reaches_besides_its_own_lines():
     assert lines == {"plain": [2, 9], "starts": [2, 3, 5, 6, 9]} and found["collected"] == {PLAIN: [1]}
 
 
-def test_a_default_is_judged_by_what_runs_its_function_whoever_counts_its_line_too():
+def test_a_default_is_judged_by_runs_of_its_function_whoever_counts_its_line_too():
     """A test that starts processes has the whole text of a function; one that calls it has the body."""
     text = (ROOT / PLAIN).read_text().splitlines()
     header = 1 + next(i for i, line in enumerate(text) if line.startswith("def all_reduce_sum"))
@@ -310,7 +310,7 @@ def test_a_default_is_judged_by_what_runs_its_function_whoever_counts_its_line_t
     assert reaching(default, [starts, calls]) == [starts, calls]
 
 
-def test_what_only_collecting_runs_is_judged_by_the_tests_of_that_file():
+def test_lines_run_only_by_collecting_are_judged_by_that_files_tests():
     mutant = mutant_of(RETURNED, "return total")
     far, runs_it = (TestReach({PLAIN: [line]}, 0.1, SUM_FILE, {}) for line in (1, mutant.first_line))
     collects_it = replace(far, collected=runs_it.lines)
@@ -373,7 +373,7 @@ def test_mutants_that_meet_are_not_taken_for_one_that_a_test_sees():
 
 
 @pytest.mark.slow
-def test_what_fails_on_a_tree_of_mutants_is_named():
+def test_failing_tests_on_a_tree_of_mutants_are_named():
     test = f"{SUM_FILE}::test_narrow_dtypes_are_summed_in_float32"
     assert equivalents.failing([mutant_of(RETURNED, "return (total / 2).to(x.dtype)")], [test]) == [test]
     assert equivalents.failing([], [test]) == []

@@ -1,4 +1,4 @@
-"""Two tiers of tests: which bugs are judged, by which tests, and what the page counts."""
+"""Two tiers of tests: which bugs are judged, by which tests, and which counts the page has."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_an_injected_bug_is_a_change_of_its_file(bug):
 
 @pytest.fixture
 def judged(monkeypatch):
-    """What the journal has of a bug that these tests catch, and which tests were run, by their profile."""
+    """The journal's record of a bug that these tests catch, and the tests that were run, by their profile."""
     runs = []
 
     def record(*catching, capped=False):
@@ -58,7 +58,7 @@ def test_a_bug_that_a_fast_test_catches_is_judged_once(judged):
     assert len(runs) == 1
 
 
-def test_what_no_test_had_time_for_is_not_judged(judged):
+def test_a_bug_without_time_for_tests_is_not_judged(judged):
     record, _ = judged
     assert record(capped=True).is_open
 
@@ -94,7 +94,7 @@ def test_an_interrupted_run_has_judged_bugs_of_many_components_and_writes_the_pa
     assert len({mutant.component for mutant in judged}) > len({mutant.component for _, mutant in sample[:20]})
 
 
-def test_the_page_counts_what_is_judged():
+def test_the_page_counts_judged_bugs():
     caught, missed, survives, unknown = (
         Verdict(BUG, INJECTED, "a", "a", False),
         Verdict(BUG, INJECTED, None, "b", False),

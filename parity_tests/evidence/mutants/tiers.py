@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.mutants.tiers`: how many bugs the fast tests catch of those that all tests catch.
+"""`python -m parity_tests.evidence.mutants.tiers`: the share of caught bugs that the fast tests catch.
 
 A bug is a mutant of a seeded sample or one of the catalogue of injected bugs. `make tiers` writes the page. A run that
 is interrupted writes the page of the bugs that are judged so far; the next one goes on from there.
@@ -50,7 +50,7 @@ all tests. Tests outside the component's folder, such as the tests of every sche
 and injected bugs that are equivalent are left out, and so are injected bugs that are expected to survive. A bug
 whose tests take more than {cap:.0f} s is counted as not run.
 
-Bugs are judged in an order that the seed draws, across components: those of a run that was stopped are a sample of all.
+Bugs are judged in an order that the seed draws, across components: after a stop, the judged bugs are a sample of all.
 The run goes on where it was stopped: `build/tiers.jsonl` remembers what is judged.
 
 {closing}
@@ -107,7 +107,7 @@ def judge(
     cap: float,
     show: Callable[[str], Any],
 ) -> None:
-    """Judge those that the journal lacks, in turn: by the fast tests of a component, and by all if these miss one."""
+    """Judge the bugs that the journal lacks, in turn: by a component's fast tests, and by all if these miss one."""
     left = [mutant for mutant in mutants if verdict(MUTANTS, mutant, journal.of(mutant.key)).is_open]
     locks, traced = {mutant.component: threading.Lock() for mutant in left}, dict[str, list[TestReach]]()
     fast, every = (TestRuns(workers, (f"--hypothesis-profile={name}",)) for name in ("fast", "ci"))
@@ -135,7 +135,7 @@ def judge(
 
 
 def verdict(kind: str, mutant: Mutant, record: dict[str, Any]) -> Verdict:
-    """What the journal's record of a bug says."""
+    """The verdict in the journal's record of a bug."""
     fast, caught = record.get("fast"), record.get("fast") or record.get("any")
     is_judged = bool(fast) or ("any" in record and (bool(caught) or not record["any_capped"]))
     is_open = not is_judged or (not fast and record["fast_capped"])
@@ -192,14 +192,14 @@ def page(verdicts: Sequence[Verdict], count: int, seed: int) -> str:
 def main(
     count: Annotated[int, typer.Option(min=1, help="Mutants, of each component in proportion.")] = COUNT,
     seed: Annotated[int, typer.Option(min=0, help="Another number draws other mutants.")] = 0,
-    component: Annotated[list[str] | None, typer.Option(help="Judge those of this folder of torch_impl alone.")] = None,
-    kind: Annotated[str, typer.Option(help="Judge mutants or injected bugs alone.")] = "",
+    component: Annotated[list[str] | None, typer.Option(help="Judge only bugs in this folder of torch_impl.")] = None,
+    kind: Annotated[str, typer.Option(help="Judge only mutants or only injected bugs.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once.")] = 2,
     cap: Annotated[float, typer.Option(min=1, help="Seconds for the tests of one bug.")] = CAP_S,
     build: Annotated[Path, typer.Option(help="Where outcomes and reached lines are remembered.")] = Path("build"),
     page_file: Annotated[Path | None, typer.Option("--page", help="Write the page to this file.")] = None,
 ) -> None:
-    """Judge bugs by the fast tests and by all tests, and print how many the fast ones catch of those that all catch."""
+    """Judge bugs by the fast tests and by all tests, and print the share of caught bugs that the fast tests catch."""
     if kind not in ("", MUTANTS, INJECTED):
         raise typer.BadParameter(f"--kind {kind!r} is not mutants or 'injected bugs'")
     sample = bugs(count, seed)
@@ -210,7 +210,7 @@ def main(
     memory, journal = Memory(build / "mutants_lines.jsonl"), Journal(build / "tiers.jsonl")
     chosen = [each for its_kind, each in sample if each.component in (component or names) and kind in ("", its_kind)]
     random.Random(seed).shuffle(chosen)
-    with contextlib.suppress(KeyboardInterrupt):  # what is judged so far is shown and written
+    with contextlib.suppress(KeyboardInterrupt):  # verdicts so far are shown and written
         judge(chosen, memory, journal, Workers(jobs), cap, show)
     verdicts = [verdict(its_kind, each, journal.of(each.key)) for its_kind, each in sample]
     shares = bullets(closing(verdicts, each) for each in (MUTANTS, INJECTED))

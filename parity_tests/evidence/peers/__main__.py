@@ -1,7 +1,7 @@
 """`python -m parity_tests.evidence.peers`, or `make peers`: judge other projects' functions, write docs/findings.md.
 
-Each verdict is compared with the expected one; the exit status is 1 where one differs. The verdicts of each file are
-kept in build/peers.jsonl, from which the page is written; it is not where a project or an engine has none.
+Each verdict is compared with the expected one; the exit status is 1 if any differs. The verdicts of each file are
+kept in build/peers.jsonl, from which the page is written. A file has no verdict where its project or engine is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parity_tests.evidence.peers.outcome import FOLDER, Outcome, key
 
 ROOT = FOLDER.parents[2]
 ENGINES = ("lockstep", "gloo")
-CHATTER = ("[WARNING]", "built successfully")  # what a library prints of itself
+CHATTER = ("[WARNING]", "built successfully")  # lines that libraries print unasked
 JOURNAL = ROOT / "build" / "peers.jsonl"
 TIMEOUT_S = 1800  # for one file on one engine
 
@@ -104,7 +104,7 @@ def judged(file: Path, engine: str, examples: int) -> list[Outcome]:
 
 
 def printed(finding: Finding) -> str:
-    """What the plain script of a finding prints on processes of its own, its lines sorted where ranks race."""
+    """The output of a finding's plain script on processes of its own, with its lines sorted where ranks race."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(finding.ranks)]
     script = FOLDER / "scripts" / f"{finding.script}.py"
     done = subprocess.run([*command, str(script)], env=_environment(), capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""What was found in other projects: the defects, the documented contracts, and which scheme shows which."""
+"""Findings in other projects: the defects, the documented contracts, and which scheme shows which."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ RIGHT = "equal"
 
 @dataclass(frozen=True)
 class Finding:
-    """A defect: what a user sees, where, and what to do until it is mended.
+    """A defect: the symptom that a user sees, its place, and the remedy until it is mended.
 
-    `script` is the plain script that shows it, `ranks` the processes that it runs on; `kind` is that of an injected bug
-    which makes the same mistake; `schemes` are globs of
-    `folder/file::name`; `verdict` is the report's, `verdicts` that of an engine where it has another; `says` is the
-    sentence that its maintainers would accept.
+    `script` is the plain script that shows it, `ranks` the number of its processes; `kind` is the kind of an injected
+    bug that makes the same mistake; `schemes` are globs of `folder/file::name`; `verdict` is the report's, `verdicts`
+    has the verdicts of engines that differ; `says` is the sentence that its maintainers would accept.
     """
 
     title: str
@@ -57,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Contract:
-    """A call that does not do what its scheme declares, and whose project says so: in its manual or by an error."""
+    """A call that does not do what its scheme declares, as its project says itself: in its manual or by an error."""
 
     project: str
     what: str
@@ -432,7 +431,7 @@ def expected_verdict(scheme: str, engine: str) -> str:
 
 
 def expected(scheme: str) -> Finding | Contract | None:
-    """What `folder/file::name` shows; None where it is expected to be right."""
+    """The finding or contract that `folder/file::name` shows; None where it is expected to be right."""
     return next(
         (each for each in (*FINDINGS, *CONTRACTS) if any(fnmatch.fnmatch(scheme, glob) for glob in each.schemes)), None
     )

@@ -1,7 +1,7 @@
 """`python -m parity_tests.evidence.peers.first_notes`: of the mismatches of the gallery, the share of true first notes.
 
-The rule is that of the catalogue of injected bugs: a finding has the kind of a bug that makes the same mistake, and a
-note is false where the two do not go together. A first note is that of the smallest failing case, after experiments.
+The rule is the same as for injected bugs: a finding has the kind of a bug that makes the same mistake, and a note is
+false where the two do not go together. A first note is about the smallest failing case, after experiments.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def findings_of(file: Path) -> list[tuple[Declared, Finding]]:
 
 
 def main() -> None:
-    """Judge the schemes of every finding whose project is installed, and print the notes."""
+    """Judge the schemes of every finding with an installed project, and print the notes."""
     counted: Counter[str] = Counter()
     for folder in PROJECTS:
         for file in files(folder) if version(folder) else ():

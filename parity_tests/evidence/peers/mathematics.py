@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def identity(x: Any) -> Any:
-    """What moves an array and computes nothing."""
+    """The reference of a call that moves an array and computes nothing."""
     return x
 
 

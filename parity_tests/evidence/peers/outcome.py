@@ -1,7 +1,7 @@
 """The verdict on every scheme of one file, and whether it is the expected one.
 
 `python -m parity_tests.evidence.peers.outcome FILE ENGINE EXAMPLES JOURNAL` adds them to a journal: a process for each
-file, so that what one project leaves behind in a process is no other's matter.
+file, so that no project is affected by the remains of another one in its process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Outcome:
-    """One scheme on one engine: its verdict, the expected one, the smallest failing case, and what is wrong there."""
+    """One scheme on one engine: its verdict, the expected one, the smallest failing case, and its mistake."""
 
     scheme: str  # folder/file::name
     engine: str
@@ -54,7 +54,7 @@ def identifier(file: Path, scheme: str) -> str:
 
 
 def outcome(scheme: Declared, file: Path, engine: str, examples: int) -> Outcome:
-    """The verdict on one scheme. What cannot be judged, such as a reference that raises, is a verdict too."""
+    """The verdict on one scheme. A scheme that cannot be judged, as its reference raises, has a verdict too."""
     name = identifier(file, scheme.name)
     entry, wanted = expected(name), expected_verdict(name, engine)
     try:
@@ -78,9 +78,9 @@ def outcome(scheme: Declared, file: Path, engine: str, examples: int) -> Outcome
 
 
 def known(scheme: Declared, engine: str, examples: int) -> Report:
-    """The report of something that is known to be wrong: its first failing case, on lockstep the smallest.
+    """The report of a known mistake: its first failing case, on lockstep the smallest.
 
-    Notes and second opinions are for what is new. Where no case fails, the report of the last.
+    Notes and second opinions are for new mistakes. If no case fails, the report is the last case's.
     """
     for seed in range(2 * examples):
         report = verify_or_undecided(scheme, one_case(scheme, seed=seed, engine=engine))

@@ -1,4 +1,4 @@
-"""docs/findings.md: each defect with what shows it, then what is right, by project and version."""
+"""docs/findings.md: each defect with the scheme that shows it, then the right functions, by project and version."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from parity_tests.evidence.peers.outcome import Outcome
 INTRODUCTION = """# Findings in other projects
 
 Functions of other projects, each called as its user calls it, judged by `shardproof verify` against a reference that is
-written from the mathematics. Corrections are welcome: a scheme that calls a function otherwise than its manual says is
-our mistake.
+written from the mathematics. Corrections are welcome: if a scheme does not call a function as its manual says, the
+mistake is ours.
 
-Every script below runs without Shardproof, on the versions named. Under it are the lines that it printed; those that
-begin with a rank are sorted, and what the library logs is left out.
+Every script below runs without Shardproof, on the versions named. Under it are the lines that it printed. Lines that
+begin with a rank are sorted, and the library's log is left out.
 """
 
 
@@ -24,9 +24,9 @@ def text(outcomes: Sequence[Outcome], versions: Mapping[str, str], printed: Mapp
     return joined(
         INTRODUCTION,
         written_by("make peers"),
-        "## What differs from its mathematics",
+        "## Results that differ from the mathematics",
         *(_finding(number, each, outcomes, versions, printed) for number, each in enumerate(FINDINGS, 1)),
-        "## What a function does not take",
+        "## Calls that a function does not take",
         bullets(f"{each.project}: {each.what}." for each in CONTRACTS),
         "## What is right",
         "Every drawn case within its budget: values, gradients, and the ranks' agreement, on each engine that a "

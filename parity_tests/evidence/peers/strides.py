@@ -1,7 +1,7 @@
-"""What the gallery does with tensors that are not contiguous: some functions hand theirs to a backend as it is.
+"""Calls of the gallery with tensors that are not contiguous: some functions hand theirs to a backend as it is.
 
-NCCL rejects such a tensor, and what gloo does with it is a finding of its own. Schemes of these functions are called
-with contiguous tensors; others beside them show what happens with a transposed one.
+NCCL rejects such a tensor, and gloo's result for it is a finding of its own. Schemes of these functions are called
+with contiguous tensors; others beside them show the result for a transposed one.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ CONTIGUOUS: dict[str, Any] = {"excluded_conditions": ("inference_mode", "overwri
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers as a view whose last two dims lie the other way round in memory."""
+    """The same numbers as a view with the last two dims swapped in memory."""
     return x.mT.clone(memory_format=torch.contiguous_format).mT

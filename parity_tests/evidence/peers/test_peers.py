@@ -19,7 +19,7 @@ from shardproof.verification import verify
 ROOT = FOLDER.parents[2]
 PAGE = ROOT / "docs" / "findings.md"
 LOSSES = FOLDER / "torch" / "losses.py"
-MODULES = {"megatron_core": "megatron"}  # folders whose module has another name
+MODULES = {"megatron_core": "megatron"}  # folders with another name than their module
 LONGEST_SCRIPT = 32  # lines
 
 
@@ -61,7 +61,7 @@ def test_right_functions_are_right():
 
 @pytest.mark.slow
 def test_a_verdict_on_a_dtensors_backward_leaves_no_thread_dead(tmp_path):
-    """Repairing a line hands DTensors to collectives, and what is left of them is waited for."""
+    """Repairing a line hands DTensors to collectives, and unfinished ones are waited for."""
     report = verify(scheme_of_file(str(LOSSES), "mse_loss_mean_even"), examples=20, replay_folder=str(tmp_path))
     assert report.verdict == "mismatch"
 
@@ -70,7 +70,7 @@ def test_gloo_agrees():
     assert judged("mse_loss_mean_even", "gloo").is_expected
 
 
-@pytest.mark.filterwarnings("ignore")  # what a peer's import warns of is not ours
+@pytest.mark.filterwarnings("ignore")  # warnings of a peer's import are not ours
 @pytest.mark.parametrize("folder", installed())
 def test_every_entry_names_schemes_that_exist(folder):
     names = [identifier(file, scheme.name) for file in files(folder) for scheme in schemes_of_file(str(file))]

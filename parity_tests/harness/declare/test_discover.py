@@ -1,4 +1,4 @@
-"""Schemes of a folder: the project's own files, and no walk over what lies around them."""
+"""Schemes of a folder are found in the project's own files, and no other files are searched."""
 
 import os
 import sys

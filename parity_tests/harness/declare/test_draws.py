@@ -1,4 +1,4 @@
-"""How inputs are drawn: ids at borders, masks, and kinds of values that keep what their names promise."""
+"""How inputs are drawn: ids at borders, masks, and values of each kind with the properties of that kind."""
 
 from collections import Counter
 

@@ -37,7 +37,7 @@ def test_every_built_in_scheme_draws_every_pair():
 
 
 def test_a_pair_that_can_be_sharded_has_a_shape():
-    """Found by trying each size on each mesh by itself, without what `features` says."""
+    """A shape is found by trying each size on each mesh by itself, without `features`."""
     for each in built_in():
         if each.assume or each.layouts or each.depends_on_mesh:
             continue
@@ -67,7 +67,7 @@ def test_a_rank_of_the_largest_mesh_has_one_row_two_and_more(seed):
     assert {1, 2} < local
 
 
-def test_an_explicit_number_of_examples_names_what_was_not_drawn():
+def test_an_explicit_number_of_examples_names_undrawn_values():
     listed = declared(
         lambda mesh, x, twice: x * (2 if twice else 1),
         lambda x, twice: x * (2.0 if twice else 1.0),

@@ -1,4 +1,4 @@
-"""The journal of a command: a process that dies leaves what it has judged, and the one that follows reads it."""
+"""The journal of a command: a process that dies leaves its verdicts, and the next process reads them."""
 
 import os
 import tempfile
@@ -34,7 +34,7 @@ def test_a_key_is_begun_until_it_is_done_or_lost(journal):
     assert journal.begun is None
 
 
-def test_what_an_earlier_process_began_is_not_begun_by_the_next(journal):
+def test_a_scheme_begun_by_an_earlier_process_is_not_begun_again(journal):
     journal.begin("outer")
     assert again(journal).begun is None
 

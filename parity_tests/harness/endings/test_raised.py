@@ -53,7 +53,7 @@ def test_a_context_is_part_of_the_chain():
         ("Größe ∑ 😀 [red]", "Größe ∑ 😀 [red]"),
     ],
 )
-def test_what_is_not_safe_to_print_is_escaped(text, shown):
+def test_unsafe_characters_are_escaped(text, shown):
     assert printable(text) == message_of(ValueError(text)) == shown
     shown.encode()
 

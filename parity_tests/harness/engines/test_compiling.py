@@ -1,4 +1,4 @@
-"""A rank inside torch.compile or Triton's compiler is waited for; what it has compiled is not."""
+"""A rank is waited for while torch.compile or Triton compiles, but not while compiled code runs."""
 
 import time
 import types

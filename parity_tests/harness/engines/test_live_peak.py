@@ -8,7 +8,7 @@ N = 1024  # float32: 4096 bytes
 BYTES = 4 * N
 
 
-def test_what_is_let_go_is_not_counted_any_more():
+def test_freed_storage_is_not_counted_any_more():
     with LivePeak() as peak:
         a = torch.zeros(N)
         b = a + 1
@@ -18,7 +18,7 @@ def test_what_is_let_go_is_not_counted_any_more():
     assert (peak.most, peak.now) == (2 * BYTES, 0)
 
 
-def test_what_was_there_before_and_views_of_it_are_not_counted():
+def test_earlier_storage_and_its_views_are_not_counted():
     before = torch.zeros(N)
     with LivePeak() as peak:
         before.add_(1)
@@ -44,5 +44,5 @@ def test_lists_of_tensors_and_the_tensors_that_autograd_keeps():
         live = peak.now
         y.backward()
         del y
-    assert live == 2 * BYTES + 4  # exp for its own backward, the stack for that of the square; and the sum
+    assert live == 2 * BYTES + 4  # saved for backward: exp, and the stack for its square; and the sum
     assert x.grad is not None and peak.most > live

@@ -236,7 +236,7 @@ def test_a_sum_is_not_blamed_for_another_axis():
 def test_being_first_in_the_backward_blames_no_collective():
     report = two_products_scheme().verify(tp=2, b=4, d=3)
     of_backward = [row for row in report.ledger.of(0) if row.phase == "bwd"]
-    assert [row.seq for row in of_backward] == [2, 3]  # that of g, which is right, and that of w
+    assert [row.seq for row in of_backward] == [2, 3]  # g's row, which is right, and w's
     line = line_of(summed, "dist.all_reduce")
     assert f"forward equal, gradient not: all_reduce #3 at {line} [bwd] is one too many" in report.notes["d/d w"]
 

@@ -28,7 +28,7 @@ def test_no_claim_without_a_fit():
 
 
 def test_it_is_the_only_note_on_a_bias():
-    """A bias is a constant at each index of its dim too, which says less."""
+    """A bias also has a constant error at each index of its dim, but that note would say less."""
     want = numbers(4, 5)
     notes = explain(evidence(want + 3 * BIAS, want, inputs={"bias": BIAS}, dims=("b", "n")))
     assert list(notes) == ["bias is counted 4 times (= tp): each rank adds it before the sum"]

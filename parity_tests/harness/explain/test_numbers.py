@@ -23,7 +23,7 @@ def test_products_inverses_and_quotients():
     assert max(map(len, named({"tp": 4, "cp": 3}, mixed=False).values())) == len("1/(tp*cp)")
 
 
-def test_equal_sizes_share_a_number_and_one_is_none():
+def test_equal_sizes_share_a_number_and_size_1_has_no_name():
     assert named({"tp": 2, "cp": 2}) == {2: "tp or cp", 4: "tp*cp", 0.5: "1/tp or 1/cp", 0.25: "1/(tp*cp)"}
     assert named({"tp": 1, "m": math.inf, "z": 0}) == {}
 

@@ -66,7 +66,7 @@ def moves(scheme, number):
 @pytest.mark.fast_values(7)
 @pytest.mark.parametrize("scheme", every(STEP, BUILT_IN), ids=lambda scheme: scheme.key)
 def test_other_inputs_give_other_outputs(scheme):
-    """What reads no value of its inputs is a table of answers: compare these in a parametrized test, by name."""
+    """A reference that reads no value of its inputs is a table of answers; a parametrized test should compare these."""
     assert any(moves(scheme, number) for number in range(EXAMPLES))
 
 

@@ -16,7 +16,7 @@ def gradient_of_weight(x, weight, target):
 
 
 def accumulated(dtype):
-    """The sum of a weight's gradient over micro-batches, kept in `dtype`, by default in that of the weight."""
+    """The sum of a weight's gradient over micro-batches, kept in `dtype`, by default the weight's own."""
 
     def gradient(mesh, x, weight, target):
         total = torch.zeros(weight.shape, dtype=dtype or weight.dtype)

@@ -196,7 +196,7 @@ def test_the_replay_is_there_as_commands(wrong):
     assert commands == "python replay_12345678.py\nshardproof replay replay_12345678.py --engine gloo"
 
 
-def test_several_schemes_have_a_table_and_those_that_fail_come_first(wrong, equal):
+def test_several_schemes_have_a_table_with_failures_first(wrong, equal):
     tree = read(page([equal, wrong], "2 schemes, 1 mismatch, 0 not run."))
     table = tree.all("table")[0]
     assert [line.all("td")[0].text for line in table.all("tr")[1:]] == ["gathered_twice", "gathered"]

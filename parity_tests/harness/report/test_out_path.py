@@ -39,7 +39,7 @@ def rejection(**paths):
     return str(caught.value)
 
 
-def test_what_is_no_file_and_what_is_somebodys_source_is_rejected(tmp_path):
+def test_pipes_loops_and_source_files_are_rejected(tmp_path):
     pipe, loop, source = tmp_path / "pipe.xml", tmp_path / "loop.xml", tmp_path / "my_scheme.py"
     os.mkfifo(pipe)
     loop.symlink_to(loop)

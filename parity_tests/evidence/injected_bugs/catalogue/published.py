@@ -1,7 +1,7 @@
 """Classes of mistakes that others published, and the injected bug that stands for each in our model.
 
-All classes of TrainVerify's artifact and the readable findings of NVIDIA/Megatron-LM #7452: what a model's batches,
-layers, plan, loss and norm can express has a bug in the catalogue, the others a reason.
+All classes of TrainVerify's artifact and the readable findings of NVIDIA/Megatron-LM #7452. A mistake that a model's
+batches, layers, plan, loss and norm can express has a bug in the catalogue, the others have a reason.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from shardproof import ids, scheme, token_below, values
 NORMAL = values("normal")
 TP = {"tp": (1, 2, 4)}
 
-# Of each exchange its call, and what goes in and comes out of x [b, s, d].
+# For each exchange: its call, and the specs of its input and its output for x [b, s, d].
 Exchange = Callable[[torch.Tensor, Any], torch.Tensor]
 EXCHANGES: dict[str, tuple[Exchange, str, str]] = {
     "gather_forward_reducescatter_backward": (

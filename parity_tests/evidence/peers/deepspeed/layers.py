@@ -25,7 +25,7 @@ NORMAL = values("normal")
 
 
 def initialize(mesh: Any) -> None:
-    """What a training script does first, once on each rank."""
+    """The set-up at the start of a training script, once on each rank."""
     # A C++ extension for inference takes a minute to build. `deepspeed.comm.torch` by attribute is torch itself.
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)

@@ -25,7 +25,7 @@ NORMAL = values("normal")
 
 
 def initialize(mesh: Any) -> None:
-    """What a training script does first, once on each rank."""
+    """The set-up at the start of a training script, once on each rank."""
     state.destroy_model_parallel()
     state.initialize_model_parallel(mesh.size("tp"))
 

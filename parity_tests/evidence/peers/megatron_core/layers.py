@@ -71,7 +71,7 @@ def _declare_linear(is_column: bool, has_sequence: bool, gathers: bool) -> None:
 
 
 def _whole_sizes(mesh: Any, weight: torch.Tensor, is_column: bool) -> tuple[int, int]:
-    """The sizes of the whole layer, of which the weight is a shard."""
+    """The sizes of the whole layer that has this shard of a weight."""
     outs, ins = weight.shape
     return (ins, outs * mesh.size("tp")) if is_column else (ins * mesh.size("tp"), outs)
 

@@ -12,7 +12,7 @@ from parity_tests.evidence.peers.megatron_core.on_cpu import allocate_on_cpu
 from parity_tests.evidence.peers.strides import CONTIGUOUS, transposed
 from shardproof import scheme, values
 
-# Of each mapping its call, and what goes in and comes out. x is [s, b, d], as Megatron's activations are.
+# For each mapping: its call, and the specs of its input and its output. x is [s, b, d], as Megatron's activations are.
 RegionFunction = Callable[[torch.Tensor, Any], torch.Tensor]
 MAPPINGS: dict[str, tuple[RegionFunction, str, str]] = {
     "copy_to_tensor_model_parallel_region": (mappings.copy_to_tensor_model_parallel_region, "s b d tp=I", "s b d tp=R"),

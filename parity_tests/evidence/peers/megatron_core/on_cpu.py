@@ -18,7 +18,7 @@ def allocate_on_cpu(mesh: Any = None) -> None:
 
 
 def initialize_model_parallel(mesh: Any) -> None:
-    """What a training script does first, once on each rank."""
+    """The set-up at the start of a training script, once on each rank."""
     allocate_on_cpu()
     sizes = {axis: mesh.size(axis) for axis in mesh.axes}
     parallel_state.destroy_model_parallel()
@@ -29,12 +29,12 @@ def initialize_model_parallel(mesh: Any) -> None:
     )
 
 
-# What each rank of lockstep has for itself: the groups, and the buffer that sequence-parallel gathers write into.
+# State that each rank of lockstep needs for itself: the groups, and the buffer of sequence-parallel gathers.
 ISOLATED = ("megatron.core",)
 
 
 def config(sequence_parallel: bool = False) -> ModelParallelConfig:
-    """The configuration of a layer whose parameters come from outside."""
+    """The configuration of a layer that gets its parameters from outside."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     return ModelParallelConfig(
         tensor_model_parallel_size=ranks,

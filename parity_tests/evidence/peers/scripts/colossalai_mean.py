@@ -1,4 +1,4 @@
-"""The mean of two tokens' losses of sharded logits, beside that of the same logits on one device."""
+"""The mean of two tokens' losses of sharded logits, beside the mean for the same logits on one device."""
 
 import torch
 import torch.distributed as dist

@@ -6,7 +6,7 @@ from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 dist.init_process_group("gloo")
-torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron allocates on what it names
+torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron allocates on the named device
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
 config = ModelParallelConfig(tensor_model_parallel_size=2, use_cpu_initialization=True)
 for is_trained in (True, False):

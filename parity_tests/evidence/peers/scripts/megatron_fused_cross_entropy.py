@@ -1,4 +1,4 @@
-"""Megatron's cross entropies of float32 logits: how far each gradient is from that of torch's, and its dtype's step."""
+"""Megatron's cross entropies of float32 logits: how far each gradient is from torch's, and its dtype's step."""
 
 import torch
 import torch.distributed as dist

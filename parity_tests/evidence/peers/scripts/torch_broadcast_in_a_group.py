@@ -1,4 +1,4 @@
-"""The gradient of a tensor that the first rank of each pair broadcasts; each rank's loss is the sum of what it has."""
+"""The gradient of a tensor that the first rank of each pair broadcasts; each rank's loss is the sum of its tensor."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Mean losses of evenly and unevenly sharded DTensors and their gradients, beside those of one device."""
+"""Mean losses of evenly and unevenly sharded DTensors and their gradients, beside one device's."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Scans of a DTensor along its sharded dim, named 1 and named -1, beside those of the same tensor on one device."""
+"""Scans of a DTensor along its sharded dim, named 1 and named -1, beside scans of the same tensor on one device."""
 
 import torch
 import torch.distributed as dist

@@ -6,7 +6,7 @@ from torch.distributed.nn.functional import all_gather, gather
 
 dist.init_process_group("gloo")  # each line below is one write, so that the ranks' lines stay whole
 rank = dist.get_rank()
-weights = torch.arange(8.0).view(2, 4)  # of the gathered rows, transposed; the loss is that of rank 0
+weights = torch.arange(8.0).view(2, 4)  # of the gathered rows, transposed; the loss is rank 0's
 for name, gathered in (("gather", lambda x: gather(x, 0)), ("all_gather", all_gather)):
     x = torch.zeros(2, 2, requires_grad=True)
     (torch.cat(gathered(x)).t() * weights * (rank == 0)).sum().backward()

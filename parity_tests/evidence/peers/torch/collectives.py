@@ -1,4 +1,4 @@
-"""torch.distributed.nn.functional and the functional collectives with autograd: values, and what is summed."""
+"""torch.distributed.nn.functional and the functional collectives with autograd: values and sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _spec(mesh: Any, **more: Any) -> dict[str, Any]:
 
 
 TP = {"tp": (1, 2, 4)}
-# What takes the rank of a source or destination: in a group of some ranks alone these are a finding.
+# Functions that take the rank of a source or destination: in a group of some ranks alone these are a finding.
 IN_THE_WORLD = {"excluded_conditions": (*CONTIGUOUS["excluded_conditions"], "larger_world")}
 
 
@@ -65,7 +65,7 @@ def nn_all_to_all_single(mesh: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _first(mesh: Any) -> int:
-    """The first rank of the group by its number in the world, which is what these functions take."""
+    """The world rank of the group's first member, as these functions take it."""
     return dist.get_global_rank(mesh["tp"], 0)
 
 

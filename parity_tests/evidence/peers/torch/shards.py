@@ -16,7 +16,7 @@ def chunked(size: int, world: int) -> list[np.ndarray]:
 
 
 def sharded(mesh: Any, local: torch.Tensor, dim: int, total: int) -> DTensor:
-    """The DTensor of which this rank has `local`, of `total` positions along `dim`, on a mesh of one axis."""
+    """A DTensor with `local` on this rank and `total` positions along `dim`, on a mesh of one axis."""
     shape = list(local.shape)
     shape[dim] = total
     stride = torch.empty(shape, device="meta").stride()

@@ -67,7 +67,7 @@ _declare_loss("sum", ignored=True)
 
 # Plans of a module, its parameters given as the ranks' shards.
 class Mlp(nn.Module):
-    """A norm and two linear layers, of which a plan says how they are sharded."""
+    """A norm and two linear layers, sharded by a plan."""
 
     def __init__(self, d: int, f: int) -> None:
         super().__init__()

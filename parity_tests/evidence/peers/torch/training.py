@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def gradients(x: Any, up: Any, down: Any) -> tuple[Any, Any]:
-    """Of the mean square of what the net makes of all rows."""
+    """The gradients of the mean square of the net's output over all rows."""
 
     def loss(up: Any, down: Any) -> Any:
         return ((jax.nn.silu(x @ up.T) @ down.T) ** 2).mean()

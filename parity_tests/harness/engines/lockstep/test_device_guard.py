@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-# In a process of its own, which a segmentation fault may end. The garbage is written over what an ended thread freed.
+# In a process of its own, which a segmentation fault may end. Garbage overwrites the memory that an ended thread freed.
 RUNS = """
 from torch._subclasses.fake_tensor import FakeTensorMode
 from shardproof.declare.case import CaseSpec

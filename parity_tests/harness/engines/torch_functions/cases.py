@@ -15,7 +15,7 @@ MESH = {"dp": 2, "tp": 2}
 SIZE = 4
 
 CASES: dict[str, Callable[[Any], Any]] = {}  # by the name of the function or of the body
-RUN: dict[str, str] = {}  # the name of a function in full: that of its case
+RUN: dict[str, str] = {}  # a function's full name: its case's name
 
 
 def runs(owner: Any, *names: str) -> Callable[[Body], Body]:

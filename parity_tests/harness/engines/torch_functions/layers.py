@@ -1,4 +1,4 @@
-"""Calls of what torch builds on collectives: meshes, DTensor, tensor-parallel plans, FSDP2, pipeline schedules.
+"""Calls of torch's layers above collectives: meshes, DTensor, tensor-parallel plans, FSDP2, pipeline schedules.
 
 Weights and data are small integers and learning rates powers of two, so that every sum is exact.
 """

@@ -71,7 +71,7 @@ def drawn(function: Any, mesh: Any) -> Any:
     return function(5, 6, device_mesh=mesh.device_mesh, placements=[Shard(0), Replicate()])
 
 
-# Functions that gloo lacks: its sentence, and what each rank has on lockstep.
+# Functions that gloo lacks: the sentence of its rejection, and each rank's result on lockstep.
 GATHERED = [torch.cat([numbers(2, 3, rank=rank) for rank in range(SIZE)]) if at == 1 else None for at in range(SIZE)]
 EXCHANGED = [[numbers(2 * SIZE, 3, rank=rank).chunk(SIZE)[at] for rank in range(SIZE)] for at in range(SIZE)]
 BEYOND_GLOO = {
@@ -170,7 +170,7 @@ def test_every_public_function_is_known():
     assert sorted(PUBLIC - set(RUN) - set(REJECTED) - WITHOUT_COMMUNICATION) == []
 
 
-def test_names_that_this_torch_lacks_are_those_of_a_later_one():
+def test_names_that_this_torch_lacks_come_from_a_later_one():
     known = set(RUN) | set(REJECTED) | WITHOUT_COMMUNICATION
     assert sorted(known - PUBLIC) == sorted(LATER)
 

@@ -72,7 +72,7 @@ STATUS = {
     1: "a mismatch: value, gradient, protocol, cost or hygiene; or no verdict: undecided, engines disagree",
     2: "usage: a target, option or declaration that cannot be used",
     3: "a rank failed: raised, died, deadlock, stalled; or a user's code exited or ended the process",
-    4: "nothing ran, as nccl without a GPU",
+    4: "nothing ran, such as nccl without a GPU",
     70: "an internal error, which is a bug of this command",
     130: "interrupted",
     141: "nobody reads the output any more",

@@ -68,7 +68,7 @@ def _section(name: str, verb: Any) -> str:
     lines = [f"\n## {name}\n\n{_sentence(verb.help)}.\n\n```console\n{commands}\n```\n"]
     lines += ["| argument or option | meaning |", "|---|---|", *_rows(verb)]
     if name != "verify" and SHAPES.get(name) == SHAPES["verify"]:
-        lines += ["\nIts JSON is that of [verify](#verify)."]
+        lines += ["\nIts JSON is the same as for [verify](#verify)."]
     elif name in SHAPES:
         lines += [f"\nIts JSON:\n\n```text\n{SHAPES[name].strip()}\n```"]
     return "\n".join(lines) + "\n"

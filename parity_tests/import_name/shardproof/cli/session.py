@@ -203,7 +203,7 @@ def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
 
 
 def _remembered(scheme: Declared, judged: Callable[[], Outcome], folder: str) -> Outcome:
-    """The outcome of a scheme: that of an earlier process of this command, which has died, or else `judged()`.
+    """The outcome of a scheme: from an earlier process of this command, which has died, or else `judged()`.
 
     If that process died of this scheme after it had found a failing case, this is its report; `folder` is for replays.
     """

@@ -40,7 +40,7 @@ Traced = Annotated[
 TraceDtype = Annotated[
     str | None,
     typer.Option(
-        help="float64, float32, bfloat16 or, of a file, float16; default: float64, or that of the file's modules.",
+        help="float64, float32, bfloat16 or, for a file, float16; default: float64, or the file's own.",
         autocompletion=complete.dtypes,
     ),
 ]

@@ -20,7 +20,7 @@ from torch_impl.collectives import all_gather, all_reduce, all_reduce_max
 
 @dataclass(frozen=True)
 class WrongScheme:
-    """A wrong scheme, what is wrong with it, what its report must say, and the sizes that show it well."""
+    """A wrong scheme: its mistake, words that its report must have, and sizes that show the mistake well."""
 
     scheme: Scheme
     mistake: str

@@ -22,7 +22,7 @@ BY_NAME = ("positive", "uniform", "sorted", "probabilities")  # drawn only if na
 # Values for the border of a shard; with UNCHANGED in the same draw, a masked border is as likely as a border id.
 EXTREMES = ("neg_inf_mask", "neg_inf_mask", "neg_inf_mask", "large", "zeros")
 UNCHANGED = ("none", "none", "none")
-# Which elements a mask keeps or of which an id is ignored: those of one shard, all others, a random prefix of each row.
+# Which elements a mask keeps or at which an id is ignored: one shard's, all others, or a random prefix of each row.
 # They differ from rank to rank, as a loss that divides by its rank's count is right for equal counts.
 UNEVEN = ("prefix", "shard", "others")
 KEEP = ("all", "half", *UNEVEN, "none", "first", "last", "prefix")

@@ -56,7 +56,7 @@ class FailedDeclaration:
 
 @dataclass(frozen=True)
 class FailedImport:
-    """Stands for what a file declares after the line at which its import left, or ended the process."""
+    """Stands for the schemes of a file after the line at which its import failed or ended the process."""
 
     name: str
     file: str

@@ -63,7 +63,7 @@ def _meaning(
     mesh: Sequence[str],
     errors: Callable[[str], ValueError],
 ) -> Meaning:
-    """What the scheme means by the contract's dims and axes. Errors: ValueError if the specs do not match it."""
+    """The scheme's names for the contract's dims and axes. Errors: ValueError if the specs do not match it."""
     own_inputs = {path: spec for path, spec in flat(inputs).items() if isinstance(spec, str)}
     returned = outputs.values() if isinstance(outputs, Mapping) else (outputs,) if isinstance(outputs, str) else outputs
     own_outputs = None if outputs is None else [spec for spec in returned if isinstance(spec, str)]

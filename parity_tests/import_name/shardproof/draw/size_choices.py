@@ -275,7 +275,7 @@ def objection(
 
 
 def sequence_unit(scheme: Declared, mesh: Mapping[str, int], name: str) -> int:
-    """Padded sequences of a dim have multiples of this many tokens: 1, or what a packed layout divides evenly."""
+    """Padded sequences of a dim have multiples of this many tokens: 1, or the number that a packed layout divides."""
     shardings = [c for dim in _sharded_dims(scheme) if dim.name == name for c in dim.shardings if c.layout == "packed"]
     return 2 * math.prod({c.axis: mesh[c.axis] for c in shardings}.values()) if shardings else 1
 

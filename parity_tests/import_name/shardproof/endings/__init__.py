@@ -1,1 +1,1 @@
-"""How a command ends: its exit status, what its process leaves behind, and the errors of foreign code."""
+"""How a command ends: its exit status, the records its process leaves, and the errors of foreign code."""

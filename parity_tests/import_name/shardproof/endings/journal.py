@@ -1,4 +1,4 @@
-"""The journal of a command: what it has begun and what it has judged, in a file that outlives its process.
+"""The journal of a command: the schemes it has begun and judged, in a file that outlives its process.
 
 The parent creates the file. The process that judges writes a record when it begins to import a file or to judge a
 scheme, and the outcome when that is done. If the process dies, the parent starts another one, which takes the outcomes
@@ -62,7 +62,7 @@ class Journal:
     # The side of the process that judges.
 
     def read(self) -> None:
-        """Read what earlier processes of this command have written."""
+        """Read the records of this command's earlier processes."""
         for kind, key, at, length in self._records():
             if kind in self._of_earlier and length:
                 self._of_earlier[kind][key] = os.pread(self._fd, length, at)

@@ -28,7 +28,7 @@ class LastWords:
         self._beats = 0
 
     def judged(self, status: int) -> None:
-        """All verdicts are printed; what is left are the `atexit` functions."""
+        """All verdicts are printed; only the `atexit` functions are left."""
         self._write(JUDGED, status)
 
     def finish(self, status: int) -> None:

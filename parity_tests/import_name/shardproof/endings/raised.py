@@ -1,4 +1,4 @@
-"""What a user's code raises: its chain of causes, and its message, made safe to print.
+"""Errors raised by a user's code: the chain of causes, and the message, made safe to print.
 
 This is the one door for text that is not this project's. A lone surrogate cannot be written to a file or a terminal, a
 control character is no XML, and an escape sequence changes the terminal. Here each becomes its escape, as in `repr`; a
@@ -17,9 +17,9 @@ from shardproof.endings import exits
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-RAISED = (Exception, SystemExit)  # what a user's code may raise; a KeyboardInterrupt is the user's
+RAISED = (Exception, SystemExit)  # exceptions of a user's code; a KeyboardInterrupt is the user's
 
-# C0 and C1 controls but tab and line feed, lone surrogates, and marks that change the direction of what follows.
+# C0 and C1 controls but tab and line feed, lone surrogates, and marks that change the direction of the text after them.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 

@@ -246,7 +246,7 @@ def group_label(description: str, ranks: Sequence[int], axes: Mapping[str, int])
 
 @dataclass(frozen=True)
 class RunResult:
-    """What each rank returned, every collective it issued, and the seconds between start and last result."""
+    """Each rank's result, every collective it issued, and the seconds between start and last result."""
 
     results: tuple[Any, ...]
     ledger: Ledger

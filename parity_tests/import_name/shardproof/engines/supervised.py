@@ -103,7 +103,7 @@ def supervised_in_turn(call: Callable[[], int | None]) -> int:
 class Death:
     """How a child ended that did not come to its end; `why` and `seconds` if its parent has ended it.
 
-    What it was at is known from before it was ended: a stopped child runs on until the signal reaches it.
+    The child's current call is known from before the kill: a stopped child runs on until the signal reaches it.
     """
 
     exit_code: int  # minus N for signal N
@@ -336,7 +336,7 @@ def _status_of(call: Callable[[], int | None]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _complain(INTERRUPTED_SENTENCE)
         return INTERRUPTED
-    except SystemExit as left:  # the command line's own: those of users are turned into sentences before
+    except SystemExit as left:  # the command line's own exit: a user's is turned into a sentence before
         if isinstance(left.code, str):
             _complain(left.code)
             return RANK_FAILED

@@ -1,4 +1,4 @@
-"""Threads that a rank starts: they are part of the rank, so that what they call and raise is the rank's.
+"""Threads that a rank starts belong to the rank: their collectives and their errors are the rank's.
 
 Python prints an exception that ends a thread, and goes on: a verdict without it would be of half a function.
 """

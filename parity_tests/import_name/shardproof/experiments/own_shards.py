@@ -103,7 +103,7 @@ def _fitting(
     tensor: TensorComparison,
     triples: Sequence[tuple[Mapping[str, int], np.ndarray, np.ndarray]],
 ) -> Iterator[str]:
-    """The sentences that fit all ranks; each of `triples` is a rank's place, its result, and that of its own shard."""
+    """The sentences that fit all ranks; each of `triples` is a rank's place, its result, and its own shard's result."""
     count = len(triples)
     if all(_agrees(scheme, case, at, tensor, got, own) for at, got, own in triples):
         yield OWN

@@ -9,10 +9,10 @@ The quantities for one element, named as in `element_budgets`:
     budget        = max( summation , K * sqrt(roundings) * spread ) + terms * lost_below
 
 u is the unit roundoff of the tested dtype, u_accumulator the unit roundoff of float32 or of a wider tested dtype, and
-u_out that of the output, but at most u, because a narrower output dtype was not declared. `spread` is the root mean
+u_out the output's, but at most u, because a narrower output dtype was not declared. `spread` is the root mean
 square change of the element under random rounding, but at least the median over the tensor: inputs and cotangents are
 rounded to the tested dtype, and every operation of the reference to the dtype of intermediates (see rounding.py). With
-`sums="float32"` inputs, cotangents and intermediates keep float32 precision, and u in `scale` is that of float32.
+`sums="float32"` inputs, cotangents and intermediates keep float32 precision, and u in `scale` is float32's.
 `lost_below` is the most that underflow can take from one term.
 """
 
@@ -170,7 +170,7 @@ def element_budgets(
     """The largest error that each element may have, from dtype, number of terms and conditioning, by the formula above.
 
     `rounded` is the size of the number that is rounded last, if larger than the element: the terms of a sum over ranks.
-    `u_spread` is the unit roundoff that `spread` was computed with, if not that of the tested dtype.
+    `u_spread` is the unit roundoff that `spread` was computed with, if it differs from the tested dtype's.
     """
     u = UNIT_ROUNDOFF[dtype]
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
@@ -208,7 +208,7 @@ def max_finite(dtype: str) -> float:
 
 
 def errors(got: np.ndarray, want: np.ndarray, dtype: str) -> np.ndarray:
-    """|got - want|; infinities and NaN must be in the same places, and what overflows the dtype may be infinite."""
+    """|got - want|; infinities and NaN must be in the same places, but a value that overflows the dtype may be inf."""
     with np.errstate(invalid="ignore", over="ignore"):
         difference = np.abs(got - want)
     difference = np.where(np.isnan(difference), np.inf, difference)

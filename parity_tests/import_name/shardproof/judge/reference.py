@@ -364,10 +364,10 @@ def operation_errors(scheme: Declared, case: CaseSpec, name: str) -> np.ndarray:
 
 
 def unit_of_inputs(scheme: Declared, case: CaseSpec) -> float:
-    """The rounding of inputs and cotangents that a budget allows for: to the tested dtype, or to that of sums.
+    """The rounding of inputs and cotangents that a budget allows for: to the tested dtype, or to the dtype of sums.
 
     Inputs are numbers of the tested dtype. A function that promises `sums="float32"` rounds nothing else to it but its
-    results, so its error before the last rounding is that of float32 arithmetic.
+    results, so its error before the last rounding is float32's.
     """
     return accumulator_roundoff(case.dtype) if scheme.sums else UNIT_ROUNDOFF[case.dtype]
 

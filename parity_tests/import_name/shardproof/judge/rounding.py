@@ -35,7 +35,7 @@ EXACT = frozenset(
     )
 )  # fmt: skip
 # Operations that libraries compute differently: in gelu torch has 1 + erf(x) where JAX has erfc(-x), which is exact to
-# its own last place far below 1. Their error is that of a number of at least 1.
+# its own last place far below 1. Their error is as large as for a number of at least 1.
 AS_LARGE_AS_ONE = frozenset(("erfc",))
 # Signs. Operation i starts to read at i * STRIDE modulo POOL // 2; the two are coprime, so no two of that many
 # operations start at the same sign.

@@ -32,8 +32,8 @@ UNEQUAL_REPLICAS = " differs between replicas"
 def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES, *, poisoned: bool = False) -> tuple[Finding, ...]:
     """Ranks of a group issue the same sequence: op, dtype, shape, reduce op, root, splits; gloo and NCCL accept it.
 
-    A call that only gloo rejects is not a finding if the scheme is not declared for gloo. A call is a finding that a
-    rank never waits for; `poisoned` says that the values until a wait were visible in the results, had they been read.
+    A call that only gloo rejects is not a finding if the scheme is not declared for gloo. A call that a rank never
+    waits for is one; `poisoned` says that the values before a wait would show in the results if they were read.
     """
     difference = disagreement(ledger)
     accepted = (None,) if "gloo" in engines else (None, *OF_GLOO)
@@ -52,7 +52,7 @@ def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES, *, poisoned: bool
 
 
 def _never_waited(row: LedgerRow, poisoned: bool) -> Finding:
-    unread = f"; {'what it gathers' if 'gather' in row.op else 'its result'} is never read"
+    unread = f"; {'the gathered tensor' if 'gather' in row.op else 'its result'} is never read"
     return Finding(
         f"rank {row.rank} returned and never waited for {row}{unread if poisoned and row.bytes_out else ''}",
         (CallSite.of(row),),

@@ -36,7 +36,7 @@ def _stays_inside(line: Line, compared: Sequence[Line]) -> bool:
 
 
 def _outer_modules(line: Line) -> Iterator[str]:
-    """The modules around that of an event, the nearest first."""
+    """The modules that contain an event's module, the nearest first."""
     outer = "" if line.event is None else line.event.module
     while outer:
         outer = outer.rpartition(".")[0]

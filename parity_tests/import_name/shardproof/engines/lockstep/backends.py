@@ -57,7 +57,7 @@ class LockstepBackend:
 
 
 def rejection(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
-    """Why gloo or NCCL rejects a call with these tensors, and what to pass instead; None if both accept it."""
+    """Why gloo or NCCL rejects a call with these tensors, with the remedy; None if both accept it."""
     for name, tensors in (("input", inputs), ("output", outputs)):
         for tensor in tensors:
             if tensor.dtype in MISSING_DTYPES:

@@ -92,7 +92,7 @@ Work = LockstepWork
 
 _MEMBERS = "changes the members of a group, which lockstep's ranks keep; make a new group"
 _HOOKS = "has no meaning where ranks take turns; read the ledger"
-# Methods of torch's ProcessGroup that raise on this engine: what is wrong with each, and what to do instead.
+# Methods of torch's ProcessGroup that raise on this engine: the problem with each, and the remedy.
 MISSING = {
     "split_group": "needs a backend bound to a device; use new_group",
     "merge_remote_group": "joins processes, and here is one; use new_group",

@@ -108,7 +108,7 @@ class Slot:
     def issue(self, row: object, state: int = WAITING, open_rows: Sequence[object] = ()) -> None:
         """Set a new last collective; None: none yet. `open_rows` are calls that are not waited for yet.
 
-        What is too long for the slot is left out: first the open calls, then the row itself, which stays as text.
+        If the row is too long for the slot, open calls are left out first, then the row itself, which stays as text.
         """
         for rows in ((*open_rows, row), (row,)):
             data = b"" if row is None else pickle.dumps(rows)
