@@ -73,7 +73,7 @@ class Cell:
 
     @property
     def lacks(self) -> list[str]:
-        """The items that the sentence of a failure lacks. A wrong return value needs its rank alone, a reference its line."""
+        """The parts that a failure's sentence lacks. A wrong return value needs its rank, a reference its line."""
         patterns = {
             "rank": re.compile(r"\branks? \d"),
             "operation": OPERATION,
