@@ -144,8 +144,16 @@ def _is_under_test(name: str) -> bool:
 
 
 def _remove_modules() -> dict[str, ModuleType]:
-    """Take the modules under test out of sys.modules."""
-    return {name: sys.modules.pop(name) for name in list(sys.modules) if _is_under_test(name)}
+    """Take the modules under test out of sys.modules, and out of the packages that stay.
+
+    `from package import module` would otherwise take the module that the package has, which is without the patch.
+    """
+    removed = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_under_test(name)}
+    for name, module in removed.items():
+        package, _, child = name.rpartition(".")
+        if package in sys.modules and vars(sys.modules[package]).get(child) is module:
+            delattr(sys.modules[package], child)
+    return removed
 
 
 def _insert_modules(modules: dict[str, ModuleType]) -> None:
