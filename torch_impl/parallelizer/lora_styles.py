@@ -11,7 +11,7 @@ ranks in backward. It has rank * i or o * rank numbers, where the hidden states 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +59,7 @@ class _LoRAStyle(LocalForward):
         self.input_layout, self.output_layout = input_layout, output_layout
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        dims: ClassVar[Mapping[str, int | None]] = {name: self.dims[name] for name, _ in module.named_parameters()}
+        dims = {name: self.dims[name] for name, _ in module.named_parameters()}
         return {name: Replicate() if dim is None else Shard(dim) for name, dim in dims.items()}
 
     def before_forward(
@@ -95,7 +95,7 @@ class LoRAColwise(_LoRAStyle):
         if self.output_layout == Shard(-1):
             return output
         # o/tp -> tp=I or s/tp. The shape says that shards may be uneven.
-        shape = (*output.shape[:-1], module.out_features)
+        shape = (*output.shape[:-1], cast(int, module.out_features))
         stride = output.new_empty(shape, device="meta").stride()
         own = DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False, shape=shape, stride=stride)
         return own.redistribute(placements=[self.output_layout]).to_local()

@@ -16,6 +16,7 @@ from shardproof.declare.declared import Argument, Declared, nested, outputs_by_n
 from shardproof.draw import inputs
 from shardproof.engines.engines import run
 from shardproof.engines.program import Program, RankResult
+from shardproof.explain.arithmetic import ADDED_BEFORE
 from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.judge import bridge
@@ -51,6 +52,8 @@ def name_own_shards(scheme: Declared, report: Report, failing: Sequence[Report],
         if common:
             rest = [other for other in notes[label] if not other.startswith(NO_PATTERN)]
             strong = [other for other in rest if other.scope == ACROSS_MESHES]
+            if common[0] != OWN and any(ADDED_BEFORE in other for other in strong):
+                continue  # the term that is added on every rank says more
             by_label[label] = (*strong, Note(common[0], OBSERVED), *(other for other in rest if other not in strong))
     return by_label
 

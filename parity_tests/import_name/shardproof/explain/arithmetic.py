@@ -13,6 +13,7 @@ import numpy as np
 from shardproof.explain.evidence import Evidence
 from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, ROUNDING, Note
 
+ADDED_BEFORE = "each rank adds it before the sum"
 MAX_NAMES = 6  # there are 3 ** names combinations
 
 
@@ -387,7 +388,7 @@ def _input_counts(evidence: Evidence, name: str) -> Iterator[tuple[int, Note]]:
     """Possible numbers of surplus additions of the input, each with its note."""
     for axis, ranks in evidence.axes.items():
         if ranks > 1 and (evidence.summed_axes is None or axis in evidence.summed_axes):
-            text = f"{name} is counted {ranks} times (= {axis}): each rank adds it before the sum"
+            text = f"{name} is counted {ranks} times (= {axis}): {ADDED_BEFORE}"
             yield ranks - 1, Note(text, ACROSS_MESHES, f"{name} is counted {axis} times")
     for times, text in ((1, f"{name} is added once too often"), (-1, f"{name} is left out")):
         yield times, Note(text, ACROSS_MESHES, text)

@@ -26,12 +26,12 @@ class Parts:
     """The `stages` of this rank, their `schedule`, and the last stage's `loss`; `shapes` are the full model's."""
 
     schedule: Any
-    stages: Sequence[PipelineStage]
+    stages: list[PipelineStage]
     loss: StepLoss
     pp: ProcessGroup
     shapes: Mapping[str, tuple[int, ...]]
 
-    def step(self, streams: Sequence[RankStream], groups: Sequence[ProcessGroup]) -> Tensor:
+    def step(self, streams: list[RankStream], groups: list[ProcessGroup]) -> Tensor:
         """Run forward and backward, and return this rank's share of the loss, in float64."""
         shares = staged_step(self.schedule, self.stages, self.loss, streams, groups)
         return sum((share.double() for share in shares), torch.zeros((), dtype=torch.float64))

@@ -123,7 +123,7 @@ def parallel_model(mesh: Any, run: Run) -> Parts:
 
 def _parallelize_stage(run: Run, model: nn.Module, world_mesh: Any, moe_mesh: Any, **axes: Any) -> None:
     """Shard one stage over tp and FSDP. Its parameters stay gathered from the first micro-batch to the last."""
-    plan = tensor_parallel_plan(HybridConfig(**run.config).layers)
+    plan = tensor_parallel_plan(list(HybridConfig(**run.config).layers))
     fsdp2_strategy_parallelize(model, world_mesh, policy(run.dtype), plan, reshard_after_forward=False)
 
 
