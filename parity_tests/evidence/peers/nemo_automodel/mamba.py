@@ -56,7 +56,7 @@ PACKED = {
     "reference": lambda x, cu: x,
     "mesh": {"cp": (2, 4)},
     "dims": {"t": (32, 64), "q": (3, 4)},
-    "draw": {"x": NORMAL, "cu": offsets("t", padded=True)},
+    "draw": {"x": NORMAL, "cu": offsets("t", padded=True, empty=False)},
 }
 
 
