@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 
 from parity_tests.pipelining.unsplit_models import LENGTH, PROMISED, ROWS, chosen, loss_of, tokens
 from shardproof.declare.case import CaseSpec
@@ -22,6 +23,8 @@ families = pytest.importorskip("parity_tests.parallelizer.families", reason="nee
 
 CPU = torch.device("cpu")
 OF = chosen("qwen3", False, 4)
+# Whether a pipeline's ranks vote on who infers shapes; torch 2.11 has no vote: each stage without shapes infers them.
+VOTES = hasattr(PipelineStage, "_warmup_forward_vote")
 
 
 def case_of(p=2, **options):
@@ -90,6 +93,15 @@ def gradients(stages):
     }
 
 
+def metas_of(stage):
+    """Shape, dtype and whether there is a gradient, of each input and output that torch expects of a stage."""
+    if hasattr(stage, "_stage_meta"):
+        metas = (*stage._stage_meta.inputs, *stage._stage_meta.outputs)
+        return [(tuple(meta.shape), meta.dtype, meta.requires_grad) for meta in metas]
+    # torch 2.11, which has a gradient for every message if the schedule has a backward
+    return [(tuple(meta.shape), meta.dtype) for meta in (*stage.inputs_meta, *stage.get_outputs_meta())]
+
+
 def inferred_and_passed(mesh, case):
     """The same step with inferred shapes and with passed shapes: whether the results are equal, and the shapes."""
     outcomes = []
@@ -98,11 +110,7 @@ def inferred_and_passed(mesh, case):
         if has_shapes:
             _precompute_stage_shapes(stages, OF.config, ROWS, LENGTH)
         losses = step(schedule, stages, *tokens(OF, 4))
-        metas = [
-            [(tuple(meta.shape), meta.dtype, meta.requires_grad) for meta in (*of.inputs, *of.outputs)]
-            for of in (stage._stage_meta for stage in stages)
-        ]
-        outcomes.append((losses, gradients(stages), str(metas)))
+        outcomes.append((losses, gradients(stages), str([metas_of(stage) for stage in stages])))
     return outcomes[0] == outcomes[1], outcomes[1][2]
 
 
@@ -117,15 +125,16 @@ def shapes_sent(mesh, case):
     stages, schedule = built(mesh, case.name, torch.float32)
     _precompute_stage_shapes(stages, OF.config, ROWS, LENGTH)
     step(schedule, stages, *tokens(OF, 4))
-    return [stage._inference_mode.name for stage in stages]
+    return [stage._inference_mode.name for stage in stages] if VOTES else []
 
 
 @pytest.mark.fast_values(3)
 @pytest.mark.parametrize("name", list(RULES))
 def test_no_message_has_a_shape(name):
     ranks = run(shapes_sent, case_of(name=name))
-    assert {mode for modes in ranks.results for mode in modes} == {"STATIC"}
-    assert {row.dtypes for row in ranks.ledger.rows} == {("int32",), ("float32",)}  # torch's vote, and hidden states
+    assert {mode for modes in ranks.results for mode in modes} == ({"STATIC"} if VOTES else set())
+    # torch's vote, and hidden states; torch 2.11 sends no vote, and shapes as int64 and uint8
+    assert {row.dtypes for row in ranks.ledger.rows} == ({("int32",), ("float32",)} if VOTES else {("float32",)})
 
 
 def lengths(mesh, case):
@@ -214,6 +223,7 @@ def test_invalid_shapes_are_rejected():
     run(body, case_of(1))
 
 
+@pytest.mark.skipif(not VOTES, reason="torch 2.11 takes no vote: a rank without shapes waits for them")
 def test_ranks_with_shapes_reject_a_step_if_others_have_none():
     """The other rank takes part in torch's vote and goes no further."""
 

@@ -91,7 +91,7 @@ def two_axes(mesh: Any, case: CaseSpec) -> Pairs:
     yield [p.full_tensor() for p in net.parameters()], trained(batches)
 
 
-def pipeline(schedule: type, per_rank: int) -> Any:
+def pipeline(schedule: type, per_rank: int, opens: bool = True) -> Any:
     def body(mesh: Any, case: CaseSpec) -> Pairs:
         rank, size = mesh.rank("tp"), mesh.size("tp")
         count = size * per_rank
@@ -100,6 +100,9 @@ def pipeline(schedule: type, per_rank: int) -> Any:
             mine = [rank, count - 1 - rank]
         parts = {i: network(1, seed=100 * i) for i in mine}
         stages = [PipelineStage(parts[i], i, count, torch.device("cpu"), group=mesh["tp"]) for i in mine]
+        if not opens:
+            for stage in stages:
+                stage._get_init_p2p_neighbors_ops = lambda: []
         runner = schedule(
             stages[0] if per_rank == 1 else stages,
             n_microbatches=MICROBATCHES,
@@ -118,18 +121,21 @@ def pipeline(schedule: type, per_rank: int) -> Any:
 
 
 WRAPPERS = (dtensors, fully_sharded, data_parallel)
-PIPELINES = (
-    pipeline(ScheduleGPipe, 1),
-    pipeline(Schedule1F1B, 1),
-    pipeline(ScheduleInterleaved1F1B, 2),
-    pipeline(ScheduleInterleavedZeroBubble, 2),
-    pipeline(ScheduleZBVZeroBubble, 2),
+SCHEDULES = (
+    (ScheduleGPipe, 1),
+    (Schedule1F1B, 1),
+    (ScheduleInterleaved1F1B, 2),
+    (ScheduleInterleavedZeroBubble, 2),
+    (ScheduleZBVZeroBubble, 2),
 )
+PIPELINES = tuple(pipeline(*each) for each in SCHEDULES)
+# The first messages of torch 2.11's pipelines go to the rank itself too, which gloo rejects.
+ON_BOTH_ENGINES = tuple(pipeline(*each, opens=not torch.__version__.startswith("2.11.")) for each in SCHEDULES)
 
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("world", (2, 4))
-@pytest.mark.parametrize("body", (*WRAPPERS, *PIPELINES), ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", (*WRAPPERS, *ON_BOTH_ENGINES), ids=lambda body: body.__name__)
 def test_lockstep_and_gloo_agree(body, world):
     agree(body, {"tp": world})
 

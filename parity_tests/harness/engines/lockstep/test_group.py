@@ -60,7 +60,7 @@ def test_one_element_with_any_stride_can_be_sent():
         x = torch.full((4,), float(mesh.rank("tp")))[::2][:1]
         received = torch.empty(2)
         assert x.stride() == (2,)
-        dist.all_gather_single(received, x, group=mesh["tp"], async_op=True).wait()
+        all_gather(received, x, group=mesh["tp"], async_op=True).wait()
         return received.tolist()
 
     assert lockstep.run(body, CASE).results == ([0.0, 1.0], [0.0, 1.0])
@@ -253,7 +253,7 @@ def test_a_failure_unwinds_through_the_backward_of_torch(wrap):
             out = scatter(out, "sum", 0, mesh["tp"])
         if mesh.rank("tp") == 1:
             dist.barrier(group=mesh["tp"])
-        out.sum().backward()
+        out.square().sum().backward()  # a contiguous gradient: torch 2.11 gathers no other
 
     with pytest.raises(failure.CollectiveMismatch, match=r"different operations meet.*\[bwd\]"):
         lockstep.run(body, CASE)

@@ -292,7 +292,7 @@ def scheduled(schedule: Any, mesh: Any, per_rank: int, is_v: bool) -> list:
     parts = {number: network(1, seed=number) for number in mine}
     stages = [PipelineStage(parts[n], n, count, torch.device("cpu"), group=mesh["tp"]) for n in mine]
     if torch.__version__.startswith("2.11."):
-        # It first sends a scalar into a tensor of one element, to the rank itself too; no engine takes that for right.
+        # It first sends a scalar into a tensor of one element, to the rank itself too, which gloo rejects.
         for stage in stages:
             stage._get_init_p2p_neighbors_ops = lambda: []
     runner = schedule(

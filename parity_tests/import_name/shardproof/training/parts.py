@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 
 from shardproof.engines.speed_advice import without_advice
 from shardproof.tracing.torch_side import Recording, recorded
 from torch_impl.models import RankStream, StepLoss, staged_step
 from torch_impl.optimizers import clip_grad_norm_, gradient_norm
+from torch_impl.parallelizer import to_cpu
 from torch_impl.pipelining.tied_weights import distinct_parameters
 
 
@@ -66,12 +66,13 @@ class Parts:
     def _full(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The full tensors of all stages, in float64."""
         with without_advice():
-            full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+            # `to_cpu` also gathers experts on torch 2.11, where `full_tensor` rejects their placements.
+            full = {name: to_cpu(x.detach()) for name, x in tensors.items()}
         names = list(self.shapes)
         every = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.shapes.items()}
         is_there = torch.zeros(len(names), dtype=torch.float64)
         for name, x in full.items():
-            every[name] += x.detach().double().cpu()
+            every[name] += x.double()
             is_there[names.index(name)] = 1.0
         flat = torch.cat([is_there, *(x.flatten() for x in every.values())]).to(self.stages[0].device)
         dist.all_reduce(flat, group=self.pp)  # one rank of pp has the tensor, the others have zeros

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -31,7 +31,7 @@ from shardproof.declare.case import CaseSpec
 from shardproof.endings import exits
 from shardproof.engines import compiling, creation
 from shardproof.engines.ledger import RunResult, is_plumbing
-from shardproof.engines.lockstep import compile_lock, device_guard, group, last_seen, world
+from shardproof.engines.lockstep import compile_lock, device_guard, group, last_seen, opening, world
 from shardproof.engines.lockstep.exchange import Exchange
 from shardproof.engines.lockstep.rank_globals import Namespace, import_ahead, namespaces_of
 from shardproof.engines.lockstep.scheduler import Halt, Scheduler
@@ -54,7 +54,15 @@ def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> RunResult:
     try:
         import_ahead(fn)
         device_guard.keep()
-        with world.installed(group.create), compile_lock.installed(), _shared_propagation(), _raised_exits():
+        with ExitStack() as changed:
+            for change in (
+                world.installed(group.create),
+                compile_lock.installed(),
+                opening.in_separate_buffers(),
+                _shared_propagation(),
+                _raised_exits(),
+            ):
+                changed.enter_context(change)
             return _session(fn, case, quiet_s).run(fn, case, quiet_s)
     finally:
         _one_run.release()
