@@ -20,6 +20,7 @@ OF_MANY_ARGUMENTS = {
     "torch_impl/parallelizer/fsdp2.py fsdp2_strategy_parallelize": "16 arguments, each explained",
     "torch_impl/pipelining/pipeline.py pipeline_model": "25 arguments of the pages",
     "parity_tests/import_name/shardproof/cli/verify.py verify": "21 options, each with its help",
+    "parity_tests/import_name/shardproof/verification.py verify": "15 arguments, each explained",
     "parity_tests/import_name/shardproof/declaration.py scheme": "all that can be declared, each explained",
 }
 

@@ -21,6 +21,11 @@ SAVES = 100
 WARM = 10  # saves, after which it has imported all that a verdict needs
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MODULES = 1 << 20  # bytes; a process that kept a version would keep its modules and JAX's programs, which are more
+# A shell ignores Ctrl-C in the commands that it starts in the background, pytest for one.
+HEARS_CTRL_C = """import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"""
+OPTIONS = ("--watch", "--examples", "1")
 SCHEME = """
 from shardproof import scheme, values
 from torch_impl.collectives import all_reduce
@@ -50,7 +55,7 @@ class Watch:
         self.save_factor(RIGHT)
         self.save_scheme()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shardproof", "verify", "my_scheme.py", "--watch", "--examples", "1"],
+            [sys.executable, "-c", HEARS_CTRL_C, "-m", "shardproof", "verify", "my_scheme.py", *OPTIONS],
             cwd=folder,
             env=self._mark.environment,
             stdout=subprocess.PIPE,

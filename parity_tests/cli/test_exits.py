@@ -251,10 +251,10 @@ def test_a_full_disk_of_standard_output_costs_no_file(monkeypatch):
 
 def test_two_schemes_of_one_name_are_two_verdicts():
     one, other = Outcome(), Outcome()
-    one.reject("same", "scheme 'same': of one file", USAGE)
-    other.reject("same", "scheme 'same': of another", RANK_FAILED)
+    one.reject("one:same", "scheme 'same': of one file", USAGE)
+    other.reject("other:same", "scheme 'same': of another", RANK_FAILED)
     one.add(other)
-    assert (one.status, list(one.not_judged)) == (RANK_FAILED, ["same", "same (2)"])
+    assert (one.status, list(one.not_judged)) == (RANK_FAILED, ["one:same", "other:same"])
     assert summary.closing(one) == "2 schemes, 0 mismatches, 0 not run, 2 not judged."
 
 
@@ -263,7 +263,7 @@ def test_an_expected_failure_is_of_one_scheme(shardproof):
     Path("expected.txt").write_text("wrong mismatch\n")
     status, _, err = shardproof("verify", *files, "--expected-failures", "expected.txt")
     assert status == USAGE
-    assert "expected.txt: wrong is declared 2 times, in " in err and "rename one" in err
+    assert "expected.txt:1: 2 schemes are called 'wrong'; write one.py::wrong and other.py::wrong" in err
 
 
 def test_an_internal_error_is_none_of_a_scheme():

@@ -25,6 +25,7 @@ WITHOUT = {
     "kernels.checked_backend",  # names the function that calls it
     "kernels.compiled",
     "layouts.indivisible",  # names the dim and the axis that it is called with
+    "parallelizer.LoRALinear",  # made by add_lora, which states one
     "pipelining.functional.ParallelizeFnProtocol",  # a protocol, which nobody constructs
 }
 FOREIGN = ("torch_impl.contract",)  # states what a contract is

@@ -71,6 +71,16 @@ def test_the_ranks_that_differ_are_named(reference_trace, monkeypatch):
 
 WITHOUT_A_MODULE = {
     "tokens that count because they are kept",  # the training run keeps all tokens
+    # It averages over tokens, and not over sequences
+    "a mean of sequences over this rank's sequences",
+    "sequences that cp cuts counted for each part",
+    "a sequence's mean over the tokens of this rank",
+    "a mean of tokens over the tokens of dp ranks",
+    "sequences without a token counted",
+    "padded width for a sequence's tokens",
+    "documents of a row counted as one sequence",
+    "what does not count multiplied by zero",
+    "the factor of an average left out",
     # The traced layers have no router
     "a router's losses divided by the ranks of cp",
     "a router's losses summed over micro-batches",

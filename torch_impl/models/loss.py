@@ -103,7 +103,7 @@ def loss_divisors(
 ) -> list[ShardedInt[Tensor, "b s/cp"]]:
     """The number that each token's loss is divided by, for each microbatch; 0 for a token that does not count.
 
-    `masks` has for each local microbatch a bool tensor [b, s/cp], True for a token that counts. Pass the divisors of a
+    `masks` has for each local microbatch a bool tensor "b s/cp", True for a token that counts. Pass the divisors of a
     microbatch to `normalised` as its `count`; the shares of all microbatches and ranks add up to the step's loss:
 
         token_mean                     the mean over all tokens

@@ -103,9 +103,8 @@ MeshSizes = Annotated[Mapping[str, int], SizesKind()]
 def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *, tokens: PositiveInt = 1) -> DryRun:
     """Predict the result of `fsdp2_strategy_parallelize` for a model, best on the meta device, over `mesh` sizes.
 
-    The default `tp_shard_plan` is the model's own if tp is above 1. `tokens` is the size of one rank's micro-batch,
-    which tensor and expert parallelism send; all sets of experts count as equally likely. Gradients are reduced in the
-    last micro-batch only. Precision is the default policy's: bfloat16 with float32 sums, or float64 for float64.
+    The default `tp_shard_plan` is the model's own if tp is above 1. `tokens` is the size of one rank's micro-batch. All
+    sets of experts count as equally likely. Gradients are reduced in the last micro-batch, in the policy's dtype.
 
     Cost:   no collective; no memory beyond the model's own.
     Errors: as `fsdp2_strategy_parallelize`; ValueError for a size below 1, or tokens below 1.

@@ -33,9 +33,11 @@ Targets = Annotated[
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter, which `add_lora` puts in the place of an `nn.Linear`.
+    """A linear layer with an adapter of `rank` columns, which `add_lora` puts in the place of the nn.Linear `linear`.
 
         x  "... i"   ->   "... o"
+
+    The adapter adds alpha / rank * B A to the weight; `dora` adds a magnitude for each row.
 
     `row_group` is the group of ranks that have other columns of W and A, whose squares the norm of a row adds up; a
     style sets it. `base` is the weight without its adapter while the adapter is merged.
@@ -77,7 +79,10 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
-        """The norm of each row of W + s B A, of this rank's rows and of all columns; in float32 or wider."""
+        """The norm of each row of W + s B A, of this rank's rows and of all columns; in float32 or wider.
+
+        Cost: 1 all_reduce of a number for each of this rank's rows, with a `row_group`.
+        """
         squares = adapted(self.weight, self.lora_A.weight, self.lora_B.weight, self.scaling).square().sum(1)
         return (squares if self.row_group is None else all_reduce_sum(squares, self.row_group)).sqrt()
 

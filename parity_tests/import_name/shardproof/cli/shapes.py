@@ -18,6 +18,7 @@ REPORTS = """
    "left_out": {"tp=4": "v=6 cannot be sharded by contiguous over tp=4 (needs a multiple of 4); pad to 8"},
    "not_drawn": [],
    "confirmed_on": "gloo", "engines_disagree": null, "undecided": 0, "undecided_reason": null,
+   "types": "line 31: partial value in relu",
    "shards": "rank 0 has hidden (2,3,4) of 'b s/cp d'",
    "scalars": {"scale": 1.5},
    "implementation": {"judged": ["my_module.sharded_logprob (my_module.py:12)"], "ours": [], "not_applicable": null},
