@@ -51,7 +51,7 @@ def version_of(package):
 @pytest.mark.skipif(
     version_of("triton") < (3, 7) and version_of("numpy") >= (2, 4),
     reason="not run: triton 3.6's interpreter reads the bound of a loop by int() of an array of one element, "
-    "which numpy 2.4 rejects; pip install 'triton>=3.7'",
+    "which numpy 2.4 rejects; triton 3.7 takes the element",
 )
 def test_in_the_interpreter(pytestconfig):
     in_a_process_of_its_own("1", pytestconfig.option.markexpr)

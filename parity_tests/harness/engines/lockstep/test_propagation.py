@@ -77,12 +77,12 @@ def test_ranks_with_shards_of_unlike_sizes_propagate_each_for_itself(counted, ro
 
 def test_numbers_of_other_kinds_are_other_arguments():
     def job(mesh, case):
-        return (sharded(mesh, 8, torch.int64) ** exponent)._spec.tensor_meta.dtype
+        return (sharded(mesh, 8, torch.int64) ** case.exponent)._spec.tensor_meta.dtype
 
     outcome = []
     for exponent in (2, 2.0):
-        outcome += run(job, case(2, 8)).results
-        lockstep._sessions.popitem()[1].close()  # torch 2.11's own cache, of each thread, holds 2 and 2.0 to be the same
+        outcome += run(job, case(2, 8).replace(options={"exponent": exponent})).results
+        lockstep._sessions.popitem()[1].close()  # torch 2.11's own cache, of each thread, takes 2 and 2.0 for the same
     assert outcome == [torch.int64] * 2 + [torch.float32] * 2
 
 
