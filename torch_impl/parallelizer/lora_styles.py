@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -95,7 +95,7 @@ class LoRAColwise(_LoRAStyle):
         if self.output_layout == Shard(-1):
             return output
         # o/tp -> tp=I or s/tp. The shape says that shards may be uneven.
-        shape = (*output.shape[:-1], cast(int, module.out_features))
+        shape = Size((*output.shape[:-1], cast(int, module.out_features)))
         stride = output.new_empty(shape, device="meta").stride()
         own = DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False, shape=shape, stride=stride)
         return own.redistribute(placements=[self.output_layout]).to_local()
