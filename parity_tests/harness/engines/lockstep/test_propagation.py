@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from shardproof.declare.case import CaseSpec
@@ -73,6 +73,25 @@ def test_ranks_with_shards_of_unlike_sizes_propagate_each_for_itself(counted, ro
     outcome = run(job, case(4, rows)).results
     assert counted["all"] == propagations
     assert [row for rank in outcome for row in rank] == (2.0 * torch.arange(rows * 3.0).view(rows, 3)).tolist()
+
+
+@pytest.mark.parametrize(("rows", "propagations"), [(8, 1), (6, 4)])
+def test_shards_of_parts_are_shared_if_all_parts_divide(counted, rows, propagations):
+    """As FSDP2 shards what is sharded over tp already; 6 rows are two parts of 3, which 2 ranks share unevenly."""
+
+    def job(mesh, case):
+        halves = [part.tensor_split(2)[mesh.rank("dp")] for part in torch.arange(rows * 3.0).view(rows, 3).chunk(2)]
+        local = torch.cat(halves).tensor_split(2)[mesh.rank("tp")]
+        placements = [placement_types._StridedShard(0, split_factor=2), Shard(0)]
+        x = DTensor.from_local(
+            local, mesh.device_mesh, placements, run_check=False, shape=torch.Size((rows, 3)), stride=(3, 1)
+        )
+        y = x * 2.0
+        return y.placements == tuple(placements), y.to_local().equal(2.0 * local)
+
+    outcome = run(job, CaseSpec("propagation", {"dp": 2, "tp": 2}, {"b": rows})).results
+    assert outcome == ((True, True),) * 4
+    assert counted["all"] == propagations
 
 
 def test_numbers_of_other_kinds_are_other_arguments():

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard, placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 PROPAGATION, METADATA = "propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"
 STRATEGIES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
 SETTINGS = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+STRIDED = getattr(placement_types, "_StridedShard", Shard)  # shards each of `split_factor` equal parts
 MOST = 20_000  # some kB each
 
 _answers: dict[Hashable, Any] = {}
@@ -135,12 +136,13 @@ def _is_even(spec: DTensorSpec) -> bool:
     """Whether every rank has a shard of the same size, under placements without state."""
     left = list(spec.tensor_meta.shape if spec.tensor_meta else ())
     for placement, size in zip(spec.placements, spec.mesh.shape, strict=True):
-        if type(placement) not in (Shard, Replicate, Partial):
+        if type(placement) in (Replicate, Partial):
+            continue
+        if type(placement) not in (Shard, STRIDED) or not 0 <= placement.dim < len(left):
             return False
-        if isinstance(placement, Shard):
-            if not 0 <= placement.dim < len(left) or left[placement.dim] % size:
-                return False
-            left[placement.dim] //= size
+        if left[placement.dim] % (size * getattr(placement, "split_factor", 1)):
+            return False
+        left[placement.dim] //= size
     return True
 
 
