@@ -52,6 +52,8 @@ ALIKE = {
 }
 
 
+# gloo drops a message if its Work is destroyed before it is sent, and then the receiver waits for ever.
+DROPPED = {"never_waits_for_a_send": "stalled"}
 WITHIN_S, LOOP_S = 5.0, 0.1
 
 
@@ -68,7 +70,10 @@ def test_what_no_engine_lets_pass(place: int, engine: str) -> None:
     before = load()
     found = cells(engine, 2, list(ALIKE))
     limit = WITHIN_S * max(before, load())
-    assert {cell.kind: cell.cause for cell in found} == {kind: causes[place] for kind, causes in ALIKE.items()}
+    assert [cell.kind for cell in found] == list(ALIKE)
+    also = DROPPED if engine == "gloo" else {}
+    wrong = [cell for cell in found if cell.cause not in (ALIKE[cell.kind][place], also.get(cell.kind))]
+    assert [(cell.kind, cell.cause) for cell in wrong] == []
     assert [(cell.kind, cell.lacks, cell.seconds) for cell in found if cell.lacks or cell.seconds > limit] == []
 
 

@@ -15,4 +15,4 @@ SEARCHED = tuple(dict.fromkeys((str(SHARDPROOF.parent), str(ROOT))))  # where Py
 
 def component_folders() -> list[Path]:
     """The tests' folder of each component of production."""
-    return [folder for folder in sorted(TESTS.iterdir()) if (TORCH_IMPL / folder.name).is_dir()]
+    return [folder for folder in sorted(TESTS.iterdir()) if (TORCH_IMPL / folder.name / "__init__.py").is_file()]
