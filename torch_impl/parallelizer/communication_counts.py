@@ -182,16 +182,15 @@ def style_counts(
     else:
         by_layouts[Replicate(), Shard(-1)] = sum_input_grad
         by_layouts[Replicate(), Replicate()] = [*sum_input_grad, gather_output]
-    return by_layouts.get((style.input_layouts[0], style.output_layouts[0]))
+    own = by_layouts.get((style.input_layouts[0], style.output_layouts[0]))
+    return None if own is None else own + _adapter_counts(module, isinstance(style, RowwiseParallel), axis, keeps_dtype)
 
 
-def adapter_counts(
-    module: nn.Module, style: ParallelStyle, tp: int, axis: str, keeps_dtype: bool = False
-) -> list[CollectiveCount]:
+def _adapter_counts(module: nn.Module, is_rowwise: bool, axis: str, keeps_dtype: bool) -> list[CollectiveCount]:
     """The collectives of a layer's adapter under torch's styles, beside those of the layer; none without an adapter."""
-    if tp == 1 or not isinstance(module, LoRALinear) or not isinstance(style, ColwiseParallel | RowwiseParallel):
+    if not isinstance(module, LoRALinear):
         return []
-    is_rowwise, magnitude = isinstance(style, RowwiseParallel), module.lora_magnitude
+    magnitude = module.lora_magnitude
     whole = [module.lora_B.weight] if is_rowwise else [module.lora_A.weight]
     whole += [magnitude] if is_rowwise and magnitude is not None else []
     sizes = [x.numel() * _itemsizes(x.dtype, keeps_dtype)[0] for x in whole]

@@ -14,7 +14,6 @@ from torch_impl.contract import Module, PositiveInt, TypeProblem, contract, type
 from torch_impl.parallelizer.communication_counts import (
     CollectiveCount,
     FsdpAxes,
-    adapter_counts,
     expert_counts,
     fsdp_counts,
     keeps_dtypes,
@@ -145,9 +144,8 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
         counts += expert_counts(module, keeps_dtype, tokens, k, (ep, tp), ("ep", roles["tp"] or "")) if k else []
         unknown += [] if k else [generic(name)]
     for name, (_, style) in styles.items():
-        module, axis = model.get_submodule(name), roles["tp"] or ""
-        module_counts = style_counts(module, style, tp, axis, tokens, keeps_dtype)
-        counts += (module_counts or []) + adapter_counts(module, style, tp, axis, keeps_dtype)
+        module_counts = style_counts(model.get_submodule(name), style, tp, roles["tp"] or "", tokens, keeps_dtype)
+        counts += module_counts or []
         unknown += [generic(name)] if module_counts is None else []
     # 4. List the keys of the model's own plan that match nothing.
     keys = style_names(model) if tp > 1 and tp_shard_plan is None else {}
