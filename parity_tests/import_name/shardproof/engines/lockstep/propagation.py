@@ -138,11 +138,12 @@ def _is_even(spec: DTensorSpec) -> bool:
     for placement, size in zip(spec.placements, spec.mesh.shape, strict=True):
         if type(placement) in (Replicate, Partial):
             continue
-        if type(placement) not in (Shard, STRIDED) or not 0 <= placement.dim < len(left):
+        dim: int = getattr(placement, "dim", -1)
+        if type(placement) not in (Shard, STRIDED) or not 0 <= dim < len(left):
             return False
-        if left[placement.dim] % (size * getattr(placement, "split_factor", 1)):
+        if left[dim] % (size * getattr(placement, "split_factor", 1)):
             return False
-        left[placement.dim] //= size
+        left[dim] //= size
     return True
 
 
