@@ -77,7 +77,8 @@ def test_a_command_runs_as_it_is_shown(command, shardproof):
     if program == "shardproof":
         status, out, err = shardproof(*arguments)
     else:
-        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+        start = [sys.executable, *(("-m", "torch.distributed.run") if program == "torchrun" else ())]
+        done = subprocess.run([*start, *arguments], capture_output=True, text=True, check=False)
         status, out, err = done.returncode, done.stdout, done.stderr
     is_again = wrong is not None and "timeline" not in command
     assert (status, err) == (int(is_again), "")
