@@ -69,6 +69,7 @@ PROGRAMS = {
             jnp.floor, jnp.ceil, jnp.sign, jnp.square, lax.neg, lax.is_finite, jnp.sinh, jnp.cosh, jnp.arctan,
             jnp.arcsinh,
             lax.round, lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN), lax.stop_gradient,
+            lambda x: lax.bitcast_convert_type(x, np.int64), jax.grad(lambda x: jnp.tanh(x).sum()),
             lambda x: lax.integer_pow(x, 3), lambda x: lax.integer_pow(x, -2), lambda x: lax.integer_pow(x, 2),
         ),
         [ANY],
@@ -313,4 +314,5 @@ def test_every_rule_is_in_a_program():
     """A rule that is added is added to a program above."""
     traces = [Trace(jax.make_jaxpr(function)(*operands)) for function, operands in PROGRAMS.values()]
     traced = {operation.equation.primitive.name for trace in traces for operation in trace.operations}
-    assert sorted(set(RULES) - traced) == []
+    later = set() if hasattr(lax, "one_minus_square_p") else {"one_minus_square"}  # JAX 0.12 has it, 0.10 has not
+    assert sorted(set(RULES) - traced - later) == []

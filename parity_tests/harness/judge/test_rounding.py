@@ -122,6 +122,7 @@ def test_an_operation_without_a_numpy_rule_is_compiled(monkeypatch):
         return isinstance(evaluator(jax.make_jaxpr(function)(*arguments), [True], dict), TracedProgram)
 
     assert chosen(jnp.sin, X)
+    assert chosen(jax.grad(lambda x: lax.scan(lambda c, e: (c * e, c), x.sum(), x)[1].sum()), X)
     assert not chosen(lambda x: jnp.linalg.cholesky(x * jnp.eye(4)), X[:, None])
     assert not chosen(lambda x: jnp.abs(jnp.fft.fft(x)), X)
     assert not chosen(lambda x: (x.astype(jnp.bfloat16) * 2).astype(x.dtype), X)

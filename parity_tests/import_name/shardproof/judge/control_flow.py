@@ -6,7 +6,7 @@ also reads one element from each of `xs` and writes one to each of `ys`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,8 @@ def while_loop(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple
 def scan(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
     """Operands: consts, carry, xs. Results: carry, ys."""
     params = equation.params
-    if "num_consts" not in params:
-        raise NoRule("scan of another form")
-    num_consts, num_carry, length = params["num_consts"], params["num_carry"], params["length"]
+    num_consts, num_carry = _consts_and_carry(params)
+    length = params["length"]
     first_x = num_consts + num_carry
     carry_has_tangent = _carry_has_tangent(equation.outvars[:num_carry], any(has_tangent))
     body = nested(params["jaxpr"], (*has_tangent[:num_consts], *carry_has_tangent, *has_tangent[first_x:]))
@@ -89,6 +88,16 @@ def scan(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step,
         return [*carry, *ys], [*carry_tangents, *ys_tangents]
 
     return step, [*carry_has_tangent, *y_has_tangent]
+
+
+def _consts_and_carry(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are consts, and how many are the carry. Errors: NoRule, if JAX says it otherwise."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    if "ft_in" not in params:
+        raise NoRule("scan of another form")
+    consts, carry, _ = params["ft_in"].unpack()  # JAX 0.12 has a tree of all operands
+    return len(list(consts)), len(list(carry))
 
 
 def _carry_has_tangent(variables: Sequence[Any], any_operand_has: bool) -> list[bool]:

@@ -72,6 +72,14 @@ def converted(equation: Any, lead: tuple[int, ...] = ()) -> Callable[..., Any]:
     return nearest
 
 
+def with_bits(equation: Any) -> Callable[..., Any]:
+    """The same bits as another dtype of the same size."""
+    source, target = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    if source.itemsize != target.itemsize:
+        raise NoRule(f"{equation.primitive.name} from {source} to {target}")
+    return lambda x: np.asarray(x).view(target)
+
+
 def rounded(equation: Any) -> Callable[..., Any]:
     if int(equation.params["rounding_method"]) == 1:  # RoundingMethod.TO_NEAREST_EVEN
         return np.rint
@@ -334,6 +342,7 @@ RULES: dict[str, Rule] = {
     "neg": elementwise(np.negative, lambda t, z, x: -t),
     "abs": elementwise(np.abs, lambda t, z, x: np.where(x >= 0, t, -t)),
     "square": elementwise(np.square, lambda t, z, x: t * (2 * x)),
+    "one_minus_square": elementwise(lambda x: (1 + x) * (1 - x), lambda t, z, x: t * (-2 * x)),  # of JAX 0.12
     "integer_pow": integer_power,
     "pow": elementwise(
         lambda x, y: np.power(x, y.astype(x.dtype)), lambda t, z, x, y: t * (y * np.power(x, y - 1)), by_exponent
@@ -351,7 +360,7 @@ RULES: dict[str, Rule] = {
     "sin": elementwise(np.sin, lambda t, z, x: t * np.cos(x)),
     "cos": elementwise(np.cos, lambda t, z, x: -(t * np.sin(x))),
     "erf": elementwise(special("erf"), lambda t, z, x: t * (2 / math.sqrt(math.pi) * np.exp(-x * x))),
-    "erfc": traced(special("erfc")),
+    "erfc": elementwise(special("erfc"), lambda t, z, x: -t * (2 / math.sqrt(math.pi) * np.exp(-x * x))),
     "erf_inv": traced(special("erfinv")),
     "lgamma": traced(special("gammaln")),
     "digamma": traced(special("psi")),
@@ -384,6 +393,7 @@ RULES: dict[str, Rule] = {
     "le": plain(np.less_equal),
     "gt": plain(np.greater),
     "ge": plain(np.greater_equal),
+    "bitcast_convert_type": constant(with_bits),
     "shift_left": constant(shifted(np.left_shift, unsigned=False)),
     "shift_right_logical": constant(shifted(np.right_shift, unsigned=True)),
     "shift_right_arithmetic": constant(shifted(np.right_shift, unsigned=False)),
