@@ -73,13 +73,16 @@ class Watch:
         self.process.stdout.close()
 
     def save_factor(self, text: str) -> None:
-        (self.folder / "my_factors.py").write_text(text)
+        self._save("my_factors.py", text)
 
     def save_scheme(self, change: str = "") -> None:
-        """Write a file beside and rename it, as most editors do."""
-        beside = self.folder / ".my_scheme.py.new"
-        beside.write_text(SCHEME.format(engines=self._engines, change=change))
-        beside.replace(self.folder / "my_scheme.py")
+        self._save("my_scheme.py", SCHEME.format(engines=self._engines, change=change))
+
+    def _save(self, name: str, text: str) -> None:
+        """Write a file beside and rename it, as most editors do: a file written in place may count as two saves."""
+        beside = self.folder / f".{name}.new"
+        beside.write_text(text)
+        beside.replace(self.folder / name)
 
     def verdict(self) -> str:
         """What is printed until it waits for the next save."""
