@@ -26,10 +26,12 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 BUILT = DOCS / "_build" / "html"
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome", "google-chrome-stable")
-WIDTHS = (400, 1100, 1920)
+WIDTHS = (400, 1280, 1920)
 THEMES = {"dark": 0, "light": 1}  # Chromium's numbers of them
 PAGES = (
     "index.html",
+    "benchmarks.html",
+    "failures.html",
     "how-to/verify-your-own-scheme.html",
     "reference/vocab-parallel.html",
     "reference/schemes.html",
