@@ -1,8 +1,8 @@
 """The gated delta rule in chunks: matrix products inside a chunk, and a recurrence from chunk to chunk.
 
-Within a chunk the rule is a linear system with a lower triangular matrix, for the values that each token writes. Once it
-is solved, a chunk is a linear function of the state that enters it: its outputs, and the state that leaves it. Every
-decay is the exponential of a sum of logarithms, and no difference of long sums loses digits.
+The values that the tokens of a chunk write solve a linear system with a lower triangular matrix. With the solution, a
+chunk is a linear function of the state that enters it: its outputs, and the state that leaves it. Every decay is the
+exponential of a sum of logarithms, and no difference of long sums loses digits.
 """
 
 from __future__ import annotations
