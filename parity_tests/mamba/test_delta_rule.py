@@ -64,9 +64,9 @@ def cost(segments, states=lambda c: c.b):
     return declared
 
 
-ORDINARY = values("normal", "ties")
 DRAW = {
-    **dict.fromkeys(("query", "key", "value", "initial_state"), ORDINARY),
+    **dict.fromkeys(("query", "key"), values("normal", "ties", "zeros")),
+    **dict.fromkeys(("value", "initial_state"), values("normal", "ties")),
     "g": values("normal", "zeros"),
     "beta": values("uniform"),
 }

@@ -6,6 +6,7 @@ so the group and the layout reach them.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -64,13 +65,12 @@ def shard(name, weight, mesh):
 
 def convolution_over_cp(hidden_states, weight, bias, activation, *, cp_group, layout, cu_seq_lens_q=None):
     assert activation == "silu"
-    x = hidden_states.transpose(1, 2)
-    return causal_conv_over_cp(x, weight, cp_group, bias=bias, layout=layout, cu_seqlens=cu_seq_lens_q).transpose(1, 2)
+    x, sharded = hidden_states.transpose(1, 2), {"layout": layout, "cu_seqlens": cu_seq_lens_q}
+    return causal_conv_over_cp(x, weight, cp_group, bias=bias, **sharded).transpose(1, 2)
 
 
 def rule_over_cp(query, key, value, g, beta, *, cp_group, use_qk_l2norm_in_kernel, **options):
-    options.update(use_qk_l2norm=use_qk_l2norm_in_kernel, chunk_size=4)
-    return gated_delta_rule(query, key, value, g, beta, cp_group, **options)
+    return gated_delta_rule(query, key, value, g, beta, cp_group, use_qk_l2norm=use_qk_l2norm_in_kernel, **options)
 
 
 def on_one_device(cu):
@@ -101,7 +101,7 @@ def over_ranks(mesh_sizes, order, cu):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(qwen3_next, "causal_conv1d_fn", convolution_over_cp)
-        patch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", rule_over_cp)
+        patch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", partial(rule_over_cp, chunk_size=4))
         results = run(body, CaseSpec(scheme="qwen3_next", mesh=mesh_sizes)).results
     every = [gradients for _, _, gradients in results]
     got = {name: sum(gradients[name] for gradients in every) for name in every[0] if name != "x"}
