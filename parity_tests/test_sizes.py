@@ -12,6 +12,7 @@ LONGEST_FUNCTION = 60  # lines of a function, with signature and docstring
 # Functions whose arguments, one to a line and explained, are most of their lines; the code alone is short enough.
 OF_MANY_ARGUMENTS = {
     "torch_impl/context_parallel/attention.py context_parallel_attention": "14 arguments",
+    "torch_impl/mamba/delta_rule.py gated_delta_rule": "13 arguments, of which tensors of six shapes",
     "torch_impl/vocab_parallel/distillation.py get_distillation_topk_logprobs_from_logits": "8 arguments",
     "torch_impl/vocab_parallel/linear_logprob.py from_parallel_hidden_states_to_logprobs": "14 arguments",
     "torch_impl/vocab_parallel/packed.py from_parallel_logits_to_logprobs_packed_sequences": "14 arguments",

@@ -1,4 +1,4 @@
-"""The Mamba2 mixer and its context parallelism.
+"""The Mamba2 mixer, the gated delta rule and the short convolution, and their context parallelism.
 
 These arguments mean the same throughout the package, unless a function says otherwise:
 
@@ -21,8 +21,11 @@ from torch_impl.mamba.all_to_all import _all_to_all as _all_to_all
 from torch_impl.mamba.all_to_all import _all_to_all_cp2hp as _all_to_all_cp2hp
 from torch_impl.mamba.all_to_all import _all_to_all_hp2cp as _all_to_all_hp2cp
 from torch_impl.mamba.all_to_all import _AllToAll as _AllToAll
+from torch_impl.mamba.convolution_halo import causal_conv_over_cp as causal_conv_over_cp
+from torch_impl.mamba.convolution_halo import convolution_halo as convolution_halo
 from torch_impl.mamba.cost import MambaCost as MambaCost
 from torch_impl.mamba.cost import mamba_cp_bytes as mamba_cp_bytes
+from torch_impl.mamba.delta_rule import gated_delta_rule as gated_delta_rule
 from torch_impl.mamba.hidden_parallel import MambaContextParallel as MambaContextParallel
 from torch_impl.mamba.mixer import Mamba2Mixer as Mamba2Mixer
 from torch_impl.mamba.state_passing import MambaStatePassing as MambaStatePassing

@@ -21,7 +21,8 @@ from torch_impl.layouts.index_arrays import inverse_permutation
 from torch_impl.layouts.reorder import _permute
 from torch_impl.mamba.all_to_all import _all_to_all, reference_all_to_all_cp2hp, reference_all_to_all_hp2cp
 from torch_impl.mamba.mix import mix_columns
-from torch_impl.mamba.strategy import GroupOrMesh, MixerStrategy, Order, as_rows
+from torch_impl.mamba.strategy import GroupOrMesh, MixerStrategy, as_rows
+from torch_impl.mamba.token_layouts import Order
 
 
 class MambaContextParallel(MixerStrategy):

@@ -11,11 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int64
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor
 
+from torch_impl.collectives import large_tensors
 from torch_impl.contract import Rejected
 from torch_impl.layouts import TokenLayout
+
+IN_ORDER = ("contiguous", "ragged")  # kinds of layouts in which a rank holds one run of the stream
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,11 @@ class Segments:
 
 @dataclass(frozen=True)
 class _Spans:
-    """Local rows of the segments that send a state and that receive one; the sending segment of each row of a rank."""
+    """Local rows of the segments that send a state and that receive one.
+
+    `segment_of_row` is the sending segment of each row of a rank, and `stops_of_rank` the ends of every rank's sending
+    segments. Ranks differ in them only if their shards are ragged.
+    """
 
     ids: Tensor
     starts: Tensor
@@ -72,6 +80,7 @@ class _Spans:
     entry_starts: Tensor
     entry_stops: Tensor
     segment_of_row: Tensor
+    stops_of_rank: Tensor
 
 
 def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch.device) -> Segments:
@@ -80,18 +89,50 @@ def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch
     Cost:   no collective, no host read, no loop over sequences or ranks; n * g indices and a few per local token.
     Errors: ValueError for a layout that is neither contiguous nor dual_chunk_swap.
     """
-    if layout.kind not in ("contiguous", "dual_chunk_swap", "packed"):
+    _check_order(layout)
+    key = "segments", d_conv, chunk_size, device
+    return layout.cached(key, lambda: _build(layout.on(device), d_conv, chunk_size))
+
+
+def halo_of(layout: TokenLayout, d_conv: int, device: torch.device) -> Halo:
+    """The halo of a convolution over a layout that has tokens; cached with the layout. Shards may be ragged.
+
+    Cost, errors: as `segments_of`.
+    """
+    _check_order(layout)
+
+    def build() -> Halo:
+        here = layout.on(device)
+        return _halo(here, _spans(here), torch.arange(here.counts[here.cp_rank], device=device), d_conv - 1)
+
+    return layout.cached(("halo", d_conv, device), build)
+
+
+def _check_order(layout: TokenLayout) -> None:
+    if layout.kind not in (*IN_ORDER, "dual_chunk_swap", "packed"):
         raise Rejected(
             f"layout={layout.kind!r} shards sequences into more than two runs a rank; use contiguous or dual_chunk_swap"
         )
-    key = "segments", d_conv, chunk_size, device
-    return layout.cached(key, lambda: _build(layout.on(device), d_conv, chunk_size))
+
+
+def _spans(layout: TokenLayout) -> _Spans:
+    return (_runs_at_the_ends if layout.kind in IN_ORDER else _halves)(layout)
+
+
+def with_zeros(x: Float[Tensor, "b t *a"]) -> Float[Tensor, "b t+1 *a"]:
+    """x with a row of zeros appended."""
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
+
+
+def blocks_of(x: Float[Tensor, "b t *a"], blocks: Blocks) -> Float[Tensor, "b m l *a"]:
+    """The rows of each block; padding is zeros."""
+    return large_tensors.index_select(with_zeros(x), blocks.rows.flatten(), 1).unflatten(1, blocks.rows.shape)
 
 
 def _build(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:
     # A contiguous shard passes on one state, a DualChunkSwap shard one state for each half of every sequence.
     local, device = layout.total // layout.cp_size, layout.index.device
-    spans = (_runs_at_the_ends if layout.kind == "contiguous" else _halves)(layout)
+    spans = _spans(layout)
     order = (_order_of_ranks if layout.kind == "contiguous" else _order_of_halves)(layout, spans)
     count = len(spans.starts)
     size = min(chunk_size, max(local // count, 1))
@@ -114,15 +155,17 @@ def _halves(layout: TokenLayout) -> _Spans:
     starts, stops = edges[:-1], edges[1:]
     rows = torch.arange(layout.total // layout.cp_size, device=cu.device)
     ids = torch.searchsorted(stops.contiguous(), rows, right=True)
-    return _Spans(ids, starts, stops, starts, stops, ids)
+    return _Spans(ids, starts, stops, starts, stops, ids, stops.expand(layout.cp_size, -1))
 
 
 def _runs_at_the_ends(layout: TokenLayout) -> _Spans:
     """The sequence at the last row, which the next rank may continue, and the one at the first row."""
     ids = layout.sequence_ids[layout.local_index]
-    last, first = (ids != ids[-1]).sum()[None], (ids == ids[0]).sum()[None]
-    local = torch.full_like(last, len(ids))
-    return _Spans(ids, last, local, torch.zeros_like(last), first, torch.zeros_like(ids))
+    # Slices, since a ragged shard may have no rows.
+    last, first = (ids != ids[-1:]).sum()[None], (ids == ids[:1]).sum()[None]
+    local, counts = torch.full_like(last, len(ids)), torch.tensor(layout.counts, device=ids.device)
+    one_segment = ids.new_zeros(max(layout.counts))
+    return _Spans(ids, last, local, torch.zeros_like(last), first, one_segment, counts[:, None])
 
 
 def _order_of_halves(layout: TokenLayout, spans: _Spans) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,17 +210,19 @@ def _blocks(starts: Tensor, stops: Tensor, everywhere: Tensor, size: int) -> Blo
 def _halo(layout: TokenLayout, spans: _Spans, everywhere: Tensor, width: int) -> Halo:
     local, count, device = len(everywhere), len(spans.starts), everywhere.device
     # 1. The positions before each entered segment, back to the start of its sequence at most.
-    entry = spans.entry_starts.clamp(max=local - 1)
-    position = layout.local_index[entry]
+    entry = spans.entry_starts.clamp(max=max(local - 1, 0))
+    position = layout.local_index[entry] if local else torch.zeros_like(entry)
     back = torch.arange(width, 0, -1, device=device)
     halo_position = position[:, None] - back
     sequence_start = layout.cu_padded[layout.sequence_ids[position]]
     exists = (halo_position >= sequence_start[:, None]) & (spans.entry_stops > spans.entry_starts)[:, None]
     # 2. The rank that sends each position, and the index in its message: the last `width` rows of each segment.
     row = layout.inverse[halo_position.clamp(min=0)]
-    rank, row = row // local, row % local
+    ends = torch.tensor(layout.counts, device=device).cumsum(0)
+    rank = torch.searchsorted(ends, row, right=True)
+    row = row - (ends - ends.diff(prepend=ends.new_zeros(1)))[rank]
     segment = spans.segment_of_row[row]
-    before = (rank * count + segment) * width + width - (spans.stops[segment] - row)
+    before = (rank * count + segment) * width + width - (spans.stops_of_rank[rank, segment] - row)
     absent = layout.cp_size * count * width
     # Rows before a short segment's start are also sent, but no rank reads them.
     sent = (spans.stops[:, None] - back).clamp(min=0).flatten()
@@ -188,7 +233,7 @@ def _halo(layout: TokenLayout, spans: _Spans, everywhere: Tensor, width: int) ->
     extended = torch.empty(local + count * width, dtype=torch.long, device=device)
     extended[local_rows], extended[halo_rows] = everywhere, local + torch.arange(count * width, device=device)
     ids = torch.empty_like(extended)
-    entered = segments if layout.kind != "contiguous" else spans.ids[:1]
+    entered = layout.sequence_ids[position] if layout.kind in IN_ORDER else segments
     ids[local_rows] = spans.ids
     ids[halo_rows] = entered.repeat_interleave(width, output_size=count * width)
     return Halo(sent, torch.where(exists, before, absent).flatten(), extended, ids, local_rows)

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator, all_gather, large_tensors, no_autocast
 from torch_impl.contract import PositiveInt, Rejected, Sharded, contract
-from torch_impl.mamba.mix import SsmParameters, convolution, decays, gate, steps
+from torch_impl.mamba.convolution_halo import convolution_with_halo
+from torch_impl.mamba.mix import SsmParameters, decays, gate, steps
 from torch_impl.mamba.scan import _log_decays, scan
-from torch_impl.mamba.segments import Blocks, Segments, segments_of
-from torch_impl.mamba.strategy import GroupOrMesh, MixerStrategy, Order, as_rows
+from torch_impl.mamba.segments import Blocks, Segments, blocks_of, segments_of, with_zeros
+from torch_impl.mamba.strategy import GroupOrMesh, MixerStrategy, as_rows
+from torch_impl.mamba.token_layouts import Order
 
 
 class MambaStatePassing(MixerStrategy):
@@ -91,7 +93,7 @@ class MambaStatePassing(MixerStrategy):
         sizes = self.sizes
         # 1. The convolution, with the rows before each segment from other ranks.
         z, xBC, dt = rows.split([sizes.inner, sizes.channels, sizes.num_heads], dim=-1)
-        xBC = self._convolve(xBC, parameters, segments)
+        xBC = convolution_with_halo(xBC, parameters.conv_weight, parameters.conv_bias, segments.halo, self.cp_group)
         x, B, C = xBC.split([sizes.inner, sizes.shared, sizes.shared], dim=-1)
         x = x.unflatten(-1, (sizes.num_heads, sizes.head_dim))
         B, C = (columns.unflatten(-1, (sizes.n_groups, sizes.d_state)) for columns in (B, C))
@@ -115,20 +117,6 @@ class MambaStatePassing(MixerStrategy):
         # 2. The states that enter, by one all-gather. 3. Their outputs.
         entering = self._entering(left, large_tensors.index_select(with_zeros(since), segments.last, 1), segments)
         return read_entering(C, since, entering, segments.entering)
-
-    def _convolve(self, x: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
-        """The convolution of the local rows, with the k - 1 rows before each segment."""
-        halo = segments.halo
-        # 1. Gather the last rows of every rank's segments. "R": the ranks read different rows, so cotangents add up.
-        sent = large_tensors.index_select(x, halo.sent, 1)
-        gathered = all_gather(sent[None], self.cp_group, out="R")  # b k c -> n b k c
-        # 2. Select the rows before each local segment, and put them in front of it.
-        before = large_tensors.index_select(with_zeros(gathered.transpose(0, 1).flatten(1, 2)), halo.before, 1)
-        extended = large_tensors.index_select(torch.cat([x, before], 1), halo.extended, 1)
-        # 3. Convolve, and drop the outputs at the inserted rows.
-        ids = halo.ids.expand(len(x), -1)
-        y = convolution(extended, parameters.conv_weight, parameters.conv_bias, ids)
-        return large_tensors.index_select(y, halo.local, 1)
 
     def _entering(self, left: Tensor, logs: Tensor, segments: Segments) -> Tensor:
         """[b, g, h, p, n]: the state that enters each segment, from the final states and log decays of all segments."""
@@ -178,8 +166,8 @@ def states_left(
 
     Cost: t * h * p * n multiplications, and memory for one state per block.
     """
-    u = _blocks_of(u * after.exp()[..., None], blocks).unflatten(3, (B.shape[2], -1))
-    states = torch.einsum("bmlgep,bmlgn->bmgepn", u, _blocks_of(B, blocks)).flatten(2, 3)
+    u = blocks_of(u * after.exp()[..., None], blocks).unflatten(3, (B.shape[2], -1))
+    states = torch.einsum("bmlgep,bmlgn->bmgepn", u, blocks_of(B, blocks)).flatten(2, 3)
     left = states.new_zeros(len(states), count, *states.shape[2:])
     return left.index_add(1, blocks.segment, states)
 
@@ -192,14 +180,5 @@ def read_entering(
     Cost: t * h * p * n multiplications, and memory for one state per block.
     """
     states = large_tensors.index_select(entering, blocks.segment, 1).unflatten(2, (C.shape[2], -1))
-    read = torch.einsum("bmlgn,bmgepn->bmlgep", _blocks_of(C, blocks), states).flatten(3, 4).flatten(1, 2)
+    read = torch.einsum("bmlgn,bmgepn->bmlgep", blocks_of(C, blocks), states).flatten(3, 4).flatten(1, 2)
     return large_tensors.index_select(with_zeros(read), blocks.index, 1) * since.exp()[..., None]
-
-
-def with_zeros(x: Float[Tensor, "b t *a"]) -> Float[Tensor, "b t+1 *a"]:
-    """x with a row of zeros appended."""
-    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
-
-
-def _blocks_of(x: Float[Tensor, "b t *a"], blocks: Blocks) -> Float[Tensor, "b m l *a"]:
-    return large_tensors.index_select(with_zeros(x), blocks.rows.flatten(), 1).unflatten(1, blocks.rows.shape)

@@ -17,10 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_impl.contract import Rejected, TypeProblem, type_name
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes
-from torch_impl.layouts.token_layout import dense_layout, stream_layout
 from torch_impl.mamba.mix import SsmParameters, check_dims, check_stream, mixer_sizes
-
-PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # order -> the layout kind of a packed stream
+from torch_impl.mamba.token_layouts import batch_layout
 
 
 @dataclass(frozen=True)
@@ -36,19 +34,7 @@ class _GroupOrMeshKind:
         return TypeProblem(f" is {type_name(value)}; pass a ProcessGroup or a 1-D DeviceMesh")
 
 
-@dataclass(frozen=True)
-class _OrderKind:
-    """The name of a token order, or a TokenLayout for every batch."""
-
-    def problem(self, value: Any) -> str | None:
-        choice = "contiguous, dual_chunk_swap or a TokenLayout"
-        if not isinstance(value, (str, TokenLayout)):
-            return TypeProblem(f" is {type_name(value)}; pass {choice}")
-        return f"={value!r} is not {choice}" if isinstance(value, str) and value not in PACKED else None
-
-
 GroupOrMesh = Annotated[ProcessGroup | DeviceMesh, _GroupOrMeshKind()]
-Order = Annotated[str | TokenLayout, _OrderKind()]
 
 
 class MixerStrategy:
@@ -163,31 +149,8 @@ class MixerStrategy:
         check_dims(x)
         if cu_seqlens is not None or isinstance(order, str):
             check_stream(x, cu_seqlens)
-        # 2. A TokenLayout must match this group and these tokens.
-        total = x.shape[-2] * ranks
-        if isinstance(order, TokenLayout):
-            if problem := self._layout_problem(order, total) or _sequence_problem(order, cu_seqlens):
-                raise Rejected(problem)
-            return order
-        # 3. With the name of an order: each row is one sequence, or x is a packed stream.
-        if cu_seqlens is None:
-            return dense_layout(order, total, self.cp_size, self.cp_rank, x.device)
-        return stream_layout(PACKED[order], cu_seqlens, total, self.cp_size, self.cp_rank)
-
-    def _layout_problem(self, layout: TokenLayout, total: int) -> str | None:
-        """Why a layout does not match this group and `total` tokens, or is not supported; None if it is valid."""
-        if (layout.cp_size, layout.cp_rank) != (self.cp_size, self.cp_rank):
-            of_group = f"cp_group has cp={self.cp_size} and rank {self.cp_rank}"
-            return f"layout is for cp={layout.cp_size} and rank {layout.cp_rank}, {of_group}; rebind it"
-        if layout.total != total:
-            return f"layout has {layout.total} tokens, the ranks have {total}"
-        # A state can be passed on to one sequence only.
-        if layout.prefix_of:
-            return "layout has sequences that continue others (prefix_of), which attention alone supports"
-        # The collectives exchange blocks of one size.
-        if len(set(layout.counts)) > 1:
-            return f"layout gives the ranks {layout.counts} tokens; they must be equal"
-        return None
+        # 2. The tokens of all ranks.
+        return batch_layout(order, x.shape[-2] * ranks, cu_seqlens, self.cp_group, x.device)
 
     @property
     def chunk_size(self) -> int:
@@ -226,21 +189,6 @@ def _parameter_problems(mixer: nn.Module, sizes: MambaSizes) -> Iterator[str]:
     if isinstance(of_mixer, MambaSizes) and of_mixer != sizes:
         mixer_groups, groups = (f"n_groups={x.n_groups} and d_state={x.d_state}" for x in (of_mixer, sizes))
         yield f"the mixer has {mixer_groups}, the strategy {groups}; pass the sizes of the mixer"
-
-
-def _sequence_problem(layout: TokenLayout, cu_seqlens: Tensor | None) -> str | None:
-    """Why offsets, without negative entries at the end, differ from the layout's; None if they are equal."""
-    if cu_seqlens is None:
-        return None
-    offsets, of_layout = [x for x in cu_seqlens.tolist() if x >= 0], layout.cu_padded.tolist()
-    if offsets == of_layout:
-        return None
-    if len(offsets) != len(of_layout):
-        difference = f"cu_seqlens has {len(offsets) - 1} sequences, layout {len(of_layout) - 1}"
-    else:
-        j = next(j for j, pair in enumerate(zip(offsets, of_layout, strict=True)) if pair[0] != pair[1])
-        difference = f"cu_seqlens[{j}] is {offsets[j]}, {of_layout[j]} in layout"
-    return f"{difference}; pass the layout of this batch, or its offsets alone"
 
 
 def _has_number_per_head_or_channel(D: Tensor, sizes: MambaSizes) -> bool:

@@ -1,0 +1,150 @@
+"""Parity of mamba.convolution_halo."""
+
+import jax.numpy as jnp
+import pytest
+
+from jax_ref.mamba import causal_conv
+from parity_tests.mamba.uneven import TOKENS, uneven, uneven_layout
+from shardproof import Cost, integers, offsets, scheme, values
+from torch_impl.mamba import causal_conv_over_cp, convolution_halo
+
+
+def convolved_rows(x, weight, bias):
+    return causal_conv(x, weight.T, bias)
+
+
+def convolved_stream(x, weight, bias, cu):
+    return causal_conv(x, weight.T, bias, jnp.zeros(x.shape[1], bool).at[cu[:-1]].set(True, mode="drop"))
+
+
+def cost(segments):
+    """Of x, k - 1 rows of each segment; their cotangents come back from all ranks, in float32 or wider."""
+
+    def declared(c):
+        rows = segments(c) * c.dims.get("b", 1) * (c.k - 1) * c.c // c.tp
+        return Cost(
+            forward={"all_gather": (1, rows * c.itemsize)},
+            backward={"reduce_scatter": (1, c.cp * rows * max(c.itemsize, 4))},
+        )
+
+    return declared
+
+
+PARAMETERS = {"weight": "c/tp k cp=R", "bias": "c/tp cp=R"}
+DECLARED = dict(
+    contract=causal_conv_over_cp,
+    mesh={"cp": (1, 2, 3, 4), "tp": (1, 2)},
+    draw={"x": values("normal", "iota"), "weight": values("normal"), "bias": values("normal", "zeros")},
+    dtypes=("float32", "bfloat16", "float64"),
+    reduction=("k", "t"),
+    roundings=4,  # the result; the gradient of a row for this rank, for another one, and their sum
+)
+SIZES = {
+    "c": (4,),
+    "k": (4, 1, 7),
+    "t": (24,),
+}  # a shard has 6 rows, or 2 halves of 3, and the convolution up to 7 taps
+STREAM = {**DECLARED, "draw": {**DECLARED["draw"], "cu": offsets("t", padded=True)}}
+
+
+def rows(cut):
+    """A batch of rows, each one sequence."""
+    return {"reference": convolved_rows, "inputs": {"x": f"b {cut} c/tp", **PARAMETERS}, "outputs": f"b {cut} c/tp"}
+
+
+def stream(cut):
+    """A row of several sequences."""
+    shapes = {"inputs": {"x": f"1 {cut} c/tp", **PARAMETERS, "cu": "q"}, "outputs": f"1 {cut} c/tp"}
+    return {"reference": convolved_stream, **shapes}
+
+
+@scheme(dims={**SIZES, "b": (2,)}, cost=cost(lambda c: 2), **rows("t/cp:dual_chunk_swap"), **DECLARED)
+@pytest.mark.cases(12)
+def convolution_over_cp(mesh, x, weight, bias):
+    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias)
+
+
+@scheme(dims={**SIZES, "b": (2,), "t": (12,)}, cost=cost(lambda c: 1), **rows("t/cp"), **DECLARED)
+@pytest.mark.cases(12)
+def convolution_contiguous(mesh, x, weight, bias):
+    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias, layout="contiguous")
+
+
+@scheme(
+    dims={**SIZES, "b": (2,), "t": (TOKENS,)},
+    layouts={"uneven": uneven},
+    cost=cost(lambda c: 1),
+    **rows("t/cp:uneven"),
+    **DECLARED,
+)
+@pytest.mark.cases(12)
+def convolution_ragged(mesh, x, weight, bias):
+    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias, layout=uneven_layout(mesh))
+
+
+@scheme(dims={**SIZES, "q": (4,)}, cost=cost(lambda c: 2 * (c.q - 1)), **stream("t/cp:packed"), **STREAM)
+@pytest.mark.cases(12)
+def convolution_packed(mesh, x, weight, bias, cu):
+    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias, cu_seqlens=cu)
+
+
+@scheme(dims={**SIZES, "q": (4,)}, cost=cost(lambda c: 1), **stream("t/cp"), **STREAM)
+@pytest.mark.cases(12)
+@pytest.mark.cases(1, engine="gloo")
+def convolution_stream(mesh, x, weight, bias, cu):
+    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias, layout="contiguous", cu_seqlens=cu)
+
+
+# The halo alone. Its segments are the chunks of the sequence in order, so a layout shards them as it shards tokens.
+
+
+def rows_before(x, chunks, taps):
+    """The rows before each of equal chunks of the sequence, and zeros before the first."""
+    width = len(taps)
+    padded = jnp.concatenate([jnp.zeros_like(jnp.repeat(x[:, :1], width, axis=1)), x], axis=1)
+    length = x.shape[1] // len(chunks)
+    return jnp.stack([padded[:, m * length : m * length + width] for m in range(len(chunks))], axis=1)
+
+
+def halo_cost(segments):
+    def declared(c):
+        rows = segments * c.b * c.w * c.c
+        sent = {"all_gather": (1, rows * c.itemsize)}
+        return Cost(forward=sent, backward={"reduce_scatter": (1, c.cp * rows * max(c.itemsize, 4))})
+
+    return declared
+
+
+HALO = dict(
+    contract=convolution_halo,
+    reference=rows_before,
+    mesh={"cp": (1, 2, 3, 4)},
+    draw={"x": values("normal", "iota"), **dict.fromkeys(("chunks", "taps"), integers(0, 0))},
+    dtypes=("float32", "bfloat16", "float64"),
+    sums="float32",
+    roundings=2,  # the gradient of a row for each rank, and their sum
+)
+
+
+@scheme(
+    inputs={"x": "b t/cp c", "chunks": "m", "taps": "w"},
+    outputs="b m/cp w c",
+    dims={"b": (2,), "t": (12,), "c": (3,), "w": (3, 1, 7), "m": "cp"},
+    cost=halo_cost(1),
+    **HALO,
+)
+@pytest.mark.cases(8)
+def halo_contiguous(mesh, x, chunks, taps):
+    return convolution_halo(x, len(taps) + 1, mesh["cp"], layout="contiguous")
+
+
+@scheme(
+    inputs={"x": "b t/cp:dual_chunk_swap c", "chunks": "m", "taps": "w"},
+    outputs="b m/cp:dual_chunk_swap w c",
+    dims={"b": (2,), "t": (24,), "c": (3,), "w": (3, 1, 7), "m": "2*cp"},
+    cost=halo_cost(2),
+    **HALO,
+)
+@pytest.mark.cases(8)
+def halo_in_dual_chunk_swap(mesh, x, chunks, taps):
+    return convolution_halo(x, len(taps) + 1, mesh["cp"])
