@@ -27,5 +27,7 @@ from torch_impl.models.loss import loss_divisors as loss_divisors
 from torch_impl.models.loss import normalised as normalised
 from torch_impl.models.loss import token_losses as token_losses
 from torch_impl.models.loss import valid_count as valid_count
+from torch_impl.models.multi_token import multi_token_losses as multi_token_losses
+from torch_impl.models.multi_token import multi_token_targets as multi_token_targets
 from torch_impl.models.staged import StepLoss as StepLoss
 from torch_impl.models.staged import staged_step as staged_step
