@@ -302,6 +302,15 @@ def multi_token_losses(
     return jnp.stack([means[0], *(coefficient / depths * mean for mean in means[1:])])
 
 
+def contrastive_loss(
+    queries: Float[Array, "b d"], keys: Float[Array, "b d"], log_scale: Float[Array, ""]
+) -> Float[Array, ""]:
+    """The mean cross entropy of each query's key among all keys, and of each key's query among all queries."""
+    scores = jnp.exp(log_scale) * queries @ keys.T
+    both = jax.nn.log_softmax(scores, 1) + jax.nn.log_softmax(scores, 0)
+    return -jnp.diagonal(both).sum() / (2 * max(len(queries), 1))
+
+
 def step_loss(
     model: HybridLM, ids: Int[Array, "i t"], padded: Int[Array, "i n"], real: Int[Array, "i n"]
 ) -> Float[Array, ""]:

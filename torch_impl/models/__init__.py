@@ -20,6 +20,7 @@ from torch_impl.models.batch import rank_stream as rank_stream
 from torch_impl.models.batch import streams_of_rank as streams_of_rank
 from torch_impl.models.config import HybridConfig as HybridConfig
 from torch_impl.models.config import Placement as Placement
+from torch_impl.models.contrastive import contrastive_loss as contrastive_loss
 from torch_impl.models.hybrid import HybridLM as HybridLM
 from torch_impl.models.hybrid import tensor_parallel_plan as tensor_parallel_plan
 from torch_impl.models.loss import IGNORED as IGNORED
