@@ -27,18 +27,19 @@ def contrastive_loss(
         z[i, j] = exp(log_scale) <queries[i], keys[j]>
         loss    = mean over i of  -(log softmax_j z[i, j] + log softmax_j z[j, i]) / 2  at j = i
 
-    The mean is over the pairs of all ranks, which may have unequally many, or none; the loss of a step without pairs is
-    0. Pass normalised vectors for a cosine, and the log of the inverse temperature as `log_scale`. Gradients of queries
-    and keys contain their terms as negatives of other ranks. That of `log_scale` is the sum over dp. `averaged_over` is
-    the number of ranks that gradients are averaged over afterwards: dp under FSDP, 1 if they are summed.
+    The mean is over the pairs of all ranks of `dp_group`, which may have unequally many, or none; the loss of a step
+    without pairs is 0. Pass normalised vectors for a cosine, and the log of the inverse temperature as `log_scale`.
+    Gradients of queries and keys contain their terms as negatives of other ranks. That of `log_scale` is the sum over
+    dp. `averaged_over` is the number of ranks that gradients are averaged over afterwards: dp under FSDP, 1 if they are
+    summed.
 
     Products run in the dtype of the queries, also under autocast; the softmax and its sums in float32 or wider.
 
-    Cost:   forward 1 all_gather of one int64, with a host read, and 1 all_gather of queries and keys together, padded to
-            the most pairs of a rank; backward 1 reduce_scatter of all of them, bfloat16 and float16 as float32. Holds
-            the vectors of all ranks and 2 * b/dp * b scores.
-    Errors: TypeError for tensors that are not floating, or a group of another type; ValueError if shapes or dtypes differ,
-            or for a `log_scale` with dims.
+    Cost:   forward 1 all_gather of one int64, with a host read (none for dp=1), and 1 all_gather of queries and keys
+            together, padded to the most pairs of a rank; backward 1 reduce_scatter of all of them, bfloat16 and float16
+            as float32. Holds the vectors of all ranks and 2 * b/dp * b scores.
+    Errors: TypeError for tensors that are not floating, or a group of another type; ValueError if shapes or dtypes
+            differ, or for a `log_scale` with dims.
     Source: arXiv 2103.00020, section 2.3.
     """
     if queries.dtype != keys.dtype:

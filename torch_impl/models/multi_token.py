@@ -35,7 +35,7 @@ from torch_impl.contract import (
 )
 from torch_impl.contract.tensor_kinds import TensorKind
 from torch_impl.layouts import TokenLayout
-from torch_impl.models.loss import IGNORED, Aggregation, Targets, loss_divisors, normalised
+from torch_impl.models.loss import IGNORED, Aggregation, Targets, check_constant, loss_divisors, normalised
 from torch_impl.vocab_parallel import ChunkedDistributedHiddenStatesToLogprobs, tokens_ahead
 from torch_impl.vocab_parallel.vocab_range import ChunkSize, ceil_range
 
@@ -70,7 +70,8 @@ def multi_token_targets(
     Errors: as `loss_divisors` and `tokens_ahead`; ValueError unless there is a layout for each tensor of targets, which
             are int32 or int64 and "b t/cp".
     """
-    # 1. Check all microbatches before the first collective.
+    # 1. Check everything before the first collective.
+    check_constant(constant)
     if len(layouts) != len(targets):
         raise Rejected(f"layouts has {len(layouts)} for {len(targets)} targets; pass one for each microbatch")
     for i, (each, layout) in enumerate(zip(targets, layouts, strict=True)):
@@ -116,8 +117,9 @@ def multi_token_losses(
         out[k] = coefficient / (m - 1)  *   sum of -log p(targets[k]) / divisors[k],    1 <= k < m
 
     `hidden_states` are the normed states of depths 0 to m - 1, stacked, and `output_weight` is the head that all depths
-    share: its rows of this rank, by DTensor's ceil rule. `targets` and `divisors` are a pair of
-    `multi_token_targets`. log p is that of softmax(h W^T). `averaged_over` is as for `normalised`.
+    share: its rows of this rank, by DTensor's ceil rule. `targets` and `divisors` are a pair of `multi_token_targets`.
+    log p is that of softmax(h W^T), over the vocabulary of all ranks of `tp_group`. `averaged_over` is as for
+    `normalised`, and `chunk_size` as for the function under Cost.
 
     All depths are one product with the head, so that its gradient, the sum over depths, is summed in float32 or wider
     and rounded once. Pass the embedding's weight for a tied head.

@@ -34,15 +34,15 @@ def all_gather_linear(
 ) -> Sharded[Tensor, "b s o/tp"]:
     """The product of all positions of `x` with this rank's columns: x W^T, for a column-wise layer.
 
-    Rank r has `lengths[r]` positions of the sequence, 0 included; without `lengths` all ranks have as many. Products run
-    in the dtype of x, also under autocast; sums over ranks and blocks in float32 or wider. Backward gathers the
+    Rank r has `lengths[r]` positions of the sequence, 0 included; without `lengths` all ranks have as many. Products
+    run in the dtype of x, also under autocast; sums over ranks and blocks in float32 or wider. Backward gathers the
     positions again instead of saving them, for d W alone. The weight requires grad on every rank or on none, and so
     does x. Add a bias to the result.
 
     Cost:   forward tp - 1 sends and recvs of a shard of x. Backward as many of a shard of d x, bfloat16 and float16 as
             float32, and for a weight that requires grad as many of a shard of x again. Saves x and weight by reference.
-    Errors: TypeError if tp_group is not a ProcessGroup, or x or weight is not floating; ValueError if x and weight differ
-            in i or dtype, or lengths do not fit the group or x.
+    Errors: TypeError if tp_group is not a ProcessGroup, or x or weight is not floating; ValueError if x and weight
+            differ in i or dtype, or lengths do not fit the group or x.
     Source: arXiv 2205.05198.
     """
     _check_dtypes(x, weight)
@@ -59,9 +59,10 @@ def linear_reduce_scatter(
 ) -> Sharded[Tensor, "b s/tp o"]:
     """This rank's positions of the product x W^T, summed over the ranks' features, for a row-wise layer.
 
-    Rank r receives `lengths[r]` positions of the sequence, 0 included; without `lengths` all ranks receive as many.
-    Products run in the dtype of x, also under autocast; sums over ranks and blocks in float32 or wider. One ring in
-    backward serves d x and d W. Either requires grad on every rank or on none. Add a bias, `tp=R`, to the result.
+    Rank r of `tp_group` receives `lengths[r]` positions of the sequence, 0 included; without `lengths` all ranks
+    receive as many. Products run in the dtype of x, also under autocast; sums over ranks and blocks in float32 or
+    wider. One ring in backward serves d x and d W. Either requires grad on every rank or on none. Add a bias, `tp=R`,
+    to the result.
 
     Cost:   forward tp - 1 sends and recvs of a shard of the result, bfloat16 and float16 as float32; backward tp - 1 of
             a shard of its cotangent. Saves x and weight by reference.

@@ -102,7 +102,7 @@ def _plan(layout: TokenLayout, depth: int) -> _Plan:
     to, leaving = torch.nonzero(lacks & (owner == me), as_tuple=True)
     source, arriving = torch.nonzero(_one_row_each(owner, ranks) & lacks[me], as_tuple=True)
     counts = torch.stack([torch.bincount(each, minlength=ranks) for each in (to, source)])
-    *both, total = [*counts.tolist(), int(lacks.sum())]
+    sent, received = counts.tolist()
     # 4. The row of each token ahead.
     place = torch.where(owner == me, row_of, 0)
     own = layout.counts[me]
@@ -111,7 +111,7 @@ def _plan(layout: TokenLayout, depth: int) -> _Plan:
     local = layout.local_index
     is_there = following[local] >= k
     ahead = torch.where(is_there, place[torch.where(is_there, local + k, 0)], own + len(arriving))
-    return _Plan(row_of[leaving], *both, ahead, total > 0)
+    return _Plan(row_of[leaving], sent, received, ahead, bool(lacks.any()))
 
 
 def _following(layout: TokenLayout) -> Int64[Tensor, " total"]:
