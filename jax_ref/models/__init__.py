@@ -11,6 +11,8 @@ from jax_ref.models.reference import Mlp as Mlp
 from jax_ref.models.reference import Norm as Norm
 from jax_ref.models.reference import adamw as adamw
 from jax_ref.models.reference import aggregated as aggregated
+from jax_ref.models.reference import contrastive_loss as contrastive_loss
+from jax_ref.models.reference import multi_token_losses as multi_token_losses
 from jax_ref.models.reference import next_ids as next_ids
 from jax_ref.models.reference import normalised as normalised
 from jax_ref.models.reference import rotated as rotated

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_ref.context_parallel import packed_attention
 from jax_ref.expert_parallel import mixture, sequence_balance_loss, softmax_top_k, z_loss
 from jax_ref.mamba import Mamba2
+from jax_ref.vocab_parallel import tokens_ahead
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,36 @@ def aggregated(
         "token_sum": counted.sum(),
     }
     return modes[aggregation] / constant
+
+
+def multi_token_losses(
+    hidden_states: Float[Array, "m b t d"],
+    weight: Float[Array, "v d"],
+    targets: Int[Array, "b t"],
+    cu_padded: Int[Array, " n"],
+    cu_real: Int[Array, " n"],
+    coefficient: float,
+    aggregation: str = "token_mean",
+    constant: int = 1,
+) -> Float[Array, " m"]:
+    """The loss of each depth: at depth k the target is the one k tokens ahead; the mean over k >= 1 is weighted."""
+    depths = len(hidden_states) - 1
+    further = [tokens_ahead(targets, cu_padded, cu_real, depths, -100)] if depths else []
+    ids = jnp.concatenate([targets[None], *further])
+    is_valid = (ids >= 0) & (ids < len(weight))
+    logprob = jax.nn.log_softmax(hidden_states @ weight.T)
+    losses = -jnp.take_along_axis(logprob, jnp.where(is_valid, ids, 0)[..., None], -1)[..., 0]
+    means = [aggregated(each, mask, aggregation, constant) for each, mask in zip(losses, is_valid, strict=True)]
+    return jnp.stack([means[0], *(coefficient / depths * mean for mean in means[1:])])
+
+
+def contrastive_loss(
+    queries: Float[Array, "b d"], keys: Float[Array, "b d"], log_scale: Float[Array, ""]
+) -> Float[Array, ""]:
+    """The mean cross entropy of each query's key among all keys, and of each key's query among all queries."""
+    scores = jnp.exp(log_scale) * queries @ keys.T
+    both = jax.nn.log_softmax(scores, 1) + jax.nn.log_softmax(scores, 0)
+    return -jnp.diagonal(both).sum() / (2 * max(len(queries), 1))
 
 
 def step_loss(

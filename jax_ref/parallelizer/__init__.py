@@ -21,6 +21,7 @@ from jax_ref.parallelizer.reference import Trunk as Trunk
 from jax_ref.parallelizer.reference import by_name as by_name
 from jax_ref.parallelizer.reference import compiled_step as compiled_step
 from jax_ref.parallelizer.reference import from_state_dict as from_state_dict
+from jax_ref.parallelizer.reference import linear as linear
 from jax_ref.parallelizer.reference import lora_weight as lora_weight
 from jax_ref.parallelizer.reference import mean_loss as mean_loss
 from jax_ref.parallelizer.reference import rotated as rotated

@@ -325,6 +325,11 @@ def _check_tied(parameters: Mapping[str, Any]) -> None:
         raise ValueError(f"decoder: {HEAD} is tied to {EMBEDDING} and differs from it; pass one, or the same twice")
 
 
+def linear(x: Float[Array, "b s i"], weight: Float[Array, "o i"]) -> Float[Array, "b s o"]:
+    """A linear layer without a bias, whether ranks shard the sequence or the features."""
+    return x @ weight.T
+
+
 def lora_weight(
     weight: Float[Array, "o i"],
     a: Float[Array, "r i"],

@@ -27,4 +27,5 @@ from jax_ref.vocab_parallel.reference import sampled_logprob as sampled_logprob
 from jax_ref.vocab_parallel.reference import sampling_mask as sampling_mask
 from jax_ref.vocab_parallel.reference import sequence as sequence
 from jax_ref.vocab_parallel.reference import softmax as softmax
+from jax_ref.vocab_parallel.reference import tokens_ahead as tokens_ahead
 from jax_ref.vocab_parallel.reference import topk as topk

@@ -260,6 +260,21 @@ def next_positions(x: Shaped[Array, "b s *d"], fill: float = 0) -> Shaped[Array,
     return jnp.concatenate([x[:, 1:], jnp.full_like(x[:, :1], fill)], axis=1)
 
 
+def tokens_ahead(
+    x: Shaped[Array, "b t *d"], cu_padded: Int[Array, " n"], cu_real: Int[Array, " n"], depth: int, fill: float = 0
+) -> Shaped[Array, "k b t *d"]:
+    """x rolled by 1 to `depth` tokens; `fill` where the token ahead is not a real token of the same document."""
+    token = jnp.arange(x.shape[1])
+    document = jnp.searchsorted(cu_padded[1:], token, side="right")
+    end = (cu_padded[:-1] + jnp.diff(cu_real))[document]
+
+    def rolled(k: int) -> Array:
+        is_there = (token + k < end).reshape(1, -1, *[1] * (x.ndim - 2))
+        return jnp.where(is_there, jnp.roll(x, -k, 1), jnp.full_like(x, fill))
+
+    return jnp.stack([rolled(k) for k in range(1, depth + 1)])
+
+
 def same(matrix: Shaped[Array, "t v"]) -> Shaped[Array, "t v"]:
     """The matrix itself, whether ranks shard it by rows or by columns."""
     return matrix

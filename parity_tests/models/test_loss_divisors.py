@@ -294,6 +294,11 @@ test_rejection = rejected(
             divisors(masks=[BOOLS[:, :3]], layouts=[LAYOUT]),
             "models.loss_divisors: masks[0] is [2, 3] but its layout has 4 local tokens; pass [b, t/cp]",
         ),
+        (
+            "a constant of each row",
+            divisors(constant=torch.ones(2)),
+            "models.loss_divisors: constant is [2]; pass one number for the full step",
+        ),
         ("a constant of 0", divisors(constant=0), "models.loss_divisors: constant=0 must be at least 1"),
         (
             "an unknown mode",

@@ -20,6 +20,7 @@ from torch_impl.models.batch import rank_stream as rank_stream
 from torch_impl.models.batch import streams_of_rank as streams_of_rank
 from torch_impl.models.config import HybridConfig as HybridConfig
 from torch_impl.models.config import Placement as Placement
+from torch_impl.models.contrastive import contrastive_loss as contrastive_loss
 from torch_impl.models.hybrid import HybridLM as HybridLM
 from torch_impl.models.hybrid import tensor_parallel_plan as tensor_parallel_plan
 from torch_impl.models.loss import IGNORED as IGNORED
@@ -27,5 +28,7 @@ from torch_impl.models.loss import loss_divisors as loss_divisors
 from torch_impl.models.loss import normalised as normalised
 from torch_impl.models.loss import token_losses as token_losses
 from torch_impl.models.loss import valid_count as valid_count
+from torch_impl.models.multi_token import multi_token_losses as multi_token_losses
+from torch_impl.models.multi_token import multi_token_targets as multi_token_targets
 from torch_impl.models.staged import StepLoss as StepLoss
 from torch_impl.models.staged import staged_step as staged_step

@@ -123,10 +123,11 @@ def loss_divisors(
             one int64 for each of `dp_groups`. token_mean: 1 all_reduce of one int64 for each of all groups. token_sum:
             none. The host reads no mask.
     Errors: TypeError for masks that are no list of bool tensors; ValueError for no masks, a mask that is not
-            [b, s/cp], layouts that are not one for each mask or do not have its columns, an unknown aggregation, and
-            an int `constant` below 1.
+            [b, s/cp], layouts that are not one for each mask or do not have its columns, an unknown aggregation, an
+            int `constant` below 1, and a tensor that is not one number.
     Source: arXiv 2503.20783 (a constant for a count of tokens).
     """
+    check_constant(constant)
     _check_masks(masks, layouts)
     # 1. Count the tokens of each sequence: on this rank, and over cp, which cuts sequences.
     sequences = [_sequences(mask, layout) for mask, layout in zip(masks, layouts or [None] * len(masks), strict=True)]
@@ -196,6 +197,12 @@ def _lengths(mask: Tensor, sequences: tuple[Tensor, int]) -> Tensor:
     """The number of this rank's tokens of each sequence."""
     ids, number = sequences
     return ids.new_zeros(number).scatter_add_(0, ids.flatten(), mask.flatten().long())
+
+
+def check_constant(constant: int | Tensor) -> None:
+    """Rejected for a tensor that is not one number."""
+    if isinstance(constant, Tensor) and constant.ndim:
+        raise Rejected(f"constant is {list(constant.shape)}; pass one number for the full step")
 
 
 def _check_masks(masks: list[Tensor], layouts: list[TokenLayout] | None) -> None:

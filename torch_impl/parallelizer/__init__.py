@@ -18,6 +18,8 @@ from torch_impl.parallelizer.adapters.to_cpu import to_cpu as to_cpu
 from torch_impl.parallelizer.adapters.unit_modules import import_classes_from_paths as import_classes_from_paths
 from torch_impl.parallelizer.adapters.unshard import unshard as unshard
 from torch_impl.parallelizer.adapters.unshard import unshard_fsdp2_model as unshard_fsdp2_model
+from torch_impl.parallelizer.async_linear import all_gather_linear as all_gather_linear
+from torch_impl.parallelizer.async_linear import linear_reduce_scatter as linear_reduce_scatter
 from torch_impl.parallelizer.dry_run import DryRun as DryRun
 from torch_impl.parallelizer.dry_run import dry_run as dry_run
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize as fsdp2_strategy_parallelize

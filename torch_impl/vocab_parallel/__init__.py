@@ -82,5 +82,6 @@ from torch_impl.vocab_parallel.sequence_gather import allgather_cp_sharded_tenso
 from torch_impl.vocab_parallel.softmax import _compute_distributed_log_softmax as _compute_distributed_log_softmax
 from torch_impl.vocab_parallel.softmax import _compute_distributed_softmax as _compute_distributed_softmax
 from torch_impl.vocab_parallel.softmax import vocab_parallel_log_softmax as vocab_parallel_log_softmax
+from torch_impl.vocab_parallel.tokens_ahead import tokens_ahead as tokens_ahead
 from torch_impl.vocab_parallel.topk import distributed_vocab_topk as distributed_vocab_topk
 from torch_impl.vocab_parallel.topk import gather_logits_at_global_indices as gather_logits_at_global_indices

@@ -78,7 +78,7 @@ def cp_shift_next(
     Errors: TypeError if cp_group is not a ProcessGroup or fill_value is not a real number; ValueError if the tensor
             has no such dim, or its dtype cannot represent fill_value, such as -100 in uint8 or 1.5 in int64.
     """
-    fill = _fill_of(tensor, fill_value)
+    fill = fill_of(tensor, fill_value)
     reason = why_not_a_dim(tensor, seq_dim)
     if reason:
         raise Rejected(reason)
@@ -92,7 +92,7 @@ def cp_shift_next(
     return torch.cat([tensor.narrow(seq_dim, 1, local - 1), arriving], dim=seq_dim)
 
 
-def _fill_of(tensor: Tensor, fill_value: float | int) -> float | int:
+def fill_of(tensor: Tensor, fill_value: float | int) -> float | int:
     """`fill_value` as a number that the tensor's dtype represents exactly; torch would wrap or truncate it silently.
 
     Errors: TypeError unless it is a real number, ValueError if the dtype cannot represent it.

@@ -1,0 +1,192 @@
+"""Linear layers between a sharded sequence and sharded features, whose products overlap with the transfers.
+
+A ring of n ranks moves the sequence in n blocks. While a block travels to the next rank, this rank multiplies the one
+that it has: n - 1 of n transfers are hidden behind products that last longer. The values are those of all_gather and
+product, and of product and reduce_scatter, up to the order of sums. Source: arXiv 2205.05198 (sequence parallelism) and
+ASPLOS 2023, doi 10.1145/3567955.3567959 (overlap by decomposition).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from torch_impl.collectives import large_tensors, no_autocast
+from torch_impl.collectives.lengths import lengths_to_gather, lengths_to_scatter
+from torch_impl.collectives.plain import accumulator, start_messages
+from torch_impl.contract import Group, Rejected, Sharded, contract, dtype_name
+from torch_impl.contract.derivatives import first_derivative_only
+
+
+@contract
+def all_gather_linear(
+    x: Sharded[Tensor, "b s/tp i"],
+    weight: Sharded[Tensor, "o/tp i"],
+    tp_group: Group[ProcessGroup, "tp"],
+    *,
+    lengths: Sequence[int] | None = None,
+) -> Sharded[Tensor, "b s o/tp"]:
+    """The product of all positions of `x` with this rank's columns: x W^T, for a column-wise layer.
+
+    Rank r has `lengths[r]` positions of the sequence, 0 included; without `lengths` all ranks have as many. Products
+    run in the dtype of x, also under autocast; sums over ranks and blocks in float32 or wider. Backward gathers the
+    positions again instead of saving them, for d W alone. The weight requires grad on every rank or on none, and so
+    does x. Add a bias to the result.
+
+    Cost:   forward tp - 1 sends and recvs of a shard of x. Backward as many of a shard of d x, bfloat16 and float16 as
+            float32, and for a weight that requires grad as many of a shard of x again. Saves x and weight by reference.
+    Errors: TypeError if tp_group is not a ProcessGroup, or x or weight is not floating; ValueError if x and weight
+            differ in i or dtype, or lengths do not fit the group or x.
+    Source: arXiv 2205.05198.
+    """
+    _check_dtypes(x, weight)
+    return _AllGatherLinear.apply(x, weight, tp_group, lengths_to_gather("lengths", lengths, x, 1, tp_group))
+
+
+@contract
+def linear_reduce_scatter(
+    x: Sharded[Tensor, "b s i/tp"],
+    weight: Sharded[Tensor, "o i/tp"],
+    tp_group: Group[ProcessGroup, "tp"],
+    *,
+    lengths: Sequence[int] | None = None,
+) -> Sharded[Tensor, "b s/tp o"]:
+    """This rank's positions of the product x W^T, summed over the ranks' features, for a row-wise layer.
+
+    Rank r of `tp_group` receives `lengths[r]` positions of the sequence, 0 included; without `lengths` all ranks
+    receive as many. Products run in the dtype of x, also under autocast; sums over ranks and blocks in float32 or
+    wider. One ring in backward serves d x and d W. Either requires grad on every rank or on none. Add a bias, `tp=R`,
+    to the result.
+
+    Cost:   forward tp - 1 sends and recvs of a shard of the result, bfloat16 and float16 as float32; backward tp - 1 of
+            a shard of its cotangent. Saves x and weight by reference.
+    Errors: as `all_gather_linear`; ValueError without lengths for a sequence that tp does not divide.
+    Source: arXiv 2205.05198.
+    """
+    _check_dtypes(x, weight)
+    return _LinearReduceScatter.apply(x, weight, tp_group, lengths_to_scatter("lengths", lengths, x, 1, tp_group))
+
+
+class _AllGatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, lengths: list[int]) -> Tensor:
+        ctx.group, ctx.lengths = group, lengths
+        ctx.save_for_backward(x, weight)
+        products: list[Tensor] = [x] * len(lengths)
+        with no_autocast(x.device):
+            for source, block in _blocks_of_ranks(x, group, lengths):
+                products[source] = F.linear(block, weight)
+        return torch.cat(products, 1)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        cotangents = cotangent.split(ctx.lengths, 1)
+        d_x = d_weight = None
+        with no_autocast(x.device):
+            if ctx.needs_input_grad[0]:
+                d_x = _sum_of_ranks(lambda rank: cotangents[rank] @ weight, ctx.group, ctx.lengths)
+            if ctx.needs_input_grad[1]:
+                # Only this rank's positions were saved.
+                terms = _blocks_of_ranks(x, ctx.group, ctx.lengths)
+                d_weight = _sum_of_products((cotangents[source], block) for source, block in terms)
+        return d_x, d_weight, None, None
+
+
+class _LinearReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, lengths: list[int]) -> Tensor:
+        ctx.group, ctx.lengths = group, lengths
+        ctx.save_for_backward(x, weight)
+        blocks = x.split(lengths, 1)
+        with no_autocast(x.device):
+            return _sum_of_ranks(lambda rank: F.linear(blocks[rank], weight), group, lengths)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        blocks, products = x.split(ctx.lengths, 1), [x] * len(ctx.lengths)
+
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for source, block in _blocks_of_ranks(cotangent, ctx.group, ctx.lengths):
+                if of_x:
+                    products[source] = block @ weight
+                yield block, blocks[source]
+
+        d_weight = None
+        with no_autocast(x.device):
+            if of_weight:
+                d_weight = _sum_of_products(pairs())
+            else:
+                for _ in pairs():  # d x alone
+                    pass
+        return torch.cat(products, 1) if of_x else None, d_weight, None, None
+
+
+def _blocks_of_ranks(
+    x: Float[Tensor, "b l i"], group: ProcessGroup, lengths: Sequence[int]
+) -> Iterator[tuple[int, Float[Tensor, "b _ i"]]]:
+    """(rank, its block) of every rank, this one first. The next block arrives while the caller works on one."""
+    rank, world, block = group.rank(), group.size(), x.contiguous()
+    for step in range(world):
+        source = (rank + step) % world
+        following, works = block, []
+        if step + 1 < world:
+            shape = (len(x), lengths[(source + 1) % world], x.shape[2])
+            following = large_tensors.empty(shape, x.dtype, x.device)
+            works = _start_shift(block, following, -1, group)
+        yield source, block
+        for work in works:
+            work.wait()
+        block = following
+
+
+def _sum_of_ranks(term: Callable[[int], Tensor], group: ProcessGroup, lengths: Sequence[int]) -> Tensor:
+    """This rank's block of the sum over ranks, where `term(r)` is this rank's term "b l i" of rank r's block.
+
+    Each sum travels through all ranks, to its own last. While one travels, this rank computes its term of the next.
+    """
+    rank, world = group.rank(), group.size()
+    own = term((rank - 1) % world)
+    total = own.to(accumulator(own.dtype)).contiguous()
+    for step in range(1, world):
+        target = (rank - 1 - step) % world
+        arriving = large_tensors.empty((len(own), lengths[target], own.shape[2]), total.dtype, total.device)
+        works = _start_shift(total, arriving, 1, group)
+        own = term(target)
+        for work in works:
+            work.wait()
+        total = arriving.add_(own)
+    return total.to(own.dtype)
+
+
+def _sum_of_products(pairs: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, "o i"]:
+    """The sum of g^T x over pairs of blocks "b l o" and "b l i", in float32 or wider, rounded once."""
+    products = (g.flatten(0, 1).mT @ x.flatten(0, 1) for g, x in pairs)
+    first = next(products)
+    total = first.to(accumulator(first.dtype))
+    for product in products:
+        total += product
+    return total.to(first.dtype)
+
+
+def _start_shift(sent: Tensor, received: Tensor, shift: int, group: ProcessGroup) -> list[Work]:
+    """Start to send one tensor to rank r + shift and to receive another from rank r - shift; empty ones stay."""
+    rank, world = group.rank(), group.size()
+    to = [((rank + shift) % world, sent)] if sent.numel() else []
+    source = [((rank - shift) % world, received)] if received.numel() else []
+    return start_messages(to, source, group)
+
+
+def _check_dtypes(x: Tensor, weight: Tensor) -> None:
+    if weight.dtype != x.dtype:
+        raise Rejected(f"weight is {dtype_name(weight)} but x is {dtype_name(x)}; convert one of them")
