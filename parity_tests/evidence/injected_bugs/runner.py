@@ -1,9 +1,9 @@
 """Run every injected bug on drawn cases of the schemes that it affects, until an oracle catches it.
 
 A scheme is affected if it runs a line of the bug. If the bug is in a constant, a scheme is affected if it runs a line
-with the constant's name. A round is one example of each of the nearest affected schemes: the schemes of each path
-through the bug's function that run the fewest lines. The others are tried only if these see nothing. The baseline beside it is a parity test as it is often written: two
-ranks, one shape, equal shards, three seeds, the same budgets.
+with the constant's name. A round is one example of each of the nearest affected schemes: for each path through the
+bug's function, the scheme that runs the fewest lines. The others are tried only if these see nothing. The baseline
+beside it is a parity test as it is often written: two ranks, one shape, equal shards, three seeds, the same budgets.
 """
 
 from __future__ import annotations
