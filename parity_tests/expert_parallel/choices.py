@@ -8,7 +8,6 @@ from shardproof import drawn
 from shardproof.draw import inputs
 
 LOADS = ("random", "random", "one", "first", "last", "missing", "dropped")
-MISSING = -1  # the number of no expert that padding usually has; so has the first one behind the last expert
 
 
 def _experts(generator, shape, case):
@@ -24,13 +23,20 @@ def _experts(generator, shape, case):
     experts = order.argsort(-1)[..., :k]
     each = (*tokens, k if load == "dropped" else 1)
     is_missing = generator.random(each) < (0.4 if load in ("missing", "dropped") else 0.0)
-    of_none = np.where(generator.random(is_missing.shape) < 0.5, MISSING, size)
+    # Numbers of no expert: padding usually has -1, and any below 0 or beyond the last expert is one.
+    of_none = generator.choice((-1, -2, size, size + 1), is_missing.shape)
     return np.where(is_missing, of_none, experts).astype(np.int64)
 
 
 def chosen_experts():
     """Experts of each token, for a scheme with the dims e and k."""
     return drawn(_experts, integer=True)
+
+
+def padding(case, shape):
+    """The rows of an input beside `experts` that have no expert."""
+    experts = _experts(inputs.generator(case, "experts"), (*shape[:-1], case.k), case)
+    return ((experts < 0) | (experts >= case.e)).all(-1)
 
 
 def shards(scheme, name, case):

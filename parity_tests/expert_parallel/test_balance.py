@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from jax_ref import expert_parallel as reference
-from parity_tests.expert_parallel.choices import chosen_experts
+from parity_tests.expert_parallel.choices import chosen_experts, padding
 from parity_tests.expert_parallel.expert_module import over_all
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from shardproof.draw.profiles import few
@@ -20,7 +20,10 @@ SIZES = {"k": (1, 2, 3), "e": (4, 8, 3)}
 INT64 = 8
 DECLARED = dict(
     dims=SIZES,
-    draw={"probabilities": values("probabilities", "uniform", "zeros", "normal"), "experts": chosen_experts()},
+    draw={
+        "probabilities": values("probabilities", "uniform", "zeros", "normal", nan_rows=padding),
+        "experts": chosen_experts(),
+    },
     dtypes=("float32", "bfloat16", "float64"),
 )
 
@@ -93,13 +96,13 @@ OF_LOGITS = dict(
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "e"),
 )
-LOGITS = values("normal", "ties", "zeros", "huge", "peaked")
+LOGITS = ("normal", "ties", "zeros", "huge", "peaked")
 
 
 @scheme(
     reference=reference.z_loss,
     inputs={"logits": "t/data:ragged e"},
-    draw={"logits": LOGITS},
+    draw={"logits": values(*LOGITS)},
     sums="float32",
     cost=lambda c: Cost(),
     **OF_LOGITS,
@@ -111,7 +114,7 @@ def z_loss_of_all_tokens(mesh, logits):
 @scheme(
     reference=reference.z_loss,
     inputs={"logits": "t/data:ragged e", "experts": "t/data:ragged k"},
-    draw={"logits": LOGITS, "experts": chosen_experts()},
+    draw={"logits": values(*LOGITS, nan_rows=padding), "experts": chosen_experts()},
     sums="float32",
     dims=SIZES,
     cost=lambda c: Cost(forward={"all_reduce": (1, INT64)}),

@@ -1,7 +1,7 @@
 """Judge wrong beliefs by what `shardproof verify` draws by default, and those that it misses by fast tests.
 
-A belief is judged by the schemes that run its line, those that run the fewest lines first: those of its component, and
-then those of the others. Each is verified with default settings, up to its first failing case.
+A belief is judged by the schemes that run its line, the nearest of each path through its function first: those of its
+component, and then those of the others. Each is verified with default settings, up to its first failing case.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from parity_tests.evidence.beliefs.belief import Belief
+from parity_tests.evidence.injected_bugs.injected_bug import patched_text
 from parity_tests.evidence.injected_bugs.report import without_schedule_warnings
-from parity_tests.evidence.injected_bugs.runner import FARTHEST, BugRunner, oracles, patched_schemes
+from parity_tests.evidence.injected_bugs.runner import FARTHEST, BugRunner, nearest_first, oracles, patched_schemes
 from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.mutants.by_tests import TestRuns, reaching
 from parity_tests.evidence.mutants.reached import Memory, TestReach, of_tests, test_files
@@ -55,7 +56,7 @@ class DrawnJudge:
         caught: dict[str, Any] = {"drawn": None, "oracle": None}
         for runners in ([self._runner(belief.component)], self._others(belief.component)):
             affected = [trials for runner in runners for trials in runner.affected(belief)]
-            nearest = sorted(affected, key=lambda trials: len(trials.lines))[:FARTHEST]
+            nearest = nearest_first(affected, patched_text(belief))[:FARTHEST]
             tried += len(nearest)
             caught = _first_catch(belief, [trials.scheme for trials in nearest])
             if caught["drawn"]:

@@ -9,7 +9,7 @@ import pytest
 from parity_tests.collectives.test_schemes import gather_to_replicated, uneven_gather_to_invariant
 from parity_tests.evidence.beliefs import judge, page
 from parity_tests.evidence.beliefs.belief import BELIEFS, KINDS, Belief
-from parity_tests.evidence.injected_bugs.injected_bug import ROOT, patched_text
+from parity_tests.evidence.injected_bugs.injected_bug import ROOT, patched_text, stale_bugs
 from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.mutants.tiers import of_bug
 from shardproof.places import component_folders
@@ -47,6 +47,10 @@ def is_operator_swap(belief):
 @pytest.mark.parametrize("belief", BELIEFS, ids=lambda belief: belief.name)
 def test_a_belief_applies_and_swaps_no_operator(belief):
     assert not is_operator_swap(belief)
+
+
+def test_no_belief_is_stale():
+    assert stale_bugs(BELIEFS) == []
 
 
 def test_a_swapped_operator_is_seen():

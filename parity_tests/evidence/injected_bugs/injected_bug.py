@@ -89,12 +89,16 @@ class Symbol:
 
 @dataclass(frozen=True)
 class PatchedFile:
-    """A file, relative to the root, with the bug in its text, and the lines of the healthy text that are replaced."""
+    """A file, relative to the root, with the bug in its text, and the lines of the healthy text that are replaced.
+
+    `symbol_lines` are those of the function, class or name around them.
+    """
 
     file: str
     text: str
     first_line: int
     last_line: int
+    symbol_lines: range = range(0)
 
     @property
     def replaced_lines(self) -> range:
@@ -110,7 +114,8 @@ def patched_text(bug: InjectedBug) -> PatchedFile:
     text = _text(symbol.file)
     first = 1 + text.count("\n", 0, start)
     last = first + bug.old.rstrip("\n").count("\n")
-    return PatchedFile(symbol.file, text[:start] + bug.new + text[start + len(bug.old) :], first, last)
+    around = range(1 + text.count("\n", 0, symbol.start), 1 + text.count("\n", 0, symbol.end))
+    return PatchedFile(symbol.file, text[:start] + bug.new + text[start + len(bug.old) :], first, last, around)
 
 
 def stale_bugs(bugs: Iterable[InjectedBug]) -> list[str]:

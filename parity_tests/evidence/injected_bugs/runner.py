@@ -1,9 +1,9 @@
 """Run every injected bug on drawn cases of the schemes that it affects, until an oracle catches it.
 
 A scheme is affected if it runs a line of the bug. If the bug is in a constant, a scheme is affected if it runs a line
-with the constant's name. A round is one example of each of the nearest affected schemes, which run the fewest lines.
-The others are tried only if these see nothing. The baseline beside it is a parity test as it is often written: two
-ranks, one shape, equal shards, three seeds, the same budgets.
+with the constant's name. A round is one example of each of the nearest affected schemes: for each path through the
+bug's function, the scheme that runs the fewest lines. The others are tried only if these see nothing. The baseline
+beside it is a parity test as it is often written: two ranks, one shape, equal shards, three seeds, the same budgets.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class BugRunner:
             affected = [trials for trials in self.schemes if trials.runs(patched.file, lines)]
             if affected:
                 break
-        return sorted(affected, key=lambda trials: len(trials.lines))
+        return nearest_first(affected, patched)
 
     def outcome(self, bug: InjectedBug) -> Outcome:
         """Try one bug. Errors: StaleBug; FalseAlarm for a scheme that fails without it."""
@@ -161,6 +161,16 @@ class BugRunner:
         if not healthy.ok:
             raise FalseAlarm(f"scheme {trial.scheme.name!r} fails without any bug: {words(healthy)}\n{trial.case.json}")
         return [Catch(trial.scheme.name, example, oracles(report), words(report))]
+
+
+def nearest_first(affected: Iterable[SchemeTrials], patched: PatchedFile) -> list[SchemeTrials]:
+    """The scheme of each path through the symbol that runs the fewest lines, then the next of each path."""
+    # Most schemes evaluate a condition and few enter its branch: the smallest alone may all take the same path.
+    paths: dict[frozenset[int], list[SchemeTrials]] = {}
+    for trials in sorted(affected, key=lambda trials: len(trials.lines)):
+        path = frozenset(number for number in patched.symbol_lines if (patched.file, number) in trials.lines)
+        paths.setdefault(path, []).append(trials)
+    return [trials for turn in itertools.zip_longest(*paths.values()) for trials in turn if trials is not None]
 
 
 def lines_that_name(bug: InjectedBug, file: str) -> list[int]:

@@ -7,7 +7,7 @@ border that matter. Neither half needs Hypothesis: a chooser is any function tha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ UNCHANGED = ("none", "none", "none")
 UNEVEN = ("prefix", "shard", "others")
 KEEP = ("all", "half", *UNEVEN, "none", "first", "last", "prefix")
 IGNORED = ("none", "half", *UNEVEN, "prefix")
+PADDING = ("drawn", "nan")  # what rows of padding hold
 PLACES = ("first", "middle", "last", "before", "after")
 # Narrower than the dtype allows for float64: the reference is float64 too, and its intermediates must not overflow.
 _RANGE = {"float64": 1e120, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
@@ -60,6 +61,7 @@ class Draw:
     padded: bool = False
     empty: bool = True  # whether a sequence may have no token
     full_rows: bool = False
+    nan_rows: Callable[[CaseSpec, tuple[int, ...]], np.ndarray] | None = None  # the rows that may hold NaN
 
     @property
     def is_integer(self) -> bool:
@@ -68,7 +70,8 @@ class Draw:
     def value(self, choose: Chooser, shards: int) -> dict[str, Any]:
         """The JSON record of one draw; `shards` is the number of shards of `dim`."""
         if self.kind == "float":
-            return {"kind": choose(self.kinds), **self._border(choose)}
+            padding = {} if self.nan_rows is None else {"padding": choose(PADDING)}
+            return {"kind": choose(self.kinds), **self._border(choose), **padding}
         if self.kind == "ids":
             count = choose((1, 2, 3, 5))
             places = (*PLACES, "anywhere", "anywhere")  # four of seven are borders
@@ -216,16 +219,19 @@ def has_infinities(value: dict[str, Any]) -> bool:
     return "neg_inf_mask" in (value.get("kind"), value.get("border", [None])[0])
 
 
-def values(*kinds: str, full_rows: bool = False) -> Draw:
+def values(
+    *kinds: str, full_rows: bool = False, nan_rows: Callable[[CaseSpec, tuple[int, ...]], np.ndarray] | None = None
+) -> Draw:
     """Floating values of the given kinds, some at the borders of shards; by default, all general kinds.
 
     `positive`, `uniform` (in [0, 1)), `sorted` and `probabilities` (along the last dim) are drawn only if named.
-    `full_rows` lets a mask cover a full row.
+    `full_rows` lets a mask cover a full row. `nan_rows(case, shape)` is true for rows of padding, whose values a
+    function must not read: they are NaN in half of the cases.
     """
     unknown = [kind for kind in kinds if kind not in (*FLOAT_KINDS, *BY_NAME)]
     if unknown:
         raise ValueError(f"values: kind {unknown[0]!r} is not one of {', '.join((*FLOAT_KINDS, *BY_NAME))}")
-    return Draw("float", kinds=kinds or FLOAT_KINDS, full_rows=full_rows)
+    return Draw("float", kinds=kinds or FLOAT_KINDS, full_rows=full_rows, nan_rows=nan_rows)
 
 
 def token_below(dim: str) -> Draw:

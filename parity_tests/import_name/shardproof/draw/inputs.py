@@ -55,6 +55,8 @@ def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
         raise ValueError(f"case: input '{arg.name}' is {array.shape}, '{arg.spec}' says {arg.shape(case)}")
     if arg.name in case.conditions.get("expanded", ()):
         array = np.broadcast_to(array[:1], array.shape).copy()
+    elif draw.nan_rows is not None and value.get("padding") == "nan":
+        array = np.where(draw.nan_rows(case, array.shape)[..., None], np.nan, array)
     return array if arg.is_integer else rounded(array, case.dtype)
 
 
