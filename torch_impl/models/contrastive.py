@@ -55,5 +55,5 @@ def contrastive_loss(
     with no_autocast(queries.device):
         scores = queries @ all_keys.T, keys @ all_queries.T
         scale = log_scale.to(wide).exp()
-        total = sum(F.cross_entropy(scale * each.to(wide), pair, reduction="sum") for each in scores)
-    return total * (averaged_over / (2 * max(sum(counts), 1)))
+        losses = [F.cross_entropy(scale * each.to(wide), pair, reduction="sum") for each in scores]
+    return torch.stack(losses).sum() * (averaged_over / (2 * max(sum(counts), 1)))
