@@ -55,11 +55,12 @@ def cost(segments, states=lambda c: c.b):
 
     def declared(c):
         wide, heads = max(c.itemsize, 4), c.h // c.tp
-        final = {"all_reduce": (1, states(c) * heads * c.k * c.v * wide)}
+        final = {"all_reduce/cp": (1, states(c) * heads * c.k * c.v * wide)}
         if c.cp == 1:
             return Cost(forward=final)
         sent = segments(c) * c.dims.get("b", 1) * heads * c.k * wide
-        return Cost(forward={"all_gather": (1, sent * (c.k + c.v)), **final}, backward={"all_gather": (1, sent * c.v)})
+        forward = {"all_gather/cp": (1, sent * (c.k + c.v)), **final}
+        return Cost(forward=forward, backward={"all_gather/cp": (1, sent * c.v)})
 
     return declared
 

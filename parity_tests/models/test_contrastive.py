@@ -67,13 +67,13 @@ def loss_of_unequal_ranks(mesh, queries, keys, log_scale):
     dtypes=("float64",),
     reduction=("b", "d"),
 )
-def loss_that_is_averaged(mesh, queries, keys, log_scale):
+def contrastive_loss_that_is_averaged(mesh, queries, keys, log_scale):
     """As FSDP averages: the mean of the ranks' shares, each times the number of ranks."""
     dp = mesh.size("dp")
     return all_reduce(contrastive_loss(queries, keys, log_scale, mesh["dp"], averaged_over=dp), mesh["dp"]) / dp
 
 
-SCHEMES = loss_of_equal_ranks, loss_of_unequal_ranks, loss_that_is_averaged
+SCHEMES = loss_of_equal_ranks, loss_of_unequal_ranks, contrastive_loss_that_is_averaged
 
 
 @pytest.mark.parametrize("declared", slow_but([loss_of_unequal_ranks], SCHEMES), ids=lambda declared: declared.name)

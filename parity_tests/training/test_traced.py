@@ -81,6 +81,10 @@ WITHOUT_A_MODULE = {
     "documents of a row counted as one sequence",
     "what does not count multiplied by zero",
     "the factor of an average left out",
+    # It predicts one token ahead, from one kind of vectors
+    "losses of the further depths summed",
+    "a depth's loss over the counts of depth 0",
+    "a contrastive loss without the gradients of negatives",
     # The traced layers have no router
     "a router's losses divided by the ranks of cp",
     "a router's losses summed over micro-batches",
